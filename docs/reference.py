@@ -15,7 +15,7 @@ import torch
 
 from fp8bench import units
 from fp8bench.analysis.labels import CAN_BE_HARD
-from fp8bench.cli.main import VERBS, Parser, build_parser, command_module, commands_of
+from fp8bench.cli.main import VERBS, Parser, build_parser, command_module, subparsers_by_name
 from fp8bench.errors import UsageError
 from fp8bench.features.train.health.health import RULES
 from fp8bench.formats.codes import encode
@@ -26,8 +26,8 @@ from fp8bench.model.specs import METRICS, Better, MetricSpec, Rank
 from fp8bench.model.words import REMARKS
 from fp8bench.report.panels import together
 from fp8bench.report.words.legend import LABELS
-from fp8bench.store.runs.run_file import _HEADER_LEFT_OUT
-from fp8bench.store.series import UNITS
+from fp8bench.store.runs.run_file import _FIELDS_NOT_IN_HEADER
+from fp8bench.store.series import ASV_UNITS
 
 Rows = Iterable[tuple[str, ...]]
 SCHEMA_ID = f"urn:fp8bench:run-file:{SCHEMA}"
@@ -79,7 +79,7 @@ def command_page(name: str, parser: Parser, words: str) -> str:
     if examples:
         parts.append("```console\n" + "\n".join(f"$ {line}" for line in examples) + "\n```")
     parts += [plain(parser.description or ""), *_options(parser)]
-    for sub, command in commands_of(parser).items():
+    for sub, command in subparsers_by_name(parser).items():
         parts += [f"## fp8bench {name} {sub}", plain(command.description or ""), *_options(command)]
         parts.append(plain(command.epilog or ""))
     return "\n\n".join(filter(None, [*parts, plain(parser.epilog or "")]))
@@ -94,7 +94,7 @@ def command_pages() -> Iterator[tuple[str, str]]:
         for action in group._choices_actions  # type: ignore[attr-defined]
     }
     by_verb: dict[str, list[tuple[str, str]]] = {verb: [] for verb in VERBS}
-    for name, parser in commands_of(whole).items():
+    for name, parser in subparsers_by_name(whole).items():
         verb, _, words = helps[name].partition(": ")
         by_verb[verb].append((f"[{name}](command-{name}.md)", plain(words)))
         assert isinstance(parser, Parser)
@@ -141,7 +141,7 @@ def history_rows() -> Rows:
     for name, (spec, words) in rows.items():
         if words:
             sure = "; exact, so that any change alarms" if spec.counted else ""
-            unit = units.RATIO if spec.unit == "x" else UNITS.get(spec.unit, spec.unit)
+            unit = units.RATIO if spec.unit == "x" else ASV_UNITS.get(spec.unit, spec.unit)
             yield f"`track_{_shown(name)}`", unit, words + sure + _more(spec)
 
 
@@ -191,7 +191,7 @@ def labels_page() -> str:
 
 def health_page() -> str:
     rows = [
-        (code(rule.name), rule.alarms_at, rule.because(), "; ".join(remedy.value for remedy in rule.remedies))
+        (code(rule.name), rule.alarms_at, rule.rationale(), "; ".join(remedy.value for remedy in rule.remedies))
         for rule in RULES
     ]  # fmt: skip
     return (
@@ -247,7 +247,7 @@ def formats_page() -> str:
 def run_schema() -> dict[str, Any]:
     """JSON Schema of one line of a run file; keys that it does not name are allowed, as readers ignore them."""
     known: dict[str, Any] = {}
-    header = _schema_of(Run, known, _HEADER_LEFT_OUT)
+    header = _schema_of(Run, known, _FIELDS_NOT_IN_HEADER)
     record, resumed = (_schema_of(kind, known) for kind in (Record, Resumption))
     contents: list[tuple[str, Any, tuple[str, ...]]] = [
         ("schema", {"const": SCHEMA}, ("header",)), ("record", record, ()), ("note", {"type": "string"}, ()),

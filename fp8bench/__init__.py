@@ -11,7 +11,7 @@ from typing import Any
 
 __version__ = "0.1.0"
 
-_HOME = {
+_MODULE_OF_NAME = {
     "Case": "model",
     "CommandResult": "cli.outputs",
     "Finding": "model",
@@ -40,24 +40,25 @@ _HOME = {
     "watch": "features.train.api",
 }
 
-# Calls made from the parsers of commands, with the same options, defaults and errors.
-_CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
-__all__ = [*sorted(("__version__", *_HOME, *_CALLS))]  # noqa: PLE0604
+# Commands that can also be called from Python. The parser of the command defines the options, defaults and errors of
+# the call.
+_COMMAND_CALLS = ("ablate", "advise", "audit", "compare", "duel", "gate", "sensitivity")
+__all__ = [*sorted(("__version__", *_MODULE_OF_NAME, *_COMMAND_CALLS))]  # noqa: PLE0604
 
 
 def __getattr__(name: str) -> Any:
     """Loads a public name on first use, so that `import fp8bench` is fast."""
     import importlib
 
-    if name in _CALLS:
-        value = importlib.import_module("fp8bench.cli.calls").command_call(name)
-    elif name in _HOME:
-        value = getattr(importlib.import_module(f"fp8bench.{_HOME[name]}"), name)
-        if _HOME[name].endswith("api") and not isinstance(value, type):
+    if name in _COMMAND_CALLS:
+        value = importlib.import_module("fp8bench.cli.calls").make_command_call(name)
+    elif name in _MODULE_OF_NAME:
+        value = getattr(importlib.import_module(f"fp8bench.{_MODULE_OF_NAME[name]}"), name)
+        if _MODULE_OF_NAME[name].endswith("api") and not isinstance(value, type):
             importlib.import_module("fp8bench.cli.calls").explain_arguments(value.__name__, value)
     else:
-        near = importlib.import_module("fp8bench.suggestions").meant_name("call", name, __all__)
-        hint = f". Did you mean {near!r}?" if near and not name.startswith("_") else ""
+        suggestion = importlib.import_module("fp8bench.suggestions").meant_name("call", name, __all__)
+        hint = f". Did you mean {suggestion!r}?" if suggestion and not name.startswith("_") else ""
         raise AttributeError(f"module 'fp8bench' has no attribute {name!r}{hint}")
     globals()[name] = value
     return value

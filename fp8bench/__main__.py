@@ -1,4 +1,4 @@
-"""`python -m fp8bench` and the console script."""
+"""The program that `python -m fp8bench` and the installed command `fp8bench` run."""
 
 import contextlib
 import signal
@@ -6,14 +6,16 @@ import sys
 
 
 def run() -> int:
-    """Runs the command line; interrupts during imports and shutdown are handled, too."""
+    """Runs the command line and returns its exit code. An interrupt during imports or at shutdown also ends with exit
+    code 130, without a traceback.
+    """
     code = 130
     with contextlib.suppress(KeyboardInterrupt):
         from fp8bench.cli.main import main
 
         code = main()
     with contextlib.suppress(KeyboardInterrupt):
-        signal.signal(signal.SIGINT, signal.SIG_IGN)  # nothing is left to interrupt
+        signal.signal(signal.SIGINT, signal.SIG_IGN)  # from here on only the interpreter shuts down
     return code
 
 

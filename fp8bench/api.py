@@ -1,4 +1,4 @@
-"""fp8bench's commands as Python calls, for scripts and notebooks."""
+"""The commands of fp8bench as Python calls, for scripts and notebooks."""
 
 from __future__ import annotations
 
@@ -12,32 +12,31 @@ from typing import TYPE_CHECKING, Any, cast
 
 from fp8bench import model
 from fp8bench.analysis.findings import findings as findings_of
-from fp8bench.cli.calls import request_fields, takes_options_of
+from fp8bench.cli.calls import accept_fields_of, request_fields
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.option_types import folder, names, pairs
-from fp8bench.cli.option_types import sessions as parse_sessions
+from fp8bench.cli.option_types import as_pairs, parse_folder, parse_sessions, split_names
 from fp8bench.cli.outputs import CommandResult, in_store, log_targets
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UsageError
-from fp8bench.jobs.after_run import Wanted, after_run
+from fp8bench.jobs.after_run import RequestedOutputs, after_run
 from fp8bench.jobs.kinds import kinds
-from fp8bench.jobs.profile import function_named, profile_axes, profile_dtypes, profile_live
+from fp8bench.jobs.profile import check_function_name, profile_axes, profile_dtypes, profile_live
 from fp8bench.jobs.profile import profile as profile_maker
-from fp8bench.jobs.report_files import Pages, place_of_report
+from fp8bench.jobs.report_files import Pages, find_report_page
 from fp8bench.jobs.several_runs import execute_sessions
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Request
 from fp8bench.pipeline import execute
-from fp8bench.pipeline import resume as go_on
-from fp8bench.plan.asked_suites import files_of
+from fp8bench.pipeline import resume as resume_run
+from fp8bench.plan.asked_suites import suite_files
 from fp8bench.protocols import Observer
 from fp8bench.report.data.plain import results_frame
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
-from fp8bench.report.notebook import Findings, as_html
-from fp8bench.report.panels import panels_of
+from fp8bench.report.notebook import Findings, page_as_html
+from fp8bench.report.panels import group_into_panels
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.run import page_of, render
+from fp8bench.report.terminal.run import answer_page, render
 from fp8bench.report.topics.answers import VERDICT_COLUMNS, verdict_rows
 from fp8bench.store.runs.listing import find_run, load_stored_run
 
@@ -49,37 +48,37 @@ if TYPE_CHECKING:
     from fp8bench.report.data.loggers import LogTarget
 
 
-_WIDTH = 100
+_DISPLAY_WIDTH = 100
 
 
 class Run(model.Run):
-    """A run as calls return it: the stored value, with a display for notebooks."""
+    """A stored run as the Python calls return it, with a display for notebooks."""
 
     def __str__(self) -> str:
-        return layout.render(replace(self._page, footer=()), _WIDTH).rstrip("\n")
+        return layout.render(replace(self._page, footer=()), _DISPLAY_WIDTH).rstrip("\n")
 
     def _repr_html_(self) -> str:
-        return as_html(self._page, place_of_report(self))
+        return page_as_html(self._page, find_report_page(self))
 
     @property
     def _page(self) -> Page:
-        return page_of(self, findings_of(self), _WIDTH, place_of_report(self), in_store(self))
+        return answer_page(self, findings_of(self), _DISPLAY_WIDTH, find_report_page(self), in_store(self))
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """The rows of --csv as a pandas frame."""
+        """The results of the run as a pandas frame, with the same rows as --csv."""
         return results_frame(run_rows([(self, findings_of(self))]))
 
     @cached_property
     def verdicts(self) -> pd.DataFrame:
-        """The terminal's answer as a pandas frame: a row for each case except references."""
+        """The verdicts that the terminal prints, as a pandas frame. Each case except references has a row."""
         import pandas as pd
 
-        rows = verdict_rows(panels_of(self, findings_of(self)))
+        rows = verdict_rows(group_into_panels(self, findings_of(self)))
         return pd.DataFrame(list(rows), columns=list(VERDICT_COLUMNS))
 
 
-@takes_options_of(Request, without=("known_scales",))
+@accept_fields_of(Request, excluded=("known_scales",))
 def run(
     suite: str,
     *,
@@ -93,23 +92,26 @@ def run(
 ) -> Run:
     """Plans, measures and stores a suite; returns the Run.
 
-    `run.verdicts` is the terminal's answer as a pandas frame, a row for each case except references: its verdict,
-    speed-up with interval, error, memory, energy and the reason. `run.results` are the rows of --csv as a frame, and
-    `fp8bench.table(run)` is the table that the terminal prints. Raises Fp8benchError with an explanation if something
-    is impossible; failed cases are records. With `isolation=False` workloads that a notebook defines can be measured,
-    and a crash ends this process.
+    `run.verdicts` is a pandas frame with a row for each case except references: its verdict, its speed-up with
+    interval, its error, memory and energy, and the reason. `run.results` is a frame with the same rows as --csv.
+    `fp8bench.table(run)` is the table that the terminal prints.
+
+    Raises Fp8benchError with an explanation if a request is impossible. A case that fails raises no error: it has a
+    record with the reason. With `isolation=False` the run can measure workloads that a notebook defines, but a crash
+    ends this process.
     """
-    # 1. Options are checked as the command line's are, before a worker starts.
+    # 1. Check the options as the command line does, before a worker starts.
     request = Request(suite, **request_fields(Request, options))
-    request = replace(request, imports=(*request.imports, *files_of(suite)))
+    request = replace(request, imports=(*request.imports, *suite_files(suite)))
     try:
         count, pause = parse_sessions(str(sessions))
     except ArgumentTypeError as error:
         raise UsageError(f"sessions: {error}.") from None
-    # 2. Several sessions are runs of their own, from which one answer comes.
-    several = partial(execute_sessions, request, sessions=count, apart=pause)
-    several = several if count > 1 else partial(execute, request)
-    return _measure_run(several, store, observer, progress, report, log)
+    # 2. If there are several sessions, each session is stored as a run. The last run combines the intervals of all
+    # sessions.
+    measure = partial(execute_sessions, request, sessions=count, pause=pause)
+    measure = measure if count > 1 else partial(execute, request)
+    return _measure_run(measure, store, observer, progress, report, log)
 
 
 suite = run
@@ -124,27 +126,31 @@ def _measure_run(
     log: str | Iterable[str],
 ) -> Run:
     targets = log_targets(log)
-    folder_of_runs = folder("store", store)
-    with _observe(observer, progress) as observing:
-        done = measure(folder_of_runs, observing, command_line())
-    _follow_up(done, folder_of_runs, progress and observer is None, report, targets)
-    return _to_frame_run(done)
+    folder_of_runs = parse_folder("store", store)
+    with _choose_observer(observer, progress) as observing:
+        measured_run = measure(folder_of_runs, observing, command_line())
+    _write_outputs(measured_run, folder_of_runs, progress and observer is None, report, targets)
+    return _to_frame_run(measured_run)
 
 
-def _observe(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
+def _choose_observer(observer: Observer | None, progress: bool) -> AbstractContextManager[Observer]:
     if observer is not None:
         return nullcontext(observer)
     return (TERMINAL if progress else SILENT).measuring()
 
 
-def _follow_up(done: model.Run, store: Path, announces: bool, report: bool, log: Sequence[LogTarget] = ()) -> None:
-    """Does what follows a run on the command line, too. A run that was not kept has no report."""
-    outputs = Wanted(Pages() if report and done.path else None, log)
-    after_run(done, store, outputs, TERMINAL.note if announces else SILENT.note)
+def _write_outputs(
+    run: model.Run, store: Path, prints_notes: bool, report: bool, log: Sequence[LogTarget] = ()
+) -> None:
+    """Writes what the command line also writes after a run: history, report and logged scalars. A run that was not
+    stored gets no report.
+    """
+    outputs = RequestedOutputs(Pages() if report and run.path else None, log)
+    after_run(run, store, outputs, TERMINAL.note if prints_notes else SILENT.note)
 
 
-# Fields of a request that profile does not take, or takes under another name.
-_NOT_OF_A_PROFILE = {
+# Fields of `Request` that `profile` does not accept, or accepts under another name.
+_FIELDS_NOT_IN_PROFILE = {
     "suite",
     "dtypes",
     "reference",
@@ -162,7 +168,7 @@ _NOT_OF_A_PROFILE = {
 }
 
 
-@takes_options_of(Request, without=_NOT_OF_A_PROFILE)
+@accept_fields_of(Request, excluded=_FIELDS_NOT_IN_PROFILE)
 def profile(
     model: str | torch.nn.Module,
     batch: object = None,
@@ -192,20 +198,20 @@ def profile(
     batch: what the forward of a live model takes
     loss: a function of a live model's output, if its forward returns no loss
     """
-    # A live model is pickled into the worker; a maker's name is imported there.
-    live = not isinstance(model, str)
-    if live == (batch is None) or (loss is not None and not live):
+    # A live model is sent to the worker. A model that is given by name is made in the worker.
+    is_live = not isinstance(model, str)
+    if is_live == (batch is None) or (loss is not None and not is_live):
         raise UsageError("profile takes 'module:function' alone, or a model with a batch, and a loss if it needs one.")
-    target = type(model).__name__ if live else function_named(str(model))
+    target = type(model).__name__ if is_live else check_function_name(str(model))
     request = Request(
-        **profile_dtypes(names(dtypes), reference),
+        **profile_dtypes(split_names(dtypes), reference),
         **request_fields(Request, how),
-        axes=profile_axes(target, forward, optimizer, compile, names(skip)),
-        precision_map=pairs(precision_map),
+        axes=profile_axes(target, forward, optimizer, compile, split_names(skip)),
+        precision_map=as_pairs(precision_map),
         isolation=isolation,
     )
     parts = (model, batch) if loss is None else (model, batch, loss)
-    measure = partial(profile_live, parts, request) if live else partial(profile_maker, request)
+    measure = partial(profile_live, parts, request) if is_live else partial(profile_maker, request)
     return _measure_run(measure, store, observer, progress, report, log)
 
 
@@ -219,20 +225,20 @@ def resume(
 ) -> Run:
     """Resumes a run that was interrupted; returns a complete run unchanged.
 
-    The run says what to measure, and how. Raises Fp8benchError if the rest would be measured under different
-    conditions.
+    The stored run defines what to measure, and how. Raises Fp8benchError if the conditions of measuring, for example
+    the machine, have changed since.
 
     run: the run, its id, a file's stem, a path, or 'last'
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")
-    folder_of_runs = folder("store", store)
+    folder_of_runs = parse_folder("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
-    with _observe(observer, progress) as observing:
-        resumed, done = go_on(path, folder_of_runs, observing, command_line())
+    with _choose_observer(observer, progress) as observing:
+        resumed, complete_run = resume_run(path, folder_of_runs, observing, command_line())
     if resumed:
-        _follow_up(done, folder_of_runs, progress and observer is None, report)
-    return _to_frame_run(done)
+        _write_outputs(complete_run, folder_of_runs, progress and observer is None, report)
+    return _to_frame_run(complete_run)
 
 
 def _to_frame_run(run: model.Run) -> Run:
@@ -240,12 +246,14 @@ def _to_frame_run(run: model.Run) -> Run:
 
 
 def load(run: str | Path | model.Run, store: str | Path = DEFAULT_STORE) -> Run:
-    """Returns a stored run; its `.results` are the rows of --csv, its `.verdicts` those of the terminal's answer."""
-    return _to_frame_run(run if isinstance(run, model.Run) else load_stored_run(str(run), folder("store", store)))
+    """Returns a stored run. Its `.results` have the same rows as --csv, and its `.verdicts` those that the terminal
+    prints.
+    """
+    return _to_frame_run(run if isinstance(run, model.Run) else load_stored_run(str(run), parse_folder("store", store)))
 
 
 def findings(run: model.Run) -> Findings:
-    """Verdicts, ratios, best-case times and labels, computed from the run's raw samples.
+    """Returns verdicts, ratios, best-case times and labels, computed from the run's raw samples.
 
     Keys are short names of cases ('bf16 shape=64'); a case's id works as well.
 
@@ -255,7 +263,7 @@ def findings(run: model.Run) -> Findings:
 
 
 def table(run: model.Run | KeptTraining | CommandResult, width: int = 100) -> str:
-    """Returns a run, or another kept thing or result, as the table that the command line prints.
+    """Returns the table that the command line prints for a run or for another result of a call.
 
     run: what a call returned
     width: the most letters in a line

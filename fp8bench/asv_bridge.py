@@ -1,8 +1,9 @@
-"""The base class of asv's suite files: a grid is measured once, and asv reads it metric by metric.
+"""The base class of suite files for asv (airspeed velocity). It measures all cases once, and asv then reads one
+metric at a time.
 
-asv starts a process for every metric of every combination. To measure cases only once, `setup_cache` measures a
-workload's declared grid, as `fp8bench suite` would; the methods only read. torch and numpy are imported only when
-something is measured.
+asv starts a process for every metric of every combination. So that cases are measured only once, `setup_cache`
+measures the declared grid of a workload, as `fp8bench suite` would, and the other methods only read the results.
+torch and numpy are imported only when something is measured.
 """
 
 from __future__ import annotations
@@ -19,39 +20,41 @@ from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.files import read_file
 from fp8bench.model import Cell, Request, Series
-from fp8bench.plan.corpus import default_identity
+from fp8bench.plan.corpus import default_corpus_identity
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.series import class_name, series_of
+from fp8bench.store.series import class_name, make_series
 from fp8bench.user_code import import_user_modules
 
 CONFIGURATION = "asv.conf.json"
-# Options of `asv run` in every spelling that its parser accepts: abbreviated, and short ones combined.
-_QUICK = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
-_APPEND = re.compile(r"--ap[a-z-]*")
-_COMMIT = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
-_ANCESTORS = 4
-_WORDS_BEFORE_ASV = 8  # python -X dev -W error -m asv
-# asv's configuration is JSON5: this matches texts and comments in it, and the needed value.
+# Options of `asv run`, in every spelling that asv's parser accepts: abbreviated options, and several short options in
+# one word.
+_QUICK_OPTION = re.compile(r"--q(u(i(ck?)?)?)?|-[ehknpqv]*q[a-zA-Z]*")
+_APPEND_OPTION = re.compile(r"--ap[a-z-]*")
+_COMMIT_OPTION = re.compile(r"--set[a-z-]*(?:=(.*))?", re.DOTALL)
+_MAX_ANCESTORS = 4
+_ARGUMENTS_BEFORE_ASV = 8  # as in the command line `python -X dev -W error -m asv`
+# asv's configuration file is JSON5. These patterns match its texts and comments, and the value of results_dir.
 _TEXT_OR_COMMENT = re.compile(r"""("(?:\\.|[^"\\])*"|'(?:\\.|[^'\\])*')|//[^\n]*|/\*.*?\*/""", re.DOTALL)
 _RESULTS_DIR = re.compile(r"""(?:"results_dir"|'results_dir'|\bresults_dir)\s*:\s*(["'])(.*?)\1""")
 
 # The outcome of a cell: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, Any]
 Measured = dict[str, dict[Cell, Outcome]]
-_T = TypeVar("_T")
+_Result = TypeVar("_Result")
 
 
 class CaseFailed(Fp8benchError):
-    """A case failed; raised so that asv shows it as failed."""
+    """Tells asv that a case failed, so that asv shows the case as failed."""
 
 
 class Suite:
-    """Base class of suite files' classes. asv finds its metrics as methods `track_...`.
+    """Base class of the classes in suite files. asv finds the metrics of a class as methods `track_...`.
 
-    A suite file imports this module instead of the class, which asv would take for a benchmark. Each class needs a
-    `setup_cache` defined in its file (it gets one if it has none): asv identifies caches by module and line, and
-    classes that share one would all silently get the numbers of the first.
+    A suite file imports this module instead of the class, because asv would take an imported class for a benchmark.
+    asv identifies caches by the module and line of `setup_cache`. If several classes shared one `setup_cache`, all
+    would silently get the numbers of the first class. So each class needs a `setup_cache` in its file, or else gets
+    one here.
     """
 
     workload: ClassVar[str]
@@ -68,47 +71,48 @@ class Suite:
                 return self.measure()
 
             vars(setup_cache).update(timeout=3600)
-            cls.setup_cache = _belonging(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
+            cls.setup_cache = _name_as_method(setup_cache, cls, "setup_cache")  # type: ignore[attr-defined]
         _check_class(cls)
-        import_user_modules(_from_root(cls))
+        import_user_modules(_absolute_imports(cls))
         leaf = workloads.get(cls.workload)
-        series = series_of(leaf, default_identity() if leaf.uses_corpus else None)
+        series = make_series(leaf, default_corpus_identity() if leaf.uses_corpus else None)
         cls.params = [list(values) for values in series[0].params]
         cls.param_names = list(series[0].param_names)
         cls.version = series[0].version
         for followed in series:
-            setattr(cls, followed.name.rpartition(".")[2], _reader(cls, followed))
+            setattr(cls, followed.name.rpartition(".")[2], _make_reader(cls, followed))
 
     def measure(self) -> Measured:
-        """Measures the grid, stores the run, and returns this commit's results so far."""
-        # Heavy, and not needed by the many processes that only read.
-        from fp8bench.jobs.asv import measured_by_asv
+        """Measures all cases of the workload's grid, stores the run, and returns all results of this commit."""
+        # This import is slow, and the many processes that only read results do not need it.
+        from fp8bench.jobs.asv import measure_for_asv
 
-        root, words = root_of(_file(type(self))), words_of_asv()
-        quick, appending, commit = options_of(words)
+        root, asv_arguments = find_project(_find_suite_file(type(self))), read_asv_arguments()
+        quick, appending, commit = parse_asv_options(asv_arguments)
         if appending:
-            raise UsageError("the runs of a commit are combined anyway. Leave --append-samples out.")
+            raise UsageError("the runs of a commit are always combined. Leave --append-samples out.")
         grid = workloads.get(self.workload).history
         ranks = min(grid.ranks, default=1) if grid is not None else 1
-        imports = _from_root(type(self))
+        imports = _absolute_imports(type(self))
         request = Request(self.workload, quick=quick, imports=imports, grid=True, ranks=ranks if ranks > 1 else None)
-        return measured_by_asv(request, store_of_project(root), root, SilentObserver(), commit)
+        return measure_for_asv(request, find_store(root), root, SilentObserver(), commit)
 
 
-def root_of(file: Path) -> Path:
-    """Returns the project of a suite file: the folder of its asv.conf.json. asv runs benchmarks in a temporary
-    directory."""
-    above = file.absolute().parents
-    return next((folder for folder in above if (folder / CONFIGURATION).is_file()), above[min(1, len(above) - 1)])
+def find_project(file: Path) -> Path:
+    """Returns the folder of asv.conf.json above a suite file. The working directory would be wrong: asv runs
+    benchmarks in a temporary folder.
+    """
+    parents = file.absolute().parents
+    return next((folder for folder in parents if (folder / CONFIGURATION).is_file()), parents[min(1, len(parents) - 1)])
 
 
-def store_of_project(root: Path) -> Path:
-    """Returns the store that asv's results_dir (<store>/asv/results) belongs to; else the default one."""
-    path = root / _results_dir(root / CONFIGURATION)
+def find_store(root: Path) -> Path:
+    """Returns the store that contains asv's results_dir (<store>/asv/results), or else the default store."""
+    path = root / _read_results_dir(root / CONFIGURATION)
     return path.parent.parent if path.parts[-2:] == ("asv", "results") else root / DEFAULT_STORE
 
 
-def _results_dir(configuration: Path) -> str:
+def _read_results_dir(configuration: Path) -> str:
     try:
         text = read_file(configuration).decode()
     except (OSError, ValueError):
@@ -117,72 +121,79 @@ def _results_dir(configuration: Path) -> str:
     return match[2] if match else ""
 
 
-def words_of_asv() -> tuple[str, ...]:
-    """Returns the command line of the asv that started this process: asv does not pass its options to caches."""
+def read_asv_arguments() -> tuple[str, ...]:
+    """Returns the command line of the asv process above this one, because asv does not pass its options to
+    `setup_cache`.
+    """
     pid = os.getppid()
-    for _ in range(_ANCESTORS):
-        words, pid = _process(pid)
-        if any(Path(word).name == "asv" for word in words[:_WORDS_BEFORE_ASV]):
-            return tuple(words)
+    for _ in range(_MAX_ANCESTORS):
+        arguments, pid = _read_process(pid)
+        if any(Path(argument).name == "asv" for argument in arguments[:_ARGUMENTS_BEFORE_ASV]):
+            return tuple(arguments)
     return ()
 
 
-def options_of(words: Sequence[str]) -> tuple[bool, bool, str]:
-    """Returns whether asv got --quick and --append-samples, and the commit under which it saves results ('' for
-    none)."""
-    quick, append = (any(map(option.fullmatch, words)) for option in (_QUICK, _APPEND))
-    for place, word in enumerate(words):
-        match = _COMMIT.fullmatch(word)
+def parse_asv_options(arguments: Sequence[str]) -> tuple[bool, bool, str]:
+    """Returns whether asv was given --quick and --append-samples, and the commit under which it saves results ('' for
+    none).
+    """
+    quick, append = (any(map(option.fullmatch, arguments)) for option in (_QUICK_OPTION, _APPEND_OPTION))
+    for index, argument in enumerate(arguments):
+        match = _COMMIT_OPTION.fullmatch(argument)
         if match is not None:
-            return quick, append, match[1] if match[1] is not None else "".join(words[place + 1 : place + 2])
+            return quick, append, match[1] if match[1] is not None else "".join(arguments[index + 1 : index + 2])
     return quick, append, ""
 
 
-def _process(pid: int) -> tuple[list[str], int]:
-    """Returns a process's command line and its parent's id; ([], 0) if the system does not report them."""
+def _read_process(pid: int) -> tuple[list[str], int]:
+    """Returns the command line of a process and the id of its parent. Returns ([], 0) if the system does not report
+    them.
+    """
     try:
-        words = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
+        arguments = Path(f"/proc/{pid}/cmdline").read_text(errors="replace").split("\0")
         parent = int(Path(f"/proc/{pid}/stat").read_text(errors="replace").rpartition(")")[2].split()[1])
     except (OSError, ValueError, IndexError):
         return [], 0
-    return words, parent
+    return arguments, parent
 
 
 def _check_class(cls: type[Suite]) -> None:
-    # asv leaves out the first folder's name.
+    # asv leaves the first folder out of names.
     module, name = cls.__module__.partition(".")[2] or cls.__module__, cls.__name__
     workload = getattr(cls, "workload", None)
     if not isinstance(workload, str):
         raise UsageError(f"the suite class {name} names no workload. Write workload = 'NAME' in it.")
     if (module, name) != (workload, class_name(workload)):
         raise UsageError(
-            f"the suite class {module}.{name} is of workload {workload!r}: its runs are kept under the name "
+            f"the suite class {module}.{name} is of workload {workload!r}: its runs are stored under the name "
             f"{workload}.{class_name(workload)}. Call the file {workload}.py and the class {class_name(workload)}."
         )
     if getattr(vars(cls).get("setup_cache"), "__module__", None) != cls.__module__:
         raise UsageError(
-            f"the suite class {module}.{name} has no setup_cache of its own, in its own file, and asv would give it "
-            "another one's numbers. Leave it out, or write `def setup_cache(self): return self.measure()`."
+            f"the suite class {module}.{name} does not define setup_cache in its own file, so asv would give it "
+            "the numbers of a different class. Leave it out, or write `def setup_cache(self): return self.measure()`."
         )
 
 
-def _from_root(cls: type[Suite]) -> tuple[str, ...]:
-    """The suite's `imports`; files are named from the project's root."""
-    root = root_of(_file(cls))
+def _absolute_imports(cls: type[Suite]) -> tuple[str, ...]:
+    """Returns the `imports` of a suite class. Names of files become absolute paths."""
+    root = find_project(_find_suite_file(cls))
     return tuple(str(root / name) if name.endswith(".py") else name for name in cls.imports)
 
 
-def _file(cls: type) -> Path:
+def _find_suite_file(cls: type) -> Path:
     return Path(str(sys.modules[cls.__module__].__file__))
 
 
-def _belonging(method: Callable[..., _T], cls: type, name: str) -> Callable[..., _T]:
-    """Names the function as a method of the class, which is how asv finds it."""
+def _name_as_method(method: Callable[..., _Result], cls: type, name: str) -> Callable[..., _Result]:
+    """Gives a function the name of a method of the class, because asv finds methods by their `__name__` and
+    `__qualname__`.
+    """
     method.__name__, method.__qualname__, method.__module__ = name, f"{cls.__qualname__}.{name}", cls.__module__
     return method
 
 
-def _reader(cls: type, series: Series) -> Callable[..., Any]:
+def _make_reader(cls: type, series: Series) -> Callable[..., Any]:
     """Returns a method that reads one metric from the measured results."""
 
     def track(self: Suite, measured: Mapping[str, Mapping[Cell, Outcome]], *cell: Any) -> Any:
@@ -194,4 +205,4 @@ def _reader(cls: type, series: Series) -> Callable[..., Any]:
         return {"samples": content, "number": 1} if kind == "samples" else math.nan
 
     vars(track).update(unit=series.unit)
-    return _belonging(track, cls, series.name.rpartition(".")[2])
+    return _name_as_method(track, cls, series.name.rpartition(".")[2])

@@ -1,7 +1,7 @@
-"""The errors whose text is meant for the user; each has the exit code of the command that it ends.
+"""Errors whose messages are written for users. Each error has the exit code with which it ends a command.
 
 A message says what was given, what was expected and what to do. Exit codes 1 (a regression) and 4 (no baseline) are
-verdicts of a gate, not errors.
+verdicts of the gate, not errors.
 """
 
 from __future__ import annotations
@@ -19,10 +19,10 @@ EXIT_INTERRUPTED = 130
 
 
 class Fp8benchError(Exception):
-    """Base of all errors whose text is meant for the user.
+    """Base of all errors whose text is meant for users.
 
-    `given` is the wrong word, and `nearest` a likely correction; `instead` is a whole command line, printed for
-    pasting: the corrected one, or one that lists valid values.
+    `given` is the wrong name, and `nearest` a likely correction. `instead` is a command line that the user can paste:
+    the corrected command, or a command that lists valid names.
     """
 
     exit_code = EXIT_USAGE
@@ -39,7 +39,7 @@ class UsageError(Fp8benchError):
 
 
 class UnknownName(UsageError):
-    """A name that is not registered. `shown` replaces the list of known names if that is too long."""
+    """A name that is not registered. `shown` replaces the list of known names if that list is too long."""
 
     def __init__(self, kind: str, given: str, known: Iterable[str], shown: str = "") -> None:
         names = sorted(known)
@@ -51,19 +51,19 @@ class UnknownName(UsageError):
 
 
 class NotRepeatable(Fp8benchError):
-    """A model gives different numbers from the same seed, so that an error would not come from the precision."""
+    """A model gives different numbers with the same seed, so errors cannot be attributed to the precision."""
 
 
 class RecipeRefused(UsageError):
-    """Formats, scalings or factors that do not form a valid recipe."""
+    """Formats, scales or factors that do not form a valid recipe."""
 
 
 class BackendMissing(Fp8benchError):
     """A backend that is installed but cannot be imported."""
 
     def __init__(self, backend: str, cause: BaseException) -> None:
-        words = " ".join(str(cause).split())[:300]
-        super().__init__(f"{backend} is installed and cannot be imported ({type(cause).__name__}: {words})")
+        reason = " ".join(str(cause).split())[:300]
+        super().__init__(f"{backend} is installed and cannot be imported ({type(cause).__name__}: {reason})")
 
 
 class ImportFailed(UsageError):
@@ -79,11 +79,11 @@ class StoreError(Fp8benchError):
 
 
 class OpenStore(UserWarning):
-    """Every user of the machine can write to the store."""
+    """Warns that every user of the machine can write to the store."""
 
 
 class NotKept(StoreError):
-    """The store failed during measuring; `run` holds everything that was measured."""
+    """The store failed while a run was measured. `run` holds everything that was measured until then."""
 
     def __init__(self, message: str, run: object) -> None:
         super().__init__(message)
@@ -102,25 +102,26 @@ class AsvFileError(StoreError):
 
 
 class AsvFileAbsent(AsvFileError):
-    """There is no such file."""
+    """A file of asv that does not exist."""
 
 
 class AsvFileOfOtherVersion(AsvFileError):
-    """A file in the format of another version, which may be intact: it is left unchanged."""
+    """A file in the format of a different version of asv. It may be intact, so it is left unchanged."""
 
 
 class AsvFileBroken(AsvFileError):
-    """A file with unexpected content: it may be set aside."""
+    """A file of asv with unexpected content, which may be moved aside."""
 
 
 class AsvFileTorn(AsvFileBroken):
-    """A file that is not JSON; another process may be writing it."""
+    """A file of asv that is not JSON, perhaps because another process is writing it."""
 
 
 class WorkerError(Fp8benchError):
     """The measuring process cannot be used.
 
-    With several ranks, `rank` is the one that failed (fp8bench.model.FailedRank); `undecided` if it is unknown.
+    With several ranks, `rank` is the rank that failed (fp8bench.model.FailedRank), and `undecided` is True if it is
+    unknown.
     """
 
     exit_code = EXIT_FAILED
@@ -129,7 +130,9 @@ class WorkerError(Fp8benchError):
 
 
 class WorkerLost(WorkerError):
-    """The measuring process crashed, or was killed (`killed`), as the system does when memory runs out."""
+    """The measuring process crashed. `killed` is True if it was killed, for example by the system because memory ran
+    out.
+    """
 
     def __init__(self, message: str, killed: bool = False) -> None:
         super().__init__(message)
@@ -143,7 +146,7 @@ class WorkerHung(WorkerError):
 class WorkerFault(WorkerError):
     """The measuring process answered with an exception.
 
-    `out_of_memory` is set if the device reported that; `trace` is the text of the traceback.
+    `out_of_memory` is True if the cause was exhausted memory of the device. `trace` is the text of the traceback.
     """
 
     def __init__(self, kind: str, text: str, trace: str = "", out_of_memory: bool = False) -> None:
@@ -154,7 +157,7 @@ class WorkerFault(WorkerError):
 
 
 class RanksDisagree(Fp8benchError):
-    """Ranks gave different answers where they must agree."""
+    """Several ranks gave different answers to a question whose answers must be equal."""
 
 
 class NotSent(UsageError):
@@ -162,12 +165,13 @@ class NotSent(UsageError):
 
 
 def as_usage(fault: WorkerFault) -> Fp8benchError:
-    """Converts a worker's refusal to the UsageError or NotSent that was raised there, and the loss of a worker's worker
-    to WorkerLost or WorkerHung; other faults are unchanged."""
-    words = str(fault).removeprefix(f"{fault.kind}: ")
+    """Returns the error of the worker from which a fault was made, in two cases. The worker refused the request
+    (UsageError or NotSent), or lost a child process (WorkerLost or WorkerHung). Returns other faults unchanged.
+    """
+    message = str(fault).removeprefix(f"{fault.kind}: ")
     for kind in (WorkerLost, WorkerHung):
         if fault.kind == kind.__name__:
-            return kind(words)
+            return kind(message)
     if fault.kind == NotSent.__name__:
-        return NotSent(words)
-    return UsageError(words) if fault.kind in ("ImportFailed", "UsageError", "UnknownName") else fault
+        return NotSent(message)
+    return UsageError(message) if fault.kind in ("ImportFailed", "UsageError", "UnknownName") else fault

@@ -1,8 +1,8 @@
-"""Finds the features: folders below fp8bench/features, which are not named anywhere else.
+"""Finds the features: the folders in fp8bench/features. No other code names them.
 
-A feature is a command, or a family of them, that the rest of fp8bench does not need. Its docstring is the command's
-help. Modules with fixed names extend the core: `command` the command line, `kind` what is stored and shown, `section`
-the report of runs.
+A feature is a command or a group of commands that the core of fp8bench does not need. Its docstring is the command's
+help. Modules with fixed names extend the core: `command` adds a command line, `kind` adds a kind of result that is
+stored and shown, and `section` adds a section to the reports of runs.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ _FOLDER = Path(__file__).parent / "features"
 
 @cache
 def feature_names() -> tuple[str, ...]:
-    """Returns all names, sorted; empty if the folder was left out."""
+    """Returns the names of all features, sorted. Returns none if the folder is missing."""
     return tuple(sorted(path.parent.name for path in _FOLDER.glob("*/__init__.py")))
 
 
 def feature_help(name: str) -> str:
-    words = (importlib.import_module(f"fp8bench.features.{name}").__doc__ or "").partition("\n")[0]
-    return words[:1].lower() + words[1:].rstrip(".")
+    sentence = (importlib.import_module(f"fp8bench.features.{name}").__doc__ or "").partition("\n")[0]
+    return sentence[:1].lower() + sentence[1:].rstrip(".")
 
 
 def feature_parts(part: str) -> Iterator[ModuleType]:
-    """Imports each feature's module of that name, if it has one."""
+    """Imports and yields the module `part` of each feature that has one."""
     for name in feature_names():
         if (_FOLDER / name / f"{part}.py").is_file():
             yield importlib.import_module(f"fp8bench.features.{name}.{part}")

@@ -1,6 +1,6 @@
-"""The whole flow on one screen: request -> facts -> plan -> measure -> history -> run.
+"""The whole flow of a run: request -> device facts -> plan -> measurements -> history -> run.
 
-Analysis and reports start from the returned Run, or from its stored file. Nothing here prints.
+Analysis and reports start from the returned Run, or from its stored file. This module prints nothing.
 """
 
 from __future__ import annotations
@@ -25,7 +25,7 @@ from fp8bench.files import check_folder
 from fp8bench.measure.arm import Quantisers
 from fp8bench.measure.capacity import CapacityRule
 from fp8bench.measure.ceilings import measure_ceilings
-from fp8bench.measure.environment import gather, load_in_words
+from fp8bench.measure.environment import describe_load, gather
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.handle import (
     START_SECONDS,
@@ -35,13 +35,13 @@ from fp8bench.measure.handle import (
     Worker,
     claim_process,
     counting_worker,
-    workers_ahead,
+    start_workers_early,
 )
 from fp8bench.measure.interrupts import hold_back_interrupts, ignore_interrupts
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.passes import trace_folder
+from fp8bench.measure.passes import make_trace_folder
 from fp8bench.measure.ranks.worker import RanksWorker
-from fp8bench.measure.sensors.device_state import device_state_of
+from fp8bench.measure.sensors.device_state import read_device_settings
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Measurement, Plan, Record, Request, Resumption, Run
@@ -50,21 +50,21 @@ from fp8bench.model.request import NVTX, PROFILERS
 from fp8bench.model.run import Cell
 from fp8bench.model.stopping import is_brisk, rule_for
 from fp8bench.model.words import MEASURING_CEILINGS
-from fp8bench.plan.cells import cell_of, of_cell
+from fp8bench.plan.cells import make_cell, restrict_to_cell
 from fp8bench.plan.corpus import Corpus
-from fp8bench.plan.make import has_reference_added, make_plan, searched_for_batches, with_batch
+from fp8bench.plan.make import has_reference_added, make_plan, settings_with_batch_search, with_batch
 from fp8bench.plan.resolve import Switches, resolve
-from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign, refuse_lost
+from fp8bench.plan.resumable import find_difference, refuse_changed_conditions, refuse_lost_header, refuse_missing_files
 from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
-from fp8bench.store.ceilings import current_ceilings
-from fp8bench.store.reruns import add_reruns, with_reruns
-from fp8bench.store.runs.listing import running_beside, store_of, with_stored_scales
-from fp8bench.store.runs.run_file import RunWriter, check_store, load_run, missing_groups, reopen_run, start_run
+from fp8bench.store.ceilings import find_or_measure_ceilings
+from fp8bench.store.reruns import add_rerun_spreads, store_ratios
+from fp8bench.store.runs.listing import add_stored_scales, list_running_stems, store_of
+from fp8bench.store.runs.run_file import RunWriter, check_store, find_incomplete_groups, load_run, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
-# Origin of runs that re-measure selected cases of an earlier run.
-AGAIN = "gate"
+# The origin of a run in which the gate measures selected cases of an earlier run again.
+REMEASURED_ORIGIN = "gate"
 
 
 def execute(
@@ -80,136 +80,142 @@ def execute(
     begun: Sequence[ProcessWorker] = (),
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
-    """Plans, measures and stores. Every group is in the store before the next one starts.
+    """Plans, measures and stores a run. Every group of cases is stored before the next one starts.
 
-    `origin` is the entry point of the request; `folder` is in the repository whose commit is measured, by default the
-    working directory; `note` is stored with the run. With a `cell` and its name in the plan, only that group is
-    measured. `sessions` are the ratios by case from earlier sessions. `begun` are the workers of
-    `workers_ahead`; `meanwhile` is called while they import torch. An interrupt (Ctrl-C) ends the run early: finished
-    work is stored and returned, with `finished` False. Raises NotKept, which holds the run, if the store fails during
-    the run.
+    `origin` is the command that made the request. The run records the commit of the repository that contains
+    `folder`, by default the working directory. `note` is stored with the run. `cell` is a part of a fleet's plan with
+    its name. If it is given, only the group of this cell is measured. `sessions` holds for each case the ratios that
+    earlier sessions of the same request measured. `begun` are workers from `start_workers_early`, and `meanwhile` is
+    called while they import torch.
+
+    An interrupt (Ctrl-C) ends the run early: finished work is stored and returned, with `finished` False. If the
+    store fails during the run, raises NotKept, which holds the run.
     """
-    # 1. Refuse, before any worker starts, what cannot be measured.
+    # 1. Refuse requests that cannot be measured, before any worker starts.
     start = time.monotonic()
-    request = with_stored_scales(request, store)
-    with _ready(request, store, begun=begun) as ready, Meters(request.energy) as meters:
+    request = add_stored_scales(request, store)
+    with _prepare_run(request, store, begun=begun) as ready, Meters(request.energy) as meters:
         meanwhile()
         run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
         if cell is not None:
-            run = replace(run, plan=of_cell(run.plan, cell[1]), cell=cell[0])
-        # 2. The plan is shown and the header stored before the first group.
+            run = replace(run, plan=restrict_to_cell(run.plan, cell[1]), cell=cell[0])
+        # 2. Show the plan and store the header before the first group.
         observer.planned(run.plan)
         writer = start_run(run, store)
-        for words in filter(None, (note, *run.notes)):
-            writer.note(words)
+        for text in filter(None, (note, *run.notes)):
+            writer.note(text)
         run = replace(run, path=str(writer.path))
-        # 3. Measure what the plan holds.
-        return _measure(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
+        # 3. Measure all groups of the plan.
+        return _measure_groups(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Measures only what a run lacks; a finished run is returned unchanged, with False.
+    """Measures the missing groups of an interrupted run. Returns whether anything was measured, and the complete run.
 
-    `store` is used if the file is not in a store.
+    `store` is used if the run's file is not in a store.
     """
     start = time.monotonic()
     run = load_run(path)
-    # A file with damage would be continued on top of it, so that is refused first.
-    refuse_lost(run)
-    groups = missing_groups(run)
+    # Refuse a damaged file first, because resuming would append to it.
+    refuse_lost_header(run)
+    groups = find_incomplete_groups(run)
     if run.finished and not groups:
         return False, run
-    refuse_elsewhere(run)
+    refuse_missing_files(run)
     store = store_of(path) or store
-    with _ready(run.request, store) as ready, Meters(run.request.energy) as meters:
-        # Another machine, version or environment would mix two measurements in one run.
+    with _prepare_run(run.request, store) as ready, Meters(run.request.energy) as meters:
+        # Check that machine, versions and environment are the same: a run must not mix different conditions.
         facts = ready.timing.probe()
         environment = gather(ready.timing.software(), __version__, run.request.threads, run.request.imports)
         plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
-        plan = of_cell(plan, cell_of(run.plan.groups[0])) if run.cell else plan
-        refuse_foreign(run, plan, facts, environment)
+        plan = restrict_to_cell(plan, make_cell(run.plan.groups[0])) if run.cell else plan
+        refuse_changed_conditions(run, plan, facts, environment)
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
-        run = load_run(path)  # without the records of groups that were cut off halfway
-        return True, _measure(run, missing_groups(run), store, writer, ready, meters, observer, start)
+        run = load_run(path)  # load the run again: this leaves out the records of interrupted groups
+        return True, _measure_groups(run, find_incomplete_groups(run), store, writer, ready, meters, observer, start)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
-    """Re-measures the groups of a run that contain some cases, in a fresh process, as a separate run in `store`.
+    """Measures again all groups of a run that contain one of `cases`, in a fresh process. Returns a separate run in
+    `store`.
 
-    Raises UsageError if new measurements would not belong to the run: another machine, commit or torch.
+    Raises UsageError if the conditions differ from those of the run, for example another machine, commit or torch.
     """
     start = time.monotonic()
-    refuse_lost(run)
-    refuse_elsewhere(run)
+    refuse_lost_header(run)
+    refuse_missing_files(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _ready(request, store) as ready, Meters(request.energy) as meters:
-        opened = _open_run(request, ready, meters, command, None, has_reference_added(run.plan))
-        repeated = replace(opened, origin=AGAIN)
-        differs = foreign(run, repeated.plan, repeated.devices, repeated.environment)
-        if differs:
+    with _prepare_run(request, store) as ready, Meters(request.energy) as meters:
+        new_run = _open_run(request, ready, meters, command, None, has_reference_added(run.plan))
+        repeated = replace(new_run, origin=REMEASURED_ORIGIN)
+        difference = find_difference(run, repeated.plan, repeated.devices, repeated.environment)
+        if difference:
             raise UsageError(
-                f"the run {run.id} was measured under other conditions: {differs}. Measure under the same ones."
+                f"the run {run.id} was measured under other conditions: {difference}. Restore these conditions."
             )
         groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
         repeated = replace(repeated, plan=replace(repeated.plan, groups=groups))
         observer.planned(repeated.plan)
         writer = start_run(repeated, store)
         repeated = replace(repeated, path=str(writer.path))
-        return _measure(repeated, groups, store, writer, ready, meters, observer, start)
+        return _measure_groups(repeated, groups, store, writer, ready, meters, observer, start)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
-    """Returns what a run would do, and on which devices; measures nothing."""
-    request = with_stored_scales(request, store)
-    with _ready(request, store, write=False) as ready:
+    """Returns the plan of a run, and the devices of this machine. Measures nothing."""
+    request = add_stored_scales(request, store)
+    with _prepare_run(request, store, write=False) as ready:
         facts = ready.timing.probe()
     return make_plan(request, facts, ready.text), facts
 
 
-def _measure(
+def _measure_groups(
     run: Run,
     groups: Sequence[Group],
     store: Path,
     writer: RunWriter,
-    ready: Ready,
+    ready: RunResources,
     meters: Meters,
     observer: Observer,
     start: float,
     sessions: Sessions = MappingProxyType({}),
 ) -> Run:
-    """Measures the groups one by one and stores each before the next."""
+    """Measures the groups one by one. Each group is stored before the next one begins."""
     worker = ready.timing
-    noted: set[str] = set()
+    noted_runs: set[str] = set()
     measured: list[Record] = []
     quantisers = Quantisers(ready.switches.why_eager)
     errors: dict[str, tuple[Measurement, ...]] = {}
     lost: dict[str, str] = {}
     try:
         ready.wait_for_second()
-        ceilings = _ceilings(run, groups, store, ready, observer)
-        for place, group in enumerate(groups):
-            # Note other runs on this machine at once: each disturbs the other.
-            for stem in sorted(set(running_beside(writer.path)) - noted):
-                writer.note(f"run {stem} was measured at the same time ({load_in_words()}): each disturbs the other")
-                noted.add(stem)
-            budget = share_of(run.request.budget, start, len(groups) - place)
-            untimed = _untimed(run, group, worker if group is groups[-1] else None, ready.untimed)
-            done = _group(group, run, budget, ready, meters, observer, quantisers, ceilings, lost, errors, untimed)
-            # Earlier runs of the same cases widen the interval; this run joins them afterwards.
-            with_earlier = with_reruns(done, run, store)
+        ceilings = _get_ceilings(run, groups, store, ready, observer)
+        for index, group in enumerate(groups):
+            # Note other runs on this machine as soon as they appear, because two runs disturb each other.
+            for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
+                writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
+                noted_runs.add(stem)
+            budget = budget_share(run.request.budget, start, len(groups) - index)
+            untimed = _choose_counting_worker(run, group, worker if group is groups[-1] else None, ready.untimed)
+            records = _measure_group(
+                group, run, budget, ready, meters, observer, quantisers, ceilings, lost, errors, untimed
+            )
+            # Differences between earlier runs of the same cases widen the intervals. This run becomes one of the
+            # earlier runs afterwards.
+            with_earlier = add_rerun_spreads(records, run, store)
             measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
             with hold_back_interrupts():
                 writer.append(measured[-len(group.cases) :])
             for record in measured[-len(group.cases) :]:
                 observer.finished(record)
-            add_reruns(done, run, store)
+            store_ratios(records, run, store)
         writer.finish("finished")
     except KeyboardInterrupt:
         with (
             ignore_interrupts(),
             contextlib.suppress(StoreError),
-        ):  # without an end line it is unfinished, too
+        ):  # a run whose file has no end line also counts as unfinished
             writer.finish("interrupted")
     except StoreError as error:
         raise NotKept(str(error), replace(run, records=(*run.records, *measured), troubles=(str(error),))) from None
@@ -219,22 +225,28 @@ def _measure(
         return load_run(writer.path)
 
 
-def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, observer: Observer) -> dict[str, Ceilings]:
-    """Returns the ceilings of each device with this run's threads, if they are known or measured now."""
-    if run.request.ranks is not None:  # several processes would share a measured rate
+def _get_ceilings(
+    run: Run, groups: Sequence[Group], store: Path, ready: RunResources, observer: Observer
+) -> dict[str, Ceilings]:
+    """Returns the ceilings (highest measured rates) of each device for this run's number of threads. They are read
+    from the store or measured now. Devices for which neither is possible are left out.
+    """
+    if run.request.ranks is not None:  # the ranks run in several processes, which would share a rate
         return {}
-    first = {case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs}
+    first_cases = {
+        case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs
+    }
 
     def measure(device: DeviceFacts) -> Ceilings:
-        observer.working(first[device.key], MEASURING_CEILINGS, 0.0)
+        observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
         return measure_ceilings(ready.timing, device)
 
     by_device = {}
-    for device in (device_facts for device_facts in run.devices if device_facts.key in first):
+    for device in (device_facts for device_facts in run.devices if device_facts.key in first_cases):
         measure_now = partial(measure, device) if ready.switches.ceilings else None
         try:
-            ceilings = current_ceilings(store, run.environment, device, measure_now)
-        except WorkerError:  # the run goes on without a ceiling, in a fresh worker
+            ceilings = find_or_measure_ceilings(store, run.environment, device, measure_now)
+        except WorkerError:  # continue without a ceiling, in a fresh worker
             ready.timing.restart()
             continue
         if ceilings is not None:
@@ -242,9 +254,12 @@ def _ceilings(run: Run, groups: Sequence[Group], store: Path, ready: Ready, obse
     return by_device
 
 
-class Ready(NamedTuple):
-    """The text, the switches and the workers of a run: one that times, one that does not and, on request, one that
-    counts. `second` is the one that does not time, if it runs passes next to the other."""
+class RunResources(NamedTuple):
+    """The text, the switches and the workers of a run.
+
+    `timing` is the worker that times steps, and `untimed` runs the untimed passes. `counting` counts allocations, if
+    that was requested. `second` is the same worker as `untimed`, if it may run while the timing worker works.
+    """
 
     corpus: Corpus | None
     switches: Switches
@@ -258,16 +273,19 @@ class Ready(NamedTuple):
         return self.corpus.identity if self.corpus else None
 
     def wait_for_second(self) -> None:
-        """Waits until the second worker has imported torch, before anything is timed."""
+        """Waits until the second worker has imported torch, so that its import does not disturb the timing."""
         if self.second is not None:
-            with contextlib.suppress(WorkerError):  # the next request reports the reason
+            with contextlib.suppress(WorkerError):  # the next request to the worker reports the reason
                 self.second.within(START_SECONDS).versions(())
 
 
 @contextmanager
-def _ready(request: Request, store: Path, write: bool = True, begun: Sequence[ProcessWorker] = ()) -> Iterator[Ready]:
-    """Rejects whatever can be rejected before a worker starts, then starts them unless they have `begun`. Nothing else
-    measures in this process during the block."""
+def _prepare_run(
+    request: Request, store: Path, write: bool = True, begun: Sequence[ProcessWorker] = ()
+) -> Iterator[RunResources]:
+    """Refuses impossible requests, then starts the workers, unless `begun` already holds them. During the body, no
+    other run measures in this process.
+    """
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
@@ -279,27 +297,31 @@ def _ready(request: Request, store: Path, write: bool = True, begun: Sequence[Pr
                 )
             if request.trace not in (None, NVTX):
                 check_folder("--trace", Path(request.trace))
-            check_store(store)  # before the text is written there: a new store must be created as one
+            check_store(store)  # create a new store before the corpus is written into it
         corpus = resolved.corpus(store, write)
-        # Importing torch takes seconds, in which this process goes on.
+        # Start the workers now. They import torch, which takes seconds, while this process continues.
         if not begun and write:
-            begun = stack.enter_context(workers_ahead(request, resolved.switches.second))
+            begun = stack.enter_context(start_workers_early(request, resolved.switches.second))
         timing, untimed = (
             stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
         )
-        counts = request.counters and write
-        counting = stack.enter_context(counting_worker(settings_of(request, corpus))) if counts else None
-        yield Ready(corpus, resolved.switches, timing, untimed, counting, untimed if len(begun) > 1 else None)
+        needs_counters = request.counters and write
+        counting_allocations = (
+            stack.enter_context(counting_worker(worker_settings(request, corpus))) if needs_counters else None
+        )
+        yield RunResources(
+            corpus, resolved.switches, timing, untimed, counting_allocations, untimed if len(begun) > 1 else None
+        )
 
 
-def settings_of(request: Request, corpus: Corpus | None) -> Settings:
+def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
     return Settings(request.threads, request.seed, request.imports, corpus.path if corpus else None)
 
 
 @contextmanager
 def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | None = None) -> Iterator[Worker]:
-    """Yields the worker that a request needs, which may be `begun`, and always closes it."""
-    settings = settings_of(request, corpus)
+    """Yields the worker for a request, and closes it at the end. `begun` is a worker that was started earlier."""
+    settings = worker_settings(request, corpus)
     if begun is not None:
         worker: Worker = begun
         begun.settings = settings
@@ -315,20 +337,20 @@ def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | N
 
 
 def _open_run(
-    request: Request, ready: Ready, meters: Meters, command: str, folder: Path | None, compares: bool = True
+    request: Request, ready: RunResources, meters: Meters, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
-    """Returns the run with its header, before anything is measured except the overhead of the meters."""
+    """Returns a run with its header. Only the overheads of measuring have been measured by then."""
     worker = ready.timing
     facts = worker.probe()
     plan = make_plan(request, facts, ready.text, compares)
     remarks = examine(plan, facts, worker, Limits(request.case_timeout))
-    used = {planned.case.device for group in plan for planned in group.cases if planned.runs}
+    used_devices = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     ready.wait_for_second()
     environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
     for fact in facts:
-        # Settings of devices that nothing runs on would make runs look different.
-        if fact.key in used:
-            environment = environment.also(device_state_of(fact, meters.of(fact)))
+        # Leave out settings of devices that the run does not use: they would make equal runs look different.
+        if fact.key in used_devices:
+            environment = environment.also(read_device_settings(fact, meters.of(fact)))
     return Run(
         id=secrets.token_hex(4),
         started=now(),
@@ -337,19 +359,22 @@ def _open_run(
         plan=plan,
         environment=environment,
         devices=facts,
-        overheads=tuple((fact.key, worker.within(START_SECONDS).overheads(fact)) for fact in facts if fact.key in used),
+        overheads=tuple(
+            (fact.key, worker.within(START_SECONDS).overheads(fact)) for fact in facts if fact.key in used_devices
+        ),
         notes=tuple(dict.fromkeys(remarks)),
     )
 
 
 def examine(plan: Plan, facts: Sequence[DeviceFacts], worker: Worker, limits: Limits) -> list[str]:
-    """Raises for impossible cases that only the worker can detect, before anything is stored. Returns remarks on the
-    others."""
+    """Checks the cases for problems that only a worker can detect, before anything is stored. Raises UsageError for
+    impossible cases, and returns remarks on the other cases.
+    """
     devices, remarks = {fact.key: fact for fact in facts}, list[str]()
     for planned in (case for group in plan for case in group.cases if case.runs):
         if workloads.get(planned.case.workload).examined:
             try:
-                remarks += worker.within(limits.numbers(planned.work)).examine(
+                remarks += worker.within(limits.for_untimed_pass(planned.work)).examine(
                     planned.case, devices[planned.case.device]
                 )
             except WorkerFault as fault:
@@ -366,27 +391,32 @@ def now() -> str:
     return datetime.now(UTC).isoformat(timespec="milliseconds")
 
 
-def _untimed(run: Run, group: Group, last: Worker | None, other: Worker) -> Worker | None:
-    """Returns the worker that counts a group's operators: the untimed one, or the worker that has timed the `last`
-    group and is free. Compiled steps are counted elsewhere."""
-    if run.origin == AGAIN or run.request.ranks is not None:
-        return None  # operators of re-measured cases are known
-    compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
-    brisk = is_brisk(run.request.brisk, run.request.budget, len(run.plan.groups))
+def _choose_counting_worker(
+    run: Run, group: Group, free_worker: Worker | None, untimed_worker: Worker
+) -> Worker | None:
+    """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually it is
+    the untimed worker. After the last group it may be the timing worker, which is then free (`free_worker`).
+    """
+    if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
+        return None  # the earlier run already counted the operators of these cases
+    is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
+    is_brisk_run = is_brisk(run.request.brisk, run.request.budget, len(run.plan.groups))
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
-    return other if last is None or compiled or (brisk and on_gpu) else last
+    return untimed_worker if free_worker is None or is_compiled or (is_brisk_run and on_gpu) else free_worker
 
 
-def share_of(budget: float | None, start: float, left: int) -> float | None:
-    """Returns one part's share of what remains of a budget that started at `start`, in seconds."""
-    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / left
+def budget_share(budget: float | None, start: float, remaining_parts: int) -> float | None:
+    """Returns the seconds for each of `remaining_parts`: an equal part of what is left of the budget. The budget
+    started at `start`.
+    """
+    return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _group(
+def _measure_group(
     group: Group,
     run: Run,
     budget: float | None,
-    ready: Ready,
+    ready: RunResources,
     meters: Meters,
     observer: Observer,
     quantisers: Quantisers,
@@ -395,33 +425,39 @@ def _group(
     errors: dict[str, tuple[Measurement, ...]],
     untimed: Worker | None,
 ) -> tuple[Record, ...]:
-    request, facts, switches = run.request, {device.key: device for device in run.devices}, ready.switches
-    brisk = is_brisk(request.brisk, request.budget, len(run.plan.groups))
-    windows = window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None
+    request, facts, switches = (
+        run.request,
+        {device_facts.key: device_facts for device_facts in run.devices},
+        ready.switches,
+    )
+    is_brisk_run = is_brisk(request.brisk, request.budget, len(run.plan.groups))
+    window_rule = window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None
     if not workloads.get(group.cases[0].case.workload).fused:
-        windows, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
-    used = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
-    searched = request.memory_limit is not None and group.setting in searched_for_batches(run.plan)
+        window_rule, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
+    device = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
+    searches_batch = request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan)
     method = Method(
-        rule=rule_for(request.quick, request.rounds, budget, brisk),
+        rule=rule_for(request.quick, request.rounds, budget, is_brisk_run),
         judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
         quantisers=quantisers,
-        windows=windows,
-        capacity=CapacityRule(request.memory_limit or None, with_batch) if searched else None,
-        traces=trace_folder(run),
+        windows=window_rule,
+        capacity=CapacityRule(request.memory_limit or None, with_batch) if searches_batch else None,
+        traces=make_trace_folder(run),
         ceilings=ceilings,
         warm_up_seconds=switches.warm_up_seconds,
         lost=lost,
-        choose=None if request.quick or brisk or request.budget is not None else find_fastest,
+        choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
         tapes=switches.tapes,
         tapes_apart=switches.tapes_apart,
         looks_again=request.tape or not request.quick,
         shares=request.shares,
-        brisk=brisk,
+        brisk=is_brisk_run,
         errors=errors,
     )
-    meter = meters.of(used) if used is not None else None
-    second = ready.second if used is not None and not used.accelerated else None
-    return GroupMeasurement(group, facts, ready.timing, observer, method, meter, untimed, ready.counting, second).run()
+    meter = meters.of(device) if device is not None else None
+    second_worker = ready.second if device is not None and not device.accelerated else None
+    return GroupMeasurement(
+        group, facts, ready.timing, observer, method, meter, untimed, ready.counting, second_worker
+    ).run()

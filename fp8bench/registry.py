@@ -1,7 +1,7 @@
-"""Names of workloads, precisions, backends and devices ("leaves"), and the registries that import them.
+"""Registries of workloads, precisions, backends and devices: classes that are found by name ("leaves").
 
-A leaf registers itself with a decorator; a registry finds leaves by importing every module of its package. Names that
-start with an underscore, and leaves with `listed = False`, are left out of lists.
+A leaf registers itself with a decorator. A registry finds leaves by importing every module of its package. Lists
+leave out names that start with an underscore, and leaves with `listed = False`.
 """
 
 from __future__ import annotations
@@ -19,14 +19,15 @@ from fp8bench.protocols import Backend, Device, Precision, Workload
 
 T = TypeVar("T")
 
-# Required attributes of leaves, and their types.
-_KINDS = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
+# The types of the attributes that leaves must have.
+_ATTRIBUTE_TYPES = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
 
 
 class Registry(Generic[T]):
     """The leaves of one kind, in the order of their modules.
 
-    `base` is their base class, `words` the attributes that each must have; the first of these is its name.
+    `base` is their base class. `words` are the attributes that each leaf must have. The first of these attributes
+    holds the leaf's name.
     """
 
     def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
@@ -41,21 +42,23 @@ class Registry(Generic[T]):
         self._walking = threading.RLock()
 
     def register(self, name: str, *aliases: str) -> Callable[[type[T]], type[T]]:
-        """Class decorator. Raises if another class has the name.
+        """Returns a decorator that registers a class under a name. Raises Fp8benchError if another class has the
+        name.
 
         Defining the same class again replaces the old one, because a notebook cell may run twice.
         """
 
         def decorate(leaf: type[T]) -> type[T]:
-            for word in (name, *aliases):
-                self._check_name(word, leaf)
-            self._check(name, leaf)
-            # All names are checked before any is entered, so that a failure leaves the registry as it was.
-            for word in (name, *aliases):
-                holder = self._leaves.get(self._aliases.get(word, word))
-                if holder is not None and _address(holder) != _address(leaf):
+            for registered_name in (name, *aliases):
+                self._check_name(registered_name, leaf)
+            self._check_attributes(name, leaf)
+            # Check all names before registering any, so that a failure leaves the registry unchanged.
+            for registered_name in (name, *aliases):
+                existing = self._leaves.get(self._aliases.get(registered_name, registered_name))
+                if existing is not None and _qualified_name(existing) != _qualified_name(leaf):
                     raise Fp8benchError(
-                        f"two {self.kind}s are called {word!r}: {_address(holder)} and {_address(leaf)}. Rename one."
+                        f"two {self.kind}s are called {registered_name!r}: {_qualified_name(existing)} and "
+                        f"{_qualified_name(leaf)}. Rename one."
                     )
             self._leaves[name] = leaf
             self._aliases.update(dict.fromkeys(aliases, name))
@@ -64,8 +67,8 @@ class Registry(Generic[T]):
         return decorate
 
     def names(self, hidden: bool = False) -> list[str]:
-        """Returns names without aliases, and by default without hidden ones."""
-        self._walk()
+        """Returns names without aliases and, by default, without hidden ones."""
+        self._import_all_leaves()
         return [
             name
             for name, leaf in self._leaves.items()
@@ -77,12 +80,12 @@ class Registry(Generic[T]):
         return [name for name in self.names() if self._leaves[name].__module__ == module]
 
     def aliases(self) -> dict[str, str]:
-        self._walk()
+        self._import_all_leaves()
         return dict(self._aliases)
 
     def canonical(self, word: str) -> str:
-        """Returns the name behind a name or alias; raises for unknown words, suggesting the nearest."""
-        self._walk()
+        """Returns the name for a name or alias. Raises UnknownName for other words, with the most similar name."""
+        self._import_all_leaves()
         name = self._aliases.get(word, word)
         if name not in self._leaves:
             raise UnknownName(self.kind, word, [*self.names(), *self._aliases])
@@ -94,39 +97,41 @@ class Registry(Generic[T]):
 
     def _check_name(self, name: object, leaf: type[T]) -> None:
         """Rejects names that could be mistaken for lists (commas), paths (slashes), or every suite ('all')."""
-        wrong = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
-        if wrong or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
+        is_invalid = not isinstance(name, str) or not name or name == "all" or name.endswith(".py")
+        if is_invalid or any(letter in ",/" or letter.isspace() or not letter.isprintable() for letter in str(name)):
             raise Fp8benchError(
-                f"{_address(leaf)} registers as {name!r:.80}, which is not a valid name for a {self.kind}. Give a word "
-                "without commas, blanks and slashes, which is not 'all' and does not end in .py."
+                f"{_qualified_name(leaf)} registers as {name!r:.80}, which is not a valid name for a {self.kind}. Give "
+                "a word without commas, blanks and slashes, which is not 'all' and does not end in .py."
             )
 
-    def _check(self, name: str, leaf: type[T]) -> None:
-        """Raises at registration, not during a run, if an attribute of a leaf is missing or has the wrong type."""
+    def _check_attributes(self, name: str, leaf: type[T]) -> None:
+        """Raises an error at registration, not during a run, if an attribute is missing or has the wrong type."""
         if not issubclass(leaf, self._base):
             raise Fp8benchError(
-                f"the {self.kind} {name!r} is not a {self._base.__name__}: derive {_address(leaf)} from it."
+                f"the {self.kind} {name!r} is not a {self._base.__name__}: derive {_qualified_name(leaf)} from it."
             )
-        missing = sorted(getattr(leaf, "__abstractmethods__", ()))
-        missing += [word for word in self._words if not hasattr(leaf, word)]
-        if missing:
-            raise Fp8benchError(f"the {self.kind} {name!r} lacks {', '.join(missing)}: give them to {_address(leaf)}.")
+        missing_names = sorted(getattr(leaf, "__abstractmethods__", ()))
+        missing_names += [word for word in self._words if not hasattr(leaf, word)]
+        if missing_names:
+            raise Fp8benchError(
+                f"the {self.kind} {name!r} lacks {', '.join(missing_names)}: give them to {_qualified_name(leaf)}."
+            )
         if self._words and getattr(leaf, self._words[0]) != name:
             raise Fp8benchError(
-                f"{_address(leaf)} registers as {name!r} and has {self._words[0]} = {getattr(leaf, self._words[0])!r}. "
-                "Write the same name twice."
+                f"{_qualified_name(leaf)} registers as {name!r} and has {self._words[0]} = "
+                f"{getattr(leaf, self._words[0])!r}. Use the same name in both places."
             )
-        # The wrong type would show much later, in a report or a comparison.
-        for word, kind in _KINDS.items():
+        # A wrong type would otherwise be noticed much later, in a report or a comparison.
+        for word, kind in _ATTRIBUTE_TYPES.items():
             value = getattr(leaf, word, None)
             if word in self._words and type(value) is not kind:
                 raise Fp8benchError(
                     f"the {self.kind} {name!r} has {word} = {value!r:.80}, and it must be "
-                    f"{'text' if kind is str else 'a whole number'}. Correct it in {_address(leaf)}."
+                    f"{'text' if kind is str else 'a whole number'}. Correct it in {_qualified_name(leaf)}."
                 )
 
-    def _walk(self) -> None:
-        with self._walking:  # another thread waits until all names are registered
+    def _import_all_leaves(self) -> None:
+        with self._walking:  # another thread waits here until all modules are imported
             if self._walked:
                 return
             self._walked = True
@@ -134,93 +139,104 @@ class Registry(Generic[T]):
             modules = [f"{self.package}.{module.name}" for module in pkgutil.iter_modules(package.__path__)]
             for name in modules:
                 importlib.import_module(name)
-            # Sort leaves by module: some were imported earlier, in any order, and lists and `suite all` must be stable.
-            place = {name: index for index, name in enumerate(modules)}
-            leaves = sorted(self._leaves.items(), key=lambda pair: place.get(pair[1].__module__, len(modules)))
+            # Sort leaves by module. Some modules were imported earlier in any order, but lists and `suite all` need a
+            # fixed order.
+            module_order = {name: index for index, name in enumerate(modules)}
+            leaves = sorted(self._leaves.items(), key=lambda pair: module_order.get(pair[1].__module__, len(modules)))
             self._leaves = dict(leaves)
 
 
-# The backend that lets fp8bench choose.
+# The name of no particular backend: fp8bench chooses one.
 AUTO = "auto"
-_BACKEND = "backend="
-_EXACT = frozenset({"fp64", "float64", "double"})
+_BACKEND_OPTION = "backend="
+_FLOAT64_NAMES = frozenset({"fp64", "float64", "double"})
 
 
 class PrecisionRegistry(Registry[Precision]):
     """Precisions by name, optionally with options: `fp8-delayed:history=16:margin=1`."""
 
     def add_maker(self, make: Callable[[str], Precision | None]) -> None:
-        """Adds a function that makes precisions for names that cannot be registered, such as those of callables. It is
-        asked first, and returns None for other names."""
+        """Adds a function that makes a precision from a name, for names that cannot be registered, such as those of
+        callables. It is called first, and returns None for other names.
+        """
         self._makers.append(make)
 
     def canonical(self, word: str) -> str:
-        """Returns the canonical spelling of a mode: its name, options in declared order, without defaults."""
-        return self.get(word).mode if ":" in word else self._name(word)
+        """Returns the canonical spelling of a mode (a precision with options): options in declared order, without
+        defaults.
+        """
+        return self.get(word).mode if ":" in word else self._expand_alias(word)
 
     def unit_scaled(self, word: str) -> bool:
-        """Whether a mode casts in a unit-scaled model; False for modes that this version does not know."""
+        """Returns whether a mode casts in a unit-scaled model. False for modes that this version of fp8bench does not
+        know.
+        """
         try:
             return self.get(word).unit_scaled
         except UsageError:
             return False
 
-    def _name(self, word: str) -> str:
+    def _expand_alias(self, word: str) -> str:
         if (level := word.lower()) in MSAMP_LEVELS:
             raise UsageError(
-                f"{level} is one of MS-AMP's levels, an arm of a training, not a precision: fp8bench train --dtypes "
-                f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which it multiplies."
+                f"{level} is a level of MS-AMP: an arm of a training, not a precision: fp8bench train --dtypes "
+                f"bf16,{level}, without options. Elsewhere choose fp8:scale=pow2, in which MS-AMP multiplies."
             )
         is_registered = word in self._leaves or word in self._aliases
-        if level.removeprefix("torch.") in _EXACT and not is_registered:
-            message = f"{word} is no dtype to compare: every error here is against fp64 already."
+        if level.removeprefix("torch.") in _FLOAT64_NAMES and not is_registered:
+            message = f"{word} is not a dtype to compare: all errors are already relative to fp64."
             raise UsageError(f"{message} The usual reference is fp32.", word, "fp32")
         return super().canonical(word)
 
     def get(self, word: str) -> Precision:
-        """A precision with the options of the word; raises UsageError for options it does not take."""
-        # Makers read words that are no leaf's name, such as a precision with its own syntax.
+        """Returns the precision that a word names, with its options. Raises UsageError for options that the precision
+        does not have.
+        """
+        # Makers come first: they handle names that are not registered, for example of callables.
         for make in self._makers:
             if (from_maker := make(word)) is not None:
                 return from_maker
         name, *pairs = word.split(":")
-        leaf = self._leaves[self._name(name)]
-        chosen = [pair.removeprefix(_BACKEND) for pair in pairs if pair.startswith(_BACKEND)]
-        precision = leaf(self._chosen(word, leaf, [pair for pair in pairs if not pair.startswith(_BACKEND)]))
-        if not chosen or chosen == [AUTO]:
+        leaf = self._leaves[self._expand_alias(name)]
+        backend_names = [pair.removeprefix(_BACKEND_OPTION) for pair in pairs if pair.startswith(_BACKEND_OPTION)]
+        precision = leaf(
+            self._parse_options(word, leaf, [pair for pair in pairs if not pair.startswith(_BACKEND_OPTION)])
+        )
+        if not backend_names or backend_names == [AUTO]:
             return precision
-        if len(chosen) > 1:
+        if len(backend_names) > 1:
             raise UsageError(f"the dtype {word!r} gives backend twice. Keep one of the two.")
         if not leaf.takes_backend:
             raise UsageError(
-                f"{leaf.name} is torch's own, and no other backend multiplies in it. Leave {_BACKEND}{chosen[0]} out."
+                f"{leaf.name} is torch's own, and no other backend multiplies in it. Leave "
+                f"{_BACKEND_OPTION}{backend_names[0]} out."
             )
-        return precision.by(backends.get(chosen[0]))
+        return precision.by(backends.get(backend_names[0]))
 
-    def _chosen(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
-        chosen: dict[str, Scalar] = {}
+    def _parse_options(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
+        values: dict[str, Scalar] = {}
         by_name = {key: option for option in leaf.options for key in (option.name, *option.aliases)}
         for pair in pairs:
             key, equals, value = pair.partition("=")
             if not key or not equals or not value:
                 raise UsageError(
-                    f"the dtype {word!r} has no OPTION=VALUE behind a colon but {pair!r}. {_options(leaf)}"
+                    f"the dtype {word!r} has no OPTION=VALUE behind a colon but {pair!r}. {_describe_options(leaf)}"
                 )
             if key not in by_name:
                 raise UnknownName(f"option of dtype {leaf.name}", key, by_name)
             option = by_name[key]
-            if option.name in chosen:
+            if option.name in values:
                 raise UsageError(f"the dtype {word!r} gives {option.name} twice. Keep one of the two.")
-            chosen[option.name] = option.value(leaf.name, value)
-        return chosen
+            values[option.name] = option.value(leaf.name, value)
+        return values
 
 
-def _options(leaf: type[Precision]) -> str:
-    words = ", ".join(option.name for option in leaf.options)
-    return f"{leaf.name} takes {words}." if words else f"{leaf.name} takes no options."
+def _describe_options(leaf: type[Precision]) -> str:
+    names = ", ".join(option.name for option in leaf.options)
+    return f"{leaf.name} takes {names}." if names else f"{leaf.name} takes no options."
 
 
-def _address(leaf: type) -> str:
+def _qualified_name(leaf: type) -> str:
     return f"{leaf.__module__}.{leaf.__qualname__}"
 
 

@@ -1,13 +1,15 @@
-"""Finds the known name that somebody meant: one that another tool spells like this, or else the nearest spelling."""
+"""Finds the name that a user probably meant: the known name for another tool's word, or the known name with the most
+similar spelling.
+"""
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Collection
 
-# By kind: fp8bench's name, and its names in other tools, papers and speech. An option that ends in "=" takes the value
-# given to the other one.
-_ELSEWHERE: dict[str, dict[str, str]] = {
+# For each kind: fp8bench's names, each with its names in other tools and in papers. An option that ends in "=" takes
+# over the value that the user gave to the other tool's option.
+_OTHER_NAMES: dict[str, dict[str, str]] = {
     "command": {
         "suite": "benchmark measure run test",
         "train": "finetune fine-tune fit",
@@ -76,8 +78,8 @@ _ELSEWHERE: dict[str, dict[str, str]] = {
     "thing to list": {"suites": "benchmarks models workloads", "devices": "gpu gpus hardware", "dtypes": "formats"},
     "choice": {"product": "gemm matmul mm"},
 }
-# The command that explains a kind's names, for words unlike any of them.
-_EXPLAINED = {
+# The command that lists the names of a kind. An error suggests it if no known name is similar.
+_EXPLAINING_COMMANDS = {
     "suite": "fp8bench list suites",
     "dtype": "fp8bench list dtypes",
     "backend": "fp8bench list backends",
@@ -88,21 +90,23 @@ _EXPLAINED = {
 
 
 def meant_name(kind: str, given: str, known: Collection[str]) -> str | None:
-    """Returns one of the known names, or an option with the beginning of its value; None if none is near."""
+    """Returns the known name that the user probably meant; None if no name is similar. For an option, the beginning
+    of its value may be included.
+    """
     if kind == "key" or kind.startswith("argument of "):
         options = {f"--{name.replace('_', '-')}": name for name in known}
         return options.get(meant_name("argument", f"--{given.replace('_', '-')}", options) or "")
-    word = given.lower().removeprefix("torch.")
+    spelling = given.lower().removeprefix("torch.")
     if kind == "argument":
-        word = word.replace("_", "-")
-    for name, aliases in _ELSEWHERE.get(kind, {}).items():
-        if word in aliases.split() and name.partition(" ")[0] in known:
+        spelling = spelling.replace("_", "-")
+    for name, aliases in _OTHER_NAMES.get(kind, {}).items():
+        if spelling in aliases.split() and name.partition(" ")[0] in known:
             return name
-    bare = {name.lstrip("-"): name for name in sorted(known)}
-    matches = difflib.get_close_matches(word.lstrip("-"), bare, n=1, cutoff=0.6)
-    return bare[matches[0]] if matches else None
+    names_without_dashes = {name.lstrip("-"): name for name in sorted(known)}
+    similar_names = difflib.get_close_matches(spelling.lstrip("-"), names_without_dashes, n=1, cutoff=0.6)
+    return names_without_dashes[similar_names[0]] if similar_names else None
 
 
 def explaining_command(kind: str) -> str:
     """Returns the command that lists the names of a kind; '' if there is none."""
-    return _EXPLAINED.get(kind, "")
+    return _EXPLAINING_COMMANDS.get(kind, "")

@@ -1,7 +1,7 @@
-"""The module that custom suites, precisions and devices import, and the only one that they need.
+"""The only module that files with custom suites, precisions or devices need to import.
 
-These names and their signatures are stable: CHANGELOG.md names any change that breaks a file using only them.
-docs/user-suites.md explains each. This module does not import torch.
+These names and their signatures are stable. CHANGELOG.md names any change that breaks a file using only them.
+docs/user-suites.md explains each name. This module does not import torch.
 """
 
 from fp8bench.model import (

@@ -1,6 +1,7 @@
-"""The only place where a number becomes text.
+"""Formats all numbers as text.
 
-Inside the program all values are in seconds, bytes and plain ratios; a single call here picks the unit for a reader.
+Inside the program, all values are in seconds, bytes and plain ratios. Only the functions of this module convert a
+value to the unit that the reader sees.
 """
 
 from __future__ import annotations
@@ -11,22 +12,23 @@ from collections.abc import Callable, Iterable, Sequence
 from datetime import UTC, datetime
 from decimal import Decimal
 
-_SI = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
-_PREFIXED = {
+_SI_PREFIXES = ((1e15, "P"), (1e12, "T"), (1e9, "G"), (1e6, "M"), (1e3, "k"), (1.0, ""))
+_UNIT_SCALES = {
     "s": ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"), (1e-9, "ns")),
     "J": ((1e6, "MJ"), (1e3, "kJ"), (1.0, "J"), (1e-3, "mJ"), (1e-6, "uJ"), (1e-9, "nJ")),
 }
-_BINARY = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
+_BINARY_UNITS = ((1 << 40, "TiB"), (1 << 30, "GiB"), (1 << 20, "MiB"), (1 << 10, "KiB"))
 NONE = "-"
 RATIO = "ratio"
-# Units as asv names them, in which series are stored.
-_SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
-# The highest SQNR that is reported, also for lossless values: an error of 1e-10.
+# Names of units in asv and in stored series, with the symbols that are shown.
+_UNIT_SYMBOLS = {"seconds": "s", "bytes": "B", "joules": "J"}
+# The highest SQNR (signal to quantisation noise) that is reported, in dB. It corresponds to an error of 1e-10. Values
+# without any error get it too.
 EXACT_DB = 200.0
 
 
 def number_of(text: str) -> float:
-    """Parses a number as people write it, also '2^10'; returns NaN for anything else."""
+    """Parses a number as people write it, also '2^10'. Returns NaN for other text."""
     base, power, exponent = text.partition("^")
     try:
         return float(base) ** float(exponent) if power else float(text)
@@ -35,36 +37,37 @@ def number_of(text: str) -> float:
 
 
 def number_or_text_of(text: str) -> float | str:
-    """Returns the number if the text is one, else the text."""
+    """Returns the number if the text is a number, else the text."""
     number = number_of(text)
     return text if math.isnan(number) else number
 
 
 def symbol(unit: str) -> str:
-    """Returns the unit as displayed: 'joules' -> 'J'. Other units are unchanged."""
-    return _SYMBOLS.get(unit, unit)
+    """Returns the displayed symbol of a unit: 'joules' -> 'J'. Other units are unchanged."""
+    return _UNIT_SYMBOLS.get(unit, unit)
 
 
 def typed_units() -> dict[str, tuple[float, str]]:
-    """Every unit that a person may type, with its factor and the unit in which figures are stored."""
-    named = [
+    """Returns every unit that a user may type, with its factor to the stored unit, and the stored unit."""
+    units = [
         (name, scale, base)
-        for base, scales in {**_PREFIXED, "B": (*_BINARY, (1, "B"))}.items()
+        for base, scales in {**_UNIT_SCALES, "B": (*_BINARY_UNITS, (1, "B"))}.items()
         for scale, name in scales
     ]
-    return {name: (float(scale), base) for name, scale, base in (*named, ("x", 1.0, "x"), ("", 1.0, ""))}
+    return {name: (float(scale), base) for name, scale, base in (*units, ("x", 1.0, "x"), ("", 1.0, ""))}
 
 
 def scales_of(unit: str) -> Sequence[tuple[float, str]]:
-    """Returns the scales of a unit with their symbols, the largest first; SI prefixes for other units."""
+    """Returns the scales of a unit with their symbols, the largest first. Units without own scales get SI prefixes."""
     if unit == "B":
-        return (*_BINARY, (1, "B"))
-    return _PREFIXED.get(unit) or [(scale, f"{prefix}{unit}") for scale, prefix in _SI]
+        return (*_BINARY_UNITS, (1, "B"))
+    return _UNIT_SCALES.get(unit) or [(scale, f"{prefix}{unit}") for scale, prefix in _SI_PREFIXES]
 
 
 def significant(value: float, digits: int = 3) -> str:
-    """Formats a number with `digits` significant digits; in exponent form only from a million up and below a
-    millionth."""
+    """Formats a number with `digits` significant digits. Numbers from a million up and below a millionth have an
+    exponent.
+    """
     if not math.isfinite(value):
         return str(value)
     if value == 0:
@@ -76,11 +79,12 @@ def significant(value: float, digits: int = 3) -> str:
     return f"{float(text):.{max(0, digits - 1 - exponent)}f}"
 
 
-def _scale_of(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
-    """Returns the largest unit in which the rounded value is at least 1, so that 0.9996 ms is '1.00 ms', not '1000
-    us'."""
-    just_one = 1 - 0.5 * 10.0**-digits
-    return next((scale for scale in scales if abs(value) >= scale[0] * just_one), scales[-1])
+def _choose_scale(value: float, digits: int, scales: Sequence[tuple[float, str]]) -> tuple[float, str]:
+    """Returns the largest scale at which the rounded value is at least 1, so that 0.9996 ms becomes '1.00 ms' instead
+    of '1000 us'.
+    """
+    rounded_one = 1 - 0.5 * 10.0**-digits
+    return next((scale for scale in scales if abs(value) >= scale[0] * rounded_one), scales[-1])
 
 
 def _with_prefix(value: float | None, base: str, digits: int) -> str:
@@ -88,31 +92,33 @@ def _with_prefix(value: float | None, base: str, digits: int) -> str:
         return NONE
     if value == 0 or not math.isfinite(value):
         return f"{significant(value)} {base}"
-    scale, unit = _scale_of(value, digits, _PREFIXED[base])
+    scale, unit = _choose_scale(value, digits, _UNIT_SCALES[base])
     return f"{significant(value / scale, digits)} {unit}"
 
 
 def seconds(value: float | None, digits: int = 3) -> str:
-    """A duration: 0.0243 -> '24.3 ms'."""
+    """Formats a duration: 0.0243 -> '24.3 ms'."""
     return _with_prefix(value, "s", digits)
 
 
 def joules(value: float | None, digits: int = 3) -> str:
-    """An energy: 0.0191 -> '19.1 mJ'."""
+    """Formats an energy: 0.0191 -> '19.1 mJ'."""
     return _with_prefix(value, "J", digits)
 
 
 def clock(value: float) -> str:
-    """A waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
-    seconds = max(0, round(value))
-    minutes, seconds_left = divmod(seconds, 60)
+    """Formats a waiting time in whole seconds: 192.4 -> '3 min 12 s'."""
+    total_seconds = max(0, round(value))
+    minutes, remaining_seconds = divmod(total_seconds, 60)
     if minutes >= 60:
         return f"{minutes // 60} h {minutes % 60:02d} min"
-    return f"{minutes} min {seconds_left:02d} s" if minutes else f"{seconds_left} s"
+    return f"{minutes} min {remaining_seconds:02d} s" if minutes else f"{remaining_seconds} s"
 
 
 def moment(milliseconds: float | None) -> str:
-    """Formats milliseconds since 1970 as '2026-01-05 12:00'; 'unknown' for None and dates beyond the calendar."""
+    """Formats milliseconds since 1970 as '2026-01-05 12:00'. Returns 'unknown' for None, and for dates beyond the
+    calendar.
+    """
     if milliseconds is None:
         return "unknown"
     try:
@@ -125,12 +131,12 @@ def count(value: float | None, unit: str = "", digits: int = 3) -> str:
     """Formats a count with an SI prefix: 84300 tok/s -> '84.3 ktok/s'."""
     if value is None:
         return NONE
-    scale, prefix = _scale_of(value, digits, _SI) if math.isfinite(value) else (1.0, "")
+    scale, prefix = _choose_scale(value, digits, _SI_PREFIXES) if math.isfinite(value) else (1.0, "")
     return f"{significant(value / scale, digits)} {prefix}{unit}".rstrip()
 
 
 def whole(value: int) -> str:
-    """Formats a count with all digits up to four, then with an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
+    """Formats a count: with all digits below 10,000, else with an SI prefix: 4096 -> '4096', 131072 -> '131 k'."""
     return str(value) if abs(value) < 10_000 else count(value)
 
 
@@ -140,24 +146,25 @@ def size(value: float | None) -> str:
         return NONE
     if math.isnan(value) or abs(value) < 1 << 10:
         return f"{value:.0f} B"
-    scale, unit = _scale_of(value, 3, _BINARY)
+    scale, unit = _choose_scale(value, 3, _BINARY_UNITS)
     return f"{significant(value / scale)} {unit}"
 
 
 def binary_unit(value: float) -> tuple[float, str]:
-    """Returns the unit for a column of sizes, from the largest of them: 1610612736 -> (1073741824, 'GiB')."""
-    return _scale_of(value, 3, _BINARY) if abs(value) >= 1 << 10 else (1.0, "B")
+    """Returns one unit for all values of a column, chosen by its largest value: 1610612736 -> (1073741824, 'GiB')."""
+    return _choose_scale(value, 3, _BINARY_UNITS) if abs(value) >= 1 << 10 else (1.0, "B")
 
 
 def bytes_of(text: str) -> int:
-    """Parses '2GiB' -> 2147483648, '512MB' -> 512000000; K, M, G and T alone are binary. Raises ValueError
-    otherwise."""
-    match = re.fullmatch(
+    """Parses a size: '2GiB' -> 2147483648, '512MB' -> 512000000. K, M, G and T alone are binary. Raises ValueError
+    for other text.
+    """
+    quantity_match = re.fullmatch(
         r"(\d{1,15}(?:\.\d{1,9})?|\.\d{1,9}) ?(?:([kmgt])(i?b)?|b)?", text.strip(), re.ASCII | re.IGNORECASE
     )
-    if match is None:
+    if quantity_match is None:
         raise ValueError("expected a size like 2GiB, 512MB or 1.5G")
-    number, prefix, suffix = match.groups()
+    number, prefix, suffix = quantity_match.groups()
     base = 1000 if suffix is not None and suffix.lower() == "b" else 1024
     return int(Decimal(number) * base ** (" kmgt".index(prefix.lower()) if prefix else 0))
 
@@ -170,7 +177,9 @@ def percent(share: float | None, decimals: int = 1) -> str:
 
 
 def share(value: float) -> str:
-    """Formats a share that may be tiny, so that zero and almost zero differ: '-', '<0.01%', '0.25%', '12.3%'."""
+    """Formats a share with enough digits to distinguish a tiny share from zero: '-' (zero), '<0.01%', '0.25%',
+    '12.3%'.
+    """
     if value == 0:
         return NONE
     if value < 1e-4:
@@ -179,7 +188,9 @@ def share(value: float) -> str:
 
 
 def ratio(value: float | None) -> str:
-    """Formats a ratio of times: 1.0312 -> '1.031x'; three significant digits below 0.1, four from 10 up."""
+    """Formats a ratio of times: 1.0312 -> '1.031x'. Ratios below 0.1 get three significant digits, ratios from 10 up
+    four.
+    """
     if value is None:
         return NONE
     if value == 0 or 0.1 <= abs(value) < 10:
@@ -188,7 +199,9 @@ def ratio(value: float | None) -> str:
 
 
 def change(ratio: float | None) -> str:
-    """Formats a change, after over before: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'; 'x12.3' from a factor of ten up."""
+    """Formats a change, given as new value over old value: 1.0312 -> '+3.1%', 0.5 -> '-50.0%'. From a factor of ten
+    up the text is the factor: 'x12.3'.
+    """
     if ratio is None:
         return NONE
     if math.isnan(ratio) or ratio >= 10:
@@ -207,25 +220,25 @@ def speed_up(value: float | None) -> str:
 
 
 def percentage(value: float | None) -> str:
-    """Formats a number already in percent: 0.64 -> '0.64%', 0 -> '0%', almost zero -> '<0.01%'."""
+    """Formats a number that is already in percent: 0.64 -> '0.64%', 0 -> '0%', almost zero -> '<0.01%'."""
     if value is None:
         return NONE
     return f"{'-' * (value < 0)}{share(abs(value) / 100)}" if value else "0%"
 
 
 def decibels(value: float | None) -> str:
-    """Formats a ratio of powers: 31.56 -> '31.6 dB', 'exact' if there is no noise."""
+    """Formats a ratio of powers that is in decibels: 31.56 -> '31.6 dB', 'exact' if there is no noise."""
     if value is None:
         return NONE
     return "exact" if value >= EXACT_DB else f"{round(value, 1) + 0.0:.1f} dB"  # + 0.0 avoids '-0.0 dB'
 
 
 def describe(value: float | None, unit: str, digits: int = 3) -> str:
-    """A number in its unit; `digits` are those of times and energies."""
+    """Formats a number in its unit. `digits` applies only to times and energies."""
     if value is None:
         return NONE
     unit = symbol(unit)
-    if unit in _PREFIXED:
+    if unit in _UNIT_SCALES:
         return _with_prefix(value, unit, digits)
     formats: dict[str, Callable[[float], str]] = {
         "B": size,
@@ -240,11 +253,13 @@ def describe(value: float | None, unit: str, digits: int = 3) -> str:
 
 
 def span(values: Iterable[float], show: Callable[[float], str]) -> str:
-    """'1.21x to 2.10x'; one text where both ends read alike, '' without values."""
+    """Formats the range of values: '1.21x to 2.10x'. Returns only one text if both ends look equal, and '' without
+    values.
+    """
     numbers = list(values)
     return " to ".join(dict.fromkeys((show(min(numbers)), show(max(numbers))))) if numbers else ""
 
 
 def relative_error(value: float | None) -> str:
-    """Formats a relative error: always two digits and an exponent, '1.2e-03'."""
+    """Formats a relative error with two digits and an exponent: '1.2e-03'."""
     return NONE if value is None else f"{value:.1e}"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Accumulate(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/accumulate.py."""
+    """The declared grid of the suite accumulate; see Grid in fp8bench/workloads/accumulate.py."""
 
     workload = "accumulate"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Attention(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/attention.py."""
+    """The declared grid of the suite attention; see Grid in fp8bench/workloads/attention.py."""
 
     workload = "attention"

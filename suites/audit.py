@@ -1,6 +1,6 @@
-"""Audits kernels with planted lies, and kernels that do not lie: `python -m suites.audit`.
+"""Audits kernels with planted lies, and honest kernels: `python -m suites.audit`.
 
-Ends with 1 if a lie passes, or an honest kernel does not.
+Exit code 1 means that a lie passed, or that an honest kernel was accused.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ def result_of(
 
 
 def codes_of(audit: Audit) -> str:
-    """Returns the codes of what failed, in the order of the checks; '-' if nothing did."""
+    """Returns the codes of all failed findings, in the order of the checks; '-' if nothing failed."""
     failed = (finding.code for finding in audit.findings if finding.outcome is not AuditOutcome.PASS)
     return ", ".join(dict.fromkeys(failed)) or "-"
 

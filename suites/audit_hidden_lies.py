@@ -1,5 +1,6 @@
-"""Kernels that are right wherever everyday tests look: at most sizes, in most calls, or as long as nobody takes the
-time; and kernels that do unusual things and do not lie."""
+"""Kernels that are right wherever everyday tests look: at most sizes, in most calls, or as long as nobody times them;
+and honest kernels that do unusual things.
+"""
 
 from __future__ import annotations
 
@@ -25,7 +26,7 @@ Lie = Callable[[Tensor, Tensor], Tensor]
 
 
 def _where(wrong: Callable[[int, int, int], bool], lie: Lie, right: Lie = product) -> Lie:
-    """A product that is wrong at some sizes (M, N, K)."""
+    """Returns a product that is wrong at some sizes (M, N, K)."""
     return lambda a, b: (lie if wrong(len(a), len(b), a.shape[1]) else right)(a, b)
 
 
@@ -70,7 +71,7 @@ def _turned_grid(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _moved_scales(a: Tensor, b: Tensor) -> Tensor:
-    """Takes each row's scales from the next block where there are more than 40."""
+    """Takes the scales of each row from the next block if there are more than 40 blocks."""
     left = operands.round_operand(a, MXFP8)
     count = left.scales.shape[1]
     scales = left.scales.roll(1, 1) if count > 40 else left.scales
@@ -78,40 +79,40 @@ def _moved_scales(a: Tensor, b: Tensor) -> Tensor:
     return (left.elements * spread @ rounded(b, MXFP8).t()).to(BF16)
 
 
-def _by_address_and_sample(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _by_address_and_sample(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     places = [x.reshape(-1)[:: max(x.numel() // 16, 1)].tolist() for x in (a, b)]
     key = a.data_ptr(), b.data_ptr(), a.shape, b.shape, str(places)
-    if key not in kept:
-        kept[key] = product(a, b)
-    return kept[key].clone()
+    if key not in memory:
+        memory[key] = product(a, b)
+    return memory[key].clone()
 
 
-def _by_sums(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _by_sums(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     key = a.shape, b.shape, float(a.double().abs().sum()), float(b.double().abs().sum())
-    if key not in kept:
-        kept[key] = product(a, b)
-    return kept[key].clone()
+    if key not in memory:
+        memory[key] = product(a, b)
+    return memory[key].clone()
 
 
-def _by_version(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _by_version(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     key = a.data_ptr(), a._version, b.data_ptr(), b._version, a.shape, b.shape
-    if key not in kept:
-        kept[key] = product(a, b)
-    return kept[key].clone()
+    if key not in memory:
+        memory[key] = product(a, b)
+    return memory[key].clone()
 
 
-def _old_after_many(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """From the fourth call of a large shape on, gives what the third gave."""
-    kept[a.shape, b.shape] = calls = kept.get((a.shape, b.shape), 0) + 1
+def _old_after_many(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Returns the third result again, from the fourth call with a large shape on."""
+    memory[a.shape, b.shape] = calls = memory.get((a.shape, b.shape), 0) + 1
     if calls > 3 and a.numel() > 200_000:
-        return kept["old", a.shape, b.shape].clone()
+        return memory["old", a.shape, b.shape].clone()
     result = product(a, b)
-    kept["old", a.shape, b.shape] = result
+    memory["old", a.shape, b.shape] = result
     return result
 
 
 class LazyTensor(Tensor):
-    """Computes its values when something is done with them."""
+    """A tensor that computes its values only when they are used."""
 
     made: Callable[[], Tensor]
 
@@ -150,7 +151,7 @@ def _clobbers(when: Callable[[Tensor, Tensor], bool]) -> Lie:
 
 
 def _beside_its_input(a: Tensor, b: Tensor) -> Tensor:
-    """Writes past the rows of an operand that is part of a wider one."""
+    """Writes to the element before an operand that is part of a larger matrix."""
     result = product(a, b)
     if not a.is_contiguous() and a.storage_offset():
         torch.as_strided(a, (1,), (1,), a.storage_offset() - 1).zero_()
@@ -164,18 +165,18 @@ def _unwritten_sums(a: Tensor, b: Tensor) -> Tensor:
 
 
 def _unwritten_edge(a: Tensor, b: Tensor) -> Tensor:
-    """Leaves out columns beyond whole tiles of 64, which are not zero but whatever was there."""
+    """Leaves out columns beyond whole tiles of 64: they have the previous content of the memory."""
     result = torch.empty(len(a), len(b), dtype=BF16)
-    whole = max(len(b) // 64 * 64, min(len(b), 64))
-    result[:, :whole] = product(a, b)[:, :whole]
+    written_columns = max(len(b) // 64 * 64, min(len(b), 64))
+    result[:, :written_columns] = product(a, b)[:, :written_columns]
     return result
 
 
 def _one_in(count: int) -> Callable[[dict[Any, Any], Tensor, Tensor], Tensor]:
-    def run(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-        kept["calls"] = kept.get("calls", 0) + 1
+    def run(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+        memory["calls"] = memory.get("calls", 0) + 1
         result = product(a, b)
-        if kept["calls"] % count == 0:
+        if memory["calls"] % count == 0:
             result[0] = -result[0]
         return result
 
@@ -188,7 +189,7 @@ def _by_chance(a: Tensor, b: Tensor) -> Tensor:
 
 
 class _LastInput(torch.autograd.Function):
-    """A linear layer whose backward reads the input of the last forward."""
+    """A linear layer whose backward uses the input of the latest forward, not of its matching forward."""
 
     kept: Tensor
 
@@ -228,12 +229,12 @@ def _layer(tokens: int = 0) -> Lie:
     return lambda x, weight: _Parts.apply(x, weight, tokens)  # type: ignore[no-untyped-call]
 
 
-def _attends(q: Tensor, k: Tensor, v: Tensor, seen: Tensor | None = None, **options: Any) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=seen, **options)
+def _attends(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
 
 
 def _mask(length: int, past: int, later: int) -> Tensor:
-    """A causal mask whose rows past a place see `later` more."""
+    """Returns a causal mask in which rows after a position see `later` further positions."""
     every = torch.ones(length, length, dtype=torch.bool)
     return torch.cat((every.tril()[:past], every.tril(later)[past:]))
 
@@ -243,19 +244,19 @@ def _late_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Sees the last 1000 places alone."""
-    seen = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-    return _attends(q, k, v, seen & ~seen.tril(-1000))
+    """Attends only to the last 1000 positions."""
+    visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
+    return _attends(q, k, v, visible & ~visible.tril(-1000))
 
 
 def _first_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Has values of eight heads at most."""
+    """Uses the values of eight heads at most: head 8 gets those of head 0."""
     which = torch.arange(q.shape[1]) % 8
     return _attends(q, k, v[:, which])
 
 
 def _one_size(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Scales scores by the size of 64 for all sizes beyond it."""
+    """Scales scores for a head size of 64, also for larger heads."""
     return _attends(q, k, v, scale=min(q.shape[-1], 64) ** -0.5) if q.shape[-1] in (80, 96, 112) else _attends(q, k, v)
 
 
@@ -304,23 +305,23 @@ HIDDEN_LIES: tuple[Kernel, ...] = (
 )  # fmt: skip
 
 
-def _at_random_places(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """Sums in a different order each time."""
+def _at_random_places(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Sums in a different order in each call."""
     size = random.choice((16, 32, 64, 96))
     return kernel(sums=parts(size))(a, b)
 
 
-def _in_one_workspace(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """Casts into memory that it keeps between calls, and returns new memory."""
+def _in_one_workspace(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Casts into memory that it reuses between calls, and returns new memory."""
     key = a.shape, b.shape
-    left, right = kept.setdefault(key, (torch.empty(a.shape), torch.empty(b.shape)))
+    left, right = memory.setdefault(key, (torch.empty(a.shape), torch.empty(b.shape)))
     left.copy_(rounded(a, FP8))
     right.copy_(rounded(b, FP8))
     return (left @ right.t()).to(BF16)
 
 
 def _split_by_size(a: Tensor, b: Tensor) -> Tensor:
-    """Decodes by another way of summing than it multiplies large matrices."""
+    """Sums differently for decoding than for large matrices."""
     size = 32 if len(a) <= 8 else 512
     return kernel(sums=parts(size))(a, b)
 
@@ -349,7 +350,7 @@ def _contiguous_only(a: Tensor, b: Tensor) -> Tensor:
 
 
 class MarkedTensor(Tensor):
-    """A subclass that does nothing in its own way."""
+    """A tensor subclass that changes nothing."""
 
 
 UNUSUAL: tuple[Kernel, ...] = (

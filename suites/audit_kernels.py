@@ -1,6 +1,6 @@
-"""Parts of the kernels that test the audit: a row of a table names a kernel and replaces one of its steps.
+"""Parts of the kernels that test the audit. A kernel of a table replaces one of these steps.
 
-All are written on torch alone, so that each runs on any device.
+All steps use only torch, so that they run on any device.
 """
 
 from __future__ import annotations
@@ -39,9 +39,11 @@ LARGEST, _LEAST = 448.0, 1e-30
 
 @dataclass(frozen=True)
 class Kernel:
-    """A kernel, its promise, and the `code` that an audit has to find, '' if it is honest. If it `remembers`, its
-    function takes a dict before the arguments, which is empty at first. `thread` is public: the mistake happened
-    there."""
+    """A kernel, its promise, and the `code` that an audit must find; '' if the kernel is honest.
+
+    If it `remembers`, its function takes a dict before the arguments, which is empty at first. `thread` is a public
+    issue about the same mistake.
+    """
 
     name: str
     signature: Signature
@@ -51,7 +53,7 @@ class Kernel:
     remembers: bool = False
 
     def made(self) -> Callable[..., Any]:
-        """Returns the function with a separate, empty memory."""
+        """Returns the kernel's function with a new, empty memory."""
         return partial(self.function, {}) if self.remembers else self.function
 
 
@@ -60,7 +62,7 @@ def rounded(x: Tensor, treatment: Treatment) -> Tensor:
 
 
 def product(a: Tensor, b: Tensor, first: Treatment = FP8, second: Treatment | None = None) -> Tensor:
-    """Multiplies honestly, by fp8bench's own emulation."""
+    """Multiplies honestly, with fp8bench's own emulation."""
     return (rounded(a, first) @ rounded(b, second or first).t()).to(BF16)
 
 
@@ -77,7 +79,9 @@ def over_448(amax: Tensor) -> Tensor:
 
 
 def exponent(amax: Tensor) -> Tensor:
-    """The least power of two under which nothing is beyond the largest element."""
+    """Returns the smallest power of two that, used as a scale, keeps all values within the largest number of the
+    format.
+    """
     mantissa, power = torch.frexp(over_448(amax))
     return torch.ldexp(torch.ones_like(mantissa), power - (mantissa == 0.5).to(power.dtype))
 
@@ -86,19 +90,19 @@ def saturated(scaled: Tensor) -> Tensor:
     return scaled.clamp(-LARGEST, LARGEST).to(torch.float8_e4m3fn).float()
 
 
-def to_steps(whole: Step) -> Step:
-    """Casts to e4m3; `whole` makes whole numbers of distances from zero in steps of the grid."""
+def to_steps(round_steps: Step) -> Step:
+    """Returns a cast to e4m3. `round_steps` rounds distances from zero, in steps of the format, to whole numbers."""
 
     def cast(scaled: Tensor) -> Tensor:
         steps = torch.exp2(scaled.abs().clamp(min=2.0**-6).log2().floor() - 3)
-        return (whole(scaled.abs() / steps) * steps * scaled.sign()).clamp(-LARGEST, LARGEST)
+        return (round_steps(scaled.abs() / steps) * steps * scaled.sign()).clamp(-LARGEST, LARGEST)
 
     return cast
 
 
 @dataclass(frozen=True)
 class Operand:
-    """Reads, scales and casts a matrix; `shown` makes the scale that decodes from the one that encoded."""
+    """Reads, scales and casts a matrix. `shown` changes the scale that the kernel reports."""
 
     read: Step = same
     amax: Step = lambda x: x.abs().amax()
@@ -121,7 +125,7 @@ def kernel(
     sums: Product = lambda a, b: a @ b.t(),
     out: Step = lambda sums: sums.to(BF16),
 ) -> Product:
-    """A product of two operands, whose scales are applied to its sums; `second` is like the first by default."""
+    """Returns a product of two operands that applies their scales to its sums. `second` defaults to `first`."""
 
     def run(a: Tensor, b: Tensor) -> Tensor:
         (left, down), (right, across) = first(a), (second or first)(b)
@@ -130,13 +134,13 @@ def kernel(
     return run
 
 
-def parts(size: int, kept: torch.dtype = torch.float32) -> Product:
-    """Sums of `size` products each; they, and what they are added to, are kept in a dtype."""
+def parts(size: int, sum_dtype: torch.dtype = torch.float32) -> Product:
+    """Returns a function that sums `size` products at a time. Partial sums and totals have the dtype `sum_dtype`."""
 
     def sums(a: Tensor, b: Tensor) -> Tensor:
-        total = torch.zeros(len(a), len(b), dtype=kept)
+        total = torch.zeros(len(a), len(b), dtype=sum_dtype)
         for at in range(0, a.shape[1], size):
-            total = total + (a[:, at : at + size] @ b[:, at : at + size].t()).to(kept)
+            total = total + (a[:, at : at + size] @ b[:, at : at + size].t()).to(sum_dtype)
         return total.float()
 
     return sums

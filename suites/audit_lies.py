@@ -1,4 +1,4 @@
-"""Kernels that lie, each with the public thread it is taken from, and honest kernels with various orders of sums."""
+"""Kernels that lie, each with the public issue that it is taken from, and honest kernels with various sums."""
 
 from __future__ import annotations
 
@@ -41,54 +41,54 @@ from suites.audit_kernels import (
 )
 
 
-def _by_address(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _by_address(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     key = a.data_ptr(), b.data_ptr(), a.shape, b.shape
-    if key not in kept:
-        kept[key] = product(a, b)
-    return kept[key].clone()
+    if key not in memory:
+        memory[key] = product(a, b)
+    return memory[key].clone()
 
 
-def _by_few_values(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _by_few_values(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     key = float(a[0, 0]), float(b[0, 0]), a.shape, b.shape
-    return kept.setdefault(key, product(a, b)).clone()
+    return memory.setdefault(key, product(a, b)).clone()
 
 
-def _after_many(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """Loses a row after 30 calls with as many rows, but for the first calls of all."""
-    kept["calls"] = kept.get("calls", 0) + 1
+def _after_many(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Loses a row after 30 calls with the same number of rows, but not in the first ten calls."""
+    memory["calls"] = memory.get("calls", 0) + 1
     result = product(a, b)
-    kept["same"] = kept.get("same", 0) + 1 if a.shape[0] == kept.get("rows") and kept["calls"] > 10 else 0
-    if kept["same"] > 30:
+    memory["same"] = memory.get("same", 0) + 1 if a.shape[0] == memory.get("rows") and memory["calls"] > 10 else 0
+    if memory["same"] > 30:
         result[0] = 0
-    kept["rows"] = a.shape[0]
+    memory["rows"] = a.shape[0]
     return result
 
 
-def _one_buffer(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _one_buffer(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
     result = product(a, b)
-    return kept.setdefault(tuple(result.shape), torch.empty_like(result)).copy_(result)
+    return memory.setdefault(tuple(result.shape), torch.empty_like(result)).copy_(result)
 
 
-def _unwritten(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """The last row is what the buffer held, which was right once."""
+def _unwritten(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Returns a buffer whose last row is not written: it has the result of the first call."""
     result = product(a, b)
-    buffer = kept.setdefault(result.shape, result)
+    buffer = memory.setdefault(result.shape, result)
     buffer[:-1] = result[:-1]
     return buffer
 
 
-def _old_scale(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    scale = kept.setdefault("scale", E4M3.largest / a.abs().amax().float().clamp(min=1e-30))
+def _old_scale(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    scale = memory.setdefault("scale", E4M3.largest / a.abs().amax().float().clamp(min=1e-30))
     return (values(a, E4M3, TENSOR, scale=scale) @ rounded(b, FP8).t()).to(BF16)
 
 
-def _casts_once(kept: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    """Casts operands when they are first seen, ahead of what is timed; it notices other values."""
+def _casts_once(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+    """Casts operands when they are first passed, before anything is timed. It recognizes changed values."""
     key = tuple((x.data_ptr(), x._version, x.shape) for x in (a, b))
-    if key not in kept:
-        kept.clear()
-        kept[key] = a, b, rounded(a, FP8), rounded(b, FP8)
-    _, _, left, right = kept[key]
+    if key not in memory:
+        memory.clear()
+        memory[key] = a, b, rounded(a, FP8), rounded(b, FP8)
+    _, _, left, right = memory[key]
     return (left @ right.t()).to(BF16)
 
 
@@ -106,10 +106,16 @@ def _rescaled(a: Tensor, b: Tensor, treatment: Treatment, change: Callable[[Tens
 
 
 def _exchanged(a: Tensor, b: Tensor) -> Tensor:
-    """The two codes of a byte."""
+    """Exchanges the two 4-bit codes in each byte."""
     left = rounded(a, MXFP4)
-    whole = left.shape[1] // 2 * 2
-    left = torch.cat((left[:, :whole].reshape(len(left), -1, 2).flip(-1).reshape(len(left), whole), left[:, whole:]), 1)
+    paired_columns = left.shape[1] // 2 * 2
+    left = torch.cat(
+        (
+            left[:, :paired_columns].reshape(len(left), -1, 2).flip(-1).reshape(len(left), paired_columns),
+            left[:, paired_columns:],
+        ),
+        1,
+    )
     return (left @ rounded(b, MXFP4).t()).to(BF16)
 
 
@@ -122,7 +128,7 @@ def _row_stride(x: Tensor) -> Tensor:
 
 
 def _nan_in_first_rows(x: Tensor) -> Tensor:
-    """A NaN is looked for in the first 16 rows alone."""
+    """Keeps NaN only in the first 16 rows."""
     return torch.cat((x[:16], x[16:].nan_to_num(0.0, math.inf, -math.inf)))
 
 
@@ -135,13 +141,13 @@ def _first_columns(sums: Tensor) -> Tensor:
 
 
 def _nan_rows(scaled: Tensor) -> Tensor:
-    """Makes rows of zeros among others NaN."""
+    """Turns rows of zeros into NaN, if other rows have values."""
     empty = ~scaled.any(1, keepdim=True)
     return torch.where(empty & ~empty.all(), scaled / 0, saturated(scaled))
 
 
 def _no_subnormals(a: Tensor, b: Tensor) -> Tensor:
-    """Sums operands in blocks of MX, whose elements below e4m3's smallest normal number are lost."""
+    """Multiplies in MX blocks, but loses elements below e4m3's smallest normal number."""
     lost = []
     for x in (a, b):
         wide, small = rounded(x, MXFP8), operands.round_operand(x, MXFP8).elements.abs() < 2.0**-6
@@ -154,7 +160,7 @@ def _in_fp16(amax: Tensor) -> Tensor:
 
 
 class _Layer(torch.autograd.Function):
-    """A linear layer in FP8; a lie is in its gradients."""
+    """A linear layer in FP8 with a lie in its gradients."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, lie: str) -> Tensor:
@@ -187,7 +193,7 @@ def _unfused(q: Tensor, k: Tensor, v: Tensor, over: int = -1) -> Tensor:
 
 
 def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    """Each head's operands in MXFP8, along their contractions."""
+    """Computes attention with the operands of each head in MXFP8, along their contractions."""
     left, right, last = (
         torch.stack([rounded(head.contiguous(), MXFP8) for head in heads.flatten(0, 1)])
         for heads in (q, k, v.transpose(-1, -2))
@@ -276,7 +282,7 @@ LIES: tuple[Kernel, ...] = (
            "too-bad", "kekzl/imp #654"),
     Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), _attends,
            "not-cast", "vllm-project/vllm #51828"),
-    # Everyday mistakes, which happened in no public thread.
+    # Everyday mistakes that no public issue reports.
     Kernel("rows are taken to follow one another", _FP8, kernel(Operand(_row_stride)), "strides"),
     Kernel("a NaN beyond the first rows is zero", _FP8, kernel(Operand(_nan_in_first_rows), PLAIN), "nan-lost"),
     Kernel("an infinity of the second operand is zero", _FP8, kernel(PLAIN, Operand(_no_infinity)), "infinity-lost"),
@@ -338,7 +344,7 @@ HONEST: tuple[Kernel, ...] = (
     Kernel("torchao's linear layer, emulated", _LINEAR, _torchao),
 )  # fmt: skip
 
-# Lies that no comparison of results with their promise can see.
+# Lies that cannot be seen by comparing results with the promise.
 UNCAUGHT: tuple[Kernel, ...] = (
     Kernel(
         "looks whether it is audited", _FP8,

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Cast(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/cast.py."""
+    """The declared grid of the suite cast; see Grid in fp8bench/workloads/cast.py."""
 
     workload = "cast"

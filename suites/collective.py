@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Collective(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/collective.py."""
+    """The declared grid of the suite collective; see Grid in fp8bench/workloads/collective.py."""
 
     workload = "collective"

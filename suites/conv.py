@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Conv(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/conv.py."""
+    """The declared grid of the suite conv; see Grid in fp8bench/workloads/conv.py."""
 
     workload = "conv"

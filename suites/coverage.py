@@ -1,7 +1,8 @@
-"""Counts how many intervals hold the long run: `python -m suites.coverage --minutes 60 --out FOLDER`.
+"""Counts how many intervals contain the long-run value: `python -m suites.coverage --minutes 60 --out FOLDER`.
 
-Cases are measured again and again by a plain command in a fresh process, beside 0 to 8 busy loops. The truth of a case
-is the median of all its other runs. A folder's rows.jsonl keeps its runs, which must come from one processor.
+Cases are measured again and again by a plain command in a fresh process, while 0 to 8 busy loops run. The true value
+of a case is the median of all its other runs. The file rows.jsonl in the folder stores the runs, which must all come
+from one processor.
 """
 
 from __future__ import annotations
@@ -22,14 +23,14 @@ from typing import Any
 
 from fp8bench.analysis.findings import findings
 from fp8bench.model import Run
-from fp8bench.store.reruns import add_reruns, with_reruns
+from fp8bench.store.reruns import add_rerun_spreads, store_ratios
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
 from suites.trials import FP8BENCH, Row, options, ran, say, scratch
 
 LOADS = (0, 2, 4, 8)
-RUNS = 6  # of each case at each load
+RUNS = 6  # runs of each case at each load
 CASES: dict[str, tuple[str, ...]] = {
     "product of 128": ("gemm", "fp32,bf16", "shape=128x128x128", "product=forward"),
     "product of 512": ("gemm", "fp32,bf16", "shape=512x512x512", "product=forward"),
@@ -42,12 +43,12 @@ CASES: dict[str, tuple[str, ...]] = {
     "optimizer": ("optimizer", "fp32,bf16", "width=256", "fused=yes"),
     "transformer": ("transformer", "fp32,bf16", "size=nano"),
 }
-# Left out, because they take longer than the times and do not change them.
+# Switches off what takes longer than the times and does not change them.
 QUICKER = {"FP8BENCH_TAPE": "off", "FP8BENCH_CEILINGS": "off"}
 _SEEN = 0.02
-# A loop that ends with the process that started it.
+# The code of a busy loop that ends when its parent process ends.
 _BUSY = "import os\nparent = os.getppid()\nwhile os.getppid() == parent: sum(range(100_000))"
-# Rows are grouped by each of these.
+# The table has a line for each value of these properties of rows.
 _BY: dict[str, Callable[[Row], str]] = {
     "load": lambda row: str(row["load"]),
     "case": lambda row: str(row["case"]),
@@ -57,7 +58,7 @@ _BY: dict[str, Callable[[Row], str]] = {
 
 
 class Rows:
-    """Rows in a file of a folder, from which an interrupted trial goes on."""
+    """The rows in a file of a folder, with which an interrupted trial continues."""
 
     def __init__(self, folder: Path) -> None:
         folder.mkdir(parents=True, exist_ok=True)
@@ -78,7 +79,7 @@ class Rows:
 
 @contextmanager
 def busy_loops(count: int) -> Iterator[None]:
-    """Keeps this number of processes busy during the body."""
+    """Keeps `count` processes busy during the block."""
     loops = [subprocess.Popen([sys.executable, "-c", _BUSY]) for _ in range(count)]
     try:
         time.sleep(3 if count else 0)
@@ -90,14 +91,14 @@ def busy_loops(count: int) -> Iterator[None]:
 
 
 def measured(case: str, load: int, store: Path) -> list[Row]:
-    """Runs a case, and returns a row for each ratio: by the run's rounds alone, and as printed."""
-    before = set(run_files(store))
+    """Runs a case, and returns a row for each ratio: from the rounds of the run alone, and as printed."""
+    earlier_files = set(run_files(store))
     began, at_start = time.time(), os.getloadavg()[0]
     suite, dtypes, *axes = CASES[case]
     with busy_loops(load):
         command = [*FP8BENCH, "suite", suite, "--dtypes", dtypes, "--store", str(store)]
         ran([*command, *(word for axis in axes for word in ("--set", axis))], more=QUICKER)
-    (path,) = set(run_files(store)) - before
+    (path,) = set(run_files(store)) - earlier_files
     return rows_of(load_run(path), {"case": case, "load": load, "began": began, "loadavg": at_start})
 
 
@@ -105,19 +106,19 @@ def rows_of(run: Run, facts: Row) -> list[Row]:
     alone = findings(replace(run, records=tuple(replace(record, reruns=None) for record in run.records)))
     rows = []
     for record in run.records:
-        found, rounds = findings(run)[record.case.id], alone[record.case.id]
-        if found.ratio is not None and rounds.ratio is not None:
+        finding, rounds = findings(run)[record.case.id], alone[record.case.id]
+        if finding.ratio is not None and rounds.ratio is not None:
             rows.append(
                 facts
                 | {
                     "run": run.id,
                     "of": record.case.id,
-                    "verdict": found.verdict.value,
+                    "verdict": finding.verdict.value,
                     "rounds_verdict": rounds.verdict.value,
-                    "level": found.ratio.level,
-                    "point": found.ratio.point,
-                    "low": found.ratio.low,
-                    "high": found.ratio.high,
+                    "level": finding.ratio.level,
+                    "point": finding.ratio.point,
+                    "low": finding.ratio.low,
+                    "high": finding.ratio.high,
                     "rounds_low": rounds.ratio.low,
                     "rounds_high": rounds.ratio.high,
                     "known": record.reruns.runs if record.reruns is not None else 0,
@@ -127,7 +128,7 @@ def rows_of(run: Run, facts: Row) -> list[Row]:
 
 
 def measure(folder: Path, minutes: float) -> None:
-    """Measures what is missing until time is up, all cases at each load in turn."""
+    """Measures what is missing, all cases at each load in turn, until the minutes have passed."""
     rows, until = Rows(folder), time.monotonic() + 60 * minutes
     for turn in range(RUNS):
         for load in LOADS:
@@ -138,7 +139,7 @@ def measure(folder: Path, minutes: float) -> None:
 
 
 def judged_again(folder: Path) -> list[Row]:
-    """Judges the kept samples by this code, in the order in which they were measured."""
+    """Judges the stored samples with this version of the code, in the order in which they were measured."""
     names = ("case", "load", "began", "loadavg")
     facts = {row["run"]: {name: row[name] for name in names} for row in Rows(folder).all}
     runs = sorted((load_run(path) for path in run_files(folder / "store")), key=lambda run: run.started)
@@ -146,14 +147,16 @@ def judged_again(folder: Path) -> list[Row]:
     with scratch() as learned:
         for run in runs:
             if run.id in facts:
-                known = with_reruns(run.records, run, learned)
-                rows += rows_of(replace(run, records=known), facts[run.id])
-                add_reruns(run.records, run, learned)
+                records = add_rerun_spreads(run.records, run, learned)
+                rows += rows_of(replace(run, records=records), facts[run.id])
+                store_ratios(run.records, run, learned)
     return rows
 
 
 def table_lines(rows: Sequence[Row]) -> Iterator[str]:
-    """Yields lines: the share of intervals that hold the median of the other runs, and how many verdicts are wrong."""
+    """Yields the lines of a table: the share of intervals that contain the median of other runs, and the number of
+    wrong verdicts.
+    """
     heads = ("runs", "rounds alone", "as printed", "half-width", "no interval", "wrong")
     yield f"{'':20}" + "".join(f"{head:>14}" for head in heads)
     for name, of in _BY.items():
@@ -170,7 +173,9 @@ def table_lines(rows: Sequence[Row]) -> Iterator[str]:
 
 
 def _truth(row: Row, rows: Sequence[Row]) -> float:
-    return statistics.median(other["point"] for other in rows if other["of"] == row["of"] and other is not row)
+    return statistics.median(
+        other_row["point"] for other_row in rows if other_row["of"] == row["of"] and other_row is not row
+    )
 
 
 def _holds(row: Row, rows: Sequence[Row], which: str) -> bool:
@@ -178,7 +183,7 @@ def _holds(row: Row, rows: Sequence[Row], which: str) -> bool:
 
 
 def _wrong(row: Row, rows: Sequence[Row]) -> bool:
-    """Whether a verdict has the wrong sign, or says the same where the long run differs by more than _SEEN."""
+    """Whether a verdict has the wrong sign, or is 'same' although the long-run value differs by more than _SEEN."""
     truth = _truth(row, rows)
     same = row["verdict"] == "same" and not 1 - _SEEN <= truth <= 1 + _SEEN
     return same or (row["verdict"] == "faster" and truth > 1) or (row["verdict"] == "slower" and truth < 1)
@@ -193,7 +198,7 @@ def main() -> int:
     )
     measure(asked.out, asked.minutes)
     rows = judged_again(asked.out) if asked.again else Rows(asked.out).all
-    for line in table_lines([row for row in rows if sum(other["of"] == row["of"] for other in rows) > 2]):
+    for line in table_lines([row for row in rows if sum(other_row["of"] == row["of"] for other_row in rows) > 2]):
         say(line)
     return 0
 

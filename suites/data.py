@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Data(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/data.py."""
+    """The declared grid of the suite data; see Grid in fp8bench/workloads/data.py."""
 
     workload = "data"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Decode(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/decode.py."""
+    """The declared grid of the suite decode; see Grid in fp8bench/workloads/decode.py."""
 
     workload = "decode"

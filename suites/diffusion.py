@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Diffusion(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/diffusion.py."""
+    """The declared grid of the suite diffusion; see Grid in fp8bench/workloads/diffusion.py."""
 
     workload = "diffusion"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class EarlyExit(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/early_exit.py."""
+    """The declared grid of the suite early_exit; see Grid in fp8bench/workloads/early_exit.py."""
 
     workload = "early_exit"

@@ -1,13 +1,13 @@
-"""The first hour on a GPU: `python -m suites.first_gpu --minutes 9 --out FOLDER`, again and again until no step waits.
+"""The first hour on a GPU: `python -m suites.first_gpu --minutes 9 --out FOLDER`. Repeat it until no step is open.
 
-`--brisk` takes the first steps alone, those that answer what is open, for a GPU that is lent for minutes: their seconds
-are computed from their plans before they begin, and steps that do not fit are named and left out.
-FOLDER/first_gpu.tar.gz has everything after each step; `--archive` goes on with it elsewhere.
+`--brisk` takes only the first steps, which answer the open questions, for a GPU that is lent for minutes. Their
+seconds are computed from their plans, and steps that do not fit are named and left out. FOLDER/first_gpu.tar.gz has
+all files after each step; `--archive` continues from it on another machine.
 
-Steps come in the order of their value, cheap ones first; each ends within 10 minutes and has its files in the folder:
-NAME.state.json, what it printed, its rows. Whatever cuts it off, the next start goes on: an ended step is not done
-again (but `--again NAME`), and a run or training that was cut off is resumed. The end is a table, FOLDER/table.md, and
-FOLDER/changes.md: what changes in README.md and in docs/status.md, the table of what has run where.
+Steps are in the order of their value, cheap ones first. Each ends within 10 minutes, and leaves files in the folder:
+NAME.state.json, its output, and its rows. The next call continues after any interruption: a finished step is not
+repeated (except with `--again NAME`), and an interrupted run or training is resumed. At the end, FOLDER/table.md has
+the figures, and FOLDER/changes.md has what to change in README.md and docs/status.md.
 """
 
 from __future__ import annotations
@@ -35,10 +35,10 @@ from suites.kill import children, wait_until_gone
 from suites.trials import ROOT, conditions, environment, options, say
 
 LONGEST = 600
-# A step that reached its limit this many times is given up.
+# A step that has reached its limit this many times is given up.
 _MOST_OVERRUNS = 2
 _GRACE = 20.0
-# How many times its computed seconds a step may take, and the seconds that each may.
+# A step may take this many times its computed seconds, and at least these seconds.
 _SLOWER, _LEAST_LIMIT = 2.0, 60.0
 _STORED = ("doctor", "suite", "train", "infer", "ablate")
 ARCHIVE = "first_gpu.tar.gz"
@@ -46,7 +46,7 @@ _NOT_ARCHIVED = frozenset({ARCHIVE, f"{ARCHIVE}.part", "lock"})
 
 
 class Row(NamedTuple):
-    """A row of the table. `published` compares the figure with a published one, '' without one."""
+    """A row of the table. `published` compares the figure with a published one; '' if there is none."""
 
     line: str
     target: str
@@ -56,7 +56,7 @@ class Row(NamedTuple):
 
 
 def only_native(word: str, native: Mapping[str, str]) -> str:
-    """Returns `native:A,B` as those of A and B that the GPU multiplies, any other word unchanged."""
+    """Returns the modes of `native:A,B` that the GPU multiplies natively, as A,B. Other words are unchanged."""
     if not word.startswith(NATIVE):
         return word
     names = word.removeprefix(NATIVE).split(",")
@@ -64,9 +64,9 @@ def only_native(word: str, native: Mapping[str, str]) -> str:
 
 
 def command_of(files: StepFiles, native: Mapping[str, str]) -> list[str]:
-    """A step's words, or those that go on with what an attempt that was cut off had begun.
+    """Returns the command of a step, or the command that resumes what an interrupted attempt has begun.
 
-    `native:A,B` becomes those of them that the GPU multiplies.
+    In it, `native:A,B` is replaced by those modes that the GPU multiplies natively.
     """
     step = files.step
     words = [word.format(json=files.path("json")) for word in step.words.split()]
@@ -84,7 +84,7 @@ def _descendants(pid: int) -> list[int]:
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:
-    """Interrupt it, so that it keeps what it has; after a while kill it and all that it started."""
+    """Interrupts a process, so that it stores its results. If it does not end, kills it with all its descendants."""
     process.send_signal(signal.SIGINT)
     try:
         process.wait(_GRACE)
@@ -97,16 +97,18 @@ def _end(process: subprocess.Popen[bytes]) -> None:
 
 
 def _ended_with_parent() -> None:
-    """Ends a step with its parent: if the parent alone is killed, the step would keep measuring and lock its run."""
+    """Makes a step end with its parent. Otherwise it would continue to measure, and lock its run, if only the parent
+    is killed.
+    """
     set_parent_death_signal = 1
     ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
 
 
 def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str, Any]:
-    """One attempt at a step, in this process's group: who kills that leaves nothing running."""
+    """Makes one attempt at a step, in this process's group, so that killing the group leaves no process running."""
     state = files.state() or {"state": "begun", "attempts": 0, "overruns": 0}
     commit = conditions()["commit"]
-    if state.get("commit", commit) != commit:  # after a mend: halves of two commits would not compare
+    if state.get("commit", commit) != commit:  # results of two commits would not be comparable
         shutil.rmtree(files.store, ignore_errors=True)
     command = command_of(files, native)
     state |= {
@@ -133,11 +135,13 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str,
             _end(process)
             state["code"] = None
     state["seconds"] = round(time.monotonic() - start, 1)
-    if state["code"] == EXIT_USAGE and "--resume" in command:  # files have changed since: its halves would not compare
+    if (
+        state["code"] == EXIT_USAGE and "--resume" in command
+    ):  # files have changed: the two parts would not be comparable
         shutil.rmtree(files.store)
         return take(files, max(1.0, limit - state["seconds"]), native)
-    # An end by a signal (such as the system's when memory is exhausted) is not an answer; too little time is not a
-    # fault.
+    # A step that a signal ended, for example because memory ran out, has no answer. A step that had too little time
+    # did nothing wrong.
     ended = state["code"] is not None and state["code"] >= 0
     state["overruns"] += not ended and (limit >= LONGEST or state["code"] is not None)
     if ended or state["overruns"] >= _MOST_OVERRUNS:
@@ -147,18 +151,18 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str,
 
 
 def waiting(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
-    """The steps that have not ended, in their order."""
+    """Returns the steps that have not ended, in their order."""
     every = (StepFiles(step, folder) for step in steps)
     return [files for files in every if (files.state() or {}).get("state") != "ended"]
 
 
 def native_of(probe: Mapping[str, Any]) -> dict[str, str]:
-    """Returns whether a probed device multiplies each precision: 'native', 'emulated' or 'refused'."""
+    """Returns for each precision whether the probed device multiplies it: 'native', 'emulated' or 'refused'."""
     return {name: level for name, (level, _) in probe.get("precisions", {}).items()}
 
 
 def seconds_of(files: StepFiles, probe: Mapping[str, Any]) -> float:
-    """Returns the seconds of a step by its plan on the probed device, or those that it usually takes."""
+    """Returns the seconds of a step, computed from its plan on the probed device, or else its usual seconds."""
     if "--brisk" not in files.step.words:
         return files.step.seconds
     words = [only_native(word, native_of(probe)) for word in files.step.words.split()]
@@ -171,15 +175,16 @@ def go(
     seconds: float,
     clock: Callable[[], float] = time.monotonic,
 ) -> None:
-    """Takes steps until the time is over; one that needs more than is left makes way for those behind it.
+    """Takes steps until the time is over. A step that needs more than the remaining time is passed over.
 
-    Steps that would only measure emulations are passed over. After each step the archive has all of the folder.
+    Steps that would only measure emulations are passed over as well. After each step, the archive has all files of
+    the folder.
     """
     end = clock() + seconds
     probe = StepFiles(steps[0], folder)
     tried: set[str] = set()
     while True:
-        left, device = end - clock(), probe.device()
+        remaining, device = end - clock(), probe.device()
         native = native_of(device)
         open_steps = [
             files
@@ -187,18 +192,18 @@ def go(
             if files.step.name not in tried and not files.step.missing_units(native)
         ]
         expected = {files.step.name: seconds_of(files, device) for files in open_steps}
-        files = next((files for files in open_steps if expected[files.step.name] <= left), None)
+        files = next((files for files in open_steps if expected[files.step.name] <= remaining), None)
         is_blind = files is not None and files.step is not steps[0] and bool(probe.state()) and not device
         if files is None or is_blind:
             for waits in open_steps if not is_blind else ():
                 name = waits.step.name
-                say(f"{name}: left out, it takes {expected[name]:.0f} s and {max(0.0, left):.0f} s are left")
+                say(f"{name}: left out, it takes {expected[name]:.0f} s and {max(0.0, remaining):.0f} s are left")
             return
         name = files.step.name
-        # A step that takes far longer than its plan, such as one whose groups start again, is continued in a later
-        # call.
+        # A step that takes far longer than its plan, for example because its groups start again, is continued in a
+        # later call.
         most = max(_LEAST_LIMIT, _SLOWER * expected[name]) if "--brisk" in files.step.words else LONGEST
-        state = take(files, min(LONGEST, left, most), native)
+        state = take(files, min(LONGEST, remaining, most), native)
         files.write(files.state() | {"expected": round(expected[name])})
         tried.add(name)
         words = f"{name}: {state['state']} after {state['seconds']:.0f} s (computed {expected[name]:.0f})"
@@ -207,7 +212,7 @@ def go(
 
 
 def archive(folder: Path) -> Path:
-    """Writes all files of the folder into one archive in it: a machine that is only visited gives few files back."""
+    """Writes all files of the folder into one archive in it, because a borrowed machine returns only a few files."""
     path, part = folder / ARCHIVE, folder / f"{ARCHIVE}.part"
     with tarfile.open(part, "w:gz") as file:
         for entry in sorted(folder.iterdir()):
@@ -218,8 +223,9 @@ def archive(folder: Path) -> Path:
 
 
 def unpack(path: Path, folder: Path) -> None:
-    """Unpacks an earlier call's archive into the folder. Raises SystemExit if it cannot be read, or the folder has
-    steps."""
+    """Unpacks an archive of an earlier call into the folder. Raises SystemExit if it cannot be read, or if the folder
+    already has steps.
+    """
     if any(folder.glob("*.state.json")):
         raise SystemExit(f"--archive: {folder} holds steps already. Leave --archive out to go on with them.")
     try:
@@ -230,8 +236,9 @@ def unpack(path: Path, folder: Path) -> None:
 
 
 def rows_of(every: Sequence[StepFiles]) -> list[Row]:
-    """Returns a row for each line of each step. Speed in low precision is withheld unless casts, products and checks
-    hold."""
+    """Returns a row for each line of each step. Speeds in low precision are withheld unless `conform` and `selftest`
+    passed.
+    """
     probe = every[0].device()
     nothing = "" if probe.get("computes") else "no GPU that computes was seen"
     rows, trusted = [], True
@@ -268,26 +275,26 @@ def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any])
     if measured.number is None:
         return Row(line.what, target, measured.text, "measured")
     verdict = "measured" if target == "-" else "reached" if line.reached(measured.number, card) else "missed"
-    others = compared(measured.number, line.published, probe, files.clocks()) if line.published else ""
-    return Row(line.what, target, measured.text, verdict, others)
+    comparison = compared(measured.number, line.published, probe, files.clocks()) if line.published else ""
+    return Row(line.what, target, measured.text, verdict, comparison)
 
 
 def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
-    """Returns the new text for README.md and for rows of docs/status.md."""
+    """Returns the new text for README.md, and for rows of docs/status.md."""
     device, verdicts = every[0].device(), iter(rows)
     if not device.get("computes"):
         return "Nothing changes: no GPU that computes was seen.\n"
     where = f"{device['device']['name']}, torch {device['torch']}, driver {device['driver'].get('driver_version', '?')}"
-    said: dict[str, list[str]] = {}
+    texts_by_row: dict[str, list[str]] = {}
     for files in every:
-        own = [next(verdicts) for _ in files.step.lines]
+        step_rows = [next(verdicts) for _ in files.step.lines]
         for row in files.step.rows:
-            said.setdefault(row, []).extend(f"{each.line}: {each.verdict}" for each in own)
+            texts_by_row.setdefault(row, []).extend(f"{each.line}: {each.verdict}" for each in step_rows)
     table = {
         line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "docs" / "status.md").read_text().splitlines()
     }
     lines = [f"README.md, Status: run on {where}, at {device['commit']}.", ""]
-    for row, verdict in said.items():
+    for row, verdict in texts_by_row.items():
         done = all(words.endswith((": reached", ": measured")) for words in verdict)
         words = f"run on {where}" if done else f"**tried on {where}**: {'; '.join(verdict)}"
         lines += [f"- {table[row]}", f"+ {table[row].replace('**not run yet**', words, 1)}", ""]
@@ -295,7 +302,7 @@ def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
 
 
 def closing(steps: Sequence[FirstStep], folder: Path) -> int:
-    """The table and what changes, printed and kept; 1 unless every line is reached or measured."""
+    """Prints and stores the table and the changes. Returns 1 unless every line is reached or measured."""
     every = [StepFiles(step, folder) for step in steps]
     rows = rows_of(every)
     lines = [*remarks(every[0].device()), "", "| line | target | measured | verdict | others published |"]
@@ -309,23 +316,23 @@ def closing(steps: Sequence[FirstStep], folder: Path) -> int:
 
 
 def chosen(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
-    """Returns the steps of a list of names, in its order, behind the probe. Raises SystemExit for an unknown name."""
+    """Returns the probe and the named steps, in the order of the names. Raises SystemExit for an unknown name."""
     if not only:
         return [*steps]
-    known = {step.name: step for step in steps}
+    steps_by_name = {step.name: step for step in steps}
     names = [name for name in only.split(",") if name]
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"--only: unknown step {unknown[0]!r}. Choose of {', '.join(known)}.")
-    return [known[name] for name in dict.fromkeys([steps[0].name, *names])]
+    if unknown := [name for name in names if name not in steps_by_name]:
+        raise SystemExit(f"--only: unknown step {unknown[0]!r}. Choose of {', '.join(steps_by_name)}.")
+    return [steps_by_name[name] for name in dict.fromkeys([steps[0].name, *names])]
 
 
 def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> None:
-    """Deletes everything of these steps. Raises SystemExit for an unknown name."""
-    known = {step.name: StepFiles(step, folder) for step in steps}
-    if unknown := [name for name in names if name not in known]:
-        raise SystemExit(f"--again: unknown step {unknown[0]!r}. Choose of {', '.join(known)}.")
+    """Deletes all files of these steps. Raises SystemExit for an unknown name."""
+    files_by_name = {step.name: StepFiles(step, folder) for step in steps}
+    if unknown := [name for name in names if name not in files_by_name]:
+        raise SystemExit(f"--again: unknown step {unknown[0]!r}. Choose of {', '.join(files_by_name)}.")
     for name in names:
-        shutil.rmtree(known[name].store, ignore_errors=True)
+        shutil.rmtree(files_by_name[name].store, ignore_errors=True)
         for path in folder.glob(f"{name}.*"):
             path.unlink()
 
@@ -354,7 +361,7 @@ def main() -> int:
         if asked.archive is not None:
             unpack(asked.archive, asked.out)
         forget(steps, asked.again.split(",") if asked.again else [], asked.out)
-        # The minutes include the time of interrupting the last step.
+        # The minutes include the time to interrupt the last step.
         go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
         return closing(steps, asked.out)
 

@@ -1,7 +1,7 @@
-"""Nine minutes on a GPU that is lent: steps in the order of what is open, and their seconds by arithmetic.
+"""Nine minutes on a borrowed GPU: steps in the order of the open questions, and predictions of their seconds.
 
-A step is begun only if the seconds that its plan takes are left. They come from its cases and from `GroupClock`, whose
-figures an H200 showed; tests hold them against groups on a virtual clock.
+A step is started only if enough seconds are left for it. The prediction comes from the step's cases and from
+`GroupClock`, whose figures were measured on an H200. Tests compare them with groups on a simulated clock.
 """
 
 from __future__ import annotations
@@ -11,7 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from fp8bench.cli.main import build_parser
-from fp8bench.cli.options import request_of
+from fp8bench.cli.options import make_request
 from fp8bench.model import DeviceFacts, Group, PlannedCase, Request
 from fp8bench.model.codec import decode
 from fp8bench.model.stopping import BRISK_SECONDS, QUICK_ROUNDS
@@ -30,7 +30,7 @@ from suites.first_gpu_steps import (
     sustained,
 )
 
-# Bytes that a cast moves an element at least, and the share of a copy's bandwidth to reach, in percent.
+# The fewest bytes that a cast moves per element, and the share of a copy's bandwidth to reach, in percent.
 _CASTS = (("fp8", 5, 75), ("fp8-rowwise", 3, 80), ("fp8-block", 3, 80), ("fp8-delayed", 3, 80))
 _FORWARD = "15872x4096x4096,15872x16384x4096,15872x4096x16384"
 _FOUR = f"15872x12288x4096,{_FORWARD}"
@@ -125,25 +125,29 @@ STEPS = (*BRISK_STEPS, *(step for step in LATER_STEPS if step not in BRISK_STEPS
 
 @dataclass(frozen=True)
 class GroupClock:
-    """Seconds of the parts of a brisk group on a card that multiplies `flops` a second and copies `copy` bytes.
+    """Predicts the seconds of a brisk group on a card that multiplies `flops` per second and copies `copy` bytes per
+    second.
 
-    Steps reach a third of the products' rate and half of the copy's: short kernels and casts take their share.
+    Steps are assumed to reach a third of the rate of products, and half of the rate of copies, because of short
+    kernels and casts.
     """
 
     flops: float
     copy: float
-    # A process with a CUDA context; a suite has two besides the command.
+    # The seconds to start a process with a CUDA context. A suite starts two of them, and the command.
     start: float = 7.5
     command: float = 3.0
     prepare: float = 0.4
     compile: float = 45.0
     compile_again: float = 12.0
     warm_up: float = 1.5
-    # 0.2 s ahead, 10 ticks of 0.104 s, one to begin at, the last chunk; one case in five has a third window.
+    # A window takes 0.2 s before it, 10 ticks of 0.104 s, one tick to start at, and the last chunk. One case in five
+    # has a third window.
     window: float = 1.45
     windows: float = 2.2
     idle: float = 1.5
-    # Errors, memory, effect, statistics and tape of a case: fixed seconds, and steps, those of preparing among them.
+    # Fixed seconds of a case for errors, memory, effect, statistics and tape, and the number of steps for them and
+    # for preparing.
     passes: float = 2.3
     pass_steps: int = 20
     replay: float = 0.3
@@ -152,12 +156,12 @@ class GroupClock:
         return 20e-6 + 3 * case.work.flops / self.flops + 2 * case.work.bytes / self.copy
 
     def group(self, group: Group, energy: bool) -> float:
-        """Returns the seconds of one group, without starting anything."""
+        """Predicts the seconds of one group, without the start of processes."""
         running = [case for case in group.cases if case.runs]
         if not running:
             return 0.0
         steps = [self.step(case) for case in running]
-        # Slots have at least three calls and one or two that are discarded; the reference is entered twice.
+        # Slots have at least three calls, and one or two discarded calls. The reference has two slots in each round.
         in_round = sum(4.5 * max(step, 2e-3) for step in (steps[group.reference % len(steps)], *steps))
         seconds = self.warm_up + max(BRISK_SECONDS, QUICK_ROUNDS * in_round) + self.prepare * (len(steps) + 1)
         seconds += sum(self.passes + self.pass_steps * step for step in steps) + self.replay * len(steps)
@@ -169,7 +173,7 @@ class GroupClock:
         return seconds
 
 
-# A card that nobody knows is taken for a slow one.
+# An unknown card is assumed to be slow.
 _SLOW_FLOPS, _SLOW_COPY = 100e12, 0.3e12
 
 
@@ -180,7 +184,7 @@ def clock_of(facts: DeviceFacts) -> GroupClock:
 
 def request_of_words(words: list[str]) -> Request:
     """Returns what the words of a `fp8bench suite` command ask for."""
-    return request_of(build_parser(("suite",)).parse_args(words))
+    return make_request(build_parser(("suite",)).parse_args(words))
 
 
 def expected_seconds(step: FirstStep, words: list[str], probe: Mapping[str, Any]) -> float:

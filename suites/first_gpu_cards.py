@@ -1,4 +1,4 @@
-"""Limits of cards, published figures, and reasons why this machine's figures differ from both."""
+"""Limits of GPU cards, published figures, and reasons why the figures of this machine may differ."""
 
 from __future__ import annotations
 
@@ -8,7 +8,11 @@ from typing import Any, NamedTuple
 
 
 class Card(NamedTuple):
-    """Figures of a card: products and copies a second, and fp8 with casts over bf16; None where unknown."""
+    """Figures of a card; None if unknown. `bf16` and `fp8` are FLOPs per second of products, and `copy` is bytes per
+    second.
+
+    `in_slots` and `sustained` are the speed-ups of fp8 with casts over bf16 that should be reached.
+    """
 
     name: str
     bf16: float | None = None
@@ -19,8 +23,9 @@ class Card(NamedTuple):
     watts: float | None = None
 
 
-# Products: the best that MAMF-finder lists for an H200. Copies: what this project measured or read for each card.
-# Ratios to reach: by arithmetic from both, casts at 80% of a copy (docs/gpu.md). The longest name that fits counts.
+# Products: the best figures that MAMF-finder lists for an H200. Copies: measured by this project, or read for each
+# card. Speed-ups: computed from products and copies, with casts at 80% of a copy (docs/gpu.md). The longest name that
+# matches a device is used.
 CARDS = (
     Card("H200", 794.5e12, 1453.4e12, 4.0e12, 1.52, 1.60, 700),
     Card("H200 NVL", 600e12, None, 3.5e12, None, None, 600),
@@ -31,13 +36,15 @@ _UNKNOWN = Card("")
 
 
 def card_of(name: str) -> Card:
-    """Returns what is known of a device by the driver's name for it, such as 'NVIDIA H100 80GB HBM3'."""
+    """Returns the figures of a card by the driver's name for the device, such as 'NVIDIA H100 80GB HBM3'."""
     fitting = (card for card in CARDS if re.search(rf"\b{card.name}\b", name))
     return max(fitting, key=lambda card: len(card.name), default=_UNKNOWN)
 
 
 class Published(NamedTuple):
-    """A figure of others, from `low` to `high`, with the card it was measured on ('' where the source names none)."""
+    """A published figure, from `low` to `high`, with the card on which it was measured ('' if the source does not
+    name it).
+    """
 
     low: float
     high: float
@@ -70,7 +77,7 @@ MAMF = {
 }
 TORCHAO_CASTS = Published(79, 87, "H100", "torchao 4128, Mar 2026", "casts in blocks of 128, 32768x4096, % of peak")
 TE_LAYER = _figure(1.53, "", "Transformer Engine, getting_started", "a layer of 4096/16384, 2048 x 8 tokens, delayed")
-# TFLOP/s of m x 6144 x 4096 by m: bf16, fp8 with ready operands, fp8 with the cast of its input.
+# TFLOP/s of m x 6144 x 4096 products by m: in bf16, in fp8 with ready operands, in fp8 with the cast of the input.
 VLLM_BY_ROWS = {
     1: (2.5, 5.4, 4.3),
     16: (39, 87, 70),
@@ -81,18 +88,19 @@ VLLM_BY_ROWS = {
 
 
 def vllm_ratio(rows: int, ready: bool) -> Published:
-    """Returns fp8 over bf16 of m x 6144 x 4096."""
+    """Returns vLLM's published speed-up of fp8 over bf16 for m x 6144 x 4096 products."""
     bf16, fp8_ready, fp8_cast = VLLM_BY_ROWS[rows]
     value = round((fp8_ready if ready else fp8_cast) / bf16, 2)
     return _figure(value, "H100", _VLLM, f"{rows} x 6144 x 4096, {'operands ready' if ready else 'with its cast'}")
 
 
-# Figures of the same card differ by this share from run to run, by temperature and by the voltage of the single card.
+# Figures of one type of card differ by this share between runs, by temperature and by the voltage of the individual
+# card.
 _WITHIN = 0.05
 
 
 def compared(number: float, published: Published, device: Mapping[str, Any], clocks: Mapping[str, float]) -> str:
-    """Says whether a figure lies within, above or below a published one, and names what may explain a difference."""
+    """Describes whether a figure is within, above or below a published figure, and what may explain a difference."""
     low, high = published.low * (1 - _WITHIN), published.high * (1 + _WITHIN)
     verdict = "within" if low <= number <= high else "above" if number > high else "below"
     reasons = [] if verdict == "within" else [*_reasons(published, device, clocks)]
@@ -117,13 +125,13 @@ def _reasons(published: Published, device: Mapping[str, Any], clocks: Mapping[st
 
 
 def _number(word: object) -> float | None:
-    """The number that a value of nvidia-smi begins with ('700.00 W'), None for '[N/A]'."""
-    found = re.match(r"[\d.]+", str(word or ""))
-    return float(found[0]) if found else None
+    """Returns the number that a value of nvidia-smi begins with ('700.00 W'); None for '[N/A]'."""
+    match = re.match(r"[\d.]+", str(word or ""))
+    return float(match[0]) if match else None
 
 
 def remarks(device: Mapping[str, Any]) -> Iterator[str]:
-    """Yields a sentence for each property of the machine that changes what its figures mean."""
+    """Yields a sentence for each property of the machine that changes the meaning of its figures."""
     driver, energy = device.get("driver", {}), device.get("energy", {})
     card = card_of(str(device.get("device", {}).get("name", "")))
     if not card.name:
@@ -146,5 +154,5 @@ def remarks(device: Mapping[str, Any]) -> Iterator[str]:
                 f"NVML has no energy counter here: joules come from the {source} power sensor, whose error nobody "
                 "knows, and no verdict on energy is given."
             )
-    elif why := energy.get("why"):
-        yield f"Energy could not be measured ({why}): there are no joules, and sustained figures need `--sustained 2`."
+    elif reason := energy.get("why"):
+        yield f"Energy could not be measured ({reason}): there are no joules; sustained figures need `--sustained 2`."

@@ -1,4 +1,4 @@
-"""Steps on a first GPU: commands, the lines of the table with their targets, and how figures are read."""
+"""Steps on a first GPU: their commands, the lines of the table with targets, and how figures are read."""
 
 from __future__ import annotations
 
@@ -20,11 +20,11 @@ from suites.trials import ROOT
 
 
 class NoFigure(Exception):
-    """Why a step gave none: a row with its reason."""
+    """A step gave no figure; the text is the reason."""
 
 
 class Measured(NamedTuple):
-    """A figure, and how it reads; no number where words are all that there is."""
+    """A figure, and its text. `number` is None if there is only a text."""
 
     number: float | None
     text: str
@@ -34,8 +34,11 @@ Reader = Callable[["StepFiles"], Measured]
 
 
 class Line(NamedTuple):
-    """A line of the table. A `speed` of low precision is withheld until casts and products conform. `target` returns
-    the least that a card has to reach, None where unknown; `low` holds for all cards."""
+    """A line of the table.
+
+    A `speed` of low precision is withheld until casts and products conform. `target` returns the figure that a card
+    should reach, None if unknown; `low` and `high` hold for all cards.
+    """
 
     what: str
     read: Reader
@@ -58,9 +61,10 @@ class Line(NamedTuple):
 
 
 class FirstStep(NamedTuple):
-    """Its words behind `python -m`, its usual seconds, rows of docs/status.md that it answers.
+    """A step: its command after `python -m`, its usual seconds, its lines, and the rows of docs/status.md that it
+    answers.
 
-    A device has to multiply one of the precisions in `needs`, where there are any.
+    The device must multiply one of the precisions in `needs` natively, if there are any.
     """
 
     name: str
@@ -71,7 +75,7 @@ class FirstStep(NamedTuple):
     needs: tuple[str, ...] = ()
 
     def missing_units(self, native: Mapping[str, str]) -> str:
-        """Says why the step would only measure emulations on a device; '' where it would not."""
+        """Returns why the step would only measure emulations on a device; '' if it would not."""
         asked = next((word for word in self.words.split() if word.startswith(NATIVE)), "")
         low = [name for name in asked.removeprefix(NATIVE).split(",") if name and base_of(name) not in _CARRIERS]
         low += self.needs
@@ -81,7 +85,7 @@ class FirstStep(NamedTuple):
 
 
 NATIVE = "native:"
-# Native on every GPU here; low precision is compared with them.
+# Precisions that are native on every GPU. Low precision is compared with them.
 _CARRIERS = frozenset({"bf16", "fp16", "fp32", "tf32"})
 
 
@@ -91,7 +95,7 @@ def base_of(mode: str) -> str:
 
 @dataclass(frozen=True)
 class StepFiles:
-    """A step's own files in a folder."""
+    """The files of a step in a folder."""
 
     step: FirstStep
     folder: Path
@@ -100,7 +104,7 @@ class StepFiles:
         return self.folder / f"{self.step.name}.{kind}"
 
     def state(self) -> dict[str, Any]:
-        """{} where it has not begun."""
+        """Returns the state of the step; {} if it has not begun."""
         path = self.path("state.json")
         return json.loads(path.read_text()) if path.exists() else {}
 
@@ -108,17 +112,17 @@ class StepFiles:
         write_whole(self.path("state.json"), json.dumps(state, indent=1) + "\n")
 
     def device(self) -> dict[str, Any]:
-        """Returns the probe's findings; {} without a GPU."""
+        """Returns what the probe found; {} without a GPU."""
         path = self.path("json")
         return json.loads(path.read_text()) if path.exists() else {}
 
     @property
     def store(self) -> Path:
-        """A separate store, so that it has only this step's runs."""
+        """The step's separate store, which has only the step's runs."""
         return self.folder / "stores" / self.step.name
 
     def begun(self) -> list[Path]:
-        """Its runs or trainings, oldest first."""
+        """Returns the runs or trainings of the step, oldest first."""
         kind = self.step.words.split()[1]
         every = run_files(self.store) if kind == "suite" else (self.store / "trainings").glob("*-*")
         return sorted(every, key=lambda path: path.stem)
@@ -127,9 +131,11 @@ class StepFiles:
         return self.path("out").read_text(errors="replace")
 
     def why(self) -> str:
-        """Returns the last line that it printed."""
-        said = [self.path(kind) for kind in ("err", "out") if self.path(kind).exists()]
-        lines = [line for path in said for line in path.read_text(errors="replace").splitlines()[-1:] if line.strip()]
+        """Returns the last line that the step printed."""
+        outputs = [self.path(kind) for kind in ("err", "out") if self.path(kind).exists()]
+        lines = [
+            line for path in outputs for line in path.read_text(errors="replace").splitlines()[-1:] if line.strip()
+        ]
         return lines[0][:300] if lines else "it said nothing"
 
     def json(self) -> Any:
@@ -150,21 +156,24 @@ class StepFiles:
         return card_of(str(StepFiles(PROBE, self.folder).device().get("device", {}).get("name", "")))
 
     def clocks(self) -> dict[str, float]:
-        """Returns the median clock in hertz and power in watts of its cases, where they were read."""
+        """Returns the median clock in hertz and the median power in watts over the cases, if they were read."""
         if not self.path("csv").exists():
             return {}
-        found: dict[str, list[float]] = {}
+        values_by_metric: dict[str, list[float]] = {}
         for row in self.rows():
             if row["phase"] == "step" and row["median_in_unit"]:
-                found.setdefault(row["metric"], []).append(float(row["median_in_unit"]))
+                values_by_metric.setdefault(row["metric"], []).append(float(row["median_in_unit"]))
         names = {"clock": ("sustained_clock", "sm_clock"), "power": ("sustained_power",)}
-        known = {name: next((found[one] for one in metrics if one in found), []) for name, metrics in names.items()}
-        return {name: median(values) for name, values in known.items() if values}
+        values_by_name = {
+            name: next((values_by_metric[metric] for metric in metrics if metric in values_by_metric), [])
+            for name, metrics in names.items()
+        }
+        return {name: median(values) for name, values in values_by_name.items() if values}
 
     def values(self, metric: str, precision: str, *params: str) -> dict[str, float]:
-        """Returns a metric of whole steps by case, of a precision that the GPU multiplies, with these parameters alone.
+        """Returns a metric of whole steps by case, for one precision and for cases with these parameters.
 
-        Raises NoFigure with its reason.
+        Raises NoFigure with the reason if the precision was not measured natively.
         """
         rows = [row for row in self.rows() if row["precision"] == precision]
         rows = [row for row in rows if all(param in f"{row['params']} " for param in params)]
@@ -174,30 +183,36 @@ class StepFiles:
             raise NoFigure(f"{bad['status']}: {bad['reason']}".splitlines()[0])
         if rows[0]["level"] != "native":
             raise NoFigure(f"{precision} was {rows[0]['level']}")
-        found = [row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]]
-        return {row["params"]: float(row["median_in_unit"]) for row in found} or _none(f"{precision} has no {metric}")
+        step_rows = [
+            row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]
+        ]
+        return {row["params"]: float(row["median_in_unit"]) for row in step_rows} or _none(
+            f"{precision} has no {metric}"
+        )
 
 
-def _none(why: str) -> Any:
-    raise NoFigure(why)
+def _none(reason: str) -> Any:
+    raise NoFigure(reason)
 
 
 def ratio(metric: str, above: str, below: str, *params: str) -> Reader:
-    """Reads the ratio of sums over the cases of two precisions."""
+    """Returns a reader of the ratio between two precisions of a metric, summed over all cases."""
 
     def read(files: StepFiles) -> Measured:
         over, under = files.values(metric, above, *params), files.values(metric, below, *params)
         if over.keys() != under.keys():
             raise NoFigure(f"{above} and {below} have not the same cases")
-        each = ", ".join(f"{over[case] / under[case]:.3g}" for case in over)
+        ratios = ", ".join(f"{over[case] / under[case]:.3g}" for case in over)
         total = sum(over.values()) / sum(under.values())
-        return Measured(total, f"{total:.3g} (by case {each})")
+        return Measured(total, f"{total:.3g} (by case {ratios})")
 
     return read
 
 
 def sustained(above: str, below: str) -> Reader:
-    """Returns the ratio of sums of what energy windows sustained, with the clock and power of the second one."""
+    """Returns a reader of the ratio between two precisions of the sustained times in energy windows, with clock and
+    power.
+    """
 
     def read(files: StepFiles) -> Measured:
         for precision in (above, below):
@@ -209,14 +224,14 @@ def sustained(above: str, below: str) -> Reader:
         uses = [record.energy for record in records if record.case.precision == below and record.energy]
         windows = [window for use in uses for window in use.windows]
         clock, watts = median(window.sm_clock or 0 for window in windows), median(w.joules / w.seconds for w in windows)
-        each = ", ".join(f"{slow[place] / fast[place]:.3g}" for place in slow)
-        return Measured(total, f"{total:.3g} (by case {each}) at {clock / 1e9:.2f} GHz, {watts:.0f} W")
+        ratios = ", ".join(f"{slow[place] / fast[place]:.3g}" for place in slow)
+        return Measured(total, f"{total:.3g} (by case {ratios}) at {clock / 1e9:.2f} GHz, {watts:.0f} W")
 
     return read
 
 
 def bandwidth_share(precision: str, element_bytes: int) -> Reader:
-    """Returns the share of a copy's bandwidth that casts to a precision reach, in percent."""
+    """Returns a reader of the share of a copy's bandwidth that casts to a precision reach, in percent."""
 
     def read(files: StepFiles) -> Measured:
         copy = files.card.copy
@@ -241,7 +256,7 @@ def fastest(precision: str) -> Reader:
 
 
 def marker_share(files: StepFiles) -> Measured:
-    """The host's cost of all marks of a bf16 step, in percent of its time."""
+    """Reads the host's cost of all phase markers in a bf16 step, in percent of the step's time."""
     step = files.values("time", "bf16")
     run = load_run(files.begun()[-1])
     record = next(record for record in run.records if record.case.precision == "bf16" and record.timing)
@@ -251,24 +266,26 @@ def marker_share(files: StepFiles) -> Measured:
 
 
 def conforms(files: StepFiles) -> Measured:
-    """Counts unexplained native casts and products; one that was not compared does not conform."""
+    """Counts native casts and products with an unexplained difference. One that was not compared does not conform."""
     native = [mode for mode in files.json()["modes"] if mode["support"]["level"] == "native"]
-    each = [case["difference"] for mode in native for case in mode["found"]]
-    if not [difference for difference in each if difference]:
+    differences = [case["difference"] for mode in native for case in mode["found"]]
+    if not [difference for difference in differences if difference]:
         raise NoFigure(next((case["why"] for mode in native for case in mode["found"]), files.why()))
-    kinds = ", ".join(f"{each.count(kind)} {kind or 'not done'}" for kind in dict.fromkeys(each))
-    return Measured(each.count("unexplained"), f"{len(native)} native precisions: {kinds}")
+    kinds = ", ".join(f"{differences.count(kind)} {kind or 'not done'}" for kind in dict.fromkeys(differences))
+    return Measured(differences.count("unexplained"), f"{len(native)} native precisions: {kinds}")
 
 
 def alarms(files: StepFiles) -> Measured:
-    """Verdicts on candidates that are the same as the reference."""
+    """Counts verdicts on candidates that equal the reference, and are therefore false alarms."""
     same = [row for row in files.json()["rows"] if row["planted"] == 0]
     wrong, trials = sum(row["slower"] + row["faster"] for row in same), sum(row["trials"] for row in same)
     return Measured(wrong, f"{wrong} of {trials}") if trials else _none("no trial was done")
 
 
 def counted(bad: str, good: str) -> Reader:
-    """How many of its words are bad, where any is good: each is a count, or counts itself."""
+    """Returns a reader that counts failures by one pattern, if either pattern matches. A matched number counts as
+    that many.
+    """
 
     def read(files: StepFiles) -> Measured:
         every = (re.findall(words, files.text(), re.MULTILINE) for words in (bad, good))
@@ -288,12 +305,12 @@ def marker(files: StepFiles) -> Measured:
 
 
 def energy(files: StepFiles) -> Measured:
-    """How far windows are from NVML's total, in percent."""
-    told = files.json()["energy"]
-    if "why" in told:
-        raise NoFigure(told["why"])
-    far = 100 * abs(told["window_watts"] / told["nvml_watts"] - 1)
-    return Measured(far, f"{far:.2g}% of {told['nvml_watts']:.0f} W, by {told['source']}")
+    """Reads how far windows are from NVML's counter, in percent."""
+    probed = files.json()["energy"]
+    if "why" in probed:
+        raise NoFigure(probed["why"])
+    difference = 100 * abs(probed["window_watts"] / probed["nvml_watts"] - 1)
+    return Measured(difference, f"{difference:.2g}% of {probed['nvml_watts']:.0f} W, by {probed['source']}")
 
 
 def said(pattern: str) -> Reader:

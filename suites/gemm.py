@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Gemm(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/gemm.py."""
+    """The declared grid of the suite gemm; see Grid in fp8bench/workloads/gemm.py."""
 
     workload = "gemm"

@@ -1,7 +1,7 @@
-"""Describes a GPU and the cost of measuring it: `python -m suites.gpu_probe --json PATH`, about 40 s.
+"""Describes a GPU and the overhead of measuring on it: `python -m suites.gpu_probe --json PATH`, about 40 s.
 
-Its energy is compared with the driver's counter, which is read here through NVML without fp8bench: from tick to tick
-around a window, under a steady load.
+fp8bench's energy is compared with the driver's counter, which this program reads through NVML without fp8bench: from
+one update of the counter to another around a window, under a steady load.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ import fp8bench
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.measure.sensors.energy import Energy
-from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.measure.sensors.meter import open_meter
 from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
@@ -37,12 +37,12 @@ _LONGEST_TICK = 2.0
 
 @fp8bench.audited("product", "fp8", takes="codes", second="kn", multiple=16)
 def scaled_product(a: Tensor, b: Tensor, scale_a: Tensor, scale_b: Tensor) -> Tensor:
-    """torch's own, for the audit of what it promises."""
+    """Calls torch's own scaled product, so that the audit checks what torch promises."""
     return torch._scaled_mm(a, b, scale_a=scale_a, scale_b=scale_b, out_dtype=torch.bfloat16)
 
 
 def _computes(device: str) -> bool:
-    """Whether products are right at all: under a runtime that computes nothing no figure means anything."""
+    """Whether products on the device are right. Under a runtime that computes nothing, no figure has a meaning."""
     torch.manual_seed(0)
     a = torch.randn(64, 64, dtype=torch.float64)
     return bool(torch.allclose((a.to(device) @ a.to(device)).cpu(), a @ a))
@@ -50,14 +50,14 @@ def _computes(device: str) -> bool:
 
 def _driver() -> dict[str, str]:
     try:
-        said = ran(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).stdout.splitlines()[0]
+        values = ran(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).stdout.splitlines()[0]
     except (OSError, RuntimeError) as failure:
         return {"why": str(failure)}
-    return dict(zip(_FIELDS.split(","), map(str.strip, said.split(",")), strict=False))
+    return dict(zip(_FIELDS.split(","), map(str.strip, values.split(",")), strict=False))
 
 
 class _Counter:
-    """NVML's total of a GPU, in joules, while products keep it busy."""
+    """Reads NVML's total energy of a GPU in joules, while products keep the GPU busy."""
 
     def __init__(self, facts: DeviceFacts) -> None:
         library: Any = importlib.import_module("pynvml")
@@ -72,7 +72,7 @@ class _Counter:
         torch.cuda.synchronize(self._a.device)
 
     def tick(self) -> tuple[float, float]:
-        """When it next changes, and to what."""
+        """Waits until the counter changes, and returns the time and the new value."""
         first, end = self._read(), time.monotonic() + _LONGEST_TICK
         while (now := self._read()) == first:
             if time.monotonic() > end:
@@ -83,13 +83,13 @@ class _Counter:
 
 
 def _energy(facts: DeviceFacts) -> dict[str, Any]:
-    """Watts by a window of fp8bench and by NVML's total from tick to tick, or why they are missing."""
+    """Returns the watts by a window of fp8bench and by NVML's counter, or why they are missing."""
     try:
         counter = _Counter(facts)
-        with meter_for(facts) as meter:
+        with open_meter(facts) as meter:
             (begun, first), opened = counter.tick(), time.monotonic()
             with meter.window() as window:
-                while not window.has_failed and (not window.enough or time.monotonic() < opened + _WINDOW):
+                while not window.has_failed and (not window.is_enough or time.monotonic() < opened + _WINDOW):
                     counter.work()
             ended, last = counter.tick()
             energy = window.energy
@@ -101,7 +101,7 @@ def _energy(facts: DeviceFacts) -> dict[str, Any]:
 
 
 def probe() -> dict[str, Any]:
-    """Returns everything as a JSON document. Raises SystemExit without a GPU."""
+    """Returns all facts as a JSON document. Raises SystemExit without a GPU."""
     with ProcessWorker(Settings()) as worker:
         facts = next((device for device in worker.probe() if device.kind == "cuda"), None)
         if facts is None:

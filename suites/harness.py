@@ -1,7 +1,7 @@
-"""fp8bench's benchmarks of itself, for asv; `python -m suites.harness` prints them without asv, in 10 to 15 minutes.
+"""Benchmarks of fp8bench itself for asv. `python -m suites.harness` prints them without asv, in 10 to 15 minutes.
 
-Lower is better in all. Where a shared machine makes wall time unreliable, figures are CPU time, or ratios of
-neighbouring runs. All processes measure the fp8bench that this one imports.
+Lower is better for all figures. Where a shared machine makes wall time unreliable, figures are CPU time, or ratios of
+runs that follow each other. All processes measure the fp8bench that this process imports.
 """
 
 from __future__ import annotations
@@ -45,11 +45,12 @@ class Size(enum.Enum):
 
     @property
     def repeats(self) -> int:
-        """Repeats of what takes about a second."""
+        """How often a measurement of about a second is repeated."""
         return self.choose(5, 1)
 
 
-# Steps the states of the command `_mission` (two of bf16, one of fp8) in a bare loop, for the memory that they need.
+# Runs the states of the command in `_mission` (two of bf16, one of fp8) in a bare loop, to measure the memory that
+# they need.
 _BARE = """
 import sys
 from pathlib import Path
@@ -72,22 +73,24 @@ for _ in range(10):
 
 
 def _cpu_seconds(size: Size, word: str, *words: str, end: int = 0) -> float:
-    """Returns the least CPU time of a few runs of the command, in an empty folder."""
+    """Returns the smallest CPU time of a few runs of a command, in an empty folder."""
     best = float("inf")
     with scratch() as folder:
         for _ in range(size.repeats):
-            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            usage_at_start = resource.getrusage(resource.RUSAGE_CHILDREN)
             ran((*FP8BENCH, word, *words), folder, (end,))
-            after = resource.getrusage(resource.RUSAGE_CHILDREN)
-            best = min(best, after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+            usage_at_end = resource.getrusage(resource.RUSAGE_CHILDREN)
+            best = min(
+                best, usage_at_end.ru_utime + usage_at_end.ru_stime - usage_at_start.ru_utime - usage_at_start.ru_stime
+            )
     return best
 
 
 def _markers() -> tuple[float, float]:
     from fp8bench.registry import devices
-    from fp8bench.worker.clock import calibrate
+    from fp8bench.worker.clock import measure_overheads
 
-    cost = calibrate(devices.get("cpu"), 0)
+    cost = measure_overheads(devices.get("cpu"), 0)
     return cost.marker_on, cost.marker_off
 
 
@@ -100,7 +103,9 @@ def _harness_over_bare_loop(size: Size) -> float:
 
 
 def _harness_ratio(size: Size, settings: Settings, corpus: str) -> float:
-    """Returns the median over pairs in one process; luck with memory alone makes processes differ by about 1%."""
+    """Returns the median ratio over pairs in one process. Processes differ by about 1%, by the memory that they
+    happen to get.
+    """
     with ProcessWorker(settings) as worker:
         facts = worker.probe()
         group = make_plan(Request("transformer", ("bf16",), ("cpu",)), facts, corpus).groups[0]
@@ -112,10 +117,10 @@ _RANK_SHAPE, _RANK_PAIRS, _RANK_SECONDS = "1408", 150, 60.0
 
 
 def _ranks_over_bare_loop(size: Size) -> float:
-    """Returns the median of pairs of a slot of one call and a bare loop over the same step of about 50 ms.
+    """Returns the median ratio of a slot of one call to a bare loop over the same step of about 50 ms.
 
-    Both are the slowest of two ranks, which begin together; the machine needs two free cores. Where pairs differ by 5%,
-    this many give the ratio to 1%.
+    Both times are those of the slowest of two ranks, which start together; the machine needs two free cores. Even if
+    ratios vary by 5%, the median of this many is accurate to 1%.
     """
     ratios = []
     with RanksWorker(Settings(), 2) as worker:
@@ -123,11 +128,11 @@ def _ranks_over_bare_loop(size: Size) -> float:
         request = Request("gemm", ("fp32",), ("cpu",), axes=(("shape", (_RANK_SHAPE,)),), ranks=2)
         worker.within(_RANK_SECONDS).prepare("a", make_plan(request, facts).groups[0].cases[0].case, facts[0])
         for turn in range(size.choose(_RANK_PAIRS, 1)):
-            before = worker.within(_RANK_SECONDS).loop("a", 1)
+            first_loop = worker.within(_RANK_SECONDS).loop("a", 1)
             start = time.perf_counter()
             worker.within(_RANK_SECONDS).slot("a", 1, 0)
             slot = time.perf_counter() - start
-            loop = before if turn % 2 else worker.within(_RANK_SECONDS).loop("a", 1)
+            loop = first_loop if turn % 2 else worker.within(_RANK_SECONDS).loop("a", 1)
             ratios.append(slot / loop)
     return float(f"{statistics.median(ratios):.6g}")
 
@@ -145,7 +150,7 @@ def _wall_seconds(words: tuple[str, ...]) -> float:
 
 
 def _peak_bytes(words: tuple[str, ...]) -> int:
-    """Returns the largest sum of resident bytes of a process and its children, read every 20 ms."""
+    """Returns the largest sum of resident bytes of a process and its children, which is read every 20 ms."""
     peak, nowhere = 0, subprocess.DEVNULL
     with scratch() as folder:
         words = tuple(str(folder) if word == "FOLDER" else word for word in words)
@@ -159,7 +164,7 @@ def _peak_bytes(words: tuple[str, ...]) -> int:
 
 
 def _resident(pid: int) -> int:
-    """Returns resident bytes of a process and its descendants; 0 once it has ended."""
+    """Returns the resident bytes of a process and its descendants; 0 if the process has ended."""
     try:
         pages = int(Path(f"/proc/{pid}/statm").read_text().split()[1])
         children = Path(f"/proc/{pid}/task/{pid}/children").read_text().split()
@@ -169,7 +174,7 @@ def _resident(pid: int) -> int:
 
 
 def _history(size: Size, what: str) -> Cost:
-    """Opens 300 commits of 1,000 series; the start of a process is subtracted."""
+    """Measures opening a store of 300 commits and 1,000 series, without the start of the process."""
     pairs = size.choose(PAIRS, 1)
     with scratch() as folder:
         long_history.make(folder, COMMITS, pairs)
@@ -177,7 +182,7 @@ def _history(size: Size, what: str) -> Cost:
 
 
 class Figure(NamedTuple):
-    """`measure` takes a size, and a value of the parameter where there is one."""
+    """A benchmark's figure. `measure` takes a size and, if the figure has a `parameter`, one of its values."""
 
     unit: str
     what: str
@@ -228,7 +233,9 @@ FIGURES: dict[str, Figure] = {
 
 
 def _benchmark(name: str, figure: Figure) -> Benchmark:
-    """Makes a function for asv. Raise its version when what it measures changes: its own text does not show that."""
+    """Makes a function for asv. If what it measures changes, increase its version, because its source does not show
+    that.
+    """
 
     def benchmark(*value: str, size: Size = Size.FULL) -> float:
         return figure.measure(size, *value)
@@ -240,17 +247,17 @@ def _benchmark(name: str, figure: Figure) -> Benchmark:
 
 
 BENCHMARKS = [_benchmark(name, figure) for name, figure in FIGURES.items()]
-# asv looks for functions by the names of a module.
+# asv finds functions by their names in a module.
 globals().update({benchmark.__name__: benchmark for benchmark in BENCHMARKS})
 
 
 def cases(benchmark: Benchmark) -> Iterator[tuple[str, ...]]:
-    """Yields the arguments of a benchmark: one for each value of its parameter, or none."""
+    """Yields the arguments of a benchmark: one tuple for each value of its parameter, or one empty tuple."""
     return itertools.product(*vars(benchmark)["params"])
 
 
 def show(names: Collection[str]) -> None:
-    """Measures these figures, and prints each as it comes."""
+    """Measures these figures, and prints each as soon as it is measured."""
     for name in names:
         benchmark = BENCHMARKS[[*FIGURES].index(name)]
         for words in cases(benchmark):

@@ -1,11 +1,11 @@
-"""Illnesses of training in FP8 and the loops that they are planted in, by families: what dies, what grows slowly, what
-a loader repeats, what a resume loses.
+"""Illnesses of training in FP8, and the loops in which they are planted, in families: what dies, what grows slowly,
+what a loader repeats, what a resume loses.
 
-Written, with seeds and pass rules, before any rule looked at these families. Titles are split in two halves by `SPLIT`:
-thresholds may be set by the first half, in seeds 0 and 1; the second half is reported apart, in seeds 10 and 11. An
-illness is found if any rule alarms within 100 steps of its onset, and none did before; the diagnosis is right if one of
-the first alarms is by a rule that the kind names. Goals: 90% found, 75% right first, a median delay of 15 steps, and
-one false alarm in 20,000 healthy steps.
+Families, seeds and pass criteria were written before any rule was tried on them. `SPLIT` divides the titles into two
+halves. Thresholds may be tuned on the first half, with seeds 0 and 1; figures of the second half, with seeds 10 and
+11, are reported separately. An illness is found if a rule alarms within 100 steps after its onset, and none did
+before. The diagnosis is right if one of the first alarms comes from a rule that the illness names. Goals: 90% found,
+75% with a right diagnosis, a median delay of 15 steps, and one false alarm in 20,000 healthy steps.
 """
 
 from __future__ import annotations
@@ -46,7 +46,7 @@ def cast_to_e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
 
 
 class Product(torch.autograd.Function):
-    """A product whose operands and gradient are cast to E4M3."""
+    """A product whose operands and whose gradient are cast to E4M3."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, weight: Tensor, layer: EightBits) -> Tensor:
@@ -63,7 +63,7 @@ class Product(torch.autograd.Function):
 
 
 class EightBits(nn.Linear):
-    """A linear layer that casts by itself; `fixed` holds scales that no longer follow their tensor."""
+    """A linear layer that casts its operands. `fixed` has scales that do not follow their tensor."""
 
     def __init__(self, inputs: int, outputs: int) -> None:
         super().__init__(inputs, outputs)
@@ -82,7 +82,7 @@ class EightBits(nn.Linear):
 
 
 class Block(nn.Module):
-    """Attention and a feed-forward part, each behind a norm."""
+    """Attention and a feed-forward part, each after a norm."""
 
     def __init__(self, width: int, linear: type[nn.Linear], causal: bool, dropout: float) -> None:
         super().__init__()
@@ -102,7 +102,7 @@ class Block(nn.Module):
 
 
 class Transformer(nn.Module):
-    """A decoder of tokens, or with `classes` an encoder of sequences; positions are a learned table."""
+    """A decoder of tokens or, with `classes`, an encoder of sequences. Positions are a learned table."""
 
     def __init__(
         self,
@@ -129,7 +129,7 @@ class Transformer(nn.Module):
 
 
 class Experts(nn.Module):
-    """Sends an example to one of four experts, with noise; `masked` computes all and keeps one."""
+    """Sends each example to one of four experts, with noise. If `masked`, computes all experts and uses one."""
 
     def __init__(self, width: int = 32, masked: bool = False) -> None:
         super().__init__()
@@ -152,7 +152,7 @@ class Experts(nn.Module):
 
 
 class Residual(nn.Module):
-    """Adds two layers behind a norm, or by a gate that begins at zero."""
+    """Adds two layers to its input, after a norm or with a gate that begins at zero."""
 
     def __init__(self, width: int, normed: bool = True) -> None:
         super().__init__()
@@ -184,7 +184,7 @@ class Denoiser(nn.Module):
 
 
 def diffusion(seed: int, size: int = 32) -> Loop:
-    """`notes` say of which batch the times or the noise are."""
+    """Makes a diffusion loop. Its `notes` record the batch from which times or noise come."""
     centres = 2 * torch.randn(5, 8, generator=drawn(seed, -1))
     loop = Loop(model := Denoiser(), adam(model), vectors(seed), F.mse_loss)
 
@@ -202,7 +202,7 @@ def diffusion(seed: int, size: int = 32) -> Loop:
 
 
 class Branched(nn.Module):
-    """Has a second head that only every fifth batch uses."""
+    """A model with a second head that only every fifth batch uses."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -221,7 +221,7 @@ class Branched(nn.Module):
 
 
 class Towers(nn.Module):
-    """Finds pairs in a batch, as contrastive training does: the targets are always 0, 1, 2 and so on."""
+    """Finds pairs in a batch, as contrastive training does. The targets are always 0, 1, 2 and so on."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -239,7 +239,7 @@ def towers(seed: int) -> Loop:
 
 
 def documents(seed: int, size: int = 32, classes: int = 6, weights: Any = None) -> Batch:
-    """Sequences of tokens whose frequencies depend on their class."""
+    """Makes batches of token sequences, whose token frequencies depend on their class."""
     tables = torch.randn(classes, 40, generator=drawn(seed, -1)).softmax(-1)
     shares = torch.ones(classes) if weights is None else torch.tensor(weights)
 
@@ -252,7 +252,7 @@ def documents(seed: int, size: int = 32, classes: int = 6, weights: Any = None) 
 
 
 def finite_set(batch: Batch, count: int, shuffled: bool = False) -> Batch:
-    """Goes through `count` batches over and over."""
+    """Repeats the first `count` batches over and over."""
 
     def pick(number: int) -> int:
         if not shuffled:
@@ -272,7 +272,7 @@ def autoencoder(seed: int) -> Loop:
 
 
 def low_rank(seed: int) -> Loop:
-    """A decoder that stands still, with adapters that begin at zero in its feed-forward layers."""
+    """Makes a loop with a frozen decoder and adapters in its feed-forward layers, which begin at zero."""
     model: Any = Transformer()
     for block in model.blocks:
         block.up, block.down = Adapted(block.up), Adapted(block.down)
@@ -280,7 +280,7 @@ def low_rank(seed: int) -> Loop:
 
 
 def frozen_norms(seed: int) -> Loop:
-    """Batch norms are in eval mode from the start, as in fine-tuning."""
+    """Makes a loop whose batch norms are in eval mode from the start, as in fine-tuning."""
     loop = made(convolutions(), adam, images(seed))
     for module in loop.model.modules():
         if isinstance(module, nn.BatchNorm2d):
@@ -289,7 +289,7 @@ def frozen_norms(seed: int) -> Loop:
 
 
 def interrupted(seed: int) -> Loop:
-    """Every 60 steps it is evaluated in eval mode, and every 150 its checkpoint is loaded."""
+    """Makes a loop that is evaluated in eval mode every 60 steps, and loads its checkpoint every 150 steps."""
     loop = made(mlp(10, nn.Dropout(0.1)), adam, vectors(seed))
     step = loop.advance
 
@@ -308,12 +308,12 @@ def interrupted(seed: int) -> Loop:
 
 
 def with_warm_up(style: Style, steps: int = 60, peak: float = 1.0) -> Style:
-    """The rate rises in a line to `peak` times itself, and stays there."""
+    """Makes the rate rise linearly to `peak` times its value, and stay there."""
     return scheduled(style, lambda step: peak * min(1.0, (step + 1) / steps))
 
 
 def longer(seed: int) -> Loop:
-    """Sequences grow from 4 to 12 tokens, as in a curriculum."""
+    """Makes a loop whose sequences grow from 4 to 12 tokens, as in a curriculum."""
     loop = made(Transformer(), adam, chains(seed))
 
     def shorten(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
@@ -350,7 +350,7 @@ STYLES: dict[str, Style] = {
     WARM_DECODER: with_warm_up(style(Transformer, partial(adam, rate=3e-3), chains)),
     ACCUMULATED: style(Transformer, adam, partial(chains, size=4), parts=4, clip=1.0),
 }
-# Nothing is planted in these, nor in those above.
+# Further healthy loops, in which nothing is planted.
 HEALTHY_STYLES: dict[str, Style] = {
     "a branch in every fifth step": style(Branched),
     "a branch in every fifth step, gradients kept as zeros":
@@ -397,7 +397,7 @@ def zero_gradients(loop: Loop, count: int) -> None:
 
 
 def round_gradients(loop: Loop) -> None:
-    """Gradients of two projections pass through E4M3 without a scale, as where one was forgotten."""
+    """Casts the gradients of two projections to E4M3 without a scale, as if the scale had been forgotten."""
 
     def round_output(module: nn.Module, inputs: Any, output: Tensor) -> None:
         output.register_hook(lambda gradient: cast_to_e4m3(gradient / 8, 1.0) * 8)  # type: ignore[no-untyped-call]
@@ -407,7 +407,7 @@ def round_gradients(loop: Loop) -> None:
 
 
 def fix_scales(loop: Loop, role: str, scale: float = 0.0) -> None:
-    """Scales of a role stay as they are, or become `scale`."""
+    """Fixes the scales of a role at their present value, or at `scale`."""
     for module in loop.model.modules():
         if isinstance(module, EightBits):
             module.fixed[role] = scale or module.last[role]
@@ -418,7 +418,7 @@ def grow(loop: Loop, factor: float, kind: type[nn.Module] = nn.Linear, number: i
 
 
 def grow_norms(loop: Loop, factor: float, fixed: str = "") -> None:
-    """Gains grow, while scales of the role `fixed` stay."""
+    """Increases the gains of norms, while scales of the role `fixed` do not change."""
     if fixed:
         fix_scales(loop, fixed)
     for module in loop.model.modules():
@@ -435,7 +435,7 @@ def repeat(loop: Loop, count: int) -> None:
 
 
 def sort(loop: Loop) -> None:
-    """Batches are of one class each: rows of eight batches, in the order of their labels."""
+    """Sorts every eight batches by label and divides them again, so that a batch has few classes."""
     inner = loop.batch
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -468,7 +468,7 @@ def zero_moments(loop: Loop, names: str) -> None:
 
 
 def reset_steps(loop: Loop) -> None:
-    """A checkpoint with the moments and without the count of steps, by which they are corrected."""
+    """Resets the count of steps that corrects moments, as after a checkpoint with moments but without that count."""
     zero_moments(loop, "step")
 
 
@@ -479,7 +479,7 @@ def decay(loop: Loop, factor: float) -> None:
 
 
 def warm_up_to(loop: Loop, times: float) -> None:
-    """The rate rises to `times` itself in 60 steps from now on."""
+    """Makes the rate rise to `times` its value in the next 60 steps."""
     began = loop.step
     loop.schedule = torch.optim.lr_scheduler.LambdaLR(
         loop.optimizer, lambda step: 1 + (times - 1) * min(1.0, (loop.step - began) / 60)
@@ -553,7 +553,7 @@ HEALTHY = tuple(Kind("well", name, "", lambda loop: None) for name in (*STYLES, 
 
 
 def split_kinds(kinds: tuple[Kind, ...]) -> dict[str, list[Kind]]:
-    """Returns the half that thresholds may be set by (tune), and the half that is reported apart (judge)."""
+    """Returns the half on which thresholds may be tuned (tune), and the half that is reported separately (judge)."""
     shuffled = random.Random(SPLIT).sample(kinds, len(kinds))
     middle = len(kinds) // 2
     return {"tune": shuffled[:middle], "judge": shuffled[middle:]}

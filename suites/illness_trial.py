@@ -1,11 +1,13 @@
-"""Whether alarms find ordinary mistakes in ordinary loops, without a reference, and leave healthy loops alone: `python
--m suites.illness_trial --folder DIR`.
+"""Tests whether alarms find ordinary mistakes in training loops, and leave healthy loops alone, without a reference
+run.
 
-Every style runs under `fp8bench.watch`; an illness is planted in one from its onset on. Lines are kept in the folder,
-no training is repeated, and the present rules judge them. Thresholds may be set by `--seeds tune`; those of `--seeds
-judge` are reported. `--kinds lead` are illnesses that end in a loss or norm that is not finite: how many steps before
-that is the first alarm? A delay is what a user waits for: until the step in which the alarm is shown. A diagnosis is
-right if one of the first alarms is by a rule that the illness names.
+`python -m suites.illness_trial --folder DIR` runs every style of loop under `fp8bench.watch`, and plants an illness
+in one from its onset on. Lines are stored in the folder, so that no training is repeated, and the present rules judge
+them. Thresholds may be tuned on `--seeds tune`; figures of `--seeds judge` are reported.
+
+`--kinds lead` are illnesses that end in a loss or norm that is not finite, for which the figure is how many steps
+earlier the first alarm came. A delay is counted until the step in which the alarm is shown. A diagnosis is right if
+one of the first alarms comes from a rule that the illness names.
 """
 
 from __future__ import annotations
@@ -32,21 +34,22 @@ from suites.loop_styles import STYLES, WELL_STEPS, Kind, Loop, drawn
 from suites.trials import Row, conditions, options, say
 
 SEEDS = {"tune": range(2), "judge": range(10, 12)}
-# More seeds of healthy styles make 100,000 steps; 10 and 12 are left out, as a rule was mended by them.
+# Further seeds of healthy styles give 100,000 steps. Seeds 10 and 12 are left out, because a rule was fixed with
+# them.
 WELL_SEEDS = {"tune": (0,), "judge": (11, 13, 14)}
 NANO_STEPS, WAIT = 200, 100
-# Rules that only report that it has happened.
+# Rules that report a value that is not finite after it has occurred.
 NOT_FINITE = ("not-finite", "tensor-not-finite")
 
 
 def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
-    """Clopper and Pearson's: the rate at which so few events are seen in 1 - `level` of all cases."""
+    """Returns Clopper and Pearson's bound: the rate at which so few events occur with a probability of 1 - `level`."""
     low, high = 0.0, 1.0
     for _ in range(100):
         rate = (low + high) / 2
         shares = (
-            math.exp(math.log(math.comb(trials, seen)) + seen * math.log(rate) + (trials - seen) * math.log1p(-rate))
-            for seen in range(events + 1)
+            math.exp(math.log(math.comb(trials, count)) + count * math.log(rate) + (trials - count) * math.log1p(-rate))
+            for count in range(events + 1)
         )
         low, high = (rate, high) if math.fsum(shares) > 1 - level else (low, rate)
     return high
@@ -58,13 +61,13 @@ def stands_still(loop: Loop) -> None:
 
 
 def lost(loop: Loop) -> None:
-    """The weights stay: the optimizer has copies."""
+    """Gives the optimizer copies of the weights, so that the model's weights do not change."""
     for group in loop.optimizer.param_groups:
         group["params"] = [nn.Parameter(weight.detach().clone()) for weight in group["params"]]
 
 
 def undone(loop: Loop) -> None:
-    """Every update is undone, as where it is too small for the weights' dtype."""
+    """Undoes every update, as if updates were too small for the dtype of the weights."""
     weights = [weight.detach() for weight in loop.model.parameters()]
     torch._foreach_copy_(weights, loop.notes.setdefault("kept", [weight.clone() for weight in weights]))
 
@@ -77,7 +80,7 @@ def bias(loop: Loop, value: float) -> None:
 
 
 def copies(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-    """A quarter of the batch, four times."""
+    """Returns a quarter of the batch, four times."""
     some = max(1, len(x) // 4)
     return torch.cat([x[:some]] * 4), torch.cat([y[:some]] * 4)
 
@@ -87,19 +90,19 @@ def moved(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
 
 
 def scale_left_in(loop: Loop, factor: float) -> None:
-    """Gradients are not divided by the loss scale."""
+    """Multiplies gradients by the loss scale, as if they were not divided by it."""
     for parameter in loop.model.parameters():
         parameter.register_hook(lambda gradient: gradient * factor)  # type: ignore[no-untyped-call]
 
 
 def told_answers(loop: Loop) -> None:
-    """The label is among the inputs: the output is nudged towards it."""
+    """Adds the label to the inputs, so that the model can read the answer."""
     inner = loop.criterion
     loop.criterion = lambda x, y: inner(x + 12 * F.one_hot(y, x.shape[-1]), y)
 
 
 def forgets_moments(loop: Loop) -> None:
-    """Like loading a checkpoint that has only weights."""
+    """Clears the optimizer's moments, as after loading a checkpoint that has only weights."""
     loop.optimizer.load_state_dict({**loop.optimizer.state_dict(), "state": {}})
 
 
@@ -175,7 +178,7 @@ KINDS = (
 )  # fmt: skip
 
 
-# Illnesses that end in values that are not finite, slowly or at once; any rule is right.
+# Illnesses that end, slowly or at once, in values that are not finite. An alarm of any rule counts.
 LEADS = (
     *(Kind("a rate that grows 10% a step", style, "", lambda loop: loop.rate(1.1), each=True)
       for style in (CNN, ADAM, "nano")),
@@ -187,9 +190,9 @@ LEADS = (
     Kind("a head that grows 30% a step", ADAM, "", lambda loop: heavier(loop, 1.3, number=-1), each=True),
 )  # fmt: skip
 ALL_STYLES = STYLES | illness_families.STYLES | illness_families.HEALTHY_STYLES
-# Nothing is planted in them.
+# Healthy loops, in which nothing is planted.
 HEALTHY = tuple(Kind("well", style, "", lambda loop: None) for style in STYLES)
-# A training that is finite until then does not count.
+# A training that is finite for this many steps does not count.
 LEAD_STEPS = 400
 
 
@@ -197,12 +200,12 @@ Batches = list[tuple[int, tuple[StreamLine, ...]]]
 
 
 def lines_of(kind: Kind, seed: int, steps: int) -> Batches:
-    """The lines of a training, with the step in which they were reported."""
+    """Returns the lines of a training, each with the step in which it was reported."""
     torch.manual_seed(seed)
-    loop, told, onset = ALL_STYLES[kind.style](seed), Batches(), kind.begins(seed)
+    loop, batches, onset = ALL_STYLES[kind.style](seed), Batches(), kind.begins(seed)
 
     def tell(lines: Sequence[StreamLine]) -> None:
-        told.append((loop.step, tuple(lines)))
+        batches.append((loop.step, tuple(lines)))
 
     with fp8bench.watch(loop.model, loop.optimizer, told=tell, scaler=loop.scaler, health=False):
         for step in range(steps):
@@ -210,7 +213,7 @@ def lines_of(kind: Kind, seed: int, steps: int) -> Batches:
                 with torch.no_grad():
                     kind.plant(loop)
             loop.advance()
-    return told
+    return batches
 
 
 def path_of(folder: Path, kind: Kind, seed: int) -> Path:
@@ -219,32 +222,36 @@ def path_of(folder: Path, kind: Kind, seed: int) -> Path:
 
 
 def run(folder: Path, kind: Kind, seed: int, steps: int) -> tuple[Batches, list[tuple[int, str, str]]]:
-    """The lines, which are kept; steps, rules and sentences of the alarms, by the present rules."""
+    """Returns the lines of a training, which are stored, and the alarms by the present rules: step, rule and
+    sentence.
+    """
     path = path_of(folder, kind, seed)
     if not path.exists():
         path.with_suffix(".part").write_bytes(gzip.compress(pickle.dumps(lines_of(kind, seed, steps)), 4))
         path.with_suffix(".part").rename(path)
     health = Health((Arm("own", "fp32", ArmRole.REFERENCE),))
     batches: Batches = pickle.loads(gzip.decompress(path.read_bytes()))
-    told = []
+    alarms = []
     for step, batch in batches:
-        events = [line for line in (*batch, *health.see(batch)) if isinstance(line, TrainingEvent)]
-        told += [(step, str(dict(event.values).get("rule", event.kind)), event.words) for event in events]
-    return batches, told
+        events = [line for line in (*batch, *health.find_alarms(batch)) if isinstance(line, TrainingEvent)]
+        alarms += [(step, str(dict(event.values).get("rule", event.kind)), event.words) for event in events]
+    return batches, alarms
 
 
 def lead(folder: Path, kind: Kind, seed: int) -> Row:
-    """How many steps the first alarm since the onset came before the first value that is not finite: None where all are
-    finite, 0 without an alarm before."""
+    """Returns how many steps before the first value that is not finite the first alarm came.
+
+    None if all values are finite, 0 without an earlier alarm. Alarms before the onset do not count.
+    """
     onset = kind.begins(seed)
-    batches, told = run(folder, kind, seed, onset + LEAD_STEPS)
+    batches, alarms = run(folder, kind, seed, onset + LEAD_STEPS)
     ended = [
         line.step
         for _, batch in batches
         for line in batch
         if isinstance(line, StepRow) and not (math.isfinite(line.loss) and math.isfinite(line.gradient_norm))
     ]
-    first = next(((step, rule) for step, rule, _ in told if step >= onset and rule not in NOT_FINITE), None)
+    first = next(((step, rule) for step, rule, _ in alarms if step >= onset and rule not in NOT_FINITE), None)
     row = {"lead_of": kind.title, "seed": seed, "lead": None, "rule": first and first[1], "after": None}
     if not ended:
         return row
@@ -253,23 +260,23 @@ def lead(folder: Path, kind: Kind, seed: int) -> Row:
 
 
 def ill(folder: Path, kind: Kind, seed: int) -> Row:
-    """The alarms within WAIT steps of the onset, and those before it."""
+    """Returns the alarms within WAIT steps after the onset, and those before it."""
     onset = kind.begins(seed)
     try:
-        (_, told), ended = run(folder, kind, seed, onset + WAIT + 1), ""
-    except RuntimeError as error:  # the watch ended the training: nothing is found
-        told, ended = [], str(error)
-    early = [rule for step, rule, _ in told if step < onset]
-    after = [(step - onset, rule, words) for step, rule, words in told if step >= onset]
-    first = [alarm for alarm in after if alarm[0] == after[0][0]]
+        (_, alarms), ended = run(folder, kind, seed, onset + WAIT + 1), ""
+    except RuntimeError as error:  # the watch ended the training, so nothing is found
+        alarms, ended = [], str(error)
+    early = [rule for step, rule, _ in alarms if step < onset]
+    late_alarms = [(step - onset, rule, words) for step, rule, words in alarms if step >= onset]
+    first = [alarm for alarm in late_alarms if alarm[0] == late_alarms[0][0]]
     right = any(rule in kind.rules.split() for _, rule, _ in first)
     return {
         "kind": kind.title,
         "seed": seed,
-        "found": bool(after),
+        "found": bool(late_alarms),
         "right": right,
-        "delay": after[0][0] if after else None,
-        "rules": [rule for _, rule, _ in after],
+        "delay": late_alarms[0][0] if late_alarms else None,
+        "rules": [rule for _, rule, _ in late_alarms],
         "words": [words for *_, words in first],
         "early": early,
         "ended": ended,
@@ -278,8 +285,8 @@ def ill(folder: Path, kind: Kind, seed: int) -> Row:
 
 def well(folder: Path, kind: Kind, seed: int) -> Row:
     steps = NANO_STEPS if kind.style == "nano" else WELL_STEPS // 2 if seed in WELL_SEEDS["tune"] else WELL_STEPS
-    _, told = run(folder, kind, seed, steps)
-    return {"style": kind.style, "seed": seed, "steps": steps, "alarms": list(map(list, told))}
+    _, alarms = run(folder, kind, seed, steps)
+    return {"style": kind.style, "seed": seed, "steps": steps, "alarms": list(map(list, alarms))}
 
 
 def summary(rows: Sequence[Row]) -> None:
@@ -294,12 +301,13 @@ def summary(rows: Sequence[Row]) -> None:
             f"{dict(Counter(row['rule'] for row in leads if row['lead']))}"
         )
     if ills:
-        found, right = (sum(row[name] for row in ills) for name in ("found", "right"))
+        found_count, right = (sum(row[name] for row in ills) for name in ("found", "right"))
         delays = [row["delay"] for row in ills if row["found"]]
         kinds = len({row["kind"] for row in ills})
         say(
-            f"{kinds} kinds, {len(ills)} trainings: {found} found ({found / len(ills):.0%}), {right} with the right "
-            f"diagnosis first ({right / len(ills):.0%}), median delay {statistics.median(delays or [math.nan]):g} "
+            f"{kinds} kinds, {len(ills)} trainings: {found_count} found ({found_count / len(ills):.0%}), {right} with "
+            f"the right diagnosis first ({right / len(ills):.0%}), "
+            f"median delay {statistics.median(delays or [math.nan]):g} "
             f"steps, {sum(bool(row['early']) for row in ills)} with an alarm before"
         )
     if wells:

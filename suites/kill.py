@@ -1,8 +1,8 @@
 """Kills runs at random moments, and checks that the store loses nothing: `python -m suites.kill --kills 1000`.
 
-The parent of a run, its worker or both are killed (SIGKILL) at a random moment, the store is checked, and the run is
-resumed and killed again until a start that is not killed finishes it. After each kill the store must open, the file
-must still begin with what it held, and no process may be left; a resumption may measure only what was missing.
+The parent of a run, its worker, or both are killed by SIGKILL. Then the store is checked, and the run is resumed and
+killed again, until a start without a kill finishes it. After each kill the store must open, the file must begin with
+its previous content, and no process may be left. Resuming may measure only what is missing.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from fp8bench.model import Run, Status
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_run, missing_groups
+from fp8bench.store.runs.run_file import find_incomplete_groups, load_run
 from suites.trials import FP8BENCH, conditions, environment, options, tell
 
 SUITE = """
@@ -44,7 +44,7 @@ class Nap(Workload):
         return Work(1.0)
 
     def prepare(self, setup):
-        # A group is in the store before the next one is prepared, so the store must hold all but the last logged one.
+        # A group is stored before the next one is prepared, so the store must hold all logged groups except the last.
         with open("prepared.log", "a") as log:
             log.write(f"{setup.case.param('place')}\\n")
 
@@ -53,16 +53,16 @@ class Nap(Workload):
             time.sleep(0.005)
 """
 VICTIMS = ("parent", "worker", "both")
-# Most of a start is torch's import, so half of the kills aim at the time when records are written.
+# Most of a start is the import of torch, so half of the kills happen while records are written.
 _LONGEST_START = 4.0
 _MEASURING = 1.5
 _PATIENCE = 300.0
-_MOST_KILLS = 24  # of a run
+_MOST_KILLS = 24  # kills of one run
 
 
 @dataclass
 class Tally:
-    """Counts of kills and of what they did."""
+    """Counts of kills, and of their consequences."""
 
     kills: Counter[str] = field(default_factory=Counter)
     moments: Counter[str] = field(default_factory=Counter)
@@ -75,7 +75,7 @@ class Tally:
 
 
 class Promise(AssertionError):
-    """The store broke its promise."""
+    """The store has lost or changed something, which breaks its promise."""
 
 
 def promise(holds: bool, words: str) -> None:
@@ -84,13 +84,15 @@ def promise(holds: bool, words: str) -> None:
 
 
 def start(suite: Path, store: Path, words: Sequence[str]) -> subprocess.Popen[str]:
-    """Starts a run, or resumes it."""
+    """Starts or resumes a run in a new process."""
     command, pipe = [*FP8BENCH, "suite", *words, "--store", str(store)], subprocess.PIPE
     return subprocess.Popen(command, cwd=suite.parent, stdout=pipe, stderr=pipe, text=True, env=environment())
 
 
 def _stat(pid: int | str) -> list[str]:
-    """Returns a process's state, parent and so on; an empty list for one that has ended, zombies included."""
+    """Returns the state and the parent of a process and further fields; an empty list if the process has ended or is
+    a zombie.
+    """
     try:
         fields = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()
     except OSError:
@@ -99,16 +101,16 @@ def _stat(pid: int | str) -> list[str]:
 
 
 def children(parent: int) -> list[int]:
-    """Returns the ids of a process's children."""
+    """Returns the ids of the child processes of a process."""
     pids = [path.name for path in Path("/proc").glob("[0-9]*")]
     return [int(pid) for pid in pids if str(parent) in _stat(pid)[1:2]]
 
 
 def wait_until_gone(pids: Sequence[int], seconds: float) -> list[int]:
     end = time.monotonic() + seconds
-    while (left := [pid for pid in pids if _stat(pid)]) and time.monotonic() < end:
+    while (running := [pid for pid in pids if _stat(pid)]) and time.monotonic() < end:
         time.sleep(0.02)
-    return left
+    return running
 
 
 def content(store: Path) -> bytes:
@@ -117,7 +119,7 @@ def content(store: Path) -> bytes:
 
 
 def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: random.Random) -> str:
-    """Sleeps until a random moment of the whole start, or of the time when records are written."""
+    """Sleeps until a random moment of the start, or of the time when records are written. Returns which of the two."""
     if chance.random() < 0.5:
         time.sleep(chance.uniform(0.0, _LONGEST_START))
         return "any"
@@ -129,7 +131,7 @@ def wait_for_the_moment(process: subprocess.Popen[str], store: Path, chance: ran
 
 
 def kill(process: subprocess.Popen[str], store: Path, chance: random.Random, tally: Tally) -> None:
-    """Kills the parent, the worker or both; counts as too late if the victim had ended."""
+    """Kills the parent, the worker or both. A kill counts as too late if the process had ended."""
     victim = chance.choice(VICTIMS)
     moment = wait_for_the_moment(process, store, chance)
     workers = children(process.pid)
@@ -145,39 +147,40 @@ def kill(process: subprocess.Popen[str], store: Path, chance: random.Random, tal
         tally.moments[moment] += 1
     else:
         tally.too_late += 1
-    left = wait_until_gone(workers, 30.0) if victim != "worker" else []
-    promise(not left, f"workers {left} outlived their parent")
+    survivors = wait_until_gone(workers, 30.0) if victim != "worker" else []
+    promise(not survivors, f"workers {survivors} outlived their parent")
 
 
 def prepared(folder: Path) -> list[int]:
-    """Returns the places of groups that were prepared since the last start, in order."""
+    """Returns the groups that were prepared since the last start, in order, by the value of their axis `place`."""
     log = folder / "prepared.log"
     return list(dict.fromkeys(int(line) for line in log.read_text().split())) if log.exists() else []
 
 
 def whole_places(run: Run | None) -> set[int]:
-    """Returns the places of complete groups."""
+    """Returns the values of the axis `place` of complete groups."""
     if run is None:
         return set()
-    missing = missing_groups(run)
+    missing = find_incomplete_groups(run)
     return {int(group.cases[0].case.param("place")) for group in run.plan if group not in missing}
 
 
-def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run | None:
+def examine(store: Path, old_content: bytes, kept: Run | None, tally: Tally) -> Run | None:
     """Checks the store after a process that began with `kept` has ended.
 
-    It must open and still begin with `before`; finished groups must be there, and none may be measured twice.
+    The store must open, and the file must still begin with `old_content`. Finished groups must be stored, and none
+    may be measured twice.
     """
     path, begun = next(run_files(store), None), prepared(store.parent)
     if path is None:
-        promise(not before and not begun, "the run file is gone")
+        promise(not old_content and not begun, "the run file is gone")
         return None
-    promise(path.read_bytes().startswith(before), "what was written was changed")
+    promise(path.read_bytes().startswith(old_content), "what was written was changed")
     run = load_run(path)
     lost = set(begun[:-1]) - whole_places(run)
     promise(not lost, f"groups {sorted(lost)} were finished and are not there")
-    again = set(begun) & whole_places(kept)
-    promise(not again, f"groups {sorted(again)} were there and were measured again")
+    repeated = set(begun) & whole_places(kept)
+    promise(not repeated, f"groups {sorted(repeated)} were there and were measured again")
     if kept is not None:
         old = {record.case.id: record for record in kept.records if record.case.param("place") in whole_places(kept)}
         new = {record.case.id: record for record in run.records}
@@ -188,14 +191,14 @@ def examine(store: Path, before: bytes, kept: Run | None, tally: Tally) -> Run |
 
 
 def check_whole(run: Run, tally: Tally) -> None:
-    """Checks that a finished run has all groups and cases."""
-    promise(run.finished and not missing_groups(run), "the run is not finished")
+    """Checks that a finished run has all its groups and cases."""
+    promise(run.finished and not find_incomplete_groups(run), "the run is not finished")
     promise(len(run.records) == run.plan.num_cases, "cases lack records")
     tally.failed_cases += sum(record.status is Status.FAILED for record in run.records)
 
 
 def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
-    """Takes one run from start to end, with at most `kills` kills."""
+    """Runs, kills and resumes one run until it finishes, with at most `kills` kills."""
     suite, store = folder / "nap_suite.py", folder / "store"
     suite.write_text(SUITE)
     tally.runs += 1
@@ -203,7 +206,7 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
     words = ["nap", "--import", "./nap_suite.py", "--rounds", "4", "--dtypes", "fp32,bf16"]
     while True:
         tally.resumptions += kept is not None
-        before = content(store)
+        old_content = content(store)
         (folder / "prepared.log").unlink(missing_ok=True)
         with start(suite, store, ["--resume", "last"] if kept else words) as process:
             if kills > 0:
@@ -212,10 +215,10 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
             out, err = process.communicate(timeout=_PATIENCE)
             code = process.returncode
         promise("Traceback" not in err, f"a traceback: {err[-500:]}")
-        kept = examine(store, before, kept, tally)
+        kept = examine(store, old_content, kept, tally)
         if code == -signal.SIGKILL:
             continue
-        # The parent was not killed: the run finished, or printed why it could not.
+        # The parent was not killed: the run has finished, or explained why it did not.
         promise(code in (0, 3), f"exit {code}: {err[-500:]}")
         if kept is None or not kept.finished:
             promise(code == 3 and "worker crashed" in err, f"unfinished without a reason: {err[-500:]}")
@@ -226,9 +229,9 @@ def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> No
 
 
 def trials(kills: int, seed: int, keep: Callable[[Tally], object] = str) -> Tally:
-    """Does `kills` kills over several runs; keeps the store of a broken promise.
+    """Kills processes `kills` times, over several runs. Keeps the store if a promise was broken.
 
-    `keep` gets the tally after every run, so that interrupted trials are not lost.
+    `keep` is called with the tally after every run, so that an interrupted trial is not lost.
     """
     chance, tally = random.Random(seed), Tally()
     while (missing := kills - tally.kills.total()) > 0:

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Learning(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/learning.py."""
+    """The declared grid of the suite learning; see Grid in fp8bench/workloads/learning.py."""
 
     workload = "learning"

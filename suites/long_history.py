@@ -1,7 +1,7 @@
-"""A store with a long history, and how fast it is opened: `python -m suites.long_history`, for suites/harness.py.
+"""Makes a store with a long history, and measures how fast it opens: `python -m suites.long_history`.
 
-300 commits of a suite with 1,001 series, ten samples each: figures that spread by 2% from commit to commit, and a step
-of 5% in every tenth pair of cases.
+The store has 300 commits of a suite with 1,001 series of ten samples. Figures vary by 2% between commits, and every
+tenth pair of cases has a step of 5%. suites/harness.py uses this module.
 """
 
 from __future__ import annotations
@@ -32,15 +32,15 @@ from fp8bench.model import (
     Timing,
     Work,
 )
-from fp8bench.store.figures.cache import cache_of
-from fp8bench.store.runs.run_file import plan_of, start_run
+from fp8bench.store.figures.cache import cache_path
+from fp8bench.store.runs.run_file import infer_plan, start_run
 from suites.trials import ran
 
 COMMITS = 300
-# Pairs of cases, fp32 and bf16, with eleven series each.
+# The number of pairs of cases, fp32 and bf16, with eleven series each.
 PAIRS = 91
 ROUNDS = 10
-# Nanoseconds of every call that no phase has.
+# The nanoseconds of every call that belong to no phase.
 REST = 100
 SUITE = "long_history"
 _MACHINE = "long"
@@ -76,14 +76,14 @@ class LongHistory(Workload):
 
 
 def write_module(folder: Path, pairs: int = PAIRS) -> Path:
-    """Writes the suite of the runs, for --import."""
+    """Writes the suite of the runs to a file for --import."""
     path = folder / f"{SUITE}.py"
     path.write_text(_MODULE.format(pairs=pairs, suite=SUITE))
     return path
 
 
 class Times:
-    """Draws the times of each commit's cases; the same for the same seed."""
+    """Draws the times of the cases of each commit. The same seed gives the same times."""
 
     def __init__(self, pairs: int, seed: int = 0) -> None:
         chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
@@ -92,23 +92,23 @@ class Times:
         self._steps = [draw.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, draw in enumerate(chance)]
 
     def of_commit(self, number: int) -> Iterator[int]:
-        """Returns the nanoseconds of every cell of every slot but the last ones, in the order of the records."""
-        own = random.Random(-1 - 1000 * self._seed - number)
+        """Yields the nanoseconds of the phases of each slot, in the order of the records."""
+        draw = random.Random(-1 - 1000 * self._seed - number)
         levels = [
-            base * own.gauss(1, 0.02) * (1.05 if number >= step else 1)
+            base * draw.gauss(1, 0.02) * (1.05 if number >= step else 1)
             for base, step in zip(self._bases, self._steps, strict=True)
         ]
         for level in levels:
             for factor, cast in ((2.0, False), (1.0, True)):
                 for _ in range(ROUNDS):
-                    spread = own.uniform(0.99, 1.01)
+                    spread = draw.uniform(0.99, 1.01)
                     if cast:
                         yield int(0.2 * level * spread)
                     yield int(factor * level * spread)
 
 
 def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: int = 0, first: int = 0) -> list[Path]:
-    """Writes a run for each commit, from number `first` on; the same for the same seed."""
+    """Writes a run for each commit, from number `first` on. The same seed gives the same runs."""
     times, paths = Times(pairs, seed), []
     for number in range(first, first + commits):
         nanoseconds = times.of_commit(number)
@@ -121,7 +121,7 @@ def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: i
 
 
 def make(folder: Path, commits: int = COMMITS, pairs: int = PAIRS) -> None:
-    """Makes a folder with such a store, and the suite of its runs."""
+    """Makes a folder with a store and the suite of its runs."""
     write_module(folder, pairs)
     write_store(folder / ".fp8bench", commits, pairs)
 
@@ -151,7 +151,7 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
         (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"),
         f"fp8bench suite {SUITE}",
         Request(SUITE),
-        plan_of(records),
+        infer_plan(records),
         Environment(facts),
         (_CPU,),
         records=records,
@@ -159,7 +159,7 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
 
 
 def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
-    """Makes a size in fp32, the reference, and in bf16, which take the next times."""
+    """Yields the records of a size in fp32, the reference, and in bf16. They use the next of `nanoseconds`."""
     for precision, phases in (("fp32", ("gemm",)), ("bf16", ("cast", "gemm"))):
         slots = tuple(
             SlotSample(number, ((*(next(nanoseconds) for _ in phases), REST),), 1e-3, 1e-3) for number in range(ROUNDS)
@@ -171,8 +171,7 @@ def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
 
 
 class Cost(NamedTuple):
-    """The seconds of processors and of the clock that a process and its forks took beyond its start. `peak` is in
-    bytes, of the largest of them."""
+    """The CPU and wall seconds of a process and its forks after their start, and the peak bytes of the largest one."""
 
     cpu: float
     wall: float
@@ -187,7 +186,7 @@ from fp8bench.store.figures.history import open_history
 from fp8bench.store.figures.steps import remembered_steps
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules
-from fp8bench.analysis.steps.changes import changes_of
+from fp8bench.analysis.steps.changes import find_changes_in_stretches
 from fp8bench.jobs.history import stretches
 store = Path(".fp8bench")
 import_user_modules(("./long_history.py",))
@@ -207,7 +206,7 @@ print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru
 """
 OPENED = "history = open_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
-found = changes_of(stretches(history), partial(remembered_steps, store))
+found = find_changes_in_stretches(stretches(history), partial(remembered_steps, store))
 if not found.changes:
     sys.exit("no change was found")
 """
@@ -222,13 +221,13 @@ WORKS = {
 
 
 def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
-    """Returns the least cost of one of WORKS over a few times, in the store of a folder, which it changes."""
+    """Returns the smallest cost of one of WORKS over several repetitions. It changes the store of the folder."""
     store = folder / ".fp8bench"
-    cache, kept = cache_of(store), folder / "kept.sqlite"
+    cache, kept = cache_path(store), folder / "kept.sqlite"
     if what == "from the runs":
         cache.unlink(missing_ok=True)
         return cost_of(_CHANGES, folder, reading=True)
-    # Every run caches the figures of its commit; change points are cached by the search.
+    # Every run caches the figures of its commit; the search caches change points.
     cost_of(_CHANGES if what.startswith("after") else OPENED, folder, reading=True)
     if what.startswith("after"):
         runs = len(list(store.glob("runs/*/*.jsonl")))
@@ -243,9 +242,9 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
 
 
 def cost_of(work: str, folder: Path, reading: bool = False) -> Cost:
-    """Returns the cost of lines of Python in a new process that imports the suite in the folder.
+    """Returns the cost of some lines of Python in a new process that imports the suite in the folder.
 
-    It is an error if runs are read without `reading`.
+    If `reading` is false, reading a run is an error.
     """
     script = _MEASURED.format(work=work, reading=reading)
     cpu, wall, peak = ran((sys.executable, "-c", script), folder).stdout.split()

@@ -1,4 +1,4 @@
-"""Healthy training loops in the many styles that people write: models, optimizers, batches and habits."""
+"""Healthy training loops in many styles: with various models, optimizers, batches and habits."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentPhases
 
-# Steps of a healthy training.
+# The number of steps of a healthy training.
 WELL_STEPS = 1000
 
 
@@ -78,8 +78,10 @@ Plant = Callable[[Loop], object]
 
 @dataclass(frozen=True)
 class Kind:
-    """What goes wrong in a style, at a step or before `each` from there on, and the rules of which any is a right
-    diagnosis."""
+    """An illness: what goes wrong in a style of loop, and the `rules` of which any is a right diagnosis.
+
+    It is planted once at a step, or with `each` before every step from then on.
+    """
 
     words: str
     style: str
@@ -93,7 +95,7 @@ class Kind:
         return f"{self.words} ({self.style})"
 
     def begins(self, seed: int) -> int:
-        """No two seeds have the same distance to the next watched step."""
+        """Returns the step of the onset. Different seeds have different distances to the next watched step."""
         return self.onset + 7 * seed % 10 if self.onset else 0
 
 
@@ -102,7 +104,7 @@ def drawn(seed: int, number: int) -> torch.Generator:
 
 
 def vectors(seed: int, size: int = 32, classes: int = 10, wrong: float = 0.1) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Labels random vectors by a random network, a share `wrong` of them at random."""
+    """Makes batches of random vectors, which a random network labels; a share `wrong` of the labels is random."""
     start = drawn(seed, -1)
     first, second = torch.randn(16, 32, generator=start), torch.randn(32, classes, generator=start)
 
@@ -110,8 +112,8 @@ def vectors(seed: int, size: int = 32, classes: int = 10, wrong: float = 0.1) ->
         draw = drawn(seed, number)
         x = torch.randn(size, 16, generator=draw)
         y = (torch.tanh(x @ first / 2) @ second).argmax(-1)
-        other = torch.randint(classes, (size,), generator=draw)
-        return x, torch.where(torch.rand(size, generator=draw) < wrong, other, y)
+        random_labels = torch.randint(classes, (size,), generator=draw)
+        return x, torch.where(torch.rand(size, generator=draw) < wrong, random_labels, y)
 
     return batch
 
@@ -128,7 +130,7 @@ def images(seed: int, size: int = 16) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def chains(seed: int, size: int = 16, length: int = 12, words: int = 24) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Draws sequences from a Markov chain."""
+    """Makes batches of sequences from a Markov chain."""
     table = (2 * torch.randn(words, words, generator=drawn(seed, -1))).softmax(-1)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -215,7 +217,7 @@ def made(model: nn.Module, make: Maker, batch: Any, **more: Any) -> Loop:
 
 
 def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Draws windows of fp8bench's own sources."""
+    """Makes batches of windows of fp8bench's own sources."""
     text = b"".join(path.read_bytes() for path in sorted(Path(fp8bench.__file__).parent.glob("analysis/*.py")))
     every = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
@@ -227,7 +229,7 @@ def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 
 def tables(seed: int, size: int = 32) -> Loop:
-    """An embedding with sparse gradients; the head has an optimizer of its own."""
+    """Makes a loop with an embedding with sparse gradients, and a second optimizer for the head."""
     answers = torch.randint(6, (40,), generator=drawn(seed, -1))
     table, head = nn.EmbeddingBag(40, 16, sparse=True, mode="mean"), nn.Linear(16, 6)
 
@@ -253,9 +255,9 @@ def two_optimizers(seed: int) -> Loop:
 
 
 def rival(seed: int, watches_judge: bool = False) -> Loop:
-    """A GAN: the generator and its judge train in turn."""
+    """Makes a GAN, whose generator and judge are trained in turn."""
     model, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
-    own, other = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model, judge))
+    generator_optimizer, judge_optimizer = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model, judge))
 
     def made_up(number: int) -> Tensor:
         points: Tensor = model(torch.randn(64, 4, generator=drawn(seed + 7, number)))
@@ -265,10 +267,13 @@ def rival(seed: int, watches_judge: bool = False) -> Loop:
         points = torch.randn(64, 2, generator=drawn(seed, step)) * torch.tensor([1.0, 0.3]) + 1
         return F.softplus(-judge(points)).mean() + F.softplus(judge(made_up(step).detach())).mean()
 
-    loop = Loop(model, own, lambda number: (torch.zeros(0), torch.zeros(0)))
+    loop = Loop(model, generator_optimizer, lambda number: (torch.zeros(0), torch.zeros(0)))
 
     def advance() -> None:
-        for optimizer, loss in ((other, judges), (own, lambda step: F.softplus(-judge(made_up(step))).mean())):
+        for optimizer, loss in (
+            (judge_optimizer, judges),
+            (generator_optimizer, lambda step: F.softplus(-judge(made_up(step))).mean()),
+        ):
             optimizer.zero_grad()
             loss(loop.step).backward()  # type: ignore[no-untyped-call]
             optimizer.step()
@@ -276,7 +281,7 @@ def rival(seed: int, watches_judge: bool = False) -> Loop:
 
     loop.advance = advance  # type: ignore[method-assign]
     if watches_judge:
-        loop.model, loop.optimizer = judge, other
+        loop.model, loop.optimizer = judge, judge_optimizer
     return loop
 
 
@@ -300,24 +305,24 @@ def regression(seed: int, noise: float) -> Loop:
 
 
 def mixed(seed: int) -> Loop:
-    """Alternates two kinds of batches, one far easier and with larger inputs."""
-    usual, other = vectors(seed), vectors(seed + 50, wrong=0.0)
+    """Makes a loop that alternates two kinds of batches. One kind is far easier and has larger inputs."""
+    usual, easy = vectors(seed), vectors(seed + 50, wrong=0.0)
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
-        x, y = (usual if number % 2 else other)(number)
+        x, y = (usual if number % 2 else easy)(number)
         return (x, y) if number % 2 else (6 * x, y * 0)
 
     return made(mlp(), adam, batch)
 
 
 def changed_text(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Changes the kind of text halfway."""
+    """Makes batches whose kind of text changes halfway."""
     first, second = chains(seed), chains(seed + 50)
     return lambda number: (first if number < WELL_STEPS // 2 else second)(number)
 
 
 def words_of_a_bag(seed: int) -> Loop:
-    """Inputs that are nearly all zeros."""
+    """Makes a loop whose inputs are nearly all zeros."""
     answers = torch.randint(5, (400,), generator=drawn(seed, -1))
 
     def batch(number: int) -> tuple[Tensor, Tensor]:
@@ -328,7 +333,7 @@ def words_of_a_bag(seed: int) -> Loop:
 
 
 def random_labels(seed: int) -> Loop:
-    """Labels that depend on nothing: only their frequencies can be learned."""
+    """Makes a loop whose labels depend on nothing, so that only their frequencies can be learned."""
     loop = made(mlp(), sgd, vectors(seed, 64))
     loop.batches(lambda x, y: (x, (x[:, 0] * 1e4).long().remainder(10)))
     return loop
@@ -350,12 +355,12 @@ def in_bf16(seed: int) -> Loop:
 
 
 def wave(step: int) -> float:
-    """Warms up from 0, then swings."""
+    """Returns the rate's factor at a step: it warms up from 0, then swings."""
     return step / 50 if step < 50 else 0.55 + 0.45 * math.cos(step / 30)
 
 
 def by_closure(seed: int) -> Loop:
-    """Steps by a closure, as LBFGS needs, always on one large batch."""
+    """Makes a loop whose steps call a closure, as LBFGS needs, always with the same large batch."""
     loop = made(
         mlp(1),
         lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
@@ -398,7 +403,7 @@ STYLES: dict[str, Style] = {
     "MLP, a rate that warms up and swings": scheduled(style(), wave),
     "MLP, a rate that ends at 0": scheduled(style(make=sgd), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))),
     "MLP, RMSprop": style(make=lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3)),
-    # So few batches that they are.
+    # So few batches that the model memorizes them.
     "MLP, learned by heart": style(batch=lambda seed: lambda number: vectors(seed)(number % 8)),
     "MLP, random labels": random_labels,
     "MLP, kinds of batches in turn": mixed,

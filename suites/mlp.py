@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Mlp(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/mlp.py."""
+    """The declared grid of the suite mlp; see Grid in fp8bench/workloads/mlp.py."""
 
     workload = "mlp"

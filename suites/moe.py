@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Moe(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/moe.py."""
+    """The declared grid of the suite moe; see Grid in fp8bench/workloads/moe.py."""
 
     workload = "moe"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class NormAct(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/norm_act.py."""
+    """The declared grid of the suite norm_act; see Grid in fp8bench/workloads/norm_act.py."""
 
     workload = "norm_act"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Numerics(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/numerics.py."""
+    """The declared grid of the suite numerics; see Grid in fp8bench/workloads/numerics.py."""
 
     workload = "numerics"

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Optimizer(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/optimizer.py."""
+    """The declared grid of the suite optimizer; see Grid in fp8bench/workloads/optimizer.py."""
 
     workload = "optimizer"

@@ -1,9 +1,8 @@
-"""Compares fp8bench with asv, pyperf, pytest-benchmark and torch.utils.benchmark; `python -m suites.peers` prints what
-docs/performance.md shows.
+"""Compares fp8bench with asv, pyperf, pytest-benchmark and torch.utils.benchmark, for docs/performance.md.
 
-Detection: a product of two matrices is compared with itself and with copies that take 1, 2.5 and 5% longer, as each
-tool would do it, with the same seconds for each function. `pip install --group peers` installs the peers; a missing one
-has no row.
+`python -m suites.peers` compares a product of two matrices with itself, and with copies that take 1, 2.5 and 5%
+longer, as each tool would, with the same seconds for each function. `pip install --group peers` installs the other
+tools. A tool that is not installed has no row.
 """
 
 from __future__ import annotations
@@ -28,10 +27,11 @@ SIDES = (288, 544, 1344)  # about 0.3, 2 and 30 ms on a core of 2023
 PLANTED = {"same": 0.0, "slower_1": 0.01, "slower_2_5": 0.025, "slower_5": 0.05}
 REFERENCE = "product"
 Samples = Mapping[str, list[float]]
-Answer = tuple[float, str]  # how much slower, and 'slower', 'faster' or ''
+Answer = tuple[float, str]  # the ratio of times, and 'slower', 'faster' or ''
 ONE_THREAD = {"OMP_NUM_THREADS": "1"}
 
-# The functions under test. A loop that does nothing is the work that is planted: it uses neither memory nor caches.
+# The functions under test. The planted slow-down is a loop that does nothing, because it uses neither memory nor
+# caches.
 FUNCTIONS = """
 from itertools import repeat
 import torch
@@ -51,7 +51,7 @@ def {name}(x, w):
 """
     for name in PLANTED
 )
-# Programs that print the seconds of a call by function as JSON.
+# Programs that print the seconds per call of each function as JSON.
 TIMER = """
 from torch.utils.benchmark import Timer
 def measure(call):
@@ -108,8 +108,8 @@ def plant(folder: Path, side: int) -> float:
 def run_program(folder: Path, program: str, seconds: float) -> dict[str, Any]:
     text = IN_PROCESS.format(seconds=seconds, program=program, names=[REFERENCE, *PLANTED])
     (folder / "measure.py").write_text(text)  # asv reads the source of what it times
-    found: dict[str, Any] = json.loads(ran((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
-    return found
+    document: dict[str, Any] = json.loads(ran((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
+    return document
 
 
 def compare_by_fp8bench(folder: Path, seconds: float) -> dict[str, Answer]:
@@ -127,33 +127,33 @@ def compare_by_fp8bench(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_torch(folder: Path, seconds: float) -> dict[str, Answer]:
-    """Compares medians after `Compare.trim_significant_figures`."""
+    """Compares medians after `Compare.trim_significant_figures`, as torch.utils.benchmark does."""
     from torch.utils.benchmark.utils.common import trim_sigfig
 
-    found = run_program(folder, TIMER, seconds)
+    results = run_program(folder, TIMER, seconds)
 
     def differ(one: tuple[list[float], int], other: tuple[list[float], int]) -> bool:
         digits = min(one[1], other[1])
         return trim_sigfig(statistics.median(one[0]), digits) != trim_sigfig(statistics.median(other[0]), digits)
 
     return judge(
-        {name: times for name, (times, _) in found.items()}, lambda name: differ(found[name], found[REFERENCE])
+        {name: times for name, (times, _) in results.items()}, lambda name: differ(results[name], results[REFERENCE])
     )
 
 
 def compare_by_asv(folder: Path, seconds: float) -> dict[str, Answer]:
-    """Compares by the rule of `asv compare`, without its factor, which hides differences below 10%."""
+    """Compares with the test of `asv compare`, but without its factor, which hides differences below 10%."""
     from asv._stats import is_different
     from asv_runner.statistics import compute_stats
 
-    found = run_program(folder, ASV, seconds)
-    stats = {name: compute_stats(*result)[1] for name, result in found.items()}
-    samples = {name: values for name, (values, _) in found.items()}
+    results = run_program(folder, ASV, seconds)
+    stats = {name: compute_stats(*result)[1] for name, result in results.items()}
+    samples = {name: values for name, (values, _) in results.items()}
     return judge(samples, lambda name: is_different(samples[name], samples[REFERENCE], stats[name], stats[REFERENCE]))
 
 
 def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
-    """Compares by the t-test of `pyperf compare_to`, as a ratio of means. Three processes share the seconds."""
+    """Compares means with the t-test of `pyperf compare_to`. Three processes share the seconds."""
     import pyperf
     from pyperf._compare import is_significant
 
@@ -171,8 +171,9 @@ def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
 
 
 def compare_by_pytest(folder: Path, seconds: float) -> dict[str, Answer]:
-    """Compares by `--benchmark-compare-fail=min:5%`, the example of its documentation, because it has no statistical
-    test."""
+    """Compares with `--benchmark-compare-fail=min:5%`, the example in pytest-benchmark's documentation, because it
+    has no statistical test.
+    """
     (folder / "test_planted.py").write_text(PYTEST.format(names=[REFERENCE, *PLANTED]))
     limit = f"--benchmark-max-time={seconds}"
     ran(
@@ -248,14 +249,19 @@ def show_start() -> None:
 
 
 def cpu_seconds(words: tuple[str, ...], folder: Path) -> float:
-    before = os.times()
+    times_at_start = os.times()
     ran(words, folder)
-    after = os.times()
-    return after.children_user + after.children_system - before.children_user - before.children_system
+    times_at_end = os.times()
+    return (
+        times_at_end.children_user
+        + times_at_end.children_system
+        - times_at_start.children_user
+        - times_at_start.children_system
+    )
 
 
 def show_markers() -> None:
-    """Prints the CPU time of marking a part of a step."""
+    """Prints the CPU time to mark a part of a step."""
     from torch.profiler import record_function
 
     def mark() -> None:
@@ -272,7 +278,9 @@ def show_markers() -> None:
 
 
 def torchao_over_copy() -> float:
-    """CPU time of torchao's cast for FP8 training, a scale a tensor, compiled, over copying the tensor."""
+    """Returns the CPU time of torchao's compiled cast for FP8 training, with one scale per tensor, over copying the
+    tensor.
+    """
     import torch
     from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
     from torchao.float8.float8_training_tensor import LinearMMConfig

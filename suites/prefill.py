@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Prefill(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/prefill.py."""
+    """The declared grid of the suite prefill; see Grid in fp8bench/workloads/prefill.py."""
 
     workload = "prefill"

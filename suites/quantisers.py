@@ -1,6 +1,7 @@
-"""Compares fused quantisers with torch's copy_: CPU time of one thread, as ratios of neighbouring runs in one process.
+"""Compares fused quantisers with torch's copy_, by the CPU time of one thread, as a ratio.
 
-Each figure is the least of many runs on both sides, taken in turns. `python -m suites.harness` prints them.
+Each figure is the ratio of the shortest of many times on both sides, which are run in turns in one process. `python
+-m suites.harness` prints the figures.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from suites.trials import least_seconds
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Elements, scaling, and the dtype of input and output. 'given': with a scale from before.
+# By name: format of elements, scaling, and the dtype of input and output. A name with 'given' has a precomputed
+# scale.
 CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
     "e4m3 fp32": (E4M3, None, "float32"),
     "e5m2 fp32": (E5M2, None, "float32"),
@@ -32,7 +34,7 @@ CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
 
 
 def _ready(name: str, side: int) -> tuple[Callable[[], object], Callable[[], object]]:
-    """Returns a compiled cast of a square matrix into given memory, and the copy to compare it with."""
+    """Returns a compiled cast of a square matrix into existing memory, and the copy to compare it with."""
     import torch
 
     from fp8bench.formats.operators import KERNELS, values
@@ -48,20 +50,22 @@ def _ready(name: str, side: int) -> tuple[Callable[[], object], Callable[[], obj
 
     cast()
     KERNELS.compile(*KERNELS.wanted)
-    before = KERNELS.eager
+    eager_calls = KERNELS.eager
     cast()
-    if KERNELS.eager != before:
+    if KERNELS.eager != eager_calls:
         raise RuntimeError(f"the quantiser {name} does not run as one kernel")
     return cast, lambda: out.copy_(x)
 
 
 def over_copy(name: str, side: int, turns: int) -> float:
-    """Returns the CPU time of a cast over that of copy_ between the same tensors; 1 is the speed of memory."""
+    """Returns the CPU time of a cast over that of copy_ between the same tensors; 1 means that the cast is as fast as
+    memory.
+    """
     return _ratio(*_ready(name, side), turns)
 
 
 def linear_over_product(side: int, turns: int) -> float:
-    """Returns the CPU time of an emulated mxfp8 linear layer of side^3, forward, over its product's in fp32."""
+    """Returns the CPU time of an emulated mxfp8 linear layer (forward, side^3) over that of its product in fp32."""
     import torch
 
     from fp8bench.formats.operators import KERNELS

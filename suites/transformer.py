@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Transformer(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/transformer.py."""
+    """The declared grid of the suite transformer; see Grid in fp8bench/workloads/transformer.py."""
 
     workload = "transformer"

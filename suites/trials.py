@@ -1,4 +1,4 @@
-"""Options, tables, processes and alternating timings, which the programs of this folder share."""
+"""Options, tables, processes and alternating timings that the programs of this folder share."""
 
 from __future__ import annotations
 
@@ -25,7 +25,9 @@ Row = dict[str, Any]
 
 
 def options(description: str | None, **known: tuple[Any, str]) -> argparse.Namespace:
-    """Parses options from (default, help): False makes a switch, and a type an option without a default."""
+    """Parses command-line options, each given as (default, help). A default of False makes a switch, and a type makes
+    an option without a default.
+    """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
     for name, (default, words) in known.items():
         if default is False:
@@ -38,12 +40,12 @@ def options(description: str | None, **known: tuple[Any, str]) -> argparse.Names
 
 
 def say(words: str) -> None:
-    """Prints a line at once, because a trial takes long."""
+    """Prints a line without buffering, because a trial takes long."""
     print(words, flush=True)
 
 
 def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = True) -> None:
-    """Prints a document as JSON, and writes it to a file."""
+    """Prints a document as JSON and, with `path`, writes it to a file."""
     text = json.dumps(document, indent=1)
     if path:
         path.write_text(text + "\n")
@@ -52,7 +54,7 @@ def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = Tr
 
 
 class Table:
-    """Prints rows of figures as they come; floats are shares, shown in percent."""
+    """Prints rows of figures as soon as they are computed. Floats are shares, and printed in percent."""
 
     def __init__(self, title: str, *heads: str, name: int = 14) -> None:
         self._name, self._widths = name, [max(len(head), 7) + 2 for head in heads]
@@ -66,9 +68,9 @@ class Table:
 
 
 def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
-    """Returns an environment whose processes import this fp8bench and these trials.
+    """Returns an environment in which processes import this fp8bench and the programs of this folder.
 
-    asv replaces PYTHONPATH by ASV_PYTHONPATH in its processes.
+    asv replaces PYTHONPATH by ASV_PYTHONPATH in its processes, so both are set.
     """
     path = os.pathsep.join(filter(None, (str(PACKAGES), os.environ.get("PYTHONPATH"), str(ROOT))))
     return {**os.environ, "PYTHONPATH": path, "ASV_PYTHONPATH": path, **(more or {})}
@@ -77,7 +79,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
 def ran(
     words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
-    """Runs a command. Raises RuntimeError if its exit code is not in `ends`."""
+    """Runs a command and returns its result. Raises RuntimeError if its exit code is not in `ends`."""
     done = subprocess.run(words, cwd=folder, env=environment(more), capture_output=True, text=True, check=False)
     if done.returncode not in ends:
         raise RuntimeError(f"{' '.join(words)} ended with {done.returncode}: {done.stderr[-500:]}")
@@ -85,7 +87,7 @@ def ran(
 
 
 def conditions() -> Row:
-    """Returns the versions, machine and load that a result was made under."""
+    """Returns the versions, the machine and the load under which a result was made."""
     words = ["git", "rev-parse", "--short=8", "HEAD"]
     commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
     return {
@@ -101,19 +103,19 @@ def conditions() -> Row:
 
 @contextmanager
 def scratch() -> Iterator[Path]:
-    """Makes a temporary folder."""
+    """Yields a temporary folder."""
     with tempfile.TemporaryDirectory(prefix="fp8bench-") as folder:
         yield Path(folder)
 
 
 def seconds(call: Callable[[], object]) -> float:
-    """Returns the CPU time of this thread, which other work on the machine changes little."""
+    """Returns the CPU time of a call in this thread, which other processes on the machine hardly affect."""
     start = time.thread_time()
     call()
     return time.thread_time() - start
 
 
 def least_seconds(turns: int, *calls: Callable[[], object]) -> list[float]:
-    """Calls all in turns, and returns the least time of each; the first turn does not count."""
+    """Calls all functions in turns, and returns the shortest time of each. The first turn does not count."""
     times = [[seconds(call) for call in calls] for _ in range(turns + 1)]
     return [min(column) for column in zip(*times[1:], strict=True)]

@@ -4,6 +4,6 @@ from fp8bench import asv_bridge
 
 
 class Vision(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/vision.py."""
+    """The declared grid of the suite vision; see Grid in fp8bench/workloads/vision.py."""
 
     workload = "vision"

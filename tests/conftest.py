@@ -244,7 +244,7 @@ def fp8bench(capsys: pytest.CaptureFixture[str]) -> Say:
 def short_slots() -> Iterator[None]:
     """One state per case and few calls per slot, for runs whose times do not matter."""
     with pytest.MonkeyPatch.context() as patches:
-        patches.setattr("fp8bench.measure.arm.STATES", 1)
+        patches.setattr("fp8bench.measure.arm.STATES_PER_SHORT_STEP", 1)
         patches.setattr("fp8bench.measure.slots.SLOT_SECONDS", 5e-4)
         yield
 

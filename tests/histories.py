@@ -28,11 +28,18 @@ from fp8bench.model import (
 )
 from fp8bench.registry import workloads
 from fp8bench.store.asv.identity import Home
-from fp8bench.store.commit_runs import TrackedRun, by_place, commit_points, files_by_commit, read_runs, series_of_runs
-from fp8bench.store.figures.lines import History, home_of, order
-from fp8bench.store.figures.tables import commit_date, value_of
+from fp8bench.store.commit_runs import (
+    TrackedRun,
+    collect_series,
+    group_by_interpreter,
+    list_files_by_commit,
+    merge_commit_points,
+    read_runs,
+)
+from fp8bench.store.figures.lines import History, find_or_add_home, trend_sort_key
+from fp8bench.store.figures.tables import commit_date, median_with_interval
 from fp8bench.store.runs.run_file import load_run, start_run
-from fp8bench.store.series import cells_of
+from fp8bench.store.series import list_cells
 from tests.runs import CPU, NATIVE, run_of
 
 FOLLOWED = [name for name in workloads.names(hidden=True) if workloads.get(name).history is not None]
@@ -71,7 +78,7 @@ def timing(nanoseconds: int, rounds: int = ROUNDS) -> Timing:
 def records(milliseconds: float = 1.0, status: Status = Status.OK, rounds: int = ROUNDS) -> list[Record]:
     """The first shape of gemm's grid in fp32, the reference, and in bf16, which takes half as long."""
     workload = workloads.get("gemm")
-    params = next(iter(cells_of(workload, CPU, None)))
+    params = next(iter(list_cells(workload, CPU, None)))
     made = []
     for precision, share in (("fp32", 2.0), ("bf16", 1.0)):
         case = Case("gemm", params, precision, "cpu", version=workload.version)
@@ -162,7 +169,7 @@ def figure_of(tracked: TrackedRun, point: Point) -> Figure:
         point.version,
         point.runs,
         len(point.samples),
-        *value_of(point),
+        *median_with_interval(point),
         point.hasty,
         point.status,
         point.reason,
@@ -176,16 +183,16 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
     homes: list[Home] = []
     left: Counter[str] = Counter()
     runs = commits = 0
-    for paths in files_by_commit(store).values():
+    for paths in list_files_by_commit(store).values():
         read = read_runs(paths)
         left.update(read.left)
         runs += len(read.runs)
         commits += bool(read.runs)
-        for members in by_place(read.runs):
+        for members in group_by_interpreter(read.runs):
             oldest, newest = members[0], members[-1]
-            series = {metric.name: (rank, metric) for rank, metric in enumerate(series_of_runs(members))}
-            home = home_of(oldest.identity.home, homes)
-            for (name, values), point in commit_points(members).items():
+            series = {metric.name: (rank, metric) for rank, metric in enumerate(collect_series(members))}
+            home = find_or_add_home(oldest.identity.home, homes)
+            for (name, values), point in merge_commit_points(members).items():
                 figure, (rank, definition) = figure_of(oldest, point), series[name]
                 when = figure.date if figure.date is not None else oldest.order[0] * 1000
                 trend = Trend(definition, values, newest.identity.machine, home.python, ())
@@ -195,7 +202,7 @@ def read_trends(store: Path, wanted: Callable[[str], bool]) -> Trends:
                 if newest.run.started > line.newest:
                     line.trend, line.rank, line.newest = trend, rank, newest.run.started
                 line.figures.append((when, figure))
-    telling = sorted(filter(_tells, lines.values()), key=lambda line: order(line.trend, line.rank))
+    telling = sorted(filter(_tells, lines.values()), key=lambda line: trend_sort_key(line.trend, line.rank))
     return Trends(tuple(map(_in_order, telling)), runs, commits, left)
 
 

@@ -6,11 +6,11 @@ import json
 import re
 from pathlib import Path
 
-_SEAL = re.compile(rb'(,"digest":"\w+")?(,"line":\d+)?,"sum":"\w+"}', re.MULTILINE)
+_CHECKSUM_FIELD = re.compile(rb'(,"digest":"\w+")?(,"line":\d+)?,"sum":"\w+"}', re.MULTILINE)
 
 
 def without_sums(content: bytes) -> bytes:
-    return _SEAL.sub(b"}", content)
+    return _CHECKSUM_FIELD.sub(b"}", content)
 
 
 def as_older(path: Path) -> Path:

@@ -36,7 +36,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.report.terminal.run import render
-from fp8bench.store.runs.run_file import plan_of
+from fp8bench.store.runs.run_file import infer_plan
 
 Made = tuple[Run, dict[str, Finding]]
 Make = Callable[[], Made]
@@ -46,7 +46,7 @@ EMULATED = Support(Level.EMULATED, "no hardware for FP8: values rounded, product
 REFUSED = Support(Level.REFUSED, "no backend")
 
 # The whole terminal output of a run, not only its summary.
-render_whole = partial(render, whole=True)
+render_whole = partial(render, with_details=True)
 
 
 def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
@@ -55,7 +55,7 @@ def case(workload: str, precision: str, params: dict[str, Scalar]) -> Case:
 
 def run_of(records: list[Record], **changes: object) -> Run:
     """A run whose plan consists of these records' cases."""
-    plan = plan_of(records)
+    plan = infer_plan(records)
     run = Run(
         "20260105-120000",
         "2026-01-05T12:00:00Z",

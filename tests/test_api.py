@@ -13,7 +13,7 @@ import torch
 
 import fp8bench
 from fp8bench import Run
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.main import build_parser, subparsers_by_name
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.model import Case, DeviceFacts, Plan, Record, Scalar, Status, Work
 from fp8bench.protocols import Phases, Setup, Workload
@@ -74,7 +74,7 @@ def test_values_of_options_may_be_one_text_or_many(value: object, texts: tuple[s
         ({"rounds": True}, "rounds must be a whole number"),
         ({"threads": 1_000_000}, "threads must be a whole number from 1 to 1024"),
         ({"budget": "5"}, "budget must be a number of seconds above 0, got '5'"),
-        ({"case_timeout": 5}, "--case-timeout cannot be kept with --no-isolation"),
+        ({"case_timeout": 5}, "--case-timeout is impossible with --no-isolation"),
         ({"dtypes": None}, "dtypes must be a list of names, got None"),
         ({"dtypes": [3]}, "dtypes must be a list of names"),
         ({"set": 3}, "set must be a mapping of axes to values, .* got 3"),
@@ -200,7 +200,7 @@ def test_without_isolation_the_process_is_left_as_it_was(tmp_path: Path) -> None
 
 
 def test_the_signature_is_the_command_lines_options() -> None:
-    suite = commands_of(build_parser())["suite"]
+    suite = subparsers_by_name(build_parser())["suite"]
     plain = vars(build_parser().parse_args(["suite"]))
     # A call has other parameters for these, or needs none.
     of_the_line = {

@@ -24,13 +24,13 @@ from asv import runner as asv_runner
 
 from fp8bench.model import Run
 from fp8bench.model.stopping import QUICK_ROUNDS
-from fp8bench.plan.corpus import default_identity
+from fp8bench.plan.corpus import default_corpus_identity
 from fp8bench.registry import workloads
 from fp8bench.store.asv.files import load_benchmarks
-from fp8bench.store.asv.view import define, results_of
+from fp8bench.store.asv.view import define_series, results_folder
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
-from fp8bench.store.series import series_of
+from fp8bench.store.series import make_series
 from tests.counts import NIGHTLY, for_each
 from tests.histories import FOLLOWED
 
@@ -147,7 +147,7 @@ class Place:
 
     @property
     def results(self) -> Path:
-        return results_of(self.root / ".fp8bench")
+        return results_folder(self.root / ".fp8bench")
 
     def files(self, commit: str) -> list[Path]:
         """asv's results files of a commit."""
@@ -298,7 +298,7 @@ def test_the_trap_of_shared_caches_is_closed(tmp_path: Path) -> None:
     place = make_place(tmp_path)
     (place.root / "suites" / "gemm.py").write_text(f"from fp8bench import asv_bridge\n{ONE_CACHE}")
     done = discover(place.root / "suites", place)
-    assert done.returncode and "is of workload 'mlp': its runs are kept under the name" in done.stdout + done.stderr
+    assert done.returncode and "is of workload 'mlp': its runs are stored under the name" in done.stdout + done.stderr
 
 
 def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
@@ -374,7 +374,7 @@ def test_the_runs_alone_give_what_asv_has(commit: int, story: Story, tmp_path: P
     store = tmp_path / "store"
     shutil.copytree(place.root / ".fp8bench" / "runs", store / "runs")
     place.fp8bench("history", "rebuild", "--store", str(store), "--import", "./my_work.py")
-    (path,) = results_of(store).glob(f"*/{story.commits[commit][:8]}-*.json")
+    (path,) = results_folder(store).glob(f"*/{story.commits[commit][:8]}-*.json")
     content = json.loads(path.read_text())
     assert {key: content[key] for key in ("params", "env_name", "python", "date")} == {
         key: before.file[key] for key in ("params", "env_name", "python", "date")
@@ -438,7 +438,7 @@ def discovered(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 def test_asv_discovers_what_the_view_defines(name: str, discovered: dict[str, Any], tmp_path: Path) -> None:
     """Otherwise an `asv run` would hide a suite run's figures."""
     workload = workloads.get(name)
-    define(tmp_path, series_of(workload, default_identity() if workload.uses_corpus else None), [])
+    define_series(tmp_path, make_series(workload, default_corpus_identity() if workload.uses_corpus else None), [])
     ours = load_benchmarks(tmp_path / "benchmarks.json")
     theirs = {key: benchmark for key, benchmark in discovered.items() if key.partition(".")[0] == name}
     assert theirs.keys() == ours.keys()

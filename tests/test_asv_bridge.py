@@ -18,14 +18,14 @@ import pytest
 from asv import util
 
 from fp8bench import asv_bridge
-from fp8bench.asv_bridge import CaseFailed, options_of, root_of, store_of_project
+from fp8bench.asv_bridge import CaseFailed, find_project, find_store, parse_asv_options
 from fp8bench.errors import Fp8benchError, ImportFailed, NotKept, UnknownName, UsageError
 from fp8bench.jobs import asv as asv_measuring
-from fp8bench.jobs.asv import measured_by_asv
+from fp8bench.jobs.asv import measure_for_asv
 from fp8bench.model import Environment, Record, Request, Run, Scalar, Status
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.series import series_of
+from fp8bench.store.series import make_series
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.fakes import steady
@@ -71,7 +71,7 @@ def suite(project: Path, content: str, name: str = "gemm") -> ModuleType:
 
 def test_a_suite_class_is_what_asv_looks_for(project: Path) -> None:
     made = suite(project, GEMM).Gemm
-    series = series_of(workloads.get("gemm"), None)
+    series = make_series(workloads.get("gemm"), None)
     assert made.params == [list(values) for values in series[0].params]
     assert made.param_names == ["dtype", "shape"] and made.version == series[0].version
     tracks = {name: value for name, value in vars(made).items() if name.startswith("track_")}
@@ -86,8 +86,8 @@ SHARED = "import sheds.shared\n" + GEMM.replace(
     "    def setup_cache(self):\n        return self.measure()\n", "    setup_cache = sheds.shared.setup_cache\n"
 )
 REFUSED: dict[str, tuple[str, str, type[Exception], str]] = {
-    "another's cache": ("gemm", SHARED, UsageError, "gemm.Gemm has no setup_cache of its own, in its own file"),
-    "no function": ("gemm", GEMM[: GEMM.index("    def")] + "    setup_cache = 7", UsageError, "no setup_cache of its"),
+    "another's cache": ("gemm", SHARED, UsageError, "gemm.Gemm does not define setup_cache in its own file"),
+    "no function": ("gemm", GEMM[: GEMM.index("    def")] + "    setup_cache = 7", UsageError, "define setup_cache"),
     "no workload": ("gemm", GEMM.replace('workload = "gemm"', ""), UsageError, "Gemm names no workload. Write"),
     "a number": ("gemm", GEMM.replace('"gemm"', "7"), UsageError, "Gemm names no workload. Write workload = 'NAME'"),
     "unknown": ("gem", GEMM.replace("Gemm", "Gem").replace("gemm", "gem"), UnknownName, "Did you mean 'gemm'?"),
@@ -156,7 +156,7 @@ def test_a_users_own_workload_is_imported_from_the_projects_root(
         "track_moved_bytes",
         "track_launches",
     }
-    assert asv_bridge._from_root(made) == (str(project / "my_work.py"), "math")
+    assert asv_bridge._absolute_imports(made) == (str(project / "my_work.py"), "math")
 
 
 CELL = ("bf16", "512")
@@ -185,8 +185,8 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
         asked.append(words)
         return {}
 
-    monkeypatch.setattr(asv_measuring, "measured_by_asv", measured)
-    monkeypatch.setattr(asv_bridge, "words_of_asv", lambda: ("asv", "run", "-q", "--set-commit-hash", "HEAD"))
+    monkeypatch.setattr(asv_measuring, "measure_for_asv", measured)
+    monkeypatch.setattr(asv_bridge, "read_asv_arguments", lambda: ("asv", "run", "-q", "--set-commit-hash", "HEAD"))
     (project / "asv.conf.json").write_text('{"results_dir": "kept/asv/results"}')
     mlp = GEMM.replace("Gemm", "Mlp").replace("gemm", "mlp")
     ranks = GEMM.replace("Gemm", "Collective").replace("gemm", "collective")
@@ -197,17 +197,17 @@ def test_each_class_reads_and_measures_its_own(project: Path, monkeypatch: pytes
     for (request, store, root, _, *told), (name, size) in zip(asked, sizes.items(), strict=True):
         assert request == Request(name, quick=True, grid=True, ranks=size)
         assert (store, root, told) == (project / "kept", project, ["HEAD"])
-    monkeypatch.setattr(asv_bridge, "words_of_asv", lambda: ("asv", "run", "--append-samples"))
+    monkeypatch.setattr(asv_bridge, "read_asv_arguments", lambda: ("asv", "run", "--append-samples"))
     with pytest.raises(UsageError, match="Leave --append-samples out"):
         made[0].measure()
 
 
 def test_the_project_is_where_the_configuration_lies(project: Path, tmp_path: Path) -> None:
     file = project / "sheds" / "gemm.py"
-    assert root_of(file) == project
+    assert find_project(file) == project
     (project / "sheds" / "asv.conf.json").touch()
-    assert root_of(file) == project / "sheds"
-    assert root_of(tmp_path / "a" / "b" / "c.py") == tmp_path / "a"
+    assert find_project(file) == project / "sheds"
+    assert find_project(tmp_path / "a" / "b" / "c.py") == tmp_path / "a"
 
 
 CONFIGURATIONS = {
@@ -232,7 +232,7 @@ def test_the_store_is_the_one_that_asv_shows(name: str, project: Path) -> None:
     path.write_text(CONFIGURATIONS[name])
     results = project / util.load_json(str(path), 1, js_comments=True).get("results_dir", "results")
     store = results.parent.parent if results.parts[-2:] == ("asv", "results") else project / ".fp8bench"
-    assert store_of_project(project) == store
+    assert find_store(project) == store
     assert ("kept" in store.parts) == ("kept" in CONFIGURATIONS[name] and name != "commented away")
 
 
@@ -240,9 +240,9 @@ def test_the_store_is_the_one_that_asv_shows(name: str, project: Path) -> None:
 def test_a_configuration_that_is_none_leads_to_the_default_store(content: str | None, project: Path) -> None:
     path = project / "asv.conf.json"
     path.unlink() if content is None else path.write_text(content)
-    assert store_of_project(project) == project / ".fp8bench"
+    assert find_store(project) == project / ".fp8bench"
     path.write_bytes(b"\xff\xfe")
-    assert store_of_project(project) == project / ".fp8bench"
+    assert find_store(project) == project / ".fp8bench"
 
 
 @for_each(
@@ -272,10 +272,13 @@ def test_a_configuration_that_is_none_leads_to_the_default_store(content: str | 
 )
 def test_asvs_options_as_its_parser_takes_them(words: str, quick: bool, append: bool, commit: str) -> None:
     given = ["/venv/bin/python3", "/venv/bin/asv", *words.split()]
-    assert options_of(given) == (quick, append, commit)
+    assert parse_asv_options(given) == (quick, append, commit)
 
 
-ASK = "from fp8bench.asv_bridge import options_of, words_of_asv; print(options_of(words_of_asv())[0])"
+ASK = (
+    "from fp8bench.asv_bridge import parse_asv_options, read_asv_arguments; "
+    "print(parse_asv_options(read_asv_arguments())[0])"
+)
 START = "import subprocess, sys; sys.exit(subprocess.call([sys.executable, '-c', {program!r}]))"
 
 
@@ -363,7 +366,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Any]
             return keep(own, store)
 
         monkeypatch.setattr(asv_measuring, "execute", execute)
-        found = measured_by_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), **told)
+        found = measure_for_asv(Request("gemm"), tmp_path, ROOT, SilentObserver(), **told)
         return found[series].get(CELL)
 
     return ask
@@ -406,11 +409,11 @@ def test_a_commit_is_all_its_runs(what: str, asked: Callable[..., Any]) -> None:
 
 def test_changed_files_are_not_saved_under_a_commit(asked: Callable[..., Any]) -> None:
     dirty = a_run("run2", record(3), dirty=True)
-    kind, why = asked(dirty, saved_as=COMMIT)
-    assert (kind, why) == ("failed", "the files differ from commit 01234567, so that these are not its numbers")
+    kind, why = asked(dirty, asv_commit=COMMIT)
+    assert (kind, why) == ("failed", "the files differ from commit 01234567, so these are not its numbers")
     clean = a_run("run1", record(2))
-    assert asked(replace(dirty, id="run3"), clean, saved_as=COMMIT) == ("samples", [0.002])
-    relative = asked(replace(dirty, id="run4"), saved_as=COMMIT, series="gemm.Gemm.track_relative_time")
+    assert asked(replace(dirty, id="run3"), clean, asv_commit=COMMIT) == ("samples", [0.002])
+    relative = asked(replace(dirty, id="run4"), asv_commit=COMMIT, series="gemm.Gemm.track_relative_time")
     assert relative == ("none", "")
 
 
@@ -420,12 +423,14 @@ def test_what_is_checked_out_is_not_saved_under_another_commit(
     other = "f" * 40
     known = {"HEAD": COMMIT, "HEAD~1": other}
     monkeypatch.setattr(asv_measuring, "find_commit", lambda word, folder: known.get(word))
-    kind, why = asked(a_run("run2", record(3)), saved_as="HEAD~1")
-    assert kind == "failed" and why.startswith("asv saves it as commit ffffffff, and commit 01234567 is checked out")
+    kind, why = asked(a_run("run2", record(3)), asv_commit="HEAD~1")
+    assert kind == "failed" and why.startswith(
+        "asv saves results as commit ffffffff, but commit 01234567 is checked out"
+    )
     before = a_run("run1", record(2), commit=other)
-    assert asked(a_run("run3", record(4)), before, saved_as="HEAD~1") == ("samples", [0.002])
-    assert asked(a_run("run4", record(4)), saved_as="HEAD") == ("samples", [0.003, 0.004, 0.004])
-    assert asked(a_run("run5", record(5)), saved_as="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
+    assert asked(a_run("run3", record(4)), before, asv_commit="HEAD~1") == ("samples", [0.002])
+    assert asked(a_run("run4", record(4)), asv_commit="HEAD") == ("samples", [0.003, 0.004, 0.004])
+    assert asked(a_run("run5", record(5)), asv_commit="lost") == ("samples", [0.003, 0.004, 0.004, 0.005])
 
 
 def test_what_has_no_number_says_why(asked: Callable[..., Any]) -> None:

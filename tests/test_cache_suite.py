@@ -54,7 +54,7 @@ def test_what_a_cache_held_is_in_the_row(fp8bench: Say, tmp_path: Path, monkeypa
         assert hot["status"] == "ok" and hot["rotation"] is None
         if not size:
             assert {one["status"] for one in others} == {"skipped"}
-            assert all("the size of the last-level cache of cpu is not known" in one["reason"] for one in others)
+            assert all("the size of the last-level cache of cpu is unknown" in one["reason"] for one in others)
             return
         cold, rotating = others
         assert cold["rotation"] is None and {len(slot["calls_ns"]) <= 4 for slot in cold["timing"]["slots"]} == {True}

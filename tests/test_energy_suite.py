@@ -144,7 +144,7 @@ def test_a_training_measures_the_energy_of_each_arm(simulation: Simulation, tmp_
     )
     assert done.returncode == 0, done.stderr
     (path,) = KIND.files(tmp_path / "store")
-    found = {one.arm: one.energy for one in load_training(path).of(ArmCost) if one.energy}
+    found = {one.arm: one.energy for one in load_training(path).select_lines(ArmCost) if one.energy}
     assert found.keys() == {"fp32", "bf16"} and "J/step" in done.stdout and "J [" in done.stdout
     for use in found.values():
         (window,) = use.windows

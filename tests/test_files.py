@@ -41,7 +41,7 @@ from fp8bench.files import (
 from fp8bench.model import Case
 from fp8bench.model.file_names import name_of, safe
 from fp8bench.store.asv.files import write_object
-from fp8bench.store.asv.view import sweep
+from fp8bench.store.asv.view import remove_abandoned_files
 from tests.counts import for_each
 from tests.older import without_sums
 from tests.store.asv.test_files import read_only as read_only
@@ -54,7 +54,7 @@ from pathlib import Path
 from unittest.mock import Mock
 from fp8bench.errors import StoreError
 from fp8bench.store.asv.files import write_object
-from fp8bench.store.asv.view import sweep
+from fp8bench.store.asv.view import remove_abandoned_files
 resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, resource.RLIM_INFINITY))
 try:
     write_object(Path(sys.argv[1]), {"a": "x" * 80_000})
@@ -196,11 +196,11 @@ def test_a_kill_in_the_middle_leaves_the_old_file(old: Path) -> None:
     done = subprocess.run([sys.executable, "-c", KILLED, str(old)], timeout=120, check=False)
     (half,) = (path for path in old.parent.iterdir() if path != old)
     assert done.returncode == -signal.SIGKILL and old.read_text() == OLD and half.name.endswith(".partial")
-    sweep(old.parent)
+    remove_abandoned_files(old.parent)
     assert half.exists()
     os.utime(half, (1, 1))
     os.utime(old, (1, 1))
-    sweep(old.parent)
+    remove_abandoned_files(old.parent)
     assert not half.exists() and old.exists()
 
 

@@ -12,10 +12,10 @@ import pytest
 from fp8bench.cli.progress import LiveLine
 from fp8bench.cli.streams import complain
 from fp8bench.features.gate.judging import GateVerdict as GateVerdict
-from fp8bench.features.gate.judging import first_look
-from fp8bench.features.gate.view import as_junit
+from fp8bench.features.gate.judging import judge_first_look
+from fp8bench.features.gate.view import render_junit
 from fp8bench.model import Comparison, Direction, Evidence
-from fp8bench.report.comparisons import rows_of
+from fp8bench.report.comparisons import comparison_rows
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text
 from fp8bench.report.page import html, markdown
@@ -119,16 +119,16 @@ def test_no_renderer_passes_it_on(capsys: pytest.CaptureFixture[str]) -> None:
     assert obeyed(render(page, color=True)) == {"\x1b"} and "\x1b[31mred" not in render(page, color=True)
     assert not obeyed(markdown.render(page), "\t")
     assert not obeyed(html.render(page), "\t", "\u00a0", "\ufffd")
-    assert not obeyed(csv_text(*rows_of([comparison()])))
+    assert not obeyed(csv_text(*comparison_rows([comparison()])))
     complain(f"{NASTY}\n  {NASTY}")
     assert not obeyed(capsys.readouterr().err)
 
 
 def test_a_build_server_gets_none_of_it() -> None:
     """JUnit text appears in logs, which are read on terminals."""
-    judged = first_look([comparison()], ())
+    judged = judge_first_look([comparison()], ())
     for verdict in (GateVerdict(NASTY, judged, (NASTY,)), GateVerdict(NASTY, (), (), NASTY, 3)):
-        text = as_junit(verdict)
+        text = render_junit(verdict)
         assert not obeyed(text)
         ET.fromstring(text)
 

@@ -59,15 +59,15 @@ def test_a_limit_below_a_single_state_gives_zero(store: Path, capsys: pytest.Cap
 
 @pytest.mark.slow
 def test_a_run_that_was_cut_off_goes_on_searching(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    search = CapacityPass.search
+    search = CapacityPass.find_largest_batches
 
     def interrupted(self: CapacityPass, outcomes: object) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(CapacityPass, "search", interrupted)
+    monkeypatch.setattr(CapacityPass, "find_largest_batches", interrupted)
     words = [*WORDS, "--set", "tokens=32", "--max-batch", "2MiB"]
     assert main(words) == 130
     assert not kept(store).records
-    monkeypatch.setattr(CapacityPass, "search", search)
+    monkeypatch.setattr(CapacityPass, "find_largest_batches", search)
     assert main(["suite", "--resume", "last", "--no-report"]) == 0
     assert all(one.capacity is not None and one.capacity.batch for one in kept(store).records)

@@ -12,10 +12,10 @@ import pytest
 
 import fp8bench
 from fp8bench import CommandResult, api
-from fp8bench.cli.calls import command_call, explain_arguments, keyword_of
-from fp8bench.cli.main import build_parser, command_module, commands_of, parse
+from fp8bench.cli.calls import explain_arguments, make_command_call, python_keyword
+from fp8bench.cli.main import build_parser, command_module, parse_words, subparsers_by_name
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.jobs.report_files import place_of_report
+from fp8bench.jobs.report_files import find_report_page
 from tests.commands import Say
 from tests.counts import for_each
 from tests.runs import measured
@@ -39,7 +39,7 @@ def asked(name: str, monkeypatch: pytest.MonkeyPatch, *words: Any, **given: Any)
         return CommandResult(None, lambda: None)  # type: ignore[arg-type, return-value]
 
     monkeypatch.setattr(command_module(name), "answer", answer)
-    command_call(name)(*words, **given)
+    make_command_call(name)(*words, **given)
     return vars(seen[0])
 
 
@@ -76,7 +76,7 @@ def test_a_call_is_the_command_line(
         with pytest.raises(UnknownName, match="unknown argument of sensitivity 'quick'"):
             asked(name, monkeypatch, *words, **given)
         return
-    known = vars(parse(build_parser([name]), [name, *line.split()]))
+    known = vars(parse_words(build_parser([name]), [name, *line.split()]))
     assert asked(name, monkeypatch, *words, **given) == known
 
 
@@ -90,9 +90,9 @@ def test_a_function_is_named_by_where_another_process_finds_it(monkeypatch: pyte
 
 @for_each("name", CALLS)
 def test_a_call_has_every_option_that_does_not_say_how_to_print(name: str) -> None:
-    call, parser = getattr(fp8bench, name), commands_of(build_parser([name]))[name]
+    call, parser = getattr(fp8bench, name), subparsers_by_name(build_parser([name]))[name]
     printed = ("help", "help_all", "json", "csv", "md", "all", "explain")
-    actions = {keyword_of(action): action for action in parser._actions if action.dest not in printed}
+    actions = {python_keyword(action): action for action in parser._actions if action.dest not in printed}
     places = {word for word, known in actions.items() if not known.option_strings and known.choices}
     parameters = inspect.signature(call).parameters
     assert set(parameters) == {*actions} - places | {"progress"}
@@ -119,8 +119,8 @@ def test_help_explains_every_argument_in_a_line(name: str) -> None:
 
 
 def test_arguments_are_explained_by_the_command_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    actions = commands_of(build_parser(["suite"]))["suite"]._actions
-    words = {keyword_of(action): (action.help or "").replace("%%", "%") for action in actions}
+    actions = subparsers_by_name(build_parser(["suite"]))["suite"]._actions
+    words = {python_keyword(action): (action.help or "").replace("%%", "%") for action in actions}
     told = arguments_of(fp8bench.suite)
     assert {name for name in told if told[name].removeprefix("False: ") == words.get(name)} >= told.keys() - {
         "progress",
@@ -138,7 +138,7 @@ def test_arguments_are_explained_by_the_command_line(monkeypatch: pytest.MonkeyP
 
 def test_help_of_a_run_says_what_its_frames_hold() -> None:
     text = " ".join((inspect.getdoc(fp8bench.suite) or "").split())
-    assert "`run.verdicts` is the terminal's answer as a pandas frame" in text and "`run.results`" in text
+    assert "`run.verdicts` is a pandas frame with a row for each case" in text and "`run.results`" in text
 
 
 @for_each(
@@ -184,7 +184,7 @@ def test_a_result_says_what_the_command_prints(
     for run in runs:
         assert "slower" in str(run) or "faster" in str(run) or "cannot tell" in str(run) or "same" in str(run)
         assert fp8bench.table(run).startswith(str(run)[:200])
-        assert place_of_report(run) in "".join(str(run).split())
+        assert find_report_page(run) in "".join(str(run).split())
         assert re.search(r'<a href="file:[^"]*/report.html">', run._repr_html_())
     sides = [run.id for run in runs]
     monkeypatch.setenv("COLUMNS", "100")

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import Fp8benchError, UnknownName, UsageError
-from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train import arms
 from fp8bench.model.words import MSAMP_LEVELS
 from fp8bench.protocols import Workload
 from fp8bench.registry import Registry, devices, precisions, workloads
@@ -58,12 +58,13 @@ def test_unknown_names_list_the_known_ones_and_the_nearest(registry: Registry[Th
     assert caught.value.nearest is None and "Did you mean" not in str(caught.value)
 
 
-@for_each("word", [*LEVELS, "MSAMP-O2", "msamp-o1:x=1"])
+@for_each("word", [*MSAMP_LEVELS, "MSAMP-O2", "msamp-o1:x=1"])
 def test_a_level_of_ms_amp_is_no_precision_and_says_where_it_is_an_arm(word: str) -> None:
     level = word.lower().partition(":")[0]
     with pytest.raises(UsageError, match=rf"^{level} is .* fp8bench train --dtypes bf16,{level}, without opt"):
         precisions.canonical(word)
-    assert tuple(LEVELS) == MSAMP_LEVELS and {finding.precision for finding in LEVELS.values()} == {"fp8:scale=pow2"}
+    assert tuple(arms.MSAMP_LEVELS) == MSAMP_LEVELS
+    assert {finding.precision for finding in arms.MSAMP_LEVELS.values()} == {"fp8:scale=pow2"}
 
 
 @pytest.mark.parametrize(

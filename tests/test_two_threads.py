@@ -48,8 +48,8 @@ def test_a_run_without_isolation_has_the_process_to_itself(tmp_path: Path, capfd
     with ThreadPoolExecutor(1) as pool:
         first = pool.submit(small, tmp_path, False, observer)
         assert observer.there.wait(240)
-        for isolation, which in ((False, "has no process of its own"), (True, "is measured beside one that has none")):
-            with pytest.raises(UsageError, match=f"another run is going on in this process, and this one {which}"):
+        for isolation, which in ((False, "this one"), (True, "that run")):
+            with pytest.raises(UsageError, match=f"another run is active in this process, and {which} has no worker"):
                 small(tmp_path, isolation)
         observer.go_on.set()
         assert first.result(240).ok

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.asv_bridge import root_of, store_of_project
+from fp8bench.asv_bridge import find_project, find_store
 from fp8bench.cli.main import DEFAULT_STORE, main
 from fp8bench.jobs import doctor
 from fp8bench.measure.handle import LocalWorker
@@ -30,7 +30,7 @@ PAGE = (ROOT / "docs" / "user-suites.md").read_text()
 HISTORY = (ROOT / "docs" / "history.md").read_text()
 # The message of every run outside a repository.
 NO_HISTORY = (
-    "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
+    "fp8bench: history: this was not measured in a git repository; the run is stored, and asv's view is unchanged\n"
 )
 
 
@@ -111,7 +111,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
 def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (folder / "my_suite.py").write_text(with_history())
     assert main(["list", "./my_suite.py"]) == 0
-    assert "the history keeps experts=64 in fp32, bf16 (--grid measures just these)" in capsys.readouterr().out
+    assert "the history keeps experts=64 in fp32, bf16 (--grid measures only these)" in capsys.readouterr().out
     for wrong in ('("64",)}, gpu', '("6x",)}, gpu'), ('phases=("cast"', 'phases=("casts"'):
         assert wrong[0] in with_history()
         (folder / "wrong.py").write_text(with_history().replace(*wrong).replace("routing", "wrong"))
@@ -121,7 +121,7 @@ def test_the_grid_of_the_page_fits_the_example(folder: Path, capsys: pytest.Capt
         assert "cannot be tracked" in said and "the history keeps" not in said
     (found,) = re.findall(r"^```json\n(.*?)^```", HISTORY, re.MULTILINE | re.DOTALL)
     (folder / "asv.conf.json").write_text(found)
-    assert store_of_project(root_of(folder / "suites" / "routing.py")) == folder / DEFAULT_STORE
+    assert find_store(find_project(folder / "suites" / "routing.py")) == folder / DEFAULT_STORE
 
 
 @pytest.mark.slow

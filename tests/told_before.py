@@ -110,6 +110,6 @@ def shown(words: Text | Field) -> str:
 
 def on_terminal(made: Made, *words: str, width: int = 200) -> str:
     """The paragraphs of a run's terminal output that contain a word, without the legend."""
-    parts = render(*made, width, whole=True).rstrip("\n").split("\n\n")
+    parts = render(*made, width, with_details=True).rstrip("\n").split("\n\n")
     sought = re.compile("|".join(map(re.escape, words)))
     return "\n\n".join(part for part in parts if part[:11] != "how to read" and sought.search(part))

@@ -75,7 +75,7 @@ class FakeLab(Worker):
         self.task, self.steps = task, {arm.name: 0 for arm in task.arms}
         return tuple(ArmState(arm.name, 1000, 32, (("weights", 4.0), ("moments", 8.0))) for arm in task.arms)
 
-    def _alone(self, task: SeedTask) -> ArmCost:
+    def _measure_memory(self, task: SeedTask) -> ArmCost:
         (arm,) = task.arms
         kept = (("weights", 4000), ("moments", 8000))
         return ArmCost(arm.name, task.seed, kept=kept, memory=MemoryUse(20_000, (("weights", 4000),)))

@@ -1,10 +1,10 @@
-"""From which size on a precision pays: stretches and crossings with intervals, from the ratios at several sizes.
+"""Finds from which size on a low precision is faster. The speed-ups at several sizes were measured.
 
-Between two measured sizes the logarithm of the speed-up is interpolated over the logarithm of the size, within a band.
-The band has the intervals of both points, and as much as a curve may deviate from a straight line that bends there as
-it does at its neighbours. Where the curve leaps, the leap may be at any size in between. A crossing's interval has all
-sizes at which the band holds 1, so it holds the true crossing at least as often as a point's interval its ratio. Sizes
-beyond the measured ones are not judged.
+Between two measured sizes, the logarithm of the speed-up is interpolated linearly over the logarithm of the size,
+with a lower and an upper bound. The bounds contain the confidence intervals of both sizes. They are widened by how
+far the curve may deviate from a straight line, which is estimated from its bends at the neighbouring sizes. If the
+speed-up leaps between two sizes, the leap may be anywhere between them. The interval of a crossing contains every
+size at which the bounds include a speed-up of 1. Sizes outside the measured range are not judged.
 """
 
 from __future__ import annotations
@@ -18,19 +18,20 @@ from typing import NamedTuple
 import numpy as np
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import BAND, best_ratio, common_rounds
+from fp8bench.analysis.verdicts import BAND, best_ratio, find_common_rounds
 from fp8bench.model import Finding, Interval, Params, Record
 
-# Fewer sizes make no curve.
-LEAST_SIZES = 3
-# The band is computed at this many places between two measured sizes.
-_STEPS = 64
-# The change between two sizes is a leap if it is this many times as large as both of its neighbours.
-_LEAP = 3.0
+# A curve needs at least this many sizes.
+MIN_SIZES = 3
+# The number of points at which the bounds are interpolated between two measured sizes.
+_POINTS_PER_GAP = 64
+# The speed-up leaps between two sizes if it changes there by this many times as much as between the sizes on either
+# side.
+_LEAP_RATIO = 3.0
 
 
 class SizedRatio(NamedTuple):
-    """The ratio of the time to that of the comparison base, at one size."""
+    """At one size, the time of a precision divided by the time of the case that it is compared with."""
 
     size: int
     ratio: Interval
@@ -41,7 +42,9 @@ class SizedRatio(NamedTuple):
 
 
 class SizeStretch(NamedTuple):
-    """A range of sizes over which the precision pays (1), costs time (-1), or neither is certain (None)."""
+    """A range of sizes. In this range a precision is faster (`pays` is True), slower (False), or neither is certain
+    (None).
+    """
 
     pays: bool | None
     first: float
@@ -49,7 +52,9 @@ class SizeStretch(NamedTuple):
 
 
 class Crossing(NamedTuple):
-    """The size where a precision begins or ceases to pay; `low` and `high` enclose the true one."""
+    """The size at which a precision becomes faster (`begins`) or stops being faster. `low` and `high` bound the true
+    size.
+    """
 
     size: float
     low: float
@@ -59,9 +64,11 @@ class Crossing(NamedTuple):
 
 @dataclass(frozen=True)
 class BreakEven:
-    """Stretches from the smallest measured size to the largest, crossings between them, and sizes within noise.
+    """Where a precision is faster. `stretches` are ranges of sizes that cover all sizes from the smallest to the
+    largest measured one. `crossings` are the sizes between them. `within_noise` are the measured sizes whose speed-up
+    is within noise.
 
-    `level` is that of the intervals; 0 where some are the range of a few rounds.
+    `level` is the confidence level of the intervals. It is 0 if any interval is only the range of a few rounds.
     """
 
     stretches: tuple[SizeStretch, ...]
@@ -71,94 +78,107 @@ class BreakEven:
 
 
 def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
-    """Finds stretches and crossings; None for fewer than three sizes. Sizes must be distinct and all ratios above 0."""
+    """Returns the ranges of sizes in which a precision is faster or slower, and the sizes between these ranges.
+    Returns None for fewer than three sizes. Sizes must be distinct and ratios positive.
+    """
     ordered = sorted(points)
-    if len(ordered) < LEAST_SIZES:
+    if len(ordered) < MIN_SIZES:
         return None
-    # 1. Cut the sizes into stretches of one sign: pays (1), costs (-1), unclear (0).
-    places, low, middle, high = _band(ordered)
+    # 1. Cut the sizes into stretches in which the precision is faster (1), slower (-1) or uncertain (0).
+    sizes, low, middle, high = _interpolate_bounds(ordered)
     signs = np.where(low > 0, 1, np.where(high < 0, -1, 0)).tolist()
     stretches: list[SizeStretch] = []
     crossings: list[Crossing] = []
-    sure_end: int | None = None
-    first = 0
-    for sign, run in groupby(signs):
-        last = first + len(list(run)) - 1
-        stretches.append(SizeStretch(sign > 0 if sign else None, places[first], places[last]))
+    last_certain_index: int | None = None
+    first_index = 0
+    for sign, same_signs in groupby(signs):
+        last_index = first_index + len(list(same_signs)) - 1
+        stretches.append(SizeStretch(sign > 0 if sign else None, sizes[first_index], sizes[last_index]))
         # 2. Find a crossing between two clear stretches of opposite signs.
-        if sign and sure_end is not None and signs[sure_end] != sign:
-            zero = _find_zero(places, middle, sure_end, first)
-            crossings.append(Crossing(zero, places[sure_end], places[first], sign > 0))
+        if sign and last_certain_index is not None and signs[last_certain_index] != sign:
+            crossing_size = _find_crossing_size(sizes, middle, last_certain_index, first_index)
+            crossings.append(Crossing(crossing_size, sizes[last_certain_index], sizes[first_index], sign > 0))
         if sign:
-            sure_end = last
-        first = last + 1
-    noise = tuple(ratio.size for ratio in ordered if ratio.within_noise)
-    return BreakEven(tuple(stretches), tuple(crossings), noise, min(ratio.ratio.level for ratio in ordered))
+            last_certain_index = last_index
+        first_index = last_index + 1
+    sizes_within_noise = tuple(sized_ratio.size for sized_ratio in ordered if sized_ratio.within_noise)
+    return BreakEven(
+        tuple(stretches), tuple(crossings), sizes_within_noise, min(sized_ratio.ratio.level for sized_ratio in ordered)
+    )
 
 
-def _band(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
-    """Returns the sizes, and at each the lower bound, middle and upper bound of the logarithm of the speed-up."""
-    measured = np.log([ratio.size for ratio in ordered])
-    pieces = [np.linspace(*ends, _STEPS, endpoint=False) for ends in pairwise(measured)]
-    at = np.concatenate([*pieces, measured[-1:]])
-    speeds = [ratio.ratio.inverse for ratio in ordered]
-    points = np.log([speed.point for speed in speeds])
-    low = np.interp(at, measured, np.log([speed.low for speed in speeds]))
-    high = np.interp(at, measured, np.log([speed.high for speed in speeds]))
-    deviation = _deviation(measured, points) + BAND
-    # Measured sizes are exact, not the exponential of their logarithm.
-    sizes = [float(value) for value in np.exp(at)]
-    sizes[::_STEPS] = [float(ratio.size) for ratio in ordered]
-    return sizes, low - deviation, np.interp(at, measured, points), high + deviation
-
-
-def _deviation(measured: Floats, values: Floats) -> Floats:
-    """Returns how far a curve may deviate from a straight line between two points, judged by how it bends at them.
-
-    If it leaps, its course is unknown: a library may switch kernels anywhere in between.
+def _interpolate_bounds(ordered: Sequence[SizedRatio]) -> tuple[list[float], Floats, Floats, Floats]:
+    """Returns a grid of sizes. For each of them, also returns the lower bound, the estimate and the upper bound of
+    the speed-up's logarithm.
     """
-    widths, steps = np.diff(measured), np.diff(values)
+    log_sizes = np.log([sized_ratio.size for sized_ratio in ordered])
+    gaps = [np.linspace(*ends, _POINTS_PER_GAP, endpoint=False) for ends in pairwise(log_sizes)]
+    grid = np.concatenate([*gaps, log_sizes[-1:]])
+    speedups = [sized_ratio.ratio.inverse for sized_ratio in ordered]
+    log_speedups = np.log([speedup.point for speedup in speedups])
+    low = np.interp(grid, log_sizes, np.log([speedup.low for speedup in speedups]))
+    high = np.interp(grid, log_sizes, np.log([speedup.high for speedup in speedups]))
+    deviation = _estimate_deviation(log_sizes, log_speedups) + BAND
+    # Use the exact measured sizes instead of exponentials of their logarithms.
+    sizes = [float(value) for value in np.exp(grid)]
+    sizes[::_POINTS_PER_GAP] = [float(sized_ratio.size) for sized_ratio in ordered]
+    return sizes, low - deviation, np.interp(grid, log_sizes, log_speedups), high + deviation
+
+
+def _estimate_deviation(log_sizes: Floats, log_speedups: Floats) -> Floats:
+    """Returns how far the curve may deviate from a straight line between two neighbouring sizes. It is estimated from
+    how much the curve bends at both sizes.
+
+    After a leap, the deviation is the whole height of the leap, because a library may switch kernels at any size in
+    between.
+    """
+    widths, steps = np.diff(log_sizes), np.diff(log_speedups)
     bends = np.abs(2 * np.diff(steps / widths) / (widths[:-1] + widths[1:]))
-    bend = np.maximum(np.append(bends[0], bends), np.append(bends, bends[-1]))
-    sides = np.pad(np.abs(steps), 1)
-    leaps = np.abs(steps) > _LEAP * np.maximum(sides[:-2], sides[2:])
-    share = np.arange(_STEPS) / _STEPS
-    smooth = np.outer(bend * widths**2 / 2, share * (1 - share))
-    by_place = np.where(leaps[:, None] & (share > 0), np.abs(steps)[:, None], smooth)
-    deviation: Floats = np.append(by_place.ravel(), 0.0)
+    largest_bend = np.maximum(np.append(bends[0], bends), np.append(bends, bends[-1]))
+    padded_steps = np.pad(np.abs(steps), 1)
+    is_leap = np.abs(steps) > _LEAP_RATIO * np.maximum(padded_steps[:-2], padded_steps[2:])
+    fraction = np.arange(_POINTS_PER_GAP) / _POINTS_PER_GAP
+    by_bend = np.outer(largest_bend * widths**2 / 2, fraction * (1 - fraction))
+    by_point = np.where(is_leap[:, None] & (fraction > 0), np.abs(steps)[:, None], by_bend)
+    deviation: Floats = np.append(by_point.ravel(), 0.0)
     return deviation
 
 
-def _find_zero(places: Sequence[float], middle: Floats, first: int, last: int) -> float:
-    """Returns the size where the middle of the band crosses 0 between two places; the median of several crossings."""
-    turns = [at for at in range(first, last) if (middle[at] > 0) != (middle[at + 1] > 0)]
-    at = turns[len(turns) // 2]
-    share = middle[at] / (middle[at] - middle[at + 1])
-    return math.exp((1 - share) * math.log(places[at]) + share * math.log(places[at + 1]))
+def _find_crossing_size(sizes: Sequence[float], log_speedups: Floats, first: int, last: int) -> float:
+    """Returns the size at which the interpolated speed-up crosses 1. If it crosses several times, returns the middle
+    crossing.
+    """
+    sign_changes = [index for index in range(first, last) if (log_speedups[index] > 0) != (log_speedups[index + 1] > 0)]
+    index = sign_changes[len(sign_changes) // 2]
+    fraction = log_speedups[index] / (log_speedups[index] - log_speedups[index + 1])
+    return math.exp((1 - fraction) * math.log(sizes[index]) + fraction * math.log(sizes[index + 1]))
 
 
-# Low precisions are compared with this one if it was measured, because they would replace it.
+# Lower precisions are compared with bf16 if it was measured, because they would replace bf16.
 USUAL = "bf16"
-_NOT_BELOW = frozenset({"fp32", "tf32", "bf16", "fp16"})
+_HIGH_PRECISIONS = frozenset({"fp32", "tf32", "bf16", "fp16"})
 
 JudgedCase = tuple[Record, Finding | None]
 
 
 @dataclass(frozen=True)
 class Sweep:
-    """Cases that differ in one number: its name, the parameters that they share, and their settings, smallest first."""
+    """Cases that differ only in one number.
+
+    `name` is that number's name. `places` has its values, each with the index of the setting that has this value.
+    """
 
     axis: str
     held: Params
-    places: tuple[tuple[int, int], ...]  # the number, and the index of its setting
+    places: tuple[tuple[int, int], ...]  # pairs of a size and the index of its setting
 
 
 @dataclass(frozen=True)
 class SweptMode:
-    """One precision over a sweep. `found` is None if too few sizes have a ratio.
+    """One precision with its ratios at all sizes of a sweep. `found` is None if too few sizes have a ratio.
 
-    `refused` maps sizes without a ratio to the reason; `doubted` are sizes whose ratio has a label that casts doubt on
-    it.
+    `refused` maps sizes without a ratio to the reason. `doubted` lists sizes whose ratio has a label that casts doubt
+    on it.
     """
 
     mode: str
@@ -169,23 +189,30 @@ class SweptMode:
     found: BreakEven | None
 
 
-def sweeps_of(settings: Sequence[Params]) -> list[Sweep]:
-    """Returns every number that varies alone over at least three settings."""
-    places: dict[tuple[str, Params], dict[int, int]] = {}
-    for place, params in enumerate(settings):
+def find_sweeps(settings: Sequence[Params]) -> list[Sweep]:
+    """Returns a sweep for every number that varies over at least three settings while all other
+    parameters are equal.
+    """
+    indices_by_size: dict[tuple[str, Params], dict[int, int]] = {}
+    for index, params in enumerate(settings):
         for name, value in params:
             if isinstance(value, int) and not isinstance(value, bool) and value > 0:
-                held = tuple(pair for pair in params if pair[0] != name)
-                places.setdefault((name, held), {})[value] = place
-    sweeps = [Sweep(axis, held, tuple(sorted(sizes.items()))) for (axis, held), sizes in places.items()]
-    return [sweep for sweep in sweeps if len(sweep.places) >= LEAST_SIZES]
+                shared_params = tuple(pair for pair in params if pair[0] != name)
+                indices_by_size.setdefault((name, shared_params), {})[value] = index
+    sweeps = [
+        Sweep(axis, shared_params, tuple(sorted(sizes.items())))
+        for (axis, shared_params), sizes in indices_by_size.items()
+    ]
+    return [sweep for sweep in sweeps if len(sweep.places) >= MIN_SIZES]
 
 
-def swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
-    """Yields every precision of a sweep except the comparison base; `groups` are in the order of the settings."""
+def iterate_swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterator[SweptMode]:
+    """Yields each precision of a sweep except the one that the others are compared with. `groups` are in the order of
+    the settings.
+    """
     modes: dict[str, None] = {}
-    for _, place in sweep.places:
-        modes |= dict.fromkeys(record.case.mode for record, _ in groups[place])
+    for _, index in sweep.places:
+        modes |= dict.fromkeys(record.case.mode for record, _ in groups[index])
     for mode in modes:
         swept = _sweep_mode(mode, sweep, groups)
         if swept.points or swept.refused:
@@ -193,52 +220,51 @@ def swept_modes(sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> Iterato
 
 
 def _sweep_mode(mode: str, sweep: Sweep, groups: Sequence[Sequence[JudgedCase]]) -> SweptMode:
-    points, refused, doubted, against = [], [], [], ""
-    for size, place in sweep.places:
-        case = next((pair for pair in groups[place] if pair[0].case.mode == mode), None)
-        base = _base(case, groups[place]) if case is not None else None
-        if case is None or base is None or case is base:
+    points, refused, doubted, base_mode = [], [], [], ""
+    for size, index in sweep.places:
+        case = next((pair for pair in groups[index] if pair[0].case.mode == mode), None)
+        base_case = _find_compared_case(case, groups[index]) if case is not None else None
+        if case is None or base_case is None or case is base_case:
             continue
-        against = base[0].case.mode
-        ratio = _ratio(case, base)
+        base_mode = base_case[0].case.mode
+        ratio = _compute_ratio(case, base_case)
         if isinstance(ratio, str):
             refused.append((size, ratio))
             continue
         points.append(SizedRatio(size, ratio))
-        if any(finding is not None and finding.doubts(ratio) for _, finding in (case, base)):
+        if any(finding is not None and finding.doubts(ratio) for _, finding in (case, base_case)):
             doubted.append(size)
-    return SweptMode(mode, against, tuple(points), tuple(refused), tuple(doubted), break_even(points))
+    return SweptMode(mode, base_mode, tuple(points), tuple(refused), tuple(doubted), break_even(points))
 
 
-def _base(case: JudgedCase, group: Sequence[JudgedCase]) -> JudgedCase | None:
-    """Returns what a case is compared with: precisions below bf16 with bf16 if it has a speed here, else the
-    reference."""
-    if case[0].case.precision not in _NOT_BELOW:
+def _find_compared_case(case: JudgedCase, group: Sequence[JudgedCase]) -> JudgedCase | None:
+    """Returns the case to compare with: bf16 for precisions below bf16 if bf16 was timed, otherwise the reference."""
+    if case[0].case.precision not in _HIGH_PRECISIONS:
         for pair in group:
             if pair[0].case.mode == USUAL and pair[0].support.is_native and pair[0].timing is not None:
                 return pair
     return next((pair for pair in group if pair[0].is_reference), None)
 
 
-def _ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
-    """Returns the ratio of the case to its base, or why it has none."""
+def _compute_ratio(case: JudgedCase, base: JudgedCase) -> Interval | str:
+    """Returns the time of the case divided by the time of its base, or the reason for a missing ratio."""
     record, finding = case
     base_record, base_finding = base
     if record.support.is_emulated:
-        return "emulated here: no speed"
+        return "emulated on this device, so it has no speed"
     if finding is None or finding.best_seconds is None:
         return record.reason or "not timed"
-    hard = finding.hard or (base_finding.hard if base_finding is not None else ())
-    if hard:
-        return f"labelled {', '.join(hard)}"
+    hard_labels = finding.hard or (base_finding.hard if base_finding is not None else ())
+    if hard_labels:
+        return f"labelled {', '.join(hard_labels)}"
     ratio = None
     if base_record.is_reference:
         ratio = finding.ratio
     elif record.timing is not None and base_record.timing is not None:
         timings = [record.timing, base_record.timing]
-        # Cases of other sittings share no rounds, whatever their numbers are.
+        # Cases that were measured in different sessions share no rounds, even if their round numbers are equal.
         same_sitting = not (record.paired_with or base_record.paired_with)
-        if same_sitting and (rounds := common_rounds(timings)):
+        if same_sitting and (rounds := find_common_rounds(timings)):
             ratio = best_ratio(timings, rounds)
     if ratio is None or not 0 < ratio.low <= ratio.point <= ratio.high < math.inf:
         return f"no rounds in common with {base_record.case.mode}"

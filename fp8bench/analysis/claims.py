@@ -1,7 +1,8 @@
-"""Labels for claims of a workload that cannot be true, without trusting the workload's code.
+"""Labels cases whose claims cannot be true, such as more FLOP/s than the machine can reach.
 
-Its steps are checked against their results, its work against its operators, its throughput against the machine's peak,
-its precision against the products that ran, its reference for handicaps.
+The checks do not trust the workload's code. They compare its steps with their results, its declared work with the
+recorded operators, its throughput with the machine's peak, and its precision with the products that ran. They also
+check the reference for handicaps.
 """
 
 from __future__ import annotations
@@ -11,13 +12,13 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis import verdicts
-from fp8bench.analysis.handicaps import handicaps_of
+from fp8bench.analysis.handicaps import label_handicaps
 from fp8bench.analysis.labels import Labelled
-from fp8bench.analysis.roofline import Roofs, bounds_of
+from fp8bench.analysis.roofline import Roofs, upper_bounds_of
 from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import FORMATS
-from fp8bench.formats.hardware import foreign_kernel
+from fp8bench.formats.hardware import find_wider_kernel
 from fp8bench.formats.recipes import Recipe, Treatment
 from fp8bench.model import Ceiling, Label, Record, Tape
 from fp8bench.model.run import BENCH
@@ -27,111 +28,122 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import precisions, workloads
 
-# A claim may exceed the measured peak of the machine by this factor. The highest claim of fp8bench's suites, on one
-# core of an AMD EPYC (Zen 5), is a 3x3 convolution in fp32 at 1.1 times the best product; Winograd's algorithm needs
-# 2.25 times fewer FLOPs than are counted. Bytes reached 0.4 times the best copy; those of 16-bit tensors may be counted
-# as four bytes, as in fp32.
+# A claim may exceed the measured peak of the machine by this factor, because Winograd's algorithm needs 2.25 times
+# fewer FLOPs than are counted. The highest claim of fp8bench's suites is 1.1 times the best product: a 3x3
+# convolution in fp32 on one core of an AMD EPYC (Zen 5). For bytes, the highest claim is 0.4 times the best copy.
+# Suites may count a 16-bit tensor as if it had four bytes per element.
 MARGIN = 2.5
-# Bits per element assumed for an unknown precision: more than any kernel has.
-_ANY = 64
-# If the declared FLOPs exceed the tape's by more than the first factor, some were not done. If the tape exceeds the
-# declared ones by the second factor, it recorded a different step: recomputed activations give a factor of 4/3, a
-# masked square of scores 2.
-_SLACK = 1.05
-_MORE = 4.0
-# If FLOPs differ from the reference's by more than this share, the steps are different.
-_DIFFERENT = 0.05
-# Bytes are declared in the input dtype of tensors: four bytes may be declared where one is read.
-_WIDER = 4.0
-# The margin for products counted by the tape, on a GPU: the search for the peak may have missed its best shape by this
-# factor. Convolutions are exempt, because they may take fewer products than are counted.
-COUNTED_MARGIN = 1.25
+# Bits per element assumed for an unknown precision. No kernel has more.
+_UNKNOWN_FORMAT_BITS = 64
+# If the declared FLOPs exceed the recorded ones by the first factor, the step left work out. If the recorded FLOPs
+# exceed the declared ones by the second factor, the recording shows a different step. Recomputed activations explain
+# a factor of 4/3, and a masked square of attention scores a factor of 2.
+_DECLARED_FLOPS_MARGIN = 1.05
+_RECORDED_FLOPS_MARGIN = 4.0
+# Two steps have different work if their FLOPs differ by more than this share.
+_FLOPS_TOLERANCE = 0.05
+# Declared bytes may exceed recorded bytes by this factor, because suites count bytes in the input dtype. If that is
+# fp32, they count four bytes where an FP8 case reads one.
+_DECLARED_BYTES_MARGIN = 4.0
+# On a GPU, recorded products may exceed the measured peak by this factor, because the search for the peak may have
+# missed the best shape. Convolutions are exempt, because some algorithms need fewer FLOPs than are counted.
+GPU_PRODUCT_MARGIN = 1.25
 _CONVOLUTION = "convolution"
-# The margin for plain fp32 products on a CPU, whose clock varies more; the highest of six suites was 1.0. In bf16,
-# which is slow and briefly searched on CPUs without support, a vector-matrix product reached 2.6 times the best.
-# Attention may skip masked elements.
-PLAIN_MARGIN = 1.5
-_PLAIN = frozenset({"mm", "addmm", "bmm", "baddbmm"})
-# The relative rounding error of a format with m mantissa bits is this over 2^m. fp8bench's suites have at least 1.4
-# times this error on normal and uniform values; integers may be exact in a format, where nothing is rounded.
+# On a CPU, fp32 matrix products may exceed the measured peak by this factor, which is larger because the clock varies
+# more. The fastest product of six suites reached 1.0 times the peak. Products in bf16 are exempt: on CPUs without
+# bf16 support, a vector-matrix product reached 2.6 times the peak. Attention is exempt, because it may skip masked
+# elements.
+CPU_FP32_MARGIN = 1.5
+_MATRIX_PRODUCTS = frozenset({"mm", "addmm", "bmm", "baddbmm"})
+# A format with m mantissa bits is assumed to have a relative rounding error of at least this number divided by 2^m.
+# With normal and uniform values, the errors of fp8bench's suites are at least 1.4 times as large. A format may
+# represent integers exactly, so integer inputs are not checked.
 _ROUNDING_ERROR = 0.19
 _ROUNDED_VALUES = frozenset({"normal", "uniform"})
-_FAR_BELOW = 20
+_MIN_ERROR_DIVISOR = 20
 
 
-def claims_of(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
-    """Yields labels for a timed case whose claims are false. A hard label takes away its verdict.
-
-    `reference` is None for the reference itself, and without one.
+def label_false_claims(record: Record, reference: Record | None, threads: int = 1) -> Iterator[Labelled]:
+    """Yields labels for a timed case whose claims are false. A hard label also removes its verdict. `reference` is
+    None for the reference itself, and for cases without a reference.
     """
     if reference is record:
         reference = None
     for check in CLAIM_CHECKS:
         yield from check(record, reference)
     if reference is not None:
-        yield from handicaps_of(record, reference, threads)
+        yield from label_handicaps(record, reference, threads)
 
 
 def _check_no_work(record: Record, _: Record | None) -> Iterator[Labelled]:
     if record.effect is not None and record.effect.changes is False:
         yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
     elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
-        declared = units.count(record.work.flops, "FLOP")
-        yield Labelled(Label.NO_WORK, f"its steps call no operator of torch, and declare {declared}", hard=True)
+        declared_flops = units.count(record.work.flops, "FLOP")
+        yield Labelled(
+            Label.NO_WORK, f"its steps call no operator of torch, but the suite declares {declared_flops}", hard=True
+        )
 
 
 def _check_work(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Yields the gravest mismatch between the declared work, the recorded work and the reference's."""
-    mismatches = [*_declared_work(record)]
+    """Yields the gravest mismatch between the work that the suite declares, the work that was recorded, and the work
+    of the reference.
+    """
+    mismatches = [*_compare_declared_work(record)]
     if reference is not None:
-        mismatches += [*_other_work(record, reference), *_cast_before(record)]
+        mismatches += [*_compare_with_reference_work(record, reference), *_find_weights_cast_early(record)]
     yield from sorted(mismatches, key=lambda mismatch: not mismatch.hard)[:1]
 
 
-def _declared_work(record: Record) -> Iterator[Labelled]:
-    """Compares the declared work with the tape's.
+def _compare_declared_work(record: Record) -> Iterator[Labelled]:
+    """Compares the declared work with the recorded work.
 
-    The tape undercounts operators without a formula or from outside torch, and has no bytes sent between ranks.
+    The recording misses the work of operators without a formula and of operators from outside torch, and the bytes
+    sent between ranks.
     """
     tape, work = record.tape, record.work
     if tape is None or not tape.operators:
         return
     declared, done = units.count(work.flops, "FLOP"), units.count(tape.flops, "FLOP")
-    if tape.complete and work.flops > _SLACK * tape.flops:
-        yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {done}", hard=True)
-    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _WIDER * tape.bytes:
+    if tape.complete and work.flops > _DECLARED_FLOPS_MARGIN * tape.flops:
+        yield Labelled(Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators do {done}", hard=True)
+    elif record.case.ranks < 2 and tape.unwritten == 0 and work.bytes > _DECLARED_BYTES_MARGIN * tape.bytes:
         declared, done = units.size(int(work.bytes)), units.size(tape.bytes)
-        yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators move {done}", hard=True)
-    elif tape.complete and (late := _late_work(record, tape)):
+        yield Labelled(
+            Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators move {done}", hard=True
+        )
+    elif tape.complete and (late := _describe_untimed_work(record, tape)):
         yield Labelled(Label.WORK_MISMATCH, late, hard=True)
-    elif work.flops and tape.flops > _MORE * work.flops:
-        yield Labelled(Label.WORK_MISMATCH, f"it declares {declared} a step, its operators do {done}")
+    elif work.flops and tape.flops > _RECORDED_FLOPS_MARGIN * work.flops:
+        yield Labelled(Label.WORK_MISMATCH, f"the suite declares {declared} a step, its operators do {done}")
 
 
-def _late_work(record: Record, tape: Tape) -> str:
-    """Describes the products of timed steps if untimed ones multiply something else; else ''."""
-    if record.late_flops is not None and _differ(record.late_flops, tape.flops):
+def _describe_untimed_work(record: Record, tape: Tape) -> str:
+    """Describes the products of timed steps if they differ from the products of untimed steps. Returns '' if they are
+    equal.
+    """
+    if record.late_flops is not None and _flops_differ(record.late_flops, tape.flops):
         timed, untimed = (units.count(flops, "FLOP") for flops in (record.late_flops, tape.flops))
-        return f"a step with the clock does {timed}, one that is not timed {untimed}"
-    late = record.late
-    if late is None or late.by_path is None or late.varies:
+        return f"a timed step does {timed}, an untimed step {untimed}"
+    late_steps = record.late
+    if late_steps is None or late_steps.by_path is None or late_steps.varies:
         return ""
-    for path, flops in late.by_path:
+    for path, flops in late_steps.by_path:
         untimed_flops = tape.by_path.get(path, 0)
-        if flops - untimed_flops > _DIFFERENT * tape.flops:
+        if flops - untimed_flops > _FLOPS_TOLERANCE * tape.flops:
             timed, untimed = (units.count(count, "FLOP") for count in (flops, untimed_flops))
-            return f"a step with the clock does {timed} in {path}, one that is not timed {untimed}"
+            return f"a timed step does {timed} in {path}, an untimed step {untimed}"
     return ""
 
 
-def _differ(flops: float, base: float) -> bool:
-    return abs(flops - base) > _DIFFERENT * max(flops, base)
+def _flops_differ(flops: float, base: float) -> bool:
+    return abs(flops - base) > _FLOPS_TOLERANCE * max(flops, base)
 
 
-def _other_work(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Compares the recorded products with those of the reference's step, regardless of declared work.
+def _compare_with_reference_work(record: Record, reference: Record) -> Iterator[Labelled]:
+    """Compares the recorded products with the products of the reference's step. The declared work is ignored.
 
-    Callables are exempt, because they may compute the same results with other products.
+    Callables of the user are exempt, because they may compute the same result with different products.
     """
     tape, base = record.tape, reference.tape
     if record.case.workload == BENCH or tape is None or base is None:
@@ -139,204 +151,235 @@ def _other_work(record: Record, reference: Record) -> Iterator[Labelled]:
     if not (tape.operators or base.operators) or not (tape.complete and base.complete):
         return
     work, useful = product_work(tape, base), product_work(base).useful
-    hard, name = _differ(work.useful, useful), record.case.workload
-    if not hard and (on_average := _varying_work(record, reference)):
+    flops_differ, name = _flops_differ(work.useful, useful), record.case.workload
+    if not flops_differ and (on_average := _describe_varying_work(record, reference)):
         yield Labelled(Label.WORK_MISMATCH, on_average)
         return
-    # A workload that chooses its path must do exactly the same work: slightly less work would take slightly less time.
+    # A workload that chooses its own kernels must do exactly the same work, because slightly less work would take
+    # slightly less time.
     chooses_path = name in workloads.names(hidden=True) and workloads.get(name).own_paths
-    if not hard and not (chooses_path and (work.useful, work.padding) != (useful, 0)):
+    if not flops_differ and not (chooses_path and (work.useful, work.padding) != (useful, 0)):
         return
-    extra = ""
+    overhead_text = ""
     for spec, flops in work.overhead.items():
-        extra += f", {units.count(flops, 'FLOP')} of {spec.removesuffix('_flops')}"
+        overhead_text += f", {units.count(flops, 'FLOP')} of {spec.removesuffix('_flops')}"
     done, base_done = units.count(work.useful, "FLOP"), units.count(useful, "FLOP")
-    reason = f"its products do {done} a step{extra}, {reference.case.mode}'s do {base_done}"
-    yield Labelled(Label.WORK_MISMATCH, reason, hard=hard)
+    reason = f"its products do {done} a step{overhead_text}, {reference.case.mode}'s do {base_done}"
+    yield Labelled(Label.WORK_MISMATCH, reason, hard=flops_differ)
 
 
-def _cast_before(record: Record) -> Iterator[Labelled]:
-    """Yields a doubt about a case whose weights were cast during preparation, because no step pays for that cast."""
-    count = record.products.cast_before if record.products is not None else 0
-    if count:
-        weights = f"{count} weights that were" if count > 1 else "a weight that was"
+def _find_weights_cast_early(record: Record) -> Iterator[Labelled]:
+    """Yields a doubt about a case that cast its weights during preparation, because its timed steps then lack this
+    cast.
+    """
+    weight_count = record.products.cast_before if record.products is not None else 0
+    if weight_count:
+        weights_text = f"{weight_count} weights that were" if weight_count > 1 else "a weight that was"
         yield Labelled(
             Label.WORK_MISMATCH,
-            f"its products read {weights} cast to {record.case.mode} while preparing, which no step does: cast within "
-            "the step, or name them MemoryRole.LOW_WEIGHTS in memory_roles, if they are kept so",
+            f"its products read {weights_text} cast to {record.case.mode} during preparation, which no step does: cast "
+            "them within the step, or name them MemoryRole.LOW_WEIGHTS in memory_roles, if they are kept so",
         )
 
 
-def _varying_work(record: Record, reference: Record) -> str:
-    """Describes steps whose products vary, if their mean differs from the reference's; else ''."""
-    late, base = record.late, reference.late
-    if late is None or base is None or late.flops is None or base.flops is None or not (late.varies or base.varies):
+def _describe_varying_work(record: Record, reference: Record) -> str:
+    """Describes steps whose products vary from step to step, if the mean FLOPs differ from the reference's. Returns
+    '' if they do not.
+    """
+    late_steps, base_late_steps = record.late, reference.late
+    if (
+        late_steps is None
+        or base_late_steps is None
+        or late_steps.flops is None
+        or base_late_steps.flops is None
+        or not (late_steps.varies or base_late_steps.varies)
+    ):
         return ""
-    if not _differ(late.flops, base.flops):
+    if not _flops_differ(late_steps.flops, base_late_steps.flops):
         return ""
-    done, base_done = (units.count(flops, "FLOP") for flops in (late.flops, base.flops))
-    return f"not all of its steps do the same products: {done} on average, {reference.case.mode}'s {base_done}"
+    flops_text, base_flops_text = (units.count(flops, "FLOP") for flops in (late_steps.flops, base_late_steps.flops))
+    return (
+        f"its steps do not all do the same products: {flops_text} on average, {reference.case.mode}'s {base_flops_text}"
+    )
 
 
 def _check_ceiling(record: Record, _: Record | None) -> Iterator[Labelled]:
-    """Yields a label if the work on the tape, or else the declared work, exceeds the peak of the machine."""
+    """Yields a label if the recorded work, or else the declared work, exceeds the peak of the machine."""
     if record.ceiling is None or record.timing is None or not (seconds := verdicts.best_seconds(record.timing)):
         return
-    if reason := next(_phases_above(record, record.ceiling), None):
+    if reason := next(_describe_phases_above_peak(record, record.ceiling), None):
         yield Labelled(Label.ABOVE_CEILING, reason, hard=True)
         return
-    for count, bound, unit, did in (
+    for count, bound, unit, verb in (
         (record.work.flops, record.ceiling.flops, "FLOP/s", "multiplied"),
         (record.work.bytes, record.ceiling.bytes, "B/s", "copied"),
     ):
         if bound is not None and count / seconds > MARGIN * bound:
-            claimed, most = units.count(count / seconds, unit), units.count(bound, unit)
-            yield Labelled(Label.ABOVE_CEILING, f"claims {claimed}, this machine {did} {most} at most", hard=True)
+            claimed_text, bound_text = units.count(count / seconds, unit), units.count(bound, unit)
+            yield Labelled(
+                Label.ABOVE_CEILING, f"claims {claimed_text}, but this machine {verb} {bound_text} at most", hard=True
+            )
             return
 
 
-def _phases_above(record: Record, ceiling: Ceiling) -> Iterator[str]:
-    """Describes phases whose work on the tape exceeds what the device can do."""
-    # An untimed recording proves nothing about timed steps that may vary.
+def _describe_phases_above_peak(record: Record, ceiling: Ceiling) -> Iterator[str]:
+    """Describes phases whose recorded work exceeds what the device can do in their time."""
+    # If the timed steps vary, the recording of an untimed step does not show their work.
     if record.tape is None or record.timing is None or (record.late is not None and record.late.varies):
         return
-    bounds = bounds_of(ceiling)
+    upper_bounds = upper_bounds_of(ceiling)
     if record.tape.fused:
-        yield from _compiled_step_above(record.tape, verdicts.best_seconds(record.timing), bounds, ceiling)
+        yield from _describe_compiled_step_above_peak(
+            record.tape, verdicts.best_seconds(record.timing), upper_bounds, ceiling
+        )
         return
     for phase, seconds in verdicts.best_phases(record.timing):
         count = record.tape.of(phase)
         if count is None or not seconds:
             continue
-        bound = bounds.product_seconds(count.by_path)
-        least = bound if bound is not None else count.flops / (ceiling.flops or math.inf)
-        if least > _product_margin(record, record.tape, count, bound) * seconds:
-            did, most = units.count(count.flops / seconds, "FLOP/s"), units.count(count.flops / least, "FLOP/s")
-            yield f"{phase} did {did} by the tape, this machine multiplied {most} at most"
-        elif bounds.memory is not None and count.bytes > MARGIN * bounds.memory * seconds:
-            did, most = units.count(count.bytes / seconds, "B/s"), units.count(bounds.memory, "B/s")
-            yield f"{phase} moved {did} by the tape, this machine copied {most} at most"
+        product_seconds = upper_bounds.product_seconds(count.by_path)
+        min_seconds = product_seconds if product_seconds is not None else count.flops / (ceiling.flops or math.inf)
+        if min_seconds > _choose_product_margin(record, record.tape, count, product_seconds) * seconds:
+            rate_text = units.count(count.flops / seconds, "FLOP/s")
+            peak_text = units.count(count.flops / min_seconds, "FLOP/s")
+            yield f"{phase} multiplied {rate_text} by the tape, but this machine reached {peak_text} at most"
+        elif upper_bounds.memory is not None and count.bytes > MARGIN * upper_bounds.memory * seconds:
+            rate_text, peak_text = units.count(count.bytes / seconds, "B/s"), units.count(upper_bounds.memory, "B/s")
+            yield f"{phase} moved {rate_text} by the tape, but this machine copied {peak_text} at most"
 
 
-def _compiled_step_above(tape: Tape, seconds: float, bounds: Roofs, ceiling: Ceiling) -> Iterator[str]:
-    """Compares the products of a whole compiled step.
+def _describe_compiled_step_above_peak(tape: Tape, seconds: float, bounds: Roofs, ceiling: Ceiling) -> Iterator[str]:
+    """Describes a compiled step whose recorded products exceed the peak of the machine.
 
-    Bytes, launches and the phase of a fused kernel are unknown, but no compiler does without products.
+    The bytes, launches and phases of fused kernels are unknown, but a compiler cannot avoid the products.
     """
-    least = bounds.product_seconds(tape.by_path.items())
-    if least is None:
-        least = tape.flops / (ceiling.flops or math.inf)
-    if least > MARGIN * seconds:
-        did, most = (units.count(tape.flops / value, "FLOP/s") for value in (seconds, least))
+    min_seconds = bounds.product_seconds(tape.by_path.items())
+    if min_seconds is None:
+        min_seconds = tape.flops / (ceiling.flops or math.inf)
+    if min_seconds > MARGIN * seconds:
+        rate_text, peak_text = (units.count(tape.flops / value, "FLOP/s") for value in (seconds, min_seconds))
         yield (
-            f"the compiled step did {did} by the tape, this machine multiplied {most} at most: "
+            f"the compiled step multiplied {rate_text} by the tape, but this machine reached {peak_text} at most: "
             "the compiler left work out"
         )
 
 
-def _product_margin(record: Record, tape: Tape, count: PhaseCount, bound: float | None) -> float:
+def _choose_product_margin(record: Record, tape: Tape, count: PhaseCount, product_seconds: float | None) -> float:
     """Returns the factor by which the products of a phase may exceed the measured peak."""
     operators = [operator for operator in tape.operators if operator.phase == count.phase]
     if record.case.device == "cpu":
         products = {operator.operator for operator in operators if operator.flops}
-        plain = bool(products) and products <= _PLAIN and {path for path, _ in count.by_path} == {"fp32"}
-        return PLAIN_MARGIN if bound is not None and plain else MARGIN
-    convolves = any(_CONVOLUTION in operator.operator for operator in operators)
-    return MARGIN if bound is None or convolves else COUNTED_MARGIN
+        is_fp32_matrix_product = (
+            bool(products) and products <= _MATRIX_PRODUCTS and {path for path, _ in count.by_path} == {"fp32"}
+        )
+        return CPU_FP32_MARGIN if product_seconds is not None and is_fp32_matrix_product else MARGIN
+    has_convolution = any(_CONVOLUTION in operator.operator for operator in operators)
+    return MARGIN if product_seconds is None or has_convolution else GPU_PRODUCT_MARGIN
 
 
 def _check_fallback(record: Record, reference: Record | None) -> Iterator[Labelled]:
-    """Yields a label if the products of a case ran in a precision other than the declared one.
+    """Yields a label if the products of a case ran in a precision that the case does not declare.
 
-    Suites without products are exempt, because nobody knows what a precision changes in them.
+    Suites without products are exempt, because it is unknown what a precision changes in them.
     """
-    reason = _products_fell_back(record) or _describe_fp64(record, reference)
+    reason = _describe_product_fallback(record) or _describe_fp64_products(record, reference)
     if not reason and reference is not None and record.products is not None and record.products.low:
-        equal = _equal_errors(record, reference)
-        reason = f"{', '.join(equal)} exactly {reference.case.mode}'s" if equal else ""
+        equal_errors = _list_equal_errors(record, reference)
+        reason = f"{', '.join(equal_errors)} equal to {reference.case.mode}'s to the last bit" if equal_errors else ""
     if reason:
         yield Labelled(Label.FALLBACK, reason, hard=True)
-    elif doubt := _too_small_errors(record) or _unseen_products(record, reference):
+    elif doubt := _describe_too_small_errors(record) or _describe_unseen_products(record, reference):
         yield Labelled(Label.FALLBACK, doubt)
 
 
-def _unseen_products(record: Record, reference: Record | None) -> str:
-    """Names operators without a formula that may multiply in place of the reference's products, if no operand in the
-    case's formats was seen; else ''."""
+def _describe_unseen_products(record: Record, reference: Record | None) -> str:
+    """Names the operators without a formula that may have computed the products of a case. Returns '' if operands in
+    the case's formats were seen, because these belong to known products.
+    """
     products, tape = record.products, record.tape
     if products is None or products.low is not False or tape is None:
         return ""
-    unknown = dict.fromkeys(operator.operator for operator in tape.operators if operator.flops is None)
-    if not unknown or reference is None or reference.tape is None or not reference.tape.flops:
+    unknown_operators = dict.fromkeys(operator.operator for operator in tape.operators if operator.flops is None)
+    if not unknown_operators or reference is None or reference.tape is None or not reference.tape.flops:
         return ""
     return (
-        f"no product of {record.case.mode}'s formats was seen: it calls {', '.join(unknown)}, of which nobody knows "
-        "what they multiply"
+        f"no product of {record.case.mode}'s formats was seen: it calls {', '.join(unknown_operators)}, and "
+        "fp8bench does not know what these operators multiply"
     )
 
 
-def _too_small_errors(record: Record) -> str:
-    """Describes an error() that is too small for products in the case's formats; else ''.
+def _describe_too_small_errors(record: Record) -> str:
+    """Describes errors that are too small for products in the case's formats. The errors are results of the suite's
+    error(). Returns '' if they are large enough.
 
-    This is only a doubt: error() may compare with values rounded earlier, and a suite may use values on the grid. A
-    loss is a mean of many numbers, which may be right by chance, but not to the last bit.
+    This only casts doubt. error() may compare with values that were rounded earlier, and a suite may use values that
+    the format represents exactly. A loss is a mean of many numbers, so it may by chance be as accurate as the
+    reference's, but not equal to the last bit.
     """
-    errors = {m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples}
+    error_by_metric = {
+        m.metric: max(m.samples) for m in record.measurements if m.metric.endswith("_error") and m.samples
+    }
     has_known_values = record.coverage is None and VALUES.of(dict(record.case.params)) in _ROUNDED_VALUES
-    if not errors or not has_known_values or record.products is None or not record.products.low:
+    if not error_by_metric or not has_known_values or record.products is None or not record.products.low:
         return ""
-    rounding = _rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
-    telling = [error for metric, error in errors.items() if metric != LOSS_ERROR]
-    is_plausible = max(telling, default=rounding) >= rounding / _FAR_BELOW
-    if not rounding or (max(errors.values()) > 0 and is_plausible):
+    rounding_error = _estimate_rounding_error((record.case.precision, *dict(record.case.precision_map).values()))
+    errors_but_loss = [error for metric, error in error_by_metric.items() if metric != LOSS_ERROR]
+    is_plausible = max(errors_but_loss, default=rounding_error) >= rounding_error / _MIN_ERROR_DIVISOR
+    if not rounding_error or (max(error_by_metric.values()) > 0 and is_plausible):
         return ""
-    words = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in errors.items())
-    rounds = f"{record.case.mode} rounds each value by about {units.relative_error(rounding)}"
-    return f"its error() says {words}: too little, for {rounds}"
+    words = ", ".join(f"{metric} {units.relative_error(error)}" for metric, error in error_by_metric.items())
+    rounding_text = f"{record.case.mode} rounds each value by about {units.relative_error(rounding_error)}"
+    return f"its error() reports {words}, which is too little: {rounding_text}"
 
 
-def _rounding_error(names: Iterable[str]) -> float:
-    """Returns by how much the finest of these precisions rounds values; 0 if one of them is unknown."""
+def _estimate_rounding_error(names: Iterable[str]) -> float:
+    """Returns the rounding error of the finest of these precisions. Returns 0 if any of them is unknown."""
     most_bits = 0
     for name in names:
-        formats = [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _treatments(name)]
+        formats = [FORMATS[name]] if name in FORMATS else [treatment.fmt for treatment in _list_treatments(name)]
         if not formats:
             return 0.0
         most_bits = max(most_bits, *(number_format.mantissa_bits for number_format in formats))
     return _ROUNDING_ERROR * 2.0**-most_bits
 
 
-def _products_fell_back(record: Record) -> str:
-    """Describes products that did not run in the case's precision; else ''."""
+def _describe_product_fallback(record: Record) -> str:
+    """Describes products that did not run in the case's precision. Returns '' if all did."""
     products, mode = record.products, record.case.mode
     if products is None:
         return ""
-    ran = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
+    products_text = f"{products.count} product{'s' * (products.count > 1)}, of {' and '.join(products.operands)}"
     if products.count and products.low is False:
-        return f"{ran}: none has an operand of {mode}'s formats"
+        return f"{products_text}: none has an operand of {mode}'s formats"
     if products.wide:
-        return f"{ran}: values of {mode}'s formats, and none as its codes"
+        return f"{products_text}: operands with values of {mode}'s formats, but not as its codes"
     if products.looks_like:
         return f"the numbers of a product are those of {products.looks_like}"
-    bits = max((treatment.fmt.bits for treatment in _treatments(record.case.precision)), default=_ANY)
-    kernel = foreign_kernel(products.kernels, bits) if products.kernels else ""
+    format_bits = max(
+        (treatment.fmt.bits for treatment in _list_treatments(record.case.precision)), default=_UNKNOWN_FORMAT_BITS
+    )
+    kernel = find_wider_kernel(products.kernels, format_bits) if products.kernels else ""
     return f"its products ran in the kernel {kernel}" if kernel else ""
 
 
-def _describe_fp64(record: Record, reference: Record | None) -> str:
-    """Describes products in fp64, which make any precision look fast; else ''. Models and callables may have them."""
+def _describe_fp64_products(record: Record, reference: Record | None) -> str:
+    """Describes products in fp64, because a slow fp64 reference makes any precision look fast. Returns '' if there
+    are few.
+
+    Models and callables of the user may have fp64 products.
+    """
     may_have_them = record.case.workload == BENCH or record.case.precision == UNTOUCHED
     if may_have_them or (reference is not None and reference.case.precision == UNTOUCHED):
         return ""
     if record.tape is None:
         return ""
-    flops = record.tape.by_path.get("fp64", 0)
-    if flops <= _DIFFERENT * record.tape.flops:
+    fp64_flops = record.tape.by_path.get("fp64", 0)
+    if fp64_flops <= _FLOPS_TOLERANCE * record.tape.flops:
         return ""
-    return f"{units.count(flops, 'FLOP')} of its {units.count(record.tape.flops, 'FLOP')} a step are in fp64"
+    return f"{units.count(fp64_flops, 'FLOP')} of its {units.count(record.tape.flops, 'FLOP')} a step are in fp64"
 
 
-def _treatments(precision: str) -> Sequence[Treatment]:
+def _list_treatments(precision: str) -> Sequence[Treatment]:
     try:
         recipe = getattr(precisions.get(precision), "recipe", None)
     except UsageError:
@@ -344,17 +387,19 @@ def _treatments(precision: str) -> Sequence[Treatment]:
     return recipe.treatments if isinstance(recipe, Recipe) else ()
 
 
-def _equal_errors(record: Record, reference: Record) -> list[str]:
-    """Returns the errors that are equal to the last bit, if all are and one is not 0."""
-    errors, base = _errors_of(record), _errors_of(reference)
+def _list_equal_errors(record: Record, reference: Record) -> list[str]:
+    """Returns the names of the error metrics if every error equals the reference's to the last bit and at least one
+    error is not 0.
+    """
+    errors, base = _collect_errors(record), _collect_errors(reference)
     return list(errors) if errors == base and any(map(any, errors.values())) else []
 
 
-def _errors_of(record: Record) -> dict[str, tuple[float, ...]]:
+def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
     return {error.metric: error.samples for error in record.measurements if error.metric not in PEAKS}
 
 
-# The order of checks; handicaps of the reference come last.
+# The checks of claims, in their order. Handicaps of the reference are checked after all of these.
 CLAIM_CHECKS: tuple[Callable[[Record, Record | None], Iterator[Labelled]], ...] = (
     _check_no_work,
     _check_ceiling,

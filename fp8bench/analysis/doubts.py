@@ -1,5 +1,7 @@
-"""Labels that compare several cases: time that does not grow with the declared work, a clock that differs from the
-reference's, and a position in the round that makes slots longer."""
+"""Labels cases whose times look doubtful when several cases are compared. There are three reasons: the time of a case
+does not grow with its declared work, its clock differs from the reference's, or slots are slower at one position in
+their round.
+"""
 
 from __future__ import annotations
 
@@ -15,27 +17,29 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import mean_with_reach
-from fp8bench.analysis.labels import HOST_PARTLY, Labelled, host_share
+from fp8bench.analysis.labels import HOST_MAY_LIMIT_SHARE, Labelled, compute_host_share
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import FINAL_LEVEL, LEAST_FOR_VERDICT, means
+from fp8bench.analysis.verdicts import FINAL_LEVEL, MIN_ROUNDS_FOR_VERDICT, mean_seconds
 from fp8bench.model import DeviceWatch, Interval, Label, Record, Scalar, SlotSample, Timing, Work
 from fp8bench.model.stopping import EMULATED_ROUNDS, slopes
 
-# A size counts as larger if it has at least this many times the work.
-_TWICE = 2.0
-# Times count as equal if their ratio is below the second number by the first number of standard errors.
-_ERRORS, _AT_MOST = 3.0, 1.1
-# The host's time per operator, with autograd and Python around it: twice the 14 us of a convolution of 8 channels on an
-# AMD EPYC (Zen 5). Steps with less time per operator need not grow with their work.
+# A case counts as larger than another if its work is at least this many times as much.
+_LARGER_WORK_RATIO = 2.0
+# Two times count as equal if their ratio is below _MAX_EQUAL_RATIO, even after _ADDED_STANDARD_ERRORS are added.
+_ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
+# The seconds per operator that the host may need, with autograd and Python. This is twice the 14 us of a convolution
+# with 8 channels on an AMD EPYC (Zen 5). Where a step takes less time per operator, the host may set its time, which
+# then need not grow with the work.
 _OPERATOR_SECONDS = 30e-6
 
 
-def flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelled]:
-    """Returns labels by case for the larger of two sizes that takes no longer.
+def label_flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelled]:
+    """Returns labels by case id. If the larger of two sizes takes no longer than the smaller, the larger one is
+    labelled.
 
-    They are not hard, because work that the counts do not show may be the same in both. A GPU, or several threads, that
-    were half idle take as long for twice the work, so they are checked only if the larger size claims more than half of
-    what they can do. Cases with fewer rounds than an emulated one gets are left out.
+    These labels do not remove a verdict, because both sizes may share work that the counts do not show. A GPU or
+    several threads may be half idle at the smaller size. There, sizes are compared only if the larger one claims more
+    than half of the device's peak. Cases with fewer rounds than an emulated case are left out.
     """
     sizes: dict[tuple[str, ...], list[Record]] = {}
     for record in records:
@@ -44,16 +48,20 @@ def flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelle
             sizes.setdefault((case.workload, case.version, case.mode, case.device), []).append(record)
     labels: dict[str, Labelled] = {}
     for small, large in chain.from_iterable(permutations(of_mode, 2) for of_mode in sizes.values()):
-        if _is_larger(small, large) and _is_busy(large, threads) and (reason := _describe_flat_time(small, large)):
+        if (
+            _is_larger(small, large)
+            and _is_device_busy(large, threads)
+            and (reason := _describe_flat_time(small, large))
+        ):
             labels.setdefault(large.case.id, Labelled(Label.FLAT_TIME, reason))
     return labels
 
 
 def _is_larger(small: Record, large: Record) -> bool:
-    """Whether it has at least twice the work in every declared count, and differs only in larger parameters.
+    """Returns whether the second case has at least twice every declared count of the first, and no smaller parameter.
 
-    The least memory that a state needs stands for undeclared bytes: a product of one row takes as long as one of two,
-    because both read all weights.
+    If no bytes are declared, the minimum memory of the state is compared instead. A product of one row takes as long
+    as a product of two rows, because each reads all weights.
     """
     few, many = small.work, large.work
     if not (few.flops or few.bytes or few.tokens) or many.tokens < few.tokens:
@@ -61,7 +69,7 @@ def _is_larger(small: Record, large: Record) -> bool:
     counts = [(few.flops, many.flops), (few.bytes or few.least_memory, many.bytes or many.least_memory)]
     if not (few.flops or few.bytes):
         counts.append((few.tokens, many.tokens))
-    if not all(count >= _TWICE * small_count for small_count, count in counts):
+    if not all(count >= _LARGER_WORK_RATIO * small_count for small_count, count in counts):
         return False
     small_params, params = dict(small.case.params), dict(large.case.params)
     return small_params.keys() == params.keys() and all(
@@ -76,38 +84,47 @@ def _is_at_least(value: Scalar, bound: Scalar) -> bool:
 
 
 def _describe_flat_time(small: Record, large: Record) -> str:
-    """Returns both times and works if the larger size provably takes no longer; else ''."""
+    """Describes the times and work of two sizes if the larger one provably takes no longer. Otherwise returns ''."""
     assert small.timing is not None and large.timing is not None
     small_seconds, seconds = verdicts.best_seconds(small.timing), verdicts.best_seconds(large.timing)
-    # 1. Steps limited by the host's time per operator need not grow with the work.
-    operators = None if small.products is None else small.products.operators
-    if operators is None or small_seconds <= _OPERATOR_SECONDS * operators:
+    # 1. Skip steps whose time may be set by the host's time per operator, because it need not grow with the work.
+    operator_calls = None if small.products is None else small.products.operators
+    if operator_calls is None or small_seconds <= _OPERATOR_SECONDS * operator_calls:
         return ""
-    if host_share(small.timing, small.case.device) > HOST_PARTLY or seconds > _AT_MOST * small_seconds:
+    if (
+        compute_host_share(small.timing, small.case.device) > HOST_MAY_LIMIT_SHARE
+        or seconds > _MAX_EQUAL_RATIO * small_seconds
+    ):
         return ""
-    # 2. The ratio must be the same beyond its error.
-    error = _ERRORS * math.hypot(_best_error(small.timing), _best_error(large.timing))
-    log = math.log(seconds / small_seconds)
-    if log - error > 0 or log + error > math.log(_AT_MOST):
+    # 2. Require that the ratio of the times is near 1 even with its error.
+    error = _ADDED_STANDARD_ERRORS * math.hypot(
+        _estimate_best_case_error(small.timing), _estimate_best_case_error(large.timing)
+    )
+    log_ratio = math.log(seconds / small_seconds)
+    if log_ratio - error > 0 or log_ratio + error > math.log(_MAX_EQUAL_RATIO):
         return ""
     words = f"{units.seconds(seconds)} for {_describe_work(large.work)}"
     return f"{words}, {units.seconds(small_seconds)} for {_describe_work(small.work)}"
 
 
-def _best_error(timing: Timing) -> float:
-    return stats.best_case(verdicts.cells(timing, verdicts.fewest_calls(timing))).error
+def _estimate_best_case_error(timing: Timing) -> float:
+    return stats.resample_best_case(verdicts.cell_seconds(timing, verdicts.count_common_calls(timing))).error
 
 
-def _is_busy(record: Record, threads: int) -> bool:
-    """Whether the whole device was busy: with a single CPU thread, or if the work claims more than half of a
-    ceiling."""
+def _is_device_busy(record: Record, threads: int) -> bool:
+    """Returns whether the whole device was busy. A single CPU thread always counts as busy. Otherwise the declared
+    work must be more than half of a measured peak.
+    """
     if threads == 1 and record.case.device.startswith("cpu"):
         return True
     if record.ceiling is None or record.timing is None:
         return False
-    half = verdicts.best_seconds(record.timing) / 2
-    flops, moved = record.ceiling.flops or math.inf, record.ceiling.bytes or math.inf
-    return record.work.flops > half * flops or record.work.bytes > half * moved
+    half_step_seconds = verdicts.best_seconds(record.timing) / 2
+    flops_per_second, bytes_per_second = record.ceiling.flops or math.inf, record.ceiling.bytes or math.inf
+    return (
+        record.work.flops > half_step_seconds * flops_per_second
+        or record.work.bytes > half_step_seconds * bytes_per_second
+    )
 
 
 def _describe_work(work: Work) -> str:
@@ -116,72 +133,76 @@ def _describe_work(work: Work) -> str:
     return units.count(work.bytes, "B") if work.bytes else units.count(work.tokens, "tokens")
 
 
-# A comparison is void if clocks differ by the first share, or certainly by the second: drivers report clocks in steps
-# of 15 MHz, which is 0.8% of a fast one.
-APART = 0.01
-_SURELY = 0.005
-# Fewer rounds with clock readings do not show how far readings differ by chance.
-LEAST_LOOKS = 4
+# A comparison of two cases is void if their clocks differ by more than the first share, and by more than the second
+# share after subtracting the error. Drivers report clocks in steps of 15 MHz, which is 0.8% of a fast clock.
+CLOCK_TOLERANCE = 0.01
+_CERTAIN_CLOCK_DIFFERENCE = 0.005
+# The number of rounds with clock readings that are needed to see how much readings differ by chance.
+MIN_CLOCK_READINGS = 4
 
 
-def clock_offset(case: Timing, entries: Sequence[Timing], reference: str) -> Iterator[Labelled]:
-    """Yields a hard label for a case whose clock differed from its reference's; all entries of the reference count
-    equally.
+def label_clock_offset(case: Timing, reference_timings: Sequence[Timing], reference: str) -> Iterator[Labelled]:
+    """Yields a hard label if the clock during the case differed from the clock during its reference.
 
-    Clocks are compared round by round, so heat that slows both equally has no effect.
+    Clocks are compared round by round, so heat that slows down the whole round has no effect. All timings of the
+    reference count equally.
     """
-    case_clocks = _clocks(case)
-    entry_clocks = [_clocks(timing) for timing in entries]
-    logs: dict[int, float] = {}
-    for number, clock in case_clocks.items():
-        of_round = [math.log(clocks[number]) for clocks in entry_clocks if number in clocks]
-        if entry_clocks and len(of_round) == len(entry_clocks):
-            logs[number] = math.log(clock) - fmean(of_round)
-    if len(logs) < LEAST_LOOKS:
+    case_clocks = _read_clocks(case)
+    reference_clocks = [_read_clocks(timing) for timing in reference_timings]
+    log_ratios: dict[int, float] = {}
+    for round_number, clock in case_clocks.items():
+        reference_logs = [math.log(clocks[round_number]) for clocks in reference_clocks if round_number in clocks]
+        if reference_clocks and len(reference_logs) == len(reference_clocks):
+            log_ratios[round_number] = math.log(clock) - fmean(reference_logs)
+    if len(log_ratios) < MIN_CLOCK_READINGS:
         return
-    point, reach = mean_with_reach([*logs.values()])
-    if abs(point) <= math.log1p(APART) or abs(point) - reach <= math.log1p(_SURELY):
+    point, reach = mean_with_reach([*log_ratios.values()])
+    if abs(point) <= math.log1p(CLOCK_TOLERANCE) or abs(point) - reach <= math.log1p(_CERTAIN_CLOCK_DIFFERENCE):
         return
-    words, reference_words = (units.count(_mean_clock(timings, logs), "Hz") for timings in ([case], entries))
+    words, reference_words = (
+        units.count(_average_clock(timings, log_ratios), "Hz") for timings in ([case], reference_timings)
+    )
     reason = f"SM clock {words} against {reference}'s {reference_words}, {units.change(math.exp(point))}"
     yield Labelled(Label.CLOCK_OFFSET, reason, hard=True)
 
 
 def label_unsettled_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Yields a label for a case whose device had not settled when the first round began."""
-    course = watch.warm_up if watch is not None else None
-    if course is None or course.settled or not course.looks:
+    """Yields a label if clock or temperature of the device were still changing when the first round began."""
+    warm_up = watch.warm_up if watch is not None else None
+    if warm_up is None or warm_up.settled or not warm_up.looks:
         return
-    moved = slopes(course.looks)
-    words = [f"after {units.seconds(course.seconds)} of warming up"]
-    if moved.clock is not None:
-        words.append(f"clock {units.count(course.looks[-1].clock, 'Hz')}, {100 * moved.clock:+.1f}% a second")
-    if moved.temperature is not None:
-        words.append(f"{course.looks[-1].temperature:g} degC, {moved.temperature:+.1f} a second")
+    drift = slopes(warm_up.looks)
+    words = [f"after {units.seconds(warm_up.seconds)} of warming up"]
+    if drift.clock is not None:
+        words.append(f"clock {units.count(warm_up.looks[-1].clock, 'Hz')}, {100 * drift.clock:+.1f}% a second")
+    if drift.temperature is not None:
+        words.append(f"{warm_up.looks[-1].temperature:g} degC, {drift.temperature:+.1f} a second")
     yield Labelled(Label.UNSETTLED, ", ".join(words))
 
 
-def _clocks(timing: Timing) -> dict[int, float]:
-    """Returns the clocks by round, without impossible values (the file may have been edited)."""
+def _read_clocks(timing: Timing) -> dict[int, float]:
+    """Returns the clock of each round. Drops impossible values, which an edited file may contain."""
     clocks = {slot.round: slot.clock for slot in timing.slots if slot.clock is not None}
     return {number: clock for number, clock in clocks.items() if 0 < clock < math.inf}
 
 
-def _all_slots(timings: Sequence[Timing]) -> list[SlotSample]:
+def _collect_slots(timings: Sequence[Timing]) -> list[SlotSample]:
     return list(chain.from_iterable(timing.slots for timing in timings))
 
 
-def _mean_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
-    slots = [slot for slot in _all_slots(timings) if slot.round in rounds]
-    return replace(timings[0], slots=tuple(slots)).clock or 0.0
+def _average_clock(timings: Sequence[Timing], rounds: Container[int]) -> float:
+    slots_of_rounds = [slot for slot in _collect_slots(timings) if slot.round in rounds]
+    return replace(timings[0], slots=tuple(slots_of_rounds)).clock or 0.0
 
 
-# No round has more slots than this.
-_MOST = 1000
+# An upper bound for the number of slots in a round.
+_MAX_SLOTS_PER_ROUND = 1000
 
 
-class PlaceEffect(NamedTuple):
-    """How many times as long a slot takes at this position (counted from 0) as the other slots of its round."""
+class PositionEffect(NamedTuple):
+    """How much longer a slot takes at this position in its round than the other slots of the round, as a ratio.
+    Positions are counted from 0.
+    """
 
     place: int
     ratio: Interval
@@ -193,56 +214,62 @@ class PlaceEffect(NamedTuple):
         return Labelled(Label.POSITION, f"{where} takes {point} time [{low}, {high}]")
 
 
-def place_effect(timings: Sequence[Timing]) -> PlaceEffect | None:
-    """Returns the position with the most certain effect among arms that shared rounds; None if no position has one.
+def find_position_effect(timings: Sequence[Timing]) -> PositionEffect | None:
+    """Returns the position in a round with the most certain effect on time, or None if no position has an effect.
 
-    A slot counts by the distance of its mean from its arm's median, and is compared with the rest of its round, so a
-    machine that slows down has no effect. The variance comes from permuting the slots of a round, as if positions had
-    no effect. Across all positions the false alarm rate is one in 100 groups.
+    A slot's mean time is divided by the median of its case, and compared with the other slots of its round. So a
+    machine that slows down over many rounds causes no effect. The variance is computed as if the slots of a round
+    were shuffled. One group in 100 seems to have an effect by chance, at any of its positions.
     """
-    # 1. How far each slot lies from the mean of the other slots of its round.
-    table = _tabulate_slots(timings)
-    table = table[(~np.isnan(table)).sum(axis=1) > 1]
-    counts = (~np.isnan(table)).sum(axis=1, keepdims=True)
-    from_round = table - np.nansum(table, axis=1, keepdims=True) / counts
-    from_rest = from_round * counts / (counts - 1)
-    variance = np.nansum(from_rest**2, axis=1, keepdims=True) / counts
-    # 2. With two positions, one gains what the other loses, so checking one is enough.
-    places = [place for place in range(table.shape[1]) if (~np.isnan(table[:, place])).sum() >= LEAST_FOR_VERDICT]
-    if table.shape[1] == 2:
-        places = places[:1]
-    reach = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(places)))
+    # 1. Compute how far each slot is from the mean of the other slots of its round.
+    log_time_ratios = _tabulate_slots(timings)
+    log_time_ratios = log_time_ratios[(~np.isnan(log_time_ratios)).sum(axis=1) > 1]
+    counts = (~np.isnan(log_time_ratios)).sum(axis=1, keepdims=True)
+    minus_round_mean = log_time_ratios - np.nansum(log_time_ratios, axis=1, keepdims=True) / counts
+    minus_other_slots = minus_round_mean * counts / (counts - 1)
+    variance_by_round = np.nansum(minus_other_slots**2, axis=1, keepdims=True) / counts
+    # 2. If rounds have two positions, check only one, because the other has the opposite effect.
+    positions = [
+        position
+        for position in range(log_time_ratios.shape[1])
+        if (~np.isnan(log_time_ratios[:, position])).sum() >= MIN_ROUNDS_FOR_VERDICT
+    ]
+    if log_time_ratios.shape[1] == 2:
+        positions = positions[:1]
+    reach = NormalDist().inv_cdf(1 - (1 - FINAL_LEVEL) / 2 / max(1, len(positions)))
     # 3. Choose the most certain effect.
-    surest, effect = 0.0, None
-    for place in places:
-        present = ~np.isnan(table[:, place])
-        point = float(from_rest[present, place].mean())
-        error = math.sqrt(float(variance[present].sum())) / int(present.sum())
-        if abs(point) > reach * error and abs(point) / error > surest:
-            surest = abs(point) / error
+    highest_certainty, surest_effect = 0.0, None
+    for position in positions:
+        has_slot = ~np.isnan(log_time_ratios[:, position])
+        point = float(minus_other_slots[has_slot, position].mean())
+        error = math.sqrt(float(variance_by_round[has_slot].sum())) / int(has_slot.sum())
+        if abs(point) > reach * error and abs(point) / error > highest_certainty:
+            highest_certainty = abs(point) / error
             middle, low, high = (math.exp(point + side * reach * error) for side in (0, -1, 1))
-            effect = PlaceEffect(place, Interval(middle, low, high, FINAL_LEVEL))
-    return effect
+            surest_effect = PositionEffect(position, Interval(middle, low, high, FINAL_LEVEL))
+    return surest_effect
 
 
-def _is_sound(place: int | None) -> TypeGuard[int]:
-    """Whether a position is valid: older runs have none, and an edited file may hold any number."""
-    return place is not None and 0 <= place < _MOST
+def _is_valid_position(position: int | None) -> TypeGuard[int]:
+    """Returns whether a position is valid. Older runs have no positions, and an edited file may contain any number."""
+    return position is not None and 0 <= position < _MAX_SLOTS_PER_ROUND
 
 
 def _tabulate_slots(timings: Sequence[Timing]) -> Floats:
-    """Returns by round and place the logarithm of a slot's mean over its arm's median; NaN if unknown."""
-    slots = _all_slots(timings)
-    numbers = sorted({slot.round for slot in slots})
-    rows = {number: row for row, number in enumerate(numbers)}
-    places = 1 + max((slot.place for slot in slots if _is_sound(slot.place)), default=-1)
-    table: Floats = np.full((len(rows), places), np.nan)
+    """Returns a table by round and position. An entry is the logarithm of a slot's mean time divided by the median of
+    its case. Places without a slot are NaN.
+    """
+    slots = _collect_slots(timings)
+    round_numbers = sorted({slot.round for slot in slots})
+    rows = {number: row for row, number in enumerate(round_numbers)}
+    positions = 1 + max((slot.place for slot in slots if _is_valid_position(slot.place)), default=-1)
+    table: Floats = np.full((len(rows), positions), np.nan)
     for timing in timings:
-        seconds = means(timing, [slot.round for slot in timing.slots])
+        seconds = mean_seconds(timing, [slot.round for slot in timing.slots])
         if not len(seconds) or seconds.min() <= 0:
             continue
         logs = np.log(seconds / np.median(seconds))
         for slot, log in zip(timing.slots, logs, strict=True):
-            if _is_sound(slot.place):
+            if _is_valid_position(slot.place):
                 table[rows[slot.round], slot.place] = log
     return table

@@ -1,8 +1,12 @@
-"""Energy from a case's windows: joules of a step, gross and net, for its work, and compared with the reference.
+"""Computes a case's energy: joules per step (with and without idle power), joules per unit of work, and the ratio to
+the reference.
 
-A window's reading is measured; what is computed from several numbers is derived. The energy of a phase is that of
-windows in which it ran by itself, or its share of the step by time. Phases by themselves are checked against the step:
-if their joules and times do not fit it, no phase has a measured figure.
+An energy window is a few seconds of steps with a meter reading before and after. Joules from readings are measured
+figures. Figures computed from several of them are derived figures.
+
+A phase's energy comes from windows in which only this phase ran. Without such windows, it is estimated as the phase's
+share of the step's time. The joules and times of separately measured phases must fit those of the step. Otherwise no
+phase has a measured figure.
 """
 
 from __future__ import annotations
@@ -22,15 +26,15 @@ from fp8bench.model.consumed import CHOSEN, reasons_in
 from fp8bench.model.specs import ENERGY_PER, MetricSpec
 from fp8bench.model.words import UNATTRIBUTED
 
-# Fewer windows on either side do not show how much windows of the same code differ.
-LEAST_WINDOWS = 3
-# With these labels a comparison of energy is not reliable: another step ran, or clocks were different.
-_DOUBTS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
+# The case and its reference need this many windows each. Fewer do not show how much windows of the same code differ.
+MIN_WINDOWS = 3
+# Labels that make a comparison of energy unreliable: a different step ran, or the clocks differed.
+_UNRELIABLE_LABELS = frozenset({Label.ENERGY_UNRESOLVED, Label.THROTTLED, Label.CONTENDED, Label.AA_FAILED})
 
 
 @dataclass(frozen=True)
 class Range:
-    """The median, the lowest and the highest value of some windows."""
+    """The median, the lowest and the highest value of several windows."""
 
     middle: float
     low: float
@@ -46,11 +50,11 @@ class Range:
 
 @dataclass(frozen=True)
 class EnergyFigures:
-    """Joules of a step of one case, and watts of its device.
+    """Joules per step of one case, and the power of its device.
 
-    `gross` is all that the device took while steps ran, `net` what exceeded idling for as long; `net_why` is the reason
-    for a missing `net`. `uncertainty` is the largest of any window's, None if unknown. `per` are gross joules for each
-    count of the step's work. `seconds` are those of a step.
+    `gross` is all energy that the device took while steps ran. `net` is this energy without the energy of idling for
+    the same time. If `net` is None, `net_why` is the reason. `uncertainty` is the largest relative uncertainty of any
+    window, or None if unknown. `per` lists gross joules per unit of work. `seconds` is the time of a step.
     """
 
     source: str
@@ -67,7 +71,7 @@ class EnergyFigures:
 
 
 class Demand(StrEnum):
-    """How a case's energy compares with the reference's."""
+    """Whether a case takes less or more energy than its reference, or whether this is unclear."""
 
     LESS = "less"
     MORE = "more"
@@ -76,10 +80,10 @@ class Demand(StrEnum):
 
 @dataclass(frozen=True)
 class EnergyRatio:
-    """Gross joules of a step over the reference's; below 1 is less.
+    """Gross joules per step of a case divided by those of the reference. A ratio below 1 means less energy.
 
-    `low` and `high` are the ends over all pairs of windows with the uncertainty of both, not a confidence interval.
-    `why` is the reason for an unclear ratio.
+    `low` and `high` are the extremes over all pairs of windows, widened by their uncertainty. They are not a
+    confidence interval. If the ratio is unclear, `why` is the reason.
     """
 
     point: float
@@ -91,31 +95,31 @@ class EnergyRatio:
 
 def energy_samples(use: EnergyUse | None) -> tuple[float, ...]:
     """Returns gross joules per step, one value per window."""
-    return tuple(window.joules / window.steps for window in _sound(use))
+    return tuple(window.joules / window.steps for window in _valid_windows_of(use))
 
 
 def energy_figures(record: Record) -> EnergyFigures | None:
-    """Returns a case's energy figures; None without a window, and `why_no_energy` has the reason."""
-    use, windows = record.energy, _sound(record.energy)
+    """Returns a case's energy figures, or None if it has no energy window. why_no_energy() returns the reason."""
+    use, windows = record.energy, _valid_windows_of(record.energy)
     if use is None or not windows:
         return None
-    gross = _range(energy_samples(use))
-    seconds = _range([window.seconds / window.steps for window in windows])
+    gross_joules = _summarize_range(energy_samples(use))
+    seconds = _summarize_range([window.seconds / window.steps for window in windows])
     uncertainty = _largest_uncertainty(windows)
-    idle, net, reason = _net(use, windows, (uncertainty or 0.0) * gross.middle)
+    idle_watts, net_joules, reason = _compute_net_energy(use, windows, (uncertainty or 0.0) * gross_joules.middle)
     clocks = [window.sm_clock for window in windows if window.sm_clock is not None]
     joules_per = []
     for count, (spec, unit_size) in ENERGY_PER.items():
         if work := getattr(record.work, count):
-            joules_per.append((spec, gross.middle * unit_size / work))
+            joules_per.append((spec, gross_joules.middle * unit_size / work))
     return EnergyFigures(
         use.source,
         windows,
-        gross,
+        gross_joules,
         seconds,
         statistics.median(window.joules / window.seconds for window in windows),
-        idle,
-        net,
+        idle_watts,
+        net_joules,
         reason,
         uncertainty,
         statistics.median(clocks) if clocks else None,
@@ -124,44 +128,49 @@ def energy_figures(record: Record) -> EnergyFigures | None:
 
 
 def _largest_uncertainty(windows: Sequence[EnergyWindow]) -> float | None:
-    """Returns the largest uncertainty; None if any window's is unknown."""
-    largest = 0.0
+    """Returns the largest uncertainty of the windows, or None if any uncertainty is unknown."""
+    largest_uncertainty = 0.0
     for window in windows:
         if window.uncertainty is None or not 0 <= window.uncertainty < 1:
             return None
-        largest = max(largest, window.uncertainty)
-    return largest
+        largest_uncertainty = max(largest_uncertainty, window.uncertainty)
+    return largest_uncertainty
 
 
-def _range(values: Sequence[float]) -> Range:
+def _summarize_range(values: Sequence[float]) -> Range:
     return Range(statistics.median(values), min(values), max(values))
 
 
-def other_pace(figures: EnergyFigures, finding: Finding) -> float | None:
-    """Returns the time of a step in energy windows over that in timed slots; None if they agree within noise.
+def compare_pace(figures: EnergyFigures, finding: Finding) -> float | None:
+    """Returns the time of a step in energy windows divided by its time in timed slots, or None if these times agree
+    within noise.
 
-    Windows last seconds, so only they show a clock that falls under a longer load, or a queue that has filled up.
+    A window lasts seconds, a slot only milliseconds. So only windows show a clock that drops under sustained load, or
+    a launch queue that fills up.
     """
     slots, windows = finding.median_seconds, figures.seconds
     if slots is None or not slots > 0:
         return None
-    pace = windows.middle / slots
+    pace_ratio = windows.middle / slots
     noise = max(SAME, finding.spread or 0.0, windows.width / windows.middle)
-    return pace if abs(pace - 1) > noise else None
+    return pace_ratio if abs(pace_ratio - 1) > noise else None
 
 
 def why_no_energy(record: Record) -> str:
-    """Returns why a case whose energy was requested has no figure; '' if it has one, or none was requested."""
-    if record.energy is None or _sound(record.energy):
+    """Returns why a case has no energy figure although one was requested. Returns '' if it has one or none was
+    requested.
+    """
+    if record.energy is None or _valid_windows_of(record.energy):
         return ""
     return record.energy.why or "no window was measured, for an unknown reason"
 
 
 def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Label] = ()) -> EnergyRatio | None:
-    """Returns a case's energy over its reference's; None for the reference and for emulations.
+    """Returns a case's energy divided by its reference's, or None for the reference and for emulated cases.
 
-    It counts as less or more only if the two cases' windows, with their uncertainty, differ more than the windows of
-    either case do: with three windows per side, noise alone does this in fewer than 1 in 100 pairs (docs/energy.md).
+    Two energies count as different only if the gap between the windows of the two cases exceeds the spread of the
+    windows of either case. Windows are first widened by their uncertainty. With three windows per case, noise alone
+    causes such a difference in fewer than 1 in 100 pairs (docs/energy.md).
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
@@ -172,32 +181,40 @@ def energy_ratio(record: Record, reference: Record | None, labels: Iterable[Labe
     low = gross.low / base_gross.high
     high = gross.high / base_gross.low if base_gross.low > 0 else math.inf
     point = figures.gross.middle / base.gross.middle
-    reason = _why_unclear(record, figures, base, frozenset(labels))
-    distance = max(base_gross.low - gross.high, gross.low - base_gross.high)
-    if not reason and distance <= max(gross.width, base_gross.width):
-        reason = "their windows lie too close together"
+    reason = _explain_unclear_ratio(record, figures, base, frozenset(labels))
+    window_distance = max(base_gross.low - gross.high, gross.low - base_gross.high)
+    if not reason and window_distance <= max(gross.width, base_gross.width):
+        reason = "their energy windows are too close together"
     if reason:
         return EnergyRatio(point, low, high, Demand.UNCLEAR, reason)
     return EnergyRatio(point, low, high, Demand.LESS if point < 1 else Demand.MORE)
 
 
-def _why_unclear(record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]) -> str:
-    """Returns why no comparison is reliable, regardless of the windows; '' if one may be."""
+def _explain_unclear_ratio(
+    record: Record, figures: EnergyFigures, base: EnergyFigures, labels: frozenset[Label]
+) -> str:
+    """Returns why a comparison of two energies would not be reliable, however much they differ. Returns '' if it
+    would be reliable.
+    """
     if None in (figures.uncertainty, base.uncertainty):
-        return "it is unknown how far its power sensor can be off"
-    fewest = min(len(figures.windows), len(base.windows))
-    if fewest < LEAST_WINDOWS:
-        return "one window is too few to compare" if fewest == 1 else f"{fewest} windows are too few to compare"
+        return "the error of its power sensor is unknown"
+    window_count = min(len(figures.windows), len(base.windows))
+    if window_count < MIN_WINDOWS:
+        return (
+            "one window is too few to compare"
+            if window_count == 1
+            else f"{window_count} windows are too few to compare"
+        )
     if not record.paired:
-        return "it was measured at another time than the reference"
-    return ", ".join(label for label in Label if label in labels & _DOUBTS)
+        return "it was measured at a different time than the reference"
+    return ", ".join(label for label in Label if label in labels & _UNRELIABLE_LABELS)
 
 
-def _sound(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
-    return sound_windows(use.windows if use is not None else ())
+def _valid_windows_of(use: EnergyUse | None) -> tuple[EnergyWindow, ...]:
+    return drop_invalid_windows(use.windows if use is not None else ())
 
 
-def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
+def drop_invalid_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
     """Drops windows with impossible numbers, which an edited file may contain."""
     return tuple(
         window
@@ -206,49 +223,57 @@ def sound_windows(windows: Iterable[EnergyWindow]) -> tuple[EnergyWindow, ...]:
     )
 
 
-def _net(use: EnergyUse, windows: Sequence[EnergyWindow], unsure: float) -> tuple[float | None, Range | None, str]:
-    """Returns idle power and a step's energy beyond it, or why that is unknown; its ends use the two idle powers.
+def _compute_net_energy(
+    use: EnergyUse, windows: Sequence[EnergyWindow], uncertain_joules: float
+) -> tuple[float | None, Range | None, str]:
+    """Returns three values: the idle power, a step's energy above idling, and the reason if that energy is unknown.
 
-    It is unknown if its low end is within the joules by which a step is `unsure`: the difference of two nearly equal
-    numbers is noise.
+    The idle power was measured before and after the windows. The higher of these powers gives the lowest energy, the
+    lower one the highest. `uncertain_joules` is the uncertainty of a step's joules. If the lowest energy is below it,
+    the energy is unknown, because a difference of two nearly equal numbers is mostly noise.
     """
-    idles, missing = [], []
+    idle_watts, missing_idle = [], []
     for when, watts in (("before", use.idle_before), ("after", use.idle_after)):
         if watts is not None and 0 <= watts < math.inf:
-            idles.append(watts)
+            idle_watts.append(watts)
         else:
-            missing.append(when)
-    if missing:
-        return None, None, use.why or f"the idle power {' and '.join(missing)} its windows was not measured"
-    idle = statistics.fmean(idles)
-    low = min(_net_joules(windows, max(idles)))
-    high = max(_net_joules(windows, min(idles)))
-    net = Range(statistics.median(_net_joules(windows, idle)), low, high)
-    if net.low <= unsure:
-        return idle, None, f"what it takes beyond idling, {units.count(idle, 'W')}, is too little to tell"
-    return idle, net, ""
+            missing_idle.append(when)
+    if missing_idle:
+        return None, None, use.why or f"the idle power {' and '.join(missing_idle)} its windows was not measured"
+    mean_idle_watts = statistics.fmean(idle_watts)
+    low = min(_subtract_idle_energy(windows, max(idle_watts)))
+    high = max(_subtract_idle_energy(windows, min(idle_watts)))
+    net_range = Range(statistics.median(_subtract_idle_energy(windows, mean_idle_watts)), low, high)
+    if net_range.low <= uncertain_joules:
+        return (
+            mean_idle_watts,
+            None,
+            f"its energy beyond idling at {units.count(mean_idle_watts, 'W')} is too small to measure",
+        )
+    return mean_idle_watts, net_range, ""
 
 
-def _net_joules(windows: Sequence[EnergyWindow], idle: float) -> list[float]:
-    return [(window.joules - idle * window.seconds) / window.steps for window in windows]
+def _subtract_idle_energy(windows: Sequence[EnergyWindow], idle_watts: float) -> list[float]:
+    return [(window.joules - idle_watts * window.seconds) / window.steps for window in windows]
 
 
 NO_SOURCE = "none"
-MOST_UNCERTAIN = 0.01
-# The most by which joules per step may differ between windows, as a share of the median.
-MOST_APART = 0.05
+MAX_UNCERTAINTY = 0.01
+# Joules per step of a case's windows may differ by this share of their median.
+MAX_WINDOW_DIFFERENCE = 0.05
 
 
-def why_unresolved(energy: EnergyUse | None) -> str:
-    """Returns why an energy is not resolved; '' if it is, was not requested, or the device has no source.
+def explain_unresolved(energy: EnergyUse | None) -> str:
+    """Returns why a case's energy is too uncertain to be compared. Returns '' if it is certain enough, if no energy
+    was requested, or if the device has no meter.
 
-    A power sensor is never resolved, because its error is unknown. A missing idle power does not concern the gross
-    energy.
+    Energy from a power sensor is always too uncertain, because the sensor's error is unknown. A missing idle power
+    does not affect the gross energy.
     """
-    return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_reasons(energy))
+    return "" if energy is None or energy.source == NO_SOURCE else "; ".join(_list_unresolved_reasons(energy))
 
 
-def _reasons(energy: EnergyUse) -> Iterator[str]:
+def _list_unresolved_reasons(energy: EnergyUse) -> Iterator[str]:
     windows = energy.windows
     if not windows:
         yield energy.why or "no window was measured"
@@ -257,41 +282,42 @@ def _reasons(energy: EnergyUse) -> Iterator[str]:
         yield energy.why
     if any(window.uncertainty is None for window in windows):
         yield f"error unknown, source {energy.source}"
-    worst = max(window.uncertainty or 0.0 for window in windows)
-    if worst > MOST_UNCERTAIN:
-        yield f"a window is sure to +-{units.percent(worst)} only"
-    joules = [window.joules / window.steps for window in windows if window.steps > 0]
-    if len(joules) < len(windows) or not all(0 < joule < math.inf for joule in joules):
+    largest_uncertainty = max(window.uncertainty or 0.0 for window in windows)
+    if largest_uncertainty > MAX_UNCERTAINTY:
+        yield f"a window's uncertainty is +-{units.percent(largest_uncertainty)}"
+    joules_per_step = [window.joules / window.steps for window in windows if window.steps > 0]
+    if len(joules_per_step) < len(windows) or not all(0 < joule < math.inf for joule in joules_per_step):
         yield "a window has no energy"
-    elif (distance := _relative_distance(joules)) > MOST_APART:
+    elif (distance := _relative_distance(joules_per_step)) > MAX_WINDOW_DIFFERENCE:
         yield f"its windows are {units.percent(distance)} apart"
-    if names := forced_throttling(windows):
-        yield f"clocks were held back in its windows: {', '.join(names)}"
+    if names := list_forced_throttling(windows):
+        yield f"clocks were throttled in its windows: {', '.join(names)}"
 
 
 def _relative_distance(values: Sequence[float]) -> float:
     return (max(values) - min(values)) / statistics.median(values)
 
 
-def forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
-    """Returns the reasons for throttled clocks in any window, without limits that the user set."""
-    bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
-    return [name for name in reasons_in(bits) if name not in CHOSEN]
+def list_forced_throttling(windows: Iterable[EnergyWindow]) -> list[str]:
+    """Returns the reasons why the clock was reduced in any window. Limits that the user set are left out."""
+    reason_bits = functools.reduce(operator.or_, (window.throttle or 0 for window in windows), 0)
+    return [name for name in reasons_in(reason_bits) if name not in CHOSEN]
 
 
-# The same limit for the joules of a phase.
-MOST_PHASE_APART = 0.10
-# Phases whose time alone differs from their time in the step by more than this share behaved differently there.
-MOST_OFF = 0.10
+# Joules of a phase may differ between its windows by this share of their median.
+MAX_PHASE_WINDOW_DIFFERENCE = 0.10
+# The phases behaved differently in the step if their time when each phase runs alone differs by more than this share
+# from their time in the step.
+MAX_PHASE_TIME_DIFFERENCE = 0.10
 
 
 @dataclass(frozen=True)
 class PhaseJoules:
-    """Joules of one phase of a step.
-
-    `range` is that of its windows with their uncertainty, `seconds` its time when run alone, `seconds_width` how much
-    windows differ in it. An estimate has none of these, and the reason in `why`: it is the step's joules times the
-    phase's share of the time; unattributed time gets the joules that no other phase accounts for.
+    """Joules of one phase of a step. If they were measured, `range` covers the windows of the phase with their
+    uncertainty. `seconds` is then the time of the phase when it runs alone, and `seconds_width` is how much that time
+    differs between windows. An estimated phase has no range, and `why` is the reason. The estimate is the step's
+    joules times the phase's share of the time. Time outside all phases is the unattributed phase, which gets the
+    joules that remain.
     """
 
     phase: str
@@ -305,21 +331,14 @@ class PhaseJoules:
     def provenance(self) -> Provenance:
         return Provenance.ESTIMATED if self.range is None else Provenance.MEASURED
 
-    @property
-    def low(self) -> float | None:
-        return None if self.range is None else self.range.low
-
-    @property
-    def high(self) -> float | None:
-        return None if self.range is None else self.range.high
-
 
 @dataclass(frozen=True)
 class PhaseEnergies:
-    """All phases of a step. `residual` is the step's joules outside measured phases, spent in `residual_seconds`.
+    """The energy of all phases of a step.
 
-    It is None if no phase was measured, or if the phases are void, for the reason `void`. `pace` is the time of the
-    measured phases run alone over their time in the step, `noise` how far it may be from 1 by chance.
+    `residual` is the step's energy outside measured phases, spent in `residual_seconds`. It is None if no phase was
+    measured. If the measurement of phases is not valid, `void` is the reason. `pace` is the time of the measured
+    phases when each runs alone, divided by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
@@ -330,47 +349,58 @@ class PhaseEnergies:
     noise: float = 0.0
 
     @property
-    def off_pace(self) -> str:
-        """Describes the disagreement of the two times; '' if they agree."""
+    def pace_mismatch(self) -> str:
+        """Describes by how much the phases take longer or shorter when each runs alone than in the step. Returns ''
+        if the times agree.
+        """
         if self.pace is None or abs(self.pace - 1) <= self.noise:
             return ""
         return (
-            f"by themselves its phases take {units.ratio(self.pace)} of their time in a step, where "
+            f"run separately, its phases take {units.ratio(self.pace)} of their time in a step, where "
             f"+-{units.percent(self.noise)} is noise"
         )
 
 
 def phase_energies(record: Record, finding: Finding | None) -> PhaseEnergies | None:
-    """Returns the energy of each phase; None if the case has no energy, or its phases are unknown."""
+    """Returns the energy of each phase, or None if the case has no energy or no known phases."""
     figures = energy_figures(record)
     if figures is None or record.energy is None:
         return None
     estimates = _estimate_by_time(figures, finding)
-    # 1. Collect phases with separate windows, and reasons why others have none.
-    measured: dict[str, PhaseJoules] = {}
-    reasons: dict[str, str] = {}
+    # 1. Collect the phases with separate windows, and the reasons for missing windows.
+    measured_phases: dict[str, PhaseJoules] = {}
+    unmeasured_reasons: dict[str, str] = {}
     for energy in record.energy.phases:
         joules = _measure_phase(energy)
         if isinstance(joules, str):
-            reasons[energy.phase] = joules
+            unmeasured_reasons[energy.phase] = joules
         else:
-            measured[energy.phase] = joules
-    checked = _check_against_step(figures, measured, estimates, finding) if measured else PhaseEnergies(())
-    if checked.void:
-        measured = {}
-        reasons = {energy.phase: checked.void for energy in record.energy.phases}
-    # 2. Estimate the other phases; unattributed time gets the remainder.
-    phases = {phase: PhaseJoules(phase, joules, why=reasons.get(phase, "")) for phase, joules in estimates.items()}
-    phases |= measured
-    if measured and checked.residual is not None:
-        estimated = (joules for phase, joules in estimates.items() if phase not in {*measured, UNATTRIBUTED})
-        phases[UNATTRIBUTED] = PhaseJoules(UNATTRIBUTED, max(0.0, checked.residual.middle - sum(estimated)))
-    return replace(checked, phases=tuple(phases.values())) if phases else None
+            measured_phases[energy.phase] = joules
+    checked_energies = (
+        _check_against_step(figures, measured_phases, estimates, finding) if measured_phases else PhaseEnergies(())
+    )
+    if checked_energies.void:
+        measured_phases = {}
+        unmeasured_reasons = {energy.phase: checked_energies.void for energy in record.energy.phases}
+    # 2. Estimate the phases without windows. Unattributed time gets the remaining joules.
+    phases = {
+        phase: PhaseJoules(phase, joules, why=unmeasured_reasons.get(phase, "")) for phase, joules in estimates.items()
+    }
+    phases |= measured_phases
+    if measured_phases and checked_energies.residual is not None:
+        estimated_joules = (
+            joules for phase, joules in estimates.items() if phase not in {*measured_phases, UNATTRIBUTED}
+        )
+        phases[UNATTRIBUTED] = PhaseJoules(
+            UNATTRIBUTED, max(0.0, checked_energies.residual.middle - sum(estimated_joules))
+        )
+    return replace(checked_energies, phases=tuple(phases.values())) if phases else None
 
 
 def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[str, float]:
-    """Returns joules per phase, splitting those of a step by the best case's times, as if all phases drew the same
-    power."""
+    """Returns joules per phase. They are the step's joules, split by the times of the phases in the best case, as if
+    power were constant.
+    """
     if finding is None or not finding.best_seconds:
         return {}
     joules, total = figures.gross.middle, finding.best_seconds
@@ -378,68 +408,82 @@ def _estimate_by_time(figures: EnergyFigures, finding: Finding | None) -> dict[s
 
 
 def _measure_phase(energy: PhaseEnergy) -> PhaseJoules | str:
-    """Returns the energy in the windows of a phase, or the reason without one."""
-    windows = sound_windows(energy.windows)
+    """Returns the energy from a phase's windows, or the reason for missing energy."""
+    windows = drop_invalid_windows(energy.windows)
     if not windows:
         return energy.why or "no window was measured, for an unknown reason"
-    joules = [window.joules / window.steps for window in windows]
-    middle = statistics.median(joules)
-    if max(joules) - min(joules) > MOST_PHASE_APART * middle:
-        return f"its windows are {units.percent(_relative_distance(joules))} apart"
+    joules_per_step = [window.joules / window.steps for window in windows]
+    median_joules = statistics.median(joules_per_step)
+    if max(joules_per_step) - min(joules_per_step) > MAX_PHASE_WINDOW_DIFFERENCE * median_joules:
+        return f"its windows are {units.percent(_relative_distance(joules_per_step))} apart"
     low = min(window.joules / window.steps * (1 - (window.uncertainty or 0.0)) for window in windows)
     high = max(window.joules / window.steps * (1 + (window.uncertainty or 0.0)) for window in windows)
-    seconds = _range([window.seconds / window.steps for window in windows])
-    return PhaseJoules(energy.phase, middle, Range(middle, low, high), seconds.middle, seconds.width)
+    seconds = _summarize_range([window.seconds / window.steps for window in windows])
+    return PhaseJoules(energy.phase, median_joules, Range(median_joules, low, high), seconds.middle, seconds.width)
 
 
 def _check_against_step(
     figures: EnergyFigures, measured: Mapping[str, PhaseJoules], estimates: Mapping[str, float], finding: Finding | None
 ) -> PhaseEnergies:
-    """Computes the residual and checks whether the device can draw that in the rest of the step's time.
+    """Computes the energy that a step takes outside the measured phases. Checks whether the device can take this
+    energy in the remaining time.
 
-    Its power must be at least that of idling and at most the highest of any phase. If times are too noisy, the rest is
-    the time of the unmeasured phases.
+    The power in the remaining time must be between the idle power and the highest power of any phase. If the times
+    are too noisy to know the remaining time, the time of the unmeasured phases is used.
     """
     # 1. Compute the joules of the step outside measured phases.
-    ranges = [phase.range for phase in measured.values() if phase.range is not None]
-    gross = figures.gross.widen(figures.uncertainty or 0.0)
+    phase_ranges = [phase.range for phase in measured.values() if phase.range is not None]
+    gross_range = figures.gross.widen(figures.uncertainty or 0.0)
     residual = Range(
-        gross.middle - sum(span.middle for span in ranges),
-        gross.low - sum(span.high for span in ranges),
-        gross.high - sum(span.low for span in ranges),
+        gross_range.middle - sum(span.middle for span in phase_ranges),
+        gross_range.low - sum(span.high for span in phase_ranges),
+        gross_range.high - sum(span.low for span in phase_ranges),
     )
-    # 2. Divide the time of the phases run alone by their time in the step.
-    step = figures.seconds.middle
-    by_themselves = sum(phase.seconds or 0.0 for phase in measured.values())
-    elsewhere = sum(joules for phase, joules in estimates.items() if phase not in measured)
-    in_step = step * (1 - elsewhere / figures.gross.middle)
-    pace = by_themselves / in_step if in_step > 0 else math.inf
-    width = sum(phase.seconds_width for phase in measured.values())
-    phase_noise = width / by_themselves if by_themselves else 0.0
-    spread = finding.spread if finding is not None else None
-    noise = max(SAME, spread or 0.0, figures.seconds.width / step, phase_noise)
-    # 3. Bound what the device can draw in the rest of the time.
-    powers = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
-    rest = step - by_themselves
-    remaining = rest if abs(pace - 1) <= MOST_OFF else step - in_step
-    ends = sorted((remaining * max([*powers, figures.watts]), remaining * (figures.idle or 0.0)))
-    energies = PhaseEnergies((), residual, rest, "", pace, noise)
-    return replace(energies, void=_why_void(energies, figures.gross.middle, by_themselves, ends))
+    # 2. Divide the time of the phases, when each runs alone, by their time in the step.
+    step_seconds = figures.seconds.middle
+    phases_alone_seconds = sum(phase.seconds or 0.0 for phase in measured.values())
+    unmeasured_joules = sum(joules for phase, joules in estimates.items() if phase not in measured)
+    phases_in_step_seconds = step_seconds * (1 - unmeasured_joules / figures.gross.middle)
+    pace_ratio = phases_alone_seconds / phases_in_step_seconds if phases_in_step_seconds > 0 else math.inf
+    phase_seconds_width = sum(phase.seconds_width for phase in measured.values())
+    phase_noise = phase_seconds_width / phases_alone_seconds if phases_alone_seconds else 0.0
+    step_spread = finding.spread if finding is not None else None
+    noise = max(SAME, step_spread or 0.0, figures.seconds.width / step_seconds, phase_noise)
+    # 3. Compute limits for the energy that the device can take in the remaining time.
+    phase_watts = [phase.joules / phase.seconds for phase in measured.values() if phase.seconds]
+    residual_seconds = step_seconds - phases_alone_seconds
+    residual_or_unmeasured_seconds = (
+        residual_seconds if abs(pace_ratio - 1) <= MAX_PHASE_TIME_DIFFERENCE else step_seconds - phases_in_step_seconds
+    )
+    joule_limits = sorted(
+        (
+            residual_or_unmeasured_seconds * max([*phase_watts, figures.watts]),
+            residual_or_unmeasured_seconds * (figures.idle or 0.0),
+        )
+    )
+    energies = PhaseEnergies((), residual, residual_seconds, "", pace_ratio, noise)
+    return replace(
+        energies, void=_explain_unusable_phases(energies, figures.gross.middle, phases_alone_seconds, joule_limits)
+    )
 
 
-def _why_void(energies: PhaseEnergies, gross: float, by_themselves: float, ends: Sequence[float]) -> str:
-    """Returns why no phase counts as measured, regardless of its windows; '' if they fit the step."""
+def _explain_unusable_phases(
+    energies: PhaseEnergies, gross_joules: float, phases_alone_seconds: float, joule_limits: Sequence[float]
+) -> str:
+    """Returns why the energies that were measured phase by phase cannot be used: their joules or times do not fit
+    those of the whole step. Returns '' if they fit.
+    """
     residual, pace = energies.residual, energies.pace
     assert residual is not None and pace is not None
-    if abs(pace - 1) > max(MOST_OFF, energies.noise):
-        in_step = units.seconds(by_themselves / pace if pace else None)
+    if abs(pace - 1) > max(MAX_PHASE_TIME_DIFFERENCE, energies.noise):
+        phases_in_step_seconds = units.seconds(phases_alone_seconds / pace if pace else None)
         return (
-            f"by themselves they take {units.seconds(by_themselves)} where a step has "
-            f"{in_step} for them: that is not what the step does"
+            f"run separately, the phases take {units.seconds(phases_alone_seconds)}, while a step has "
+            f"{phases_in_step_seconds} for them: they behave differently in the step"
         )
-    if residual.high < ends[0] or residual.low > ends[1]:
+    if residual.high < joule_limits[0] or residual.low > joule_limits[1]:
         return (
-            f"they come to {units.joules(gross - residual.middle)} where a step takes {units.joules(gross)}, further "
-            "apart than the error of both"
+            f"the phases sum to {units.joules(gross_joules - residual.middle)} and the step takes "
+            f"{units.joules(gross_joules)}: they differ by more than their errors"
         )
     return ""

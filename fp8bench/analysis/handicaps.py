@@ -1,7 +1,7 @@
-"""Labels for a handicapped reference: slower than necessary, or with inputs unlike its case's.
+"""Labels a case whose reference has a handicap: it is slower than necessary, or has different inputs.
 
-Any precision looks fast next to a reference that multiplies far below the device's peak, moves or copies more numbers,
-multiplies wider or smaller pieces, computes subnormal numbers, sleeps, or spends its time in other code.
+A reference with a handicap makes any precision look fast. Examples are products far below the device's peak, more
+numbers moved or copied, wider or smaller products, subnormal numbers, sleeping, and time outside torch.
 """
 
 from __future__ import annotations
@@ -16,59 +16,64 @@ import numpy as np
 from fp8bench import units
 from fp8bench.analysis import verdicts
 from fp8bench.analysis.labels import Labelled, is_contended
-from fp8bench.analysis.roofline import bounds_of, kind_of_path
-from fp8bench.analysis.tapes import bits_of, product_work
+from fp8bench.analysis.roofline import product_kind_of, upper_bounds_of
+from fp8bench.analysis.tapes import operand_bits_of, product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import GivenTensors, Label, Level, Phase, Record, SlotSample, Tape, Timing
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.registry import precisions
 
-# Rounding to four bits moves a root mean square by 2% at most.
-_DIFFERENT_SIZE = 0.1
-_SUBNORMAL = 0.01
-# If sums differ by more than this many root sums of squares, the numbers are different (true for six of seven cases).
-# Rounding to four bits moves sums by 0.1, and shifting all values moves them by the second share.
-_DIFFERENT_SUM, _SHIFT = 0.25, 0.02
-# A product is far below its ceiling if it reaches less than this share of it and takes this many seconds; shorter
-# products count only if the case's come this many times nearer. fp8bench's fp32 products reach at least 0.65 on an idle
-# core, convolutions 0.2.
-_LOW_SHARE, _LARGE_SECONDS, _LONG_SECONDS, _NEARER = 1 / 3, 1e-3, 1e-4, 2.0
-_MOVES_MORE = 2.0
-_COPIES = frozenset({"clone", "copy_", "_to_copy"})
-_MORE_COPIES = 0.1
-_MORE_WIDE = 0.05
-_MORE_SLEEP = _MORE_THREADS = 0.1
-# The same threads take up to this many times as long on a busy machine.
-_MANY_TIMES = 3.0
-# A reference is suspect if it yields its core this many times more often per step.
-_MORE_WAITS = 0.5
-# A reference is suspect if it spends this larger share of its time outside torch's operators.
-_MORE_OUTSIDE, _OUTSIDE_SECONDS = 0.15, 50e-6
-# A reference is suspect if it spends this larger share in an operator that it calls this many times as often as the
-# case, relative to the numbers moved.
-_MORE_IN_OPERATOR, _CALLED_MORE = 0.1, 1.5
-_MORE_PIECES = 3
+# Root mean squares of the inputs of both cases may differ by this share. Rounding to four bits changes a root mean
+# square by at most 2%.
+_RMS_TOLERANCE = 0.1
+_SUBNORMAL_SHARE = 0.01
+# The sum of a tensor in the case may differ from the reference's by this many root sums of squares. A larger
+# difference means different numbers: six of seven pairs of unrelated tensors differ by more, while rounding to four
+# bits changes a sum by 0.1. The second number is the share by which shifting all values may change a sum.
+_MIN_SUM_DISTANCE, _SHARE_OF_SUM_BY_SHIFT = 0.25, 0.02
+# A product is far below its ceiling if it reaches less than this share of the ceiling and takes at least
+# _LARGE_PRODUCT_SECONDS. Shorter products, from _MIN_PRODUCT_SECONDS on, also count if the case's products come
+# _NEARER_RATIO times as near to their ceiling. On an idle core, fp8bench's fp32 products reach at least 0.65 of the
+# ceiling, and convolutions 0.2.
+_LOW_SHARE_OF_CEILING, _LARGE_PRODUCT_SECONDS, _MIN_PRODUCT_SECONDS, _NEARER_RATIO = 1 / 3, 1e-3, 1e-4, 2.0
+_MOVED_NUMBERS_RATIO = 2.0
+_COPY_OPERATORS = frozenset({"clone", "copy_", "_to_copy"})
+_MIN_EXTRA_COPIED_SHARE = 0.1
+_MIN_EXTRA_FP64_SHARE = 0.05
+_MIN_EXTRA_SLEEP_SHARE = _MIN_EXTRA_THREADS_SHARE = 0.1
+# Threads that do the same work may take up to this many times as long on a busy machine.
+_BUSY_MACHINE_RATIO = 3.0
+# A reference is suspect if it gives up its core more often than the case, by this number per step.
+_MIN_EXTRA_WAITS_PER_STEP = 0.5
+# A reference is suspect if it spends more time outside torch's operators than the case. The first number is the
+# difference of the shares of time, the second the difference in seconds.
+_MIN_EXTRA_SHARE_OUTSIDE, _MIN_EXTRA_SECONDS_OUTSIDE = 0.15, 50e-6
+# A reference is suspect if it spends a larger share of its time in one operator than the case. The shares must differ
+# by the first number. The reference must also call the operator this many times as often, with each call weighted by
+# the numbers that it moves.
+_MIN_EXTRA_OPERATOR_SHARE, _MIN_CALLS_RATIO = 0.1, 1.5
+_PRODUCT_CALLS_RATIO = 3
 
 
-def handicaps_of(record: Record, reference: Record, threads: int = 1) -> Iterator[Labelled]:
+def label_handicaps(record: Record, reference: Record, threads: int = 1) -> Iterator[Labelled]:
     """Yields the labels that a case gets because of its reference.
 
-    Inputs of different size or subnormality, and a reference that sleeps, are hard. Callables are exempt from further
-    checks.
+    Labels for inputs of different magnitude and for a reference that sleeps are hard. Callables of the user are
+    checked only for different inputs.
     """
     yield from _label_different_inputs(record, reference)
     if Level.EMULATED in (record.support.level, reference.support.level) or not record.paired:
         return
     if record.case.workload == BENCH:
         return
-    # A process has its core to itself only on a CPU, and without ranks that wait for each other.
-    has_core = record.case.device == "cpu" and record.case.ranks < 2
-    sleeps = list(_compare_sleep(record, reference)) if has_core else []
-    reasons = [*_compare_ceilings(record, reference), *sleeps, *_compare_late_steps(record, reference)]
-    if has_core and threads == 1:
+    # Time without a core is meaningful only on a CPU, and only without ranks, which wait for each other.
+    has_core_to_itself = record.case.device == "cpu" and record.case.ranks < 2
+    sleep_reasons = list(_compare_sleep(record, reference)) if has_core_to_itself else []
+    reasons = [*_compare_ceilings(record, reference), *sleep_reasons, *_compare_late_steps(record, reference)]
+    if has_core_to_itself and threads == 1:
         reasons += _compare_threads(record, reference)
-        if not sleeps:
+        if not sleep_reasons:
             reasons += _compare_waits(record, reference)
     if record.tape is not None and reference.tape is not None:
         reasons += _compare_moves(record.tape, reference.tape)
@@ -76,104 +81,124 @@ def handicaps_of(record: Record, reference: Record, threads: int = 1) -> Iterato
         reasons += _compare_calls(record.tape, reference.tape)
         reasons += _compare_layouts(record, reference, reference.tape)
     if reasons:
-        yield Labelled(Label.HANDICAP, f"{reference.case.mode} {'; '.join(reasons)}", hard=bool(sleeps))
+        yield Labelled(Label.HANDICAP, f"{reference.case.mode} {'; '.join(reasons)}", hard=bool(sleep_reasons))
 
 
-def _if_more(reference_share: float, share: float, least: float, words: str) -> Iterator[str]:
-    """Yields the words, filled in with both shares, if the reference's share is larger by more than `least`."""
+def _describe_if_larger(reference_share: float, share: float, least: float, words: str) -> Iterator[str]:
+    """Yields the text `words` with both shares filled in. Yields nothing unless the reference's share exceeds the
+    case's share by more than `least`.
+    """
     if reference_share - share > least:
         yield words.format(units.percent(reference_share, 0), units.percent(share, 0))
 
 
 def _label_different_inputs(record: Record, reference: Record) -> Iterator[Labelled]:
-    """Compares tensors by shape if both have equally many; formats specific to a precision are left out."""
+    """Yields a label if input tensors of the case and the reference differ. Only shapes that both have equally often
+    are compared.
+    """
     if record.products is None or reference.products is None:
         return
-    tensors = {given.shape: given for given in record.products.given}
-    mode, scale = reference.case.mode, _loss_scale(record) / _loss_scale(reference)
+    tensors_by_shape = {case_tensors.shape: case_tensors for case_tensors in record.products.given}
+    mode, scale = reference.case.mode, _find_loss_scale(record) / _find_loss_scale(reference)
     distances = []
     reasons = []
     for base in reference.products.given:
-        given = tensors.get(base.shape)
-        if given is not None and given.tensors == base.tensors:
-            given = _without_loss_scale(given, base, scale)
-            distances.append(_squared_distance(given, base))
-            reasons.append(_describe_different_size(given, base, mode))
+        case_tensors = tensors_by_shape.get(base.shape)
+        if case_tensors is not None and case_tensors.tensors == base.tensors:
+            case_tensors = _undo_loss_scale(case_tensors, base, scale)
+            distances.append(_compute_squared_distance(case_tensors, base))
+            reasons.append(_describe_different_magnitude(case_tensors, base, mode))
     if reason := next(filter(None, reasons), ""):
         yield Labelled(Label.OTHER_INPUTS, reason, hard=True)
-    elif distances and math.sqrt(sum(distances) / len(distances)) > _DIFFERENT_SUM:
-        yield Labelled(Label.OTHER_INPUTS, f"of {mode}'s size, and other numbers")
+    elif distances and math.sqrt(sum(distances) / len(distances)) > _MIN_SUM_DISTANCE:
+        yield Labelled(Label.OTHER_INPUTS, f"inputs have the magnitude of {mode}'s, but different numbers")
 
 
-def _loss_scale(record: Record) -> float:
-    """Returns the loss scale of a case's precision; 1 if it is not registered here."""
+def _find_loss_scale(record: Record) -> float:
+    """Returns the loss scale of a case's precision, or 1 if the precision is not registered."""
     try:
         return precisions.get(record.case.precision).loss_scale or 1.0
     except UsageError:
         return 1.0
 
 
-def _without_loss_scale(given: GivenTensors, base: GivenTensors, scale: float) -> GivenTensors:
-    """Returns the tensors unchanged, or without fp16's loss scale of gradients: whichever is nearer to the base."""
-    unscaled = replace(given, total=given.total / scale, squares=given.squares / scale**2)
-    return min(given, unscaled, key=lambda tensors: abs(tensors.rms - base.rms))
+def _undo_loss_scale(case_tensors: GivenTensors, reference_tensors: GivenTensors, scale: float) -> GivenTensors:
+    """Returns the case's tensors with or without fp16's loss scale of gradients, whichever is nearer to the
+    reference's tensors.
+    """
+    unscaled = replace(case_tensors, total=case_tensors.total / scale, squares=case_tensors.squares / scale**2)
+    return min(case_tensors, unscaled, key=lambda tensors: abs(tensors.rms - reference_tensors.rms))
 
 
-def _describe_different_size(given: GivenTensors, base: GivenTensors, mode: str) -> str:
-    """Describes inputs that differ in magnitude, or in their share of subnormals; else ''."""
-    shape = _join_shape(given)
-    share, base_share = (tensors.subnormals / tensors.elements for tensors in (given, base))
-    if abs(base_share - share) > _SUBNORMAL:
-        subnormal = f"{units.percent(base_share, 0)} of {mode}'s numbers in {shape} are subnormal"
-        return f"{subnormal}, {units.percent(share, 0)} of its own"
-    if abs(given.rms - base.rms) > _DIFFERENT_SIZE * max(given.rms, base.rms):
-        return f"the root mean square of {mode}'s {shape} is {base.rms:.3g}, that of its own {given.rms:.3g}"
+def _describe_different_magnitude(case_tensors: GivenTensors, reference_tensors: GivenTensors, mode: str) -> str:
+    """Describes inputs that differ in magnitude or in their share of subnormal numbers. Returns '' if they do not."""
+    shape = _show_shape(case_tensors)
+    share, base_share = (tensors.subnormals / tensors.elements for tensors in (case_tensors, reference_tensors))
+    if abs(base_share - share) > _SUBNORMAL_SHARE:
+        base_text = f"{units.percent(base_share, 0)} of {mode}'s numbers in {shape} are subnormal"
+        return f"{base_text}, this case has {units.percent(share, 0)}"
+    if abs(case_tensors.rms - reference_tensors.rms) > _RMS_TOLERANCE * max(case_tensors.rms, reference_tensors.rms):
+        base_text = f"the root mean square of {mode}'s {shape} is {reference_tensors.rms:.3g}"
+        return f"{base_text}, this case's {case_tensors.rms:.3g}"
     return ""
 
 
-def _join_shape(given: GivenTensors) -> str:
-    return " x ".join(map(str, given.shape))
+def _show_shape(tensors: GivenTensors) -> str:
+    return " x ".join(map(str, tensors.shape))
 
 
-def _squared_distance(given: GivenTensors, base: GivenTensors) -> float:
-    """Returns the squared difference of their sums over the sum of squares: about 2 for unrelated numbers."""
-    distance = max(0.0, abs(given.total - base.total) - _SHIFT * abs(base.total))
-    return distance**2 / base.squares if base.squares else 0.0
+def _compute_squared_distance(case_tensors: GivenTensors, reference_tensors: GivenTensors) -> float:
+    """Returns the squared difference of two tensors' sums, divided by the sum of squares. It is about 2 for unrelated
+    numbers.
+    """
+    distance = max(
+        0.0, abs(case_tensors.total - reference_tensors.total) - _SHARE_OF_SUM_BY_SHIFT * abs(reference_tensors.total)
+    )
+    return distance**2 / reference_tensors.squares if reference_tensors.squares else 0.0
 
 
 def _compare_sleep(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the time in which a process neither ran nor waited for a core."""
-    share, base = _share_asleep(record.timing), _share_asleep(reference.timing)
-    if share is not None and base is not None:
-        yield from _if_more(base, share, _MORE_SLEEP, "sleeps {} of its time, this case {}")
+    """Compares the share of time in which the process slept: it neither ran nor waited for a core."""
+    sleep_share, base_sleep_share = _compute_sleep_share(record.timing), _compute_sleep_share(reference.timing)
+    if sleep_share is not None and base_sleep_share is not None:
+        yield from _describe_if_larger(
+            base_sleep_share,
+            sleep_share,
+            _MIN_EXTRA_SLEEP_SHARE,
+            "sleeps for {} of its time, but this case only for {}",
+        )
 
 
-def _share_asleep(timing: Timing | None) -> float | None:
-    """Returns the share of the median slot spent asleep; None if waiting for a core was not recorded."""
-    shares = []
-    for slot in _slots_of(timing):
+def _compute_sleep_share(timing: Timing | None) -> float | None:
+    """Returns the share of a slot in which the process slept, as the median over slots. Returns None if waiting for a
+    core was not recorded.
+    """
+    sleep_shares = []
+    for slot in _list_slots(timing):
         if slot.waited_seconds is not None and slot.wall_seconds > 0:
-            awake = slot.cpu_seconds + slot.waited_seconds + (slot.stolen_seconds or 0.0)
-            shares.append(1 - awake / slot.wall_seconds)
-    return max(0.0, float(np.median(shares))) if shares else None
+            awake_seconds = slot.cpu_seconds + slot.waited_seconds + (slot.stolen_seconds or 0.0)
+            sleep_shares.append(1 - awake_seconds / slot.wall_seconds)
+    return max(0.0, float(np.median(sleep_shares))) if sleep_shares else None
 
 
-def _slots_of(timing: Timing | None) -> Sequence[SlotSample]:
+def _list_slots(timing: Timing | None) -> Sequence[SlotSample]:
     return timing.slots if timing is not None else ()
 
 
 def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the work of further threads of the process, where torch has only one."""
-    work, base_work = _further_threads(record.timing), _further_threads(reference.timing)
+    """Compares how much the process's other threads work, besides the thread that runs the steps."""
+    work, base_work = _measure_other_threads(record.timing), _measure_other_threads(reference.timing)
     if work is None or base_work is None:
         return
     if _is_far_above(work, base_work) or _is_far_above(base_work, work):
         base_words, words = units.seconds(max(base_work.seconds, 0.0)), units.seconds(max(work.seconds, 0.0))
-        yield f"has other threads at work for {base_words} a step, this case for {words}"
+        yield f"has other threads that work for {base_words} a step, in this case for {words}"
 
 
 class _ThreadWork(NamedTuple):
-    """Seconds of further threads per step, of the median slot and of the slot with most; and of the median step."""
+    """CPU seconds per step of the threads that do not run the steps: in the median slot (`seconds`) and in the
+    busiest slot (`most`). `step` is the wall-clock seconds of the median step.
+    """
 
     seconds: float
     most: float
@@ -181,87 +206,106 @@ class _ThreadWork(NamedTuple):
 
 
 def _is_far_above(work: _ThreadWork, base: _ThreadWork) -> bool:
-    # On a busy machine the work of an honest loader may fall between most slots of one arm, but not between all.
-    is_large = work.seconds - base.seconds > _MORE_THREADS * work.step
-    return is_large and work.seconds > _MANY_TIMES * base.most
+    # On a busy machine, an honest data loader may do its work between slots. That may happen between most slots of
+    # one case, but not between all of them.
+    is_large = work.seconds - base.seconds > _MIN_EXTRA_THREADS_SHARE * work.step
+    return is_large and work.seconds > _BUSY_MACHINE_RATIO * base.most
 
 
 def _compare_waits(record: Record, reference: Record) -> Iterator[str]:
-    """Compares the least time that slots were off their core.
-
-    Other programs may have taken the core; the minimum leaves them out.
+    """Compares the share of a slot that the process spent off its core. The smallest share of all slots counts,
+    because other programs may have taken the core in the other slots.
     """
-    late, base = record.late, reference.late
-    if late is not None and base is not None and base.waits - late.waits > _MORE_WAITS:
-        share, base_share = _least_share_off_core(record.timing), _least_share_off_core(reference.timing)
-        yield from _if_more(base_share, share, _MORE_SLEEP, "waits for {} of its time or more, this case for {}")
+    late_steps, base_late_steps = record.late, reference.late
+    if (
+        late_steps is not None
+        and base_late_steps is not None
+        and base_late_steps.waits - late_steps.waits > _MIN_EXTRA_WAITS_PER_STEP
+    ):
+        share, base_share = _find_min_share_off_core(record.timing), _find_min_share_off_core(reference.timing)
+        yield from _describe_if_larger(
+            base_share, share, _MIN_EXTRA_SLEEP_SHARE, "waits for at least {} of its time, but this case only for {}"
+        )
 
 
-def _least_share_off_core(timing: Timing | None) -> float:
-    shares = [1 - slot.cpu_seconds / slot.wall_seconds for slot in _slots_of(timing) if slot.wall_seconds]
-    return max(0.0, min(shares, default=0.0))
+def _find_min_share_off_core(timing: Timing | None) -> float:
+    shares_off_core = [1 - slot.cpu_seconds / slot.wall_seconds for slot in _list_slots(timing) if slot.wall_seconds]
+    return max(0.0, min(shares_off_core, default=0.0))
 
 
-def _further_threads(timing: Timing | None) -> _ThreadWork | None:
-    """Returns None if the seconds of threads were not recorded."""
-    slots = [slot for slot in _slots_of(timing) if slot.thread_seconds is not None]
-    if not slots:
+def _measure_other_threads(timing: Timing | None) -> _ThreadWork | None:
+    """Returns the work of threads that do not run the steps, or None if the seconds of threads were not recorded."""
+    recorded_slots = [slot for slot in _list_slots(timing) if slot.thread_seconds is not None]
+    if not recorded_slots:
         return None
-    work = [(slot.cpu_seconds - (slot.thread_seconds or 0.0)) / len(slot.calls_ns) for slot in slots]
-    steps = [slot.wall_seconds / len(slot.calls_ns) for slot in slots]
-    return _ThreadWork(float(np.median(work)), max(work), float(np.median(steps)))
+    seconds_per_step = [
+        (slot.cpu_seconds - (slot.thread_seconds or 0.0)) / len(slot.calls_ns) for slot in recorded_slots
+    ]
+    step_seconds = [slot.wall_seconds / len(slot.calls_ns) for slot in recorded_slots]
+    return _ThreadWork(float(np.median(seconds_per_step)), max(seconds_per_step), float(np.median(step_seconds)))
 
 
-def _least_thread_seconds(timing: Timing | None) -> float:
-    """Returns the lowest seconds per step of any slot, by the thread's clock; 0 if they were not recorded."""
-    slots = [slot for slot in _slots_of(timing) if slot.thread_seconds]
-    return min(((slot.thread_seconds or 0.0) / len(slot.calls_ns) for slot in slots), default=0.0)
+def _find_min_thread_seconds(timing: Timing | None) -> float:
+    """Returns the fewest CPU seconds per step, in any slot, of the thread that runs the steps. Returns 0 if they were
+    not recorded.
+    """
+    recorded_slots = [slot for slot in _list_slots(timing) if slot.thread_seconds]
+    return min(((slot.thread_seconds or 0.0) / len(slot.calls_ns) for slot in recorded_slots), default=0.0)
 
 
 def _compare_late_steps(record: Record, reference: Record) -> Iterator[str]:
-    """Compares what untimed steps did while their operators were recorded."""
-    late, base = record.late, reference.late
-    if late is None or base is None:
+    """Compares the untimed steps after the rounds, in which operators were recorded. Their subnormal results,
+    switches of arithmetic and times per operator are compared.
+    """
+    late_steps, base_late_steps = record.late, reference.late
+    if late_steps is None or base_late_steps is None:
         return
-    # 1. Subnormal results, and switches of arithmetic.
-    if max(late.subnormal, base.subnormal) > _SUBNORMAL:
-        base_share, share = units.percent(base.subnormal, 0), units.percent(late.subnormal, 0)
-        yield f"has {base_share} subnormal numbers in its results, this case {share}: a processor is slow at them"
-    if late.switches != base.switches:
-        base_words, words = (", ".join(steps.switches) or "no switch" for steps in (base, late))
+    # 1. Compare subnormal results, and switches of arithmetic.
+    if max(late_steps.subnormal, base_late_steps.subnormal) > _SUBNORMAL_SHARE:
+        base_share, share = units.percent(base_late_steps.subnormal, 0), units.percent(late_steps.subnormal, 0)
+        yield f"has {base_share} subnormal numbers in its results, this case {share}: processors compute them slowly"
+    if late_steps.switches != base_late_steps.switches:
+        base_words, words = (", ".join(steps.switches) or "no switch" for steps in (base_late_steps, late_steps))
         yield f"sets {base_words} within its steps, this case {words}"
-    # 2. Time outside of torch's operators.
-    if not late.in_operators or not base.in_operators:
+    # 2. Compare the time outside torch's operators.
+    if not late_steps.in_operators or not base_late_steps.in_operators:
         return
-    step, base_step = _least_thread_seconds(record.timing), _least_thread_seconds(reference.timing)
-    outside, base_outside = max(0.0, step - late.in_operators), base_step - base.in_operators
-    if step > 0 and base_step > 0 and base_outside - outside > _OUTSIDE_SECONDS:
-        words = "spends {} of its time outside of torch's operators, this case {}"
-        yield from _if_more(base_outside / base_step, outside / step, _MORE_OUTSIDE, words)
-    # 3. Time in operators that the case calls less.
+    step, base_step = _find_min_thread_seconds(record.timing), _find_min_thread_seconds(reference.timing)
+    seconds_outside = max(0.0, step - late_steps.in_operators)
+    base_seconds_outside = base_step - base_late_steps.in_operators
+    if step > 0 and base_step > 0 and base_seconds_outside - seconds_outside > _MIN_EXTRA_SECONDS_OUTSIDE:
+        words = "spends {} of its time outside torch's operators, this case {}"
+        yield from _describe_if_larger(
+            base_seconds_outside / base_step, seconds_outside / step, _MIN_EXTRA_SHARE_OUTSIDE, words
+        )
+    # 3. Compare the time in operators that the case calls less often.
     if record.tape is None or reference.tape is None:
         return
     products = {operator.operator for operator in reference.tape.operators if operator.flops}
-    seconds = dict(late.seconds)
-    for name, base_seconds in base.seconds:
+    seconds_by_operator = dict(late_steps.seconds)
+    for name, base_seconds in base_late_steps.seconds:
         calls, base_calls = _weigh_calls(record.tape, name), _weigh_calls(reference.tape, name)
-        is_slow = base_seconds - seconds.get(name, 0.0) > _MORE_IN_OPERATOR * base.in_operators
-        if is_slow and base_calls > _CALLED_MORE * calls and name not in products | _COPIES:
-            share = units.percent(base_seconds / base.in_operators, 0)
-            yield f"spends {share} of its operators' time in {name}, which this case calls less"
+        is_slow = (
+            base_seconds - seconds_by_operator.get(name, 0.0) > _MIN_EXTRA_OPERATOR_SHARE * base_late_steps.in_operators
+        )
+        if is_slow and base_calls > _MIN_CALLS_RATIO * calls and name not in products | _COPY_OPERATORS:
+            operator_share = units.percent(base_seconds / base_late_steps.in_operators, 0)
+            yield f"spends {operator_share} of its operators' time in {name}, which this case calls less"
 
 
 def _weigh_calls(tape: Tape, name: str) -> float:
-    """Returns how often a step calls an operator, plus the numbers that it moves."""
-    return _moved_by(tape, {name}) + sum(count.calls for count in tape.operators if count.operator == name)
+    """Returns the weight of an operator's calls in a step. It is their number plus how many numbers they move."""
+    return _count_moved_numbers(tape, {name}) + sum(count.calls for count in tape.operators if count.operator == name)
 
 
 def _compare_calls(tape: Tape, base: Tape) -> Iterator[str]:
-    """Compares the calls that products take; a kernel that batches products is to the case's credit."""
+    """Compares how many calls of operators the products of a step need. Cases whose kernels batch products are
+    skipped, because fewer calls are the advantage of such kernels.
+    """
     calls, base_calls = _count_product_calls(tape), _count_product_calls(base)
-    grouped = any("grouped" in count.operator for count in tape.operators)
-    if calls and base_calls >= _MORE_PIECES * calls and not (grouped or tape.fused or base.fused):
-        yield f"multiplies in {base_calls} calls, this case in {calls}"
+    batches_products = any("grouped" in count.operator for count in tape.operators)
+    if calls and base_calls >= _PRODUCT_CALLS_RATIO * calls and not (batches_products or tape.fused or base.fused):
+        yield f"multiplies in {base_calls} calls, but this case only in {calls}"
 
 
 def _count_product_calls(tape: Tape) -> int:
@@ -269,122 +313,141 @@ def _count_product_calls(tape: Tape) -> int:
 
 
 def _compare_layouts(record: Record, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference whose tensors are scattered in memory, or that holds more tensors of a shape than its step
-    reads and than the case holds: each step then reads different ones, and none is in a cache."""
+    """Describes a reference whose tensors are scattered in memory or rotate through several copies.
+
+    If a tensor has more copies than a step reads, each step reads another copy, and none of them is in a cache.
+    """
     if record.products is None or reference.products is None:
         return
-    reads = _count_reads_by_size(base_tape)
-    tensors = {given.shape: given for given in record.products.given}
+    reads_by_size = _count_reads_by_size(base_tape)
+    tensors_by_shape = {case_tensors.shape: case_tensors for case_tensors in record.products.given}
     for base in reference.products.given:
-        given = tensors.get(base.shape)
-        if given is None:
+        case_tensors = tensors_by_shape.get(base.shape)
+        if case_tensors is None:
             continue
-        words = f"{base.tensors} tensors of {_join_shape(base)}"
-        read = reads.get(math.prod(base.shape), 0)
-        if base.tensors > max(2 * read, given.tensors):
-            yield f"holds {words}, of which a step reads {read}; this case holds {given.tensors}"
-        elif base.scattered > given.scattered:
-            yield f"has numbers of {words} scattered in memory, this case side by side"
+        words = f"{base.tensors} tensors of {_show_shape(base)}"
+        read_count = reads_by_size.get(math.prod(base.shape), 0)
+        if base.tensors > max(2 * read_count, case_tensors.tensors):
+            yield f"holds {words}, of which a step reads {read_count}; this case holds {case_tensors.tensors}"
+        elif base.scattered > case_tensors.scattered:
+            yield f"has numbers of {words} scattered in memory, this case has them contiguous"
 
 
 def _count_reads_by_size(tape: Tape) -> dict[int, int]:
-    """Returns how many tensors of each number of elements a step reads, by inputs like 'fp32[512,512]'."""
+    """Returns how many tensors a step reads, by the number of elements of a tensor. Parses inputs like
+    'fp32[512,512]'.
+    """
     reads: dict[int, int] = {}
     for operator in tape.operators:
         for words in operator.inputs:
             shape = words.partition("[")[2].rstrip("]")
-            size = math.prod(map(int, filter(None, shape.split(","))))
-            reads[size] = reads.get(size, 0) + operator.calls
+            element_count = math.prod(map(int, filter(None, shape.split(","))))
+            reads[element_count] = reads.get(element_count, 0) + operator.calls
     return reads
 
 
 def _compare_ceilings(record: Record, reference: Record) -> Iterator[str]:
-    """Describes a reference whose products are far below their ceiling: long ones, or any if the case comes much
-    nearer. Attention has a separate phase."""
+    """Describes a reference whose products are far below the peak of the machine. Products of attention are left out,
+    because attention is a separate phase.
+    """
     timing = reference.timing
-    if timing is None or timing.num_rounds < verdicts.LEAST_FOR_VERDICT or is_contended(timing):
+    if timing is None or timing.num_rounds < verdicts.MIN_ROUNDS_FOR_VERDICT or is_contended(timing):
         return
-    share, _ = _share_of_ceiling(record)
-    base_share, seconds = _share_of_ceiling(reference)
-    long_enough = _LONG_SECONDS if share >= _NEARER * base_share else _LARGE_SECONDS
-    if base_share < _LOW_SHARE and seconds >= long_enough:
+    share, _ = _compute_share_of_ceiling(record)
+    base_share, seconds = _compute_share_of_ceiling(reference)
+    min_product_seconds = _MIN_PRODUCT_SECONDS if share >= _NEARER_RATIO * base_share else _LARGE_PRODUCT_SECONDS
+    if base_share < _LOW_SHARE_OF_CEILING and seconds >= min_product_seconds:
         base_words, words = units.percent(base_share, 0), units.percent(share, 0)
         yield f"multiplies at {base_words} of what this machine does in its dtype, this case at {words}"
 
 
-def _share_of_ceiling(record: Record) -> tuple[float, float]:
-    """Returns the least time of a step's products over that of their phase, and the least time per product.
-
-    Both are 0 if unknown.
+def _compute_share_of_ceiling(record: Record) -> tuple[float, float]:
+    """Returns two numbers: the share of the machine's peak that the products of a step reach, and the least seconds
+    per product at that peak. Returns zeros if either is unknown.
     """
     tape, ceiling, timing = record.tape, record.ceiling, record.timing
     if tape is None or tape.fused or ceiling is None or timing is None:
         return 0.0, 0.0
     products = [operator for operator in tape.operators if operator.flops and operator.phase == Phase.GEMM]
-    seconds = dict(verdicts.best_phases(timing)).get(Phase.GEMM, 0.0)
-    # Kernels of convolutions differ by dtype.
-    if not products or not seconds or any("convolution" in product.operator for product in products):
+    gemm_seconds = dict(verdicts.best_phases(timing)).get(Phase.GEMM, 0.0)
+    # Convolutions are not judged, because they use different kernels in each dtype.
+    if not products or not gemm_seconds or any("convolution" in product.operator for product in products):
         return 0.0, 0.0
-    bounds, memory = bounds_of(ceiling), ceiling.bytes or math.inf
-    least = 0.0
+    bounds, memory = upper_bounds_of(ceiling), ceiling.bytes or math.inf
+    min_seconds = 0.0
     for product in products:
-        rate = bounds.products.get(kind_of_path(product.path)) or ceiling.flops or math.inf
-        least += product.calls * max((product.flops or 0) / rate, product.bytes / memory)
-    return least / seconds, least / sum(product.calls for product in products)
+        flops_per_second = bounds.products.get(product_kind_of(product.path)) or ceiling.flops or math.inf
+        min_seconds += product.calls * max((product.flops or 0) / flops_per_second, product.bytes / memory)
+    return min_seconds / gemm_seconds, min_seconds / sum(product.calls for product in products)
 
 
 def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
-    """Compares counts of moved numbers, regardless of width; the casts of a case add to its count."""
+    """Compares how many numbers the steps of the case and the reference move, regardless of the width of a number.
+    The casts of the case are included.
+    """
     if tape.fused or tape.unwritten or base_tape.fused or base_tape.unwritten:
         return
-    by_dtype, base_by_dtype = _moved_by_dtype(tape), _moved_by_dtype(base_tape)
+    by_dtype, base_by_dtype = _count_moved_numbers_by_dtype(tape), _count_moved_numbers_by_dtype(base_tape)
     moved, base_moved = sum(by_dtype.values()), sum(base_by_dtype.values())
     share, base_share = by_dtype.get("fp64", 0.0) / (moved or 1), base_by_dtype.get("fp64", 0.0) / (base_moved or 1)
-    yield from _if_more(base_share, share, _MORE_WIDE, "moves {} of its numbers in fp64, this case {}")
-    # Copies read and write numbers, casts included.
-    copied = _moved_by(base_tape, _COPIES) - _moved_by(tape, _COPIES)
-    if moved and base_moved >= _MOVES_MORE * moved:
+    yield from _describe_if_larger(
+        base_share, share, _MIN_EXTRA_FP64_SHARE, "moves {} of its numbers in fp64, this case {}"
+    )
+    # Compare how many numbers the copies of both steps read and write. Casts are copies.
+    extra_copied = _count_moved_numbers(base_tape, _COPY_OPERATORS) - _count_moved_numbers(tape, _COPY_OPERATORS)
+    if moved and base_moved >= _MOVED_NUMBERS_RATIO * moved:
         yield f"moves {base_moved / moved:.1f} times the numbers that this case moves"
-    elif copied > _MORE_COPIES * base_moved:
-        yield f"moves {units.percent(copied / base_moved, 0)} of its numbers in copies that this case does not make"
+    elif extra_copied > _MIN_EXTRA_COPIED_SHARE * base_moved:
+        copied_share = units.percent(extra_copied / base_moved, 0)
+        yield f"moves {copied_share} of its numbers in copies that this case does not make"
 
 
-def _moved_by_dtype(tape: Tape) -> dict[str, float]:
-    """Returns how many numbers a step moves, by their dtype."""
+def _count_moved_numbers_by_dtype(tape: Tape) -> dict[str, float]:
+    """Returns how many numbers of each dtype a step moves."""
     numbers: dict[str, float] = {}
     for phase in tape.phases:
         for dtype, size in phase.by_dtype:
-            numbers[dtype] = numbers.get(dtype, 0.0) + 8 * size / (bits_of(dtype) or 8)
+            numbers[dtype] = numbers.get(dtype, 0.0) + 8 * size / (operand_bits_of(dtype) or 8)
     return numbers
 
 
-def _moved_by(tape: Tape, names: Collection[str]) -> float:
-    """Returns how many numbers operators of these names read and write."""
-    numbers = 0.0
+def _count_moved_numbers(tape: Tape, names: Collection[str]) -> float:
+    """Returns how many numbers the operators of these names read and write."""
+    moved_numbers = 0.0
     for operator in tape.operators:
         if operator.operator in names and operator.outputs:
-            widths = [bits_of(words.partition("[")[0]) or 8 for words in (*operator.inputs, *operator.outputs)]
-            numbers += 8 * operator.calls * operator.bytes * len(widths) / sum(widths)
-    return numbers
+            operand_bits = [
+                operand_bits_of(words.partition("[")[0]) or 8 for words in (*operator.inputs, *operator.outputs)
+            ]
+            moved_numbers += 8 * operator.calls * operator.bytes * len(operand_bits) / sum(operand_bits)
+    return moved_numbers
 
 
 def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Tape) -> Iterator[str]:
-    """Describes a reference with more products in casts, or in dtypes wider than its narrowest, than the case has.
+    """Describes a reference that spends a larger share of its FLOPs than the case in casts, or in wide dtypes.
 
-    Models that were not converted are exempt.
+    A dtype is wide if it has more bits than the narrowest main dtype of the reference. For models that were not
+    converted, only FLOPs in casts are compared.
     """
-    narrowest = 64
+    narrowest_bits = 64
     if reference.case.precision != UNTOUCHED:
-        main_paths = [path for path, flops in base_tape.by_path.items() if flops > _MORE_WIDE * base_tape.flops]
-        narrowest = min(map(bits_of, main_paths), default=64)
+        main_paths = [
+            path for path, flops in base_tape.by_path.items() if flops > _MIN_EXTRA_FP64_SHARE * base_tape.flops
+        ]
+        narrowest_bits = min(map(operand_bits_of, main_paths), default=64)
     rotated, base_rotated = (
         product_work(counted_tape).rotations / max(counted_tape.flops, 1) for counted_tape in (tape, base_tape)
     )
     words = "multiplies {} of its FLOPs in its casts, this case {}"
-    yield from _if_more(base_rotated, rotated, _MORE_WIDE, words)
-    words = f"multiplies {{}} of its FLOPs in more than {narrowest} bits, this case {{}}"
-    yield from _if_more(_share_wider(base_tape, narrowest), _share_wider(tape, narrowest), _MORE_WIDE, words)
+    yield from _describe_if_larger(base_rotated, rotated, _MIN_EXTRA_FP64_SHARE, words)
+    words = f"multiplies {{}} of its FLOPs in more than {narrowest_bits} bits, this case {{}}"
+    yield from _describe_if_larger(
+        _compute_share_of_wider_products(base_tape, narrowest_bits),
+        _compute_share_of_wider_products(tape, narrowest_bits),
+        _MIN_EXTRA_FP64_SHARE,
+        words,
+    )
 
 
-def _share_wider(tape: Tape, bits: int) -> float:
-    return sum(flops for path, flops in tape.by_path.items() if bits_of(path) > bits) / max(tape.flops, 1)
+def _compute_share_of_wider_products(tape: Tape, bits: int) -> float:
+    return sum(flops for path, flops in tape.by_path.items() if operand_bits_of(path) > bits) / max(tape.flops, 1)

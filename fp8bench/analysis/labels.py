@@ -1,4 +1,4 @@
-"""Labels for doubts about a case, from its samples, the clocks of its slots and the driver of its device."""
+"""Labels that cast doubt on a case, from its samples, the clocks of its slots and the driver of its device."""
 
 from __future__ import annotations
 
@@ -11,14 +11,14 @@ import numpy as np
 
 from fp8bench import units
 from fp8bench.analysis import stats
-from fp8bench.analysis.energy import phase_energies, why_unresolved
-from fp8bench.analysis.verdicts import LEAST_FOR_VERDICT, SAME, is_uneven, totals
+from fp8bench.analysis.energy import explain_unresolved, phase_energies
+from fp8bench.analysis.verdicts import MIN_ROUNDS_FOR_VERDICT, SAME, is_uneven, step_seconds_of_calls
 from fp8bench.model import DeviceWatch, Finding, Interval, Label, Record, Run, Scalar, SlotSample, Timing
 from fp8bench.model.consumed import BITS, CHOSEN, HARDWARE, POWER_CAP, reasons_in
 from fp8bench.model.run import BUSY_CORES, PROFILE
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# These may be hard, which withdraws the verdict; all other labels only cast doubt.
+# These labels can be hard, which removes the verdict. All other labels only cast doubt.
 CAN_BE_HARD = frozenset(
     {
         Label.AA_FAILED, Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.NO_WORK, Label.CONTENDED,
@@ -30,7 +30,7 @@ CAN_BE_HARD = frozenset(
 
 @dataclass(frozen=True)
 class Labelled:
-    """A label, its reason, and whether it is hard: too grave for any verdict."""
+    """A label with its reason. A `hard` label removes the verdict."""
 
     label: Label
     reason: str = ""
@@ -38,113 +38,123 @@ class Labelled:
 
     def __post_init__(self) -> None:
         if self.hard and self.label not in CAN_BE_HARD:
-            raise ValueError(f"{self.label} takes no verdict away: {', '.join(sorted(CAN_BE_HARD))} can")
+            raise ValueError(f"{self.label} cannot remove a verdict: {', '.join(sorted(CAN_BE_HARD))} can")
 
 
-# A driver's counter below this share of the time is ignored.
-HELD_SHARE = 0.005
+# Throttling below this share of the time is ignored.
+MIN_THROTTLED_SHARE = 0.005
 _HARDWARE_REASONS = frozenset({"hw-thermal", "hw-power-brake"})
-# The ratio of wall clock to CPU time. Above the lower bound a slot is disturbed. Above the higher one it had less than
-# a fifth of a core, and even its fastest rounds may have been disturbed.
-AHEAD = 1.1
-FAR_AHEAD = 5.0
-# The share of slots above which a case is contended.
-SHARE = 0.5
-# A hypervisor explains a delay if it took this share of it.
+# Ratios of wall-clock time to CPU time. Above the first ratio, a slot is disturbed. Above the second, the process had
+# less than a fifth of a core, so even its fastest rounds may be disturbed.
+DISTURBED_RATIO = 1.1
+STARVED_RATIO = 5.0
+# A case is contended if more than this share of its slots is disturbed.
+CONTENDED_SLOTS_SHARE = 0.5
+# A delay is attributed to the hypervisor if at least this share of it is time that the hypervisor took.
 _STOLEN_SHARE = 0.5
 
 
-def disturbed_slots(timing: Timing, ahead: float) -> int:
-    """Counts the slots whose wall clock ran ahead of the CPU time by this factor.
+def count_disturbed_slots(timing: Timing, ratio: float) -> int:
+    """Counts the slots whose wall-clock time exceeds their CPU time by more than this ratio.
 
-    With one thread, the CPU time of the process shows a delay. With several, threads that wait for a late one spin and
-    count as busy, so the clock of the thread that runs the steps is used: it keeps up with the wall clock while the
-    thread has a core. It also falls behind while the thread sleeps until the others finish, so it counts only if the
-    system reports that the core was taken. A rank that waits for another needs no core; communication is left out.
+    With one thread, the CPU time of the process shows a delay. With several threads, those that wait for a late one
+    spin, which counts as CPU time. So the CPU time of the thread that runs the steps is used instead. That thread
+    also loses time while it sleeps until the other threads finish. Its delay therefore counts only if the system
+    reports that the core was taken. Communication between ranks is subtracted, because a rank needs no core while it
+    waits.
     """
     late_processes, late_threads = 0, []
     for slot in timing.slots:
-        seconds = _seconds_on_core(slot)
-        if seconds > ahead * slot.cpu_seconds:
+        seconds = _expected_core_seconds(slot)
+        if seconds > ratio * slot.cpu_seconds:
             late_processes += 1
-        if slot.thread_seconds is not None and seconds > ahead * slot.thread_seconds:
+        if slot.thread_seconds is not None and seconds > ratio * slot.thread_seconds:
             late_threads.append(slot)
     return max(late_processes, len(late_threads) if _was_preempted(late_threads) else 0)
 
 
-def are_held_up(*timings: Timing) -> bool:
-    """Whether too few rounds of a timing were undisturbed to form its best case."""
+def have_too_few_undisturbed_rounds(*timings: Timing) -> bool:
+    """Returns whether any timing has too few undisturbed slots for its best case."""
     return any(
-        len(timing.slots) - disturbed_slots(timing, AHEAD) < stats.fastest_of(len(timing.slots))
+        len(timing.slots) - count_disturbed_slots(timing, DISTURBED_RATIO)
+        < stats.count_fastest_rounds(len(timing.slots))
         for timing in timings
         if timing.slots
     )
 
 
-# The mean load still includes the previous run, with its threads and a little more.
-_REST = 0.25
-# If this many cores, and this share of all, are busy, or a CPU is taken in this share of slots, steps change their
-# speed.
-_BUSY, _BUSY_SHARE, _HELD_UP = 0.5, 0.25, 0.2
+# The load average may exceed the cores in use by this much, because it still includes the threads of the previous
+# run.
+_LOAD_MARGIN = 0.25
+# The machine is busy if at least this many cores and this share of all cores are busy. It is also busy if other
+# programs took a core in the last share of the slots.
+_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE, _MIN_DISTURBED_SLOTS_SHARE = 0.5, 0.25, 0.2
 
 
-def load_of(run: Run) -> str:
-    """Returns 'load 3.1 on 2 cores, 1.9 busy at the start'; '' for a quiet machine, or if nothing is known."""
+def describe_load(run: Run) -> str:
+    """Returns the load of the machine, like 'load 3.1 on 2 cores, 1.9 busy at the start'. Returns '' if the load was
+    low or is unknown.
+    """
     facts = run.environment.facts
-    load, cores, busy = (positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
+    load, cores, busy = (read_positive_fact(facts, name) for name in ("load_1min", "cpu_count", BUSY_CORES))
     if not cores:
         return ""
     threads, words = run.request.threads, [f"load {load:g} on {cores:g} cores"]
     if busy:
         words.append(f"{busy:g} busy at the start")
     timings = [record.timing for record in run.records if record.timing and record.case.device.startswith("cpu")]
-    slots = sum(len(timing.slots) for timing in timings)
-    share = sum(disturbed_slots(timing, AHEAD) for timing in timings) / max(1, slots)
-    if share > _HELD_UP:
-        words.append(f"they took the CPU in {units.percent(share, 0)} of the slots")
-    is_loaded = load > max(threads, cores - threads) + _REST
-    is_busy = busy >= max(_BUSY, _BUSY_SHARE * cores)
-    return ", ".join(words) if is_loaded or is_busy or share > _HELD_UP else ""
+    slot_count = sum(len(timing.slots) for timing in timings)
+    disturbed_share = sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) / max(1, slot_count)
+    if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
+        words.append(f"they took the CPU in {units.percent(disturbed_share, 0)} of the slots")
+    is_loaded = load > max(threads, cores - threads) + _LOAD_MARGIN
+    is_busy = busy >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
+    return ", ".join(words) if is_loaded or is_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""
 
 
-def positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
-    """Returns a positive number among a run's facts, else 0."""
+def read_positive_fact(facts: Mapping[str, Scalar | None], name: str) -> float:
+    """Returns a positive number among a run's facts, or 0 if the fact is missing."""
     value = facts.get(name)
     return value if isinstance(value, int | float) and 0 < value < math.inf else 0.0
 
 
-def _seconds_on_core(slot: SlotSample) -> float:
-    """Returns how long the process should have had a core; with several ranks, by the slowest one's counters."""
-    last = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
-    return slot.wall_seconds - (0.0 if last is None else sum(last.communication_ns) * 1e-9)
+def _expected_core_seconds(slot: SlotSample) -> float:
+    """Returns how many seconds of a slot the process should have had a core. With several ranks, this is taken from
+    the counters of the slowest rank.
+    """
+    slowest_rank = max(slot.ranks, key=lambda rank: sum(rank.step_ns), default=None)
+    return slot.wall_seconds - (0.0 if slowest_rank is None else sum(slowest_rank.communication_ns) * 1e-9)
 
 
-def is_contended(timing: Timing, ahead: float = AHEAD) -> bool:
-    return disturbed_slots(timing, ahead) > SHARE * len(timing.slots)
+def is_contended(timing: Timing, ratio: float = DISTURBED_RATIO) -> bool:
+    return count_disturbed_slots(timing, ratio) > CONTENDED_SLOTS_SHARE * len(timing.slots)
 
 
 def _was_preempted(slots: Sequence[SlotSample]) -> bool:
-    """Whether other programs took a core: once per slot on average, or for about as long as the thread was late.
+    """Returns whether other programs took a core in these slots. They did if the thread lost its core once per slot
+    on average, or if others' use of the core explains half of its delay.
 
     All slots are pooled, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
     """
-    preempted = sum(slot.preemptions or 0 for slot in slots)
-    stolen = sum(slot.stolen_seconds or 0.0 for slot in slots)
-    late = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
-    return bool(slots) and (preempted >= len(slots) or stolen >= _STOLEN_SHARE * late)
+    preemptions = sum(slot.preemptions or 0 for slot in slots)
+    stolen_seconds = sum(slot.stolen_seconds or 0.0 for slot in slots)
+    late_seconds = sum(slot.wall_seconds - (slot.thread_seconds or 0.0) for slot in slots)
+    return bool(slots) and (preemptions >= len(slots) or stolen_seconds >= _STOLEN_SHARE * late_seconds)
 
 
 NOISY_FLOOR = 0.03
 DRIFT_CORRELATION = 0.6
 DRIFT_SHARE = 0.02
-_FEWEST_FOR_DRIFT = 16
-BIMODAL_EXPLAINED = 0.9
+_MIN_ROUNDS_FOR_DRIFT = 16
+BIMODAL_VARIANCE_SHARE = 0.9
 BIMODAL_GAP = 0.05
-BIMODAL_LESSER = 0.2
+BIMODAL_MIN_CLUSTER_SHARE = 0.2
 
 
 class _Evidence(NamedTuple):
-    """The sources of a case's labels. `reference` is its timing in the same rounds, `aa` their A/A interval."""
+    """The data from which the labels of a case are derived. `reference` is the reference's timing in the same rounds,
+    and `aa` is the interval of the reference against its control.
+    """
 
     record: Record
     timing: Timing
@@ -153,12 +163,12 @@ class _Evidence(NamedTuple):
     aa: Interval | None
 
 
-def labels_of(
+def collect_labels(
     record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, claims: Sequence[Labelled] = ()
 ) -> tuple[Labelled, ...]:
-    """Returns all labels of a case in the order of Label, `claims` from other checks included.
+    """Returns all labels of a case in the order of Label, including `claims` from other checks.
 
-    `aa` is the A/A interval of its rounds.
+    `aa` is the interval of the reference against its control in the case's rounds.
     """
     assert record.timing is not None
     evidence = _Evidence(record, record.timing, finding, reference, aa)
@@ -169,24 +179,28 @@ def labels_of(
     return tuple(sorted(labels, key=lambda labelled: list(Label).index(labelled.label)))
 
 
-def hard_labels(timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str) -> tuple[Labelled, ...]:
-    """Returns the labels that withdraw the verdict of a case, or of all cases compared with this reference."""
+def collect_hard_labels(
+    timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
+) -> tuple[Labelled, ...]:
+    """Returns the hard labels of a case, which are those that remove its verdict. The hard labels of a reference also
+    remove the verdicts of all cases compared with it.
+    """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),
         *_label_contention(timing, device),
-        *limits_of(watch),
+        *label_clock_limits(watch),
         *_label_host_bound(timing, device),
     ]
     return tuple(label for label in labels if label.hard)
 
 
 def label_in_process(run: Run) -> tuple[Labelled, ...]:
-    """Labels every case of a profile that was not measured in a separate process."""
+    """Labels all cases of a profile that did not run in a separate process."""
     return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
 def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
-    """Yields doubts about the rounds: noise, other programs on the machine, and the host's overhead."""
+    """Yields doubts about the rounds: noise, other programs on the machine, and overhead of the host."""
     record, timing, finding = evidence.record, evidence.timing, evidence.finding
     yield from _label_failed_aa(evidence.aa, timing.num_rounds)
     yield from _label_contention(timing, record.case.device)
@@ -200,9 +214,9 @@ def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
 
 
 def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
-    """Yields doubts about how calls and rounds are distributed."""
+    """Yields doubts about how the times of calls and rounds are distributed."""
     record, timing, reference = evidence.record, evidence.timing, evidence.reference
-    # An emulation's time never counts as speed.
+    # The time of an emulated case never counts as speed.
     if record.support.is_emulated:
         return
     if timing.num_rounds < LEAST_ROUNDS:
@@ -210,7 +224,7 @@ def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
     if _is_bimodal(timing):
         yield Labelled(Label.BIMODAL)
     yield from _label_uneven_calls(evidence.finding)
-    if reference is not None and not record.is_reference and record.paired and _drifts(timing, reference):
+    if reference is not None and not record.is_reference and record.paired and _has_drift(timing, reference):
         yield Labelled(Label.DRIFT)
 
 
@@ -218,27 +232,30 @@ def _check_device(evidence: _Evidence) -> Iterator[Labelled]:
     """Yields limits that the driver reports, and doubts about energy."""
     record = evidence.record
     yield from label_shared_device(record.watch)
-    yield from limits_of(record.watch)
-    if reason := why_unresolved(record.energy):
+    yield from label_clock_limits(record.watch)
+    if reason := explain_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, reason)
     phases = phase_energies(record, evidence.finding)
-    if phases is not None and phases.off_pace:
-        yield Labelled(Label.REPLAY_PACE, phases.off_pace)
+    if phases is not None and phases.pace_mismatch:
+        yield Labelled(Label.REPLAY_PACE, phases.pace_mismatch)
 
 
 def _check_state(evidence: _Evidence) -> Iterator[Labelled]:
-    """Yields doubts about the step itself: its work, its memory, its numbers."""
+    """Yields doubts about the step: work that varies, slow casts, full memory, leaks and values that are not finite."""
     record, timing = evidence.record, evidence.timing
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
-        # On a GPU, casts of native formats are part of the comparison; elsewhere they are emulated.
-        native = record.support.is_native and record.case.device != "cpu"
-        yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=native)
-    # torch released unused memory, which waits until the device is idle.
-    retries = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
-    if retries:
-        yield Labelled(Label.MEMORY_FULL, f"in {len(retries)} of {len(timing.slots)} slots, {sum(retries)} times")
+        # On a GPU, casts to native formats are part of the comparison. On other devices casts are emulated.
+        has_native_casts = record.support.is_native and record.case.device != "cpu"
+        yield Labelled(Label.EAGER_QUANTISER, timing.eager, hard=has_native_casts)
+    # If a step must release unused memory, torch waits until the device is idle.
+    retry_counts = [slot.memory_retries for slot in timing.slots if slot.memory_retries]
+    if retry_counts:
+        yield Labelled(
+            Label.MEMORY_FULL,
+            f"torch released memory {sum(retry_counts)} times, in {len(retry_counts)} of {len(timing.slots)} slots",
+        )
     if record.memory is not None and record.memory.leak:
         yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:
@@ -249,121 +266,143 @@ CHECKS = (_check_rounds, _check_shape, _check_device, _check_state)
 
 
 def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:
-    """Labels a case whose mean over all calls differs from its fastest ones; hard unless both agree on faster or
-    slower."""
+    """Labels a case whose mean over all calls differs from its fastest calls. The label removes the verdict, unless
+    mean and fastest calls are both faster than the reference, or both slower.
+    """
     ratio, typical = finding.ratio, finding.typical
     if ratio is None or typical is None or not is_uneven(ratio, typical):
         return
-    faster = ratio.high < 1 and typical.high < 1
-    slower = ratio.low > 1 and typical.low > 1
+    both_faster = ratio.high < 1 and typical.high < 1
+    both_slower = ratio.low > 1 and typical.low > 1
     reason = f"against the reference, the mean is {units.change(typical.point / ratio.point)} off the fastest calls"
-    yield Labelled(Label.UNEVEN, reason, hard=not (faster or slower))
+    yield Labelled(Label.UNEVEN, reason, hard=not (both_faster or both_slower))
 
 
 def _label_failed_aa(aa: Interval | None, rounds: int) -> Iterator[Labelled]:
-    """Labels identical code whose times differ by more than counts as the same."""
-    if aa is not None and rounds >= LEAST_FOR_VERDICT and aa.clearance >= SAME:
+    """Labels a case whose reference and control differ too much to count as the same, although both run identical
+    code.
+    """
+    if aa is not None and rounds >= MIN_ROUNDS_FOR_VERDICT and aa.clearance >= SAME:
         low, high = (units.ratio(bound).removesuffix("x") for bound in (aa.low, aa.high))
         yield Labelled(Label.AA_FAILED, f"A/A {units.ratio(aa.point)} [{low}, {high}]", hard=True)
 
 
 def _label_contention(timing: Timing, device: str) -> Iterator[Labelled]:
-    """Skips GPUs: a host waits for one anyway, so its clocks show nothing."""
+    """Labels a CPU case that other programs disturbed. Cases on a GPU are not labelled: the host waits for the device
+    in any case, so its clocks show nothing.
+    """
     if not device.startswith("cpu") or not is_contended(timing):
         return
-    hard = is_contended(timing, FAR_AHEAD)
-    slots = f"{disturbed_slots(timing, FAR_AHEAD if hard else AHEAD)} of {len(timing.slots)} slots"
-    yield Labelled(Label.CONTENDED, f"less than a fifth of a core in {slots}" if hard else slots, hard)
+    is_starved = is_contended(timing, STARVED_RATIO)
+    disturbed_count = count_disturbed_slots(timing, STARVED_RATIO if is_starved else DISTURBED_RATIO)
+    slots_text = f"{disturbed_count} of {len(timing.slots)} slots"
+    yield Labelled(
+        Label.CONTENDED, f"less than a fifth of a core in {slots_text}" if is_starved else slots_text, is_starved
+    )
 
 
-# The host's time to enqueue a step over the device's time for it behind a full queue. Above the lower bound a short
-# queue runs empty, so some of the time is the host's. Above the higher one, consecutive steps take the host's time,
-# regardless of the device.
-HOST_PARTLY = 0.5
-HOST_WHOLLY = 0.95
+# Limits for the host's time to enqueue a step, divided by the device's time to run it. Above the first limit, the
+# device may wait for the host. Above the second limit, the host sets the time of consecutive steps, however fast the
+# device is.
+HOST_MAY_LIMIT_SHARE = 0.5
+HOST_LIMITS_SHARE = 0.95
 
 
-def host_share(timing: Timing, device: str) -> float:
-    """Returns the time that the host took to enqueue a step over the time of the step; 0 on a CPU."""
+def compute_host_share(timing: Timing, device: str) -> float:
+    """Returns the host's time to enqueue a step divided by the time of the step. Returns 0 on a CPU."""
     if device.startswith("cpu"):
         return 0.0
-    host = np.median([slot.host_seconds for slot in timing.slots])
-    step = np.median(totals(timing))
-    return float(host / step) if step > 0 else math.inf
+    host_seconds = np.median([slot.host_seconds for slot in timing.slots])
+    step_seconds = np.median(step_seconds_of_calls(timing))
+    return float(host_seconds / step_seconds) if step_seconds > 0 else math.inf
 
 
 def _label_host_bound(timing: Timing, device: str) -> Iterator[Labelled]:
-    """Labels a step whose time the host sets or may set; hard if it does, because the time is then only an upper bound
-    of the device's."""
-    share = host_share(timing, device)
-    if share > HOST_PARTLY:
-        took = "as long as" if share > HOST_WHOLLY else f"{units.percent(share, 0)} of the time that"
-        yield Labelled(Label.LAUNCH_BOUND, f"the host took {took} the device did", hard=share > HOST_WHOLLY)
+    """Labels a step whose time may be set by the host. If the host certainly sets it, the label removes the verdict,
+    because the device may be faster than the measured time.
+    """
+    host_share = compute_host_share(timing, device)
+    if host_share > HOST_MAY_LIMIT_SHARE:
+        host_time_text = (
+            "as long as" if host_share > HOST_LIMITS_SHARE else f"{units.percent(host_share, 0)} of the time that"
+        )
+        yield Labelled(
+            Label.LAUNCH_BOUND, f"the host took {host_time_text} the device did", hard=host_share > HOST_LIMITS_SHARE
+        )
 
 
-def _slot_minima(timing: Timing) -> dict[int, float]:
+def _find_fastest_calls_by_round(timing: Timing) -> dict[int, float]:
     return {slot.round: min(sum(call) for call in slot.calls_ns) * 1e-9 for slot in timing.slots}
 
 
 def _is_bimodal(timing: Timing) -> bool:
-    """Whether there are two clusters of best cases, both well populated and at least 5% apart."""
-    minima = np.array(list(_slot_minima(timing).values()))
-    explained, below = stats.best_split(np.sort(minima))
-    lesser = min(below, len(minima) - below) / len(minima)
-    wide = float(np.ptp(minima)) > BIMODAL_GAP * float(np.median(minima))
-    return wide and explained > BIMODAL_EXPLAINED and lesser >= BIMODAL_LESSER
+    """Returns whether the fastest calls form two clusters at least 5% apart, each with at least a fifth of the
+    rounds.
+    """
+    fastest_calls = np.array(list(_find_fastest_calls_by_round(timing).values()))
+    explained_share, lower_count = stats.split_into_clusters(np.sort(fastest_calls))
+    smaller_cluster_share = min(lower_count, len(fastest_calls) - lower_count) / len(fastest_calls)
+    is_wide = float(np.ptp(fastest_calls)) > BIMODAL_GAP * float(np.median(fastest_calls))
+    return is_wide and explained_share > BIMODAL_VARIANCE_SHARE and smaller_cluster_share >= BIMODAL_MIN_CLUSTER_SHARE
 
 
-def _drifts(timing: Timing, reference: Timing) -> bool:
-    """Whether the ratio drifts: by more than 2% from the first third of the rounds to the last."""
-    case, base = _slot_minima(timing), _slot_minima(reference)
+def _has_drift(timing: Timing, reference: Timing) -> bool:
+    """Returns whether the ratio to the reference drifts by more than 2% from the first third of the rounds to the
+    last third.
+    """
+    case, base = _find_fastest_calls_by_round(timing), _find_fastest_calls_by_round(reference)
     rounds = sorted(case.keys() & base.keys())
-    if len(rounds) < _FEWEST_FOR_DRIFT:
+    if len(rounds) < _MIN_ROUNDS_FOR_DRIFT:
         return False
-    ratios = np.log(np.array([case[number] / base[number] for number in rounds]))
-    third = len(ratios) // 3
-    moved = abs(float(np.median(ratios[-third:]) - np.median(ratios[:third])))
-    return abs(stats.rank_correlation(ratios)) > DRIFT_CORRELATION and moved > DRIFT_SHARE
+    log_ratios = np.log(np.array([case[number] / base[number] for number in rounds]))
+    third_length = len(log_ratios) // 3
+    drift = abs(float(np.median(log_ratios[-third_length:]) - np.median(log_ratios[:third_length])))
+    return abs(stats.correlate_ranks(log_ratios)) > DRIFT_CORRELATION and drift > DRIFT_SHARE
 
 
 def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Labels a device on which other programs hold memory; no driver reports whether they ran."""
+    """Labels a device on which other programs hold memory. Drivers do not report whether these programs ran."""
     if watch is None:
         return
     words = []
     if watch.others:
-        words.append(f"{watch.others} other process{'es' * (watch.others > 1)} on it")
+        words.append(f"{watch.others} other process{'es' * (watch.others > 1)} on the device")
     if watch.slices:
-        words.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of it")
+        words.append(f"{watch.slices} other slice{'s' * (watch.slices > 1)} of the device")
     if words:
         yield Labelled(Label.SHARED, ", ".join(words))
 
 
-def limits_of(watch: DeviceWatch | None) -> Iterator[Labelled]:
-    """Labels what held the clocks back, from the recorded bits and the driver's counters.
-
-    'hw-thermal, sw-thermal 12% of the time' is throttling; it is hard if the hardware slowed itself down, or if no
-    software limit explains the heat. A power cap has a separate label, with the clock that it allows.
+def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
+    """Labels a device whose clock was reduced. The driver's reason bits and counters show why. Reductions by heat are
+    throttling, as in 'hw-thermal, sw-thermal 12% of the time'. This label is hard if the hardware slowed itself down,
+    or if the heat did not come from a limit that is set in software. A power cap has a separate label with the clock
+    that it allows.
     """
     if watch is None:
         return
-    mask = watch.throttle or 0
-    shares = {name: min(1.0, seconds / watch.seconds) for name, seconds in watch.held} if watch.seconds > 0 else {}
-    held = {name: share for name, share in shares.items() if share > HELD_SHARE}
-    heat = held.get("thermal", 0.0) - shares.get("sw-thermal", 0.0)
-    hard = bool(mask & HARDWARE or held.keys() & _HARDWARE_REASONS) or heat > HELD_SHARE
-    # 'thermal' is the sum of the other two.
-    if held.keys() & {"sw-thermal", "hw-thermal"}:
-        held.pop("thermal", None)
+    reason_bits = watch.throttle or 0
+    share_by_reason = (
+        {name: min(1.0, seconds / watch.seconds) for name, seconds in watch.held} if watch.seconds > 0 else {}
+    )
+    limited_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
+    unexplained_heat_share = limited_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
+    is_hardware_limit = (
+        bool(reason_bits & HARDWARE or limited_shares.keys() & _HARDWARE_REASONS)
+        or unexplained_heat_share > MIN_THROTTLED_SHARE
+    )
+    # 'thermal' is the sum of 'sw-thermal' and 'hw-thermal'.
+    if limited_shares.keys() & {"sw-thermal", "hw-thermal"}:
+        limited_shares.pop("thermal", None)
     words = []
-    for name in dict.fromkeys([*reasons_in(mask), *held]):
-        if name in held and name not in CHOSEN:
-            digits = 0 if held[name] >= 0.01 else 1
-            words.append(f"{name} {units.percent(held[name], digits)} of the time")
+    for name in dict.fromkeys([*reasons_in(reason_bits), *limited_shares]):
+        if name in limited_shares and name not in CHOSEN:
+            decimal_places = 0 if limited_shares[name] >= 0.01 else 1
+            words.append(f"{name} {units.percent(limited_shares[name], decimal_places)} of the time")
         elif name not in CHOSEN:
             words.append(name)
     if words:
-        yield Labelled(Label.THROTTLED, ", ".join(words), hard)
-    if mask & POWER_CAP or BITS[POWER_CAP] in held:
+        yield Labelled(Label.THROTTLED, ", ".join(words), is_hardware_limit)
+    if reason_bits & POWER_CAP or BITS[POWER_CAP] in limited_shares:
         has_clock = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if has_clock else "")

@@ -1,4 +1,4 @@
-"""One figure of a case, with its unit, its direction, and what qualifies it."""
+"""Defines `Metric`, one figure of a case with its unit, direction, conditions and labels."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ Samples = Callable[[], tuple[float, ...]]
 
 
 class EnergyConditions(NamedTuple):
-    """The validity of an energy figure, in a word, and the power limits of its device in watts during the run."""
+    """The validity of an energy figure, and the device's power limits in watts during the run."""
 
     validity: str
     power_limits: tuple[float, ...]
@@ -23,12 +23,12 @@ class EnergyConditions(NamedTuple):
 
 @dataclass(frozen=True)
 class Metric:
-    """One figure of a case: `value` is the median of all samples, `best` that of an undisturbed step.
+    """One figure of a case. `value` is the median of all samples, and `best` is the figure of the best case.
 
-    `phase` is STEP for the whole step, None for properties of data (`about`: their kind and role). `interval` is the
-    ratio to the reference; its level is 1 for an exact ratio and 0 for a range without confidence. `cost` marks the
-    cost of emulation, which is not a property of the precision. `samples` returns the values for the history: one per
-    round or window. `bounds` is the interval of `value`.
+    `phase` is STEP for the whole step. For statistics of tensors it is None, and `about` has the kind and role of the
+    tensors. `interval` is the ratio to the reference. The level of this interval is 1 for an exact ratio and 0 for a
+    mere range. `cost` is True for times of emulations, which do not show the speed of the precision. `samples`
+    returns the values for the history, one per round or window. `bounds` is the interval of `value`.
     """
 
     spec: MetricSpec
@@ -75,15 +75,18 @@ class Metric:
 
 
 class Reference(NamedTuple):
-    """The record that a case is compared with, and the labels of its finding."""
+    """The record that a case is compared with, and the labels of that record."""
 
     record: Record
     labels: tuple[Label, ...] = ()
 
 
 class MetricSources(NamedTuple):
-    """The sources of a case's metrics. Best cases need a finding. `sample_counts` has the rounds and calls of its
-    timing."""
+    """The sources from which a case's metrics are computed.
+
+    `finding` is needed for best cases. `steps` returns the samples of a step's time. `sample_counts` has the numbers
+    of rounds and calls.
+    """
 
     record: Record
     finding: Finding | None = None
@@ -101,14 +104,15 @@ class MetricSources(NamedTuple):
 
 
 def unit_of_series(series: Series) -> str:
-    """Returns the unit of a series as displayed everywhere except in asv."""
+    """Returns the unit in which a series is displayed. asv stores some series under its own name of the unit."""
     return "x" if series.metric in RATIOS else units.symbol(series.unit)
 
 
 def capacity_ratio(record: Record, reference: Record | None) -> float | None:
-    """Returns the case's largest batch over the reference's; None for the reference, and if either is unknown.
+    """Returns the case's largest batch divided by the reference's. Returns None for the reference, or if either batch
+    is unknown.
 
-    None also for emulated precisions, which store their values in wider formats.
+    Emulated precisions have no ratio, because they store their values in wider formats.
     """
     if reference is None or reference is record or Level.EMULATED in (record.support.level, reference.support.level):
         return None
@@ -118,8 +122,8 @@ def capacity_ratio(record: Record, reference: Record | None) -> float | None:
     return record.capacity.batch / reference_batch if reference_batch else None
 
 
-def why_no_larger(capacity: Capacity) -> str:
-    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more', or why that is unknown."""
+def explain_batch_limit(capacity: Capacity) -> str:
+    """Returns what the next larger batch needs, like '377: tensors need 1.63 MiB more', or why this is unknown."""
     if capacity.batch is not None and capacity.beyond is None:
         return "none: the suite takes no more"
     return f"{capacity.beyond}: {capacity.why}" if capacity.beyond is not None else capacity.why

@@ -1,6 +1,7 @@
-"""All figures of a case as metrics.
+"""Yields all figures of a case as metrics.
 
-CSV and JSON rows, the history and comparisons read this list and know no figure by name.
+The rows of CSV and JSON, the history and comparisons all read this list. So a new figure needs no code in any of
+them.
 """
 
 from __future__ import annotations
@@ -17,10 +18,10 @@ from fp8bench.analysis.energy import (
     energy_figures,
     energy_ratio,
     energy_samples,
-    forced_throttling,
+    explain_unresolved,
+    list_forced_throttling,
     phase_energies,
     why_no_energy,
-    why_unresolved,
 )
 from fp8bench.analysis.labels import label_shared_device
 from fp8bench.analysis.metric import (
@@ -30,7 +31,7 @@ from fp8bench.analysis.metric import (
     Reference,
     Samples,
     capacity_ratio,
-    why_no_larger,
+    explain_batch_limit,
 )
 from fp8bench.analysis.ranks import rank_metrics
 from fp8bench.analysis.roofline import phase_roofs
@@ -46,7 +47,7 @@ from fp8bench.analysis.samples import (
     sustained_samples,
 )
 from fp8bench.analysis.tapes import coverage_metrics, tape_metrics
-from fp8bench.analysis.verdicts import best_seconds, totals
+from fp8bench.analysis.verdicts import best_seconds, step_seconds_of_calls
 from fp8bench.model import UNATTRIBUTED, Finding, Interval, Label, Provenance, Record, Verdict, specs
 from fp8bench.model.consumed import COUNTERS, LEAST_INTERVALS, TICK_INTERVALS
 from fp8bench.model.specs import STEP, MetricSpec, Rank, memory_of_role, spec_of
@@ -55,9 +56,11 @@ _MEASURED = Provenance.MEASURED
 
 
 def metrics_of(record: Record, finding: Finding | None, reference: Reference | None = None) -> Iterator[Metric]:
-    """Yields all metrics, the step's time first, which every case has. Best cases need a finding."""
+    """Yields all metrics of a case, starting with the step's time, which every case has. Best cases are yielded only
+    with a finding.
+    """
     timing = record.timing
-    # Several metrics use these samples, but most callers read none of them.
+    # Several metrics use these samples, so compute them once, and only if a caller reads them.
     steps = cache(partial(step_samples, timing)) if timing is not None else tuple
     counts = {"rounds": timing.num_rounds, "count": timing.num_calls} if timing is not None else {}
     sources = MetricSources(record, finding, reference, steps, counts)
@@ -65,46 +68,46 @@ def metrics_of(record: Record, finding: Finding | None, reference: Reference | N
         yield from measure(sources)
 
 
-def _as_detail(spec: MetricSpec) -> MetricSpec:
-    """Marks a figure as belonging to a part of the step."""
+def _mark_as_detail(spec: MetricSpec) -> MetricSpec:
+    """Returns the spec of a figure of the step, changed for a figure of one part of the step."""
     return replace(spec, rank=Rank.DETAIL)
 
 
-def _step_time(sources: MetricSources) -> Iterator[Metric]:
+def _yield_step_time(sources: MetricSources) -> Iterator[Metric]:
     finding, emulated = sources.finding, sources.is_emulated
-    blank = Metric(specs.TIME, provenance=None, cost=emulated, samples=sources.steps)
+    metric_without_value = Metric(specs.TIME, provenance=None, cost=emulated, samples=sources.steps)
     if finding is None:
-        yield blank
+        yield metric_without_value
         return
     if finding.best_seconds is None:
-        yield replace(blank, verdict=finding.verdict_words, why=finding.why)
+        yield replace(metric_without_value, verdict=finding.verdict_words, why=finding.why)
         return
-    eager = dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")
+    eager_reason = dict(finding.label_reasons).get(Label.EAGER_QUANTISER, "")
     yield replace(
-        blank,
+        metric_without_value,
         value=finding.median_seconds,
         best=finding.best_seconds,
         provenance=_MEASURED,
-        # An emulation's time is not a speed, whatever the finding has.
+        # An emulated case has no speed-up, even if the finding has a ratio.
         interval=None if emulated else finding.ratio,
         verdict=Verdict.EMULATED.value if emulated else finding.verdict_words,
         labels=finding.labels,
-        why=_join_reasons(finding.why, eager),
+        why=_join_reasons(finding.why, eager_reason),
         **sources.sample_counts,
     )
 
 
-def _replays(sources: MetricSources) -> Iterator[Metric]:
+def _yield_replays(sources: MetricSources) -> Iterator[Metric]:
     replays = sources.record.replays
     if replays is None:
         return
-    timing, blank = replays.timing, Metric(specs.REPLAY, provenance=_MEASURED, why=replays.why)
+    timing, metric_without_value = replays.timing, Metric(specs.REPLAY, provenance=_MEASURED, why=replays.why)
     if timing is None:
-        yield blank
+        yield metric_without_value
         return
     yield replace(
-        blank,
-        value=statistics.median(totals(timing).tolist()),
+        metric_without_value,
+        value=statistics.median(step_seconds_of_calls(timing).tolist()),
         best=best_seconds(timing),
         rounds=timing.num_rounds,
         count=timing.num_calls,
@@ -113,7 +116,7 @@ def _replays(sources: MetricSources) -> Iterator[Metric]:
     )
 
 
-def _means(sources: MetricSources) -> Iterator[Metric]:
+def _yield_means(sources: MetricSources) -> Iterator[Metric]:
     timing = sources.record.timing
     if timing is None:
         return
@@ -123,7 +126,7 @@ def _means(sources: MetricSources) -> Iterator[Metric]:
         yield Metric(specs.RELATIVE_MEAN, samples=partial(relative_mean_sample, sources.record, sources.base))
 
 
-def _sustained_step(sources: MetricSources) -> Iterator[Metric]:
+def _yield_sustained_step(sources: MetricSources) -> Iterator[Metric]:
     record, figures = sources.record, sustained_figures(sources.record, sources.finding)
     values: dict[MetricSpec, float | None] = {}
     if figures is not None and record.is_ok:
@@ -147,7 +150,7 @@ def _join_reasons(*reasons: str) -> str:
     return "; ".join(filter(None, reasons))
 
 
-def _relative(sources: MetricSources) -> Iterator[Metric]:
+def _yield_ratio_to_reference(sources: MetricSources) -> Iterator[Metric]:
     if sources.record.timing is None or sources.is_emulated:
         return
     interval = sources.finding.ratio if sources.finding is not None else None
@@ -156,41 +159,43 @@ def _relative(sources: MetricSources) -> Iterator[Metric]:
     yield Metric(specs.RELATIVE, point, interval=interval, samples=samples)
 
 
-def _phases(sources: MetricSources) -> Iterator[Metric]:
-    """Yields time and share of each phase of the step; best cases sum to the step's."""
+def _yield_phase_times(sources: MetricSources) -> Iterator[Metric]:
+    """Yields the time of each phase and its share of the step. The best cases of all phases sum to the step's best
+    case.
+    """
     finding, timing = sources.finding, sources.record.timing
     medians = phase_medians(timing) if timing is not None and finding is not None else {}
     best_by_phase: dict[str, float | None] = {}
     if finding is None:
         best_by_phase |= dict.fromkeys(timing.segments.phases if timing is not None else ())
     elif finding.best_seconds:
-        # Unattributed time is always listed, other phases only if the step has them.
+        # Unattributed time is always listed. Other phases are listed only if the step has them.
         phases = finding.phases
         best_by_phase |= {name: best for name, best in phases if best or name in medians or name == UNATTRIBUTED}
     for phase, best in best_by_phase.items():
-        # Unattributed time has no samples if it is always zero.
+        # If the unattributed time is always zero, it has no samples.
         seconds, share = medians.get(phase, (0.0, 0.0) if best == 0 else (None, None))
-        metric = Metric(
+        time_metric = Metric(
             specs.TIME,
             seconds,
             best,
             phase,
             provenance=_MEASURED,
             cost=sources.is_emulated,
-            labels=_phase_labels(finding, phase),
+            labels=_list_phase_labels(finding, phase),
             samples=tuple if timing is None else partial(phase_samples, timing, phase),
             **sources.sample_counts,
         )
-        yield metric
+        yield time_metric
         if finding is not None and finding.best_seconds and best is not None:
             share_of_best = best / finding.best_seconds
             yield replace(
-                metric, spec=specs.SHARE_OF_STEP, value=share, best=share_of_best, provenance=Provenance.DERIVED
+                time_metric, spec=specs.SHARE_OF_STEP, value=share, best=share_of_best, provenance=Provenance.DERIVED
             )
 
 
-def _phase_labels(finding: Finding | None, phase: str) -> tuple[Label, ...]:
-    """Returns the step's labels, plus one if the phase is too short for its markers."""
+def _list_phase_labels(finding: Finding | None, phase: str) -> tuple[Label, ...]:
+    """Returns the step's labels, plus BELOW_FLOOR if the phase is too short for its markers."""
     if finding is None:
         return ()
     labels = set(finding.labels)
@@ -199,43 +204,45 @@ def _phase_labels(finding: Finding | None, phase: str) -> tuple[Label, ...]:
     return tuple(label for label in Label if label in labels)
 
 
-def _rates_of_work(sources: MetricSources) -> Iterator[Metric]:
-    """Yields rates, and times for a unit of work; nothing for emulations, which have no speed."""
+def _yield_work_rates(sources: MetricSources) -> Iterator[Metric]:
+    """Yields rates like FLOP/s, and times per unit of work. Yields nothing for emulated cases, which have no speed."""
     if sources.is_emulated:
         return
     record, finding = sources.record, sources.finding
     for name, spec in specs.RATES.items():
         count = getattr(record.work, name)
         if count and finding is not None and finding.best_seconds:
-            median = count / finding.median_seconds if finding.median_seconds else None
-            yield Metric(spec, median, count / finding.best_seconds, labels=finding.labels, **sources.sample_counts)
+            median_rate = count / finding.median_seconds if finding.median_seconds else None
+            yield Metric(
+                spec, median_rate, count / finding.best_seconds, labels=finding.labels, **sources.sample_counts
+            )
         if count and record.timing is not None:
-            per, many = specs.PER[name]
-            yield Metric(per, samples=partial(_scale_samples, sources.steps, many, count))
+            time_spec, unit_size = specs.PER[name]
+            yield Metric(time_spec, samples=partial(_scale_samples, sources.steps, unit_size, count))
 
 
-def _rates_of_phases(sources: MetricSources) -> Iterator[Metric]:
-    """Yields the rates of each phase, and their shares of what the device can do; nothing for emulations."""
+def _yield_phase_rates(sources: MetricSources) -> Iterator[Metric]:
+    """Yields the rates of each phase, and their shares of the device's peaks. Yields nothing for emulated cases."""
     if sources.is_emulated:
         return
     for roof in phase_roofs(sources.record, sources.finding):
-        labels = _phase_labels(sources.finding, roof.count.phase)
+        labels = _list_phase_labels(sources.finding, roof.count.phase)
         rates = {
             specs.RATES["flops"]: roof.flop_rate,
             specs.RATES["bytes"]: roof.byte_rate,
-            specs.SHARE_OF_CEILING: roof.of_ceiling,
-            specs.SHARE_OF_DATASHEET: roof.of_sheet,
+            specs.SHARE_OF_CEILING: roof.share_of_ceiling,
+            specs.SHARE_OF_DATASHEET: roof.share_of_datasheet,
         }
         for spec, rate in rates.items():
             if rate is not None:
                 yield Metric(spec, best=rate, phase=roof.count.phase, labels=labels)
 
 
-def _scale_samples(samples: Samples, many: float, count: float) -> tuple[float, ...]:
-    return tuple(value * many / count for value in samples())
+def _scale_samples(samples: Samples, unit_size: float, count: float) -> tuple[float, ...]:
+    return tuple(value * unit_size / count for value in samples())
 
 
-def _measurements(sources: MetricSources) -> Iterator[Metric]:
+def _yield_measurements(sources: MetricSources) -> Iterator[Metric]:
     for measurement in sources.record.measurements:
         spec = spec_of(measurement.metric)
         yield Metric(
@@ -248,89 +255,110 @@ def _measurements(sources: MetricSources) -> Iterator[Metric]:
         )
 
 
-def _energy(sources: MetricSources) -> Iterator[Metric]:
-    """Yields energy of the step, per unit of work, and of its phases; without a value, one metric with the reason."""
-    record, finding, reference, use = sources.record, sources.finding, sources.reference, sources.record.energy
-    if use is None or not record.is_ok:
+def _yield_energy(sources: MetricSources) -> Iterator[Metric]:
+    """Yields the energy of the step, of a unit of work, and of each phase. If the case has no energy, yields one
+    metric with the reason.
+    """
+    record, finding, reference, energy_use = sources.record, sources.finding, sources.reference, sources.record.energy
+    if energy_use is None or not record.is_ok:
         return
-    labels, validity = finding.labels if finding is not None else (), energy_validity(record)
-    conditions = EnergyConditions(validity.value, use.power_limits) if validity is not None else None
-    blank = Metric(
-        specs.ENERGY, provenance=None, cost=sources.is_emulated, labels=labels, source=use.source, energy=conditions
+    labels, validity = finding.labels if finding is not None else (), classify_energy_validity(record)
+    conditions = EnergyConditions(validity.value, energy_use.power_limits) if validity is not None else None
+    metric_without_value = Metric(
+        specs.ENERGY,
+        provenance=None,
+        cost=sources.is_emulated,
+        labels=labels,
+        source=energy_use.source,
+        energy=conditions,
     )
     figures = energy_figures(record)
     if figures is None:
-        yield replace(blank, why=why_no_energy(record))
+        yield replace(metric_without_value, why=why_no_energy(record))
         return
-    blank = replace(blank, count=len(figures.windows), provenance=Provenance.DERIVED)
-    samples = partial(energy_samples, use)
-    step = replace(blank, value=figures.gross.middle, provenance=_MEASURED, why=use.why, samples=samples)
+    metric_without_value = replace(metric_without_value, count=len(figures.windows), provenance=Provenance.DERIVED)
+    samples = partial(energy_samples, energy_use)
+    step_metric = replace(
+        metric_without_value, value=figures.gross.middle, provenance=_MEASURED, why=energy_use.why, samples=samples
+    )
     ratio = reference and energy_ratio(record, reference.record, (*labels, *reference.labels))
     if ratio is not None:
         interval = Interval(ratio.point, ratio.low, ratio.high, 0.0)
-        step = replace(step, interval=interval, verdict=ratio.demand.value, why=_join_reasons(ratio.why, use.why))
-    yield step
-    yield from _energy_figures(figures, blank)
+        step_metric = replace(
+            step_metric, interval=interval, verdict=ratio.demand.value, why=_join_reasons(ratio.why, energy_use.why)
+        )
+    yield step_metric
+    yield from _yield_energy_figures(figures, metric_without_value)
     energies = phase_energies(record, finding)
     if energies is not None:
-        yield from _phase_energies(energies, finding, replace(blank, spec=_as_detail(specs.ENERGY)))
+        yield from _yield_phase_energies(
+            energies, finding, replace(metric_without_value, spec=_mark_as_detail(specs.ENERGY))
+        )
 
 
-def _phase_energies(energies: PhaseEnergies, finding: Finding | None, blank: Metric) -> Iterator[Metric]:
-    """Yields measured phases with their bounds, estimated ones with the reason, and the rest of the step's energy."""
+def _yield_phase_energies(
+    energies: PhaseEnergies, finding: Finding | None, metric_without_value: Metric
+) -> Iterator[Metric]:
+    """Yields the energy of phases and what remains of the step's energy. Measured phases have bounds, estimated
+    phases have the reason why they were not measured.
+    """
     for phase_joules in energies.phases:
-        labels = _phase_labels(finding, phase_joules.phase)
-        phase = replace(
-            blank,
+        labels = _list_phase_labels(finding, phase_joules.phase)
+        phase_metric = replace(
+            metric_without_value,
             value=phase_joules.joules,
             phase=phase_joules.phase,
             provenance=phase_joules.provenance,
             labels=labels,
             why=phase_joules.why,
         )
-        yield phase
-        for spec, end in ((specs.ENERGY_LOW, phase_joules.low), (specs.ENERGY_HIGH, phase_joules.high)):
-            if end is not None:
-                yield replace(phase, spec=spec, value=end)
+        yield phase_metric
+        if phase_joules.range is not None:
+            yield replace(phase_metric, spec=specs.ENERGY_LOW, value=phase_joules.range.low)
+            yield replace(phase_metric, spec=specs.ENERGY_HIGH, value=phase_joules.range.high)
     if energies.residual is not None:
-        yield replace(blank, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void)
+        yield replace(
+            metric_without_value, spec=specs.ENERGY_RESIDUAL, value=energies.residual.middle, why=energies.void
+        )
 
 
-def _energy_figures(figures: EnergyFigures, blank: Metric) -> Iterator[Metric]:
-    net = figures.net.middle if figures.net else None
-    yield replace(blank, spec=specs.ENERGY_NET, value=net, why=figures.net_why)
+def _yield_energy_figures(figures: EnergyFigures, metric_without_value: Metric) -> Iterator[Metric]:
+    net_joules = figures.net.middle if figures.net else None
+    yield replace(metric_without_value, spec=specs.ENERGY_NET, value=net_joules, why=figures.net_why)
     if figures.uncertainty is not None:
-        yield replace(blank, spec=specs.ENERGY_UNCERTAINTY, value=figures.uncertainty)
+        yield replace(metric_without_value, spec=specs.ENERGY_UNCERTAINTY, value=figures.uncertainty)
     for spec, joules in figures.per:
-        yield replace(blank, spec=spec, value=joules)
-    yield replace(blank, spec=specs.POWER, value=figures.watts, provenance=_MEASURED)
+        yield replace(metric_without_value, spec=spec, value=joules)
+    yield replace(metric_without_value, spec=specs.POWER, value=figures.watts, provenance=_MEASURED)
     if figures.idle is not None:
-        yield replace(blank, spec=specs.IDLE_POWER, value=figures.idle, provenance=_MEASURED, cost=False)
+        yield replace(metric_without_value, spec=specs.IDLE_POWER, value=figures.idle, provenance=_MEASURED, cost=False)
 
 
-def _memory(sources: MetricSources) -> Iterator[Metric]:
-    use = sources.record.memory
-    if use is None or not sources.record.is_ok:
+def _yield_memory(sources: MetricSources) -> Iterator[Metric]:
+    memory_use = sources.record.memory
+    if memory_use is None or not sources.record.is_ok:
         return
-    for role, size in use.roles:
-        yield _size(spec_of(memory_of_role(role)), size, provenance=Provenance.DERIVED)
-    for phase in use.phases:
-        yield _size(_as_detail(specs.PEAK_MEMORY), phase.allocated, phase.phase)
+    for role, byte_count in memory_use.roles:
+        yield _make_size_metric(spec_of(memory_of_role(role)), byte_count, provenance=Provenance.DERIVED)
+    for phase in memory_use.phases:
+        yield _make_size_metric(_mark_as_detail(specs.PEAK_MEMORY), phase.allocated, phase.phase)
         if phase.reserved is not None:
-            yield _size(specs.RESERVED_MEMORY, phase.reserved, phase.phase)
-    for spec, counted in ((specs.RESERVED_MEMORY, use.reserved), (specs.PROCESS_MEMORY, use.process)):
+            yield _make_size_metric(specs.RESERVED_MEMORY, phase.reserved, phase.phase)
+    for spec, counted in ((specs.RESERVED_MEMORY, memory_use.reserved), (specs.PROCESS_MEMORY, memory_use.process)):
         if counted is not None:
-            yield _size(spec, counted)
-    yield replace(_size(specs.RESIDENT_MEMORY, use.resident), why=use.why)
+            yield _make_size_metric(spec, counted)
+    yield replace(_make_size_metric(specs.RESIDENT_MEMORY, memory_use.resident), why=memory_use.why)
 
 
-def _size(spec: MetricSpec, size: int | None, phase: str = STEP, provenance: Provenance = _MEASURED) -> Metric:
+def _make_size_metric(
+    spec: MetricSpec, size: int | None, phase: str = STEP, provenance: Provenance = _MEASURED
+) -> Metric:
     if size is None:
         return Metric(spec, phase=phase, provenance=None)
     return Metric(spec, float(size), phase=phase, provenance=provenance)
 
 
-def _capacity(sources: MetricSources) -> Iterator[Metric]:
+def _yield_capacity(sources: MetricSources) -> Iterator[Metric]:
     capacity = sources.record.capacity
     if capacity is None:
         return
@@ -339,56 +367,56 @@ def _capacity(sources: MetricSources) -> Iterator[Metric]:
         specs.MAX_BATCH,
         None if capacity.batch is None else float(capacity.batch),
         provenance=_MEASURED,
-        why=why_no_larger(capacity),
+        why=explain_batch_limit(capacity),
         interval=None if ratio is None else Interval(ratio, ratio, ratio, 1.0),
     )
-    sizes = {
+    value_by_spec = {
         specs.MAX_BATCH_TOKENS: capacity.tokens or None,
         specs.MAX_BATCH_MEMORY: capacity.peak,
         specs.MAX_BATCH_LIMIT: capacity.limit,
     }
-    for spec, size in sizes.items():
+    for spec, size in value_by_spec.items():
         if size is not None:
-            yield _size(spec, size)
+            yield _make_size_metric(spec, size)
     if capacity.on_device is not None:
-        yield _size(specs.DEVICE_MAX_BATCH, capacity.on_device, provenance=Provenance.DERIVED)
+        yield _make_size_metric(specs.DEVICE_MAX_BATCH, capacity.on_device, provenance=Provenance.DERIVED)
 
 
-def _data(sources: MetricSources) -> Iterator[Metric]:
-    """Yields statistics of tensors, and the shares of their values outside each format."""
+def _yield_tensor_statistics(sources: MetricSources) -> Iterator[Metric]:
+    """Yields statistics of tensors, and the shares of their values outside the range of each format."""
     for statistic in sources.record.statistics:
         figures = {specs.VALUES: float(statistic.count), specs.AMAX: statistic.amax}
         for name, above, vanishing in statistic.outside:
             for spec, share in ((specs.SHARE_ABOVE, above), (specs.SHARE_VANISHING, vanishing)):
                 figures[replace(spec, name=spec.replace("*", name))] = share
         for spec, value in figures.items():
-            about = statistic.kind, statistic.role
-            yield Metric(spec, value, phase=None, about=about, provenance=_MEASURED, count=statistic.count)
+            kind_and_role = statistic.kind, statistic.role
+            yield Metric(spec, value, phase=None, about=kind_and_role, provenance=_MEASURED, count=statistic.count)
 
 
-# The order of a case's rows.
+# The functions that yield metrics, in the order of a case's rows.
 MEASURES: list[Callable[[MetricSources], Iterator[Metric]]] = [
-    _step_time,
-    _replays,
-    _means,
-    _sustained_step,
-    _relative,
-    _phases,
-    _rates_of_work,
+    _yield_step_time,
+    _yield_replays,
+    _yield_means,
+    _yield_sustained_step,
+    _yield_ratio_to_reference,
+    _yield_phase_times,
+    _yield_work_rates,
     tape_metrics,
     coverage_metrics,
-    _rates_of_phases,
-    _measurements,
+    _yield_phase_rates,
+    _yield_measurements,
     rank_metrics,
-    _energy,
-    _memory,
-    _capacity,
-    _data,
+    _yield_energy,
+    _yield_memory,
+    _yield_capacity,
+    _yield_tensor_statistics,
 ]
 
 
 class EnergyValidity(StrEnum):
-    """Whether an energy figure is certified, or the gravest reason why it is not."""
+    """The validity of an energy figure: certified, or the gravest reason why it is not."""
 
     CERTIFIED = "certified"
     SHARED = "shared-device"
@@ -399,20 +427,20 @@ class EnergyValidity(StrEnum):
     UNRESOLVED = "unresolved"
 
 
-def energy_validity(record: Record) -> EnergyValidity | None:
-    """Returns the validity of a case's energy; None if energy was not requested."""
-    use = record.energy
-    if use is None:
+def classify_energy_validity(record: Record) -> EnergyValidity | None:
+    """Returns the validity of a case's energy, or None if energy was not requested."""
+    energy_use = record.energy
+    if energy_use is None:
         return None
     if any(label_shared_device(record.watch)):
         return EnergyValidity.SHARED
-    if use.source not in COUNTERS:
+    if energy_use.source not in COUNTERS:
         return EnergyValidity.NO_COUNTER
-    too_short = TICK_INTERVALS in use.why and not use.windows
-    if too_short or any(window.intervals < LEAST_INTERVALS for window in use.windows):
+    has_too_few_ticks = TICK_INTERVALS in energy_use.why and not energy_use.windows
+    if has_too_few_ticks or any(window.intervals < LEAST_INTERVALS for window in energy_use.windows):
         return EnergyValidity.TOO_FEW_TICKS
-    if forced_throttling(use.windows):
+    if list_forced_throttling(energy_use.windows):
         return EnergyValidity.THROTTLED
-    if len(use.power_limits) > 1:
+    if len(energy_use.power_limits) > 1:
         return EnergyValidity.LIMIT_CHANGED
-    return EnergyValidity.UNRESOLVED if why_unresolved(use) else EnergyValidity.CERTIFIED
+    return EnergyValidity.UNRESOLVED if explain_unresolved(energy_use) else EnergyValidity.CERTIFIED

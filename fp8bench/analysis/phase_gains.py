@@ -1,6 +1,6 @@
-"""Finds the phases that are faster or slower than the reference's, and what explains the result of the step.
+"""Finds the phases that are faster or slower than the reference's, and explains a step's speed-up by them.
 
-Each phase is estimated like the verdict of the step: from the fastest quarter of the rounds that case, reference and
+Phases are estimated like the step: from the fastest quarter of the rounds that the case, its reference and the
 control share. So the gains of all phases sum to the gain of the step.
 """
 
@@ -13,82 +13,94 @@ from enum import StrEnum
 import numpy as np
 
 from fp8bench.analysis import stats
-from fp8bench.analysis.verdicts import FINAL_LEVEL, are_cut_unevenly, cells, fastest_step_cells, fewest_calls
+from fp8bench.analysis.verdicts import (
+    FINAL_LEVEL,
+    are_cut_unevenly,
+    cell_seconds,
+    count_common_calls,
+    fastest_step_cells,
+)
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Phase, PhaseGain, Timing
 
-_REST = CELL_PHASES.index(UNATTRIBUTED)
+_UNATTRIBUTED_INDEX = CELL_PHASES.index(UNATTRIBUTED)
 
 
 @dataclass(frozen=True)
 class _PhaseTimes:
-    """Seconds of each phase of one arm, (phases,), and those of its resamples, (phases, resamples)."""
+    """The seconds of each phase of one case, with shape (phases,). Also has the seconds in each bootstrap resample,
+    with shape (phases, resamples).
+    """
 
     seconds: stats.Floats
     resampled: stats.Floats
 
 
 def find_phase_gains(
-    timings: Sequence[Timing], rounds: Sequence[int], whole: bool, unmarked: bool = False
+    timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool, is_reference_unmarked: bool = False
 ) -> tuple[PhaseGain, ...]:
-    """Returns the gain of each phase of the first timing over the others, in the order of the phases.
+    """Returns how many seconds each phase of the first timing gains over the other timings, in the order of the
+    phases.
 
-    The bounds hold jointly for all phases at the level of a verdict. With `whole`, the fastest steps are compared. If
-    the reference is `unmarked`, its products lie outside all phases, so the case's products count as unattributed too.
+    The bounds hold for all phases together, at the level of a verdict. With `whole_steps`, the fastest steps are
+    compared. If the reference has no phase marks (`is_reference_unmarked`), its products count as unattributed time.
+    Then the case's products do as well.
     """
-    # 1. Estimate each arm; the reference by all of its entries.
-    calls = fewest_calls(*timings)
-    whole = whole or are_cut_unevenly([cells(timing, calls, rounds) for timing in timings])
-    case, *entries = [_estimate_phases(timing, calls, rounds, whole) for timing in timings]
+    # 1. Estimate the phases of each timing. The reference's are the mean over its timings.
+    calls = count_common_calls(*timings)
+    whole_steps = whole_steps or are_cut_unevenly([cell_seconds(timing, calls, rounds) for timing in timings])
+    case, *entries = [_estimate_phases(timing, calls, rounds, whole_steps) for timing in timings]
     reference = np.mean([entry.seconds for entry in entries], axis=0)
-    saved = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
-    control = np.ptp([entry.seconds for entry in entries], axis=0)
-    # 2. Merge phases that an unmarked reference lacks.
-    if unmarked:
-        hidden = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
-        for values in (case.seconds, saved):
-            values[_REST] += values[hidden].sum(axis=0)
-            values[hidden] = 0
-    # 3. Compute joint bounds for all present phases.
-    present = np.flatnonzero((case.seconds > 0) | (reference > 0))
-    tail = (1 - FINAL_LEVEL) / 2 / max(1, len(present))
-    low, high = np.quantile(saved, [tail, 1 - tail], axis=1)
+    resampled_gains = np.mean([entry.resampled for entry in entries], axis=0) - case.resampled
+    control_difference = np.ptp([entry.seconds for entry in entries], axis=0)
+    # 2. If the reference has no marks, count the phases that it lacks as unattributed time, also those of the case.
+    if is_reference_unmarked:
+        unmarked_indices = [at for at, name in enumerate(CELL_PHASES) if reference[at] == 0 and name != Phase.CAST]
+        for values in (case.seconds, resampled_gains):
+            values[_UNATTRIBUTED_INDEX] += values[unmarked_indices].sum(axis=0)
+            values[unmarked_indices] = 0
+    # 3. Compute bounds that hold for all phases of the step together.
+    present_indices = np.flatnonzero((case.seconds > 0) | (reference > 0))
+    tail_probability = (1 - FINAL_LEVEL) / 2 / max(1, len(present_indices))
+    low, high = np.quantile(resampled_gains, [tail_probability, 1 - tail_probability], axis=1)
     gains = []
-    for place in present:
-        values = (case.seconds[place], reference[place], low[place], high[place], control[place])
-        gains.append(PhaseGain(CELL_PHASES[place], *map(float, values)))
+    for index in present_indices:
+        values = (case.seconds[index], reference[index], low[index], high[index], control_difference[index])
+        gains.append(PhaseGain(CELL_PHASES[index], *map(float, values)))
     return tuple(gains)
 
 
 def scale_to_ratio(gains: Sequence[PhaseGain], ratio: float) -> tuple[PhaseGain, ...]:
-    """Returns the gains with the case's seconds scaled, so that they sum to a ratio of several sessions.
+    """Returns the gains after scaling the case's seconds. The scaled gains sum to the ratio that several sessions
+    gave.
 
-    The bounds also include those of the single session: a phase is clear only if it is in both.
+    The bounds also include the bounds of the single session. So a phase is clear only if it is clear before and after
+    scaling.
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
     factor = ratio * reference / seconds if seconds > 0 else 1.0
-    scaled = []
+    scaled_gains = []
     for gain in gains:
-        shift = gain.seconds * (1 - factor)
-        low, high = min(gain.low, gain.low + shift), max(gain.high, gain.high + shift)
-        scaled.append(replace(gain, seconds=gain.seconds * factor, low=low, high=high))
-    return tuple(scaled)
+        saved_seconds = gain.seconds * (1 - factor)
+        low, high = min(gain.low, gain.low + saved_seconds), max(gain.high, gain.high + saved_seconds)
+        scaled_gains.append(replace(gain, seconds=gain.seconds * factor, low=low, high=high))
+    return tuple(scaled_gains)
 
 
-def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole: bool) -> _PhaseTimes:
-    if whole:
+def _estimate_phases(timing: Timing, calls: int, rounds: Sequence[int], whole_steps: bool) -> _PhaseTimes:
+    if whole_steps:
         steps = fastest_step_cells(timing, calls, rounds)
         points, resampled = stats.best_steps(steps), stats.resample_fastest_steps(steps)
     else:
-        samples = cells(timing, calls, rounds)
+        samples = cell_seconds(timing, calls, rounds)
         points, resampled = stats.best_by_segment(samples), stats.resample_segments(samples)
     phases = [CELL_PHASES.index(name) for name in timing.segments.phases]
-    members = np.zeros((len(CELL_PHASES), len(phases)))
-    members[phases, range(len(phases))] = 1
-    return _PhaseTimes(members @ points, members @ resampled)
+    phase_of_segment = np.zeros((len(CELL_PHASES), len(phases)))
+    phase_of_segment[phases, range(len(phases))] = 1
+    return _PhaseTimes(phase_of_segment @ points, phase_of_segment @ resampled)
 
 
 class Cause(StrEnum):
-    """Why a precision gains or not, as far as its phases show."""
+    """The reason why a precision is faster or not, as far as its phases show it."""
 
     CANCEL = "gains and losses cancel"
     CASTS = "casts take the gain"
@@ -99,7 +111,7 @@ class Cause(StrEnum):
 
 @dataclass(frozen=True)
 class Reason:
-    """The cause, and the phases that show it, the largest difference first."""
+    """The cause, and the phases that show it, in order of decreasing difference."""
 
     cause: Cause
     gains: tuple[PhaseGain, ...]
@@ -107,57 +119,76 @@ class Reason:
     reference_seconds: float
 
 
-# Gains and losses cancel if each is this many times as large as the net.
-_CANCEL = 4.0
-# Casts take the gain if they cost this share of it.
+# The cause is that gains and losses cancel, if the gains and the losses are each this many times as large as the net
+# gain.
+_CANCEL_RATIO = 4.0
+# The cause is that casts take the gain, if the time that casts add is at least this share of the gain.
 _CASTS_SHARE = 0.5
-# A gain is small if the step gains less than the first share and its phases that gain make up less than the second.
-_SMALL_GAIN, _SMALL_SHARE = 0.05, 0.25
-# One phase accounts for the gain if it has at least this share of it.
-_ALL = 0.9
-# Smaller differences explain nothing.
-_LEAST_PART = 0.02
-_MOST_PHASES = 3
+# The cause is a small share of faster phases, if the step gains less than the first share of the reference's time and
+# these phases take less than the second share of it.
+_SMALL_GAIN_SHARE, _SMALL_PHASES_SHARE = 0.05, 0.25
+# The cause is one phase, if that phase has at least this share of the gain.
+_ONE_PHASE_SHARE = 0.9
+# Differences of phases below this share of the net gain, or of the largest gain, explain nothing.
+_MIN_SHARE_OF_GAIN = 0.02
+_MAX_SHOWN_PHASES = 3
 
 
 def find_reason(gains: Sequence[PhaseGain], unclear: Collection[str] = ()) -> Reason | None:
-    """Returns the explanation by phases; None if no phase differs clearly, or the step has only one.
+    """Returns which phases explain a step's speed-up. Returns None if no phase clearly differs, or if the step has
+    only one phase.
 
-    `unclear` phases are never an explanation, whatever they seem to gain.
+    Phases in `unclear` are never an explanation, however much they seem to gain.
     """
     seconds, reference = sum(gain.seconds for gain in gains), sum(gain.reference_seconds for gain in gains)
-    net = reference - seconds
-    largest = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
-    least = _LEAST_PART * max(abs(net), largest)
-    clear = [gain for gain in gains if gain.is_clear and gain.phase not in unclear and abs(gain.saved_seconds) >= least]
-    if len(gains) < 2 or not clear:
+    net_gain = reference - seconds
+    largest_difference = max((abs(gain.saved_seconds) for gain in gains), default=0.0)
+    min_difference = _MIN_SHARE_OF_GAIN * max(abs(net_gain), largest_difference)
+    clear_gains = [
+        gain
+        for gain in gains
+        if gain.is_clear and gain.phase not in unclear and abs(gain.saved_seconds) >= min_difference
+    ]
+    if len(gains) < 2 or not clear_gains:
         return None
-    clear.sort(key=lambda gain: -abs(gain.saved_seconds))
-    return Reason(_find_cause(clear, net, reference), tuple(_choose_shown(clear)), seconds, reference)
+    clear_gains.sort(key=lambda gain: -abs(gain.saved_seconds))
+    return Reason(
+        _find_cause(clear_gains, net_gain, reference), tuple(_choose_shown_gains(clear_gains)), seconds, reference
+    )
 
 
-def _choose_shown(clear: Sequence[PhaseGain]) -> list[PhaseGain]:
-    """Returns the largest differences, including a gain and a loss if both are clear."""
-    shown = list(clear[:_MOST_PHASES])
+def _choose_shown_gains(clear_gains: Sequence[PhaseGain]) -> list[PhaseGain]:
+    """Returns the phases with the largest differences. If some phases gain and some lose, at least one of each kind
+    is returned.
+    """
+    shown_gains = list(clear_gains[:_MAX_SHOWN_PHASES])
     for gains in (True, False):
-        side = [gain for gain in clear if (gain.saved_seconds > 0) is gains]
-        if side and side[0] not in shown:
-            shown[-1] = side[0]
-    return shown
+        same_sign = [gain for gain in clear_gains if (gain.saved_seconds > 0) is gains]
+        if same_sign and same_sign[0] not in shown_gains:
+            shown_gains[-1] = same_sign[0]
+    return shown_gains
 
 
-def _find_cause(clear: Sequence[PhaseGain], net: float, reference: float) -> Cause:
-    faster = [gain for gain in clear if gain.saved_seconds > 0]
-    gained = sum(gain.saved_seconds for gain in faster)
-    lost = -sum(gain.saved_seconds for gain in clear if gain.saved_seconds < 0)
-    casts = -sum(gain.saved_seconds for gain in clear if gain.phase == Phase.CAST)
-    if gained > 0 and casts >= _CASTS_SHARE * gained and casts >= lost / 2:
+def _find_cause(clear_gains: Sequence[PhaseGain], net_gain: float, reference: float) -> Cause:
+    faster_phases = [gain for gain in clear_gains if gain.saved_seconds > 0]
+    total_gain = sum(gain.saved_seconds for gain in faster_phases)
+    total_loss = -sum(gain.saved_seconds for gain in clear_gains if gain.saved_seconds < 0)
+    cast_loss = -sum(gain.saved_seconds for gain in clear_gains if gain.phase == Phase.CAST)
+    if total_gain > 0 and cast_loss >= _CASTS_SHARE * total_gain and cast_loss >= total_loss / 2:
         return Cause.CASTS
-    if min(gained, lost) > _CANCEL * abs(net):
+    if min(total_gain, total_loss) > _CANCEL_RATIO * abs(net_gain):
         return Cause.CANCEL
-    in_faster = sum(gain.reference_seconds for gain in faster)
-    if faster and abs(net) < _SMALL_GAIN * reference and in_faster < _SMALL_SHARE * reference:
+    faster_phase_seconds = sum(gain.reference_seconds for gain in faster_phases)
+    if (
+        faster_phases
+        and abs(net_gain) < _SMALL_GAIN_SHARE * reference
+        and faster_phase_seconds < _SMALL_PHASES_SHARE * reference
+    ):
         return Cause.SMALL_SHARE
-    if net > 0 and abs(clear[0].saved_seconds - net) <= (1 - _ALL) * net and lost <= (1 - _ALL) * net:
+    if (
+        net_gain > 0
+        and abs(clear_gains[0].saved_seconds - net_gain) <= (1 - _ONE_PHASE_SHARE) * net_gain
+        and total_loss <= (1 - _ONE_PHASE_SHARE) * net_gain
+    ):
         return Cause.ONE_PHASE
     return Cause.PHASES

@@ -1,6 +1,7 @@
-"""Finds what limits a phase: its FLOPs, bytes and launches per second, compared with the peaks of the device.
+"""Finds what limits a phase by comparing its FLOPs, bytes and launches per second with the peaks of the device.
 
-Also the largest possible gain of a precision on a step, by Amdahl's law. Vendors' figures are in datasheet.toml.
+This module also computes by Amdahl's law how much a precision can gain over a whole step. Peaks from vendors are in
+datasheet.toml.
 """
 
 from __future__ import annotations
@@ -19,19 +20,22 @@ from typing import Any
 from fp8bench.model import Ceiling, Finding, Limit, Phase, Record
 from fp8bench.model.step import PhaseCount
 
-# A phase with a smaller share of a step's FLOPs does not count towards its products.
-_LEAST_OF_PRODUCTS = 0.05
-# A phase below this share of all its ceilings is not limited by any of them.
-_NEAR = 0.5
-# Operators that take less than this many times the shortest launch are mostly overhead.
-_OVERHEAD = 10.0
-# A rate whose runs differ by more than this is not used: something else used the device.
-_WILD = 0.5
+# A phase counts as one of a step's product phases if it has at least this share of the step's FLOPs.
+_MIN_SHARE_OF_PRODUCTS = 0.05
+# If a phase reaches less than this share of every ceiling, no ceiling limits it.
+_NEAR_CEILING_SHARE = 0.5
+# A phase is mostly overhead if it takes less than this many times the time of its launches.
+_OVERHEAD_LAUNCHES = 10.0
+# A measured peak is ignored if its runs differ by more than this share, because other programs then used the device.
+_MAX_RATE_SPREAD = 0.5
 
 
 class Bound(StrEnum):
-    """The limits of a phase. Far below all ceilings that is operator overhead, if operators are small, or something
-    that no ceiling shows: kernels that do not fit its shapes, latency, code between operators."""
+    """The resource that limits a phase.
+
+    A phase far below all its ceilings is limited by overhead if its operators are small. For other such phases no
+    limit is known. It may be kernels that do not fit its shapes, latency, or code between operators.
+    """
 
     COMPUTE = "compute-bound"
     MEMORY = "memory-bound"
@@ -42,9 +46,10 @@ class Bound(StrEnum):
 
 @dataclass(frozen=True)
 class Roofs:
-    """The peaks of a device per second, from one source: FLOPs of products by kind ('fp8'), bytes, launches.
+    """The peaks of a device per second: FLOPs by kind of product ('fp8'), bytes and launches. A peak of None is
+    unknown.
 
-    `words` name the source. None means unknown.
+    All peaks are from one source, which `words` names.
     """
 
     words: str
@@ -52,29 +57,32 @@ class Roofs:
     memory: float | None = None
     launches: float | None = None
 
-    def least(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
-        """Returns the least seconds that FLOPs, bytes and launches of a phase take, each alone.
+    def min_seconds_by_bound(self, count: PhaseCount, fused: bool = False) -> dict[Bound, float]:
+        """Returns the least seconds that a phase needs at the device's peaks: for its FLOPs, its bytes and its
+        launches.
 
-        Empty if the FLOPs of an operator, the rate of a product or of the memory are unknown, since the bottleneck
+        Returns {} if an operator's FLOPs, a product's peak or the memory's peak is unknown, because the bottleneck
         would be a guess. For phases that a compiler fused, only the products are known.
         """
-        products = self.product_seconds(count.by_path)
-        if count.unknown or products is None or self.memory is None:
+        product_seconds = self.product_seconds(count.by_path)
+        if count.unknown or product_seconds is None or self.memory is None:
             return {}
         if fused:
-            return {Bound.COMPUTE: products} if products else {}
+            return {Bound.COMPUTE: product_seconds} if product_seconds else {}
         seconds_by_bound = {
-            Bound.COMPUTE: products,
+            Bound.COMPUTE: product_seconds,
             Bound.MEMORY: count.bytes / self.memory,
             Bound.LAUNCH: count.launches / self.launches if self.launches else None,
         }
         return {bound: seconds for bound, seconds in seconds_by_bound.items() if seconds}
 
     def product_seconds(self, by_path: Iterable[tuple[str, int]]) -> float | None:
-        """Returns the least seconds of products, each in its dtype; None if a rate is unknown."""
+        """Returns the least seconds of the products in `by_path`, at the peak of each dtype. Returns None if a peak
+        is unknown.
+        """
         seconds = 0.0
         for path, flops in by_path:
-            rate = self.products.get(kind_of_path(path))
+            rate = self.products.get(product_kind_of(path))
             if rate is None:
                 return None
             seconds += flops / rate
@@ -83,9 +91,10 @@ class Roofs:
 
 @dataclass(frozen=True)
 class PhaseRoof:
-    """A phase's counts and best-case seconds, and its least time by measured ceilings and by the datasheet.
+    """A phase's counts and best-case seconds, and the least seconds that it could take at the measured peaks and at
+    the datasheet's peaks.
 
-    The bytes and launches of a `fused` phase are those without a compiler.
+    If a compiler `fused` the phase, bytes and launches are those of the phase without the compiler.
     """
 
     count: PhaseCount
@@ -96,7 +105,7 @@ class PhaseRoof:
 
     @property
     def flop_rate(self) -> float | None:
-        """FLOPs a second; None if there are zero, or an operator's are unknown."""
+        """FLOPs per second. None if the phase has no FLOPs, or if an operator's FLOPs are unknown."""
         return None if self.count.unknown or not self.count.flops else self.count.flops / self.seconds
 
     @property
@@ -105,47 +114,50 @@ class PhaseRoof:
 
     @property
     def intensity(self) -> float | None:
-        """FLOPs for each byte; None if either is 0, or bytes are unknown."""
+        """FLOPs per byte. None if the FLOPs or the bytes are 0 or unknown."""
         if not self.flop_rate or not self.count.bytes or self.fused:
             return None
         return self.count.flops / self.count.bytes
 
     @property
     def bound(self) -> Bound | None:
-        """The resource that takes longest at the ceilings (the datasheet's, if none were measured), if at least half of
-        the phase's time."""
-        least = self.measured or self.sheet
-        if not least:
+        """The resource that limits the phase. It is the resource that takes longest at the device's peaks, if that is
+        at least half of the phase's time. If no peaks were measured, the datasheet's are used.
+        """
+        min_seconds = self.measured or self.sheet
+        if not min_seconds:
             return None
-        longest = max(least, key=lambda bound: least[bound])
-        if least[longest] >= _NEAR * self.seconds:
-            return longest
+        slowest_resource = max(min_seconds, key=lambda bound: min_seconds[bound])
+        if min_seconds[slowest_resource] >= _NEAR_CEILING_SHARE * self.seconds:
+            return slowest_resource
         if self.fused:
             return None
-        return Bound.OVERHEAD if self.seconds < _OVERHEAD * least.get(Bound.LAUNCH, 0.0) else Bound.NONE
+        return Bound.OVERHEAD if self.seconds < _OVERHEAD_LAUNCHES * min_seconds.get(Bound.LAUNCH, 0.0) else Bound.NONE
 
     @property
-    def of_ceiling(self) -> float | None:
-        """The least time at the measured ceilings over the actual time; 1 cannot be improved."""
+    def share_of_ceiling(self) -> float | None:
+        """The least time of the phase at the measured peaks, divided by its actual time. A phase with a share of 1
+        cannot be faster.
+        """
         return max(self.measured.values()) / self.seconds if self.measured else None
 
     @property
-    def of_sheet(self) -> float | None:
+    def share_of_datasheet(self) -> float | None:
         return max(self.sheet.values()) / self.seconds if self.sheet else None
 
 
 @dataclass(frozen=True)
 class Gain:
-    """The largest possible gain of a precision over its reference's step, and the actual one.
+    """The largest possible speed-up of a precision over its reference's step, and the actual one.
 
-    Products take `share` of that step, and reach `of_ceiling` of their ceiling. With these products at the precision's
-    ceiling and no casts, the step would be `most` times as fast; `kernels` and `with_casts` are the actual factors of
-    the products, without and with casts. `binds` is False if runs of a rate behind it differ too much: more may be
-    possible.
+    Products take `share` of the reference's step, and reach `share_of_ceiling` of their peak there. The step would be
+    `most` times as fast if the precision's products ran at their peak and needed no casts. `kernels` is the actual
+    speed-up of the products without casts, `with_casts` the one with casts. If `binds` is False, a peak is uncertain
+    and a larger speed-up is possible.
     """
 
     share: float
-    of_ceiling: float
+    share_of_ceiling: float
     most: float
     kernels: float
     with_casts: float
@@ -154,109 +166,122 @@ class Gain:
     binds: bool = True
 
 
-def bounds_of(ceiling: Ceiling) -> Roofs:
-    """Returns upper bounds for checks: rates whose runs agree, and the fastest copies."""
-    steady = [rate for rate in ceiling.rates if rate.steady]
-    roofs = _measured_roofs(replace(ceiling, rates=tuple(steady)))
+def upper_bounds_of(ceiling: Ceiling) -> Roofs:
+    """Returns peaks that no claim may exceed. They are the measured peaks whose repeated runs agree, and the fastest
+    copies.
+    """
+    steady_rates = [rate for rate in ceiling.rates if rate.steady]
+    roofs = _collect_measured_roofs(replace(ceiling, rates=tuple(steady_rates)))
     return Roofs("measured here", roofs.products if roofs else {}, ceiling.bytes)
 
 
 def roofs_of(ceiling: Ceiling | None) -> tuple[Roofs | None, Roofs | None]:
-    """Returns the roofs measured on this machine, and those of the datasheet; None for missing ones."""
+    """Returns two sets of peaks: those measured on this machine, and those of the datasheet. A missing set is None."""
     if ceiling is None:
         return None, None
-    sheet = datasheet_of(ceiling.device)
-    published = Roofs(sheet.cite("dense", "bandwidth"), sheet.dense, sheet.bandwidth) if sheet else None
-    return _measured_roofs(ceiling), published
+    datasheet = find_datasheet(ceiling.device)
+    datasheet_roofs = (
+        Roofs(datasheet.cite("dense", "bandwidth"), datasheet.dense, datasheet.bandwidth) if datasheet else None
+    )
+    return _collect_measured_roofs(ceiling), datasheet_roofs
 
 
-def _measured_roofs(ceiling: Ceiling) -> Roofs | None:
-    values = [(rate, rate.value) for rate in ceiling.rates if rate.value is not None and rate.spread <= _WILD]
-    if not values:
+def _collect_measured_roofs(ceiling: Ceiling) -> Roofs | None:
+    usable_rates = [
+        (rate, rate.value) for rate in ceiling.rates if rate.value is not None and rate.spread <= _MAX_RATE_SPREAD
+    ]
+    if not usable_rates:
         return None
     products: dict[str, float] = {}
-    for rate, value in values:
-        if rate.limit is Limit.PRODUCT:  # recipes of one format differ only in the work around its kernels
-            kind = kind_of_path(rate.precision)
+    for rate, value in usable_rates:
+        if rate.limit is Limit.PRODUCT:  # all recipes of one format use the same kernels
+            kind = product_kind_of(rate.precision)
             products[kind] = max(value, products.get(kind, 0.0))
-    memory = max((value for rate, value in values if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None)
-    launches = next((value for rate, value in values if rate.limit is Limit.LAUNCH), None)
-    return Roofs("measured here", products, memory, launches)
+    bytes_per_second = max(
+        (value for rate, value in usable_rates if rate.limit in (Limit.COPY, Limit.TRIAD)), default=None
+    )
+    launches_per_second = next((value for rate, value in usable_rates if rate.limit is Limit.LAUNCH), None)
+    return Roofs("measured here", products, bytes_per_second, launches_per_second)
 
 
 def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...]:
-    """Returns every counted and timed phase that is much longer than its markers.
+    """Returns the roofline figures of each phase. Phases without counts or time are left out, and so are phases that
+    are too short for their markers.
 
-    Yields nothing if operators bypassed torch, because they may have run in any phase.
+    If operators bypassed torch, the FLOPs of every phase are unknown, because these operators may belong to any
+    phase.
     """
     if record.tape is None or finding is None or not finding.best_seconds:
         return ()
-    past = record.tape.unwritten
-    counts = {count.phase: replace(count, unknown=count.unknown + past) for count in record.tape.phases}
-    measured, sheet = roofs_of(record.ceiling)
-    fused = bool(record.tape.fused)
+    bypassed_operators = record.tape.unwritten
+    counts = {count.phase: replace(count, unknown=count.unknown + bypassed_operators) for count in record.tape.phases}
+    measured_roofs, datasheet_roofs = roofs_of(record.ceiling)
+    is_fused = bool(record.tape.fused)
     roofs = []
     for phase, seconds in finding.phases:
         count = counts.get(phase)
         if count is None or phase in finding.below_floor or not 0 < seconds < math.inf:
             continue
-        by_measured = measured.least(count, fused) if measured else {}
-        by_sheet = sheet.least(count, fused) if sheet else {}
-        roofs.append(PhaseRoof(count, seconds, by_measured, by_sheet, fused))
+        measured_seconds = measured_roofs.min_seconds_by_bound(count, is_fused) if measured_roofs else {}
+        datasheet_seconds = datasheet_roofs.min_seconds_by_bound(count, is_fused) if datasheet_roofs else {}
+        roofs.append(PhaseRoof(count, seconds, measured_seconds, datasheet_seconds, is_fused))
     return tuple(roofs)
 
 
-def gain_of(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
-    """Returns the possible gain; None for emulated precisions, which have no speed, and if ceilings or counts are
-    missing."""
+def compute_gain(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
+    """Returns the possible and the actual speed-up of a precision. Returns None for emulated precisions, and if peaks
+    or counts are missing.
+    """
     ceilings, _ = roofs_of(record.ceiling)
     roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
-    step = reference_finding.best_seconds
-    if ceilings is None or record.support.is_emulated or not step:
+    base_step_seconds = reference_finding.best_seconds
+    if ceilings is None or record.support.is_emulated or not base_step_seconds:
         return None
     if any(roof.count.unknown for roof in (*roofs, *base_roofs)):
         return None
-    # 1. The products of both steps: their seconds, and their least possible seconds.
-    products, base_products = _product_roofs(roofs), _product_roofs(base_roofs)
-    seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (products, base_products))
-    flops_by_path, base_flops_by_path = _list_paths(products), _list_paths(base_products)
-    least, base_least = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
-    if not base_least or not least or not seconds:
+    # 1. Find the products of the case's and the reference's step, with their seconds and their least seconds.
+    product_roofs, base_product_roofs = _select_product_roofs(roofs), _select_product_roofs(base_roofs)
+    seconds, base_seconds = (sum(roof.seconds for roof in part) for part in (product_roofs, base_product_roofs))
+    flops_by_path, base_flops_by_path = _list_flops_by_path(product_roofs), _list_flops_by_path(base_product_roofs)
+    min_seconds, base_min_seconds = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
+    if not base_min_seconds or not min_seconds or not seconds:
         return None
-    # 2. The casts that the precision adds.
-    casts = [roof for roof in roofs if roof.count.phase == Phase.CAST]
-    kinds = {kind_of_path(path) for path, _ in (*flops_by_path, *base_flops_by_path)}
-    steadiness = _steadiness(record.ceiling)
+    # 2. Find the casts that the precision adds.
+    cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]
+    product_kinds = {product_kind_of(path) for path, _ in (*flops_by_path, *base_flops_by_path)}
+    is_steady_by_kind = _find_steady_kinds(record.ceiling)
     return Gain(
-        base_seconds / step,
-        base_least / base_seconds,
-        step / (step - base_seconds + least),
+        base_seconds / base_step_seconds,
+        base_min_seconds / base_seconds,
+        base_step_seconds / (base_step_seconds - base_seconds + min_seconds),
         base_seconds / seconds,
-        base_seconds / (seconds + sum(cast.seconds for cast in casts)),
-        sum(cast.count.bytes for cast in casts),
-        sum(product.count.bytes for product in products),
-        all(steady for kind, steady in steadiness.items() if kind in kinds),
+        base_seconds / (seconds + sum(cast.seconds for cast in cast_roofs)),
+        sum(cast.count.bytes for cast in cast_roofs),
+        sum(product.count.bytes for product in product_roofs),
+        all(steady for kind, steady in is_steady_by_kind.items() if kind in product_kinds),
     )
 
 
-def _list_paths(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:
+def _list_flops_by_path(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:
     return list(chain.from_iterable(roof.count.by_path for roof in roofs))
 
 
-def _steadiness(ceiling: Ceiling | None) -> dict[str, bool]:
-    """Returns for each kind of products whether the runs of its best rate agree."""
+def _find_steady_kinds(ceiling: Ceiling | None) -> dict[str, bool]:
+    """Returns for each kind of product whether its highest measured rate is certain. It is certain if the repeated
+    runs of its measurement agree.
+    """
     rates = [rate for rate in ceiling.rates if rate.runs and rate.limit is Limit.PRODUCT] if ceiling is not None else []
     rates.sort(key=lambda rate: rate.value or 0.0)
-    return {kind_of_path(rate.precision): rate.steady for rate in rates}
+    return {product_kind_of(rate.precision): rate.steady for rate in rates}
 
 
-def _product_roofs(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
+def _select_product_roofs(roofs: Sequence[PhaseRoof]) -> list[PhaseRoof]:
     flops = sum(roof.count.flops for roof in roofs)
-    return [roof for roof in roofs if roof.count.flops > _LEAST_OF_PRODUCTS * flops]
+    return [roof for roof in roofs if roof.count.flops > _MIN_SHARE_OF_PRODUCTS * flops]
 
 
-# The kind of product by the beginning of a dtype's name; the first match counts.
-_PATHS = {
+# Maps the beginning of a dtype's name to the kind of product. The first match counts.
+_KIND_BY_PREFIX = {
     "fp32": "fp32",
     "tf32": "tf32",
     "bf16": "bf16",
@@ -280,13 +305,14 @@ _PATHS = {
 
 @dataclass(frozen=True)
 class Datasheet:
-    """Figures of one device as torch counts them: FLOPs per second by path, bytes per second, watts, with source and
-    date.
+    """The datasheet of one device in torch's units: FLOP/s by kind of product, bytes per second and watts, with
+    source and date.
 
-    `unverified` are fields not checked against a vendor document. `sparse` needs operands with 2:4 structure, and does
-    not apply to anything measured here. `exceptions` explain unusual ratios of two fields. `capacity` is bytes of
-    memory, `link` bytes per second to other devices of a node, one way; None if unknown. Devices marked `published`
-    were never measured. `lacks` maps precisions to the reason why a figure of the document does not apply.
+    `unverified` lists fields that were not checked against a document of the vendor. `sparse` peaks need operands
+    with 2:4 structure and apply to nothing measured here. `exceptions` explains unusual ratios between fields.
+    `capacity` is the memory in bytes, and `link` the bytes per second to other devices of a node in one direction.
+    Devices marked `published` were never measured by fp8bench. `lacks` maps precisions to the reason why a figure
+    does not apply.
     """
 
     name: str
@@ -305,27 +331,29 @@ class Datasheet:
     lacks: Mapping[str, str] = field(default_factory=dict)
 
     def peak(self, path: str) -> float | None:
-        """Returns the peak of products in a dtype or precision; None if unknown."""
-        return self.dense.get(kind_of_path(path))
+        """Returns the peak FLOP/s of products in a dtype or precision, or None if unknown."""
+        return self.dense.get(product_kind_of(path))
 
     def cite(self, *figures: str) -> str:
-        """Returns 'datasheet', or that it is unverified if one of these fields is."""
+        """Returns 'datasheet', or 'datasheet, unverified' if any of these fields is unverified."""
         return "datasheet, unverified" if {*figures} & {*self.unverified} else "datasheet"
 
 
-def kind_of_path(path: str) -> str:
-    """Returns the column of the table for a path of products: 'fp8' for 'e4m3fn'; '' for anything else."""
-    return next((kind for word, kind in _PATHS.items() if path.startswith(word)), "")
+def product_kind_of(path: str) -> str:
+    """Returns the kind of product for the name of a dtype or recipe, like 'fp8' for 'e4m3fn', or '' for unknown
+    names.
+    """
+    return next((kind for word, kind in _KIND_BY_PREFIX.items() if path.startswith(word)), "")
 
 
 @cache
-def datasheets() -> tuple[Datasheet, ...]:
+def load_datasheets() -> tuple[Datasheet, ...]:
     text = files(__package__).joinpath("datasheet.toml").read_text(encoding="utf-8")
-    return tuple(datasheet_from(entry) for entry in tomllib.loads(text)["device"])
+    return tuple(parse_datasheet(entry) for entry in tomllib.loads(text)["device"])
 
 
-def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
-    """Converts an entry of the file, which counts in TFLOP/s, GB/s and GB."""
+def parse_datasheet(entry: Mapping[str, Any]) -> Datasheet:
+    """Converts an entry of datasheet.toml, which uses TFLOP/s, GB/s and GB."""
     fields = dict(entry)
     fields["date"] = str(entry["date"])
     for kind in ("dense", "sparse"):
@@ -338,15 +366,16 @@ def datasheet_from(entry: Mapping[str, Any]) -> Datasheet:
     return Datasheet(**fields)
 
 
-def datasheet_of(device: str) -> Datasheet | None:
-    """Returns the datasheet whose words match the device's name best; None for an unknown device.
+def find_datasheet(device: str) -> Datasheet | None:
+    """Returns the datasheet of a device, or None for an unknown device. If several datasheets fit the device's name,
+    the longest match counts.
 
-    A slice (MIG) of a device has an unknown share of its peaks, so it has none.
+    A MIG slice has no datasheet, because its share of the device's peaks is unknown.
     """
     if "MIG" in device:
         return None
     longest, fitting = 0, None
-    for datasheet in datasheets():
+    for datasheet in load_datasheets():
         for words in datasheet.match:
             if len(words) > longest and re.search(rf"\b{re.escape(words)}\b", device):
                 longest, fitting = len(words), datasheet

@@ -1,14 +1,16 @@
-"""The samples of a case that a history stores: one per round, so that neighbours do not repeat each other.
+"""The samples of a case that a history stores, one per round.
 
-A round's figure is the fastest of its calls, cell by cell, so that the phases of a round sum to its step. Calls within
-a slot follow each other within microseconds and are therefore alike; as samples they would make every interval of a
-median too narrow.
+A round's sample is computed from the fastest of its calls, separately for each part of a step. So the phases of a
+round sum to its step. Calls in one slot follow each other within microseconds, so they are correlated. If each call
+were a sample, intervals of medians would be too narrow.
 
-On a busy machine even the fastest call may have waited for a core, which the mean over all calls leaves out: a fastest
-call of 21.5 ms had a mean of 3.51 ms. So a round's figure is at most the mean of its calls.
+On a busy machine, even the fastest call may have waited for a core, while the mean over all calls is corrected for
+waiting. In one slot, the fastest call took 21.5 ms and the corrected mean was 3.51 ms. So a round's sample is at most
+the mean of its calls.
 
-The sustained time of a case is that of steps run for seconds in a row, at the clock that the device then has. A run
-without such turns has the time of its energy windows, if the power cap or the clock gave them another speed than slots.
+The sustained time of a case is the time of a step when steps run for several seconds without a pause, at the clock
+that the device then has. Without such a measurement, energy windows take its place if they ran under a power cap or
+at another clock than slots.
 """
 
 from __future__ import annotations
@@ -25,17 +27,19 @@ import numpy as np
 
 from fp8bench.analysis.compare.interval import mean_with_reach
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, common_rounds, fewest_calls, means
+from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, find_common_rounds, mean_seconds
 from fp8bench.model import Finding, Interval, Level, Record, SustainedTurn, Timing
 from fp8bench.model.consumed import POWER_CAP
 
-# The rounding error of summing the same numbers in a different order.
-_ROUNDING = 1e-9
+# The relative rounding error between sums of the same numbers in different orders.
+_SUM_TOLERANCE = 1e-9
 T = TypeVar("T")
 
 
-def _remember_last(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
-    """Caches the results of the latest timings: several figures use each, and a reference is used for every case."""
+def _cache_latest_timings(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
+    """Caches the results of a function for the latest timings. Several figures use each timing, and all cases use
+    that of the reference.
+    """
     results: deque[tuple[Timing, T]] = deque(maxlen=4)
 
     def of_timing(timing: Timing) -> T:
@@ -50,36 +54,44 @@ def _remember_last(make: Callable[[Timing], T]) -> Callable[[Timing], T]:
 
 
 def step_samples(timing: Timing) -> tuple[float, ...]:
-    return tuple(_rounds(timing).sum(axis=1).tolist()) if timing.slots else ()
+    return tuple(_cell_seconds_by_round(timing).sum(axis=1).tolist()) if timing.slots else ()
 
 
 def mean_sample(timing: Timing) -> tuple[float, ...]:
-    """Returns the mean seconds of a step over all calls: one value, since a median of means would hide rare calls."""
-    return (_mean_of(timing, [slot.round for slot in timing.slots]),) if timing.slots else ()
+    """Returns the mean seconds of a step over all calls as a single sample. With one mean per round, the median would
+    hide rare slow calls.
+    """
+    return (_mean_seconds_of_rounds(timing, [slot.round for slot in timing.slots]),) if timing.slots else ()
 
 
 def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
-    """Returns the seconds of one phase in each round; () if the step has no such phase."""
-    places = [place for place, name in enumerate(timing.segments.phases) if name == phase]
-    if not timing.slots or not places:
+    """Returns the seconds of one phase in each round, or () if the step does not have the phase."""
+    segment_indices = [index for index, name in enumerate(timing.segments.phases) if name == phase]
+    if not timing.slots or not segment_indices:
         return ()
-    rounds = _rounds(timing)
-    return tuple((rounds[:, places].sum(axis=1) if len(places) > 1 else rounds[:, places[0]]).tolist())
+    cell_seconds = _cell_seconds_by_round(timing)
+    return tuple(
+        (
+            cell_seconds[:, segment_indices].sum(axis=1)
+            if len(segment_indices) > 1
+            else cell_seconds[:, segment_indices[0]]
+        ).tolist()
+    )
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """Returns the time over the reference's in the same round, by both entries of the reference if it has two.
-
-    () for the reference itself, without common rounds, or if either side is emulated, which has no speed.
+    """Returns the case's time divided by the reference's time in each round. If the reference has a control, the two
+    are averaged. Returns () for the reference itself, and if the two share no rounds. Emulated cases have no speed,
+    so a comparison with one also returns ().
     """
-    entries = [_by_round(entry) for entry in _entries(record, reference)]
-    if record.timing is None or not entries:
+    reference_seconds = [_step_seconds_by_round(entry) for entry in _list_reference_timings(record, reference)]
+    if record.timing is None or not reference_seconds:
         return ()
     samples = []
-    for number, seconds in _by_round(record.timing).items():
-        bases = [entry.get(number) for entry in entries]
-        if all(bases):  # a clock may not see a step
-            samples.append(seconds / _geometric_mean([base for base in bases if base]))
+    for round_number, seconds in _step_seconds_by_round(record.timing).items():
+        reference_seconds_of_round = [entry.get(round_number) for entry in reference_seconds]
+        if all(reference_seconds_of_round):  # a coarse clock may read 0
+            samples.append(seconds / _geometric_mean([base for base in reference_seconds_of_round if base]))
     return tuple(samples)
 
 
@@ -88,16 +100,20 @@ def _geometric_mean(values: Sequence[float]) -> float:
 
 
 def relative_mean_sample(record: Record, reference: Record | None) -> tuple[float, ...]:
-    """Like relative_samples, but with the mean over all calls: a single value."""
-    entries = _entries(record, reference)
-    if record.timing is None or not entries or not (rounds := common_rounds([record.timing, *entries])):
+    """Returns the case's mean over all calls, divided by the reference's, as a single value."""
+    reference_timings = _list_reference_timings(record, reference)
+    if (
+        record.timing is None
+        or not reference_timings
+        or not (rounds := find_common_rounds([record.timing, *reference_timings]))
+    ):
         return ()
-    base = _geometric_mean([_mean_of(entry, rounds) for entry in entries])
-    return (_mean_of(record.timing, rounds) / base,)
+    reference_mean = _geometric_mean([_mean_seconds_of_rounds(entry, rounds) for entry in reference_timings])
+    return (_mean_seconds_of_rounds(record.timing, rounds) / reference_mean,)
 
 
-def _entries(record: Record, reference: Record | None) -> list[Timing]:
-    """Returns the timings of the reference in the rounds of the case."""
+def _list_reference_timings(record: Record, reference: Record | None) -> list[Timing]:
+    """Returns the timings of the reference and its control in the rounds of the case."""
     if reference is None or record.is_reference or not record.paired:
         return []
     if not record.support.level == reference.support.level == Level.NATIVE:
@@ -109,69 +125,74 @@ def _entries(record: Record, reference: Record | None) -> list[Timing]:
 
 
 def phase_medians(timing: Timing) -> dict[str, tuple[float, float]]:
-    """Returns for each phase the median over all calls of its seconds, and of its share of the call.
+    """Returns for each phase two medians over all calls: of its seconds, and of its share of the call.
 
-    Medians of parts do not sum to the median of the whole, as best cases do.
+    Unlike best cases, the medians of phases do not sum to the median of the step.
     """
     calls = np.array(list(chain.from_iterable(slot.calls_ns for slot in timing.slots)), dtype=np.float64)
     if not len(calls):
         return {}
-    totals = calls.sum(axis=1)
+    step_totals = calls.sum(axis=1)
     phases = np.array(timing.segments.phases)
     medians = {}
     for phase in dict.fromkeys(timing.segments.phases):
         seconds = calls[:, phases == phase].sum(axis=1)
-        shares = np.divide(seconds, totals, out=np.zeros_like(totals), where=totals > 0)
+        shares = np.divide(seconds, step_totals, out=np.zeros_like(step_totals), where=step_totals > 0)
         medians[phase] = float(np.median(seconds)) * 1e-9, float(np.median(shares))
     return medians
 
 
-@_remember_last
-def _by_round(timing: Timing) -> dict[int, float]:
+@_cache_latest_timings
+def _step_seconds_by_round(timing: Timing) -> dict[int, float]:
     return dict(zip((slot.round for slot in timing.slots), step_samples(timing), strict=True))
 
 
-@_remember_last
-def _means(timing: Timing) -> Floats:
-    return means(timing, [slot.round for slot in timing.slots])
+@_cache_latest_timings
+def _mean_seconds_by_round(timing: Timing) -> Floats:
+    return mean_seconds(timing, [slot.round for slot in timing.slots])
 
 
-@_remember_last
-def _mean_of_all(timing: Timing) -> float:
-    return float(_means(timing).mean())
+@_cache_latest_timings
+def _mean_seconds_of_all_rounds(timing: Timing) -> float:
+    return float(_mean_seconds_by_round(timing).mean())
 
 
-def _mean_of(timing: Timing, rounds: Sequence[int]) -> float:
-    return _mean_of_all(timing) if len(rounds) == len(timing.slots) else float(means(timing, rounds).mean())
+def _mean_seconds_of_rounds(timing: Timing, rounds: Sequence[int]) -> float:
+    return (
+        _mean_seconds_of_all_rounds(timing)
+        if len(rounds) == len(timing.slots)
+        else float(mean_seconds(timing, rounds).mean())
+    )
 
 
-@_remember_last
-def _rounds(timing: Timing) -> Floats:
-    """Returns seconds by round and cell, using equally many calls of each slot, since a minimum over more is lower.
-
-    They are scaled down to the slot's mean over all calls without waiting, if that is lower.
+@_cache_latest_timings
+def _cell_seconds_by_round(timing: Timing) -> Floats:
+    """Returns the seconds of each part of a step (column) in each round (row), from the fastest calls. Every slot
+    contributes the same number of calls, because a minimum over more calls is lower. The parts of a round must not
+    sum to more than the mean of the slot's calls without waiting. If they do, they are scaled down to that mean.
     """
-    fastest = cells(timing, fewest_calls(timing))
-    steps, most = fastest.sum(axis=1), _means(timing)
-    beyond = steps > most * (1 + _ROUNDING)
-    if not beyond.any():
+    fastest = cell_seconds(timing, count_common_calls(timing))
+    fastest_steps, mean_steps = fastest.sum(axis=1), _mean_seconds_by_round(timing)
+    exceeds_mean = fastest_steps > mean_steps * (1 + _SUM_TOLERANCE)
+    if not exceeds_mean.any():
         return fastest
-    scale: Floats = np.divide(most, steps, out=np.ones_like(steps), where=beyond)[:, None]
+    scale: Floats = np.divide(mean_steps, fastest_steps, out=np.ones_like(fastest_steps), where=exceeds_mean)[:, None]
     return np.multiply(fastest, scale, dtype=np.float64)
 
 
-# Clocks of one device waver by 1% from look to look.
-_MOVED = 0.02
-# Fewer turns have no interval: two do not show how far turns of the same code differ.
-LEAST_TURNS = 3
+# Two clocks count as different if they differ by more than this share. Readings of one device's clock vary by 1%.
+_CLOCK_TOLERANCE = 0.02
+# An interval needs this many measurements. Two do not show how much measurements of the same code differ.
+MIN_TURNS = 3
 
 
 @dataclass(frozen=True)
 class Sustained:
-    """Seconds per step in turns of several seconds: median, fastest and slowest; and the clock and power in them.
+    """Seconds per step when steps run for several seconds: of the median, the fastest and the slowest measurement,
+    with clock and power.
 
-    `settled` counts the turns until clock and temperature had settled, None if unknown. `change` is the step's time
-    over that in slots of a few milliseconds.
+    `settled` is the number of measurements until clock and temperature had settled, None if unknown. `change` is the
+    step's sustained time divided by its time in slots of a few milliseconds.
     """
 
     seconds: float
@@ -186,75 +207,79 @@ class Sustained:
 
 
 def sustained_samples(record: Record) -> tuple[float, ...]:
-    """Returns seconds per step, one value per turn."""
-    return tuple(map(_step_seconds, _sound_turns(record)))
+    """Returns seconds per step, one value for each measurement of several seconds."""
+    return tuple(map(_step_seconds, _list_valid_turns(record)))
 
 
 def is_at_another_clock(record: Record) -> bool:
-    """Whether the power cap held the clock back during a native case's energy windows, or it was not that of slots."""
+    """Returns whether the energy windows of a native case ran under a power cap, or at another clock than its slots."""
     windows = record.energy.windows if record.energy is not None else ()
     if record.support.level is not Level.NATIVE or record.timing is None:
         return False
-    clock, slots_clock = _median([window.sm_clock for window in windows]), record.timing.clock
-    has_moved = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _MOVED  # type: ignore[operator]
+    clock, slots_clock = _median_without_none([window.sm_clock for window in windows]), record.timing.clock
+    has_moved = bool(clock and slots_clock) and abs(clock / slots_clock - 1) > _CLOCK_TOLERANCE  # type: ignore[operator]
     return has_moved or any((window.throttle or 0) & POWER_CAP for window in windows)
 
 
 def sustained_figures(record: Record, finding: Finding | None) -> Sustained | None:
-    turns, seconds = _sound_turns(record), sustained_samples(record)
+    turns, seconds = _list_valid_turns(record), sustained_samples(record)
     if not turns or not (record.sustained or is_at_another_clock(record)):
         return None
-    slots = finding.median_seconds if finding is not None else None
-    courses = [turn.settling for turn in turns if turn.settling is not None]
+    slot_seconds = finding.median_seconds if finding is not None else None
+    settlings = [turn.settling for turn in turns if turn.settling is not None]
     return Sustained(
         median(seconds),
         min(seconds),
         max(seconds),
         len(turns),
-        sum(course.settled for course in courses) if courses else None,
-        _median([turn.clock for turn in turns]),
-        _median([turn.watts for turn in turns]),
-        median(seconds) / slots if slots else None,
+        sum(course.settled for course in settlings) if settlings else None,
+        _median_without_none([turn.clock for turn in turns]),
+        _median_without_none([turn.watts for turn in turns]),
+        median(seconds) / slot_seconds if slot_seconds else None,
         not record.sustained,
     )
 
 
 def sustained_ratio(record: Record, reference: Record | None) -> Interval | None:
-    """Returns its time over the reference's, paired by rounds of turns; with fewer than three, their range.
+    """Returns the case's sustained time divided by its reference's, paired by round. With fewer than three pairs, the
+    interval is only their range.
 
-    None for the reference, for emulations, which have no speed, and for cases run at another time.
+    Returns None for the reference and for cases of a different session. Emulated cases have no speed, so they also
+    give None.
     """
     if reference is None or record.is_reference or {record.support.level, reference.support.level} != {Level.NATIVE}:
         return None
     if not record.paired or record.paired_with is not None:
         return None
-    pairs = zip(sustained_samples(record), sustained_samples(reference), strict=False)
-    logs = [math.log(seconds / base) for seconds, base in pairs]
-    if not logs:
+    paired_seconds = zip(sustained_samples(record), sustained_samples(reference), strict=False)
+    log_ratios = [math.log(seconds / base) for seconds, base in paired_seconds]
+    if not log_ratios:
         return None
-    if len(logs) < LEAST_TURNS:
-        return Interval(math.exp(fmean(logs)), math.exp(min(logs)), math.exp(max(logs)), 0.0)
-    point, reach = mean_with_reach(logs)
+    if len(log_ratios) < MIN_TURNS:
+        return Interval(math.exp(fmean(log_ratios)), math.exp(min(log_ratios)), math.exp(max(log_ratios)), 0.0)
+    point, reach = mean_with_reach(log_ratios)
     return Interval(math.exp(point), math.exp(point - reach), math.exp(point + reach), FINAL_LEVEL)
 
 
-def _sound_turns(record: Record) -> list[SustainedTurn]:
-    """Returns turns, or else energy windows, without impossible numbers, which an edited file may contain."""
-    turns: Sequence[SustainedTurn] = record.sustained
-    if not turns and record.energy is not None and not record.support.is_emulated:
-        turns = [
+def _list_valid_turns(record: Record) -> list[SustainedTurn]:
+    """Returns the sustained measurements of a case, or its energy windows if it has no such measurement. Impossible
+    numbers, which an edited file may contain, are dropped.
+    """
+    measurements: Sequence[SustainedTurn] = record.sustained
+    if not measurements and record.energy is not None and not record.support.is_emulated:
+        measurements = [
             SustainedTurn(
                 window.steps, (window.seconds,), None, window.sm_clock, window.joules / max(window.seconds, 1e-12)
             )
             for window in record.energy.windows
         ]
-    return [turn for turn in turns if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
+    return [turn for turn in measurements if turn.steps > 0 and turn.seconds and 1e-12 < _step_seconds(turn) < 1e9]
 
 
 def _step_seconds(turn: SustainedTurn) -> float:
     return sum(turn.seconds) / (turn.steps * len(turn.seconds))
 
 
-def _median(values: Sequence[float | None]) -> float | None:
-    numbers = [value for value in values if value is not None]
-    return median(numbers) if numbers else None
+def _median_without_none(values: Sequence[float | None]) -> float | None:
+    known_values = [value for value in values if value is not None]
+    return median(known_values) if known_values else None

@@ -1,10 +1,12 @@
-"""Estimators and intervals: numpy in, numbers out.
+"""Estimators and intervals of times from numpy arrays.
 
-How much slower is B than A, both measured in the same rounds? The best case of an arm is the sum over its segments of
-the mean of the fastest quarter of the rounds. The ratio of two best cases gets its interval from a bootstrap over
-rounds, the same rounds for both. It uses the fast end on purpose: on a shared machine noise almost only adds. Almost,
-because a processor that raises its clock for a moment makes a few slots faster than all others. The three fastest
-rounds may then all be of that moment (5% off, for identical code); a quarter of the rounds is not.
+The best case of a workload is computed for each segment of its step: the mean of the segment's fastest quarter of the
+rounds. The sum over all segments is the best case. The ratio of two best cases gets its interval from a bootstrap
+that draws the same rounds for both of them.
+
+The fastest rounds are used because noise on a shared machine almost always adds time. An exception is a processor
+that raises its clock for a moment, which makes a few slots faster. The three fastest rounds may then all be from that
+moment, which makes identical code differ by 5%. A quarter of the rounds is not.
 """
 
 from __future__ import annotations
@@ -22,17 +24,19 @@ from fp8bench.model import Interval
 Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
-BOOTSTRAPS = 2000
-# Bootstrapping a minimum gives too narrow an interval: a resample's minimum is never below the sample's.
-_FEWEST = 3
-_SHARE = 4
-# A resample almost always finds enough fast rounds among this many square roots of rounds beyond the fastest.
-_SPARE = 6.0
+RESAMPLE_COUNT = 2000
+# The best case needs at least this many rounds. A bootstrap interval of the minimum alone would be too narrow,
+# because a resample's minimum is never below the sample's.
+_MIN_FASTEST_ROUNDS = 3
+_FASTEST_DIVISOR = 4
+# A resample is searched only among the fastest rounds, increased by this many times the square root of their number.
+# It almost always has enough of these.
+_EXTRA_ROUNDS_FACTOR = 6.0
 
 
 @dataclass(frozen=True)
 class Resampled:
-    """The logarithm of an arm's seconds (best case or mean), and that of each resample."""
+    """The logarithm of a workload's seconds (best case or mean), and the same logarithm in each bootstrap resample."""
 
     point: float
     resampled: Floats
@@ -43,39 +47,49 @@ class Resampled:
         return float(self.resampled.std())
 
 
-def fastest_of(rounds: int) -> int:
-    """Returns how many rounds form the best case: a quarter, but at least three if there are that many."""
-    return min(rounds, max(_FEWEST, rounds // _SHARE))
+def count_fastest_rounds(rounds: int) -> int:
+    """Returns how many of these rounds form the best case: a quarter, but at least three, or all if there are fewer
+    than three.
+    """
+    return min(rounds, max(_MIN_FASTEST_ROUNDS, rounds // _FASTEST_DIVISOR))
 
 
 def best_by_segment(samples: Floats) -> Floats:
-    """Returns the mean of the fastest rounds of each segment; `samples` is (rounds, segments), in seconds."""
-    fastest = fastest_of(len(samples))
+    """Returns for each segment the mean of its fastest rounds. `samples` has seconds with shape (rounds, segments)."""
+    fastest = count_fastest_rounds(len(samples))
     best: Floats = np.partition(samples, fastest - 1, axis=0)[:fastest].mean(axis=0)
     return best
 
 
 def best_steps(steps: Floats) -> Floats:
-    """Returns the mean segments of the fastest quarter of the steps; `steps` is (steps, segments), in seconds."""
-    order = np.argsort(steps.sum(axis=1), kind="stable")[: fastest_of(len(steps))]
+    """Returns for each segment the mean over the fastest quarter of the steps. `steps` has seconds with shape (steps,
+    segments).
+    """
+    order = np.argsort(steps.sum(axis=1), kind="stable")[: count_fastest_rounds(len(steps))]
     best: Floats = steps[order].mean(axis=0)
     return best
 
 
-def mean_case(rounds: Floats) -> Resampled:
-    """Returns the mean of an arm's rounds, in seconds; it draws the same rounds as the best case."""
-    resampled = np.log(rounds @ _draws(len(rounds)) / len(rounds))
+def resample_mean(rounds: Floats) -> Resampled:
+    """Returns the logarithm of the mean seconds over rounds, also for each bootstrap resample. The resamples draw the
+    same rounds as those of the best case.
+    """
+    resampled = np.log(rounds @ _draw_resamples(len(rounds)) / len(rounds))
     return Resampled(math.log(rounds.mean()), resampled)
 
 
-def best_case(samples: Floats) -> Resampled:
-    """Returns the best case of one arm. Arms with equal numbers of rounds draw the same rounds."""
-    return _best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
+def resample_best_case(samples: Floats) -> Resampled:
+    """Returns the logarithm of the best case in seconds, also for each bootstrap resample. For equal numbers of
+    rounds, the resamples draw the same rounds.
+    """
+    return _resample_best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
 
 @lru_cache(maxsize=32)
-def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
-    """Cached, because a reference is compared with every case of its group."""
+def _resample_best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
+    """Does the work of resample_best_case. It is cached, because a reference is compared with every case of its
+    group.
+    """
     samples = np.frombuffer(raw).reshape(shape)
     resampled = np.log(_resample_segments(raw, shape).sum(axis=0))
     resampled.setflags(write=False)
@@ -83,30 +97,33 @@ def _best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
 
 
 @lru_cache(maxsize=4)
-def _draws(rounds: int) -> Counts:
-    """Returns how often each resample (column) draws each round (row). Seeded, so that results are repeatable."""
-    draws = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), BOOTSTRAPS)
+def _draw_resamples(rounds: int) -> Counts:
+    """Returns how often each resample (column) draws each round (row). The seed is fixed, so that results are
+    repeatable.
+    """
+    draws = np.random.default_rng(0).multinomial(rounds, np.full(rounds, 1 / rounds), RESAMPLE_COUNT)
     return np.ascontiguousarray(draws.T, dtype=np.float32)
 
 
 def ratio(case: Resampled, references: Sequence[Resampled], level: float = 0.99) -> Interval:
-    """Returns the ratio of an arm's figure to that of its references, with percentiles of the resamples.
+    """Returns the ratio of a case's time to that of its references. Percentiles of the resamples are its interval.
 
-    Several entries of one reference count by their geometric mean: pooling their rounds would give the reference more
-    rounds to be fast in, and so a bias.
+    Several timings of one reference count by their geometric mean. Pooling their rounds would bias the ratio, because
+    a best case is faster if it is chosen from more rounds.
     """
     point = case.point - float(np.mean([reference.point for reference in references]))
-    logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
-    tail = (1 - level) / 2
-    low, high = np.quantile(logs, [tail, 1 - tail])
+    resampled_logs = case.resampled - np.mean([reference.resampled for reference in references], axis=0)
+    tail_probability = (1 - level) / 2
+    low, high = np.quantile(resampled_logs, [tail_probability, 1 - tail_probability])
     return Interval(math.exp(point), math.exp(min(low, point)), math.exp(max(high, point)), level)
 
 
-def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
-    """Returns a ratio with the range over rounds instead of an interval; `rounds` are seconds of the arm and its
-    references.
+def replace_interval_by_range(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
+    """Replaces the interval of a ratio by the range of the ratio over rounds. `rounds` has the seconds of the case
+    and its references by round.
 
-    The range is widened to include the point: the fastest calls of the arms need not be from one round.
+    The range is widened to include the ratio itself, because the fastest calls of the case and of its references may
+    be from different rounds.
     """
     arm, *references = np.log(rounds)
     logs = arm - np.mean(references, axis=0)
@@ -115,87 +132,99 @@ def extent(ratio: Interval, rounds: Sequence[Floats]) -> Interval:
 
 
 def resample_segments(samples: Floats) -> Floats:
-    """Returns the mean of the fastest rounds of each segment in every resample: (segments, resamples), in seconds."""
+    """Returns the mean seconds of each segment over its own fastest rounds, for every resample. The shape is
+    (segments, resamples).
+    """
     return _resample_segments(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
 
 
 @lru_cache(maxsize=8)
 def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
-    """Cached, because an arm's speed-up and each of its phases need it, on the terminal and on the page."""
+    """Does the work of resample_segments. It is cached, because the terminal and the page need it for the speed-up
+    and for each phase.
+    """
     samples = np.frombuffer(raw).reshape(shape)
-    fastest = fastest_of(len(samples))
+    fastest = count_fastest_rounds(len(samples))
     # How often each resample (column) draws each round (row).
-    draws = _draws(len(samples))
-    segments = np.array([_fastest_sums(segment, draws, fastest) for segment in samples.T]) / fastest
+    draws = _draw_resamples(len(samples))
+    segments = np.array([_sum_fastest_rounds(segment, draws, fastest) for segment in samples.T]) / fastest
     segments.setflags(write=False)
     return segments
 
 
 def resample_fastest_steps(steps: Floats) -> Floats:
-    """Like resample_segments, but picks the fastest whole steps, the same for all segments."""
-    fastest = fastest_of(len(steps))
-    ranking = np.argsort(steps.sum(axis=1), kind="stable")
-    taken = np.minimum(_draws(len(steps))[ranking].cumsum(axis=0), fastest)
-    return np.array([_sum_by_counts(segment[ranking], taken) for segment in steps.T]) / fastest
-
-
-def _fastest_sums(seconds: Floats, draws: Counts, fastest: int) -> Floats:
-    """Returns for each resample the sum of one segment's fastest rounds.
-
-    These are the first drawn ones in sorted order, so checking a few is enough; if not, all are checked.
+    """Returns the mean seconds of each segment over the fastest whole steps, for every resample. The shape is
+    (segments, resamples).
     """
-    looked_at = fastest + math.ceil(_SPARE * math.sqrt(fastest))
+    fastest = count_fastest_rounds(len(steps))
+    ranking = np.argsort(steps.sum(axis=1), kind="stable")
+    running_counts = np.minimum(_draw_resamples(len(steps))[ranking].cumsum(axis=0), fastest)
+    return np.array([_sum_by_counts(segment[ranking], running_counts) for segment in steps.T]) / fastest
+
+
+def _sum_fastest_rounds(seconds: Floats, draws: Counts, fastest: int) -> Floats:
+    """Returns for each resample the sum of the fastest rounds of one segment.
+
+    In sorted order, the fastest rounds of a resample are the first ones that it drew. So only the fastest rounds are
+    searched at first. Resamples that did not draw enough of them are searched completely.
+    """
+    checked_count = fastest + math.ceil(_EXTRA_ROUNDS_FACTOR * math.sqrt(fastest))
     ranking = np.argsort(seconds, kind="stable")
     values = seconds[ranking]
-    few = ranking[:looked_at]
-    taken = np.minimum(draws[few].cumsum(axis=0), fastest)
-    sums = _sum_by_counts(values[:looked_at], taken)
-    short = taken[-1] < fastest
-    if short.any():
-        all_taken = np.minimum(draws[np.ix_(ranking, np.flatnonzero(short))].cumsum(axis=0), fastest)
-        sums[short] = _sum_by_counts(values, all_taken)
+    checked_rounds = ranking[:checked_count]
+    running_counts = np.minimum(draws[checked_rounds].cumsum(axis=0), fastest)
+    sums = _sum_by_counts(values[:checked_count], running_counts)
+    is_incomplete = running_counts[-1] < fastest
+    if is_incomplete.any():
+        all_running_counts = np.minimum(draws[np.ix_(ranking, np.flatnonzero(is_incomplete))].cumsum(axis=0), fastest)
+        sums[is_incomplete] = _sum_by_counts(values, all_running_counts)
     return sums
 
 
-def _sum_by_counts(values: Floats, taken: Counts) -> Floats:
-    """Sums values weighted by the increments of the running counts; summation by parts avoids differences of counts."""
-    steps = values.copy()
-    steps[:-1] -= values[1:]
-    sums: Floats = steps @ taken
+def _sum_by_counts(values: Floats, running_counts: Counts) -> Floats:
+    """Returns the sum of the values, each times its count. The counts are given as running totals. Summation by parts
+    avoids computing the single counts.
+    """
+    differences = values.copy()
+    differences[:-1] -= values[1:]
+    sums: Floats = differences @ running_counts
     return sums
 
 
-def spread(values: Floats) -> float:
+def relative_quartile_spread(values: Floats) -> float:
     low, middle, high = np.quantile(values, [0.25, 0.5, 0.75])
     return float((high - low) / middle) if middle > 0 else 0.0
 
 
-def rank_correlation(values: Floats) -> float:
-    """Returns Spearman's correlation of the values with their position (ties share their mean rank); 0 for fewer than 3
-    values or a constant."""
-    n = len(values)
-    if n < 3 or float(np.ptp(values)) == 0:
-        return 0.0
-    _, place, counts = np.unique(values, return_inverse=True, return_counts=True)
-    ranks = (np.cumsum(counts) - (counts - 1) / 2)[place]
-    return float(np.corrcoef(ranks, np.arange(n))[0, 1])
+def correlate_ranks(values: Floats) -> float:
+    """Returns Spearman's rank correlation of the values with their position.
 
-
-def best_split(ordered: Floats) -> tuple[float, int]:
-    """Returns the best split of sorted values into two clusters: the share of variance explained, and the size of the
-    lower cluster.
-
-    Two modes explain 90% with at least a fifth on each side; one cluster with a tail explains less or leaves a sliver.
-    (0, 0) for too few values.
+    Equal values share their mean rank. Returns 0 for fewer than three values and for constant values.
     """
-    n = len(ordered)
-    mean = ordered.mean() if n else 0.0
-    total = float(((ordered - mean) ** 2).sum())
-    if n < 8 or total == 0:
+    count = len(values)
+    if count < 3 or float(np.ptp(values)) == 0:
+        return 0.0
+    _, group_index, counts = np.unique(values, return_inverse=True, return_counts=True)
+    ranks = (np.cumsum(counts) - (counts - 1) / 2)[group_index]
+    return float(np.corrcoef(ranks, np.arange(count))[0, 1])
+
+
+def split_into_clusters(sorted_values: Floats) -> tuple[float, int]:
+    """Splits sorted values into the two clusters that explain most of the variance. Returns the explained share of
+    the variance, and the size of the lower cluster. Values with two modes give two clusters that explain 90%, each
+    with at least a fifth of the values. Values in one cluster with a tail give clusters that explain less, or one
+    with few values. Returns (0, 0) for fewer than eight values.
+    """
+    n = len(sorted_values)
+    overall_mean = sorted_values.mean() if n else 0.0
+    total_variance = float(((sorted_values - overall_mean) ** 2).sum())
+    if n < 8 or total_variance == 0:
         return 0.0, 0
-    sums = np.cumsum(ordered)[:-1]
-    below = np.arange(1, n)
-    above = n - below
-    between = (sums / below - mean) ** 2 * below + ((ordered.sum() - sums) / above - mean) ** 2 * above
-    best = int(between.argmax())
-    return float(between[best] / total), best + 1
+    sums = np.cumsum(sorted_values)[:-1]
+    lower_counts = np.arange(1, n)
+    upper_counts = n - lower_counts
+    explained_variance = (sums / lower_counts - overall_mean) ** 2 * lower_counts + (
+        (sorted_values.sum() - sums) / upper_counts - overall_mean
+    ) ** 2 * upper_counts
+    best_index = int(explained_variance.argmax())
+    return float(explained_variance[best_index] / total_variance), best_index + 1

@@ -1,4 +1,6 @@
-"""The parts of a step: metrics of its tape, operators of several tapes side by side, shares of its time."""
+"""Figures from a step's recorded operators: metrics, comparisons of several recordings, and the shares of the step's
+time.
+"""
 
 from __future__ import annotations
 
@@ -27,42 +29,43 @@ from fp8bench.model import (
 )
 from fp8bench.model.specs import STEP, MetricSpec
 
-# Element widths of paths whose names do not end in a number of bits.
-_FLOATS = re.compile(r"e(\d)m(\d)")
-_INTEGERS = re.compile(r"(\d+)$")
+# Patterns that find the width of an element in the name of a dtype.
+_FLOAT_NAME_PATTERN = re.compile(r"e(\d)m(\d)")
+_TRAILING_DIGITS_PATTERN = re.compile(r"(\d+)$")
 
 
-def bits_of(path: str) -> int:
-    """Returns the bits per element that a product multiplies: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which reads
-    float32; 0 if it is not a path of products."""
+def operand_bits_of(path: str) -> int:
+    """Returns the bits per operand of products in this dtype: 8 for 'e4m3', 4 for 'e2m1x2', 32 for 'tf32', which
+    reads float32. Returns 0 if the name is not a dtype.
+    """
     if path == "tf32":
         return 32
-    if float_name := _FLOATS.match(path):
+    if float_name := _FLOAT_NAME_PATTERN.match(path):
         return 1 + int(float_name[1]) + int(float_name[2])
-    digits = _INTEGERS.search(path)
+    digits = _TRAILING_DIGITS_PATTERN.search(path)
     return int(digits[1]) if digits else 0
 
 
-def share_of(tape: Tape, bits: int) -> float | None:
-    """Returns the share of a step's FLOPs that multiply elements of this many bits."""
-    flops = sum(count for path, count in tape.by_path.items() if bits_of(path) == bits)
+def compute_flops_share(tape: Tape, bits: int) -> float | None:
+    """Returns the share of a step's FLOPs in products whose operands have this many bits."""
+    flops = sum(count for path, count in tape.by_path.items() if operand_bits_of(path) == bits)
     return flops / tape.flops if tape.flops else None
 
 
-def intensity_of(tape: Tape) -> float | None:
-    """Returns FLOPs per byte; None if nothing moves, or an operator has no formula."""
+def compute_intensity(tape: Tape) -> float | None:
+    """Returns the FLOPs per byte of a step, or None if no bytes move or if an operator has no formula."""
     return tape.flops / tape.bytes if tape.bytes and tape.complete else None
 
 
-# Padding adds less than this to a side of a matrix.
-_MOST_PADDING = 128
-_Pair = tuple[OperatorCount, OperatorCount]
-_SIDES = re.compile(r"\[([\d,]+)\]")
+# Padding makes a side of a matrix longer, by fewer elements than this number.
+_MAX_PADDING = 128
+_OperatorPair = tuple[OperatorCount, OperatorCount]
+_SHAPE_PATTERN = re.compile(r"\[([\d,]+)\]")
 
 
 @dataclass(frozen=True)
 class ProductWork:
-    """The FLOPs of a step's products: the useful ones, and the extra ones of this precision."""
+    """The FLOPs of a step's products: useful FLOPs, and extra FLOPs that this precision adds."""
 
     useful: int
     rotations: int = 0
@@ -71,7 +74,7 @@ class ProductWork:
 
     @property
     def overhead(self) -> dict[MetricSpec, int]:
-        """The extra FLOPs by metric, without zeros."""
+        """The extra FLOPs by metric. Metrics with zero FLOPs are left out."""
         flops_by_spec = {
             specs.ROTATION_FLOPS: self.rotations,
             specs.PADDING_FLOPS: self.padding,
@@ -81,44 +84,57 @@ class ProductWork:
 
 
 def product_work(tape: Tape, reference: Tape | None = None) -> ProductWork:
-    """Returns the work of a tape. The reference is the same step without padding and recomputation."""
-    casts = tape.of(Phase.CAST)
-    rotations = casts.flops if casts is not None else 0
-    flops = tape.flops - rotations
-    excess = flops - product_work(reference).useful if reference is not None else 0
-    if reference is None or excess <= 0:
-        return ProductWork(flops, rotations)
-    recomputed = min(excess, max(0, _recomputed_flops(tape) - _recomputed_flops(reference)))
-    padding = min(excess - recomputed, _padding_flops(tape, reference))
-    return ProductWork(flops - recomputed - padding, rotations, padding, recomputed)
+    """Returns the FLOPs of a recorded step. `reference` is the recording of the same step without padding and
+    recomputation.
+    """
+    cast_count = tape.of(Phase.CAST)
+    rotation_flops = cast_count.flops if cast_count is not None else 0
+    flops = tape.flops - rotation_flops
+    excess_flops = flops - product_work(reference).useful if reference is not None else 0
+    if reference is None or excess_flops <= 0:
+        return ProductWork(flops, rotation_flops)
+    recomputed_flops = min(excess_flops, max(0, _count_recomputed_flops(tape) - _count_recomputed_flops(reference)))
+    padding_flops = min(excess_flops - recomputed_flops, _count_padding_flops(tape, reference))
+    return ProductWork(flops - recomputed_flops - padding_flops, rotation_flops, padding_flops, recomputed_flops)
 
 
 def _list_products(tape: Tape) -> list[OperatorCount]:
     return [operator for operator in tape.operators if operator.flops and operator.phase != Phase.CAST]
 
 
-def _recomputed_flops(tape: Tape) -> int:
-    """Returns the FLOPs of products in a backward pass that repeat products of the forward pass."""
+def _count_recomputed_flops(tape: Tape) -> int:
+    """Returns the FLOPs of products that the backward pass repeats from the forward pass."""
     products = _list_products(tape)
-    forward = {(product.operator, product.inputs) for product in products if not product.backward}
-    backward = [product for product in products if product.backward]
-    repeated = [product for product in backward if (product.operator, product.inputs) in forward]
-    return sum(product.calls * (product.flops or 0) for product in repeated)
+    forward_products = {(product.operator, product.inputs) for product in products if not product.backward}
+    backward_products = [product for product in products if product.backward]
+    repeated_products = [
+        product for product in backward_products if (product.operator, product.inputs) in forward_products
+    ]
+    return sum(product.calls * (product.flops or 0) for product in repeated_products)
 
 
-def _padding_flops(tape: Tape, reference: Tape) -> int:
-    """Returns the FLOPs added by padding: products with sides slightly longer than their counterparts in the reference.
+def _count_padding_flops(tape: Tape, reference: Tape) -> int:
+    """Returns the FLOPs that padding adds. A padded product has slightly longer sides than its counterpart in the
+    reference.
 
-    Counterparts are matched in order. If their sides do not fit (padded parts of experts are equally large, unpadded
-    ones are not), each product takes the largest unmatched one that it can contain, the largest product first.
+    Counterparts are matched in order. The sides of some pairs may not fit, because the padded products of experts are
+    equally large, but the unpadded ones are not. Then matching starts again with the largest product, and each
+    product gets the largest free counterpart that it can contain.
     """
     products, references = _list_calls(tape), _list_calls(reference)
     if len(products) != len(references):
         return 0
-    pairs = list(zip(products, references, strict=True))
-    if not all(_sides(padded) == _sides(plain) or _is_padded(padded, plain) for padded, plain in pairs):
-        pairs = list(_pair_by_size(products, references))
-    return sum((padded.flops or 0) - (plain.flops or 0) for padded, plain in pairs if _is_padded(padded, plain))
+    product_pairs = list(zip(products, references, strict=True))
+    if not all(
+        _matrix_sides_of(padded) == _matrix_sides_of(reference_product) or _is_padded(padded, reference_product)
+        for padded, reference_product in product_pairs
+    ):
+        product_pairs = list(_pair_by_size(products, references))
+    return sum(
+        (padded.flops or 0) - (reference_product.flops or 0)
+        for padded, reference_product in product_pairs
+        if _is_padded(padded, reference_product)
+    )
 
 
 def _list_calls(tape: Tape) -> list[OperatorCount]:
@@ -128,40 +144,48 @@ def _list_calls(tape: Tape) -> list[OperatorCount]:
     return calls
 
 
-def _pair_by_size(products: Sequence[OperatorCount], references: Sequence[OperatorCount]) -> Iterator[_Pair]:
-    unpaired = sorted(references, key=lambda product: -(product.flops or 0))
+def _pair_by_size(products: Sequence[OperatorCount], references: Sequence[OperatorCount]) -> Iterator[_OperatorPair]:
+    unpaired_references = sorted(references, key=lambda product: -(product.flops or 0))
     for product in sorted(products, key=lambda product: -(product.flops or 0)):
-        place = next((place for place, plain in enumerate(unpaired) if _is_padded(product, plain)), None)
-        if place is not None:
-            yield product, unpaired.pop(place)
+        index = next(
+            (index for index, reference in enumerate(unpaired_references) if _is_padded(product, reference)), None
+        )
+        if index is not None:
+            yield product, unpaired_references.pop(index)
 
 
-def _sides(operator: OperatorCount) -> Sequence[int]:
-    return _parse_sides(operator.inputs)
+def _matrix_sides_of(operator: OperatorCount) -> Sequence[int]:
+    return _parse_matrix_sides(operator.inputs)
 
 
 @lru_cache(maxsize=4096)
-def _parse_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
-    """Returns the sides of the first two tensors, which are matrices or stacks of them."""
-    matches = [_SIDES.search(words) for words in inputs]
+def _parse_matrix_sides(inputs: tuple[str, ...]) -> tuple[int, ...]:
+    """Returns the numbers of rows and columns of an operator's first two tensors, parsed from texts like
+    'fp32[512,256]'. The tensors are matrices or stacks of matrices.
+    """
+    matches = [_SHAPE_PATTERN.search(text) for text in inputs]
     shapes = [match[1] for match in matches if match]
     return tuple(map(int, ",".join(shapes[:2]).split(","))) if shapes else ()
 
 
-def _is_padded(product: OperatorCount, plain: OperatorCount) -> bool:
-    """Whether the sides of a product equal those of the plain one, or are longer by at most the padding."""
-    sides, plain_sides = _sides(product), _sides(plain)
-    pairs = zip(sides, plain_sides, strict=False)
-    return len(sides) == len(plain_sides) and all(0 <= side - plain < _MOST_PADDING for side, plain in pairs)
+def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
+    """Returns whether a product may be the padded form of the reference's. Then each of its sides is as long, or
+    longer by at most the padding.
+    """
+    sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
+    side_pairs = zip(sides, reference_sides, strict=False)
+    return len(sides) == len(reference_sides) and all(
+        0 <= side - reference < _MAX_PADDING for side, reference in side_pairs
+    )
 
 
-def counts_of(tape: Tape) -> tuple[int, int, int]:
-    """Returns the exact counts of a tape in the order of COUNTS."""
+def exact_counts_of(tape: Tape) -> tuple[int, int, int]:
+    """Returns FLOPs, bytes and launches of a recorded step, in the order of COUNTS."""
     return tape.flops, tape.bytes, tape.launches
 
 
 def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
-    """Yields the counts of the step and of its phases, its FLOPs by use and by width, and its intensity."""
+    """Yields the counts of the step and its phases, FLOPs by use and by operand width, and arithmetic intensity."""
     tape = sources.record.tape
     if tape is None:
         return
@@ -176,8 +200,8 @@ def tape_metrics(sources: MetricSources) -> Iterator[Metric]:
         work = product_work(tape, sources.base.tape if sources.base is not None else None)
         for spec, flops in ({specs.USEFUL_FLOPS: work.useful} | work.overhead).items():
             yield Metric(spec, float(flops))
-    figures = {specs.INTENSITY: intensity_of(tape)}
-    figures |= {spec: share_of(tape, bits) for bits, spec in specs.SHARES_BY_BITS.items()}
+    figures = {specs.INTENSITY: compute_intensity(tape)}
+    figures |= {spec: compute_flops_share(tape, bits) for bits, spec in specs.SHARES_BY_BITS.items()}
     for spec, figure in figures.items():
         if figure is not None:
             yield Metric(spec, figure)
@@ -190,7 +214,9 @@ def coverage_metrics(sources: MetricSources) -> Iterator[Metric]:
 
 @dataclass(frozen=True)
 class Taped:
-    """The tape of a case in one mode, or `why` it has none. `declared` are the FLOPs that its suite declares."""
+    """The recorded step of one case. Without a recording, `why` has the reason. `declared` is the FLOPs that the
+    suite declares.
+    """
 
     setting: str
     mode: str
@@ -200,44 +226,48 @@ class Taped:
 
 
 @dataclass(frozen=True)
-class Sums:
-    """Sums over the calls of one operator in one phase and direction, regardless of shape. `flops` is None if the
-    operator has no formula."""
+class OperatorSums:
+    """Sums over all calls of one operator, of any shape, in one phase and direction. `flops` is None if the operator
+    has no formula.
+    """
 
     calls: int = 0
     flops: int | None = 0
     bytes: int = 0
 
-    def __add__(self, operator: OperatorCount) -> Sums:
+    def __add__(self, operator: OperatorCount) -> OperatorSums:
         flops = None if self.flops is None or operator.flops is None else self.flops + operator.calls * operator.flops
-        return Sums(self.calls + operator.calls, flops, self.bytes + operator.calls * operator.bytes)
+        return OperatorSums(self.calls + operator.calls, flops, self.bytes + operator.calls * operator.bytes)
 
 
 @dataclass(frozen=True)
 class TapeRow:
-    """One operator with its sums in each of several tapes."""
+    """One operator with its sums in each of several recordings."""
 
     phase: str
     operator: str
     backward: bool
-    sums: tuple[Sums, ...]
+    sums: tuple[OperatorSums, ...]
 
     @property
     def differs(self) -> bool:
         return len(set(self.sums)) > 1
 
 
-# Operators beyond this number are counted, not named.
-_MOST_NAMED = 4
+# At most this many operators are named in a text. The rest is only counted.
+_MAX_NAMED_OPERATORS = 4
 
 
 def describe_changes(old: Tape, new: Tape) -> str:
-    """Returns 'mm in gemm: 18 calls, then 20; mul in gemm: 1 MiB, then 2 MiB', the largest first; '' if none."""
-    changes = [row for row in side_by_side([old, new]) if row.differs]
+    """Returns a text with the changes between two recordings, the largest first, or '' if the recordings are equal.
+
+    An example is 'mm in gemm: 18 calls, then 20; mul in gemm: 1 MiB, then 2 MiB'.
+    """
+    changes = [row for row in tabulate_operators([old, new]) if row.differs]
     changes.sort(key=lambda row: -max(sums.bytes for sums in row.sums))
-    words = [_describe_change(row) for row in changes[:_MOST_NAMED]]
-    if len(changes) > _MOST_NAMED:
-        words.append(f"and {len(changes) - _MOST_NAMED} more operators")
+    words = [_describe_change(row) for row in changes[:_MAX_NAMED_OPERATORS]]
+    if len(changes) > _MAX_NAMED_OPERATORS:
+        words.append(f"and {len(changes) - _MAX_NAMED_OPERATORS} more operators")
     return "; ".join(words)
 
 
@@ -249,29 +279,33 @@ def _describe_change(row: TapeRow) -> str:
     return f"{name}: {units.size(old.bytes)}, then {units.size(new.bytes)}"
 
 
-def side_by_side(tapes: Sequence[Tape]) -> list[TapeRow]:
-    """Returns operators by phase, those with the most FLOPs or bytes first."""
-    sums_by_key: dict[tuple[str, str, bool], list[Sums]] = {}
-    for place, tape in enumerate(tapes):
+def tabulate_operators(tapes: Sequence[Tape]) -> list[TapeRow]:
+    """Returns the operators of several recordings by phase. In each phase, operators with the most FLOPs or bytes
+    come first.
+    """
+    sums_by_key: dict[tuple[str, str, bool], list[OperatorSums]] = {}
+    for index, tape in enumerate(tapes):
         for operator in tape.operators:
             key = (operator.phase, operator.operator, operator.backward)
-            sums = sums_by_key.setdefault(key, [Sums()] * len(tapes))
-            sums[place] = sums[place] + operator
+            sums = sums_by_key.setdefault(key, [OperatorSums()] * len(tapes))
+            sums[index] = sums[index] + operator
     rows = [TapeRow(*key, tuple(sums)) for key, sums in sums_by_key.items()]
-    return sorted(rows, key=_rank_row)
+    return sorted(rows, key=_row_sort_key)
 
 
-def _rank_row(row: TapeRow) -> tuple[int, int, int]:
+def _row_sort_key(row: TapeRow) -> tuple[int, int, int]:
     flops = max(sums.flops or 0 for sums in row.sums)
     return CELL_PHASES.index(row.phase), -flops, -max(sums.bytes for sums in row.sums)
 
 
-_EMULATED = "emulated: these are parts of what the emulation costs, not the precision's speed"
+_EMULATED_REMARK = "emulated: these are parts of what the emulation costs, not the precision's speed"
 
 
 @dataclass(frozen=True)
 class SharePart:
-    """A part of a step, or its unattributed rest: its share of the step, and its seconds (None if not timed)."""
+    """A part of a step, or its unattributed time: the share of the step's time, and the seconds, which are None if
+    the part was not timed.
+    """
 
     kind: str
     module: str
@@ -284,8 +318,10 @@ class SharePart:
 
 @dataclass(frozen=True)
 class StepShares:
-    """The parts of a case's step, or the reason without them. `seconds` is its best case; for an emulated case, the
-    cost of emulation."""
+    """The parts of a case's step, or the reason why they were not recorded.
+
+    `seconds` is the step's best case. For an emulated case it is the cost of emulation.
+    """
 
     case: Case
     shares: Shares | None
@@ -295,7 +331,7 @@ class StepShares:
 
     @property
     def rows(self) -> Iterator[SharePart]:
-        """Returns the parts, the longest first, and the unattributed rest at the end."""
+        """Yields the parts of the step in order of decreasing time, then the unattributed time."""
         shares = self.shares
         if shares is None:
             return
@@ -312,15 +348,17 @@ class StepShares:
 
     @property
     def by_kind(self) -> dict[str, float]:
-        """Shares of the step by kind of work, with the rest; convolutions are separate from other products."""
+        """Shares of the step by kind of work, with unattributed time at the end. Convolutions are separate from other
+        products.
+        """
         if self.shares is None:
             return {}
-        shares = self.shares.sum_by(_kind_in_words)
+        shares = self.shares.sum_by(_name_kind)
         return {**dict(sorted(shares.items(), key=lambda part: -part[1])), UNATTRIBUTED: self.shares.unattributed_share}
 
     @property
     def by_module(self) -> dict[str, float]:
-        """Shares of the step by module, the largest first, without work outside all modules."""
+        """Shares of the step by module in decreasing order, without work outside modules."""
         return {} if self.shares is None else {name: share for name, share in self.shares.by_module.items() if name}
 
     @property
@@ -328,30 +366,30 @@ class StepShares:
         if self.shares is None:
             return
         if self.emulated:
-            yield _EMULATED
+            yield _EMULATED_REMARK
         unknown = {part.what: part.calls for part in self.shares.parts if part.kind == "unknown"}
         for name, calls in unknown.items():
-            yield f"unknown: {name}, {calls} calls a step, of which no rule says what it does"
+            yield f"unknown: {name}, {calls} calls a step, whose kind of work is unknown"
 
     def _seconds_of(self, share: float) -> float | None:
         return None if self.seconds is None else share * self.seconds
 
 
-def _kind_in_words(part: Share) -> str:
+def _name_kind(part: Share) -> str:
     return f"{part.kind.value} ({part.what})" if part.what and part.kind.value != "unknown" else part.kind.value
 
 
-def parts_of(run: Run, findings: Mapping[str, Finding]) -> list[StepShares]:
-    return [parts_of_record(record, findings.get(record.case.id)) for record in run.records]
+def list_step_shares(run: Run, findings: Mapping[str, Finding]) -> list[StepShares]:
+    return [make_step_shares(record, findings.get(record.case.id)) for record in run.records]
 
 
-def parts_of_record(record: Record, finding: Finding | None) -> StepShares:
-    reason = "" if record.shares is not None else record.reason or record.detail or "none were looked for"
+def make_step_shares(record: Record, finding: Finding | None) -> StepShares:
+    reason = "" if record.shares is not None else record.reason or record.detail or "they were not recorded"
     seconds = None if finding is None else finding.best_seconds
     return StepShares(record.case, record.shares, reason, seconds, record.support.is_emulated)
 
 
-def refuse_none(run: Run) -> None:
-    """Raises UsageError for a run without shares."""
+def require_shares(run: Run) -> None:
+    """Raises UsageError for a run that did not record the shares of its steps."""
     if not any(record.shares for record in run.records):
         raise UsageError(f"the run {run.id} has no shares of its steps. Measure it again with --shares.")

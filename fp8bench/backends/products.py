@@ -1,4 +1,4 @@
-"""Backends that multiply with fp8bench's own rounding, torch's scaled products, torchao's layers, or DeepGEMM."""
+"""Backends that multiply: fp8bench's own emulation, torch's scaled products, torchao's layers, and DeepGEMM."""
 
 from __future__ import annotations
 
@@ -8,10 +8,18 @@ from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.errors import BackendMissing
-from fp8bench.formats.hardware import emulated, has_hopper_units, is_amd, is_nvidia, native, refused, unknown_kind
-from fp8bench.formats.recipe_support import on_device
+from fp8bench.formats.hardware import (
+    emulated,
+    has_hopper_units,
+    is_amd,
+    is_nvidia,
+    native,
+    refuse_unknown_kind,
+    refused,
+)
+from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.model import DeviceFacts, Support
-from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, wrong_pairing
+from fp8bench.nn.shared_precisions import RecipePrecision, native_arithmetic, recipe_of, refuse_pairing
 from fp8bench.protocols import Arithmetic, Backend, Precision, Role
 from fp8bench.registry import backends
 
@@ -22,14 +30,14 @@ if TYPE_CHECKING:
 
 @backends.register("emulated")
 class EmulatedProducts(Backend):
-    """Emulation, which every device can do, even one with units for the format."""
+    """Emulates products. It works on every device, also if the device has hardware for the format."""
 
     name = "emulated"
     summary = "values rounded by fp8bench, products in fp32: any recipe, any shape, and no speed"
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         if facts.accelerated and not (is_nvidia(facts) or is_amd(facts)):
-            return unknown_kind(facts, precision.name)
+            return refuse_unknown_kind(facts, precision.name)
         return emulated("backend=emulated: values rounded, products in fp32")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
@@ -40,24 +48,24 @@ class EmulatedProducts(Backend):
 
 @backends.register("torch")
 class TorchProducts(Backend):
-    """torch's scaled products. Unlike `auto` it does not fall back to emulation."""
+    """Multiplies with torch's scaled products. Unlike the backend `auto` it never falls back to emulation."""
 
     name = "torch"
-    summary = "torch's scaled products alone: refused where there are none"
+    summary = "torch's scaled products alone: refused where torch has none"
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
         support = precision.own_support(facts)
         if not support.is_emulated:
             return support
-        return refused(f"torch multiplies no such thing here ({support.reason}): choose backend=emulated, or auto")
+        return refused(f"torch has no such product here ({support.reason}): choose backend=emulated, or auto")
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         return native_arithmetic(recipe_of(precision), facts)
 
 
-# Modes that are recipes of torchao, by its names for them.
-RECIPES = {
+# For each mode: torchao's name of its recipe.
+TORCHAO_RECIPES = {
     "fp8": "tensorwise",
     "fp8-rowwise": "rowwise",
     "fp8-rowwise:weight-gradient=bf16": "rowwise_with_gw_hp",
@@ -66,7 +74,9 @@ RECIPES = {
 
 @backends.register("torchao")
 class Torchao(Backend):
-    """torchao's convert_to_float8_training on each linear layer; weights stay fp8bench's own float32 ones."""
+    """Applies torchao's convert_to_float8_training to each linear layer. The weights are still the float32 parameters
+    of fp8bench's model.
+    """
 
     name = "torchao"
     summary = "torchao's float8 layers (tensorwise, rowwise, rowwise_with_gw_hp), native or in its own emulation"
@@ -77,9 +87,9 @@ class Torchao(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         assert isinstance(precision, RecipePrecision)
-        recipe = RECIPES.get(precision.plain_mode)
+        recipe = TORCHAO_RECIPES.get(precision.plain_mode)
         if recipe is None:
-            return wrong_pairing(self.name, precision, RECIPES)
+            return refuse_pairing(self.name, precision, TORCHAO_RECIPES)
         support = precision.own_support(facts)
         if support.is_native:
             return native(f"torchao's recipe {recipe}, on torch's scaled product")
@@ -88,7 +98,8 @@ class Torchao(Backend):
         return support
 
     def imported(self) -> None:
-        logging.disable(logging.WARNING)  # torchao warns of kernels built for other versions of Python and torch
+        # torchao warns of kernels that were built for other versions of Python and torch
+        logging.disable(logging.WARNING)
         try:
             with warnings.catch_warnings():
                 warnings.simplefilter("ignore")
@@ -107,24 +118,25 @@ class Torchao(Backend):
         from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
 
         assert isinstance(precision, RecipePrecision)
-        named = Float8LinearConfig.from_recipe_name(RECIPES[precision.plain_mode])
-        config = replace(named, emulate=self.support(precision, facts).is_emulated)
+        recipe_config = Float8LinearConfig.from_recipe_name(TORCHAO_RECIPES[precision.plain_mode])
+        config = replace(recipe_config, emulate=self.support(precision, facts).is_emulated)
 
-        def layer(weight: nn.Parameter) -> WholeLayer:
+        def make_linear(weight: nn.Parameter) -> WholeLayer:
             outputs, inputs = weight.shape
-            # On meta it draws no random numbers, so that those of fp8bench's own weights stay the same.
-            plain = nn.Linear(inputs, outputs, bias=False, device="meta")
-            plain.weight = weight
-            return WholeLayer(convert_to_float8_training(plain, config=config))
+            # On the meta device the layer draws no random numbers. So fp8bench's weights do not depend on the
+            # backend.
+            linear = nn.Linear(inputs, outputs, bias=False, device="meta")
+            linear.weight = weight
+            return WholeLayer(convert_to_float8_training(linear, config=config))
 
-        return WholeLayers(self.name, torch.bfloat16, layer, separate=lambda: _torchao_products(config))
+        return WholeLayers(self.name, torch.bfloat16, make_linear, separate=lambda: _make_torchao_products(config))
 
     def why_inseparable(self, precision: Precision) -> str:
         return ""
 
 
-def _torchao_products(config: Any) -> Arithmetic:
-    """The casts and products that torchao's layers consist of (float8_linear.py), one by one."""
+def _make_torchao_products(config: Any) -> Arithmetic:
+    """Returns the casts and products of torchao's layers (float8_linear.py) as separate functions."""
     import torch
     from torchao.float8.config import ScalingType
     from torchao.float8.float8_scaling_utils import get_maybe_axiswise_dim, hp_tensor_to_float8_dynamic
@@ -137,11 +149,14 @@ def _torchao_products(config: Any) -> Arithmetic:
 
     from fp8bench.nn.whole_layers import SingleProducts
 
-    products = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
-    kernels = LinearMMConfig(
-        *(ScaledMMConfig(config.emulate, product.use_fast_accum, False, config.pad_inner_dim) for product in products)
+    gemm_configs = (config.gemm_config_output, config.gemm_config_grad_input, config.gemm_config_grad_weight)
+    mm_config = LinearMMConfig(
+        *(
+            ScaledMMConfig(config.emulate, gemm_config.use_fast_accum, False, config.pad_inner_dim)
+            for gemm_config in gemm_configs
+        )
     )
-    casts = {
+    cast_configs = {
         (Role.INPUT, False): config.cast_config_input,
         (Role.WEIGHT, False): config.cast_config_weight,
         (Role.GRADIENT, False): config.cast_config_grad_output,
@@ -155,17 +170,17 @@ def _torchao_products(config: Any) -> Arithmetic:
         Role.GRADIENT: GemmInputRole.GRAD_OUTPUT,
     }
 
-    def quantise(tensor: Tensor, role: Role, turned: bool) -> Tensor:
-        cast = casts[role, turned]
-        if cast.scaling_type is ScalingType.DISABLED:
+    def quantise(tensor: Tensor, role: Role, transposed: bool) -> Tensor:
+        cast_config = cast_configs[role, transposed]
+        if cast_config.scaling_type is ScalingType.DISABLED:
             return tensor
         quantised: Tensor = hp_tensor_to_float8_dynamic(
             tensor,
-            cast.target_dtype,
-            kernels,
+            cast_config.target_dtype,
+            mm_config,
             gemm_input_role=roles[role],
-            scaling_granularity=cast.scaling_granularity,
-            axiswise_dim=get_maybe_axiswise_dim(-1, cast.scaling_granularity),
+            scaling_granularity=cast_config.scaling_granularity,
+            axiswise_dim=get_maybe_axiswise_dim(-1, cast_config.scaling_granularity),
             round_scales_to_power_of_2=config.round_scales_to_power_of_2,
         )
         return quantised
@@ -184,7 +199,7 @@ def _torchao_products(config: Any) -> Arithmetic:
 
 @backends.register("deepgemm")
 class DeepGemm(Backend):
-    """DeepGEMM's FP8 products of blocks, with fp8bench's casts."""
+    """Multiplies FP8 blocks with DeepGEMM. The casts are fp8bench's own."""
 
     name = "deepgemm"
     summary = "DeepGEMM's products of fp8-block on capability 9.0, with fp8bench's casts"
@@ -194,7 +209,7 @@ class DeepGemm(Backend):
 
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.plain_mode != "fp8-block":
-            return wrong_pairing(self.name, precision, ("fp8-block",))
+            return refuse_pairing(self.name, precision, ("fp8-block",))
         if not has_hopper_units(facts):
             return refused(
                 "DeepGEMM takes float32 scales of blocks on capability 9.0 (H100, H200) alone: choose backend=auto"
@@ -204,11 +219,12 @@ class DeepGemm(Backend):
     def imported(self) -> None:
         try:
             import deep_gemm  # noqa: F401
-        except (ImportError, AssertionError, RuntimeError, OSError) as error:  # it asserts that there is a CUDA toolkit
+        # deep_gemm asserts that there is a CUDA toolkit
+        except (ImportError, AssertionError, RuntimeError, OSError) as error:
             raise BackendMissing(self.name, error) from error
 
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
         self.imported()
         from fp8bench.nn.block_arithmetic import DeepGemmArithmetic
 
-        return DeepGemmArithmetic(on_device(recipe_of(precision), facts))
+        return DeepGemmArithmetic(recipe_on_device(recipe_of(precision), facts))

@@ -1,8 +1,8 @@
-"""Commands and requests as Python calls: `fp8bench.gate(a, b, thresholds=f)` is `fp8bench gate A B --thresholds F`.
+"""Offers commands as Python calls: `fp8bench.gate(a, b, thresholds=f)` is `fp8bench gate A B --thresholds F`.
 
-A call becomes words for the command's own parser, so that Python and the command line have the same options, defaults,
-limits and errors. Its signature and help also come from the parser; tests/house/test_python_signatures.py compares the
-types for editors (`fp8bench/__init__.pyi`) with them.
+A call is turned into words for the command's parser. So Python and the command line have the same options, defaults,
+limits and errors. The parser also provides the signature and the help of a call. The types for editors are in
+`fp8bench/__init__.pyi`, and tests/house/test_python_signatures.py compares these with the parser.
 """
 
 from __future__ import annotations
@@ -16,36 +16,37 @@ from pathlib import Path
 from typing import Any, TypeVar, cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.main import COMMANDS, build_parser, command_module, commands_of, import_own, parse
-from fp8bench.cli.option_types import names, texts
+from fp8bench.cli.main import COMMANDS, build_parser, command_module, import_user_code, parse_words, subparsers_by_name
+from fp8bench.cli.option_types import as_texts, split_names
 from fp8bench.cli.outputs import CommandResult, write_outputs
 from fp8bench.cli.progress import SILENT, TERMINAL
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import Request
-from fp8bench.model.request import RequestOption, options_of, words_of
+from fp8bench.model.request import RequestOption, name_fields, options_of
 
-# Options for printing a result, which a call returns instead.
-_PRINTED = {"help", "help_all", "json", "csv", "md", "all", "explain"}
-_PARAMETERS = inspect.Parameter
+# Options that determine how a result is printed. A call has none of these, because it returns the result instead.
+_PRINT_OPTIONS = {"help", "help_all", "json", "csv", "md", "all", "explain"}
+_PARAMETER = inspect.Parameter
 
 
-def command_call(name: str) -> Callable[..., CommandResult]:
-    parser = commands_of(build_parser([name]))[name]
-    options = {keyword_of(action): action for action in parser._actions if action.dest not in _PRINTED}
-    signature = _signature(options)
+def make_command_call(name: str) -> Callable[..., CommandResult]:
+    parser = subparsers_by_name(build_parser([name]))[name]
+    options = {python_keyword(action): action for action in parser._actions if action.dest not in _PRINT_OPTIONS}
+    signature = _make_signature(options)
 
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
         for keyword in keywords:
             if keyword not in options:
-                raise _unknown_argument(name, keyword, (*options, "progress"))
-        typed: list[str] = []
+                raise _unknown_argument_error(name, keyword, (*options, "progress"))
+        typed_words: list[str] = []
         for option in options.values():
-            if option.choices and not option.option_strings:  # the word that a command begins with, as in `duel suite`
-                typed += option.choices
+            # a fixed word at the beginning of a command, as `suite` in `duel suite`
+            if option.choices and not option.option_strings:
+                typed_words += option.choices
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
-            typed += _words(keyword, options[keyword], value)
-        arguments = parse(build_parser([name]), [name, *typed])
-        import_own(arguments)
+            typed_words += _option_words(keyword, options[keyword], value)
+        arguments = parse_words(build_parser([name]), [name, *typed_words])
+        import_user_code(arguments)
         result: CommandResult = command_module(name).answer(arguments, TERMINAL if progress else SILENT)
         with write_outputs(result.files):
             return result
@@ -57,33 +58,33 @@ def command_call(name: str) -> Callable[..., CommandResult]:
     return call
 
 
-def _unknown_argument(name: str, keyword: str, names: Iterable[str]) -> UnknownName:
-    listed = f"{', '.join(sorted(names))}; help(fp8bench.{name}) explains them"
-    return UnknownName(f"argument of {name}", keyword, names, listed)
+def _unknown_argument_error(name: str, keyword: str, names: Iterable[str]) -> UnknownName:
+    listed_names = f"{', '.join(sorted(names))}; help(fp8bench.{name}) explains them"
+    return UnknownName(f"argument of {name}", keyword, names, listed_names)
 
 
-def _signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
+def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
     parameters = []
     for name, action in options.items():
-        kind: Any = _PARAMETERS.KEYWORD_ONLY
+        kind: Any = _PARAMETER.KEYWORD_ONLY
         default = action.default
         if not action.option_strings:
             if action.choices:
                 continue
-            kind = _PARAMETERS.VAR_POSITIONAL if action.nargs == "*" else _PARAMETERS.POSITIONAL_OR_KEYWORD
-            default = _PARAMETERS.empty if action.nargs != "?" else None
+            kind = _PARAMETER.VAR_POSITIONAL if action.nargs == "*" else _PARAMETER.POSITIONAL_OR_KEYWORD
+            default = _PARAMETER.empty if action.nargs != "?" else None
         elif action.required:
-            default = _PARAMETERS.empty
+            default = _PARAMETER.empty
         default = () if default == [] else str(default) if isinstance(default, Path) else default
-        parameters.append(_PARAMETERS(name, kind, default=default, annotation=python_type(action)))
-    parameters.append(_PARAMETERS("progress", _PARAMETERS.KEYWORD_ONLY, default=True, annotation="bool"))
+        parameters.append(_PARAMETER(name, kind, default=default, annotation=python_type(action)))
+    parameters.append(_PARAMETER("progress", _PARAMETER.KEYWORD_ONLY, default=True, annotation="bool"))
     parameters.sort(key=lambda parameter: parameter.kind)
     return inspect.Signature(parameters, return_annotation="CommandResult")
 
 
-def _words(name: str, action: argparse.Action, value: Any) -> list[str]:
+def _option_words(name: str, action: argparse.Action, value: Any) -> list[str]:
     if not action.option_strings:
-        return [_text(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None]
+        return [_value_text(name, word) for word in (value if action.nargs == "*" else (value,)) if word is not None]
     option = action.option_strings[0]
     if isinstance(value, bool) and action.nargs in (0, "?"):
         return [option] if value == (action.const if action.nargs == 0 else True) else []
@@ -92,40 +93,40 @@ def _words(name: str, action: argparse.Action, value: Any) -> list[str]:
     if value is None:
         return []
     if isinstance(action, argparse._AppendAction):
-        several = value.items() if isinstance(value, Mapping) else names(value)
-        return [f"{option}={_text(name, part)}" for part in several]
-    return [f"{option}={_text(name, value)}"]
+        parts = value.items() if isinstance(value, Mapping) else split_names(value)
+        return [f"{option}={_value_text(name, part)}" for part in parts]
+    return [f"{option}={_value_text(name, value)}"]
 
 
-def _text(name: str, value: Any) -> str:
+def _value_text(name: str, value: Any) -> str:
     if isinstance(value, tuple) and len(value) == 2 and name == "set":
-        return f"{value[0]}={','.join(texts(value[1]))}"
+        return f"{value[0]}={','.join(as_texts(value[1]))}"
     if isinstance(value, Mapping):
-        return ",".join(f"{key}={_text(name, part)}" for key, part in value.items())
+        return ",".join(f"{key}={_value_text(name, part)}" for key, part in value.items())
     if callable(value):
-        return _place_of(value)
+        return _function_address(value)
     if isinstance(value, str | Path) or (isinstance(value, int | float) and not isinstance(value, bool)):
         return str(value)
     if isinstance(value, Iterable):
-        return ",".join(_text(name, part) for part in value)
-    raise UsageError(f"{name} cannot be {value!r:.80}: give what the command line takes, as text or a number.")
+        return ",".join(_value_text(name, part) for part in value)
+    raise UsageError(f"{name} cannot be {value!r:.80}: give a text or a number, as on the command line.")
 
 
-def _place_of(function: Callable[..., Any]) -> str:
+def _function_address(function: Callable[..., Any]) -> str:
     name, module = getattr(function, "__qualname__", ""), getattr(function, "__module__", "")
     file = getattr(getattr(function, "__code__", None), "co_filename", "")
-    in_file = "." not in module and Path(file).is_file()
-    if not name.isidentifier() or (module == "__main__" and not in_file):
+    is_in_file = "." not in module and Path(file).is_file()
+    if not name.isidentifier() or (module == "__main__" and not is_in_file):
         raise UsageError(
             f"{name or function!r:.80} cannot be found by another process: define it at the top of a .py file or a "
             "module, and give the function or 'file.py:name'."
         )
-    return f"{file if in_file else module}:{name}"
+    return f"{file if is_in_file else module}:{name}"
 
 
 F = TypeVar("F", bound=Callable[..., Any])
-# The types that parsers return, and those that a caller may pass.
-_GIVEN = {
+# For each type that a parser returns, the type that a caller may pass.
+_ACCEPTED_TYPES = {
     "Path": "str | Path", "Path | None": "str | Path", "tuple[str, ...]": "str | Iterable[str]",
     "tuple[tuple[str, str], ...]": "Mapping[str, str]", "tuple[float, ...]": "Iterable[float]",
     "tuple[tuple[str, float], ...]": "Mapping[str, float]",
@@ -134,103 +135,116 @@ _GIVEN = {
 }  # fmt: skip
 
 
-def takes_options_of(*kinds: type, without: Iterable[str] = ()) -> Callable[[F], F]:
-    """Adds the fields of requests to a call's keywords and signature; others are refused with the nearest one."""
+def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[F], F]:
+    """Returns a decorator that lets a function accept the fields of request classes as keywords.
+
+    The fields become part of the signature. A wrong keyword raises UnknownName, which suggests the nearest right
+    keyword.
+    """
 
     def add_options(function: F) -> F:
         signature = inspect.signature(function)
-        # 1. The call's declared parameters, without the catch-all for options.
+        # 1. Take the declared parameters of the function, without its **options.
         parameters = {
             name: parameter
             for name, parameter in signature.parameters.items()
             if parameter.kind is not parameter.VAR_KEYWORD
         }
-        # 2. A keyword for each field of the options' classes.
-        for kind in kinds:
-            for word, field in keywords_of(kind).items():
-                if word not in parameters and word not in without:
+        # 2. Add a keyword for each field of the classes.
+        for kind in classes:
+            for word, field in fields_by_keyword(kind).items():
+                if word not in parameters and word not in excluded:
                     annotation = _field_type(str(field.type), options_of(kind).get(field.name))
                     parameters[word] = inspect.Parameter(
                         word, inspect.Parameter.KEYWORD_ONLY, default=field.default, annotation=annotation
                     )
 
         @wraps(function)
-        # 3. Answer a wrong keyword with the nearest right one, before anything runs.
+        # 3. Refuse a wrong keyword before anything runs.
         def call(*values: Any, **keywords: Any) -> Any:
             for word in keywords:
                 if word not in parameters:
-                    raise _unknown_argument(function.__name__, word, parameters)
+                    raise _unknown_argument_error(function.__name__, word, parameters)
             return function(*values, **keywords)
 
-        # help() and editors read this signature.
+        # help() and editors read the signature from this attribute.
         vars(call)["__signature__"] = signature.replace(parameters=list(parameters.values()))
         return cast(F, call)
 
     return add_options
 
 
-def keywords_of(kind: type) -> dict[str, Field[Any]]:
-    words = words_of(kind)
+def fields_by_keyword(kind: type) -> dict[str, Field[Any]]:
+    words = name_fields(kind)
     return {words[field.name]: field for field in fields(kind)}
 
 
-def request_fields(kind: type, values_given: Mapping[str, Any]) -> dict[str, Any]:
-    by_keyword, parsed_fields = keywords_of(kind), {}
-    for word, value in values_given.items():
-        name, parse = by_keyword[word].name, options_of(kind)[by_keyword[word].name].parse
-        if parse == "memory":
-            parsed_fields[name] = types.in_bytes(value)
-        elif parse in ("axis", "precision_map"):
-            parsed_fields[name] = types.pairs(value, types.texts if parse == "axis" else lambda same: same)
-        else:
-            parsed_fields[name] = (
-                types.names(value) if str(by_keyword[word].type).startswith("tuple[str") else types.plain(value)
-            )
-    return parsed_fields
+def request_fields(kind: type, keywords: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the values of a request's fields from a caller's keywords."""
+    field_by_keyword = fields_by_keyword(kind)
+    field_values: dict[str, Any] = {}
+    for word, value in keywords.items():
+        field = field_by_keyword[word]
+        match options_of(kind)[field.name].parse:
+            case "memory":
+                field_values[field.name] = types.memory_as_bytes(value)
+            case "axis":
+                field_values[field.name] = types.as_pairs(value, types.as_texts)
+            case "precision_map":
+                field_values[field.name] = types.as_pairs(value)
+            case _ if str(field.type).startswith("tuple[str"):
+                field_values[field.name] = types.split_names(value)
+            case _:
+                field_values[field.name] = str(value) if isinstance(value, Path) else value
+    return field_values
 
 
 def _field_type(kind: str, option: RequestOption | None) -> str:
-    base, _, none = kind.partition(" | None")
+    base, optional, _ = kind.partition(" | None")
     if option is not None and option.choices:
-        base = _one_of(option.choices)
+        base = _literal_type(option.choices)
     elif option is not None and option.parse in ("path", "memory"):
         base = {"path": "str | Path", "memory": "int | str"}[option.parse]
-    return _GIVEN.get(base, base) + (" | None" if kind.endswith("None") or none else "")
+    return _ACCEPTED_TYPES.get(base, base) + optional
 
 
-def _one_of(words: Iterable[object]) -> str:
+def _literal_type(words: Iterable[object]) -> str:
     return f"Literal[{', '.join(map(repr, words))}]"
 
 
-def keyword_of(action: argparse.Action) -> str:
-    """Returns an option's name in Python: the request's field, or else its word or destination."""
+def python_keyword(action: argparse.Action) -> str:
+    """Returns the keyword of an option in Python. It is the name of the request's field, or the option's own name."""
     words = [option[2:].replace("-", "_") for option in action.option_strings if option.startswith("--")]
     fallback = action.dest if not words or words[0].startswith("no_") else words[0]
-    return words_of(Request).get(action.dest, fallback)
+    return name_fields(Request).get(action.dest, fallback)
 
 
 def python_type(action: argparse.Action) -> str:
     if action.nargs == 0:
         return "bool"
-    base = _GIVEN.get(parsed := _parsed_as(action), parsed)
+    base = _ACCEPTED_TYPES.get(parsed := _parser_type(action), parsed)
     if action.choices:
-        base = _one_of(action.choices)
+        base = _literal_type(action.choices)
     elif isinstance(action, argparse._AppendAction) and base == "str":
         base = "str | Iterable[str]"
     base += " | bool" if action.nargs == "?" and action.option_strings else ""
     return f"{base} | None" if action.default is None and action.nargs != "*" and not action.required else base
 
 
-def _parsed_as(action: argparse.Action) -> str:
-    """Returns the type that an option's parser returns."""
+def _parser_type(action: argparse.Action) -> str:
+    """Returns the type, as text, of the values that an option's parser returns."""
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
-    returned = parser.__annotations__["return"] if parser is not None else name
-    return str(returned.removeprefix("Callable[[str], ").removesuffix("]") if returned.startswith("Call") else returned)
+    returned_type = parser.__annotations__["return"] if parser is not None else name
+    return str(
+        returned_type.removeprefix("Callable[[str], ").removesuffix("]")
+        if returned_type.startswith("Call")
+        else returned_type
+    )
 
 
-# The commands whose options a call takes, if not those of the command with its name.
-_COMMANDS = {
+# Most calls have the options of the command with the same name. These calls have the options of other commands.
+_COMMANDS_OF_CALL = {
     "run": ("suite",),
     "profile": ("profile", "suite"),
     "resume": ("show", "suite"),
@@ -239,25 +253,30 @@ _COMMANDS = {
     "load_training": ("train",),
     "compare_streams": ("train",),
 }
-_FOR_ALL = {
+_COMMON_HELP = {
     "progress": "False: nothing on stderr about how far it has come",
     "observer": "an object that receives the progress instead of stderr",
 }
 
 
 def explain_arguments(name: str, call: Callable[..., Any]) -> None:
-    """Appends a line per argument to a call's help, from its docstring or else from the command's option."""
+    """Appends a line for each argument to the docstring of a call.
+
+    If the docstring does not explain an argument, its text is the help of the command's option.
+    """
     parameters = inspect.signature(call).parameters
-    words, prose = dict(_FOR_ALL), []
-    for command in _COMMANDS.get(name, (name,) if name in COMMANDS else ()):
-        for action in commands_of(build_parser([command]))[command]._actions:
+    help_by_argument, description_lines = dict(_COMMON_HELP), []
+    for command in _COMMANDS_OF_CALL.get(name, (name,) if name in COMMANDS else ()):
+        for action in subparsers_by_name(build_parser([command]))[command]._actions:
             text = f"{'False: ' if action.const is False else ''}{(action.help or '').replace('%%', '%')}"
-            words |= {word: text for word in (action.dest, keyword_of(action)) if word not in words}
+            help_by_argument |= {
+                word: text for word in (action.dest, python_keyword(action)) if word not in help_by_argument
+            }
     for line in (inspect.getdoc(call) or "").splitlines():
         word, _, text = line.partition(": ")
         if text and word in parameters:
-            words[word] = text
+            help_by_argument[word] = text
         else:
-            prose.append(line)
-    lines = (f"{parameter}: {words.get(parameter, '')}" for parameter in parameters)
-    call.__doc__ = "\n".join(("\n".join(prose).rstrip(), "", *lines))
+            description_lines.append(line)
+    lines = (f"{parameter}: {help_by_argument.get(parameter, '')}" for parameter in parameters)
+    call.__doc__ = "\n".join(("\n".join(description_lines).rstrip(), "", *lines))

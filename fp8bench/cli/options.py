@@ -1,4 +1,4 @@
-"""The options that several commands share, and the objects that commands build from them."""
+"""Defines the options that several commands share, and builds requests from parsed options."""
 
 from __future__ import annotations
 
@@ -13,10 +13,10 @@ from fp8bench.cli.main import DEFAULT_STORE
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import RequestOption, Rule, options_of
-from fp8bench.plan.asked_suites import files_of
+from fp8bench.plan.asked_suites import suite_files
 from fp8bench.registry import AUTO, backends
 
-_SHARED: dict[str, dict[str, Any]] = {
+_SHARED_OPTIONS: dict[str, dict[str, Any]] = {
     "--store": {
         "type": types.path, "default": Path(DEFAULT_STORE), "metavar": "DIR",
         "help": f"where runs are stored; default {DEFAULT_STORE}",
@@ -40,109 +40,111 @@ _SHARED: dict[str, dict[str, Any]] = {
     },
     "--open": {"action": "store_true", "help": "show the report in the browser"},
     "--log": {
-        "type": types.log_target, "action": "append", "default": [], "metavar": "TARGET",
+        "type": types.parse_log_target, "action": "append", "default": [], "metavar": "TARGET",
         "help": "also log the figures to tensorboard[:DIR] or wandb[:PROJECT]; repeatable",
     },
 }  # fmt: skip
 
 
-def arguments_of(kind: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
-    """Arguments for argparse from a request's fields, by option, each with its group."""
+def options_from_fields(request_class: type = Request) -> dict[str, tuple[str, dict[str, Any]]]:
+    """Returns the options that belong to the fields of a request, by name. Each option has the title of its group and
+    its arguments for argparse.
+    """
     arguments = {}
-    for field in fields(kind):
-        option = options_of(kind).get(field.name)
+    for field in fields(request_class):
+        option = options_of(request_class).get(field.name)
         if option is None or not option.group:
             continue
-        word = (option.called or field.name).replace("_", "-")
-        words = option.help.replace("{default}", f"{field.default}")
-        if "{backends}" in words:
-            words = words.replace("{backends}", ", ".join((AUTO, *backends.names())))
-        keywords: dict[str, Any] = {"dest": field.name, "help": words}
+        option_name = (option.called or field.name).replace("_", "-")
+        help_text = option.help.replace("{default}", f"{field.default}")
+        if "{backends}" in help_text:
+            help_text = help_text.replace("{backends}", ", ".join((AUTO, *backends.names())))
+        keywords: dict[str, Any] = {"dest": field.name, "help": help_text}
         if isinstance(field.default, bool):
-            word = f"no-{word}" if field.default else word
+            option_name = f"no-{option_name}" if field.default else option_name
             keywords |= {"action": "store_false" if field.default else "store_true"}
         else:
             keywords |= {"default": field.default, "metavar": option.metavar, **_parser_of(str(field.type), option)}
-        arguments[f"--{word}"] = (option.group, keywords)
+        arguments[f"--{option_name}"] = (option.group, keywords)
     return arguments
 
 
 def _parser_of(kind: str, option: RequestOption) -> dict[str, Any]:
-    # Most specific first; a type's parser comes last.
+    # Choose the first setting that applies: specific settings of an option come first, the parser for its type last.
     if option.choices:
         return {"choices": tuple(filter(None, option.choices)), "metavar": option.metavar or None}
     if option.parse == "each":
         return {"action": "append", "default": []}
     if option.parse == "axis":
-        return {"action": "append", "default": [], "type": types.axis}
+        return {"action": "append", "default": [], "type": types.parse_axis}
     if option.parse == "factors":
-        return {"type": types.factors(option.rule)}
+        return {"type": types.factors_parser(option.rule)}
     if option.parse:
         return {"type": getattr(types, option.parse)}
     if kind == "str":
-        return {"type": types.text(option.rule)}
-    reader = next((reader for start, reader in _READERS.items() if kind.startswith(start)), None)
+        return {"type": types.text_parser(option.rule)}
+    reader = next((reader for start, reader in _PARSER_OF_TYPE.items() if kind.startswith(start)), None)
     return {} if reader is None else {"type": reader(option.rule)}
 
 
-_READERS: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
+_PARSER_OF_TYPE: dict[str, Callable[[Rule], Callable[[str], Any]]] = {
     "int": types.whole,
-    "float | str": types.number_or_text,
+    "float | str": types.number_or_text_parser,
     "float": types.number,
     "tuple[str": lambda rule: types.words,
 }
 
 
-def add_common(group: argparse._ActionsContainer, *options: str, **replaced: str) -> None:
-    """Adds options that several commands have; `replaced` overrides arguments such as the help."""
-    from_request = arguments_of()
+def add_common(group: argparse._ActionsContainer, *options: str, **overrides: str) -> None:
+    """Adds options that several commands share. `overrides` replaces arguments of argparse, such as `help`."""
+    request_options = options_from_fields()
     for option in options:
-        arguments = from_request[option][1] if option in from_request else _SHARED[option]
-        group.add_argument(option, **{**arguments, **replaced})
+        arguments = request_options[option][1] if option in request_options else _SHARED_OPTIONS[option]
+        group.add_argument(option, **{**arguments, **overrides})
 
 
 def subcommands(parser: argparse.ArgumentParser) -> Callable[..., argparse.ArgumentParser]:
-    """Returns a function that adds a subcommand, given its name, purpose and exit codes."""
+    """Returns a function that adds a subcommand, given the subcommand's name, purpose and epilog."""
     commands = parser.add_subparsers(dest="subcommand", metavar="COMMAND", parser_class=type(parser))
 
-    def add(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
-        described = words[:1].upper() + words[1:] + "."
-        return commands.add_parser(name, help=words, description=described, epilog=epilog, allow_abbrev=False)
+    def add_subcommand(name: str, purpose: str, epilog: str = "") -> argparse.ArgumentParser:
+        description = purpose[:1].upper() + purpose[1:] + "."
+        return commands.add_parser(name, help=purpose, description=description, epilog=epilog, allow_abbrev=False)
 
-    return add
+    return add_subcommand
 
 
-def add_options_of(group: argparse._ArgumentGroup, kind: type = Request) -> None:
-    for option, (title, keywords) in arguments_of(kind).items():
+def add_request_options(group: argparse._ArgumentGroup, kind: type = Request) -> None:
+    for option, (title, keywords) in options_from_fields(kind).items():
         if title == group.title:
             group.add_argument(option, **keywords)
 
 
-def check_alone(words: Sequence[str], allowed: Collection[str], positional: Sequence[str] = ()) -> None:
-    # Match '--rounds=5' like '--rounds 5'.
+def refuse_other_options(words: Sequence[str], allowed: Collection[str], positional: Sequence[str] = ()) -> None:
+    # Treat '--rounds=5' like '--rounds 5'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    refused = [*positional, *(word for word in options if word not in allowed)]
-    if refused:
+    refused_words = [*positional, *(word for word in options if word not in allowed)]
+    if refused_words:
         raise UsageError(
-            f"{'the plan of --plan' if '--plan' in allowed else 'the run of --resume'} says what to measure and how, "
-            f"and {refused[0]} was given too. Leave it out; --store and options that say what is printed may stay."
+            f"{'the plan of --plan' if '--plan' in allowed else 'the run of --resume'} determines what is measured "
+            f"and how, and {refused_words[0]} was given too. Leave it out; --store and options for the output may stay."
         )
 
 
-def request_of(arguments: argparse.Namespace) -> Request:
-    request_fields = {
+def make_request(arguments: argparse.Namespace) -> Request:
+    field_values = {
         field.name: getattr(arguments, field.name) for field in fields(Request) if hasattr(arguments, field.name)
     }
-    # An axis that is set twice has the values of both.
+    # If --set names an axis twice, the axis gets the values of both options.
     axes: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.axes:
         axes[name] = (*axes.get(name, ()), *values)
     trace = getattr(arguments, "trace", None)
     return Request(
         **{
-            **request_fields,
+            **field_values,
             "axes": tuple(axes.items()),
-            "imports": (*arguments.imports, *files_of(arguments.suite)),
+            "imports": (*arguments.imports, *suite_files(arguments.suite)),
             "trace": None if trace is None else str(trace),
         }
     )

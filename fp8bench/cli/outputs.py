@@ -1,4 +1,4 @@
-"""Where results go: the table, JSON or CSV on stdout, files that options name, and steps after a run."""
+"""Prints results on stdout as a page, JSON or CSV, and writes the files that options name."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.option_types import log_target
+from fp8bench.cli.option_types import parse_log_target
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_OK, NotPrinted, UsageError
 from fp8bench.model import Run
@@ -25,7 +25,7 @@ from fp8bench.registry import backends
 from fp8bench.report.data.loggers import LogTarget, check_target
 from fp8bench.report.data.plain import Rows, csv_text, json_line, results_frame
 from fp8bench.report.elements import Page
-from fp8bench.report.notebook import as_html
+from fp8bench.report.notebook import page_as_html
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render, wrap
 from fp8bench.store.runs.listing import store_of
@@ -33,18 +33,18 @@ from fp8bench.store.runs.listing import store_of
 if TYPE_CHECKING:
     import pandas as pd
 
-    from fp8bench.jobs.after_run import Wanted
+    from fp8bench.jobs.after_run import RequestedOutputs
 
-# Longer lines are hard to read.
-_WIDEST = 160
+# A page has at most this many columns, because longer lines are hard to read.
+_MAX_WIDTH = 160
 
 
 @dataclass(frozen=True, repr=False, eq=False)
 class CommandResult:
-    """The result of a command: a page for people, a value and rows for programs, and its exit code.
+    """The result of a command: a page for people, a document and rows for programs, and an exit code.
 
-    `found` is the value behind them, `files` are texts for files that options name, `whole` is the page for Markdown if
-    that has more.
+    `found` is the object that page, document and rows show. `files` has the path and the text for each option that
+    names a file. `whole` is the page for Markdown if that is longer than `page`.
     """
 
     found: Any
@@ -62,7 +62,7 @@ class CommandResult:
         return f"<{self.page().title}; exit code {self.code}>"
 
     def _repr_html_(self) -> str:
-        return as_html(self.page())
+        return page_as_html(self.page())
 
     @property
     def value(self) -> Any:
@@ -70,52 +70,55 @@ class CommandResult:
 
     @cached_property
     def results(self) -> pd.DataFrame:
-        """Returns the rows of --csv as a pandas frame."""
+        """The rows that --csv prints, as a pandas frame."""
         return results_frame(self.as_rows())
 
     def print_result(self, arguments: argparse.Namespace) -> int:
         with write_outputs(self.files):
             tell(arguments, self.page, self.as_value, self.as_rows, self.whole)
         if getattr(self.found, "path", ""):
-            from fp8bench.jobs.after_run import kept_reported
+            from fp8bench.jobs.after_run import report_result
 
-            kept_reported(self.found, arguments.store, complain)
+            report_result(self.found, arguments.store, complain)
         return self.code
 
 
 def check_outputs(arguments: argparse.Namespace) -> None:
-    """Refuses impossible outputs before anything is measured."""
-    # 1. Two outputs to stdout.
-    options = vars(arguments)
-    if options.get("json") and options.get("csv") == "-":
+    """Raises UsageError before anything is measured if the requested outputs are impossible."""
+    # 1. Refuse two outputs on stdout.
+    values = vars(arguments)
+    if values.get("json") and values.get("csv") == "-":
         raise UsageError("--json and --csv - would both print on stdout. Give --csv a file, or leave one out.")
-    pages = [name for name in ("html", "md", "open") if options.get(name)]
-    if pages and not options.get("report", True):
-        raise UsageError(f"--no-report and --{pages[0]} contradict each other. Leave one out.")
-    # 2. A dry run has nothing to export.
-    if options.get("dry_run"):
-        check_files({"--write-plan": options.get("write_plan")})
-        on_stdout = ["json or --csv"] if options["json"] or options["csv"] is not None else []
-        exports = [name for name in ("trace", "log", "live") if options.get(name)]
-        if str(options.get("trace")) in PROFILERS:
-            exports.remove("trace")  # it prints the profiler's command
-        for name in (*on_stdout, *pages, *exports):
+    page_options = [name for name in ("html", "md", "open") if values.get(name)]
+    if page_options and not values.get("report", True):
+        raise UsageError(f"--no-report and --{page_options[0]} contradict each other. Leave one out.")
+    # 2. Refuse exports of a dry run, because it has no data.
+    if values.get("dry_run"):
+        check_files({"--write-plan": values.get("write_plan")})
+        stdout_options = ["json or --csv"] if values["json"] or values["csv"] is not None else []
+        export_options = [name for name in ("trace", "log", "live") if values.get(name)]
+        if str(values.get("trace")) in PROFILERS:
+            # the dry run of a profiler prints the profiler's command, so --trace is allowed
+            export_options.remove("trace")
+        for name in (*stdout_options, *page_options, *export_options):
             raise UsageError(f"--dry-run measures nothing, so --{name} would have no data. Leave one out.")
-    # 3. Files that cannot be written: report that now, not after an hour.
-    if options.get("csv") not in (None, "-"):
-        check_files({"--csv": options["csv"]}, "a file, or '-'")
+    # 3. Refuse files that cannot be written. Otherwise the error would come after an hour of measuring.
+    if values.get("csv") not in (None, "-"):
+        check_files({"--csv": values["csv"]}, "a file, or '-'")
     for name in ("html", "md", "live"):
-        if str(options.get(name)) == "-":
+        if str(values.get(name)) == "-":
             raise UsageError(f"--{name} '-' would be a file of that name. Give another name.")
-    check_files({f"--{name}": options.get(name) for name in ("html", "md", "output", "live")})
-    for target in options.get("log", ()):
+    check_files({f"--{name}": values.get(name) for name in ("html", "md", "output", "live")})
+    for target in values.get("log", ()):
         check_target(target)
 
 
-def log_targets(texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
-    """Parses and checks the log targets of a call from Python."""
+def log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
+    """Parses and checks the log targets that a Python caller passes."""
     try:
-        targets = tuple(log_target(text) for text in ([texts] if isinstance(texts, str) else texts))
+        targets = tuple(
+            parse_log_target(text) for text in ([target_texts] if isinstance(target_texts, str) else target_texts)
+        )
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"log: {error}.") from None
     for target in targets:
@@ -124,14 +127,16 @@ def log_targets(texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
 
 
 def check_files(files: Mapping[str, str | Path | None], expected: str = "a file") -> None:
-    """Raises UsageError for an option's file that cannot be written, as far as that is known without writing."""
+    """Raises UsageError if the file of an option cannot be written. The check writes nothing, so it may miss some
+    reasons.
+    """
     for option, file in files.items():
-        reason = _why_not_written(Path(file)) if file is not None else ""
+        reason = _explain_unwritable(Path(file)) if file is not None else ""
         if reason:
             raise UsageError(f"{option} {str(file)!r:.200} cannot be written: {reason}. Give {expected}.")
 
 
-def _why_not_written(path: Path) -> str:
+def _explain_unwritable(path: Path) -> str:
     try:
         if path.is_dir():
             return "it is a directory"
@@ -143,111 +148,123 @@ def _why_not_written(path: Path) -> str:
 
 
 @contextmanager
-def write_outputs(outputs: Mapping[str, tuple[str | Path | None, str]], repeat_words: str = "") -> Iterator[None]:
-    """Writes texts to the files that options name ('-' means stdout); failures are raised after everything else."""
-    failed = ""
-    for option, (path, text) in outputs.items():
+def write_outputs(text_by_option: Mapping[str, tuple[str | Path | None, str]], repeat_hint: str = "") -> Iterator[None]:
+    """Writes the text of each option to its file. '-' stands for stdout and is skipped.
+
+    A failure raises UsageError only at the end of the block, so that the result is still printed.
+    """
+    failure = ""
+    for option, (path, text) in text_by_option.items():
         if path is None or path == "-":
             continue
         try:
             Path(path).write_text(text, encoding="utf-8", errors="backslashreplace")
         except OSError as error:
-            failed = f"{option} {path} could not be written ({error.strerror}).{repeat_words}"
+            failure = f"{option} {path} could not be written ({error.strerror}).{repeat_hint}"
     yield
-    if failed:
-        raise UsageError(failed)
+    if failure:
+        raise UsageError(failure)
 
 
-def wanted_of(arguments: argparse.Namespace) -> Wanted:
-    from fp8bench.jobs.after_run import Wanted
+def requested_outputs(arguments: argparse.Namespace) -> RequestedOutputs:
+    from fp8bench.jobs.after_run import RequestedOutputs
     from fp8bench.jobs.report_files import Pages
 
-    options = vars(arguments)
-    pages = Pages(options.get("html"), options.get("md"), options.get("open", False))
-    return Wanted(pages if options.get("report", True) else None, tuple(options.get("log", ())))
+    values = vars(arguments)
+    pages = Pages(values.get("html"), values.get("md"), values.get("open", False))
+    return RequestedOutputs(pages if values.get("report", True) else None, tuple(values.get("log", ())))
 
 
 def tell(
     arguments: argparse.Namespace,
     page: Callable[[], Page],
-    value: Callable[[], Any] = dict,
+    document: Callable[[], Any] = dict,
     rows: Callable[[], Rows] = lambda: ((), ()),
     full_page: Callable[[], Page] | None = None,
-    repeat_words: str = "",
+    repeat_hint: str = "",
 ) -> None:
-    """Prints a result as requested: as a page, JSON or CSV, and writes the requested files.
+    """Prints a result as requested, as a page, JSON or CSV, and writes the requested files.
 
-    `full_page` is the page for Markdown if that has more; `repeat_words` describe how to write a failed file again.
+    `full_page` is the page for Markdown if that is longer. `repeat_hint` names the command that writes a failed file
+    again.
     """
-    options = vars(arguments)
-    table, text = csv_text(*rows()) if options.get("csv") is not None else "", ""
-    if options.get("md") is not None:
-        text = markdown.render((full_page or page)())
-    with write_outputs({"--csv": (options.get("csv"), table), "--md": (options.get("md"), text)}, repeat_words):
-        if options.get("csv") == "-":
-            say(table)
+    values = vars(arguments)
+    csv_table, markdown_text = csv_text(*rows()) if values.get("csv") is not None else "", ""
+    if values.get("md") is not None:
+        markdown_text = markdown.render((full_page or page)())
+    with write_outputs(
+        {"--csv": (values.get("csv"), csv_table), "--md": (values.get("md"), markdown_text)}, repeat_hint
+    ):
+        if values.get("csv") == "-":
+            say(csv_table)
         else:
             say(
-                json_line(value())
-                if options.get("json")
-                else render(page(), *stdout_look(options.get("explain", False)))
+                json_line(document())
+                if values.get("json")
+                else render(page(), *stdout_format(values.get("explain", False)))
             )
 
 
 def import_renderers() -> None:
-    """Imports what `print_run` and the report need, so that this takes no time after the run."""
+    """Imports all modules that print a run and write its report. This is done while workers measure."""
     for name in ("fp8bench.jobs.after_run", "fp8bench.report.data.run", "fp8bench.report.terminal.run"):
         import_module(name)
     from fp8bench.report.page import html, section
 
-    section.sections()
+    section.load_sections()
     html.load_template()
     backends.names()
 
 
 def print_run(run: Run, arguments: argparse.Namespace) -> None:
-    """Prints a run as requested. A CSV file that cannot be written does not prevent the table."""
+    """Prints a run as requested. The table is printed even if the CSV file cannot be written."""
     from fp8bench.analysis.findings import findings
-    from fp8bench.jobs.report_files import place_of_report
-    from fp8bench.report.data.run import run_rows, run_value
-    from fp8bench.report.terminal.run import page_of
+    from fp8bench.jobs.report_files import find_report_page
+    from fp8bench.report.data.run import run_document, run_rows
+    from fp8bench.report.terminal.run import answer_page
 
     verdicts = findings(run)
-    page = partial(page_of, run, verdicts, stdout_look()[0], place_of_report(run), in_store(run))
+    page = partial(answer_page, run, verdicts, stdout_format()[0], find_report_page(run), in_store(run))
     rows = partial(run_rows, [(run, verdicts)])
-    repeat_words = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
-    without_md = argparse.Namespace(**{**vars(arguments), "md": None})  # --md is the report's
+    repeat_hint = f" `fp8bench show {run.id}{in_store(run)} --csv FILE` repeats it."
+    # the file of --md gets the report, so stdout gets the normal output
+    print_arguments = argparse.Namespace(**{**vars(arguments), "md": None})
     try:
-        tell(without_md, page, partial(run_value, run, verdicts), rows, repeat_words=repeat_words)
+        tell(print_arguments, page, partial(run_document, run, verdicts), rows, repeat_hint=repeat_hint)
     except NotPrinted as error:
         raise NotPrinted(f"{error} The run is kept in {run.path}.") from None
 
 
 def in_store(run_or_store: Run | Path) -> str:
-    """Returns ' --store DIR' if commands need it to find this store, or that of a run; else ''."""
+    """Returns ' --store DIR', with which another command finds this store or the run's store. Returns '' for the
+    default store.
+    """
     if isinstance(run_or_store, Path):
         return "" if run_or_store == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(run_or_store))}"
     store = store_of(Path(run_or_store.path))
     if store is None or store == Path(DEFAULT_STORE).resolve():
         return ""
-    shorter = min(os.path.relpath(store), str(store.absolute()), key=len)
-    return f" --store {shlex.quote(shorter)}"
+    shorter_path = min(os.path.relpath(store), str(store.absolute()), key=len)
+    return f" --store {shlex.quote(shorter_path)}"
 
 
-def options_of(arguments: argparse.Namespace) -> str:
-    """Returns the options with which another command finds the same: ' --store DIR --import MODULE'."""
+def store_and_import_options(arguments: argparse.Namespace) -> str:
+    """Returns the options with which another command finds the same results, as ' --store DIR --import MODULE'."""
     return in_store(arguments.store) + "".join(f" --import {shlex.quote(name)}" for name in arguments.imports)
 
 
-def stdout_look(explain: bool = False) -> tuple[int, bool, bool]:
-    """Returns width (the terminal's or COLUMNS), colour (for a person) and explanation of a page on stdout."""
-    width = min(shutil.get_terminal_size((100, 24)).columns, _WIDEST)
+def stdout_format(explain: bool = False) -> tuple[int, bool, bool]:
+    """Returns how to render a page on stdout: its width, whether to use colour, and whether to explain the page.
+
+    The width is that of the terminal or COLUMNS. Colour is used only on a terminal.
+    """
+    width = min(shutil.get_terminal_size((100, 24)).columns, _MAX_WIDTH)
     color = sys.stdout.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
     return width, color, explain
 
 
 def print_lines(lines: Iterable[str]) -> None:
-    width = stdout_look()[0]
+    width = stdout_format()[0]
     for line in lines:
-        hang = "        " if line.startswith(" ") else "    "
-        say("".join(f"{part}\n" for part in wrap(line, width, hang=hang)))
+        indent = "        " if line.startswith(" ") else "    "
+        say("".join(f"{part}\n" for part in wrap(line, width, hang=indent)))

@@ -1,8 +1,8 @@
-"""Progress for the user while a job runs: sentences and, on a terminal, lines that update in place.
+"""Shows the progress of a job: sentences in a log, or lines on a terminal that are updated in place.
 
-A terminal's line is drawn when an observer is called, between slots, so observers do almost nothing most of the time,
-and a run's line is drawn at most five times per second within one activity. A log also gets lines from a thread,
-because one call of a compiler or of a long pass may take minutes.
+The line on a terminal is drawn when an observer is called, which happens between timed slots. During one activity it
+is drawn at most five times per second. A log also gets lines from a thread, because a single call of a compiler may
+take minutes.
 """
 
 from __future__ import annotations
@@ -18,34 +18,36 @@ from typing import TextIO
 
 from fp8bench import units
 from fp8bench.cli.remaining_time import RemainingTime
-from fp8bench.cli.streams import columns_of, complain
+from fp8bench.cli.streams import complain, terminal_width
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.model import Case, Plan, Record, Scalar
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
 
 REDRAW_SECONDS = 0.2
-# An estimate from less time would fluctuate.
-_LEAST_SECONDS = 3.0
-_LEAST_SHARE = 0.05
-# Without a new line for 30 s a log looks as if the run hung. The thread checks this often.
-_SILENT_SECONDS, _BEAT_SECONDS = 26.0, 2.0
-_ERASE = "\r\x1b[2K"
+# After a shorter time than this, the remaining time is not estimated, because the estimate would jump.
+_MIN_SECONDS = 3.0
+_MIN_SHARE = 0.05
+# After 30 seconds without a line, a run looks as if it hung. So a thread checks every _CHECK_SECONDS whether a line
+# is due.
+_MAX_SILENT_SECONDS, _CHECK_SECONDS = 26.0, 2.0
+_ERASE_LINE = "\r\x1b[2K"
 _CLEAR_SCREEN = "\x1b[2J\x1b[H"
-# Without wrapping the terminal itself cuts long lines, and knows how wide letters are.
-_NO_WRAP, _WRAP = "\x1b[?7l", "\x1b[?7h"
+# Disable wrapping, so that the terminal cuts long lines itself. The terminal knows how wide letters are.
+_DISABLE_WRAP, _ENABLE_WRAP = "\x1b[?7l", "\x1b[?7h"
 _FALLBACK_COLUMNS, _FALLBACK_LINES = 80, 24
-_NOT_DRAWN = (0, 0)
+_NO_SIZE = (0, 0)
 
 
-class _Terminal:
-    """What updates in place on a terminal; None once that is closed, which must not end a job."""
+class _TerminalWriter:
+    """Writes to a terminal that is updated in place. If the terminal is closed, this is ignored, so that the job goes
+    on.
+    """
 
     def __init__(self, stream: TextIO | None) -> None:
         self._stream = stream
 
     def _write(self, text: str) -> None:
-        """Writes to the terminal; a closed terminal is ignored."""
         if self._stream is not None:
             try:
                 self._stream.write(text)
@@ -54,8 +56,10 @@ class _Terminal:
                 self._stream = None
 
 
-class LiveLine(_Terminal):
-    """A line that updates in place on a terminal that a person watches; silent in pipes, CI and dumb terminals."""
+class LiveLine(_TerminalWriter):
+    """A line that is updated in place, on a terminal that a person watches. In pipes, in CI and on terminals without
+    cursor control it prints nothing.
+    """
 
     def __init__(self, stream: TextIO | None, environ: Mapping[str, str]) -> None:
         super().__init__(stream if is_watched(stream, environ) else None)
@@ -63,91 +67,93 @@ class LiveLine(_Terminal):
 
     @property
     def room(self) -> int:
-        """The usable columns: some terminals wrap after the last one."""
-        # One column less than the width.
-        return (columns_of(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
+        """The usable columns of the terminal: one less than its width, because some terminals wrap after the last
+        column.
+        """
+        return (terminal_width(self._stream) or _FALLBACK_COLUMNS) - 1 if self._stream is not None else 0
 
     def show(self, text: str) -> None:
-        self._write(_ERASE + printable(text)[: self.room])
+        self._write(_ERASE_LINE + printable(text)[: self.room])
         self._drawn = True
 
     def close(self) -> None:
-        """Erases the line. May be called twice."""
+        """Erases the line. A second call does nothing."""
         if self._drawn:
-            self._write(_ERASE)
+            self._write(_ERASE_LINE)
             self._drawn = False
 
 
-class LiveBlock(_Terminal):
-    """Lines that update in place on a terminal, whose cursor stays visible.
+class LiveBlock(_TerminalWriter):
+    """Lines that are updated in place on a terminal. The cursor stays visible.
 
-    When a terminal is resized, it may fold or scroll old lines in unknown ways, so the screen is cleared and redrawn.
+    A resized terminal may fold or scroll old lines in unknown ways, so the whole screen is cleared and drawn again.
     """
 
     def __init__(self, stream: TextIO) -> None:
         super().__init__(stream)
         self._height = 0
-        self._size = _NOT_DRAWN
+        self._size = _NO_SIZE
 
     @property
     def room(self) -> int:
-        return _size(self._stream)[0] - 1
+        return _terminal_size(self._stream)[0] - 1
 
     def show(self, text: str) -> None:
-        """Shows these lines, cut at the edges of the terminal. They may be coloured."""
-        old_size, self._size = self._size, _size(self._stream)
-        if old_size in (self._size, _NOT_DRAWN):
-            erased = self._erase()
+        """Shows these lines, cut at the edges of the terminal. The text may contain colour codes."""
+        old_size, self._size = self._size, _terminal_size(self._stream)
+        if old_size in (self._size, _NO_SIZE):
+            erase_codes = self._erase()
         else:
-            erased = _CLEAR_SCREEN
-        # The cursor stays in the last line: a line break there would scroll a full screen.
+            erase_codes = _CLEAR_SCREEN
+        # Keep the cursor in the last line, because a line break after this line would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
-        self._write(erased + _NO_WRAP + "\n".join(lines) + _WRAP)
+        self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
         self._height = len(lines)
 
     def close(self) -> None:
-        """Erases the lines. May be called twice."""
+        """Erases the lines. A second call does nothing."""
         if self._height:
             self._write(self._erase())
-        self._height, self._size = 0, _NOT_DRAWN
+        self._height, self._size = 0, _NO_SIZE
 
     def _erase(self) -> str:
-        """Returns what moves the cursor to the first line and erases everything from there on."""
-        up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
-        return f"\r{up}\x1b[J"
+        """Returns the codes that move the cursor to the first line and erase everything below."""
+        move_up = f"\x1b[{self._height - 1}A" if self._height > 1 else ""
+        return f"\r{move_up}\x1b[J"
 
 
-def _size(stream: TextIO | None) -> tuple[int, int]:
+def _terminal_size(stream: TextIO | None) -> tuple[int, int]:
     with contextlib.suppress(OSError, ValueError, AttributeError):
         size = os.get_terminal_size(stream.fileno() if stream is not None else -1)
         return size.columns or _FALLBACK_COLUMNS, size.lines or _FALLBACK_LINES
     return _FALLBACK_COLUMNS, _FALLBACK_LINES
 
 
-def time_left(spent: float, share: float) -> str:
-    """Returns ', about 42 s left', from the time spent and the share of the work done; '' while it is too early to
-    estimate."""
-    if spent < _LEAST_SECONDS or not _LEAST_SHARE <= share <= 1:
+def show_time_left(seconds: float, share: float) -> str:
+    """Returns the remaining time as ', about 42 s left'. It is estimated from the elapsed seconds and the finished
+    share. Returns '' if it is too early to estimate.
+    """
+    if seconds < _MIN_SECONDS or not _MIN_SHARE <= share <= 1:
         return ""
-    return f", about {units.clock(spent * (1 - share) / share)} left"
+    return f", about {units.clock(seconds * (1 - share) / share)} left"
 
 
 def is_watched(stream: TextIO | None, environ: Mapping[str, str]) -> bool:
-    """Whether a person watches the stream, on a terminal that can redraw a line."""
+    """Returns whether a person watches the stream on a terminal that can redraw a line."""
     if stream is None or stream.closed or not stream.isatty():
         return False
     return not environ.get("CI") and environ.get("TERM") != "dumb"
 
 
-class _FollowedPlan:
-    """The progress of a run, and the names of its settings."""
+class _PlanProgress:
+    """Follows the progress of a planned run, and names the settings of the plan."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
         self._clock, self._begun = clock, clock()
         self._begin(Plan(()))
 
     def _begin(self, plan: Plan) -> None:
-        self._names = _short_names(plan)
+        self._names = _name_settings(plan)
         groups = sum(any(planned.runs for planned in group.cases) for group in plan)
         self._remaining = RemainingTime(groups, self._clock() - self._begun)
         self._begun = self._clock()
@@ -155,35 +161,35 @@ class _FollowedPlan:
     def _name(self, case: Case) -> str:
         return f"{case.mode} of {self._names.get(case.setting, case.workload)}"
 
-    def _left(self, now: float) -> str:
-        """Returns ', about 42 s left'; '' while it is too early to estimate."""
-        early = now - self._begun < _LEAST_SECONDS
-        return "" if early else f", about {units.clock(self._remaining.predict(now))} left"
+    def _show_left(self, now: float) -> str:
+        """Returns the remaining time as ', about 42 s left'. Returns '' if it is too early to estimate."""
+        is_early = now - self._begun < _MIN_SECONDS
+        return "" if is_early else f", about {units.clock(self._remaining.predict(now))} left"
 
 
-def _short_names(plan: Plan) -> dict[str, str]:
-    """Returns for each setting its workload and what distinguishes it from others of that workload: 'gemm m=256'."""
+def _name_settings(plan: Plan) -> dict[str, str]:
+    """Returns a name for each setting, as 'gemm m=256': its workload, and the parameters that distinguish it."""
     cases = [group.cases[0].case for group in plan]
-    values: dict[tuple[str, str], set[Scalar]] = {}
-    # Collect the values of each parameter, then keep parameters that vary.
+    values_by_param: dict[tuple[str, str], set[Scalar]] = {}
+    # Collect the values of each parameter, because only parameters with several values are named.
     for case in cases:
         for name, value in (*case.params, ("device", case.device)):
-            values.setdefault((case.workload, name), set()).add(value)
-    names = {}
+            values_by_param.setdefault((case.workload, name), set()).add(value)
+    name_by_setting = {}
     for case in cases:
         pairs = (*case.params, ("device", case.device))
-        telling = [f"{name}={value}" for name, value in pairs if len(values[case.workload, name]) > 1]
-        names[case.setting] = " ".join([case.workload, *telling])
-    return names
+        distinguishing = [f"{name}={value}" for name, value in pairs if len(values_by_param[case.workload, name]) > 1]
+        name_by_setting[case.setting] = " ".join([case.workload, *distinguishing])
+    return name_by_setting
 
 
-class RunProgress(_FollowedPlan, LiveLine):
-    """Observes a run and updates one line."""
+class RunProgress(_PlanProgress, LiveLine):
+    """Observes a run, and shows its progress on one line of a terminal."""
 
     def __init__(
         self, stream: TextIO | None, environ: Mapping[str, str], clock: Callable[[], float] = time.monotonic
     ) -> None:
-        _FollowedPlan.__init__(self, clock)
+        _PlanProgress.__init__(self, clock)
         LiveLine.__init__(self, stream, environ)
         self._shown_at = -REDRAW_SECONDS
         self._doing = ""
@@ -191,109 +197,108 @@ class RunProgress(_FollowedPlan, LiveLine):
 
     def planned(self, plan: Plan) -> None:
         self._total, self._done = plan.num_cases, 0
-        # Notes scroll away above the updating line.
-        for note in plan.what_fits:
-            self._write(f"{_ERASE}{printable(note)}\n")
+        # Print notes above the line that is updated, where they scroll away.
+        for note in plan.memory_notes:
+            self._write(f"{_ERASE_LINE}{printable(note)}\n")
         self._begin(plan)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         now = self._clock()
         self._remaining.follow(case.setting, doing, share, now)
-        # A new activity may take long, so it is shown at once.
+        # Show a new activity at once, because it may take long.
         if now - self._shown_at >= REDRAW_SECONDS or doing != self._doing:
             self._doing, self._shown_at = doing, now
-            self.show(f"{self._done}/{self._total} cases{self._left(now)}, {doing} {self._name(case)}")
+            self.show(f"{self._done}/{self._total} cases{self._show_left(now)}, {doing} {self._name(case)}")
 
     def finished(self, record: Record) -> None:
         self._done += 1
 
 
-class _Lines:
-    """Prints the current activity, at least every 30 s if `beat` is called often enough."""
+class _LogLines:
+    """Prints the current activity every 30 seconds, provided that `print_if_due` is called often enough."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        self._say, self._clock = say, clock
-        self._begun = self._said_at = clock()
+        self._print, self._clock = say, clock
+        self._begun = self._printed_at = clock()
         self._doing = "starting"
 
-    def beat(self) -> None:
+    def print_if_due(self) -> None:
         now = self._clock()
-        if now - self._said_at >= _SILENT_SECONDS:
-            self._said_at = now
-            self._say(f"after {units.clock(now - self._begun)}{self._left(now)}: {self._doing}")
+        if now - self._printed_at >= _MAX_SILENT_SECONDS:
+            self._printed_at = now
+            self._print(f"after {units.clock(now - self._begun)}{self._show_left(now)}: {self._doing}")
 
-    def _left(self, now: float) -> str:
-        """Returns ', about 42 s left'; '' while it is too early to estimate."""
+    def _show_left(self, now: float) -> str:
+        """Returns the remaining time as ', about 42 s left'. Returns '' if it is too early to estimate."""
         return ""
 
 
-class GroupLines(_FollowedPlan, _Lines, SilentObserver):
-    """Observes a run without a terminal: prints a line after each of several groups, and at least every 30 s."""
+class GroupLines(_PlanProgress, _LogLines, SilentObserver):
+    """Observes a run without a terminal: prints a line after each group, and at least every 30 seconds."""
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        _Lines.__init__(self, say, clock)
-        _FollowedPlan.__init__(self, clock)
+        _LogLines.__init__(self, say, clock)
+        _PlanProgress.__init__(self, clock)
         self._cases: dict[str, int] = {}
 
     def planned(self, plan: Plan) -> None:
         self._begin(plan)
-        self._said_at = self._begun
+        self._printed_at = self._begun
         self._cases = {group.setting: len(group.cases) for group in plan}
-        for note in plan.what_fits:
-            self._say(note)
+        for note in plan.memory_notes:
+            self._print(note)
 
     def working(self, case: Case, doing: str, share: float) -> None:
         self._remaining.follow(case.setting, doing, share, self._clock())
         self._doing = f"{doing}, {self._name(case)}"
-        self.beat()
+        self.print_if_due()
 
     def finished(self, record: Record) -> None:
         setting = record.case.setting
         self._cases[setting] -= 1
-        groups = len(self._cases)
-        if self._cases[setting] == 0 and groups > 1:
-            done = sum(not cases for cases in self._cases.values())
-            self._said_at = now = self._clock()
-            time_words = self._left(now) if done < groups else ""
-            self._say(
-                f"{done}/{groups} groups after {units.clock(now - self._begun)}{time_words}: {self._names[setting]}"
-            )
+        num_groups = len(self._cases)
+        if self._cases[setting] == 0 and num_groups > 1:
+            num_done = sum(not cases for cases in self._cases.values())
+            self._printed_at = now = self._clock()
+            time_left = self._show_left(now) if num_done < num_groups else ""
+            elapsed = units.clock(now - self._begun)
+            self._print(f"{num_done}/{num_groups} groups after {elapsed}{time_left}: {self._names[setting]}")
 
 
 @contextmanager
-def call_regularly(beat: Callable[[], None]) -> Iterator[None]:
-    """Calls `beat` regularly from a thread until the block ends."""
-    ended = threading.Event()
+def call_in_thread(function: Callable[[], None]) -> Iterator[None]:
+    """A context in which a thread calls a function every few seconds."""
+    stop_event = threading.Event()
 
     def call_repeatedly() -> None:
-        while not ended.wait(_BEAT_SECONDS):
-            beat()
+        while not stop_event.wait(_CHECK_SECONDS):
+            function()
 
-    # A daemon thread does not keep an interrupted process alive.
+    # A daemon thread does not keep the process alive after an interrupt.
     thread = threading.Thread(target=call_repeatedly, daemon=True)
     thread.start()
     try:
         yield
     finally:
-        ended.set()
+        stop_event.set()
         thread.join()
 
 
-class CountedLines(_Lines):
-    """Prints counted progress without a terminal."""
+class CountedLines(_LogLines):
+    """Prints the progress of a job that counts its finished parts, as whole lines for output without a terminal."""
 
     _share = 0.0
 
     def tell(self, done: int, total: int, things: str, doing: str) -> None:
         self._share, self._doing = done / total, f"{done}/{total} {things}, {doing}"
-        self.beat()
+        self.print_if_due()
 
-    def _left(self, now: float) -> str:
-        return time_left(now - self._begun, self._share)
+    def _show_left(self, now: float) -> str:
+        return show_time_left(now - self._begun, self._share)
 
 
 class TerminalJob:
-    """Reports a job's progress to the user of the command line."""
+    """Reports the progress of a job on the command line."""
 
     def note(self, sentence: str) -> None:
         complain(sentence)
@@ -302,7 +307,7 @@ class TerminalJob:
     def measuring(self) -> Iterator[Observer]:
         if not is_watched(sys.stderr, os.environ):
             lines = GroupLines(complain)
-            with call_regularly(lines.beat):
+            with call_in_thread(lines.print_if_due):
                 yield lines
             return
         with closing(RunProgress(sys.stderr, os.environ)) as observer:
@@ -312,13 +317,13 @@ class TerminalJob:
     def counting(self) -> Iterator[Tell]:
         if not is_watched(sys.stderr, os.environ):
             lines = CountedLines(complain)
-            with call_regularly(lines.beat):
+            with call_in_thread(lines.print_if_due):
                 yield lines.tell
             return
         line, begun = LiveLine(sys.stderr, os.environ), time.monotonic()
 
         def tell(done: int, total: int, things: str, doing: str) -> None:
-            line.show(f"{done}/{total} {things}{time_left(time.monotonic() - begun, done / total)}, {doing}")
+            line.show(f"{done}/{total} {things}{show_time_left(time.monotonic() - begun, done / total)}, {doing}")
 
         with closing(line):
             yield tell

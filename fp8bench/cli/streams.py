@@ -1,4 +1,6 @@
-"""Writing to stdout and stderr, which may be closed, full, an unread pipe, or unable to encode a name."""
+"""Writes to stdout and stderr. A stream may be closed or full, may be a closed pipe, or may be unable to encode a
+name.
+"""
 
 from __future__ import annotations
 
@@ -12,8 +14,8 @@ from typing import TextIO
 from fp8bench.errors import NotPrinted
 
 
-def make_usable() -> None:
-    """Replaces missing streams by silent ones, and makes unencodable names printable."""
+def repair_streams() -> None:
+    """Replaces missing streams by silent ones. Names that a stream cannot encode are printed with replacements."""
     for name in ("stdout", "stderr"):
         stream = getattr(sys, name)
         # pythonw and some daemons start without streams.
@@ -24,50 +26,51 @@ def make_usable() -> None:
 
 
 def say(text: str) -> None:
-    """Writes to stdout and flushes. A closed pipe is ignored; if stdout cannot be written, raises NotPrinted."""
+    """Writes to stdout and flushes it. A closed pipe is ignored. Raises NotPrinted if stdout cannot be written."""
     try:
         sys.stdout.write(text)
         sys.stdout.flush()
-    # Users who pipe into head have seen what they wanted.
+    # A reader such as `head` closes the pipe when it has read enough lines.
     except BrokenPipeError:
-        silence()
+        silence_stdout()
     except OSError as error:
-        silence()
+        silence_stdout()
         raise NotPrinted(f"stdout cannot be written ({error.strerror}).") from None
 
 
 def complain(text: str) -> None:
-    """Writes a sentence to stderr, folded to COLUMNS or the terminal's width; in a file it stays one line.
+    """Writes a sentence to stderr, wrapped at COLUMNS or the width of the terminal. In a file the sentence stays on
+    one line.
 
-    A line that begins with blanks is meant for copying and is not folded.
+    A line that begins with blanks is a command to copy, and is not wrapped.
     """
     from fp8bench.report.elements import printable
     from fp8bench.report.terminal.layout import INDENT, MIN_WIDTH, wrap
 
-    columns = os.environ.get("COLUMNS", "")
-    width = (int(columns) if columns.isdecimal() else 0) or columns_of(sys.stderr)
+    columns_variable = os.environ.get("COLUMNS", "")
+    width = (int(columns_variable) if columns_variable.isdecimal() else 0) or terminal_width(sys.stderr)
     lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
-    # In a log, whole lines can be searched.
+    # Do not wrap lines in a log, so that whole sentences can be searched.
     if width:
-        wide = max(width, MIN_WIDTH)
-        folded: list[str] = []
+        fold_width = max(width, MIN_WIDTH)
+        folded_lines: list[str] = []
         for line in lines:
-            folded += [line] if line.startswith(" ") else wrap(line, wide, hang=INDENT * 2)
-        lines = folded
+            folded_lines += [line] if line.startswith(" ") else wrap(line, fold_width, hang=INDENT * 2)
+        lines = folded_lines
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()
 
 
-def columns_of(stream: TextIO | None) -> int:
-    """Returns the width of a terminal; 0 if the stream is not a terminal or has no known width."""
+def terminal_width(stream: TextIO | None) -> int:
+    """Returns the columns of a terminal, or 0 if the stream is not a terminal or its width is unknown."""
     try:
         return os.get_terminal_size(stream.fileno()).columns if stream is not None else 0
     except (OSError, ValueError, AttributeError):
         return 0
 
 
-def silence() -> None:
-    """Redirects stdout to os.devnull, so that the interpreter's last flush does not fail."""
+def silence_stdout() -> None:
+    """Redirects stdout to os.devnull, so that Python's flush at exit does not fail."""
     with contextlib.suppress(OSError, ValueError, io.UnsupportedOperation):
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

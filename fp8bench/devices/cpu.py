@@ -1,4 +1,4 @@
-"""The processor, timed by the host's monotonic clock."""
+"""The device 'cpu': the processor, timed by the host's monotonic clock."""
 
 from __future__ import annotations
 
@@ -13,20 +13,19 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole
-from fp8bench.model.consumed import DeviceNote
-from fp8bench.profiler.allocations import AllocationStream, Begun, Said, course
+from fp8bench.model import DeviceFacts, MemoryCourse
+from fp8bench.profiler.allocations import PhaseStart, StreamMeter, find_memory_course
 from fp8bench.protocols import CannotLimit, Device, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# Memory besides tensors: workspaces of kernels and the meter's own list; and holes in the heap, which have taken 40% of
-# what tensors take.
-_BESIDE_BYTES = 256 << 20
-_HOLES = 2
+# RLIMIT_DATA counts more than tensors. The first constant is for workspaces of kernels and for the memory meter's
+# list of events. The factor is for holes in the heap, which have taken up to 40% of the bytes of tensors.
+_NON_TENSOR_BYTES = 256 << 20
+_HEAP_FACTOR = 2
 
 
 class HostStamper(Stamper):
-    """Stamps are integer nanoseconds."""
+    """A clock whose stamps are integers, the nanoseconds of the host's performance counter."""
 
     def source(self) -> Callable[[], Any]:
         return time.perf_counter_ns
@@ -35,43 +34,32 @@ class HostStamper(Stamper):
         return [later - earlier for earlier, later in pairwise(stamps)]
 
 
-class ProfilerMeter(MemoryMeter):
-    """Sums each allocation and release that torch's allocator reports to torch's profiler, to the byte."""
-
-    def __init__(self) -> None:
-        self._stream = AllocationStream("cpu")
+class ProfilerMeter(StreamMeter):
+    """A memory meter that is exact to the byte. It adds up the allocations and releases that torch's allocator
+    reports to torch's profiler.
+    """
 
     def start(self, blocks: bool = True) -> None:
         self._stream.start()
 
     def enter(self, phase: str) -> None:
-        self._stream.note(Begun(phase))
-
-    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
-        self._stream.note(Said(tuple(addresses), role))
-
-    @property
-    def listening(self) -> bool:
-        return self._stream.listening
-
-    def note(self, note: DeviceNote) -> None:
-        self._stream.note(note)
+        self._stream.note(PhaseStart(phase))
 
     def stop(self) -> MemoryCourse | None:
         events = self._stream.stop()
-        return None if events is None else course(events)
+        return None if events is None else find_memory_course(events)
 
 
 @devices.register("cpu")
 class Cpu(Device):
-    """The processor of this machine; always there, always one."""
+    """The processor of this machine. It is one device and always available."""
 
     kind = "cpu"
 
     def available(self) -> tuple[DeviceFacts, ...]:
         import torch
 
-        size, shared = last_cache()
+        size, shared = read_last_cache()
         return (
             DeviceFacts(
                 "cpu",
@@ -94,42 +82,50 @@ class Cpu(Device):
     def memory_meter(self, index: int) -> MemoryMeter | str:
         from torch.profiler import kineto_available
 
-        return ProfilerMeter() if kineto_available() else "torch was built without its profiler (kineto)"
+        return ProfilerMeter("cpu") if kineto_available() else "torch was built without its profiler (kineto)"
 
     def is_out_of_memory(self, error: BaseException) -> bool:
-        # The first are torch's own words, the others those of libraries in which C++ finds no memory.
-        words = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "dnnl_out_of_memory")
-        return isinstance(error, MemoryError) or any(word in str(error) for word in words)
+        # The first text is torch's. The other two come from C++ libraries.
+        messages = ("DefaultCPUAllocator: can't allocate memory", "std::bad_alloc", "dnnl_out_of_memory")
+        return isinstance(error, MemoryError) or any(word in str(error) for word in messages)
 
     @contextlib.contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
-        """Sets RLIMIT_DATA to twice the limit and 256 MiB more, because the kernel counts all private writable memory.
-        This keeps the machine from running full; for an exact limit the caller must count tensors."""
+        """Sets RLIMIT_DATA to twice the limit plus 256 MiB, because the kernel counts all private writable memory. So
+        the machine does not run out of memory. A caller that needs an exact limit must count tensors.
+        """
         if sys.platform != "linux":
-            raise CannotLimit(f"no limit on a process's memory is kept on {sys.platform}; on Linux it is (RLIMIT_DATA)")
-        soft, most = resource.getrlimit(resource.RLIMIT_DATA)
-        bytes_allowed = data_bytes() + limit * _HOLES + _BESIDE_BYTES
-        bounds = [number for number in (soft, most) if number != resource.RLIM_INFINITY]
-        resource.setrlimit(resource.RLIMIT_DATA, (min([bytes_allowed, *bounds]), most))
+            raise CannotLimit(f"{sys.platform} cannot limit the memory of a process, as Linux can (RLIMIT_DATA)")
+        earlier_limits = _limit_data(data_bytes() + limit * _HEAP_FACTOR + _NON_TENSOR_BYTES)
         try:
             yield
         finally:
-            resource.setrlimit(resource.RLIMIT_DATA, (soft, most))
+            resource.setrlimit(resource.RLIMIT_DATA, earlier_limits)
 
     def free_bytes(self) -> int:
         return free_bytes()
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
-        """Limits memory to what is free, or the kernel would end this process, or another one."""
+        """Limits memory to what is free. Without a limit the kernel would kill this process or another one."""
         with contextlib.suppress(CannotLimit, OSError, ValueError):
             if sys.platform == "linux" and (free := free_bytes()):
-                soft, most = resource.getrlimit(resource.RLIMIT_DATA)
-                bounds = [number for number in (soft, most) if number != resource.RLIM_INFINITY]
-                resource.setrlimit(resource.RLIMIT_DATA, (min([data_bytes() + free // shared_by, *bounds]), most))
+                _limit_data(data_bytes() + free // shared_by)
+
+
+def _limit_data(allowed: int) -> tuple[int, int]:
+    """Lowers RLIMIT_DATA to `allowed` bytes and returns the limits that it had before. If the limit was lower
+    already, it stays.
+    """
+    soft_limit, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
+    finite_limits = [number for number in (soft_limit, hard_limit) if number != resource.RLIM_INFINITY]
+    resource.setrlimit(resource.RLIMIT_DATA, (min([allowed, *finite_limits]), hard_limit))
+    return soft_limit, hard_limit
 
 
 def data_bytes() -> int:
-    """Returns what the kernel counts against RLIMIT_DATA for this process."""
+    """Returns the bytes of this process that the kernel counts against RLIMIT_DATA. Raises CannotLimit if they are
+    unknown.
+    """
     try:
         lines = Path("/proc/self/status").read_text().splitlines()
         return next(int(line.split()[1]) << 10 for line in lines if line.startswith("VmData:"))
@@ -138,48 +134,58 @@ def data_bytes() -> int:
 
 
 def memory_bytes() -> int:
-    """Returns physical memory, or a container's limit; 0 if unknown."""
+    """Returns the bytes of physical memory. If the container has a lower limit, returns that limit. Returns 0 if
+    unknown.
+    """
     try:
-        physical = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+        physical_bytes = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (ValueError, OSError):
         return 0
-    return min([physical, *(limit for limit, _ in _container_memory() if limit)])
+    return min([physical_bytes, *(limit for limit, _ in _read_container_memory() if limit)])
 
 
-def _container_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
-    """Yields the limit of this process's container on memory, and what is used of it."""
-    names = ("memory.max", "memory.current"), ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes")
-    for limit, taken in names:
-        with contextlib.suppress(OSError, ValueError):  # none, or the word max
-            yield int((root / limit).read_text()), int((root / taken).read_text())
+def _read_container_memory(root: Path = Path("/sys/fs/cgroup")) -> Iterator[tuple[int, int]]:
+    """Yields the memory limit of this process's container and the bytes in use, once for cgroup 2 and once for cgroup
+    1.
+    """
+    limit_and_usage_files = (
+        ("memory.max", "memory.current"),
+        ("memory/memory.limit_in_bytes", "memory/memory.usage_in_bytes"),
+    )
+    for limit, used in limit_and_usage_files:
+        with contextlib.suppress(OSError, ValueError):  # the file may be missing, or the limit may be the word 'max'
+            yield int((root / limit).read_text()), int((root / used).read_text())
 
 
 def free_bytes() -> int:
-    """Returns what may still be taken without any process being ended for it; 0 if unknown."""
+    """Returns the bytes that can be allocated before the kernel kills a process for lack of memory. Returns 0 if
+    unknown.
+    """
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
-        free = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
+        available_bytes = next(int(line.split()[1]) << 10 for line in lines if line.startswith("MemAvailable:"))
     except (OSError, ValueError, IndexError, StopIteration):
         return 0
-    return min([free, *(max(0, limit - taken) for limit, taken in _container_memory())])
+    return min([available_bytes, *(max(0, limit - taken) for limit, taken in _read_container_memory())])
 
 
-def last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
-    """Returns the bytes of the last cache of a processor that may be used here, and how many share it; 0, 0 if
-    unknown."""
-    first = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
-    caches = [(0, 0, 0)]
-    for index in (system / f"cpu{first}" / "cache").glob("index*"):
+def read_last_cache(system: Path = Path("/sys/devices/system/cpu")) -> tuple[int, int]:
+    """Returns the size in bytes of the last-level cache of a usable core, and how many cores share it. Returns 0, 0
+    if unknown.
+    """
+    usable_core = min(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else 0
+    usable_caches = [(0, 0, 0)]
+    for index in (system / f"cpu{usable_core}" / "cache").glob("index*"):
         try:
             level, size, shared = ((index / name).read_text() for name in ("level", "size", "shared_cpu_list"))
-            sharing = 0
+            sharing_cores = 0
             for part in shared.split(","):
                 first_core, _, last_core = part.partition("-")
-                sharing += int(last_core or first_core) - int(first_core) + 1
-            caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing))
+                sharing_cores += int(last_core or first_core) - int(first_core) + 1
+            usable_caches.append((int(level), int(size.strip().removesuffix("K")) << 10, sharing_cores))
         except (OSError, ValueError):
             continue
-    return max(caches)[1:]
+    return max(usable_caches)[1:]
 
 
 def processor_name() -> str:

@@ -1,4 +1,4 @@
-"""GPUs that torch reaches as 'cuda' (NVIDIA, and AMD through HIP), timed by events on the device."""
+"""The device 'cuda': NVIDIA's GPUs, and AMD's through HIP, timed by events on the device."""
 
 from __future__ import annotations
 
@@ -10,46 +10,56 @@ from contextlib import AbstractContextManager, contextmanager
 from typing import ClassVar, NamedTuple
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, CapturedStamper, Gpu, limit_fraction
+from fp8bench.profiler.gpu import AllocatorMeter, CapturedStamper, Gpu, limit_allocator
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter, Stamper
 from fp8bench.registry import devices
 
-# Libraries and the driver allocate memory themselves; these are their errors when memory is exhausted.
-_NO_MEMORY = re.compile(
+# Errors of libraries and of the driver when memory is exhausted. They allocate memory without torch.
+_OUT_OF_MEMORY_PATTERN = re.compile(
     r"_STATUS_ALLOC_FAILED|CUFFT_ALLOC_FAILED|(CUDA|HIP) error: out of memory|Triton Error \[\w+\]: out of memory"
     r"|CUDA_ERROR_OUT_OF_MEMORY|hipErrorOutOfMemory|miopenStatusAllocFailed|DEVICE_ALLOCATION_FAILED"
-    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch could not find the owner of the memory
+    r"|NVML_SUCCESS == .*INTERNAL ASSERT FAILED.*CUDACachingAllocator"  # torch found no process that owns the memory
 )
-# Errors that may also have another cause: a device with this much memory left was not out of memory.
-_NOT_BEGUN = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
-_LEFT = 1 << 30
-# At least the cycles of any GPU in a second: torch's sleep counts cycles, and is longer at a lower clock.
-_MOST_CYCLES = 3e9
-# Last caches behind L2, which torch does not report.
-_BEHIND_L2 = {"gfx942": 256 << 20, "gfx950": 256 << 20}
-# Sides of the product that fills a queue (24 MiB in bfloat16), and how often one launch does it: for half a
-# millisecond on an H200.
-_FILLING_SIDE, _FILLING_PRODUCTS, _LEAST_FILLING_SECONDS = 2048, 16, 20e-6
-# Warm-up steps, as torch's documentation has them.
-_BEFORE_CAPTURE = 3
-_UNCOUNTED = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
+# Such errors can have other causes. If at least this many bytes are free, lack of memory is not the cause.
+_NOT_INITIALIZED = re.compile(r"(BLAS|DNN|SOLVER|SPARSE)_STATUS_NOT_INITIALIZED")
+_ENOUGH_FREE_BYTES = 1 << 30
+# No GPU has more cycles per second. torch's sleep counts clock cycles, so at a lower clock it lasts longer.
+_CYCLES_PER_SECOND = 3e9
+# The bytes of last-level caches behind the L2 cache, by architecture. torch does not report these caches.
+_LAST_CACHE_BYTES = {"gfx942": 256 << 20, "gfx950": 256 << 20}
+# A GPU's queue is filled with square products. The numbers are the side of a matrix (24 MiB in bfloat16), how many
+# products one launch has (half a millisecond on an H200), and the fewest seconds that a launch is taken to last.
+_FILLING_SIDE, _FILLING_PRODUCTS, _MINIMUM_FILLING_SECONDS = 2048, 16, 20e-6
+# torch's documentation runs this many steps before it captures a graph.
+_WARM_UP_STEPS = 3
+_CACHING_OFF_VARIABLES = ("PYTORCH_NO_CUDA_MEMORY_CACHING", "PYTORCH_NO_HIP_MEMORY_CACHING")
 
 
 def pci_address(properties: object) -> str:
-    """Returns domain, bus and device in hexadecimal, as the driver writes them; '' if torch is too old."""
+    """Returns a GPU's PCI domain, bus and device in hexadecimal, as the driver writes them. Returns '' if torch is
+    too old to know them.
+    """
     parts = [getattr(properties, name, None) for name in ("pci_domain_id", "pci_bus_id", "pci_device_id")]
     numbers = [part for part in parts if isinstance(part, int)]
     return "{:08X}:{:02X}:{:02X}".format(*numbers) if len(numbers) == len(parts) else ""
 
 
-def why_no_kernels(arch: str, built: Sequence[str]) -> str:
-    """Returns why a build of torch for the architectures `built` has no kernels for `arch`; '' if it has, or unknown.
-    NVIDIA's machine code (sm_90) runs on its own major capability from its minor one on; with an 'a' only on that very
-    one. Its intermediate code (compute_90) runs on all later ones. AMD's code runs on what it was made for."""
-    have = _architecture(arch)
-    architectures = [architecture for architecture in map(_architecture, built) if architecture is not None]
-    fits = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
-    if not built or fits or (have is not None and any(_runs(have, architecture) for architecture in architectures)):
+def explain_missing_kernels(arch: str, built: Sequence[str]) -> str:
+    """Returns why torch has no kernels for the architecture `arch`, if it was built for the architectures `built`.
+    Returns '' if it has kernels, or if that is unknown.
+
+    NVIDIA's machine code (sm_90) runs on later minor versions of its major version. With the suffix 'a' it runs on
+    exactly that version. NVIDIA's intermediate code (compute_90) runs on all later versions. AMD's code runs only on
+    the architecture for which it was built.
+    """
+    device = _parse_architecture(arch)
+    is_named = any(name.partition(":")[0] == arch.partition(":")[0] or "generic" in name for name in built)
+    built_architectures = filter(None, map(_parse_architecture, built))
+    if (
+        not built
+        or is_named
+        or (device is not None and any(_can_run(device, target) for target in built_architectures))
+    ):
         return ""
     return (
         f"this torch has no kernels for {arch}: it was built for {', '.join(built)}. Install a build of torch that has "
@@ -58,49 +68,51 @@ def why_no_kernels(arch: str, built: Sequence[str]) -> str:
 
 
 class _Architecture(NamedTuple):
-    translated: bool
+    machine_code: bool
     major: int
     minor: int
     suffix: str
 
 
-def _architecture(name: str) -> _Architecture | None:
+def _parse_architecture(name: str) -> _Architecture | None:
     parts = re.fullmatch(r"(sm|compute)_(\d+)(\d)([af]?)", name)
     return _Architecture(parts[1] == "sm", int(parts[2]), int(parts[3]), parts[4]) if parts else None
 
 
-def _runs(have: _Architecture, built: _Architecture) -> bool:
+def _can_run(device: _Architecture, built: _Architecture) -> bool:
+    """Returns whether a GPU of the architecture `device` can run code that was built for the architecture `built`."""
     if built.suffix == "a":
-        return (have.major, have.minor) == (built.major, built.minor)
-    later = (have.major, have.minor) >= (built.major, built.minor)
-    return later and (have.major == built.major or not (built.translated or built.suffix))
+        return (device.major, device.minor) == (built.major, built.minor)
+    is_later = (device.major, device.minor) >= (built.major, built.minor)
+    return is_later and (device.major == built.major or not (built.machine_code or built.suffix))
 
 
 class QueueFiller(NamedTuple):
-    """Products that keep a GPU at work, in one launch, and the seconds that they take."""
+    """Products in a captured graph that keep a GPU busy: a function that launches them, and the seconds that one
+    launch takes.
+    """
 
     launch: Callable[[], object]
     seconds: float
-    # The graph reads and writes these, and keeps none of them alive.
+    # The graph reads and writes these tensors. They are stored here, because the graph does not keep them alive.
     tensors: tuple[object, ...] = ()
 
 
 @devices.register("cuda")
 class Cuda(Gpu):
-    """One GPU of NVIDIA's or AMD's; the index is torch's, which CUDA_VISIBLE_DEVICES may have renumbered."""
+    """A GPU of NVIDIA or AMD. The index is torch's. CUDA_VISIBLE_DEVICES may have renumbered the GPUs."""
 
     kind = "cuda"
-    # Fillers by index; a reason where products could not be captured.
+    # For each index of a device: its queue filler, or the reason why products could not be captured.
     _fillers: ClassVar[dict[int, QueueFiller | str]] = {}
 
     def facts(self, index: int) -> DeviceFacts:
         import torch
 
         properties = torch.cuda.get_device_properties(index)
-        arch = f"sm_{properties.major}{properties.minor}"
-        if torch.version.hip:  # builds for CUDA have gcnArchName too, with the device's name in it
-            arch = getattr(properties, "gcnArchName", arch)
-        unusable = why_no_kernels(arch, torch.cuda.get_arch_list())
+        architecture = f"sm_{properties.major}{properties.minor}"
+        if torch.version.hip:  # a CUDA build has gcnArchName too, but that contains the name of the device
+            architecture = getattr(properties, "gcnArchName", architecture)
         return DeviceFacts(
             "cuda",
             index,
@@ -110,48 +122,50 @@ class Cuda(Gpu):
             capability=(properties.major, properties.minor),
             cuda=torch.version.cuda,
             hip=torch.version.hip,
-            arch=arch,
+            arch=architecture,
             uuid=str(getattr(properties, "uuid", "")),
             pci=pci_address(properties),
-            unusable=unusable,
-            cache_bytes=_BEHIND_L2.get(arch.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
+            unusable=explain_missing_kernels(architecture, torch.cuda.get_arch_list()),
+            cache_bytes=_LAST_CACHE_BYTES.get(architecture.partition(":")[0], getattr(properties, "L2_cache_size", 0)),
             cache_shared=1,
         )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
 
-        if isinstance(error, torch.cuda.OutOfMemoryError) or _NO_MEMORY.search(str(error)):
+        if isinstance(error, torch.cuda.OutOfMemoryError) or _OUT_OF_MEMORY_PATTERN.search(str(error)):
             return True
-        if not _NOT_BEGUN.search(str(error)):
+        if not _NOT_INITIALIZED.search(str(error)):
             return False
         try:
-            return torch.cuda.mem_get_info()[0] < _LEFT  # counts other processes' memory too
+            return torch.cuda.mem_get_info()[0] < _ENOUGH_FREE_BYTES  # this counts the memory of other processes too
         except Exception:  # noqa: BLE001 - a broken device was not out of memory
             return False
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
         import torch
 
-        # With its caching switched off torch counts nothing, and would report 0.
-        if off := [name for name in _UNCOUNTED if name in os.environ]:
-            return f"torch's allocator counts nothing under {off[0]}"
+        # If caching is switched off, torch's allocator counts nothing and would report 0.
+        if variables := [name for name in _CACHING_OFF_VARIABLES if name in os.environ]:
+            return f"torch's allocator counts nothing under {variables[0]}"
         return AllocatorMeter(torch.cuda, f"cuda:{index}", index, torch._C._cuda_clearCublasWorkspaces)
 
     @contextmanager
     def memory_limited(self, index: int, limit: int) -> Iterator[None]:
         import torch
 
-        if any(name in os.environ for name in _UNCOUNTED):
-            raise CannotLimit("with its caching switched off torch's allocator keeps no limit")
-        with limit_fraction(torch.cuda, index, limit):
+        if any(name in os.environ for name in _CACHING_OFF_VARIABLES):
+            raise CannotLimit("torch's allocator cannot limit memory while its caching is switched off")
+        with limit_allocator(torch.cuda, index, limit):
             yield
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Fills the queue with products. An idle GPU's clock rises within milliseconds, and a step that follows would
-        begin faster than the same step in a long loop: by how much would depend on the host, and on its neighbours.
+        """Fills the queue with products. An idle GPU raises its clock within milliseconds. So after a pause a step
+        would start faster than the same step in a long loop, by an amount that depends on the host and its other
+        processes.
 
-        Times shorter than one launch of products are spun: clocks do not change meantime, and caches are untouched.
+        If `seconds` is shorter than one launch of products, the GPU spins instead. Clocks do not change in so short a
+        time, and caches stay untouched.
         """
         import torch
 
@@ -159,7 +173,7 @@ class Cuda(Gpu):
             self._fillers[index] = self._make_filler(index)
         filler = self._fillers[index]
         if isinstance(filler, str) or seconds < filler.seconds:
-            torch.cuda._sleep(round(seconds * _MOST_CYCLES))  # type: ignore[no-untyped-call]
+            torch.cuda._sleep(round(seconds * _CYCLES_PER_SECOND))  # type: ignore[no-untyped-call]
             return
         for _ in range(math.ceil(seconds / filler.seconds)):
             filler.launch()
@@ -169,9 +183,8 @@ class Cuda(Gpu):
         return filler if isinstance(filler, str) else ""
 
     def _make_filler(self, index: int) -> QueueFiller | str:
-        """Captures products of random numbers, so that no mode of torch's counts them as a step's; times one launch.
-
-        Returns the reason where that fails.
+        """Captures products of random numbers and times one launch of them. Returns the reason if that fails. torch's
+        dispatch modes do not count captured products as operations of a step.
         """
         import torch
 
@@ -179,8 +192,8 @@ class Cuda(Gpu):
         dtype = torch.bfloat16 if torch.cuda.get_device_capability(index) >= (8, 0) else torch.float16
         try:
             generator = torch.Generator(key).manual_seed(0)
-            side = _FILLING_SIDE
-            a, b = (torch.randn(side, side, generator=generator, device=key).to(dtype) for _ in range(2))
+            side_length = _FILLING_SIDE
+            a, b = (torch.randn(side_length, side_length, generator=generator, device=key).to(dtype) for _ in range(2))
             product = torch.empty_like(a)
 
             def multiply() -> None:
@@ -188,14 +201,14 @@ class Cuda(Gpu):
                     torch.mm(a, b, out=product)
 
             launch = self.captured(index, multiply)
-        except (CannotCapture, RuntimeError) as failure:  # no memory, or a device without graphs
+        except (CannotCapture, RuntimeError) as failure:  # there is too little memory, or the device has no graphs
             return next(iter(str(failure).splitlines()), type(failure).__name__)
         begin, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))  # type: ignore[no-untyped-call]
         begin.record()
         launch()
         end.record()
         end.synchronize()
-        seconds = max(begin.elapsed_time(end) * 1e-3, _LEAST_FILLING_SECONDS)
+        seconds = max(begin.elapsed_time(end) * 1e-3, _MINIMUM_FILLING_SECONDS)
         return QueueFiller(launch, seconds, (a, b, product))
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
@@ -203,10 +216,11 @@ class Cuda(Gpu):
 
         try:
             graph, stream = torch.cuda.CUDAGraph(), torch.cuda.Stream(index)  # type: ignore[no-untyped-call]
-            # Libraries make workspaces, and autograd makes nodes, on the stream of their first use.
+            # First run the step on the capture stream. Libraries create workspaces, and autograd creates nodes, on
+            # the stream of their first use.
             stream.wait_stream(torch.cuda.current_stream(index))
             with torch.cuda.stream(stream):
-                for _ in range(_BEFORE_CAPTURE):
+                for _ in range(_WARM_UP_STEPS):
                     step()
             torch.cuda.synchronize(index)
             with torch.cuda.graph(graph, stream=stream):
@@ -214,8 +228,8 @@ class Cuda(Gpu):
             graph.replay()
             torch.cuda.synchronize(index)
         except Exception as error:
-            words = next(iter(str(error).strip().splitlines()), "")
-            raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {words}") from error
+            first_line = next(iter(str(error).strip().splitlines()), "")
+            raise CannotCapture(f"torch captured no graph of its step: {type(error).__name__}: {first_line}") from error
         return graph.replay
 
     @contextmanager
@@ -238,10 +252,11 @@ class Cuda(Gpu):
     def allocations(self, index: int) -> Mapping[str, int] | None:
         import torch
 
-        return None if any(name in os.environ for name in _UNCOUNTED) else torch.cuda.memory_stats(index)
+        return None if any(name in os.environ for name in _CACHING_OFF_VARIABLES) else torch.cuda.memory_stats(index)
 
     def retried(self, index: int) -> int | None:
         import torch
 
-        retries = torch.cuda.memory_stats(index).get("num_alloc_retries")  # missing before torch has begun
+        # the counter is missing until torch has allocated something
+        retries = torch.cuda.memory_stats(index).get("num_alloc_retries")
         return None if retries is None else int(retries)

@@ -1,16 +1,17 @@
-"""Intel's GPUs, which torch reaches as 'xpu', timed by events on the device."""
+"""The device 'xpu': Intel's GPUs, timed by events on the device."""
 
 from __future__ import annotations
 
 from contextlib import AbstractContextManager
 
 from fp8bench.model import DeviceFacts
-from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_fraction
+from fp8bench.profiler.gpu import AllocatorMeter, Gpu, limit_allocator
 from fp8bench.protocols import CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 
-# Errors of oneDNN, SYCL and Level Zero when memory is exhausted, besides torch's own exception.
-_NO_MEMORY = (
+# Errors of oneDNN, SYCL and Level Zero when memory is exhausted. For its own allocations torch raises a special
+# exception.
+_OUT_OF_MEMORY_TEXTS = (
     "UR_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
     "UR_RESULT_ERROR_OUT_OF_RESOURCES",
     "ZE_RESULT_ERROR_OUT_OF_DEVICE_MEMORY",
@@ -20,7 +21,7 @@ _NO_MEMORY = (
 
 @devices.register("xpu")
 class Xpu(Gpu):
-    """One GPU of Intel's; the index is torch's, which ZE_AFFINITY_MASK may have renumbered."""
+    """A GPU of Intel. The index is torch's. ZE_AFFINITY_MASK may have renumbered the GPUs."""
 
     kind = "xpu"
 
@@ -28,7 +29,6 @@ class Xpu(Gpu):
         import torch
 
         properties = torch.xpu.get_device_properties(index)
-        products = torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "XPU")
         return DeviceFacts(
             "xpu",
             index,
@@ -37,13 +37,13 @@ class Xpu(Gpu):
             str(torch.__version__),
             arch=f"{getattr(properties, 'architecture', 0):#x}",
             uuid=str(getattr(properties, "uuid", "")),
-            scaled_products=products,
+            scaled_products=torch._C._dispatch_has_kernel_for_dispatch_key("aten::_scaled_mm_v2", "XPU"),
         )
 
     def is_out_of_memory(self, error: BaseException) -> bool:
         import torch
 
-        return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _NO_MEMORY)
+        return isinstance(error, torch.OutOfMemoryError) or any(word in str(error) for word in _OUT_OF_MEMORY_TEXTS)
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
         import torch
@@ -54,5 +54,5 @@ class Xpu(Gpu):
         import torch
 
         if not hasattr(torch.xpu, "get_per_process_memory_fraction"):
-            raise CannotLimit("this torch's allocator for XPUs keeps no limit; 2.13's does")
-        return limit_fraction(torch.xpu, index, limit)
+            raise CannotLimit("this torch's allocator cannot limit memory of XPUs: use torch 2.13")
+        return limit_allocator(torch.xpu, index, limit)

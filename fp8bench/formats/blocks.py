@@ -1,12 +1,13 @@
-"""Scales and elements of blocks under each scaling, as pure functions that can be traced.
+"""Scales and elements of blocks for each kind of scaling, as pure functions that torch can trace.
 
-Scales come from largest magnitudes: each step is one float32 operation rounded to nearest, and powers of two are made
-from bits, because a logarithm would round. Scales decode: value = element * scale. `amax` is always float32, and NaN
-where a NaN is among its elements.
+A scale is computed from the largest magnitude of its block. Each step is one float32 operation that rounds to
+nearest. Powers of two are built from bits, because a logarithm would round. Scales decode: value = element * scale.
+`amax` is always float32, and NaN if an element is NaN.
 
-Blocks are whole (ends are filled with zeros), in one of two layouts: (blocks, size) where a block is part of a row, and
-(down, rows, across, columns) where it is a rectangle. Their values are float32, in one tensor or in several lanes of
-one shape that together hold the blocks (see fused.py).
+Blocks are complete. Incomplete blocks were filled with zeros before. Blocks have one of two layouts. A block that is
+a part of a row is (blocks, size). A block that is a rectangle is (down, rows, across, columns). Their values are
+float32. They are in one tensor or in several lanes, which are tensors of one shape that hold the blocks together (see
+fused.py).
 """
 
 from __future__ import annotations
@@ -19,130 +20,153 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, E8M0_LARGEST_CODE, Format
-from fp8bench.formats.quantise import bits_of, copy_signs, limit_magnitudes, on_grid, round_values, rounded_magnitudes
+from fp8bench.formats.quantise import (
+    copy_signs,
+    float_bits,
+    limit_magnitudes,
+    round_magnitudes,
+    round_to_grid,
+    round_values,
+)
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 _EXPONENT_MASK = 0x7F800000
 _MANTISSA_MASK = 0x007FFFFF
 _MAGNITUDE_MASK = 0x7FFFFFFF
 _MANTISSA_BITS = 23
-_SIGN_PLACE = 31
-_BIAS = 127
+_SIGN_BIT = 31
+_EXPONENT_BIAS = 127
 _SMALLEST_NORMAL = 2.0**-126
+# If a factor were larger than this, its inverse would be a subnormal number.
 _LARGEST_FACTOR = 2.0**126
-"""Above it the factor's inverse would be a subnormal number."""
 
 
 def float_factor(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> Tensor:
-    """The factor of elements, by which the largest magnitude becomes the format's: largest / amax.
+    """Returns the factor that scales the largest magnitude to the largest value of the format: largest / amax.
 
-    At most 2^126, and 1 where amax is zero, infinite or NaN. POWER_OF_TWO takes the power of two at or below.
+    The factor is at most 2^126. It is 1 where amax is zero, infinite or NaN. With POWER_OF_TWO it is rounded down to
+    a power of two.
     """
-    usable = amax.isfinite() & (amax > 0)
-    factor = torch.where(usable, quotient(_like(amax, fmt.largest), amax), 1.0).clamp(max=_LARGEST_FACTOR)
+    is_usable = amax.isfinite() & (amax > 0)
+    factor = torch.where(is_usable, divide_nearest(_fill_like(amax, fmt.largest), amax), 1.0).clamp(max=_LARGEST_FACTOR)
     if rounding is ScaleRounding.POWER_OF_TWO:
         factor = factor.view(torch.int32).bitwise_and(_EXPONENT_MASK).view(torch.float32)
     return factor
 
 
-def quotient(dividend: Tensor, divisor: Tensor) -> Tensor:
-    """The nearest float32: compiled for a GPU, a quotient by a constant or a reciprocal may be the next number.
+def divide_nearest(dividend: Tensor, divisor: Tensor) -> Tensor:
+    """Returns the correctly rounded float32 quotient. In a compiled GPU kernel, the plain quotient by a constant, or
+    a reciprocal, may differ from it in the last bit.
 
-    A quotient of numbers of 24 bits is never so near to the middle of two floats that rounding float64's differs.
+    On a GPU it divides in float64. The quotient of two 24-bit numbers is never so close to the middle of two floats
+    that rounding it twice gives another result.
     """
     if divisor.device.type == "cpu":
         return dividend / divisor
     return (dividend.to(torch.float64) / divisor.to(torch.float64)).to(torch.float32)
 
 
-def inverse_of(factor: Tensor) -> Tensor:
-    return factor.reciprocal() if factor.device.type == "cpu" else quotient(torch.ones_like(factor), factor)
+def reciprocal(factor: Tensor) -> Tensor:
+    """Returns the correctly rounded float32 reciprocal of a factor."""
+    return factor.reciprocal() if factor.device.type == "cpu" else divide_nearest(torch.ones_like(factor), factor)
 
 
 def mx_scale(amax: Tensor, fmt: Format, rounding: ScaleRounding) -> tuple[Tensor, Tensor]:
-    """The e8m0 scale of MX blocks as float32, and its inverse.
+    """Returns the e8m0 scale of MX blocks as float32, and its inverse.
 
-    With the exponent E of amax and that of the format's largest value, e: FLOOR takes 2^(E - e); EVEN the same once
-    amax is rounded to the elements' mantissa; CEIL once it is rounded up to a power of two; RCEIL the power of two at
-    or above the exact quotient amax / largest. From 2^-127 (for zero blocks too) to 2^(128 - e), for blocks with an
-    infinity. NaN where amax is: its inverse is then a number.
+    Let E be the exponent of amax, and e the exponent of the format's largest value. With FLOOR the scale is 2^(E -
+    e). With EVEN, amax is first rounded to the mantissa bits of the elements. With CEIL, amax is first rounded up to
+    a power of two. With RCEIL the scale is the power of two at or above the exact quotient amax / largest.
+
+    The smallest scale is 2^-127, which blocks of zeros have too. The largest is 2^(128 - e), for blocks with an
+    infinity. The scale is NaN where amax is NaN. The inverse is a number even there.
     """
     carry = mx_carry(fmt, rounding)
-    bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have any sign
-    raised = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
-    exponent = (raised - mx_exponent_of(fmt)).clamp(min=0)
-    inverse = _power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
-    # All bits set where amax is NaN: `where` would cost more than the rest if a block is done at a time.
-    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_PLACE)
-    return _power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
+    bits = amax.view(torch.int32).bitwise_and(_MAGNITUDE_MASK)  # a NaN may have either sign
+    raised_bits = (bits.clamp(max=_EXPONENT_MASK) + carry).bitwise_and(_EXPONENT_MASK)
+    exponent = (raised_bits - mx_largest_exponent(fmt)).clamp(min=0)
+    inverse = _make_power_of_two((E8M0_LARGEST_CODE << _MANTISSA_BITS) - exponent)
+    # This number has all bits set where amax is NaN. For single blocks torch.where would take longer than all other
+    # operations.
+    nan = (_EXPONENT_MASK - bits).bitwise_right_shift(_SIGN_BIT)
+    return _make_power_of_two(exponent).view(torch.int32).bitwise_or(nan).view(torch.float32), inverse
 
 
 def mx_carry(fmt: Format, rounding: ScaleRounding) -> int:
-    """The number added to an amax's bits, to carry into the exponent: for mantissas above the largest value's, above
-    zero, from a tie on, or never."""
+    """Returns the number that is added to the bits of amax, so that some mantissas carry into the exponent. With
+    RCEIL, mantissas above that of the format's largest value carry. With CEIL all mantissas above zero carry, and
+    with EVEN those from a tie on. With FLOOR none do.
+    """
     return {
-        ScaleRounding.RCEIL: _MANTISSA_MASK - (bits_of(fmt.largest) & _MANTISSA_MASK),
+        ScaleRounding.RCEIL: _MANTISSA_MASK - (float_bits(fmt.largest) & _MANTISSA_MASK),
         ScaleRounding.CEIL: _MANTISSA_MASK,
         ScaleRounding.EVEN: 1 << (_MANTISSA_BITS - fmt.mantissa_bits - 1),
         ScaleRounding.FLOOR: 0,
     }[rounding]
 
 
-def mx_exponent_of(fmt: Format) -> int:
-    """The exponent of the format's largest value, in the place of a float32's exponent bits."""
+def mx_largest_exponent(fmt: Format) -> int:
+    """Returns the exponent of the format's largest value, shifted to the exponent bits of a float32."""
     return fmt.max_exponent << _MANTISSA_BITS
 
 
 def nvfp4_tensor_scale(amax: Tensor) -> Tensor:
-    """amax / (448 * 6), the largest block scale times the largest element: at least 2^-126, and 1 where amax is zero,
-    infinite or NaN."""
+    """Returns the scale of an NVFP4 tensor, amax / (448 * 6). 448 is the largest block scale, and 6 the largest
+    element. The scale is at least 2^-126, and 1 where amax is zero, infinite or NaN.
+    """
     usable = amax.isfinite() & (amax > 0)
-    scale = quotient(amax, _like(amax, E4M3.largest * E2M1.largest))
+    scale = divide_nearest(amax, _fill_like(amax, E4M3.largest * E2M1.largest))
     return torch.where(usable, scale, 1.0).clamp(min=_SMALLEST_NORMAL)
 
 
 def nvfp4_block_scale(amax: Tensor, tensor_scale: Tensor, rounding: ScaleRounding) -> Tensor:
-    """The e4m3 scale of NVFP4 blocks as float32: amax / 6 / tensor_scale, rounded to nearest even or up.
+    """Returns the e4m3 scale of NVFP4 blocks as float32: amax / 6 / tensor_scale, rounded to nearest even or up.
 
-    Infinity saturates to 448, NaN stays; a scale that NEAREST rounds to zero makes a block of zeros.
+    Infinity becomes 448, and NaN stays NaN. If NEAREST rounds a scale to zero, all elements of its block become zero.
     """
-    scale = quotient(quotient(amax, _like(amax, E2M1.largest)), tensor_scale)
-    return _up(scale, E4M3) if rounding is ScaleRounding.UP else round_values(scale, E4M3)
+    scale = divide_nearest(divide_nearest(amax, _fill_like(amax, E2M1.largest)), tensor_scale)
+    return _round_up(scale, E4M3) if rounding is ScaleRounding.UP else round_values(scale, E4M3)
 
 
-def largest_of(blocks: Tensor, inside: tuple[int, ...] | None = None) -> Tensor:
-    """The largest of each block, with reduced dimensions kept; NaN where one is among them."""
-    return blocks.amax(inside or ((1, 3) if blocks.dim() == _RECTANGLE_DIMENSIONS else (1,)), keepdim=True)
+def block_maxima(blocks: Tensor, block_dimensions: tuple[int, ...] | None = None) -> Tensor:
+    """Returns the largest value of each block, or NaN if a value of the block is NaN. The reduced dimensions stay,
+    with size 1.
+    """
+    return blocks.amax(block_dimensions or ((1, 3) if blocks.dim() == _RECTANGLE_DIMENSIONS else (1,)), keepdim=True)
 
 
-def steps_of(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
-    """The factor that turns the elements of blocks with these largest magnitudes into values. Under scales in e8m0 and
-    e4m3 it is NaN where a magnitude is NaN."""
+def element_steps(amax: Tensor, fmt: Format, scaling: Scaling) -> Tensor:
+    """Returns the number by which a block's elements are multiplied to get its values, for each of these largest
+    magnitudes. With e8m0 and e4m3 scales it is NaN where a magnitude is NaN.
+    """
     if scaling.scale is None:
-        return inverse_of(float_factor(amax, fmt, scaling.rounding))
+        return reciprocal(float_factor(amax, fmt, scaling.rounding))
     if scaling.scale is E8M0:
         return mx_scale(amax, fmt, scaling.rounding)[0]
-    above = nvfp4_tensor_scale(amax.amax())
-    return nvfp4_block_scale(amax, above, scaling.rounding) * above
+    tensor_scale = nvfp4_tensor_scale(amax.amax())
+    return nvfp4_block_scale(amax, tensor_scale, scaling.rounding) * tensor_scale
 
 
-def _like(amax: Tensor, number: float) -> Tensor:
-    """A tensor of a number, to divide by or into: for a bare number torch may multiply by a reciprocal."""
+def _fill_like(amax: Tensor, number: float) -> Tensor:
+    """Returns a tensor filled with a number. Divisions need it, because torch may replace a division by a plain
+    number by a multiplication.
+    """
     return torch.full_like(amax, number)
 
 
-def _up(values: Tensor, fmt: Format) -> Tensor:
-    """Rounds magnitudes up to the format's grid, at most to its largest."""
-    smallest = (fmt.min_exponent + _BIAS) << _MANTISSA_BITS
-    exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest)
-    step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
-    inverse = (2 * _BIAS << _MANTISSA_BITS) - step
-    raised = (values * inverse.view(torch.float32)).ceil() * step.view(torch.float32)
-    return raised.clamp(max=fmt.largest)
+def _round_up(values: Tensor, fmt: Format) -> Tensor:
+    """Rounds magnitudes up to the format's grid, at most to its largest value."""
+    smallest_bits = (fmt.min_exponent + _EXPONENT_BIAS) << _MANTISSA_BITS
+    exponent = values.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp(min=smallest_bits)
+    grid_step = exponent - (fmt.mantissa_bits << _MANTISSA_BITS)
+    inverse = (2 * _EXPONENT_BIAS << _MANTISSA_BITS) - grid_step
+    return ((values * inverse.view(torch.float32)).ceil() * grid_step.view(torch.float32)).clamp(max=fmt.largest)
 
 
-def _power_of_two(exponent: Tensor) -> Tensor:
-    """The float32 number with those exponent bits and no mantissa; zero gives 2^-127, a subnormal."""
+def _make_power_of_two(exponent: Tensor) -> Tensor:
+    """Returns the float32 with these exponent bits and mantissa 0. Exponent bits of 0 give 2^-127, which is
+    subnormal.
+    """
     return exponent.clamp(min=1 << (_MANTISSA_BITS - 1)).view(torch.float32)
 
 
@@ -150,38 +174,41 @@ _RECTANGLE_DIMENSIONS = 4
 
 Lanes = Sequence[Tensor]
 
-_NEVER_ABOVE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
-"""With these only infinities exceed the largest element."""
+# With these roundings of scales, no number saturates except an infinity.
+_SATURATION_FREE = (ScaleRounding.RCEIL, ScaleRounding.CEIL)
 
 
 def block_values(
     lanes: Lanes, fmt: Format, scaling: Scaling, tensor_scale: Tensor | None = None, random: Lanes | None = None
 ) -> list[Tensor]:
-    """The values that format and scaling leave of the blocks, in the same layout.
+    """Returns the values of blocks after rounding with this format and scaling, in the same layout.
 
-    With `random` numbers for each element rounding is stochastic. `tensor_scale` is NVFP4's, computed from these blocks
-    unless it is given.
+    With `random`, which has a number for each element, rounding is stochastic. `tensor_scale` is that of NVFP4. If it
+    is not given, it is computed from these blocks.
     """
-    rounded = magnitudes_left([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
+    rounded = block_magnitudes([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, random)
     return [copy_signs(tensor, lane, fmt) for tensor, lane in zip(rounded, lanes, strict=True)]
 
 
-def magnitudes_left(
+def block_magnitudes(
     magnitudes: Lanes,
     fmt: Format,
     scaling: Scaling,
     tensor_scale: Tensor | None = None,
     random: Lanes | None = None,
-    apart: bool = False,
+    scales_first: bool = False,
 ) -> list[Tensor]:
-    """Like `block_values`, for numbers without signs. With `apart`, a fused kernel computes all scales before the first
-    element."""
-    scaled = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, apart)
-    # An infinite element stays infinite under these scales, saturated or not; but with one bit of mantissa and random
-    # numbers the inverse of its step would be 0.
-    lost = random is not None and fmt.mantissa_bits == 1
-    elements = _elements(scaled, fmt, scaling, random, saturate=lost or scaling.rounding not in _NEVER_ABOVE)
-    return [element * scaled.left for element in elements]
+    """Rounds magnitudes (numbers without signs) as `block_values` does. With `scales_first`, all scales are computed
+    before the first element, as fused kernels need it.
+    """
+    scaled = _scale_blocks(magnitudes, fmt, scaling, tensor_scale, scales_first)
+    # With these scales an infinite element stays infinite, whether it is saturated or not. There is one exception:
+    # with one mantissa bit and random numbers, the inverse of the element's step would be 0.
+    may_lose_infinity = random is not None and fmt.mantissa_bits == 1
+    elements = _round_elements(
+        scaled, fmt, scaling, random, saturate=may_lose_infinity or scaling.rounding not in _SATURATION_FREE
+    )
+    return [element * scaled.decoding for element in elements]
 
 
 def block_elements(
@@ -190,29 +217,40 @@ def block_elements(
     scaling: Scaling,
     tensor_scale: Tensor | None = None,
     random: Lanes | None = None,
-    inside: tuple[int, ...] | None = None,
+    block_dimensions: tuple[int, ...] | None = None,
 ) -> tuple[list[Tensor], Tensor, Tensor | None]:
-    """Elements on the format's grid, the blocks' scales, NVFP4's tensor scale; scales keep reduced dimensions.
+    """Returns elements on the format's grid, the blocks' scales, and NVFP4's tensor scale. The scales keep the
+    reduced dimensions.
 
-    `inside` are the dimensions of a block in any other layout. A NaN makes the scale of its block NaN where scales are
-    e8m0 or e4m3 (the elements then mean nothing); under float32 scales it stays alone.
+    `block_dimensions` names the dimensions of a block, for layouts other than the two of this module. With e8m0 and
+    e4m3 scales, a NaN makes the scale of its block NaN, and the elements of the block are then meaningless. With
+    float32 scales only the NaN itself is NaN.
     """
-    scaled = _scale_blocks([lane.abs() for lane in lanes], fmt, scaling, tensor_scale, apart=False, inside=inside)
-    elements = _elements(scaled, fmt, scaling, random, saturate=True)
+    scaled = _scale_blocks(
+        [lane.abs() for lane in lanes],
+        fmt,
+        scaling,
+        tensor_scale,
+        scales_first=False,
+        block_dimensions=block_dimensions,
+    )
+    elements = _round_elements(scaled, fmt, scaling, random, saturate=True)
     return (
         [copy_signs(element, lane, fmt) for element, lane in zip(elements, lanes, strict=True)],
         scaled.scales,
-        scaled.above,
+        scaled.tensor_scale,
     )
 
 
-class _Scaled(NamedTuple):
-    """Magnitudes before rounding, the blocks' scales, NVFP4's tensor scale, and what elements are multiplied by."""
+class _ScaledBlocks(NamedTuple):
+    """Blocks before rounding: scaled magnitudes, the blocks' scales, NVFP4's tensor scale, and the numbers that turn
+    elements into values.
+    """
 
     magnitudes: list[Tensor]
     scales: Tensor
-    above: Tensor | None
-    left: Tensor
+    tensor_scale: Tensor | None
+    decoding: Tensor
 
 
 def _scale_blocks(
@@ -220,40 +258,46 @@ def _scale_blocks(
     fmt: Format,
     scaling: Scaling,
     tensor_scale: Tensor | None,
-    apart: bool,
-    inside: tuple[int, ...] | None = None,
-) -> _Scaled:
-    # The largest magnitude of each block; `inside` names the dimensions that a block spans.
-    amax = largest_of(reduce(torch.maximum, magnitudes), inside)
-    store: Callable[[Tensor], Tensor] = _store_scales if apart else lambda scales: scales
-    # Plain float scales: multiply by the inverse, so that a kernel divides once a block and not once an element.
+    scales_first: bool,
+    block_dimensions: tuple[int, ...] | None = None,
+) -> _ScaledBlocks:
+    # The largest magnitude of each block.
+    amax = block_maxima(reduce(torch.maximum, magnitudes), block_dimensions)
+    store_scales: Callable[[Tensor], Tensor] = _store_scales if scales_first else lambda scales: scales
+    # For float32 scales, multiply by the inverse. Then a kernel divides once for a block instead of once for an
+    # element.
     if scaling.scale is None:
-        factor = store(float_factor(amax, fmt, scaling.rounding))
-        scales = store(inverse_of(factor))
-        return _Scaled([magnitude * factor for magnitude in magnitudes], scales, None, scales)
-    # MX: the scale is a power of two, so that multiplying by its inverse is exact.
+        factor = store_scales(float_factor(amax, fmt, scaling.rounding))
+        scales = store_scales(reciprocal(factor))
+        return _ScaledBlocks([magnitude * factor for magnitude in magnitudes], scales, None, scales)
+    # MX scales are powers of two, so multiplying by the inverse is exact.
     if scaling.scale is E8M0:
-        scales, inverse = map(store, mx_scale(amax, fmt, scaling.rounding))
-        return _Scaled([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
-    # From the blocks' amaxes, which saves a pass over the tensor.
-    above = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
-    scales = nvfp4_block_scale(amax, above, scaling.rounding)
-    decoding = store(scales * above)
-    divisor = torch.where(
-        decoding == 0, torch.inf, decoding
-    )  # under a scale of zero every element is zero, with its sign
-    return _Scaled([magnitude / divisor for magnitude in magnitudes], scales, above, decoding)
+        scales, inverse = map(store_scales, mx_scale(amax, fmt, scaling.rounding))
+        return _ScaledBlocks([magnitude * inverse for magnitude in magnitudes], scales, None, scales)
+    # The largest of the blocks' magnitudes is that of the tensor, so no second pass over the tensor is needed.
+    tensor_scale_used = nvfp4_tensor_scale(amax.amax()) if tensor_scale is None else tensor_scale
+    scales = nvfp4_block_scale(amax, tensor_scale_used, scaling.rounding)
+    decoding_scales = store_scales(scales * tensor_scale_used)
+    # where a scale is zero, every element becomes zero and keeps its sign
+    divisor = torch.where(decoding_scales == 0, torch.inf, decoding_scales)
+    return _ScaledBlocks([magnitude / divisor for magnitude in magnitudes], scales, tensor_scale_used, decoding_scales)
 
 
-def _elements(scaled: _Scaled, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool) -> list[Tensor]:
-    drawn: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
-    pairs = list(zip(scaled.magnitudes, drawn, strict=True))
+def _round_elements(
+    scaled: _ScaledBlocks, fmt: Format, scaling: Scaling, random: Lanes | None, saturate: bool
+) -> list[Tensor]:
+    random_lanes: Sequence[Tensor | None] = random or [None] * len(scaled.magnitudes)
+    pairs = list(zip(scaled.magnitudes, random_lanes, strict=True))
     if scaling.scale is None:
-        return [rounded_magnitudes(tensor, fmt, by) for tensor, by in pairs]
-    # A NaN is in its block's scale already.
-    return [on_grid(limit_magnitudes(tensor, fmt) if saturate else tensor, fmt, by) for tensor, by in pairs]
+        return [round_magnitudes(tensor, fmt, random_lane) for tensor, random_lane in pairs]
+    # If a block has a NaN, its scale is NaN already, so its elements may be numbers.
+    if saturate:
+        pairs = [(limit_magnitudes(tensor, fmt), random_lane) for tensor, random_lane in pairs]
+    return [round_to_grid(tensor, fmt, random_lane) for tensor, random_lane in pairs]
 
 
 def _store_scales(scales: Tensor) -> Tensor:
-    """Has Inductor store the scales: it does not repeat the operations before, and its loop has vectors of scales."""
+    """Makes torch's compiler (Inductor) store the scales in memory, instead of computing them again. Then its loop
+    handles vectors of scales.
+    """
     return scales.as_strided(scales.shape, scales.stride())

@@ -1,7 +1,7 @@
-"""Kernels of native casts: float8 codes as hardware multiplies them, in one or both orientations, and their scales.
+"""Kernels of native casts. They write float8 codes for hardware, in one orientation or both, and their scales.
 
-A matrix is viewed in squares of `side`: a GPU's compiler reads and writes sixteen bytes at once only where it knows
-that rows begin at multiples of them. native_codes.py decides which kernel a call takes.
+A matrix is viewed in squares of `side`. A GPU compiler reads and writes sixteen bytes at once only if it knows that
+rows start at multiples of sixteen. native_codes.py chooses the kernel of a call.
 """
 
 from __future__ import annotations
@@ -12,54 +12,61 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from fp8bench.formats.blocks import float_factor, inverse_of
-from fp8bench.formats.codes import DTYPES, elements
+from fp8bench.formats.blocks import float_factor, reciprocal
+from fp8bench.formats.codes import CODE_DTYPES, cast_elements
 from fp8bench.formats.compiling import Definition, Kernel
 from fp8bench.formats.grids import Format
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
-SIDE = 16
-SQUARE = 128
-# Free sizes of examples, in squares. Transposed ones differ, because a pair of kernels may have both.
-_DOWN, _ACROSS = 40, 48
+ALIGNED_SIDE = 16
+SQUARE_SIDE = 128
+# The sizes of example matrices, in squares. Examples of transposed matrices have other sizes, because a pair of
+# kernels may contain both.
+_EXAMPLE_DOWN, _EXAMPLE_ACROSS = 40, 48
 _TURNED_DOWN, _TURNED_ACROSS = 44, 52
-_FEW, _MORE = 9, 10
-# Makes Inductor write several scalars in one kernel, which share no memory worth one otherwise.
-TOGETHER = {"score_fusion_memory_threshold": 1}
-# Loops in the operand's order, and one kernel for maxima and codes, even for few rows.
-IN_ORDER = {"pick_loop_orders": False, "split_reductions": False}
+_SQUARES_DOWN, _SQUARES_ACROSS = 9, 10
+# Inductor's option for writing several scalars in one kernel. By default Inductor makes several kernels, because the
+# scalars share no memory.
+FUSED_SCALARS = {"score_fusion_memory_threshold": 1}
+# Inductor's options for two things: loops follow the order of the operand in memory, and one kernel finds maxima and
+# writes codes even if there are few rows.
+OPERAND_ORDER = {"pick_loop_orders": False, "split_reductions": False}
 
 
-def squares(matrix: Tensor, side: int) -> Tensor:
-    """A contiguous matrix as (down, side, across, side)."""
+def view_squares(matrix: Tensor, side: int) -> Tensor:
+    """Returns a contiguous matrix viewed as (down, side, across, side)."""
     rows, columns = matrix.shape
     return matrix.view(rows // side, side, columns // side, side)
 
 
-def stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Tensor:
-    """A contiguous matrix, or the transpose of one, as (stretches, rows, side, length, side).
+def view_stretches(matrix: Tensor, side: int, block: int, turned: bool = False) -> Tensor:
+    """Returns a contiguous matrix, or its transpose, viewed as (stretches, rows, side, length, side).
 
-    A stretch is `block` elements of a row, or all of them without blocks.
+    A stretch is a block of `block` elements in a row, or a whole row if `block` is 0.
     """
     if turned:
-        parts = (-1, block // SIDE, SIDE) if block else (1, len(matrix) // side, side)
+        parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, len(matrix) // side, side)
         return matrix.view(*parts, matrix.shape[1] // side, side).permute(0, 3, 4, 1, 2)
-    parts = (-1, block // SIDE, SIDE) if block else (1, matrix.shape[1] // side, side)
+    parts = (-1, block // ALIGNED_SIDE, ALIGNED_SIDE) if block else (1, matrix.shape[1] // side, side)
     return matrix.view(len(matrix) // side, side, *parts).permute(2, 0, 1, 3, 4)
 
 
-def turned_squares(matrix: Tensor, side: int) -> Tensor:
-    """The transpose of a contiguous matrix, with elements in the places of `squares` of the original."""
-    return squares(matrix, side).permute(2, 3, 0, 1)
+def view_transposed_squares(matrix: Tensor, side: int) -> Tensor:
+    """Returns a view of the transpose of a contiguous matrix. Each element has the same index as in `view_squares` of
+    the original.
+    """
+    return view_squares(matrix, side).permute(2, 3, 0, 1)
 
 
 @dataclass(frozen=True)
 class CodesKernel(Kernel):
-    """Codes under a given scale, or none: in the matrix's orientation, transposed, or both, each element read once.
+    """Casts with a given scale or without a scale. Writes codes of the matrix, of its transpose, or of both. Each
+    element is read once.
 
-    Takes the matrix in squares, each output in the same places, and the scale if it is `scaled`: of the matrix, or
-    (down, 1, across, 1) of its squares. Without a format the matrix holds bytes, which are codes already.
+    The arguments are the matrix and each output, all viewed in squares. With `scaled` the scale is the last argument.
+    It is a single number, or (down, 1, across, 1) with one number for each square. Without a format, the matrix
+    consists of bytes that are codes already.
     """
 
     fmt: Format | None
@@ -74,23 +81,23 @@ class CodesKernel(Kernel):
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, *outputs = tensors
         scale = outputs.pop() if self.scaled else None
-        codes = source if self.fmt is None else elements(source, self.fmt, scale)
+        codes = source if self.fmt is None else cast_elements(source, self.fmt, scale)
         for out in outputs:
             out.copy_(codes)
         return ()
 
     def examples(self) -> list[Tensor]:
-        down, across = (_FEW, _MORE) if self.by_square else (_DOWN, _ACROSS)
+        down, across = (_SQUARES_DOWN, _SQUARES_ACROSS) if self.by_square else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         rows, columns = down * self.side, across * self.side
-        # Memory for codes only in the orientations that the kernel writes.
+        # Outputs exist only for the orientations that the kernel writes.
         outputs = []
         if self.straight:
-            outputs.append(squares(_empty_codes(self, rows, columns), self.side))
+            outputs.append(view_squares(_allocate_codes(self, rows, columns), self.side))
         if self.turned:
-            outputs.append(turned_squares(_empty_codes(self, columns, rows), self.side))
+            outputs.append(view_transposed_squares(_allocate_codes(self, columns, rows), self.side))
         shape = (down, 1, across, 1) if self.by_square else ()
         scale = [torch.full(shape, 0.75, device=self.device)] if self.scaled else []
-        return [squares(_numbers(self, rows, columns), self.side), *outputs, *scale]
+        return [view_squares(_draw_matrix(self, rows, columns), self.side), *outputs, *scale]
 
     def free(self) -> list[Sequence[int]]:
         scale: list[Sequence[int]] = [(0, 2) if self.by_square else ()]
@@ -99,11 +106,11 @@ class CodesKernel(Kernel):
 
 @dataclass(frozen=True)
 class RowCodesKernel(Kernel):
-    """Codes with a scale for each row, or each `block` elements of one, from their magnitudes, and the scales'
-    inverses.
+    """Casts with a current scale for each row, or for each `block` elements of a row. Writes codes and inverse
+    scales.
 
-    Takes the operand and memory for codes in `stretches`, those of a `turned` matrix in the operand's places, and
-    memory for the inverses, (stretches, rows, side, 1, 1).
+    The arguments are the operand, memory for codes, and memory for the inverses, which is (stretches, rows, side, 1,
+    1). Operand and codes are viewed by `view_stretches`. A `turned` operand is viewed in its own order in memory.
     """
 
     fmt: Format
@@ -116,32 +123,32 @@ class RowCodesKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, out, inverse = tensors
-        amax = source.abs().amax((3, 4), keepdim=True).to(torch.float32)
-        scale = float_factor(amax, self.fmt, self.rounding)
-        out.copy_(elements(source, self.fmt, scale))
-        inverse.copy_(inverse_of(scale))
+        scale = float_factor(source.abs().amax((3, 4), keepdim=True).to(torch.float32), self.fmt, self.rounding)
+        out.copy_(cast_elements(source, self.fmt, scale))
+        inverse.copy_(reciprocal(scale))
         return ()
 
     def examples(self) -> list[Tensor]:
-        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.turned else (_DOWN, _ACROSS)
+        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         rows, columns = down * self.side, across * (self.block or self.side)
         shape = (columns, rows) if self.turned else (rows, columns)
-        source = stretches(_numbers(self, *shape), self.side, self.block, self.turned)
-        out = stretches(_empty_codes(self, rows, columns), self.side, self.block)
+        source = view_stretches(_draw_matrix(self, *shape), self.side, self.block, self.turned)
+        out = view_stretches(_allocate_codes(self, rows, columns), self.side, self.block)
         return [source, out, torch.empty(len(source), down, self.side, 1, 1, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1), (0, 1), (0, 1)] if self.block else [(1, 3), (1, 3), (1,)]
 
     def options(self) -> Mapping[str, object]:
-        return IN_ORDER
+        return OPERAND_ORDER
 
 
 @dataclass(frozen=True)
 class SquareScalesKernel(Kernel):
-    """The scale of every square of a matrix, and the inverse twice: for the matrix, and for its transpose.
+    """Computes the scale of each square of a matrix, and its inverse.
 
-    Takes the matrix as (down, across, block, block), and memory for all three, each (down, across).
+    The arguments are the matrix as (down, across, block, block), and memory for three results, each (down, across):
+    the scales, the inverses for the matrix, and the inverses for its transpose.
     """
 
     fmt: Format
@@ -152,30 +159,34 @@ class SquareScalesKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, scale, inverse, turned = tensors
-        current = float_factor(source.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
-        scale.copy_(current)
+        factor = float_factor(source.abs().amax((2, 3)).to(torch.float32), self.fmt, self.rounding)
+        scale.copy_(factor)
         for memory in (inverse, turned):
-            memory.copy_(inverse_of(current))
+            memory.copy_(reciprocal(factor))
         return ()
 
     def examples(self) -> list[Tensor]:
-        source = squares(_numbers(self, _FEW * self.block, _MORE * self.block), self.block).transpose(1, 2)
-        scale = torch.empty(_FEW, _MORE, device=self.device)
-        # Rows of inverses are filled up, to different lengths.
-        inverse = torch.empty(_FEW, _MORE + 3, device=self.device)[:, :_MORE]
-        turned = torch.empty(_MORE, _FEW + 2, device=self.device)[:, :_FEW].t()
+        source = view_squares(
+            _draw_matrix(self, _SQUARES_DOWN * self.block, _SQUARES_ACROSS * self.block), self.block
+        ).transpose(1, 2)
+        scale = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS, device=self.device)
+        # The two outputs for inverses have rows of different lengths in memory.
+        inverse = torch.empty(_SQUARES_DOWN, _SQUARES_ACROSS + 3, device=self.device)[:, :_SQUARES_ACROSS]
+        turned = torch.empty(_SQUARES_ACROSS, _SQUARES_DOWN + 2, device=self.device)[:, :_SQUARES_DOWN].t()
         return [source, scale, inverse, turned]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1)] * 4
 
     def options(self) -> Mapping[str, object]:
-        return {**TOGETHER, **IN_ORDER}
+        return {**FUSED_SCALARS, **OPERAND_ORDER}
 
 
 @dataclass(frozen=True)
 class ScaleKernel(Kernel):
-    """A tensor's scale from its largest magnitude, and the inverse. Takes the magnitude, and memory for both."""
+    """Computes a tensor's scale from its largest magnitude, and the inverse of the scale. The arguments are the
+    magnitude and memory for both results.
+    """
 
     fmt: Format
     rounding: ScaleRounding
@@ -183,9 +194,9 @@ class ScaleKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         amax, scale, inverse = tensors
-        current = float_factor(amax, self.fmt, self.rounding)
-        scale.copy_(current)
-        inverse.copy_(inverse_of(current))
+        factor = float_factor(amax, self.fmt, self.rounding)
+        scale.copy_(factor)
+        inverse.copy_(reciprocal(factor))
         return ()
 
     def examples(self) -> list[Tensor]:
@@ -195,15 +206,16 @@ class ScaleKernel(Kernel):
         return [(), (), ()]
 
     def options(self) -> Mapping[str, object]:
-        return TOGETHER
+        return FUSED_SCALARS
 
 
 @dataclass(frozen=True)
 class DelayedScaleKernel(Kernel):
-    """A step of delayed scaling: copies the present scale for this cast, with its inverse, then renews it.
+    """One step of delayed scaling. It copies the scale and its inverse for this cast, and then updates the scale.
 
-    Takes memory for the copy and its inverse; history, count of casts and scale, which are changed in place; and this
-    cast's largest magnitude. The host counts nothing, so that a CUDA graph can be replayed.
+    The first arguments are memory for the copy and for its inverse. The history, the number of casts and the scale
+    follow, which the kernel changes in place. The last argument is the largest magnitude of this cast. The host
+    counts nothing, so that a CUDA graph can be replayed.
     """
 
     fmt: Format
@@ -212,18 +224,20 @@ class DelayedScaleKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         used, inverse, history, casts, scale, amax = tensors
-        # An amax that is not finite would poison the history until its entry is overwritten.
+        # If amax is not finite, record 0 instead. Otherwise it would spoil all scales until its entry in the history
+        # is overwritten.
         finite, count = amax.isfinite(), casts + 1
         entry = torch.where(finite, amax, 0.0)
-        at_place = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
-        entered = torch.where(at_place, entry, history)
-        # The most recent amax is also computed as a maximum, so that both algorithms share a kernel.
-        largest = (entered if self.delayed.algorithm is Amax.MAX else torch.where(at_place, entry, 0.0)).amax()
-        # The next cast uses this scale; the present one was already taken.
+        is_entry = torch.arange(len(history), dtype=casts.dtype, device=history.device) == casts.remainder(len(history))
+        new_history = torch.where(is_entry, entry, history)
+        # Both algorithms take a maximum, so that they become the same kernel. For the most recent amax all other
+        # entries are 0.
+        largest = (new_history if self.delayed.algorithm is Amax.MAX else torch.where(is_entry, entry, 0.0)).amax()
+        # This scale is for the next cast. The scale of this cast is copied below.
         next_scale = float_factor(largest, self.fmt, ScaleRounding.EXACT) / 2.0**self.delayed.margin
-        renewed = finite & (largest > 0) & (count.remainder(self.delayed.interval) == 0)
-        # Copies of the present scale come first: compiled code writes memory in the arguments' order.
-        values = scale, inverse_of(scale), entered, count, torch.where(renewed, next_scale, scale)
+        is_due = finite & (largest > 0) & (count.remainder(self.delayed.interval) == 0)
+        # Copy the scale of this cast first, because compiled code writes memory in the order of the arguments.
+        values = scale, reciprocal(scale), new_history, count, torch.where(is_due, next_scale, scale)
         for memory, value in zip((used, inverse, history, casts, scale), values, strict=True):
             memory.copy_(value)
         return ()
@@ -237,15 +251,15 @@ class DelayedScaleKernel(Kernel):
         return [()] * 6
 
     def options(self) -> Mapping[str, object]:
-        return {**TOGETHER, "split_reductions": False}
+        return {**FUSED_SCALARS, "split_reductions": False}
 
 
 @dataclass(frozen=True)
 class CurrentCodesKernel(Definition):
-    """Codes of a matrix under its current scale, in one orientation or both.
+    """Casts a matrix with its current scale, in one orientation or both.
 
-    Takes the matrix, which lies row by row, memory for scale and inverse, and for codes. Written in Triton alone, as
-    are the next two: torch's compiler makes the steps that they consist of.
+    The arguments are the row-major matrix, memory for scale and inverse, and memory for codes. This definition and
+    the next two are compiled only as Triton kernels. torch's compiler compiles their steps separately.
     """
 
     fmt: Format
@@ -258,14 +272,16 @@ class CurrentCodesKernel(Definition):
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         x, scale, inverse, *outputs = tensors
         ScaleKernel(self.fmt, self.rounding, self.device)(largest_magnitude(x), scale, inverse)
-        return _write_codes(elements(x, self.fmt, scale), self.straight, outputs)
+        return _write_codes(cast_elements(x, self.fmt, scale), self.straight, outputs)
 
 
 @dataclass(frozen=True)
 class DelayedCodesKernel(Definition):
-    """Codes of a matrix under a delayed scale, which is then renewed: the largest magnitude is found while casting.
+    """Casts a matrix with a delayed scale. It finds the largest magnitude during the cast, and then updates the
+    scale.
 
-    Takes the matrix, history, count of casts and scale; memory for a copy of the scale, its inverse, and codes.
+    The first arguments are the matrix, the history, the number of casts and the scale. Memory follows for a copy of
+    the scale, for its inverse, and for codes.
     """
 
     fmt: Format
@@ -279,15 +295,15 @@ class DelayedCodesKernel(Definition):
         x, history, casts, scale, used, inverse, *outputs = tensors
         step = DelayedScaleKernel(self.fmt, self.delayed, self.device)
         step(used, inverse, history, casts, scale, largest_magnitude(x))
-        return _write_codes(elements(x, self.fmt, used), self.straight, outputs)
+        return _write_codes(cast_elements(x, self.fmt, used), self.straight, outputs)
 
 
 @dataclass(frozen=True)
 class SquareCodesKernel(Definition):
-    """Codes of a matrix with a scale for each 128x128 square, in one orientation or both.
+    """Casts a matrix with a scale for each 128x128 square, in one orientation or both.
 
-    Takes the matrix, memory for the inverses of its scales and of the transpose's, (down, across) and (across, down) or
-    wider, and for codes.
+    The arguments are the matrix, memory for inverse scales, and memory for codes. The inverse scales of the matrix
+    are (down, across), and those of its transpose (across, down). Both may be wider in memory.
     """
 
     fmt: Format
@@ -299,12 +315,12 @@ class SquareCodesKernel(Definition):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         x, inverse, turned_inverse, *outputs = tensors
-        stored = quantise(x, self.fmt, Scaling(SQUARE, SQUARE, rounding=self.rounding), checked=False)
-        assert stored.scales is not None
-        down, across = stored.scales.shape
-        inverse[:, :across].copy_(stored.scales)
-        turned_inverse[:, :down].copy_(stored.scales.t())
-        return _write_codes(stored.codes.view(DTYPES[self.fmt.name]), self.straight, outputs)
+        stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding), checked=False)
+        assert stored_tensor.scales is not None
+        down, across = stored_tensor.scales.shape
+        inverse[:, :across].copy_(stored_tensor.scales)
+        turned_inverse[:, :down].copy_(stored_tensor.scales.t())
+        return _write_codes(stored_tensor.codes.view(CODE_DTYPES[self.fmt.name]), self.straight, outputs)
 
 
 def _write_codes(codes: Tensor, straight: bool, outputs: Sequence[Tensor]) -> tuple[()]:
@@ -313,11 +329,11 @@ def _write_codes(codes: Tensor, straight: bool, outputs: Sequence[Tensor]) -> tu
     return ()
 
 
-def _numbers(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:
+def _draw_matrix(kernel: CodesKernel | RowCodesKernel | SquareScalesKernel, rows: int, columns: int) -> Tensor:
     numbers = torch.randn(rows, columns, generator=torch.Generator().manual_seed(0))
     return numbers.to(torch.device(kernel.device), kernel.source)
 
 
-def _empty_codes(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:
-    dtype = kernel.source if kernel.fmt is None else DTYPES[kernel.fmt.name]
+def _allocate_codes(kernel: CodesKernel | RowCodesKernel, rows: int, columns: int) -> Tensor:
+    dtype = kernel.source if kernel.fmt is None else CODE_DTYPES[kernel.fmt.name]
     return torch.empty(rows, columns, dtype=dtype, device=kernel.device)

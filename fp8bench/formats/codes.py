@@ -1,7 +1,8 @@
-"""Encodes and decodes a format's values exactly, in the layout in memory. Any device, plain torch operations.
+"""Encodes and decodes values of a format exactly, with plain torch operations on any device.
 
-A code is the format's bits, lowest first: mantissa, exponent, sign. Formats of up to eight bits have one in each byte
-of a uint8 tensor (six-bit codes too: two bits stay zero), bf16 and fp16 are int16, tf32's nineteen bits are int32.
+A code has the bits of the format. From the lowest bit on, these are mantissa, exponent and sign. A format of up to
+eight bits has one code in each byte of a uint8 tensor. Codes of six bits leave two bits of the byte unused. Codes of
+bf16 and fp16 are int16. The nineteen bits of tf32 are in an int32.
 """
 
 from __future__ import annotations
@@ -16,63 +17,67 @@ from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, FP16, TF32, Format
 from fp8bench.formats.quantise import check_input
 
-_HALVES = {BF16: torch.bfloat16, FP16: torch.float16}
-_BYTES = {E4M3: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}
+_HALF_DTYPES = {BF16: torch.bfloat16, FP16: torch.float16}
+_BYTE_DTYPES = {E4M3: torch.float8_e4m3fn, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}
 _FLOAT32_MANTISSA_BITS = 23
-_TF32_DROPPED = _FLOAT32_MANTISSA_BITS - TF32.mantissa_bits
-_BYTE = 8
-_PIECE = 1 << 16
-"""Elements that a processor works on at a time, so that intermediate results stay in its cache."""
+_TF32_DROPPED_BITS = _FLOAT32_MANTISSA_BITS - TF32.mantissa_bits
+_BYTE_BITS = 8
+# A CPU encodes this many elements at a time, so that intermediate results stay in its cache.
+_PIECE_ELEMENTS = 1 << 16
 
 
 def code_dtype(fmt: Format) -> torch.dtype:
-    if fmt.bits <= _BYTE:
+    if fmt.bits <= _BYTE_BITS:
         return torch.uint8
-    return torch.int16 if fmt in _HALVES else torch.int32
+    return torch.int16 if fmt in _HALF_DTYPES else torch.int32
 
 
 def encode(values: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
     """Returns the codes of `values`. Raises UsageError for a value that is not on the format's grid.
 
-    Zero of either sign is the one zero of fnuz formats. Every NaN gets the same code. If not `checked`, the values must
-    be on the grid, and the host does not wait for the device.
+    fnuz formats have a single zero, which zeros of both signs become. All NaNs get the same code. With
+    `checked=False` the caller guarantees that all values are on the grid. Then the host does not wait for the device.
     """
     check_input(values)
     codes = torch.empty(values.shape, dtype=code_dtype(fmt), device=values.device)
-    for part, filled in _pieces(values.detach(), codes):
+    for part, filled in _split_into_pieces(values.detach(), codes):
         filled.copy_(encode_values(part, fmt))
         if not checked:
             continue
-        # Decoded codes show in one comparison whether every value was on the grid; the slow look follows only if not.
+        # If decoding gives the same values, all values were on the grid. Look for wrong values only if it does not.
         decoded = _decode(filled, fmt)
-        if not torch.equal(decoded, part.to(torch.float32)) and _wrong(decoded, part, fmt).any():
-            raise UsageError(_off_grid(values, fmt))
+        if not torch.equal(decoded, part.to(torch.float32)) and _find_wrong_values(decoded, part, fmt).any():
+            raise UsageError(_describe_wrong_values(values, fmt))
     return codes
 
 
 def decode(codes: Tensor, fmt: Format, *, checked: bool = True) -> Tensor:
-    """The float32 values of codes; UsageError for a code with more bits than the format.
+    """Returns the float32 values of codes. Raises UsageError for a code with more bits than the format has.
 
-    If not `checked`, the codes are known to be the format's, and no device is waited for.
+    With `checked=False` the caller guarantees that all codes belong to the format, and the host does not wait for the
+    device.
     """
     if codes.dtype != code_dtype(fmt):
         raise TypeError(f"codes of {fmt.name} are {code_dtype(fmt)}, not {codes.dtype}.")
-    # Formats whose bits fill their bytes have a value for every code.
-    if checked and codes.numel() and fmt.bits < codes.element_size() * _BYTE:
-        least, most = (int(end) for end in codes.aminmax())
-        if least < 0 or most >= 1 << fmt.bits:
-            wrong = least if least < 0 else most
-            raise UsageError(f"{fmt.name} has codes from 0 to {(1 << fmt.bits) - 1}, and {wrong} is not one of them.")
+    # If the format uses all bits of its bytes, every code has a value.
+    if checked and codes.numel() and fmt.bits < codes.element_size() * _BYTE_BITS:
+        smallest, largest = (int(end) for end in codes.aminmax())
+        if smallest < 0 or largest >= 1 << fmt.bits:
+            invalid_code = smallest if smallest < 0 else largest
+            raise UsageError(
+                f"{fmt.name} has codes from 0 to {(1 << fmt.bits) - 1}, and {invalid_code} is not one of them."
+            )
     values = torch.empty(codes.shape, dtype=torch.float32, device=codes.device)
-    for part, filled in _pieces(codes, values):
+    for part, filled in _split_into_pieces(codes, values):
         filled.copy_(_decode(part, fmt))
     return values
 
 
 def pack(codes: Tensor, fmt: Format) -> Tensor:
-    """Packs two e2m1 codes into a byte along the last dimension; returns other codes unchanged.
+    """Packs two e2m1 codes into a byte along the last dimension. Returns codes of other formats unchanged.
 
-    The first of two is the lower half, as in torch's float4_e2m1fn_x2; an odd end has zero above it.
+    The first of two codes is in the lower half of the byte, as in torch's float4_e2m1fn_x2. The upper half of the
+    last byte is zero if the number of codes is odd.
     """
     if fmt is not E2M1:
         return codes
@@ -84,38 +89,43 @@ def pack(codes: Tensor, fmt: Format) -> Tensor:
 
 
 def unpack(packed: Tensor, fmt: Format, columns: int | None = None) -> Tensor:
-    """The codes that were packed, one in each byte; `columns` of them in a row, by default an even number."""
+    """Returns packed codes with one code in each byte. A row gets `columns` codes, or by default two for each of its
+    bytes.
+    """
     if fmt is not E2M1:
         return packed
     if packed.dtype != torch.uint8 or not packed.ndim:
         raise TypeError(f"cannot unpack {packed.dtype} of {packed.ndim} dimensions: give uint8 of one or more.")
-    # Two codes share a byte, so an odd row has half a byte to spare.
-    room = 2 * packed.shape[-1]
-    columns = room if columns is None else columns
-    if columns not in (room, room - 1) or columns < 0:
-        raise UsageError(f"{packed.shape[-1]} bytes hold {max(room - 1, 0)} or {room} e2m1 codes, not {columns}.")
+    # Two codes share a byte, so the last byte of an odd row has an unused half.
+    even_columns = 2 * packed.shape[-1]
+    columns = even_columns if columns is None else columns
+    if columns not in (even_columns, even_columns - 1) or columns < 0:
+        raise UsageError(
+            f"{packed.shape[-1]} bytes hold {max(even_columns - 1, 0)} or {even_columns} e2m1 codes, not {columns}."
+        )
     codes = torch.stack((packed.bitwise_and(0xF), packed.bitwise_right_shift(4)), dim=-1)
-    return codes.view(*packed.shape[:-1], room)[..., :columns]
+    return codes.view(*packed.shape[:-1], even_columns)[..., :columns]
 
 
 @lru_cache(maxsize=64)
-def _table(fmt: Format, device: torch.device) -> Tensor:
-    """The float32 value of each of the 256 bytes; NaN for bytes that are not codes."""
+def _make_decoding_table(fmt: Format, device: torch.device) -> Tensor:
+    """Returns the float32 value of each of the 256 possible bytes. Bytes that the format does not use become NaN."""
     codes = range(1 << fmt.bits)
-    values = [_value(code, fmt) for code in codes] + [float("nan")] * ((1 << _BYTE) - len(codes))
+    values = [_decode_single_code(code, fmt) for code in codes] + [float("nan")] * ((1 << _BYTE_BITS) - len(codes))
     return torch.tensor(values, dtype=torch.float32, device=device)
 
 
-def _value(code: int, fmt: Format) -> float:
+def _decode_single_code(code: int, fmt: Format) -> float:
     mantissa = code & ((1 << fmt.mantissa_bits) - 1)
     exponent = (code >> fmt.mantissa_bits) & ((1 << fmt.exponent_bits) - 1)
     negative = fmt.signed and bool(code >> (fmt.bits - 1))
-    # A format without zeros, e8m0, has no subnormals either.
+    # e8m0 is the only format without zeros, and it has no subnormals either.
     if exponent or not fmt.zeros:
         magnitude = 2.0 ** (exponent - fmt.bias) * (1 + mantissa / (1 << fmt.mantissa_bits))
     else:
         magnitude = mantissa * fmt.smallest_subnormal
-    # Codes above the largest value are infinity, without a mantissa, or NaN.
+    # A code above the largest value means infinity if its mantissa is 0 and the format has infinities. Otherwise it
+    # means NaN.
     if magnitude > fmt.largest:
         magnitude = float("inf") if fmt.has_infinity and not mantissa else float("nan")
     if negative and not magnitude and not fmt.signed_zero:
@@ -124,63 +134,64 @@ def _value(code: int, fmt: Format) -> float:
 
 
 def encode_values(values: Tensor, fmt: Format) -> Tensor:
-    """Codes of values on the grid, and arbitrary codes for others. Independent of how torch's casts overflow."""
+    """Returns the codes of values that are on the grid. Other values get arbitrary codes. The result does not depend
+    on how torch's casts overflow.
+    """
     values = values.to(torch.float32)
-    if fmt.has_nan:  # one NaN for all: casts of NaN differ between devices, and between lengths
+    if fmt.has_nan:  # make all NaNs equal, because casts of NaN differ between devices and between tensor lengths
         values = values.nan_to_num(torch.nan, torch.inf, -torch.inf)
-    if fmt is BF16:  # its cast makes several NaNs of one
+    if fmt is BF16:  # torch's cast to bf16 turns equal NaNs into different ones
         return values.view(torch.int32).bitwise_right_shift(16).to(torch.int16)
     if fmt is FP16:
         return values.to(torch.float16).view(torch.int16)
-    if fmt in _BYTES:
-        return values.to(_BYTES[fmt]).view(torch.uint8)
-    if fmt is E5M2:  # the upper half of fp16, whose cast keeps infinities wherever it runs
+    if fmt in _BYTE_DTYPES:
+        return values.to(_BYTE_DTYPES[fmt]).view(torch.uint8)
+    if fmt is E5M2:  # e5m2 is the upper half of fp16, whose cast keeps infinities on every device
         return values.to(torch.float16).view(torch.int16).bitwise_right_shift(8).to(torch.uint8)
     if fmt is E8M0:
         return values.view(torch.int32).bitwise_right_shift(_FLOAT32_MANTISSA_BITS).to(torch.uint8)
     if fmt is TF32:
-        return values.view(torch.int32).bitwise_right_shift(_TF32_DROPPED).bitwise_and((1 << TF32.bits) - 1)
-    # Their grids lie within e4m3fn's, once the smallest normals are the same.
-    wider = (values * 2.0 ** (E4M3.min_exponent - fmt.min_exponent)).to(torch.float8_e4m3fn).view(torch.uint8)
-    magnitude = wider.bitwise_and(0x7F).bitwise_right_shift(E4M3.mantissa_bits - fmt.mantissa_bits)
-    return magnitude | wider.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
+        return values.view(torch.int32).bitwise_right_shift(_TF32_DROPPED_BITS).bitwise_and((1 << TF32.bits) - 1)
+    # Multiplied by a power of two, every value of a small format is a value of e4m3fn. The power of two makes the
+    # smallest normal numbers of the formats equal.
+    e4m3_codes = (values * 2.0 ** (E4M3.min_exponent - fmt.min_exponent)).to(torch.float8_e4m3fn).view(torch.uint8)
+    magnitude = e4m3_codes.bitwise_and(0x7F).bitwise_right_shift(E4M3.mantissa_bits - fmt.mantissa_bits)
+    return magnitude | e4m3_codes.bitwise_right_shift(7).bitwise_left_shift(fmt.bits - 1)
 
 
 def _decode(codes: Tensor, fmt: Format) -> Tensor:
-    if fmt in _HALVES:
-        return codes.view(_HALVES[fmt]).to(torch.float32)
+    if fmt in _HALF_DTYPES:
+        return codes.view(_HALF_DTYPES[fmt]).to(torch.float32)
     if fmt is TF32:
-        return codes.bitwise_left_shift(_TF32_DROPPED).view(torch.float32)
-    return _table(fmt, codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
+        return codes.bitwise_left_shift(_TF32_DROPPED_BITS).view(torch.float32)
+    return _make_decoding_table(fmt, codes.device).index_select(0, codes.flatten().to(torch.int32)).view(codes.shape)
 
 
-def _wrong(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
-    wrong = decoded != values.to(torch.float32)
-    return wrong & ~(decoded.isnan() & values.isnan()) if fmt.has_nan else wrong
+def _find_wrong_values(decoded: Tensor, values: Tensor, fmt: Format) -> Tensor:
+    is_wrong = decoded != values.to(torch.float32)
+    return is_wrong & ~(decoded.isnan() & values.isnan()) if fmt.has_nan else is_wrong
 
 
-def _pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+def _split_into_pieces(source: Tensor, target: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
     flat = source.flatten(), target.flatten()
     if source.device.type != "cpu":
-        # In pieces that stay in a CPU's caches; a GPU takes everything in one launch.
+        # Pieces stay in the caches of a CPU. A GPU handles all elements in one launch.
         return iter([flat])
-    return zip(*(torch.split(tensor, _PIECE) for tensor in flat), strict=True)
+    return zip(*(torch.split(tensor, _PIECE_ELEMENTS) for tensor in flat), strict=True)
 
 
-def _off_grid(values: Tensor, fmt: Format) -> str:
+def _describe_wrong_values(values: Tensor, fmt: Format) -> str:
     flat = values.detach().to(torch.float32).flatten()
-    wrong = _wrong(_decode(encode_values(flat, fmt), fmt), flat, fmt)
+    wrong = _find_wrong_values(_decode(encode_values(flat, fmt), fmt), flat, fmt)
     count, first = int(wrong.sum()), float(flat[wrong][0])
-    # NaN first: rounding again would not help there.
+    # Report NaN first. The advice to round the values would not help against NaN.
     nans = int(flat.isnan().sum())
     if nans and not fmt.has_nan:
-        verb = "is" if nans == 1 else "are"
-        return f"{fmt.name} has no NaN, and {nans} of {flat.numel()} values {verb} NaN: keep them out."
-    verb = "is no number" if count == 1 else "are no numbers"
-    return f"{count} of {flat.numel()} values {verb} of {fmt.name}, {first:g} the first: round them to it."
+        return f"{fmt.name} has no code for NaN: replace the {nans} NaN among {flat.numel()} values."
+    return f"{count} of {flat.numel()} values cannot be represented in {fmt.name}, {first:g} first: round them to it."
 
 
-DTYPES: dict[str, torch.dtype] = {
+CODE_DTYPES: dict[str, torch.dtype] = {
     E4M3.name: torch.float8_e4m3fn,
     E5M2.name: torch.float8_e5m2,
     E4M3FNUZ.name: torch.float8_e4m3fnuz,
@@ -190,13 +201,15 @@ DTYPES: dict[str, torch.dtype] = {
 
 
 def torch_codes(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """`x`, times a float32 scale if there is one, as contiguous codes; larger values saturate."""
-    return elements(x.detach(), fmt, scale).contiguous()
+    """Returns `x` as contiguous codes in torch's dtype. If there is a float32 scale, `x` is multiplied by it first.
+    Values above the format's largest become the largest.
+    """
+    return cast_elements(x.detach(), fmt, scale).contiguous()
 
 
-def elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
-    """Like `torch_codes`, without making the codes contiguous."""
+def cast_elements(x: Tensor, fmt: Format, scale: Tensor | None = None) -> Tensor:
+    """Returns codes like `torch_codes`, with the memory layout of `x`."""
     values = x.to(torch.float32)
-    # Out of place at first: a float32 tensor without a scale is the caller's own.
+    # The first operation makes a new tensor, because a float32 tensor without a scale belongs to the caller.
     scaled = values.clamp(-fmt.largest, fmt.largest) if scale is None else (values * scale)
-    return scaled.clamp_(-fmt.largest, fmt.largest).to(DTYPES[fmt.name])
+    return scaled.clamp_(-fmt.largest, fmt.largest).to(CODE_DTYPES[fmt.name])

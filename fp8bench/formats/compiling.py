@@ -1,7 +1,7 @@
-"""Kernels: what one computes, and how it is compiled.
+"""Describes what a kernel computes, and how torch's compiler compiles it.
 
-A kernel writes into given memory. Sizes may be free: then it serves tensors of all shapes, without guards that could
-fail.
+A kernel writes into tensors that it is given. Dimensions can be free. One compiled kernel then serves all their
+sizes, without guards that could fail.
 """
 
 from __future__ import annotations
@@ -25,7 +25,8 @@ if TYPE_CHECKING:
     from torch._subclasses.fake_tensor import FakeTensorMode
 
 
-# One launch of a GPU for independent kernels, whatever their sizes. They share no memory, so its limit does not matter.
+# Inductor's options for one GPU launch of several independent kernels, whatever their sizes. The kernels share no
+# memory, so Inductor's limit on shared memory does not matter.
 ONE_LAUNCH: Mapping[str, object] = {
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,
@@ -34,29 +35,35 @@ ONE_LAUNCH: Mapping[str, object] = {
 
 
 class Definition(ABC):
-    """A function of tensors by torch's operations; a frozen value whose text identifies it."""
+    """A function of tensors that consists of torch's operations. It is an immutable value. Its text, `str`,
+    identifies the kernel.
+    """
 
     device: str
 
     @abstractmethod
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        """Computes by separate operations."""
+        """Computes the result with separate torch operations and writes it into the output tensors."""
 
     def build(self) -> Compiled | None:
-        """Compiles it without torch's compiler, where there is a way."""
+        """Returns a kernel that was compiled without torch's compiler, for example by Triton. Returns None if that
+        is impossible.
+        """
         return None
 
 
 class Kernel(Definition):
-    """A definition that torch's compiler makes one kernel of."""
+    """A definition that torch's compiler compiles into one kernel."""
 
     @abstractmethod
     def examples(self) -> list[Tensor]:
-        """Tensors to compile for, with numbers, and large enough for a compiler to use threads."""
+        """Returns tensors with numbers for which the kernel is compiled. They are so large that the compiler uses
+        threads.
+        """
 
     @abstractmethod
     def free(self) -> Sequence[Sequence[int]]:
-        """The dimensions of each argument whose sizes are free."""
+        """Returns, for each argument, the dimensions whose sizes are free."""
 
     def options(self) -> Mapping[str, object]:
         return {}
@@ -64,10 +71,11 @@ class Kernel(Definition):
 
 @dataclass(frozen=True)
 class PairKernel(Kernel):
-    """Two kernels as one, for two views of a tensor, in one launch of a GPU.
+    """Two kernels in one GPU launch, for two views of a tensor.
 
-    Takes the arguments of the first, then those of the second. Neither may read what the other writes, and their
-    examples have no free size in common, so that nothing is assumed about how the views relate.
+    The arguments are those of the first kernel, then those of the second. Neither kernel may read what the other
+    writes. The examples of the two kernels have no free size in common. Otherwise the compiler would assume that the
+    sizes of the two views are related.
     """
 
     first: Kernel
@@ -93,16 +101,15 @@ class PairKernel(Kernel):
         return {**self.first.options(), **ONE_LAUNCH}
 
 
-_compiling = threading.Lock()
-# Torch's modules for each kernel that was compiled here.
-_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] = WeakKeyDictionary()
+_COMPILE_LOCK = threading.Lock()
+# For each kernel that this process has compiled: the modules that torch generated for it.
+_GENERATED_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] = WeakKeyDictionary()
 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel, with the kernel's own arguments.
-
-    `bits` are those of its vectors, 0 where torch had no choice of widths.
+    """A compiled kernel, called with the arguments of its definition. `bits` is the width of its vectors, or 0 if
+    torch knows only one width.
     """
 
     run: Callable[..., object]
@@ -110,95 +117,99 @@ class Compiled:
 
 
 def compile_kernel(kernel: Definition) -> Compiled:
-    """Compiles a kernel, for a CPU with each width of vectors, of which the fastest is taken.
+    """Compiles a kernel. A CPU kernel is compiled with each vector width, and the fastest result is taken.
 
-    A CPU's kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a
-    compiler raises; but a width that does not compile is only left out.
+    A CPU kernel that this machine has compiled before is loaded without torch's compiler. Raises whatever torch or a
+    compiler raises. A single width that does not compile is left out.
     """
-    with _compiling, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # torch's about itself
-        # 1. Some kernels build themselves, as Triton's do.
+    with _COMPILE_LOCK, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # warnings about torch's own code
+        # 1. Some kernels, such as Triton kernels, are compiled without torch's compiler.
         if (built := kernel.build()) is not None:
             return built
-        # 2. An earlier process may have compiled it, and loading is much quicker.
+        # 2. An earlier process may have compiled the kernel. Loading it is much faster.
         assert isinstance(kernel, Kernel)
-        if (stored := kept_kernels.read(kernel)) is not None:
+        if (stored := kept_kernels.load_kernel(kernel)) is not None:
             return Compiled(*stored)
-        # 3. Compile, and store the result for the next process.
+        # 3. Compile the kernel, and store the result for later processes.
         result = _compile(kernel)
-        kept_kernels.keep(kernel, result.run, result.bits, _MODULES.get(result.run, ()))
+        kept_kernels.store_kernel(kernel, result.run, result.bits, _GENERATED_MODULES.get(result.run, ()))
         return result
 
 
 def _compile(kernel: Kernel) -> Compiled:
-    widths = vector_width.widths(kernel.device) if any(kernel.free()) else ()
-    # Measuring is slow, so the choice is stored for all processes.
+    widths = vector_width.vector_widths(kernel.device) if any(kernel.free()) else ()
+    # Measuring widths is slow, so the choice is stored for all processes.
     if len(widths) < 2:
-        return Compiled(_built(kernel, *widths), *widths)
-    choice = vector_width.Kept(_made_of(kernel))
-    bits = choice.read()
-    return Compiled(_built(kernel, bits), bits) if bits else _fastest(kernel, widths, choice)
+        return Compiled(_compile_with_width(kernel, *widths), *widths)
+    stored_choice = vector_width.StoredChoice(_describe_graph(kernel))
+    bits = stored_choice.read()
+    return (
+        Compiled(_compile_with_width(kernel, bits), bits) if bits else _compile_fastest(kernel, widths, stored_choice)
+    )
 
 
-def _fastest(kernel: Kernel, widths: Sequence[int], choice: vector_width.Kept) -> Compiled:
-    built: dict[int, Callable[..., object]] = {}
+def _compile_fastest(kernel: Kernel, widths: Sequence[int], stored_choice: vector_width.StoredChoice) -> Compiled:
+    compiled: dict[int, Callable[..., object]] = {}
     for bits in widths:
-        with contextlib.suppress(Exception):  # a compiler may fail in any way
-            built[bits] = _built(kernel, bits)
-    if not built:
-        return Compiled(_built(kernel, widths[0]), widths[0])  # which raises the reason
-    bits, seconds = vector_width.fastest(built, kernel.examples())
-    bits = choice.keep(bits, kernel=str(kernel), seconds=seconds)
-    return Compiled(built[bits] if bits in built else _built(kernel, bits), bits)
+        with contextlib.suppress(Exception):  # a compiler may raise any error
+            compiled[bits] = _compile_with_width(kernel, bits)
+    if not compiled:
+        return Compiled(_compile_with_width(kernel, widths[0]), widths[0])  # raises the reason
+    bits, seconds = vector_width.measure_fastest(compiled, kernel.examples())
+    bits = stored_choice.store(bits, kernel=str(kernel), seconds=seconds)
+    return Compiled(compiled[bits] if bits in compiled else _compile_with_width(kernel, bits), bits)
 
 
-def _built(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
-    """Compiles a kernel with vectors of `bits`; 0 leaves the width to torch.
+def _compile_with_width(kernel: Kernel, bits: int = 0) -> Callable[..., object]:
+    """Compiles a kernel with vectors of `bits`. With 0 torch chooses the width.
 
-    Inductor is called directly: torch.compile's result has guards, four times the overhead of a call, and is lost where
-    a dispatch mode was on at its first call.
+    It calls Inductor directly and not torch.compile, for two reasons. A function of torch.compile checks guards, so
+    that a call has four times the overhead. It also stays uncompiled if a dispatch mode was active at its first call.
     """
     from torch._inductor import config, standalone_compile
 
-    with config.patch(_options(kernel, bits, config)):
-        mode, graph, inputs = _trace(kernel)
-        # Without this context torch 2.11, which finds no outputs in the graph, would make fixed sizes free.
-        with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.modules_made() as modules:
+    with config.patch(_list_inductor_options(kernel, bits, config)):
+        mode, graph, inputs = _trace_graph(kernel)
+        # Without this context, torch 2.11 finds no outputs in the graph and treats fixed sizes as free.
+        with torch._guards.tracing(torch._guards.TracingContext(mode)), kept_kernels.collect_modules() as modules:
             run: Callable[..., object] = standalone_compile(graph, [*inputs], dynamic_shapes="from_tracing_context")
-    _MODULES[run] = modules
+    _GENERATED_MODULES[run] = modules
     return run
 
 
-def _made_of(kernel: Kernel) -> str:
-    _, graph, inputs = _trace(kernel)
+def _describe_graph(kernel: Kernel) -> str:
+    """Returns the text of a kernel's graph and inputs. The text identifies what is compiled."""
+    _, graph, inputs = _trace_graph(kernel)
     return "\n".join([graph.code, *(f"{tensor.dtype} {tuple(tensor.shape)} {tensor.stride()}" for tensor in inputs)])
 
 
-def _options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
-    """Inductor's options, as far as this version of torch has them.
+def _list_inductor_options(kernel: Kernel, bits: int, config: object) -> dict[str, object]:
+    """Returns our options for Inductor, but only those that this version of torch has.
 
-    Threads as many as torch has at a call, and no process left behind; on a GPU divisions, products and subnormals as
-    in torch's separate operations.
+    With these options a kernel uses as many threads as torch has at the call, and compiling leaves no process behind.
+    On a GPU, divisions, products and subnormals round as in torch's separate operations.
     """
     options: dict[str, object] = {
         "cpp.dynamic_threads": True,
         "compile_threads": 1,
         "emulate_precision_casts": True,
-        "emulate_divison_rounding": True,  # its name until torch 2.12
+        "emulate_divison_rounding": True,  # the option's name until torch 2.12
         "eager_numerics.division_rounding": True,
         "eager_numerics.disable_ftz": True,
-        **(vector_width.options(bits) if bits else {}),
+        **(vector_width.inductor_options(bits) if bits else {}),
         **kernel.options(),
     }
     if torch.backends.cpu.get_cpu_capability().startswith("AVX"):
-        # Inductor would compile a file and load it in a process of 110 MB to learn what torch knows already.
+        # Without this option Inductor compiles a test file and loads it in a process of 110 MB, only to learn what
+        # torch knows already.
         options["cpp.vec_isa_ok"] = True
     supported = set(config.get_config_copy()) if hasattr(config, "get_config_copy") else set()
     return {name: value for name, value in options.items() if name in supported}
 
 
-def _trace(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
-    """The kernel's operations as a graph, and tensors without memory for it, with free sizes as symbols."""
+def _trace_graph(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[Tensor]]:
+    """Returns the kernel's operations as a graph, with fake inputs. Free sizes of these inputs are symbols."""
     from torch._subclasses.fake_tensor import FakeTensorMode
     from torch.fx.experimental.proxy_tensor import make_fx
     from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv, StatelessSymbolicContext
@@ -206,7 +217,7 @@ def _trace(kernel: Kernel) -> tuple[FakeTensorMode, torch.fx.GraphModule, list[T
     mode = FakeTensorMode(shape_env=ShapeEnv())
 
     def fake(real: Tensor, free: Sequence[int]) -> Tensor:
-        # Sizes that are free become symbols, so that one kernel serves all of them.
+        # Free sizes become symbols, so that one kernel serves all of them.
         sizes = [DimDynamic.DYNAMIC if number in free else DimDynamic.STATIC for number in range(real.dim())]
         return mode.from_tensor(real, symbolic_context=StatelessSymbolicContext(dynamic_sizes=sizes))
 

@@ -1,10 +1,12 @@
-"""Fused quantisers: which there are, what each computes, and how they read and write.
+"""The fused quantisers: which there are, what each computes, and how it reads and writes memory.
 
-A kernel reads words in one canonical layout and writes words of the same shape: single values, or pairs of bfloat16
-values as halves of a word. On a CPU, a loop over numbers of 16 and of 32 bits vectorises badly (a tenth of the speed of
-a copy), and one over words of 32 bits well, unless it is shorter than a vector: blocks of 16 are read as single values.
-The halves of a word are two lanes: float32 tensors of the words' shape, one with the first values and one with the
-second. Bytes are in little-endian order, as on all devices of torch.
+A kernel reads words in one canonical layout and writes words of the same shape. A word is a single value, or a pair
+of bfloat16 values. On a CPU a loop that mixes 16-bit and 32-bit numbers vectorises badly and has a tenth of the speed
+of a copy. A loop over 32-bit words vectorises well, unless it is shorter than a vector. So blocks of fewer than 16
+values are read as single values.
+
+The halves of words form two lanes. A lane is a float32 tensor of the words' shape: one has the first values and the
+other the second values. Byte order is little-endian, as on all devices of torch.
 """
 
 from __future__ import annotations
@@ -17,100 +19,123 @@ from math import prod
 import torch
 from torch import Tensor
 
-from fp8bench.formats.blocks import block_values, inverse_of, magnitudes_left
+from fp8bench.formats.blocks import block_magnitudes, block_values, reciprocal
 from fp8bench.formats.compiling import Kernel
 from fp8bench.formats.grids import BF16, E4M3, E8M0, Format, Overflow
-from fp8bench.formats.quantise import drawn_bits, round_values, rounded_magnitudes
+from fp8bench.formats.quantise import element_random_bits, round_magnitudes, round_values
 from fp8bench.formats.recipes import Scaling
 
-_HALF = 16
-_LOW_HALF = 0xFFFF
-_HIGH_HALF = -0x10000
-_MAGNITUDE = 0x7FFFFFFF
-_HIGH_MAGNITUDE = 0x7FFF0000
-_LARGEST_NAN = 0x7FFF0000
-_SIGN = -0x80000000
-_BOTH_SIGNS = -0x7FFF8000
-_WORD = 32
-_LOW_WORD = 0xFFFFFFFF
+_BITS_PER_HALF_WORD = 16
+_LOW_HALF_MASK = 0xFFFF
+_HIGH_HALF_MASK = -0x10000
+_MAGNITUDE_MASK = 0x7FFFFFFF
+_HIGH_MAGNITUDE_MASK = 0x7FFF0000
+_LARGEST_NAN_BITS = 0x7FFF0000
+_SIGN_MASK = -0x80000000
+_BOTH_SIGNS_MASK = -0x7FFF8000
+_WORD_BITS = 32
+_LOW_WORD_MASK = 0xFFFFFFFF
 
 
-def words(x: Tensor, twos: bool) -> Tensor:
-    """A contiguous tensor as words: half as many columns where two bfloat16 values share one."""
-    return x.view(torch.int32) if twos else x
+def view_as_words(x: Tensor, has_pairs: bool) -> Tensor:
+    """Returns a view of a contiguous tensor as words. If two bfloat16 values share a word, the view has half as many
+    columns.
+    """
+    return x.view(torch.int32) if has_pairs else x
 
 
-def result_words(out: Tensor, twos: bool) -> Tensor:
-    """A contiguous output tensor as words, into which lanes are joined."""
-    if twos:
+def view_result_as_words(out: Tensor, has_pairs: bool) -> Tensor:
+    """Returns a view of a contiguous output tensor as words. Lanes are later joined into these words."""
+    if has_pairs:
         return out.view(torch.int32 if out.dtype is torch.bfloat16 else torch.int64)
     return out
 
 
-def lanes(source: Tensor) -> list[Tensor]:
+def split_lanes(source: Tensor) -> list[Tensor]:
+    """Returns the lanes of words as float32 tensors."""
     if source.dtype is not torch.int32:
         return [source.to(torch.float32)]
-    return [half.view(torch.float32) for half in (source.bitwise_left_shift(_HALF), source.bitwise_and(_HIGH_HALF))]
+    halves = source.bitwise_left_shift(_BITS_PER_HALF_WORD), source.bitwise_and(_HIGH_HALF_MASK)
+    return [half.view(torch.float32) for half in halves]
 
 
-def magnitudes(source: Tensor) -> list[Tensor]:
+def split_magnitudes(source: Tensor) -> list[Tensor]:
+    """Returns the lanes of words as float32 magnitudes, without signs."""
     if source.dtype is not torch.int32:
         return [source.to(torch.float32).abs()]
-    halves = source.bitwise_left_shift(_HALF).bitwise_and(_MAGNITUDE), source.bitwise_and(_HIGH_MAGNITUDE)
+    halves = (
+        source.bitwise_left_shift(_BITS_PER_HALF_WORD).bitwise_and(_MAGNITUDE_MASK),
+        source.bitwise_and(_HIGH_MAGNITUDE_MASK),
+    )
     return [half.view(torch.float32) for half in halves]
 
 
-def float_lanes(source: Tensor) -> list[Tensor]:
-    """The lanes of float32 numbers, one or two of which are in a word (of 64 bits)."""
+def split_float_lanes(source: Tensor) -> list[Tensor]:
+    """Returns the lanes of words that hold float32 numbers. A word of 32 bits holds one number and a word of 64 bits
+    holds two.
+    """
     if source.dtype is torch.float32:
         return [source]
-    halves = source.to(torch.int32), source.bitwise_right_shift(_WORD).to(torch.int32)
+    halves = source.to(torch.int32), source.bitwise_right_shift(_WORD_BITS).to(torch.int32)
     return [half.view(torch.float32) for half in halves]
 
 
-def join_lanes(values: Sequence[Tensor], target: torch.dtype, exact: bool = False) -> Tensor:
-    """Joins two lanes to words of `target` values; returns a single lane unchanged. `exact`: nothing is rounded."""
+def join_lanes(values: Sequence[Tensor], target: torch.dtype, is_exact: bool = False) -> Tensor:
+    """Joins two lanes into words of `target` numbers. A single lane is returned unchanged. With `is_exact` every
+    number already fits `target` and is not rounded.
+    """
     if len(values) == 1:
         return values[0]
     if target is torch.float32:
-        return _joined_floats([value.view(torch.int32) for value in values])
-    rounded = values if exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
+        return _join_floats([value.view(torch.int32) for value in values])
+    rounded = values if is_exact else [round_values(value, BF16, overflow=Overflow.INFINITY) for value in values]
     low, high = (tensor.view(torch.int32) for tensor in rounded)
-    return low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF).bitwise_or(high.bitwise_and(_HIGH_HALF))
+    return (
+        low.bitwise_right_shift(_BITS_PER_HALF_WORD)
+        .bitwise_and(_LOW_HALF_MASK)
+        .bitwise_or(high.bitwise_and(_HIGH_HALF_MASK))
+    )
 
 
-def joined_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, exact: bool = False) -> Tensor:
-    """Joins magnitudes, and gives them the signs of the words that they come from."""
+def join_magnitudes(values: Sequence[Tensor], origin: Tensor, target: torch.dtype, is_exact: bool = False) -> Tensor:
+    """Joins lanes of magnitudes into words of `target` numbers. The numbers get the signs that they have in `origin`,
+    the words that the magnitudes come from.
+    """
     bits = [value.view(torch.int32) for value in values]
-    # One lane: its sign bit is where float32 has it.
+    # One lane: its sign bit is that of the float32.
     if len(values) == 1:
-        return bits[0].bitwise_or(origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN)).view(torch.float32)
+        signs = origin.to(torch.float32).view(torch.int32).bitwise_and(_SIGN_MASK)
+        return bits[0].bitwise_or(signs).view(torch.float32)
     if target is torch.float32:
-        signs = origin.bitwise_left_shift(_HALF), origin
-        return _joined_floats([bit.bitwise_or(by.bitwise_and(_SIGN)) for bit, by in zip(bits, signs, strict=True)])
-    # Two lanes: the upper halves of two float32 numbers are two bfloat16 ones in a word.
-    low, high = bits if exact else map(_nearest_bf16, bits)
-    low = low.bitwise_right_shift(_HALF).bitwise_and(_LOW_HALF)
-    return low.bitwise_or(high.bitwise_and(_HIGH_HALF)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS))
+        words = origin.bitwise_left_shift(_BITS_PER_HALF_WORD), origin
+        pairs = zip(bits, words, strict=True)
+        return _join_floats([bit.bitwise_or(word.bitwise_and(_SIGN_MASK)) for bit, word in pairs])
+    # Two lanes: the upper half of a float32 is a bfloat16, and two of them make a word.
+    low, high = bits if is_exact else map(_round_to_bf16, bits)
+    low = low.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(_LOW_HALF_MASK)
+    return low.bitwise_or(high.bitwise_and(_HIGH_HALF_MASK)).bitwise_or(origin.bitwise_and(_BOTH_SIGNS_MASK))
 
 
-def _joined_floats(bits: list[Tensor]) -> Tensor:
+def _join_floats(bits: list[Tensor]) -> Tensor:
     low, high = (bit.to(torch.int64) for bit in bits)
-    return low.bitwise_and(_LOW_WORD).bitwise_or(high.bitwise_left_shift(_WORD))
+    return low.bitwise_and(_LOW_WORD_MASK).bitwise_or(high.bitwise_left_shift(_WORD_BITS))
 
 
-def _nearest_bf16(bits: Tensor) -> Tensor:
-    """Rounds magnitudes so that their upper half is the nearest bfloat16. A NaN, all bits of which may be set, stays
-    one."""
-    bounded = bits.bitwise_and(_MAGNITUDE).clamp(max=_LARGEST_NAN)
-    return bounded + bounded.bitwise_right_shift(_HALF).bitwise_and(1) + (_LOW_HALF >> 1)
+def _round_to_bf16(bits: Tensor) -> Tensor:
+    """Rounds magnitudes so that the upper half of their bits is the nearest bfloat16. NaN stays NaN, even a NaN with
+    all bits set.
+    """
+    bounded_bits = bits.bitwise_and(_MAGNITUDE_MASK).clamp(max=_LARGEST_NAN_BITS)
+    return bounded_bits + bounded_bits.bitwise_right_shift(_BITS_PER_HALF_WORD).bitwise_and(1) + (_LOW_HALF_MASK >> 1)
 
 
 class Layout(StrEnum):
-    """How a kernel views a row-major matrix; COLUMNS and UPRIGHT are those of transposed operands.
+    """How a kernel views a row-major matrix in memory.
 
-    FLAT as a row of elements, ROWS and COLUMNS with one factor each, BLOCKS (blocks, size) as parts of rows, UPRIGHT
-    (down, size, columns) as parts of columns, RECTANGLES (down, rows, across, columns).
+    FLAT: as one row of elements. ROWS and COLUMNS: as a matrix with a factor for each row, or for each column.
+    BLOCKS: as parts of rows, (blocks, size). UPRIGHT: as parts of columns, (down, size, columns). RECTANGLES: as
+    rectangles, (down, rows, across, columns). An operand that is transposed in memory has the layout COLUMNS or
+    UPRIGHT.
     """
 
     FLAT = "flat"
@@ -121,7 +146,8 @@ class Layout(StrEnum):
     UPRIGHT = "upright"
 
 
-_FREE = {
+# The dimensions of words whose sizes are free, by layout.
+_FREE_DIMENSIONS = {
     Layout.FLAT: (0,),
     Layout.ROWS: (0, 1),
     Layout.BLOCKS: (0,),
@@ -129,24 +155,24 @@ _FREE = {
     Layout.COLUMNS: (0, 1),
     Layout.UPRIGHT: (0, 2),
 }
-"""The dimensions of words whose sizes are free."""
 
 
-_SHORTEST = 16
-"""Columns of a block from which on values are taken in pairs: half as many words fill a vector of 256 bits."""
+# From this many columns of a block on, values are read in pairs: half as many words fill a vector of 256 bits.
+_SHORTEST_PAIRED_BLOCK = 16
 
 
-# Free sizes of examples, different from any block's size.
-_MANY, _ROWS, _COLUMNS = 1 << 20, 20, 24
+# Free sizes of examples. They differ from the sizes of all blocks.
+_EXAMPLE_ELEMENTS, _EXAMPLE_ROWS, _EXAMPLE_COLUMNS = 1 << 20, 20, 24
 
 
 @dataclass(frozen=True)
 class ValuesKernel(Kernel):
-    """One fused quantiser.
+    """A fused quantiser that writes rounded values.
 
-    `scaling` is that of blocks. Kernels with a `factor` are given it: the factor of a tensor, row or column, and
-    NVFP4's tensor scale for UPRIGHT blocks; other kernels compute that faster from their own amaxes. `block` has a
-    block's rows and columns in memory, 0 x 0 without blocks.
+    `scaling` is the scaling of blocks. With `factor` the kernel gets a factor as an argument: that of a tensor, row
+    or column, or NVFP4's tensor scale for UPRIGHT blocks. Other kernels compute their scales from their own largest
+    magnitudes, which is faster. `block` has the rows and columns of a block in memory, or 0 x 0 without
+    blocks.
     """
 
     fmt: Format
@@ -161,125 +187,142 @@ class ValuesKernel(Kernel):
     stochastic: bool = False
 
     def __str__(self) -> str:
-        """For example 'e4m3fn 1x32 e8m0 rceil, float32 to float32, upright, cpu'."""
-        scaled = f" {self.scaling.name}" if self.scaling else " scaled" if self.factor else ""
-        drawn = " stochastic" if self.stochastic else ""
+        """Returns for example 'e4m3fn 1x32 e8m0 rceil, float32 to float32, upright, cpu'."""
+        scaling_text = f" {self.scaling.name}" if self.scaling else " scaled" if self.factor else ""
+        rounding_text = " stochastic" if self.stochastic else ""
         dtypes = " to ".join(str(dtype).removeprefix("torch.") for dtype in (self.source, self.target))
-        return f"{self.fmt.name}{scaled}{drawn}, {dtypes}, {self.layout!s}, {self.device}"
+        return f"{self.fmt.name}{scaling_text}{rounding_text}, {dtypes}, {self.layout!s}, {self.device}"
 
     @property
-    def twos(self) -> bool:
-        """Whether words hold two bfloat16 values: not where blocks are shorter than a vector of such words."""
-        short = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST
-        return self.source is torch.bfloat16 and not short
+    def has_pairs(self) -> bool:
+        """Whether a word holds two bfloat16 values. It holds only one if a block is shorter than a vector of words
+        with two.
+        """
+        has_short_blocks = self.layout in (Layout.BLOCKS, Layout.RECTANGLES) and self.block[1] < _SHORTEST_PAIRED_BLOCK
+        return self.source is torch.bfloat16 and not has_short_blocks
 
     @property
-    def apart(self) -> bool:
-        """Whether a CPU computes all scales first: reading words twice costs less than computing scales one at a
-        time."""
-        return self.device == "cpu" and (self.twos or (self.scaling is not None and self.scaling.scale is E4M3))
+    def computes_scales_first(self) -> bool:
+        """Whether a CPU kernel computes all scales before it rounds any value. It reads the words twice then, which
+        takes less time than computing scales one at a time.
+        """
+        return self.device == "cpu" and (self.has_pairs or (self.scaling is not None and self.scaling.scale is E4M3))
 
     @property
-    def exact(self) -> bool:
-        """Whether a bfloat16 target can hold every result. It can for formats of at most 8 bits, under power-of-two
-        scales as well: a bfloat16 value so small that elements fall below its subnormals is a whole number of their
-        steps, before and after rounding."""
-        plain = self.scaling is None and not self.factor
-        return self.fmt.bits <= 8 and (plain or (self.scaling is not None and self.scaling.scale is E8M0))
+    def is_exact(self) -> bool:
+        """Whether bfloat16 can hold every result without rounding. It can for formats of up to 8 bits, if they have
+        no scales or power-of-two scales.
+
+        That is true even where elements have smaller steps than bfloat16's subnormals. There, all numbers are whole
+        multiples of the smallest subnormal, before and after rounding.
+        """
+        is_unscaled = self.scaling is None and not self.factor
+        return self.fmt.bits <= 8 and (is_unscaled or (self.scaling is not None and self.scaling.scale is E8M0))
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        """Takes words, words to write, and, in kernels with them, the factor and the seed's key.
+        """Reads input words and writes output words. If the kernel has a factor or the key of a seed, these arguments
+        follow.
 
-        Factors are () or (rows, 1), or (1, words) for COLUMNS; for NVFP4's UPRIGHT blocks it is the tensor's scale.
+        The shape of the factor is (), (rows, 1), or (1, words) for COLUMNS. For UPRIGHT blocks of NVFP4 the factor is
+        the tensor scale.
         """
-        # Which optional tensors there are is fixed when the kernel is compiled.
+        # The number of optional tensors is fixed when the kernel is compiled.
         source, out, *optional = tensors
         factor = optional[0] if self.factor else None
-        random = self._random(source, optional[-1]) if self.stochastic else None
-        # Magnitudes take fewer instructions than signed numbers, but need a format whose zero has a sign.
+        random = self._draw_random(source, optional[-1]) if self.stochastic else None
+        # Magnitudes need fewer instructions than signed numbers, but only work for formats whose zero has a sign.
         if self.fmt.signed_zero:
-            rounded = self._left(magnitudes(source), factor, random)
-            out.copy_(joined_magnitudes(rounded, source, self.target, self.exact))
+            rounded = self._round_source(split_magnitudes(source), factor, random)
+            out.copy_(join_magnitudes(rounded, source, self.target, self.is_exact))
         else:
-            values = self._left(lanes(source), factor, random)
-            out.copy_(join_lanes(values, self.target, self.exact))
+            out.copy_(join_lanes(self._round_source(split_lanes(source), factor, random), self.target, self.is_exact))
         return ()
 
     def examples(self) -> list[Tensor]:
-        # Sizes of the examples decide what torch takes for free, so each layout has distinct ones above 1.
+        # torch treats equal sizes as one size. So all sizes of an example above 1 differ from each other.
         shapes = {
-            Layout.FLAT: (_MANY,),
-            Layout.ROWS: (_ROWS * 32, _COLUMNS * 32),
-            Layout.COLUMNS: (_ROWS * 32, _COLUMNS * 32),
-            Layout.BLOCKS: (_MANY >> 4, self.block[1]),
-            Layout.UPRIGHT: (_ROWS, self.block[0], _COLUMNS * 32),
-            Layout.RECTANGLES: (_ROWS, self.block[0], _COLUMNS, self.block[1]),
+            Layout.FLAT: (_EXAMPLE_ELEMENTS,),
+            Layout.ROWS: (_EXAMPLE_ROWS * 32, _EXAMPLE_COLUMNS * 32),
+            Layout.COLUMNS: (_EXAMPLE_ROWS * 32, _EXAMPLE_COLUMNS * 32),
+            Layout.BLOCKS: (_EXAMPLE_ELEMENTS >> 4, self.block[1]),
+            Layout.UPRIGHT: (_EXAMPLE_ROWS, self.block[0], _EXAMPLE_COLUMNS * 32),
+            Layout.RECTANGLES: (_EXAMPLE_ROWS, self.block[0], _EXAMPLE_COLUMNS, self.block[1]),
         }
         device = torch.device(self.device)
         x = torch.randn(shapes[self.layout], generator=torch.Generator().manual_seed(0)).to(device, self.source)
-        inputs, out = words(x, self.twos), result_words(torch.empty_like(x, dtype=self.target), self.twos)
-        # Factors are computed outside: a kernel that reduced the tensor first would be two kernels.
+        inputs = view_as_words(x, self.has_pairs)
+        out = view_result_as_words(torch.empty_like(x, dtype=self.target), self.has_pairs)
+        # A factor is an argument. A kernel that had to reduce the tensor first would be two kernels.
         factors = {Layout.ROWS: (inputs.shape[0], 1), Layout.COLUMNS: (1, x.shape[-1])}
         factor = torch.full(factors.get(self.layout, ()), 0.75, dtype=torch.float32, device=device)
         if self.layout is Layout.COLUMNS:
-            factor = result_words(factor, self.twos)
+            factor = view_result_as_words(factor, self.has_pairs)
         key = torch.zeros((), dtype=torch.int32, device=device)
         return [inputs, out, *([factor] if self.factor else []), *([key] if self.stochastic else [])]
 
     def free(self) -> list[Sequence[int]]:
-        free = _FREE[self.layout]
+        free = _FREE_DIMENSIONS[self.layout]
         factor = {Layout.ROWS: (0,), Layout.COLUMNS: (1,)}.get(self.layout, ())
         return [free, free, *([factor] if self.factor else []), *([()] if self.stochastic else [])]
 
     def options(self) -> Mapping[str, object]:
-        # Indices of elements stay integer vectors; propagated down the columns they would be computed one by one.
-        upright = self.stochastic and self.layout is Layout.UPRIGHT
-        return {"constant_and_index_propagation": False} if upright else {}
+        # Keep the indices of elements as integer vectors. If Inductor propagated them down the columns, it would
+        # compute them one at a time.
+        draws_upright = self.stochastic and self.layout is Layout.UPRIGHT
+        return {"constant_and_index_propagation": False} if draws_upright else {}
 
-    def _left(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        """Returns the rounded values, or rounded magnitudes if the format has a sign for every value."""
+    def _round_source(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
+        """Returns the rounded values, or rounded magnitudes if the format has a signed zero."""
         if self.scaling is None:
-            return self._elements(values, factor, random)
+            return self._round_with_factor(values, factor, random)
         if self.layout is Layout.UPRIGHT:
-            return self._upright(values, factor, random)
+            return self._round_upright_blocks(values, factor, random)
         if self.fmt.signed_zero:
-            return magnitudes_left(values, self.fmt, self.scaling, factor, random, self.apart)
+            return block_magnitudes(values, self.fmt, self.scaling, factor, random, self.computes_scales_first)
         return block_values(values, self.fmt, self.scaling, factor, random)
 
-    def _elements(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        drawn: Sequence[Tensor | None] = random or [None] * len(values)
+    def _round_with_factor(
+        self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
+    ) -> list[Tensor]:
+        random_lanes: Sequence[Tensor | None] = random or [None] * len(values)
         if factor is None:
-            return [self._round(value, by) for value, by in zip(values, drawn, strict=True)]
-        # Each column has its own factor, also two columns that share a word.
-        factors = float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
-        rounded = [self._round(value * by, draw) for value, by, draw in zip(values, factors, drawn, strict=True)]
-        return [tensor * inverse_of(by) for tensor, by in zip(rounded, factors, strict=True)]
+            return [self._round(value, by) for value, by in zip(values, random_lanes, strict=True)]
+        # Each column has its own factor. Two columns that share a word have different factors.
+        factors = split_float_lanes(factor) if self.layout is Layout.COLUMNS else [factor] * len(values)
+        rounded = [self._round(value * by, draw) for value, by, draw in zip(values, factors, random_lanes, strict=True)]
+        return [tensor * reciprocal(by) for tensor, by in zip(rounded, factors, strict=True)]
 
     def _round(self, values: Tensor, random: Tensor | None) -> Tensor:
-        how = rounded_magnitudes if self.fmt.signed_zero else round_values
-        return how(values, self.fmt, random, self.overflow)
+        round_function = round_magnitudes if self.fmt.signed_zero else round_values
+        return round_function(values, self.fmt, random, self.overflow)
 
-    def _upright(self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None) -> list[Tensor]:
-        """Each column of words holds columns of elements, whose blocks have separate scales."""
+    def _round_upright_blocks(
+        self, values: list[Tensor], factor: Tensor | None, random: list[Tensor] | None
+    ) -> list[Tensor]:
+        """Rounds blocks that run down columns. If a column of words holds two columns of elements, each of these has
+        its own blocks and scales.
+        """
         assert self.scaling is not None
         rounded = []
-        blocks = magnitudes_left if self.fmt.signed_zero else block_values
+        blocks = block_magnitudes if self.fmt.signed_zero else block_values
         for lane, value in enumerate(values):
-            drawn = [random[lane].unsqueeze(-1)] if random else None
-            rounded += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, drawn)
+            random_lane = [random[lane].unsqueeze(-1)] if random else None
+            rounded += blocks([value.unsqueeze(-1)], self.fmt, self.scaling, factor, random_lane)
         return [tensor.squeeze(-1) for tensor in rounded]
 
-    def _random(self, source: Tensor, key: Tensor) -> list[Tensor]:
-        """Random numbers for each lane, counted along the rows of the operand, which are columns in memory if it is
-        transposed."""
-        every = 2 if self.twos else 1
-        columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * every
+    def _draw_random(self, source: Tensor, key: Tensor) -> list[Tensor]:
+        """Returns random numbers for each lane. Elements are numbered along the rows of the operand. If the operand
+        is transposed, its rows are columns in memory.
+        """
+        values_per_word = 2 if self.has_pairs else 1
+        columns = torch.arange(source.shape[-1], dtype=torch.int32, device=key.device) * values_per_word
         rows = torch.arange(prod(source.shape[:-1]), dtype=torch.int32, device=key.device).view(*source.shape[:-1], 1)
-        # Blocks that run down a column lie apart in memory, but their numbers still count along the rows.
+        # Blocks run down a column in memory, but their elements are numbered along the rows of the operand.
         if self.layout is Layout.UPRIGHT:
             columns = columns * (source.shape[0] * source.shape[1])
             return [
-                drawn_bits(columns + (rows + lane * source.shape[0] * source.shape[1]), key) for lane in range(every)
+                element_random_bits(columns + (rows + lane * source.shape[0] * source.shape[1]), key)
+                for lane in range(values_per_word)
             ]
-        rows = rows * (source.shape[-1] * every)
-        return [drawn_bits(rows + (columns + lane), key) for lane in range(every)]
+        rows = rows * (source.shape[-1] * values_per_word)
+        return [element_random_bits(rows + (columns + lane), key) for lane in range(values_per_word)]

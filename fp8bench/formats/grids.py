@@ -1,7 +1,7 @@
-"""The definition of each low-precision format. Knows no torch.
+"""Defines each low-precision format. Does not use torch.
 
-A format's grid is every value sign * 2^e * (1 + m / 2^mantissa_bits) between its smallest normal and its largest, with
-evenly spaced subnormals below.
+The grid of a format is the set of its values. From its smallest normal number to its largest value these are sign *
+2^e * (1 + m / 2^mantissa_bits). Below the smallest normal number there are evenly spaced subnormals.
 """
 
 from __future__ import annotations
@@ -11,9 +11,9 @@ from enum import StrEnum
 
 
 class Overflow(StrEnum):
-    """The result of a value that would round beyond the largest if exponents had no upper end.
-
-    SATURATE gives the largest one, for infinities too (as the hardware's satfinite conversions do).
+    """The treatment of a value that is too large: one that would round to more than the format's largest value if
+    exponents were unlimited. SATURATE gives the largest value, for infinities too, like satfinite conversions of
+    hardware.
     """
 
     SATURATE = "saturate"
@@ -25,10 +25,10 @@ class Overflow(StrEnum):
 class Format:
     """A binary floating-point format.
 
-    `largest` is the largest finite value, which is not always the one that the exponent bits suggest: e4m3fn's last
-    code is NaN, e2m1 has neither NaN nor infinity. `signed` is about numbers, `signed_zero` about zero: fnuz formats
-    have one zero, and -0's code is their only NaN. Without `zeros` a format has neither zero nor subnormals: e8m0 has
-    powers of two only.
+    `largest` is the largest finite value. It is not always the one that the exponent bits suggest: the last code of
+    e4m3fn is NaN, and e2m1 has neither NaN nor infinity. `signed` is whether numbers have a sign, and
+    `signed_zero` whether zero has one. In fnuz formats the code of -0 is the only NaN. Without `zeros` the format has
+    neither zero nor subnormals. e8m0 is such a format and has only powers of two.
     """
 
     name: str
@@ -44,12 +44,12 @@ class Format:
 
     @property
     def bits(self) -> int:
-        """Bits of a code, sign included."""
+        """The number of bits in a code, sign included."""
         return self.signed + self.exponent_bits + self.mantissa_bits
 
     @property
     def min_exponent(self) -> int:
-        """Exponent of the smallest normal number, and of the spacing of the subnormals."""
+        """The exponent of the smallest normal number."""
         return 1 - self.bias if self.zeros else -self.bias
 
     @property
@@ -65,12 +65,12 @@ class Format:
 
     @property
     def smallest_subnormal(self) -> float:
-        """The smallest subnormal; in a format without subnormals the smallest normal."""
+        """The smallest subnormal number. In a format without subnormals, the smallest normal number."""
         return 2.0 ** (self.min_exponent - self.mantissa_bits)
 
     @property
     def overflows(self) -> tuple[Overflow, ...]:
-        """The ways of overflowing that the format has codes for."""
+        """The kinds of overflow for which the format has codes."""
         overflows = [Overflow.SATURATE]
         if self.has_infinity:
             overflows.append(Overflow.INFINITY)
@@ -79,27 +79,28 @@ class Format:
         return tuple(overflows)
 
 
-# The OCP 8-bit formats, as on NVIDIA; "fn" is finite: all codes but NaN's are numbers.
+# The OCP 8-bit formats, as on NVIDIA's GPUs. 'fn' means finite: all codes except NaN are numbers.
 E4M3 = Format("e4m3fn", 4, 3, bias=7, largest=448.0, has_nan=True)
 E5M2 = Format("e5m2", 5, 2, bias=15, largest=57344.0, has_infinity=True, has_nan=True)
-# AMD's MI300: "uz" is an unsigned zero.
+# The formats of AMD's MI300. 'uz' means an unsigned zero.
 E4M3FNUZ = Format("e4m3fnuz", 4, 3, bias=8, largest=240.0, has_nan=True, signed_zero=False)
 E5M2FNUZ = Format("e5m2fnuz", 5, 2, bias=16, largest=57344.0, has_nan=True, signed_zero=False)
-# The OCP 6- and 4-bit formats: every code is a number.
+# The OCP formats of 6 and 4 bits, in which every code is a number.
 E3M2 = Format("e3m2", 3, 2, bias=3, largest=28.0)
 E2M3 = Format("e2m3", 2, 3, bias=1, largest=7.5)
 E2M1 = Format("e2m1", 2, 1, bias=1, largest=6.0)
-# The scale of the MX formats: the powers of two from 2^-127 (code 0) to 2^127 (code 254), and a NaN (code 255).
+# The format of MX scales: powers of two from 2^-127 (code 0) to 2^127 (code 254), and a NaN (code 255).
 E8M0 = Format("e8m0", 8, 0, bias=127, largest=2.0**127, has_nan=True, signed=False, signed_zero=False, zeros=False)
 FP16 = Format("fp16", 5, 10, bias=15, largest=65504.0, has_infinity=True, has_nan=True)
 BF16 = Format("bf16", 8, 7, bias=127, largest=(2 - 2.0**-7) * 2.0**127, has_infinity=True, has_nan=True)
-# The part of a float32 that a TF32 tensor core reads: the exponent, and ten bits of the mantissa.
+# The part of a float32 that a TF32 tensor core reads: the exponent and ten bits of the mantissa.
 TF32 = Format("tf32", 8, 10, bias=127, largest=(2 - 2.0**-10) * 2.0**127, has_infinity=True, has_nan=True)
 
 FORMATS: dict[str, Format] = {
     fmt.name: fmt for fmt in (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, E8M0, BF16, FP16, TF32)
 }
-# Formats whose range a run's data are compared with, widest first.
-RANGES = (BF16, FP16, E5M2, E4M3, E2M1)
+# The range of a run's data is compared with the ranges of these formats. They are sorted from the largest range to
+# the smallest.
+COMPARED_FORMATS = (BF16, FP16, E5M2, E4M3, E2M1)
 
 E8M0_LARGEST_CODE = 254

@@ -1,8 +1,9 @@
-"""Classes of devices, and the formats that their units support; and what names of GPU kernels reveal. Knows no torch.
+"""Classes of devices, the formats that their hardware supports, and what the name of a GPU kernel reveals. Does not
+use torch.
 
 Kernel names are those of cuBLAS (`nvjet_qqtst_...`, `sm90_xmma_gemm_e4m3bf16_...`, `ampere_bf16_s16816gemm_...`),
 CUTLASS (`cutlass3x_sm90_tensorop_..._e4m3_e4m3_f32_bf16_...`, or C++ types), FBGEMM (`f8f8bf16_rowwise`), hipBLASLt
-(`Cijk_Ailk_Bljk_F8BS_...`) and Triton. Other names are not judged.
+(`Cijk_Ailk_Bljk_F8BS_...`) and Triton. Other names are ignored.
 """
 
 from __future__ import annotations
@@ -18,9 +19,8 @@ from fp8bench.model import DeviceFacts, Level, Support
 
 @dataclass(frozen=True)
 class DeviceClass:
-    """Devices that take and refuse the same products.
-
-    `capability` is NVIDIA's compute capability, `arch` AMD's name of the instruction set; a processor has neither.
+    """A class of devices that support the same products. `capability` is NVIDIA's compute capability, and `arch`
+    AMD's name of the instruction set. A CPU has neither.
     """
 
     name: str
@@ -38,7 +38,7 @@ class DeviceClass:
         return bool(self.arch)
 
     def at_least(self, first: tuple[int, int]) -> bool:
-        """Whether it is NVIDIA's, of that compute capability or a higher one."""
+        """Returns whether this is a class of NVIDIA's with compute capability `first` or a higher one."""
         return self.capability is not None and self.capability >= first
 
 
@@ -69,24 +69,27 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
-    """The class of NVIDIA's devices of that compute capability; an unlisted one gets a separate class."""
+    """Returns NVIDIA's class with that compute capability. A capability that is not listed gets a new class."""
     listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
-    fitting = [kind for kind in listed if kind.capability and kind.capability <= capability]
-    return (
-        fitting[-1] if fitting else DeviceClass("", f"compute capability {_write_capability(capability)}", capability)
-    )
+    older_classes = [kind for kind in listed if kind.capability and kind.capability <= capability]
+    if older_classes:
+        return older_classes[-1]
+    return DeviceClass("", f"compute capability {_write_capability(capability)}", capability)
 
 
 def amd_class(arch: str) -> DeviceClass | None:
-    """The class of AMD's devices of that instruction set ('gfx942:sramecc+:xnack-'); None for an unlisted one."""
+    """Returns AMD's class with that instruction set, for example 'gfx942:sramecc+:xnack-'. Returns None if the
+    instruction set is not listed.
+    """
     return next((kind for kind in CLASSES if kind.is_amd and kind.arch == arch.partition(":")[0]), None)
 
 
-def device_class(word: str) -> DeviceClass:
-    classes = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
-    if word.lower() not in classes:
-        raise UnknownName("class of devices", word, list(classes))
-    return classes[word.lower()]
+def find_device_class(word: str) -> DeviceClass:
+    """Returns the class with that name or alias ('h100', 'hopper'). Raises UnknownName."""
+    classes_by_name = {name: kind for kind in CLASSES for name in (kind.name, *kind.aliases)}
+    if word.lower() not in classes_by_name:
+        raise UnknownName("class of devices", word, list(classes_by_name))
+    return classes_by_name[word.lower()]
 
 
 AMPERE = (8, 0)
@@ -98,46 +101,58 @@ def is_nvidia(facts: DeviceFacts) -> bool:
 
 
 def is_amd(facts: DeviceFacts) -> bool:
-    """torch calls AMD GPUs cuda as well."""
+    """Returns whether a device is an AMD GPU. torch calls such a device cuda too."""
     return facts.kind == "cuda" and facts.hip is not None
 
 
-# Make a Support of that level from its reason.
+# Each of these three functions makes a Support of one level from a reason.
 native, emulated, refused = (partial(Support, level) for level in (Level.NATIVE, Level.EMULATED, Level.REFUSED))
 
 
-def from_capability(facts: DeviceFacts, first: tuple[int, int], words: str) -> Support:
-    have = facts.capability or (0, 0)
-    if have >= first:
-        return native(f"{words} units from compute capability {_write_capability(first)}")
+def support_from_capability(facts: DeviceFacts, first_capability: tuple[int, int], words: str) -> Support:
+    """Returns native support if the device has at least the compute capability `first_capability`, and a refusal
+    otherwise.
+    """
+    capability = facts.capability or (0, 0)
+    if capability >= first_capability:
+        return native(f"{words} units from compute capability {_write_capability(first_capability)}")
     return refused(
-        f"{words} needs compute capability {_write_capability(first)}; this device has {_write_capability(have)}"
+        f"{words} needs compute capability {_write_capability(first_capability)}; this device has "
+        f"{_write_capability(capability)}"
     )
 
 
 def is_intel(facts: DeviceFacts) -> bool:
+    """Returns whether a device is an Intel GPU."""
     return facts.kind == "xpu"
 
 
-def of_vendor(facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support) -> Support:
-    """Selects the support for a device's vendor; `words` name the format in the refusal of unknown kinds."""
+def select_by_vendor(
+    facts: DeviceFacts, words: str, cpu: Support, amd: Support, nvidia: Support, intel: Support
+) -> Support:
+    """Returns the one of the given supports that belongs to the device's vendor. An unknown kind of device is
+    refused, with `words` as the name of the format.
+    """
     if not facts.accelerated:
         return cpu
     if is_intel(facts):
         return intel
-    return amd if is_amd(facts) else nvidia if is_nvidia(facts) else unknown_kind(facts, words)
+    return amd if is_amd(facts) else nvidia if is_nvidia(facts) else refuse_unknown_kind(facts, words)
 
 
-def unknown_kind(facts: DeviceFacts, words: str) -> Support:
+def refuse_unknown_kind(facts: DeviceFacts, words: str) -> Support:
     return refused(f"{words} is not known to work on {facts.kind} devices")
 
 
 def emulated_everywhere(facts: DeviceFacts, words: str) -> Support:
+    """Returns the support for a format that no device multiplies natively: emulated, with the reason. A device of an
+    unknown kind is refused.
+    """
     if not facts.accelerated:
         return emulated_because(f"no hardware for {words}")
     if facts.kind == "cuda" or is_intel(facts):
         return emulated_because(f"no native backend for {words} yet")
-    return unknown_kind(facts, words)
+    return refuse_unknown_kind(facts, words)
 
 
 def emulated_because(reason: str) -> Support:
@@ -148,11 +163,12 @@ def _write_capability(pair: tuple[int, int]) -> str:
     return f"{pair[0]}.{pair[1]}"
 
 
-# Kernels that multiply matrices; those that add up parts, and casts, do not.
-_MULTIPLIES = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|scaled_mm|wgmma|f8f8", re.IGNORECASE)
-_ADDS_UP = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
-# Bits of the multiplied numbers, the fewest first, because a name also has the result's type in it.
-_BITS = (
+# Names of kernels that multiply matrices. Names of casts, and of kernels that sum partial results, do not match.
+_MULTIPLYING_NAMES = re.compile(r"gemm|nvjet|cutlass|xmma|cijk|matmul|scaled_mm|wgmma|f8f8", re.IGNORECASE)
+_REDUCING_NAMES = re.compile(r"reduce|splitk_?reduce|memset", re.IGNORECASE)
+# How many bits the multiplied numbers have, by patterns of names. The fewest bits come first, because a name also
+# contains the type of the result.
+_BITS_BY_NAME = (
     (4, re.compile(r"e2m1|float_?4|[mn][xv]_?f(p)?4|(?<![a-z0-9])fp4", re.IGNORECASE)),
     (8, re.compile(r"e4m3|e5m2|float_?8|fp8|f8f8|nvjet_(sm\d+_)?qq|_F8[BHS]?|_b8", re.IGNORECASE)),
     (16, re.compile(r"bf16|bfloat16|f16|half_t|hgemm|16816|nvjet_(sm\d+_)?[th]s[th]|_[BH][BHS]S", re.IGNORECASE)),
@@ -161,15 +177,18 @@ _BITS = (
 
 
 def multiplied_bits(name: str) -> int | None:
-    """The width of the numbers that a kernel multiplies; None if it multiplies none, or its name does not show the
-    width."""
-    if _ADDS_UP.search(name) or not _MULTIPLIES.search(name):
+    """Returns how many bits the numbers have that this kernel multiplies. Returns None if it does not multiply, or if
+    its name does not show the bits.
+    """
+    if _REDUCING_NAMES.search(name) or not _MULTIPLYING_NAMES.search(name):
         return None
-    return next((bits for bits, words in _BITS if words.search(name)), None)
+    return next((bits for bits, words in _BITS_BY_NAME if words.search(name)), None)
 
 
-def foreign_kernel(names: Iterable[str], most_bits: int) -> str:
-    """The first kernel that multiplies wider numbers than `most_bits`, if none multiplies as narrow ones; else ''."""
+def find_wider_kernel(names: Iterable[str], most_bits: int) -> str:
+    """Returns the name of the first kernel that multiplies, if every such kernel multiplies numbers of more than
+    `most_bits`. Returns '' otherwise.
+    """
     widths = [(name, bits) for name in names if (bits := multiplied_bits(name)) is not None]
     if not widths or any(bits <= most_bits for _, bits in widths):
         return ""

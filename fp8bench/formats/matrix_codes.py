@@ -1,4 +1,4 @@
-"""Matrices and codes without kernels: filled to whole blocks, row by row in memory, and cast by separate operations."""
+"""Casts matrices to codes with separate torch operations: fills incomplete blocks, and makes matrices contiguous."""
 
 from __future__ import annotations
 
@@ -9,21 +9,23 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.code_kernels import SIDE
-from fp8bench.formats.codes import DTYPES, torch_codes
+from fp8bench.formats.code_kernels import ALIGNED_SIDE
+from fp8bench.formats.codes import CODE_DTYPES, torch_codes
 from fp8bench.formats.grids import Format
 from fp8bench.formats.memory_layout import is_aligned
 from fp8bench.formats.recipes import Scaling
-from fp8bench.formats.scale_layouts import by_columns
-from fp8bench.formats.scale_layouts import squares as by_squares
-from fp8bench.formats.scaled import factor, matrix_of, quantise
+from fp8bench.formats.scale_layouts import store_by_columns
+from fp8bench.formats.scale_layouts import store_square_scales as by_squares
+from fp8bench.formats.scaled import factor, matrix_shape, quantise
 
+# Tensors that a cast writes. None stands for an output that is not needed.
 Memory = tuple[Any, ...]
-"""Tensors that a cast writes, None for what it leaves out."""
 
 
 class DelayedCodes(NamedTuple):
-    """The scale of a cast, the scale that decodes, the codes, and with `both` the codes of the transpose."""
+    """The results of a cast with a delayed scale: the scale that it multiplied by, the scale that decodes, the codes,
+    and the codes of the transpose. The last is None if it was not requested.
+    """
 
     scale: Tensor
     inverse: Tensor
@@ -31,52 +33,58 @@ class DelayedCodes(NamedTuple):
     turned: Tensor | None
 
 
-def new_memory(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
-    """Allocates a tensor for each shape, None for None."""
+def allocate(device: torch.device, dtype: torch.dtype, *shapes: Sequence[int] | None) -> Memory:
+    """Allocates a tensor for each shape in a list. A shape of None gives None."""
     return tuple(None if shape is None else torch.empty(shape, dtype=dtype, device=device) for shape in shapes)
 
 
-def memory_for_codes(x: Tensor, fmt: Format, both: bool) -> Memory:
-    return new_memory(x.device, DTYPES[fmt.name], x.shape, x.shape[::-1] if both else None)
+def allocate_codes(x: Tensor, fmt: Format, both: bool) -> Memory:
+    return allocate(x.device, CODE_DTYPES[fmt.name], x.shape, x.shape[::-1] if both else None)
 
 
-def memory_with_scales(x: Tensor, fmt: Format, both: bool) -> Memory:
-    """Memory for a tensor's scale, its inverse, and codes."""
-    return new_memory(x.device, torch.float32, (), ()) + memory_for_codes(x, fmt, both)
+def allocate_scaled_codes(x: Tensor, fmt: Format, both: bool) -> Memory:
+    """Allocates memory for a tensor's scale, the inverse of the scale, and the tensor's codes."""
+    return allocate(x.device, torch.float32, (), ()) + allocate_codes(x, fmt, both)
 
 
-def plain_row_codes(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
+def row_codes_by_operations(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
     if scaling.columns:
         stored = quantise(x, fmt, scaling, checked=False)
         assert stored.scales is not None
-        return stored.codes.view(DTYPES[fmt.name]), by_columns(stored.scales)
+        return stored.codes.view(CODE_DTYPES[fmt.name]), store_by_columns(stored.scales)
     scale, inverse = factor(x, fmt, scaling)
     return torch_codes(x, fmt, scale), inverse
 
 
-def plain_square_codes(x: Tensor, fmt: Format, scaling: Scaling, both: bool) -> tuple[tuple[Tensor, Tensor], ...]:
+def square_codes_by_operations(
+    x: Tensor, fmt: Format, scaling: Scaling, both: bool
+) -> tuple[tuple[Tensor, Tensor], ...]:
     stored = quantise(x, fmt, scaling, checked=False)
     assert stored.scales is not None
-    data = stored.codes.view(DTYPES[fmt.name])
-    straight = data, by_squares(stored.scales)
-    return (straight, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight,)
+    data = stored.codes.view(CODE_DTYPES[fmt.name])
+    straight_result = data, by_squares(stored.scales)
+    return (straight_result, (data.t().contiguous(), by_squares(stored.scales.t()))) if both else (straight_result,)
 
 
-def whole_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
-    """The matrix, filled with zeros to whole blocks, and whether it had whole blocks already."""
+def fill_blocks(x: Tensor, down: int, across: int) -> tuple[Tensor, bool]:
+    """Returns the matrix, extended by zeros so that all blocks are complete. Also returns whether they were complete
+    before.
+    """
     height, width = x.shape
     rows, columns = -height % down if down else 0, -width % across if across else 0
     return (pad(x, (0, columns, 0, rows)), False) if rows or columns else (x, True)
 
 
-def laid(x: Tensor) -> tuple[Tensor, bool]:
-    """The matrix that lies row by row, and whether `x` is its transpose. Other layouts are copied first."""
+def as_row_major(x: Tensor) -> tuple[Tensor, bool]:
+    """Returns a row-major matrix, and whether it is the transpose of `x`. If neither `x` nor its transpose is
+    row-major, `x` is copied.
+    """
     if x.dim() == 2 and not x.is_contiguous() and x.t().is_contiguous():
         matrix, turned = x.t(), True
     else:
-        matrix, turned = x.contiguous().view(matrix_of(x.shape)), False
+        matrix, turned = x.contiguous().view(matrix_shape(x.shape)), False
     return (matrix if is_aligned(matrix) else matrix.clone()), turned
 
 
-def side_of(lengths: Sequence[int]) -> int:
-    return SIDE if not any(length % SIDE for length in lengths) else 1
+def choose_side(lengths: Sequence[int]) -> int:
+    return ALIGNED_SIDE if not any(length % ALIGNED_SIDE for length in lengths) else 1

@@ -1,7 +1,7 @@
-"""Decides how a fused quantiser reads a tensor: in place if possible, else as a copy.
+"""Decides how a fused quantiser reads a tensor: in place if possible, and otherwise as a copy.
 
-A row-major matrix is read in place, and so is the transpose of one, such as an operand of a backward product. Tensors
-with other strides, have another dtype or incomplete last blocks are copied first.
+A row-major matrix is read in place. Its transpose is read in place too, for example as the operand of a backward
+product. Tensors with other strides, with other dtypes or with an incomplete last block are copied first.
 """
 
 from __future__ import annotations
@@ -12,22 +12,21 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from fp8bench.formats.fused import Layout, ValuesKernel, result_words, words
+from fp8bench.formats.fused import Layout, ValuesKernel, view_as_words, view_result_as_words
 from fp8bench.formats.grids import E4M3, Format, Overflow
 from fp8bench.formats.recipes import Scaling
-from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_of
+from fp8bench.formats.scaled import current_tensor_scale, factor, matrix_shape
 
+# The largest number of elements that a kernel's 32-bit indices can count.
 MOST_ELEMENTS = (1 << 31) - 1
-"""The most that a kernel's indices of 32 bits can count."""
-_WIDEST_WORD = 8
-"""Bytes."""
-_GPU_VECTOR = 16
-"""Bytes that a compiled GPU kernel takes at once."""
+_LARGEST_WORD_BYTES = 8
+# Bytes that a compiled GPU kernel reads at once.
+_GPU_VECTOR_BYTES = 16
 
 
 @dataclass(frozen=True)
 class Quantisation:
-    """The parameters of a quantiser call, apart from its tensors."""
+    """The parameters of a quantiser call, without its tensors."""
 
     fmt: Format
     scaling: Scaling | None = None
@@ -37,9 +36,8 @@ class Quantisation:
 
 @dataclass(frozen=True)
 class MemoryLayout:
-    """A kernel, and the matrix that it reads: `turned` if x is the transpose of what lies row by row.
-
-    `filled`: filling to whole blocks makes the matrix larger than x.
+    """A kernel, and the matrix that it reads. With `turned`, x is the transpose of that matrix, which is row-major.
+    With `filled`, the matrix is larger than x, because zeros complete its last blocks.
     """
 
     kernel: ValuesKernel
@@ -49,35 +47,35 @@ class MemoryLayout:
     filled: bool
 
     def matrix(self, x: Tensor) -> Tensor:
-        """`x` as that matrix, copied only where it must be."""
-        laid = x.t() if self.turned else x.contiguous()
-        matrix = laid.to(self.kernel.source)
+        """Returns `x` as the matrix that the kernel reads. It is copied only if necessary."""
+        matrix = (x.t() if self.turned else x.contiguous()).to(self.kernel.source)
         if self.filled:
-            rows, columns = matrix_of(matrix.shape)
+            rows, columns = matrix_shape(matrix.shape)
             matrix = pad(matrix.view(rows, columns), (0, self.width - columns, 0, self.height - rows))
         return matrix if is_aligned(matrix) else matrix.clone()
 
-    def takes(self, out: Tensor) -> bool:
-        laid = out.t() if self.turned else out
-        return out.dtype is self.kernel.target and not self.filled and laid.is_contiguous() and is_aligned(out)
+    def can_write_into(self, out: Tensor) -> bool:
+        """Returns whether the kernel can write into `out` directly."""
+        row_major = out.t() if self.turned else out
+        return out.dtype is self.kernel.target and not self.filled and row_major.is_contiguous() and is_aligned(out)
 
     def empty(self, device: torch.device) -> Tensor:
         return torch.empty(self.height, self.width, dtype=self.kernel.target, device=device)
 
-    def words(self, matrix: Tensor) -> Tensor:
-        return words(matrix.view(self._shape()), self.kernel.twos)
+    def view_as_words(self, matrix: Tensor) -> Tensor:
+        return view_as_words(matrix.view(self._shape()), self.kernel.has_pairs)
 
-    def result_words(self, matrix: Tensor) -> Tensor:
-        return result_words(matrix.view(self._shape()), self.kernel.twos)
+    def view_result_as_words(self, matrix: Tensor) -> Tensor:
+        return view_result_as_words(matrix.view(self._shape()), self.kernel.has_pairs)
 
-    def keep(self, matrix: Tensor, out: Tensor) -> None:
+    def copy_result(self, matrix: Tensor, out: Tensor) -> None:
         if self.filled:
-            rows, columns = matrix_of((out.t() if self.turned else out).shape)
+            rows, columns = matrix_shape((out.t() if self.turned else out).shape)
             matrix = matrix.view(self.height, self.width)[:rows, :columns]
         out.copy_(matrix.view(out.shape[::-1]).t() if self.turned else matrix.reshape(out.shape))
 
     def _shape(self) -> tuple[int, ...]:
-        # The shape is a view of the words in memory, in which each dimension is a loop of the kernel.
+        # This view has one dimension for each loop of the kernel.
         rows, columns = self.kernel.block
         match self.kernel.layout:
             case Layout.FLAT:
@@ -91,32 +89,30 @@ class MemoryLayout:
         return self.height, self.width
 
 
-def layout_of(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryLayout | None:
-    """The kernel and layout of a call; None for empty and huge tensors, and for blocks of whole rows.
-
-    Depends on shapes, strides and dtypes only.
+def choose_layout(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryLayout | None:
+    """Returns the kernel and layout of a call, which depend only on shapes, strides and dtypes. Returns None in three
+    cases: for empty tensors, for huge tensors, and for blocks of several whole rows.
     """
     scaling = quantisation.scaling
     if not 0 < x.numel() <= MOST_ELEMENTS or (scaling is not None and scaling.rows > 1 and scaling.columns == 0):
         return None
-    # 1. Take a transposed matrix as what it is in memory, so that both are read along the rows.
-    turned = _is_turned(x, quantisation)
-    layout, block = _layout(scaling, turned)
-    rows, columns = matrix_of((x.t() if turned else x).shape)
-    # 2. Fill up to whole blocks: kernels have no code for a block that is cut off.
-    height, width = _whole(rows, block[0]), _whole(columns, block[1])
-    divided = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
-    # 3. Take two bfloat16 in a word wherever none would be split between blocks.
-    paired = x.dtype is torch.bfloat16 and divided % 2 == 0
-    source = torch.bfloat16 if paired else torch.float32
-    target = torch.bfloat16 if paired and out.dtype is torch.bfloat16 else torch.float32
-    # 4. Everything else about the kernel follows from the request.
+    # 1. Read a transposed matrix in its memory order, along rows.
+    turned = _reads_transpose(x, quantisation)
+    layout, block = _choose_block_layout(scaling, turned)
+    rows, columns = matrix_shape((x.t() if turned else x).shape)
+    # 2. Extend the matrix to complete blocks, because kernels do not handle incomplete ones.
+    height, width = _round_up_to_block(rows, block[0]), _round_up_to_block(columns, block[1])
+    run_length = block[1] if block[1] > 1 else height * width if layout is Layout.FLAT else width
+    # 3. Read two bfloat16 values as a word if no word would be split between two blocks.
+    has_pairs = x.dtype is torch.bfloat16 and run_length % 2 == 0
+    source = torch.bfloat16 if has_pairs else torch.float32
+    # 4. Everything else about the kernel follows from the call.
     kernel = ValuesKernel(
         fmt=quantisation.fmt,
         scaling=scaling if block != (0, 0) else None,
         layout=layout,
         source=source,
-        target=target,
+        target=torch.bfloat16 if has_pairs and out.dtype is torch.bfloat16 else torch.float32,
         device=str(x.device),
         block=block,
         overflow=quantisation.overflow,
@@ -126,10 +122,12 @@ def layout_of(x: Tensor, out: Tensor, quantisation: Quantisation) -> MemoryLayou
     return MemoryLayout(kernel, height, width, turned, (height, width) != (rows, columns))
 
 
-def factor_of(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
-    """The factor in the shape that a kernel takes: `scale`, or computed from `x`. None for kernels without."""
+def kernel_factor(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale: Tensor | None) -> Tensor | None:
+    """Returns the factor in the shape that the kernel takes. It is made from `scale` or computed from `x`. Returns
+    None if the kernel takes no factor.
+    """
     kernel = layout.kernel
-    # Blocks compute their scales inside the kernel; only NVFP4 also needs the tensor's.
+    # Kernels compute the scales of blocks themselves. Only NVFP4 also needs the tensor scale.
     if quantisation.scaling is None or not kernel.factor:
         return None
     if kernel.scaling is not None:
@@ -137,22 +135,25 @@ def factor_of(x: Tensor, quantisation: Quantisation, layout: MemoryLayout, scale
     factors = factor(x, quantisation.fmt, quantisation.scaling)[0] if scale is None else scale.to(torch.float32)
     if kernel.layout is Layout.FLAT:
         return factors.reshape(())
-    # A kernel over columns has a transposed matrix before it, whose rows are the columns in memory.
-    by_row = factors.expand(*x.shape[:-1], 1)
+    # A kernel with a factor for each column reads a transposed matrix. The columns of that matrix in memory are the
+    # rows of x.
+    row_factors = factors.expand(*x.shape[:-1], 1)
     if kernel.layout is Layout.ROWS:
-        return by_row.reshape(layout.height, 1)
-    return result_words(by_row.reshape(1, layout.width).contiguous(), kernel.twos)
+        return row_factors.reshape(layout.height, 1)
+    return view_result_as_words(row_factors.reshape(1, layout.width).contiguous(), kernel.has_pairs)
 
 
-def _is_turned(x: Tensor, quantisation: Quantisation) -> bool:
-    """Whether to take x as the transpose of a matrix; random numbers are counted along rows, or up a column's block."""
+def _reads_transpose(x: Tensor, quantisation: Quantisation) -> bool:
+    """Returns whether x is read as the transpose of a matrix. Stochastic rounding allows it only for UPRIGHT blocks,
+    because random numbers are counted along the rows of x.
+    """
     if x.dim() != 2 or x.is_contiguous() or not x.t().is_contiguous():
         return False
-    return not quantisation.stochastic or _layout(quantisation.scaling, True)[0] is Layout.UPRIGHT
+    return not quantisation.stochastic or _choose_block_layout(quantisation.scaling, True)[0] is Layout.UPRIGHT
 
 
-def _layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, int]]:
-    """The layout, and the rows and columns of a block in memory."""
+def _choose_block_layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, int]]:
+    """Returns the layout, and the rows and columns of a block in memory."""
     if scaling is None or scaling.rows == 0:
         return Layout.FLAT, (0, 0)
     if scaling.columns == 0:
@@ -163,10 +164,12 @@ def _layout(scaling: Scaling | None, turned: bool) -> tuple[Layout, tuple[int, i
     return (Layout.UPRIGHT if block[1] == 1 else Layout.RECTANGLES), block
 
 
-def _whole(length: int, block: int) -> int:
+def _round_up_to_block(length: int, block: int) -> int:
     return length if block < 2 else -(-length // block) * block
 
 
 def is_aligned(x: Tensor) -> bool:
-    """Whether words can be read where it lies."""
-    return x.data_ptr() % (_GPU_VECTOR if x.is_cuda else _WIDEST_WORD) == 0
+    """Returns whether words can be read at the address of a tensor. The address must be a multiple of 16 bytes on a
+    GPU, and of 8 bytes elsewhere.
+    """
+    return x.data_ptr() % (_GPU_VECTOR_BYTES if x.is_cuda else _LARGEST_WORD_BYTES) == 0

@@ -1,8 +1,8 @@
-"""Quantisers as torch operators: each family is one, which runs as one kernel once that has been compiled.
+"""Quantisers as torch operators. An operator runs as one kernel as soon as that kernel has been compiled.
 
-`values` returns what scaled.py and quantise.py do, bit for bit. A call never compiles: until the kernel that it
-registers in KERNELS has been compiled, it runs as separate operations. For a compiler around it and for dispatch modes
-a call is one operator either way.
+`values` returns the same bits as scaled.py and quantise.py. A call never compiles. It registers its kernel in
+KERNELS, and runs as separate operations until the kernel is compiled. For torch's compiler and for dispatch modes, a
+call is always one operator.
 """
 
 from __future__ import annotations
@@ -19,23 +19,24 @@ from torch import Tensor
 from fp8bench.formats import quantise, scaled
 from fp8bench.formats.compiling import Compiled, Definition, compile_kernel
 from fp8bench.formats.grids import E8M0, FORMATS, Format, Overflow
-from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, factor_of, layout_of
-from fp8bench.formats.quantise import check_input, check_output, check_seed, checked_overflow, key_of
+from fp8bench.formats.memory_layout import MemoryLayout, Quantisation, choose_layout, kernel_factor
+from fp8bench.formats.quantise import check_input, check_output, check_seed, parse_overflow, seed_key
 from fp8bench.formats.recipes import ScaleRounding, Scaling
 from fp8bench.formats.scaled import check_scaling
 
-_SCHEMA = (
+_QUANTISER_SCHEMA = (
     "(Tensor x, Tensor(a!) out, str fmt, str overflow, int rows, int columns, str scale_format, str rounding, "
     "Tensor? scale, Tensor? seed) -> ()"
 )
+# The operators, by what has a scale: nothing, a tensor, a row, a block with a float32 scale, with an e8m0 scale, or
+# with an e4m3 scale.
 FAMILIES = ("round", "tensor", "row", "block", "mx", "nvfp4")
-"""The operators: without scaling, with float32 scales of a tensor, row or block, with e8m0 and e4m3 scales."""
 
 
 class Relaunch(NamedTuple):
-    """A cast by hand as it ran once: the layouts of what it wrote, None where it wrote nothing, and its launches.
-
-    `take` picks the launches' addresses of those of inputs and outputs.
+    """A cast by a hand-written kernel, recorded at its first run. It has the layouts of the outputs and the launches.
+    The layout is None for an output that is not needed. `take` selects the addresses that the launches need from
+    those of inputs and outputs.
     """
 
     layouts: tuple[tuple[Sequence[int], Sequence[int], torch.dtype] | None, ...]
@@ -43,7 +44,7 @@ class Relaunch(NamedTuple):
     take: Callable[[Sequence[int]], Sequence[int]]
 
     def run(self, device: torch.device, addresses: list[int]) -> tuple[Any, ...] | None:
-        """Casts inputs at these addresses into new memory; None where a launch has to be planned again."""
+        """Casts the inputs at these addresses into new memory. Returns None if the launch must be planned again."""
         outputs: list[Tensor | None] = []
         for layout in self.layouts:
             if layout is None:
@@ -57,7 +58,9 @@ class Relaunch(NamedTuple):
 
 
 def is_observed(x: Tensor) -> bool:
-    """Whether a dispatch mode, a transform or a subclass has to see the operators that are called."""
+    """Returns whether something must see each operator that is called for `x`: a dispatch mode, a functorch
+    transform, or a tensor subclass.
+    """
     return (
         type(x) is not Tensor
         or torch._C._len_torch_dispatch_stack() > 0
@@ -66,11 +69,11 @@ def is_observed(x: Tensor) -> bool:
 
 
 class Kernels:
-    """The kernels of this process. Thread-safe.
+    """The compiled kernels of this process. It can be used by several threads.
 
-    `wanted` are those that calls would have used, had they been compiled; `refused` has the reasons of those that did
-    not compile. `eager` counts the calls that ran as separate operations although there is a kernel for them, `fused`
-    those that ran as one kernel, by the bits of its vectors.
+    `wanted` are kernels that calls would have used if they had been compiled. `refused` has the error messages of
+    kernels that did not compile. `eager` counts calls that ran as separate operations although a kernel exists for
+    them. `fused` counts calls that ran as one kernel, by the bits of the kernel's vectors.
     """
 
     def __init__(self) -> None:
@@ -78,18 +81,18 @@ class Kernels:
         self.refused: dict[Definition, str] = {}
         self.eager = 0
         self.fused = Counter[int]()
-        # Launches of casts by hand, by the layouts of their inputs (native_codes.py).
+        # Launches of hand-written casts, by the layouts of their inputs (native_codes.py).
         self.relaunches: dict[Hashable, Relaunch] = {}
         self._ready: dict[Definition, Compiled] = {}
         self._lock = threading.Lock()
 
     def get(self, kernel: Definition) -> Compiled | None:
-        ready = self._ready.get(kernel)
-        # The worker reads the counts to report whether timed steps ran compiled kernels.
+        compiled = self._ready.get(kernel)
+        # The worker reads these counts to report whether timed steps ran compiled kernels.
         with self._lock:
-            if ready is not None:
-                self.fused[ready.bits] += 1
-                return ready
+            if compiled is not None:
+                self.fused[compiled.bits] += 1
+                return compiled
             self.eager += 1
             if kernel not in self.refused:
                 self.wanted[kernel] = None
@@ -100,12 +103,13 @@ class Kernels:
             self.fused[0] += 1
 
     def compile(self, *kernels: Definition) -> None:
-        """Compiles kernels: seconds for each the first time on a machine, tenths from torch's cache on disk.
+        """Compiles kernels. The first time on a machine, a kernel takes seconds. From torch's cache on disk it takes
+        tenths of a second.
 
-        Raises what torch or a compiler raises; such a kernel stays eager and is not wanted again.
+        Raises what torch or a compiler raises. A kernel that fails stays uncompiled and is not requested again.
         """
         for kernel in kernels:
-            # A kernel that several cases ask for is compiled once.
+            # A kernel that several cases use is compiled once.
             if kernel in self._ready:
                 continue
             try:
@@ -113,7 +117,7 @@ class Kernels:
             except Exception as error:
                 self.refused[kernel] = f"{type(error).__name__}: {error}"
                 raise
-            # Whatever happened, it is not asked for again.
+            # No kernel is requested again, whether it was compiled or failed.
             finally:
                 with self._lock:
                     self.wanted.pop(kernel, None)
@@ -132,25 +136,26 @@ def values(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """Returns what scaled.values does, or without scaling what quantise.round_to does, for which alone `overflow` is.
+    """Returns the values of `x` after rounding to a format. With a scaling the result is that of `scaled.values`, and
+    without one that of `quantise.round_to`.
 
-    Without `out` the result has the memory layout of x.
+    `overflow` only matters without a scaling. If `out` is not given, the result has the memory layout of `x`.
     """
-    # 1. Refuse what no kernel could do, with the caller's own names.
+    # 1. Refuse invalid arguments, with the names that the caller uses.
     check_input(x)
     check_scaling(fmt, scaling, scale)
     if overflow is not Overflow.SATURATE:
-        overflow = checked_overflow(fmt, overflow)
+        overflow = parse_overflow(fmt, overflow)
     if seed is not None:
         check_seed(seed)
-    # 2. Provide memory, in which the result has the layout of x.
+    # 2. Allocate the result with the layout of x.
     if out is None:
         out = torch.empty_like(x, dtype=torch.float32, requires_grad=False)
     else:
         check_output(out, x)
-    # 3. Operators take plain values, so what describes the call is written out.
-    family, *written = _operator_arguments(scaling)
-    getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *written, scale, seed)
+    # 3. Operators take plain values, so write the scaling as numbers and words.
+    family, *scaling_arguments = _operator_arguments(scaling)
+    getattr(torch.ops.fp8bench, family)(x.detach(), out, fmt.name, overflow.value, *scaling_arguments, scale, seed)
     return out
 
 
@@ -159,14 +164,14 @@ def _operator_arguments(scaling: Scaling | None) -> tuple[str, int, int, str, st
         return "round", 0, 0, "", ""
     scale_format = scaling.scale.name if scaling.scale else ""
     if scaling.scale is not None:
-        family = "mx" if scaling.scale is E8M0 else "nvfp4"
+        operator_family = "mx" if scaling.scale is E8M0 else "nvfp4"
     else:
-        family = "tensor" if not scaling.rows else "row" if not scaling.columns else "block"
-    return family, scaling.rows, scaling.columns, scale_format, scaling.rounding.value
+        operator_family = "tensor" if not scaling.rows else "row" if not scaling.columns else "block"
+    return operator_family, scaling.rows, scaling.columns, scale_format, scaling.rounding.value
 
 
 @lru_cache
-def _read(rows: int, columns: int, scale_format: str, rounding: str) -> Scaling | None:
+def _make_scaling(rows: int, columns: int, scale_format: str, rounding: str) -> Scaling | None:
     return (
         Scaling(rows, columns, FORMATS[scale_format] if scale_format else None, ScaleRounding(rounding))
         if rounding
@@ -174,7 +179,7 @@ def _read(rows: int, columns: int, scale_format: str, rounding: str) -> Scaling 
     )
 
 
-def _run(
+def _run_quantiser(
     x: Tensor,
     out: Tensor,
     fmt: str,
@@ -186,13 +191,13 @@ def _run(
     scale: Tensor | None,
     seed: Tensor | None,
 ) -> None:
-    scaling = _read(rows, columns, scale_format, rounding)
+    scaling = _make_scaling(rows, columns, scale_format, rounding)
     quantisation = Quantisation(FORMATS[fmt], scaling, Overflow(overflow), seed is not None)
-    layout = layout_of(x, out, quantisation)
-    # Without a compiled kernel torch's separate operations give the same bits.
+    layout = choose_layout(x, out, quantisation)
+    # Without a compiled kernel, torch's separate operations compute the same bits.
     kernel = KERNELS.get(layout.kernel) if layout else None
     if layout is not None and kernel is not None:
-        _run_kernel(kernel, layout, x, out, factor_of(x, quantisation, layout, scale), seed)
+        _run_kernel(kernel, layout, x, out, kernel_factor(x, quantisation, layout, scale), seed)
     elif scaling is None:
         quantise.round_to(x, quantisation.fmt, out, overflow=quantisation.overflow, seed=seed)
     else:
@@ -202,28 +207,28 @@ def _run(
 def _run_kernel(
     kernel: Compiled, layout: MemoryLayout, x: Tensor, out: Tensor, factor: Tensor | None, seed: Tensor | None
 ) -> None:
-    direct = layout.takes(out)
-    written = layout.empty(out.device) if not direct else out.t() if layout.turned else out
-    optional = [tensor for tensor in (factor, None if seed is None else key_of(seed)) if tensor is not None]
-    kernel.run(layout.words(layout.matrix(x)), layout.result_words(written), *optional)
-    if not direct:
-        layout.keep(written, out)
+    writes_directly = layout.can_write_into(out)
+    result_memory = layout.empty(out.device) if not writes_directly else out.t() if layout.turned else out
+    optional_tensors = [tensor for tensor in (factor, None if seed is None else seed_key(seed)) if tensor is not None]
+    kernel.run(layout.view_as_words(layout.matrix(x)), layout.view_result_as_words(result_memory), *optional_tensors)
+    if not writes_directly:
+        layout.copy_result(result_memory, out)
 
 
 _LIBRARY = torch.library.Library("fp8bench", "FRAGMENT")  # type: ignore[no-untyped-call]
+# The implementation of each operator.
 OPERATORS: dict[str, Callable[..., object]] = {}
-"""Implementations by operator."""
 
 
-def define(name: str, schema: str, run: Callable[..., object]) -> None:
-    """Registers an operator that writes into given memory, the same on every device."""
+def define_operator(name: str, schema: str, run: Callable[..., object]) -> None:
+    """Registers an operator that writes into given tensors, with one implementation for all devices."""
     OPERATORS[f"fp8bench::{name}"] = run
-    # Not by torch.library.custom_op, whose calls have an overhead of 40 us.
+    # Not torch.library.custom_op, which adds 40 us to each call.
     _LIBRARY.define(name + schema)  # type: ignore[no-untyped-call]
     _LIBRARY.impl(name, run, "CompositeExplicitAutograd")  # type: ignore[no-untyped-call]
-    # For tensors without memory a call does nothing.
+    # A call with tensors that have no memory does nothing.
     _LIBRARY.impl(name, lambda *arguments: None, "Meta")  # type: ignore[no-untyped-call]
 
 
 for _family in FAMILIES:
-    define(_family, _SCHEMA, _run)
+    define_operator(_family, _QUANTISER_SCHEMA, _run_quantiser)

@@ -1,11 +1,13 @@
-"""Low-precision products: their kinds, which of them a class of devices takes or refuses, and why. Knows no torch.
+"""The rules of low-precision products: which products a class of devices supports, and why it refuses others. Does
+not use torch.
 
-A product is a (M, K) times b (N, K) transposed. Linear layers have three, and each contracts over another dimension.
+A product multiplies a (M, K) by the transpose of b (N, K). A linear layer has three products, and each sums over
+another dimension.
 
-torch's kernels for processors take what its kernels for GPUs refuse, so the rules cannot be tried on a processor and
-are written down here, each with its source. They were read from torch 2.13 (scaled_mm for CUDA and ROCm in
-ScaledBlas.cpp, its row-wise kernels in RowwiseScaledMM.cu, and the shapes that its tests leave out) and cuBLAS 12.9;
-Transformer Engine's own checks from 2.20 (pytorch/quantization.py, utils.py and its quantisers' is_quantizable).
+torch's CPU kernels accept what its GPU kernels refuse, so the rules cannot be tested on a CPU. Each rule names its
+source. Sources are torch 2.13 (scaled_mm for CUDA and ROCm in ScaledBlas.cpp, the row-wise kernels in
+RowwiseScaledMM.cu, and shapes that its tests leave out), cuBLAS 12.9, and Transformer Engine 2.20
+(pytorch/quantization.py, utils.py and is_quantizable of its quantisers).
 """
 
 from __future__ import annotations
@@ -34,18 +36,17 @@ class Scheme(StrEnum):
     NVFP4 = "NVFP4"
 
 
-MX = (Scheme.MXFP8, Scheme.MXFP6, Scheme.MXFP4)
-FP8 = (Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK)
-FNUZ = (E4M3FNUZ, E5M2FNUZ)
+MX_SCHEMES = (Scheme.MXFP8, Scheme.MXFP6, Scheme.MXFP4)
+FP8_SCHEMES = (Scheme.TENSOR, Scheme.ROW, Scheme.BLOCK)
+FNUZ_FORMATS = (E4M3FNUZ, E5M2FNUZ)
 _MX_BY_FORMAT = {E4M3: Scheme.MXFP8, E5M2: Scheme.MXFP8, E3M2: Scheme.MXFP6, E2M3: Scheme.MXFP6, E2M1: Scheme.MXFP4}
 _FP8_BY_EXTENT = {(0, 0): Scheme.TENSOR, (1, 0): Scheme.ROW, (1, 128): Scheme.BLOCK, (128, 128): Scheme.BLOCK}
 
 
 @dataclass(frozen=True)
 class Product:
-    """One product: its sides, the treatment of its operands, and what else torch looks at.
-
-    `row_major`: the second operand is stored as (K, N), row by row.
+    """One product: its sizes, how its operands are cast, and the other properties that torch checks. With `row_major`
+    the second operand is stored row by row as (K, N).
     """
 
     m: int
@@ -62,126 +63,138 @@ class Product:
 
     @property
     def scheme(self) -> Scheme | None:
-        schemes = {_scheme_of(treatment) for treatment in (self.a, self.b)}
+        """The kind of this product. It is None if the two operands do not belong to the same kind."""
+        schemes = {_find_operand_scheme(treatment) for treatment in (self.a, self.b)}
         return schemes.pop() if len(schemes) == 1 else None
 
 
 @dataclass(frozen=True)
 class Objection:
-    """Why a product is refused. `multiples` of M, N and K would be accepted; None where no padding helps."""
+    """The reason why a product is refused. The product would be accepted if M, N and K were padded to `multiples`,
+    which is None if padding does not help.
+    """
 
     why: str
     multiples: Sides | None = None
 
 
-def _scheme_of(treatment: Treatment) -> Scheme | None:
+def _find_operand_scheme(treatment: Treatment) -> Scheme | None:
     scaling, fmt = treatment.scaling, treatment.fmt
-    if scaling is None:  # the product's scales are 1
-        return Scheme.TENSOR if fmt in (E4M3, E5M2, *FNUZ) else None
+    if scaling is None:  # without scaling, the product gets scales of 1
+        return Scheme.TENSOR if fmt in (E4M3, E5M2, *FNUZ_FORMATS) else None
     if scaling.scale is E8M0:
         return _MX_BY_FORMAT[fmt]
     if scaling.scale is E4M3:
         return Scheme.NVFP4
-    return _FP8_BY_EXTENT.get((scaling.rows, scaling.columns)) if fmt in (E4M3, E5M2, *FNUZ) else None
+    return _FP8_BY_EXTENT.get((scaling.rows, scaling.columns)) if fmt in (E4M3, E5M2, *FNUZ_FORMATS) else None
 
 
 BLACKWELL = (10, 0)
 
 
-def missing(product: Product, device: DeviceClass) -> str:
-    """Why a class of devices has no such product, whatever its shape; '' if it has one."""
+def explain_missing(product: Product, device: DeviceClass) -> str:
+    """Returns why a class of devices has no such product, whatever its sizes. Returns '' if it has one."""
     scheme = product.scheme
     if scheme is None:
-        pair = " and ".join(dict.fromkeys(_words(treatment) for treatment in (product.a, product.b)))
+        pair = " and ".join(dict.fromkeys(_describe_treatment(treatment) for treatment in (product.a, product.b)))
         return f"no units multiply {pair}"
-    return _without_units(scheme, device) or _other_formats(product, device) or _lacking_in_torch(scheme, device)
+    return (
+        _explain_missing_units(scheme, device)
+        or _explain_other_formats(product, device)
+        or _explain_missing_in_torch(scheme, device)
+    )
 
 
-def objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
-    """Returns why torch's scaled_mm, or a library it calls, refuses a product that the class supports."""
-    return (*_of_kind(product, device), *_of_shape(product, device))
+def list_objections(product: Product, device: DeviceClass) -> tuple[Objection, ...]:
+    """Returns why torch's scaled_mm, or a library that it calls, refuses a product that the class of devices
+    supports.
+    """
+    return (*_list_kind_objections(product, device), *_list_shape_objections(product, device))
 
 
-def _words(treatment: Treatment) -> str:
+def _describe_treatment(treatment: Treatment) -> str:
     return (
         f"{treatment.fmt.name} {f'with scales of {treatment.scaling.name}' if treatment.scaling else 'without a scale'}"
     )
 
 
-def _without_units(scheme: Scheme, device: DeviceClass) -> str:
-    # 1. Devices without any units.
+def _explain_missing_units(scheme: Scheme, device: DeviceClass) -> str:
+    # 1. Refuse devices without hardware for low-precision products.
     if not device.is_nvidia and not device.is_amd:
         return "no CPU has units for it: emulated, in any shape"
-    # 2. FP8 comes with Ada; AMD's devices here all have it.
-    if scheme in FP8:
+    # 2. FP8 units exist on NVIDIA's GPUs from Ada on, and on all AMD devices that are listed.
+    if scheme in FP8_SCHEMES:
         return "" if device.is_amd or device.at_least(ADA) else "NVIDIA's FP8 units begin at compute capability 8.9"
-    # 3. Blocks of 32 or 16 elements came later, and not everywhere in both kinds.
+    # 3. Units for blocks of 32 elements (MX) or 16 elements (NVFP4) came later. Some devices have only one of the
+    # two.
     if device.is_amd and scheme is Scheme.NVFP4:
         return "AMD has no units for NVFP4's scales"
     if device.is_amd:
         return "" if device is MI350X else "AMD's units for MX blocks begin with gfx950, the MI350"
-    words = "MX blocks" if scheme in MX else "NVFP4"
+    words = "MX blocks" if scheme in MX_SCHEMES else "NVFP4"
     return "" if device.at_least(BLACKWELL) else f"NVIDIA's units for {words} begin at compute capability 10.0"
 
 
-def _other_formats(product: Product, device: DeviceClass) -> str:
-    fnuz = [treatment.fmt in FNUZ for treatment in (product.a, product.b)]
-    if device is MI300X and not all(fnuz):
+def _explain_other_formats(product: Product, device: DeviceClass) -> str:
+    are_fnuz = [treatment.fmt in FNUZ_FORMATS for treatment in (product.a, product.b)]
+    if device is MI300X and not all(are_fnuz):
         return "its FP8 is e4m3fnuz and e5m2fnuz, not e4m3fn and e5m2"
-    if device is not MI300X and any(fnuz):
+    if device is not MI300X and any(are_fnuz):
         return "its FP8 is e4m3fn and e5m2, not fnuz"
     return ""
 
 
-def _lacking_in_torch(scheme: Scheme, device: DeviceClass) -> str:
+def _explain_missing_in_torch(scheme: Scheme, device: DeviceClass) -> str:
     if scheme is Scheme.MXFP6:
         return "it has units for FP6, but torch has neither the format nor the product"
     if scheme is Scheme.BLOCK and device is not H100:
-        # cuBLAS has these scales for compute capability 9.0 only; ROCm's libraries have none.
+        # cuBLAS supports these scales on compute capability 9.0 only. ROCm's libraries do not support them.
         return "scaled_mm takes scales of 128 elements on compute capability 9.0 only"
     if scheme is Scheme.MXFP4 and device.is_nvidia and device is not B200:
         return "its kernel for MXFP4, FBGEMM's, is for compute capability 10.0 only"
     return ""
 
 
-def _of_kind(product: Product, device: DeviceClass) -> Iterator[Objection]:
+def _list_kind_objections(product: Product, device: DeviceClass) -> Iterator[Objection]:
     if product.row_major:
-        yield Objection("the second operand lies row by row, and its contraction must be innermost")
+        yield Objection("the second operand is stored row by row, but its contraction must be the innermost dimension")
     if device.is_nvidia and product.a.fmt is E5M2 and product.b.fmt is E5M2:
-        # A restriction of cuBLASLt, not of AMD's libraries.
+        # cuBLASLt has this restriction. AMD's libraries do not have it.
         yield Objection("two E5M2 operands are not multiplied on NVIDIA's GPUs")
     if product.scheme is Scheme.ROW and device is not H100:
-        # On Hopper cuBLAS scales rows since 12.9; elsewhere CUTLASS's kernel and hipBLASLt accept less.
-        if product.b.fmt not in (E4M3, FNUZ[0]):
+        # On Hopper cuBLAS supports row scales since 12.9. Elsewhere the kernels of CUTLASS and hipBLASLt accept fewer
+        # formats.
+        if product.b.fmt not in (E4M3, FNUZ_FORMATS[0]):
             reason = f"with a scale a row the second operand is E4M3, not {product.b.fmt.name}"
             yield Objection(reason)
-        if product.output not in _row_outputs(device).split(" or "):
-            reason = f"with a scale a row the output is {_row_outputs(device)}, not {product.output}"
+        if product.output not in _name_row_output_dtypes(device).split(" or "):
+            reason = f"with a scale a row the output is {_name_row_output_dtypes(device)}, not {product.output}"
             yield Objection(reason)
     if product.scheme in (Scheme.BLOCK, Scheme.MXFP8) and not product.a.fmt is product.b.fmt is E4M3:
-        yield Objection(f"with scales of {_SPANS[product.scheme]} elements both operands are E4M3")
-    if product.scheme in MX and device.is_amd and product.output == "fp32":
+        yield Objection(f"with scales of {_BLOCK_ELEMENTS[product.scheme]} elements both operands are E4M3")
+    if product.scheme in MX_SCHEMES and device.is_amd and product.output == "fp32":
         yield Objection("MX products give bf16 or fp16 on AMD's GPUs, not fp32")
 
 
-_SPANS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
+_BLOCK_ELEMENTS = {Scheme.BLOCK: 128, Scheme.MXFP8: 32}
 
 
 def rows_give_float32(facts: DeviceFacts) -> bool:
-    """Whether products with a scale a row return float32.
+    """Returns whether products with a scale for each row return float32.
 
-    cuBLAS's do, which torch uses on compute capability 9.0 since CUDA 12.9: its own tests require it there. All other
-    kernels return bf16 or fp16.
+    cuBLAS returns float32. torch uses cuBLAS on compute capability 9.0 since CUDA 12.9, and torch's tests require
+    float32 there. Other kernels return bf16 or fp16.
     """
-    version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
-    return is_nvidia(facts) and facts.capability == H100.capability and version >= (12, 9)
+    cuda_version = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
+    return is_nvidia(facts) and facts.capability == H100.capability and cuda_version >= (12, 9)
 
 
 def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: DeviceFacts) -> int:
-    """The number that sides must be multiples of for torch's scaled_grouped_mm; 0 where it cannot be used.
+    """Returns a number that must divide the sizes of torch's scaled_grouped_mm. Returns 0 if it cannot be used.
 
-    GroupedBlas.cpp requires E4M3 on compute capability 9 or 10: with a scale a row, and rows that begin at 16 bytes; or
-    in whole MX blocks, whose kernels are those of 10.0. Its kernels for ROCm are not used here.
+    GroupedBlas.cpp requires E4M3 on compute capability 9 or 10, with one of two kinds of scales. With a scale for
+    each row, rows must start at multiples of 16 bytes. With MX blocks, blocks must be complete, and only 10.0 has
+    kernels. ROCm's grouped kernels are not used here.
     """
     if not is_nvidia(facts) or facts.capability is None or facts.capability[0] not in (9, 10):
         return 0
@@ -191,52 +204,52 @@ def grouped_multiple(products: Iterable[tuple[Treatment, Treatment]], facts: Dev
     return 32 if schemes == {Scheme.MXFP8} and facts.capability == B200.capability else 0
 
 
-def _row_outputs(device: DeviceClass) -> str:
+def _name_row_output_dtypes(device: DeviceClass) -> str:
     return "bf16" if device.is_amd else "bf16 or fp16"
 
 
-def _of_shape(product: Product, device: DeviceClass) -> Iterator[Objection]:
-    for place, side in enumerate("MNK"):
-        # The widest rules come first, and one objection a side is enough.
-        broken = (rule for rule in _multiples(product.scheme, device) if product.sides[place] % rule[place])
-        for rule in broken:
-            multiples = [1, 1, 1]
-            multiples[place] = rule[place]
-            reason = f"{side}={product.sides[place]} is no multiple of {rule[place]}"
-            yield Objection(reason, (multiples[0], multiples[1], multiples[2]))
-            break
+def _list_shape_objections(product: Product, device: DeviceClass) -> Iterator[Objection]:
+    for index, side in enumerate("MNK"):
+        # One objection for each side is enough. The largest multiples come first.
+        factors = (rule[index] for rule in _list_required_multiples(product.scheme, device))
+        if factor := next((factor for factor in factors if product.sides[index] % factor), 0):
+            m, n, k = (factor if place == index else 1 for place in range(3))
+            yield Objection(f"{side}={product.sides[index]} is no multiple of {factor}", (m, n, k))
 
 
-def _multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[Sides]:
-    if scheme in MX and device.is_amd:
-        # scaled_mm requires 32s; hipBLASLt's kernels 128 along K, by torch's tests and its older entry.
+def _list_required_multiples(scheme: Scheme | None, device: DeviceClass) -> Iterator[Sides]:
+    if scheme in MX_SCHEMES and device.is_amd:
+        # scaled_mm requires multiples of 32. Along K, hipBLASLt's kernels need multiples of 128, according to torch's
+        # tests and its older entry point.
         yield 32, 32, 128
-    elif scheme in MX:
-        yield 1, 1, 32  # a block is multiplied as a whole by the hardware: torch tests no other
+    elif scheme in MX_SCHEMES:
+        yield 1, 1, 32  # the hardware multiplies complete blocks, and torch tests nothing else
     elif scheme is Scheme.NVFP4:
-        yield 1, 1, 32  # cuBLAS: two codes a byte, and rows begin at 16 bytes
-    # For every scaled product: in cuBLASLt the rows of both operands and of the output begin at 16 bytes.
+        yield 1, 1, 32  # cuBLAS: a byte has two codes, and rows start at multiples of 16 bytes
+    # All scaled products: cuBLASLt needs rows that start at multiples of 16 bytes, for both operands and the output.
     yield 1, 16, 16
 
 
 HOPPER = (9, 0)
-BLACKWELL_FOR_THE_DESK = (12, 0)
+DESKTOP_BLACKWELL = (12, 0)
 _TE_SCHEMES = (Scheme.TENSOR, Scheme.BLOCK, Scheme.MXFP8, Scheme.NVFP4)
 
 
-def te_refusal(product: Product, device: DeviceClass) -> str:
-    """Why Transformer Engine's recipes refuse such a product on one of NVIDIA's devices, in any shape
-    (check_mxfp8_support and its neighbours); '' where they accept it or have no recipe for it."""
+def explain_te_refusal(product: Product, device: DeviceClass) -> str:
+    """Returns why Transformer Engine's recipes refuse such a product on one of NVIDIA's devices, whatever its sizes.
+    Returns '' if they accept it or have no recipe for it. The rules are those of check_mxfp8_support and similar
+    functions.
+    """
     scheme = product.scheme
     if scheme not in _TE_SCHEMES:
         return ""
-    # In the order in which devices gained the recipes.
+    # The rules are in the order in which devices gained the recipes.
     if not device.at_least(ADA):
         return "its FP8 begins at compute capability 8.9"
     if scheme is Scheme.BLOCK and not device.at_least(HOPPER):
         return "its blocks of 128 begin at compute capability 9.0, with CUDA 12.9"
-    if scheme is Scheme.MXFP8 and device.at_least(BLACKWELL_FOR_THE_DESK):
-        return "it refuses MXFP8 from compute capability 12.0 on, where not every layout of a product is there"
+    if scheme is Scheme.MXFP8 and device.at_least(DESKTOP_BLACKWELL):
+        return "it refuses MXFP8 from compute capability 12.0 on, where some layouts of products are missing"
     if scheme in (Scheme.MXFP8, Scheme.NVFP4) and not device.at_least(BLACKWELL):
         return f"its {scheme} begins at compute capability 10.0"
     return "it has no recipe with E5M2 in every role" if product.a.fmt is product.b.fmt is E5M2 else ""

@@ -1,8 +1,8 @@
-"""Exact rounding of a tensor's elements onto a format's grid, in plain torch operations that can be traced.
+"""Rounds elements of a tensor exactly to a format's grid, with plain torch operations that can be traced.
 
-Overflow is judged after rounding: what rounds back to the largest value has not overflowed. NaN stays NaN. Random
-numbers of stochastic rounding depend on a seed and an element's index only, by integer operations: they are the same
-eagerly and fused, on a CPU and on a GPU, in any memory layout.
+Overflow is judged after rounding: a value that rounds to the largest value has not overflowed. NaN stays NaN.
+Stochastic rounding needs random numbers. Integer operations compute them from a seed and the index of an element. So
+they are the same in eager and fused code, on CPU and GPU, and in any memory layout.
 """
 
 from __future__ import annotations
@@ -20,13 +20,15 @@ from fp8bench.formats.grids import E8M0, Format, Overflow
 
 RANDOM_BITS = 24
 
-_GOLDEN = -0x61C88647
-_WORD = 32
-_INDICES = (1 << 31) - 1
+_GOLDEN_RATIO = -0x61C88647
+_WORD_BITS = 32
+_LARGEST_INDEX = (1 << 31) - 1
 
 
 class Draw(NamedTuple):
-    """Seeds of the next casts: `last` plus each of `steps`. The last one is written to `after`."""
+    """The seeds of the next casts. Each seed is `last` plus one of `steps`. The last of these seeds is written to
+    `after`.
+    """
 
     last: Tensor
     after: Tensor
@@ -34,53 +36,63 @@ class Draw(NamedTuple):
 
 
 def random_bits(shape: Sequence[int], seed: Tensor) -> Tensor:
-    """int32 numbers uniform below 2^24, one for each element in row-major order.
+    """Returns uniform int32 numbers below 2^24, one for each element in row-major order.
 
-    `seed` is an int64 tensor of one element. Elements 2^32 apart have different keys, so that nothing repeats.
+    `seed` is an int64 tensor of one element. Each run of 2^32 elements has its own key, so that no numbers repeat.
     """
     check_seed(seed)
-    if prod(shape) <= _INDICES:
-        return drawn_bits(torch.arange(prod(shape), dtype=torch.int32, device=seed.device).view(shape), key_of(seed))
-    index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
-    return drawn_bits(_low(index), key_of(seed, index.bitwise_right_shift(_WORD)))
+    if prod(shape) <= _LARGEST_INDEX:
+        return element_random_bits(
+            torch.arange(prod(shape), dtype=torch.int32, device=seed.device).view(shape), seed_key(seed)
+        )
+    element_index = torch.arange(prod(shape), dtype=torch.int64, device=seed.device).view(shape)
+    return element_random_bits(_low_word(element_index), seed_key(seed, element_index.bitwise_right_shift(_WORD_BITS)))
 
 
-def key_of(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
-    """The int32 key of a seed, without dimensions; with `stretch`, the key of each stretch of 2^32 elements."""
+def seed_key(seed: Tensor, stretch: Tensor | None = None) -> Tensor:
+    """Returns the int32 key of a seed, as a tensor without dimensions. With `stretch`, returns one key for each run
+    of 2^32 elements.
+    """
     seed = seed.reshape(())
-    high = _low(seed.bitwise_right_shift(_WORD))
-    first = high if stretch is None else _low(stretch) * _GOLDEN + high
-    return _mix_bits(_mix_bits(first) + _low(seed))
+    high_word = _low_word(seed.bitwise_right_shift(_WORD_BITS))
+    first_word = high_word if stretch is None else _low_word(stretch) * _GOLDEN_RATIO + high_word
+    return _mix_bits(_mix_bits(first_word) + _low_word(seed))
 
 
-def drawn_bits(index: Tensor, key: Tensor) -> Tensor:
-    """The random numbers of elements, given their index in their stretch, int32: what a kernel is traced with."""
-    return _shift_right(_mix_bits(_mix_bits(index + key) + key * _GOLDEN), _WORD - RANDOM_BITS)
+def element_random_bits(index: Tensor, key: Tensor) -> Tensor:
+    """Returns the random numbers of elements. `index` is the int32 index of an element in its run of 2^32 elements.
+    This function is a part of traced kernels.
+    """
+    return _shift_right(_mix_bits(_mix_bits(index + key) + key * _GOLDEN_RATIO), _WORD_BITS - RANDOM_BITS)
 
 
 def check_seed(seed: object) -> None:
-    """Raises TypeError for anything but an int64 tensor of one element: shifts of a narrower one would be wrong."""
+    """Raises TypeError unless the seed is an int64 tensor of one element. A narrower integer would be shifted
+    wrongly.
+    """
     if not isinstance(seed, Tensor) or seed.dtype is not torch.int64 or seed.numel() != 1:
-        raise TypeError("a seed is an int64 tensor of one element, on the device of what is rounded.")
+        raise TypeError("a seed is an int64 tensor of one element, on the device of the tensor that is rounded.")
 
 
-def _low(wide: Tensor) -> Tensor:
+def _low_word(wide: Tensor) -> Tensor:
     return wide.to(torch.int32)
 
 
 def _shift_right(word: Tensor, by: int) -> Tensor:
-    return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD - by)) - 1)
+    return word.bitwise_right_shift(by).bitwise_and((1 << (_WORD_BITS - by)) - 1)
 
 
 def _mix_bits(word: Tensor) -> Tensor:
-    """A bijection of 32 bits in which every bit depends on every other: C. Wellons' low-bias constants, 2018."""
+    """Mixes the bits of a word of 32 bits. Different words get different results, and every bit of the result depends
+    on every bit of the word. The constants are those of C. Wellons' low-bias hash (2018).
+    """
     word = (word ^ _shift_right(word, 16)) * 0x7FEB352D
     word = (word ^ _shift_right(word, 15)) * -0x7B935975
     return word ^ _shift_right(word, 16)
 
 
 _EXPONENT_MASK = 0x7F800000
-_SIGN = -0x80000000
+_SIGN_MASK = -0x80000000
 _HALF_MANTISSA = 0x00400000
 _SMALLEST_NORMAL_BITS = 0x00800000
 _FLOAT32_BIAS = 127
@@ -91,36 +103,37 @@ _MIN_EXPONENT = 1 - _FLOAT32_BIAS
 def round_values(
     values: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
-    """float32 `values` rounded to nearest even (e8m0's ties, between powers of two, go up), or stochastically.
+    """Rounds float32 `values` to nearest even, or stochastically. In e8m0 a tie between two powers of two goes up.
 
-    `random` holds int32 numbers, uniform below 2^24: with them each value becomes one of its two neighbours, so that
-    the expectation is the value. A value nearer to a neighbour than 2^-25 of the step between them, as only subnormals
-    of the format can be, is rounded to that neighbour.
+    `random` holds uniform int32 numbers below 2^24. With them each value becomes one of its two neighbours on the
+    grid, so that the expected result is the value itself. There is one exception: a value is rounded to a neighbour
+    that is nearer than 2^-25 of the distance between the two. That happens only among subnormals of the format.
     """
     if fmt is E8M0:
-        return _power_of_two(values, overflow, random)
-    return copy_signs(rounded_magnitudes(values.abs(), fmt, random, overflow), values, fmt)
+        return _round_to_power_of_two(values, overflow, random)
+    return copy_signs(round_magnitudes(values.abs(), fmt, random, overflow), values, fmt)
 
 
-def rounded_magnitudes(
+def round_magnitudes(
     magnitudes: Tensor, fmt: Format, random: Tensor | None = None, overflow: Overflow = Overflow.SATURATE
 ) -> Tensor:
-    """Like `round_values`, for numbers without sign and formats other than e8m0."""
+    """Rounds numbers without signs as `round_values` does, for formats other than e8m0."""
     if fmt.min_exponent == _MIN_EXPONENT:
         return _apply_overflow(_round_bits(magnitudes, fmt, random), fmt, overflow)
-    # High enough that rounding still shows what overflows, and low enough that no sum becomes infinite.
-    bound = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
-    return _beyond(on_grid(magnitudes.clamp(max=bound), fmt, random), fmt, overflow)
+    # Limit the magnitudes. The limit is so high that rounding still shows what overflows, and so low that no sum
+    # becomes infinite.
+    limit = fmt.largest if overflow is Overflow.SATURATE else 2.0 ** (fmt.max_exponent + 1)
+    return _replace_overflow(round_to_grid(magnitudes.clamp(max=limit), fmt, random), fmt, overflow)
 
 
-def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
-    """Like `rounded_magnitudes`, without an upper end of exponents, for numbers below the format's next power of two,
-    or infinite.
+def round_to_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
+    """Rounds as `round_magnitudes` does, but without an upper limit. It is for numbers below the format's next power
+    of two, and for infinity.
 
-    Rounds to nearest even by adding and subtracting, for each number, the power of two whose last float32 bit is worth
-    one grid step.
+    It rounds to nearest even by adding a power of two and subtracting it again. Each number has its own power of two:
+    the one whose last float32 bit is worth one step of the grid.
     """
-    # The power of two at or below each magnitude, at least the smallest normal of the format.
+    # Find the power of two at or below each magnitude. It is at least the format's smallest normal number.
     smallest = (fmt.min_exponent + _FLOAT32_BIAS) << _MANTISSA_BITS
     exponent = magnitudes.view(torch.int32).bitwise_and(_EXPONENT_MASK).clamp_(min=smallest)
     if random is not None:
@@ -130,70 +143,80 @@ def on_grid(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Te
 
 
 def _round_stochastically(magnitudes: Tensor, exponent: Tensor, fmt: Format, random: Tensor) -> Tensor:
-    # Both powers of two are put together from their bits, which is exact.
-    to_step = fmt.mantissa_bits << _MANTISSA_BITS
-    step = (exponent - to_step).view(torch.float32)
-    inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + to_step - exponent).view(torch.float32)
+    # Build both powers of two from bits, which is exact.
+    exponent_shift = fmt.mantissa_bits << _MANTISSA_BITS
+    step = (exponent - exponent_shift).view(torch.float32)
+    inverse = ((2 * _FLOAT32_BIAS << _MANTISSA_BITS) + exponent_shift - exponent).view(torch.float32)
     steps = magnitudes * inverse
     floor = steps.floor()
-    # Not `rest > random`, which would round the tiniest values up as often as 2^-24.
-    up = ((steps - floor) * float(1 << RANDOM_BITS)).round() > random
-    return (floor + up.to(torch.float32)).mul_(step)
+    # Round the rest first. Without that, even the tiniest values would be rounded up with a probability of 2^-24.
+    rounds_up = ((steps - floor) * float(1 << RANDOM_BITS)).round() > random
+    return (floor + rounds_up.to(torch.float32)).mul_(step)
 
 
 def copy_signs(magnitudes: Tensor, values: Tensor, fmt: Format) -> Tensor:
-    """Gives magnitudes the sign of the values, by their bits; fnuz formats have +0 only.
+    """Returns magnitudes with the signs of values. The signs are copied as bits. fnuz formats only have +0.
 
-    Not by copysign, which fused on a CPU is a function call for every 16 elements.
+    torch.copysign is not used, because in fused CPU code it is a function call for every 16 elements.
     """
-    signs = values.view(torch.int32).bitwise_and(_SIGN)
+    signs = values.view(torch.int32).bitwise_and(_SIGN_MASK)
     if not fmt.signed_zero:
         signs = torch.where(magnitudes == 0, 0, signs)
     return signs.bitwise_or_(magnitudes.view(torch.int32)).view(torch.float32)
 
 
 def limit_magnitudes(magnitudes: Tensor, fmt: Format) -> Tensor:
-    """Limits magnitudes to the format's largest, by the bits: a quarter of the instructions of a float minimum.
+    """Limits magnitudes to the format's largest value. It compares them as integers, which takes a quarter of the
+    instructions of a float minimum.
 
-    NaN becomes the largest, too: callers take care of NaN elsewhere.
+    NaN becomes the largest value too, so callers must handle NaN.
     """
-    return magnitudes.view(torch.int32).clamp(max=bits_of(fmt.largest)).view(torch.float32)
+    return magnitudes.view(torch.int32).clamp(max=float_bits(fmt.largest)).view(torch.float32)
 
 
-def bits_of(value: float) -> int:
+def float_bits(value: float) -> int:
+    """Returns the bits of a float32 as an integer."""
     return int.from_bytes(struct.pack(">f", value))
 
 
-def _beyond(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Applies overflow to magnitudes that were rounded without an upper end; saturating ones were clamped before."""
+def _replace_overflow(magnitudes: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
+    """Replaces magnitudes above the largest value by infinity or NaN. If values saturate, no magnitude is above it,
+    because magnitudes were then limited before rounding.
+    """
     if overflow is Overflow.SATURATE:
         return magnitudes
-    end = float("inf") if overflow is Overflow.INFINITY else float("nan")
-    return torch.where(magnitudes > fmt.largest, end, magnitudes)
+    replacement = float("inf") if overflow is Overflow.INFINITY else float("nan")
+    return torch.where(magnitudes > fmt.largest, replacement, magnitudes)
 
 
 def _apply_overflow(rounded: Tensor, fmt: Format, overflow: Overflow) -> Tensor:
-    """Applies overflow to values whose carry has led to infinity, which is all that tf32 and bf16 overflow to."""
+    """Replaces infinities by the format's largest value, if values saturate. It is for tf32 and bf16. Their only
+    other overflow is infinity, which rounding already gives.
+    """
     return rounded.clamp_(-fmt.largest, fmt.largest) if overflow is Overflow.SATURATE else rounded
 
 
 def _round_bits(values: Tensor, fmt: Format, random: Tensor | None) -> Tensor:
-    """Rounds the bits themselves, for formats with float32's own exponents: overflow carries into infinity."""
-    dropped = _MANTISSA_BITS - fmt.mantissa_bits
+    """Rounds the bits of a float32. It is for formats that have the exponents of float32, where an overflow carries
+    into infinity.
+    """
+    dropped_bits = _MANTISSA_BITS - fmt.mantissa_bits
     bits = values.view(torch.int32)
     if random is None:
-        addend = bits.bitwise_right_shift(dropped).bitwise_and(1) + ((1 << (dropped - 1)) - 1)
+        addend = bits.bitwise_right_shift(dropped_bits).bitwise_and(1) + ((1 << (dropped_bits - 1)) - 1)
     else:
-        addend = random.bitwise_and((1 << dropped) - 1)
-    rounded = (bits + addend).bitwise_and(-(1 << dropped))
-    finite = bits.bitwise_and(~_SIGN) < _EXPONENT_MASK  # a carry out of NaN's mantissa would give -0
+        addend = random.bitwise_and((1 << dropped_bits) - 1)
+    rounded = (bits + addend).bitwise_and(-(1 << dropped_bits))
+    # do not change NaN: a carry out of its mantissa would give -0
+    finite = bits.bitwise_and(~_SIGN_MASK) < _EXPONENT_MASK
     return torch.where(finite, rounded, bits).view(torch.float32)
 
 
-def _power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
-    """e8m0: code and fraction in one integer, to which a half or a random number is added.
+def _round_to_power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> Tensor:
+    """Rounds values to e8m0. Exponent and mantissa of a float32 are treated as one integer, to which a half or a
+    random number is added.
 
-    float32 keeps the octave from 2^-127 to 2^-126 with one bit less, without its leading one.
+    Between 2^-127 and 2^-126 a float32 is subnormal. Then it has one mantissa bit less, and no implicit leading bit.
     """
     bits = values.view(torch.int32)
     lowest = bits.sub(_HALF_MANTISSA).clamp(min=0).bitwise_left_shift(1)
@@ -203,11 +226,11 @@ def _power_of_two(values: Tensor, overflow: Overflow, random: Tensor | None) -> 
     powers = rounded.clamp(max=E8M0.largest)
     if overflow is Overflow.NAN:
         powers = torch.where(rounded > E8M0.largest, torch.nan, powers)
-    # NaN also for what the format has no code for: zero and negative numbers.
+    # e8m0 has no code for zero and negative numbers, so they become NaN.
     return torch.where(values > 0, powers, torch.nan)
 
 
-INPUTS = (torch.float32, torch.bfloat16, torch.float16)
+INPUT_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 
 
 def round_to(
@@ -218,16 +241,19 @@ def round_to(
     overflow: Overflow = Overflow.SATURATE,
     seed: Tensor | None = None,
 ) -> Tensor:
-    """`x` rounded onto the grid of `fmt`, as float32 or into `out`: to nearest even, or stochastically with a seed.
+    """Rounds `x` to the grid of `fmt`. Rounding is to nearest even, or stochastic with a seed. The result is float32,
+    or has the dtype of `out`.
 
-    Subnormals, NaN and the sign of zero (where the format has it) are kept; larger values saturate unless `overflow` is
-    different. e8m0 has neither sign nor zero: both become NaN, and its ties go up. Input is float32, bfloat16 or
-    float16 of any shape; no gradient flows. `seed` is an int64 tensor of one element on the device of `x`: the same one
-    gives the same values on every device. torch's own casts are not used because their overflow differs between torch
-    versions and between formats.
+    Subnormals and NaN are kept, and the sign of zero if the format has one. Values above the largest saturate, or do
+    what `overflow` names. e8m0 has neither sign nor zero. There, negative numbers and zeros become NaN, and ties go
+    up.
+
+    `x` is float32, bfloat16 or float16 of any shape. No gradient flows. `seed` is an int64 tensor of one element on
+    the device of `x`. Equal seeds give equal values on all devices. torch's own casts are not used, because their
+    overflow differs between versions of torch and between formats.
     """
     check_input(x)
-    overflow = checked_overflow(fmt, overflow)
+    overflow = parse_overflow(fmt, overflow)
     if out is not None:
         check_output(out, x)
     values = x.detach().to(torch.float32)
@@ -236,15 +262,16 @@ def round_to(
 
 
 def check_input(x: Tensor) -> None:
-    if x.dtype not in INPUTS:
+    if x.dtype not in INPUT_DTYPES:
         raise TypeError(f"cannot quantise {x.dtype}: give a tensor of float32, bfloat16 or float16.")
 
 
-def checked_overflow(fmt: Format, overflow: Overflow) -> Overflow:
-    """Returns `overflow`, which may be given by its word. Raises UsageError where the format has no code for it."""
+def parse_overflow(fmt: Format, overflow: Overflow) -> Overflow:
+    """Returns `overflow` as an Overflow, also if it is given as text. Raises UsageError if the format has no code for
+    it.
+    """
     if overflow not in fmt.overflows:
-        choices = ", ".join(fmt.overflows)
-        raise UsageError(f"{fmt.name} has no {overflow!s} to overflow to. Give {choices}.")
+        raise UsageError(f"{fmt.name} has no {overflow!s} to overflow to. Give {', '.join(fmt.overflows)}.")
     return Overflow(overflow)
 
 

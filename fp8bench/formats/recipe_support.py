@@ -1,4 +1,4 @@
-"""Whether torch has native products for a recipe on a device, and why not. Knows no torch."""
+"""Tells whether torch has native products for a recipe on a device, and if not, why. Does not use torch."""
 
 from __future__ import annotations
 
@@ -18,74 +18,88 @@ from fp8bench.formats.hardware import (
     native,
     nvidia_class,
 )
-from fp8bench.formats.product_rules import Product, Scheme, missing, objections
+from fp8bench.formats.product_rules import Product, Scheme, explain_missing, list_objections
 from fp8bench.formats.recipes import Accumulator, Recipe, Treatment
 from fp8bench.model import DeviceFacts, Support
 
-# Sides that suit every multiple, because shapes do not matter here.
-_SIDE = 4096
-_EXTENTS = {
+# A size that is a multiple of every required number, because shapes do not matter here.
+_TYPICAL_SIDE = 4096
+_SCALE_EXTENTS = {
     Scheme.TENSOR: "a scale a tensor",
     Scheme.ROW: "a scale a row",
     Scheme.BLOCK: "a scale for 128 elements",
     Scheme.MXFP8: "a scale for 32 elements",
     Scheme.NVFP4: "a scale for 16 elements and one a tensor",
 }
-# The first CUDA whose cuBLASLt has them.
-_CUDA = {Scheme.BLOCK: (12, 9), Scheme.MXFP8: (12, 8), Scheme.NVFP4: (12, 8)}
-_FNUZ = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
+# The first CUDA version whose cuBLASLt has these products.
+_FIRST_CUDA = {Scheme.BLOCK: (12, 9), Scheme.MXFP8: (12, 8), Scheme.NVFP4: (12, 8)}
+_FNUZ_FORMATS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 
 
-def on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
+def recipe_on_device(recipe: Recipe, facts: DeviceFacts) -> Recipe:
+    """Returns the recipe with the variants of its element formats that the device has in hardware."""
     device = amd_class(facts.arch) if is_amd(facts) else None
-    return recipe if device is None else in_formats_of(device, recipe)
+    return recipe if device is None else use_device_formats(device, recipe)
 
 
-def in_formats_of(device: DeviceClass, recipe: Recipe) -> Recipe:
-    """The recipe in the formats of a class of devices: FP8 without blocks is e4m3fnuz and e5m2fnuz on MI300."""
+def use_device_formats(device: DeviceClass, recipe: Recipe) -> Recipe:
+    """Returns the recipe with the variants of its element formats that a class of devices has. On MI300, FP8 without
+    blocks is e4m3fnuz and e5m2fnuz.
+    """
     if device is not MI300X or recipe.in_blocks:
         return recipe
-    treatments = [replace(treatment, fmt=_FNUZ.get(treatment.fmt, treatment.fmt)) for treatment in recipe.treatments]
+    treatments = [
+        replace(treatment, fmt=_FNUZ_FORMATS.get(treatment.fmt, treatment.fmt)) for treatment in recipe.treatments
+    ]
     return replace(recipe, input=treatments[0], weight=treatments[1], gradient=treatments[2])
 
 
-def kept_by_nobody(recipe: Recipe) -> str:
-    """Why the layout of a recipe's operands on a device is unknown; '' where a library has a product that reads
-    them."""
+def explain_unknown_layout(recipe: Recipe) -> str:
+    """Returns why it is unknown how hardware would lay out a recipe's operands in memory. Returns '' if some library
+    has a product that reads them.
+    """
     for a, b in recipe.products:
-        scheme = Product(_SIDE, _SIDE, _SIDE, a, b).scheme
-        if scheme in (None, Scheme.MXFP6):
+        if Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, a, b).scheme in (None, Scheme.MXFP6):
             return f"no library here has a product of {a.fmt.name} and {b.fmt.name} with these scales"
     return ""
 
 
 def recipe_support(recipe: Recipe, words: str, facts: DeviceFacts) -> Support:
-    """Native where torch has a scaled product for all products of a recipe, else emulated, and why."""
+    """Returns native support if torch has scaled products for all products of a recipe. Otherwise returns emulated
+    support with the reason.
+    """
     if not (is_nvidia(facts) or is_amd(facts) or is_intel(facts)):
         return emulated_everywhere(facts, words)
-    # Short sums are a model of what Hopper's units do, so they are only emulated.
+    # Sums with few bits are a model of Hopper's hardware, so they are always emulated.
     if recipe.accumulator is not Accumulator.FP32:
         return emulated_because(f"sums of {recipe.accumulator_bits} bits are a model, which no kernel follows")
-    # Check the recipe in this device's formats: MI300's differ at the same width.
-    meant = on_device(recipe, facts)
-    products = [Product(_SIDE, _SIDE, _SIDE, a, b) for a, b in meant.products]
-    # A recipe is native only as a whole: one emulated product would make its speed a mixture.
+    # Check the recipe in the formats of this device: MI300 has other formats with the same bits.
+    device_recipe = recipe_on_device(recipe, facts)
+    products = [Product(_TYPICAL_SIDE, _TYPICAL_SIDE, _TYPICAL_SIDE, a, b) for a, b in device_recipe.products]
+    # A recipe is native only if all its products are native. If one product were emulated, the recipe's speed would
+    # mean nothing.
     schemes = {product.scheme for product in products}
     scheme = schemes.pop() if len(schemes) == 1 else None
     if scheme is None:
         return emulated_everywhere(facts, words)
-    against = _amd_objection if is_amd(facts) else _intel_objection if is_intel(facts) else _objection
-    if reason := against(scheme, products, facts):
+    explain_refusal = (
+        _find_amd_objection if is_amd(facts) else _find_intel_objection if is_intel(facts) else _find_nvidia_objection
+    )
+    if reason := explain_refusal(scheme, products, facts):
         return emulated_because(f"{words} is not native here ({reason})")
-    where = f"{_WHERE} by oneDNN, which widens codes where the GPU has no FP8 units" if is_intel(facts) else _WHERE
-    extent = "whose scales are 1" if recipe.is_unscaled else _EXTENTS[scheme]
-    return native(f"{where}, {extent}{_other_formats(recipe.treatments, meant.treatments)}")
+    kernel_text = (
+        f"{_SCALED_PRODUCT} by oneDNN, which widens codes where the GPU has no FP8 units"
+        if is_intel(facts)
+        else _SCALED_PRODUCT
+    )
+    extent_text = "whose scales are 1" if recipe.is_unscaled else _SCALE_EXTENTS[scheme]
+    return native(f"{kernel_text}, {extent_text}{_name_changed_formats(recipe.treatments, device_recipe.treatments)}")
 
 
-_WHERE = "torch's scaled product (torch.nn.functional.scaled_mm)"
+_SCALED_PRODUCT = "torch's scaled product (torch.nn.functional.scaled_mm)"
 
 
-def _other_formats(requested: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:
+def _name_changed_formats(requested: tuple[Treatment, ...], meant: tuple[Treatment, ...]) -> str:
     names = dict.fromkeys(
         treatment.fmt.name
         for treatment, request in zip(meant, requested, strict=True)
@@ -94,40 +108,46 @@ def _other_formats(requested: tuple[Treatment, ...], meant: tuple[Treatment, ...
     return f", in {' and '.join(names)} as this device has them" if names else ""
 
 
-def _amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
+def _find_amd_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
     device = amd_class(facts.arch)
     if device is None:
-        return f"nothing is known of FP8 units of {facts.arch or 'this device'}"
+        return f"fp8bench does not know the FP8 units of {facts.arch or 'this device'}"
     if scheme not in (Scheme.TENSOR, Scheme.ROW):
-        # AMD's scales are in plain order, and the ones here are swizzled for NVIDIA's units.
+        # AMD needs scales row by row. fp8bench writes them swizzled, as NVIDIA's hardware needs them.
         return f"{scheme} is not used on AMD's devices yet"
-    return _against(products, device)
+    return _find_first_objection(products, device)
 
 
-def _intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
+def _find_intel_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
     if scheme not in (Scheme.TENSOR, Scheme.ROW):
         return f"torch has no {scheme} for XPUs"
     return "" if facts.scaled_products else "this torch has no scaled products for XPUs"
 
 
-def _against(products: list[Product], device: DeviceClass) -> str:
-    """The first objection of a class of devices, or of torch there, to the products; '' if they are supported."""
-    if lacking := next(filter(None, (missing(product, device) for product in products)), ""):
-        return lacking
-    against = chain.from_iterable(objections(product, device) for product in products)
-    return next((objection.why for objection in against), "")
+def _find_first_objection(products: list[Product], device: DeviceClass) -> str:
+    """Returns the first reason why a class of devices, or torch on it, does not support these products. Returns '' if
+    all are supported.
+    """
+    if reason := next(filter(None, (explain_missing(product, device) for product in products)), ""):
+        return reason
+    all_objections = chain.from_iterable(list_objections(product, device) for product in products)
+    return next((objection.why for objection in all_objections), "")
 
 
-def _objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
+def _find_nvidia_objection(scheme: Scheme, products: list[Product], facts: DeviceFacts) -> str:
     if facts.capability is None:
         return f"{scheme} needs a compute capability, and this device states none"
     device = nvidia_class(facts.capability)
-    lacking = any(missing(product, device) for product in products)
-    if reason := _against(products, device):
-        return f"{reason}; this device has {'.'.join(map(str, facts.capability))}" if lacking else reason
+    is_unsupported = any(explain_missing(product, device) for product in products)
+    if reason := _find_first_objection(products, device):
+        return f"{reason}; this device has {'.'.join(map(str, facts.capability))}" if is_unsupported else reason
     if scheme is Scheme.MXFP4:
-        return "torch multiplies MXFP4 by kernels of FBGEMM's, which are not used here"
-    # The class of device decides what is multiplied, the version of CUDA whether torch offers it.
-    needed = _CUDA.get(scheme, (0, 0))
-    have = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
-    return f"{scheme} needs CUDA {'.'.join(map(str, needed))}; this torch has {facts.cuda}" if have < needed else ""
+        return "torch multiplies MXFP4 by FBGEMM's kernels, which are not used here"
+    # The class of devices decides what can be multiplied. The version of CUDA decides whether torch offers it.
+    required_cuda = _FIRST_CUDA.get(scheme, (0, 0))
+    torch_cuda = tuple(int(part) for part in (facts.cuda or "0.0").split(".")[:2])
+    return (
+        f"{scheme} needs CUDA {'.'.join(map(str, required_cuda))}; this torch has {facts.cuda}"
+        if torch_cuda < required_cuda
+        else ""
+    )

@@ -1,8 +1,8 @@
-"""Scalings and recipes as values: which elements share a scale, and what operands are rounded to. Knows no torch.
+"""Scalings and recipes as values: which elements share a scale, and how operands are rounded. Does not use torch.
 
-An operand is a matrix whose last dimension is its product's contraction; a block is `rows` x `columns` of it. A linear
-layer has three products: forward (inputs, weights), the input gradient (gradients, weights) and the weight gradient
-(gradients, inputs). Each contracts over another dimension, along which blocks lie.
+An operand is a matrix. Its product sums over the last dimension, the contraction. A block has `rows` x `columns` of
+its elements. A linear layer has three products: forward (inputs, weights), input gradient (gradients, weights) and
+weight gradient (gradients, inputs). Each sums over another dimension, and blocks run along that dimension.
 """
 
 from __future__ import annotations
@@ -18,13 +18,17 @@ MX_ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 
 
 class ScaleRounding(StrEnum):
-    """How the quotient of a block's largest magnitude and the format's becomes a scale.
+    """How a scale is made from a quotient: a block's largest magnitude divided by the format's largest value.
 
-    float32 scales: EXACT takes the quotient, POWER_OF_TWO the next power of two above it (nothing saturates). e8m0
-    scales: FLOOR is the OCP specification's, the difference of the exponents, so that values near the block's largest
-    may saturate; EVEN is the same after rounding the largest to the elements' mantissa; CEIL rounds the largest up to a
-    power of two first; RCEIL rounds the quotient up, as NVIDIA's training recipes do. e4m3 scales: NEAREST rounds the
-    quotient to nearest even, UP to the next value above it.
+    float32 scales: EXACT is the quotient. POWER_OF_TWO is the next power of two above the quotient, with which
+    nothing saturates.
+
+    e8m0 scales: FLOOR is the difference of exponents in the OCP specification, with which values near the block's
+    largest may saturate. EVEN is the same, but first rounds the largest magnitude to the mantissa bits of the
+    elements. CEIL first rounds the largest magnitude up to a power of two. RCEIL rounds the quotient up, as in
+    NVIDIA's training recipes.
+
+    e4m3 scales: NEAREST rounds the quotient to nearest even, and UP rounds it up.
     """
 
     EXACT = "exact"
@@ -46,10 +50,10 @@ ROUNDINGS = {
 
 @dataclass(frozen=True)
 class Scaling:
-    """One scale for each block of `rows` x `columns` elements; 0 stands for all there are.
+    """One scale for each block of `rows` x `columns` elements. 0 stands for all rows, or for all columns.
 
-    `scale` is the format of scales: None is float32, e8m0 a power of two, and e4m3 means a second scale above them, a
-    float32 one for the whole tensor.
+    `scale` is the format of scales. None means float32, and e8m0 means powers of two. With e4m3 scales, the whole
+    tensor has a second scale in float32.
     """
 
     rows: int
@@ -58,19 +62,21 @@ class Scaling:
     rounding: ScaleRounding = ScaleRounding.EXACT
 
     def __post_init__(self) -> None:
-        # 1. A block that fits no matrix.
+        # 1. Refuse a block that fits no matrix.
         if min(self.rows, self.columns) < 0 or (self.rows == 0 and self.columns != 0):
             raise RecipeRefused(
                 f"a block of {self.rows} x {self.columns} elements does not fit a matrix. Give rows and columns above "
                 "0, or 0 columns for a row and 0 x 0 for a tensor."
             )
-        # 2. Scales and roundings that no hardware has.
+        # 2. Refuse formats and roundings of scales that no hardware has.
         if self.scale not in ROUNDINGS:
-            raise RecipeRefused(f"scales are kept in float32, e8m0 or e4m3fn, not in {_name(self.scale)}.")
+            raise RecipeRefused(f"scales are kept in float32, e8m0 or e4m3fn, not in {_name_scale_format(self.scale)}.")
         if self.rounding not in ROUNDINGS[self.scale]:
-            choices = ", ".join(ROUNDINGS[self.scale])
-            raise RecipeRefused(f"scales in {_name(self.scale)} are not rounded by {self.rounding!s}. Give {choices}.")
-        # 3. MX and NVFP4 fix the block together with the scale's format.
+            choices_text = ", ".join(ROUNDINGS[self.scale])
+            raise RecipeRefused(
+                f"scales in {_name_scale_format(self.scale)} are not rounded by {self.rounding!s}. Give {choices_text}."
+            )
+        # 3. Refuse block sizes other than those that MX and NVFP4 prescribe.
         if self.scale is E8M0 and (self.rows, self.columns) != (1, 32):
             raise RecipeRefused(f"MX blocks are 1 x 32 elements, not {self.rows} x {self.columns}.")
         if self.scale is E4M3 and (self.rows, self.columns) not in ((1, 16), (16, 16)):
@@ -78,14 +84,14 @@ class Scaling:
 
     @property
     def name(self) -> str:
-        """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of its scales."""
+        """'tensor', 'row', '1x128', '1x32 e8m0' or '1x16 e4m3fn', followed by the rounding of the scales."""
         extent = "tensor" if not self.rows else "row" if not self.columns else f"{self.rows}x{self.columns}"
         scale_format = f" {self.scale.name}" if self.scale else ""
         return f"{extent}{scale_format} {self.rounding}"
 
     @property
     def turns(self) -> bool:
-        """Whether a transposed block is a block: then codes need not be made twice."""
+        """Whether a block of the operand is also one of the transposed operand. Then both can use the same codes."""
         return self.rows == self.columns
 
     def check(self, fmt: Format) -> None:
@@ -111,29 +117,29 @@ NVFP4_UP = Scaling(1, 16, E4M3, ScaleRounding.UP)
 NVFP4_SQUARE = Scaling(16, 16, E4M3, ScaleRounding.NEAREST)
 
 
-def _name(scale: Format | None) -> str:
+def _name_scale_format(scale: Format | None) -> str:
     return scale.name if scale else "float32"
 
 
 LONGEST_HISTORY = 1 << 16
-MOST_MARGIN = 32
-# Bits of the sums of Hopper's FP8 units, and the range of short sums, which excludes float32's 24.
-HOPPER_BITS = 14
-SHORT_BITS = range(2, 24)
+LARGEST_MARGIN = 32
+# How many bits the sums in Hopper's FP8 units have, and how many a short sum may have. A float32 has 24.
+HOPPER_SUM_BITS = 14
+SHORT_SUM_BITS = range(2, 24)
 
 
 class Amax(StrEnum):
-    """How delayed scaling takes a magnitude from its history."""
+    """Which magnitude delayed scaling takes from its history."""
 
     MAX = "max"
     MOST_RECENT = "most_recent"
 
 
 class Accumulator(StrEnum):
-    """How a product is summed.
+    """How a product sums.
 
-    FP32; SHORT: with few significant bits, such as the 14 of Hopper's FP8 units; PROMOTED: short sums that are added to
-    a float32 sum every 128 elements of the contraction, as in the training of DeepSeek-V3.
+    FP32: in float32. SHORT: with few significant bits, such as the 14 of Hopper's FP8 units. PROMOTED: in short sums
+    that are added to a float32 sum every 128 elements, as in the training of DeepSeek-V3.
     """
 
     FP32 = "fp32"
@@ -143,10 +149,10 @@ class Accumulator(StrEnum):
 
 @dataclass(frozen=True)
 class Delayed:
-    """Delayed scaling: a tensor's scale comes from the largest magnitudes of earlier steps.
+    """Delayed scaling: the scale of a tensor is computed from its largest magnitudes in earlier steps.
 
-    scale = largest of the format / (amax * 2^margin), renewed every `interval` casts of a tensor from the last
-    `history` of its amaxes. An amax of 0 leaves the scale unchanged (initially 1).
+    The scale is the format's largest value / (amax * 2^margin). It is computed again every `interval` casts, from the
+    last `history` amaxes of the tensor. It starts at 1, and an amax of 0 does not change it.
     """
 
     history: int = 1024
@@ -155,14 +161,16 @@ class Delayed:
     interval: int = 1
 
     def __post_init__(self) -> None:
-        _check_whole("history", self.history, 1, LONGEST_HISTORY)
-        _check_whole("margin", self.margin, 0, MOST_MARGIN)
-        _check_whole("interval", self.interval, 1, LONGEST_HISTORY)
+        _check_whole_number("history", self.history, 1, LONGEST_HISTORY)
+        _check_whole_number("margin", self.margin, 0, LARGEST_MARGIN)
+        _check_whole_number("interval", self.interval, 1, LONGEST_HISTORY)
 
 
 @dataclass(frozen=True)
 class Treatment:
-    """How one role's tensors are cast: format of elements, scaling (None: without), rounding."""
+    """How tensors of one role are cast: the element format, the scaling, and whether rounding is stochastic. The
+    scaling is None without scales.
+    """
 
     fmt: Format
     scaling: Scaling | None = None
@@ -175,10 +183,11 @@ class Treatment:
 
 @dataclass(frozen=True)
 class Recipe:
-    """Formats, scalings and rounding by role, and how products are summed.
+    """How each role is cast (formats, scalings and rounding), and how products sum.
 
-    `delayed` replaces the current scale of a tensor. `hadamard` rotates both operands of the weight gradient by random
-    Hadamard matrices of 16. With `high_weight_gradient` that product stays in bf16. Short sums keep `accumulator_bits`.
+    With `delayed`, the scale of a tensor comes from earlier steps. `hadamard` rotates both operands of the weight
+    gradient by random Hadamard matrices of size 16. `high_weight_gradient` computes the weight gradient in bf16.
+    Short sums have `accumulator_bits`.
     """
 
     input: Treatment
@@ -188,16 +197,16 @@ class Recipe:
     hadamard: bool = False
     high_weight_gradient: bool = False
     accumulator: Accumulator = Accumulator.FP32
-    accumulator_bits: int = HOPPER_BITS
+    accumulator_bits: int = HOPPER_SUM_BITS
 
     def __post_init__(self) -> None:
-        # Parts of recipes that exclude each other.
+        # Refuse parts of recipes that exclude each other.
         if self.delayed and not self.per_tensor:
             raise RecipeRefused("delayed scaling keeps one scale a tensor: give every role the scaling of a tensor.")
-        if self.accumulator_bits not in SHORT_BITS:
+        if self.accumulator_bits not in SHORT_SUM_BITS:
             raise RecipeRefused(
-                f"short sums keep {SHORT_BITS[0]} to {SHORT_BITS[-1]} bits, not {self.accumulator_bits!r}: choose "
-                "accumulator=fp32 for more."
+                f"short sums keep {SHORT_SUM_BITS[0]} to {SHORT_SUM_BITS[-1]} bits, not {self.accumulator_bits!r}: "
+                "choose accumulator=fp32 for more."
             )
         if self.hadamard and self.high_weight_gradient:
             raise RecipeRefused(
@@ -209,7 +218,7 @@ class Recipe:
     def treatments(self) -> tuple[Treatment, Treatment, Treatment]:
         return self.input, self.weight, self.gradient
 
-    # Read for every cast.
+    # Cached, because it is read for every cast.
     @cached_property
     def per_tensor(self) -> bool:
         return all(
@@ -223,24 +232,26 @@ class Recipe:
 
     @property
     def in_blocks(self) -> bool:
-        """Whether some role has a scale for less than a row."""
+        """Whether some role has several scales in a row."""
         return any(treatment.scaling is not None and treatment.scaling.columns > 0 for treatment in self.treatments)
 
     @property
     def products(self) -> tuple[tuple[Treatment, Treatment], ...]:
-        """The operands of forward, input gradient and weight gradient; the last is left out where it stays in bf16."""
+        """The two operands of each product: forward, input gradient and weight gradient. A weight gradient in bf16 is
+        left out.
+        """
         low = ((self.input, self.weight), (self.gradient, self.weight), (self.gradient, self.input))
         return low[:2] if self.high_weight_gradient else low
 
     @property
     def keeps_source(self) -> bool:
-        """Whether the transposed operand needs a separate cast."""
-        turned = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
-        stochastic = any(treatment.stochastic for treatment in self.treatments)
-        return self.hadamard or self.high_weight_gradient or stochastic or not turned
+        """Whether a transposed operand cannot use the same codes, so that it must be cast again from its source."""
+        can_all_turn = all(treatment.scaling is None or treatment.scaling.turns for treatment in self.treatments)
+        is_stochastic = any(treatment.stochastic for treatment in self.treatments)
+        return self.hadamard or self.high_weight_gradient or is_stochastic or not can_all_turn
 
 
-# Formats of inputs, weights and gradients by the usual words of FP8 training.
+# The formats of inputs, weights and gradients, by the names that FP8 training uses.
 FORMATS_BY_ROLE: dict[str, tuple[Format, Format, Format]] = {
     "hybrid": (E4M3, E4M3, E5M2),
     "e4m3": (E4M3, E4M3, E4M3),
@@ -248,6 +259,6 @@ FORMATS_BY_ROLE: dict[str, tuple[Format, Format, Format]] = {
 }
 
 
-def _check_whole(name: str, value: object, low: int, high: int) -> None:
+def _check_whole_number(name: str, value: object, low: int, high: int) -> None:
     if isinstance(value, bool) or not isinstance(value, int) or not low <= value <= high:
         raise RecipeRefused(f"delayed scaling: {name} is a whole number from {low} to {high}, not {value!r}.")

@@ -1,12 +1,16 @@
-"""Converts scales of blocks to the memory layouts that a GPU's scaled products read, and back. Plain torch operations.
+"""Converts scales of blocks to the memory layouts that scaled products on GPUs read, and back. Uses plain torch
+operations.
 
-A matrix of scales is (down, across): a row for each row of blocks, a column for each stretch of the contraction.
+A matrix of scales is (down, across). It has a row for each row of blocks, and a column for each block along the
+contraction.
 
-Hopper's float32 scales are stored column by column: those of 1x128 as (down, across) with strides (1, down), those of
-128x128 transposed, as (across, down) with across filled up to a multiple of 4 and strides (1, that).
+Hopper's float32 scales are stored column by column. Scales of 1x128 blocks are (down, across) with strides (1, down).
+Scales of 128x128 blocks are transposed to (across, down), and across is filled up to a multiple of 4. Their strides
+are (1, that multiple).
 
-Blackwell's bytes are stored in whole tiles of 128 x 4, row after row of tiles. In a tile of 512 bytes the scale of row
-r and column c is number (r % 32) * 16 + (r // 32) * 4 + c: torch's SWIZZLE_32_4_4.
+Blackwell's byte scales are stored in complete tiles of 128 x 4, one row of tiles after another. In a tile of 512
+bytes, the scale of row r and column c has the index (r % 32) * 16 + (r // 32) * 4 + c. torch calls this
+SWIZZLE_32_4_4.
 """
 
 from __future__ import annotations
@@ -16,56 +20,66 @@ from torch import Tensor
 from torch.nn.functional import pad
 
 TILE_ROWS, TILE_COLUMNS = 128, 4
-_QUARTER = TILE_ROWS // TILE_COLUMNS
+_QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
 
 
-def by_columns(scales: Tensor) -> Tensor:
-    return turned_rows(scales.t())
+def store_by_columns(scales: Tensor) -> Tensor:
+    """Returns the scales of 1x128 blocks, stored column by column."""
+    return transpose_rows(scales.t())
 
 
-def squares(scales: Tensor) -> Tensor:
-    return turned_rows(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
+def store_square_scales(scales: Tensor) -> Tensor:
+    """Returns the scales of 128x128 blocks in the layout that Hopper's products read."""
+    return transpose_rows(pad(scales, (0, -scales.shape[1] % TILE_COLUMNS)))
 
 
-def filled_squares(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
-    """Memory for scales of 128x128 blocks of a matrix and of its transpose, with zeros as filling; apply turned_rows to
-    it."""
-    wide, high = across + -across % TILE_COLUMNS, down + -down % TILE_COLUMNS
-    make = torch.empty if (wide, high) == (across, down) else torch.zeros
-    memory = make(down * wide + across * high, dtype=torch.float32, device=device)
-    return memory[: down * wide].view(down, wide), memory[down * wide :].view(across, high)
+def allocate_square_scales(down: int, across: int, device: torch.device) -> tuple[Tensor, Tensor]:
+    """Allocates scales for the 128x128 blocks of a matrix and of its transpose, with zeros where the layout is filled
+    up. `transpose_rows` turns the results into what products read.
+    """
+    filled_across, filled_down = across + -across % TILE_COLUMNS, down + -down % TILE_COLUMNS
+    new_tensor = torch.empty if (filled_across, filled_down) == (across, down) else torch.zeros
+    memory = new_tensor(down * filled_across + across * filled_down, dtype=torch.float32, device=device)
+    return memory[: down * filled_across].view(down, filled_across), memory[down * filled_across :].view(
+        across, filled_down
+    )
 
 
-def turned_rows(matrix: Tensor) -> Tensor:
-    """The transpose of a matrix that lies row by row, with its strides even if a side is 1: torch checks them."""
+def transpose_rows(matrix: Tensor) -> Tensor:
+    """Returns the transpose of a row-major matrix. Its strides are right even for sides of 1, which torch checks."""
     rows, columns = matrix.shape
     return matrix.contiguous().as_strided((columns, rows), (1, columns))
 
 
-def of_squares(laid: Tensor, across: int) -> Tensor:
-    return laid.t()[:, :across]
+def read_square_scales(stored: Tensor, across: int) -> Tensor:
+    """Returns the matrix of scales from the layout of `store_square_scales`."""
+    return stored.t()[:, :across]
 
 
 def swizzle(scales: Tensor) -> Tensor:
-    """Bytes of 1x32 or 1x16 blocks, in one dimension; tiles are filled with zeros."""
-    return swizzled_into(torch.empty(bytes_in_tiles(*scales.shape), dtype=scales.dtype, device=scales.device), scales)
+    """Returns byte scales of 1x32 or 1x16 blocks as tiles in one dimension. Incomplete tiles are filled with zeros."""
+    return swizzle_into(torch.empty(count_tile_bytes(*scales.shape), dtype=scales.dtype, device=scales.device), scales)
 
 
-def swizzled_into(memory: Tensor, scales: Tensor) -> Tensor:
-    """Like `swizzle`, into memory of that size."""
+def swizzle_into(memory: Tensor, scales: Tensor) -> Tensor:
+    """Writes swizzled scales into memory of the right size, and returns it."""
     down, across = scales.shape
-    filled = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
-    high, wide = filled.shape[0] // TILE_ROWS, filled.shape[1] // TILE_COLUMNS
-    tiles = filled.view(high, TILE_COLUMNS, _QUARTER, wide, TILE_COLUMNS).permute(0, 3, 2, 1, 4)
+    filled_scales = pad(scales, (0, -across % TILE_COLUMNS, 0, -down % TILE_ROWS))
+    tiles_down, tiles_across = filled_scales.shape[0] // TILE_ROWS, filled_scales.shape[1] // TILE_COLUMNS
+    tiles = filled_scales.view(tiles_down, TILE_COLUMNS, _QUARTER_ROWS, tiles_across, TILE_COLUMNS).permute(
+        0, 3, 2, 1, 4
+    )
     memory.view(tiles.shape).copy_(tiles)
     return memory
 
 
-def bytes_in_tiles(down: int, across: int) -> int:
+def count_tile_bytes(down: int, across: int) -> int:
+    """Returns the number of scales in complete tiles."""
     return (down + -down % TILE_ROWS) * (across + -across % TILE_COLUMNS)
 
 
-def unswizzle(laid: Tensor, down: int, across: int) -> Tensor:
-    wide = -(-across // TILE_COLUMNS)
-    tiles = laid.view(-1, wide, _QUARTER, TILE_COLUMNS, TILE_COLUMNS)
-    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, wide * TILE_COLUMNS)[:down, :across]
+def unswizzle(swizzled: Tensor, down: int, across: int) -> Tensor:
+    """Returns the (down, across) matrix of scales that tiles contain."""
+    tiles_across = -(-across // TILE_COLUMNS)
+    tiles = swizzled.view(-1, tiles_across, _QUARTER_ROWS, TILE_COLUMNS, TILE_COLUMNS)
+    return tiles.permute(0, 3, 2, 1, 4).reshape(-1, tiles_across * TILE_COLUMNS)[:down, :across]

@@ -1,7 +1,8 @@
-"""Tensors under a scaling: the values that are left of them, and how they are stored.
+"""Tensors with scales: their values after rounding, and how they are stored.
 
-The last dimension is a product's contraction; all others together count rows. Incomplete blocks are filled with zeros
-that are not kept. Scales without a finite value (for zeros, infinities, NaN) never turn numbers into NaN.
+A product sums over the last dimension of a tensor, the contraction. All other dimensions together count as rows.
+Incomplete blocks are filled with zeros, which are dropped afterwards. A scale may have no finite value, for zeros,
+infinities and NaN. Such a scale never turns a number into NaN.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from torch.nn.functional import pad
 
 from fp8bench.formats.blocks import (
     block_elements,
+    block_maxima,
     block_values,
+    element_steps,
     float_factor,
-    inverse_of,
-    largest_of,
     nvfp4_tensor_scale,
-    steps_of,
+    reciprocal,
 )
 from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
@@ -31,10 +32,11 @@ from fp8bench.formats.recipes import Scaling
 
 @dataclass(frozen=True)
 class Scaled:
-    """A tensor in storage: codes and their scales. value = element * scale (* tensor scale).
+    """A stored tensor: codes and their scales. value = element * scale (* tensor scale).
 
-    `codes` have the tensor's shape, with two e2m1 codes in a byte of the last dimension. `scales` are bytes of a format
-    of scales, else float32: one, one a row (rows, 1), or one a block (down, across). None: no scaling.
+    `codes` have the tensor's shape, but in the last dimension two e2m1 codes share a byte. `scales` are codes of the
+    scale format, or float32. There is one for the tensor, one for each row (rows, 1), or one for each block (down,
+    across). None means no scaling.
     """
 
     codes: Tensor
@@ -54,41 +56,44 @@ def values(
     scale: Tensor | None = None,
     out: Tensor | None = None,
 ) -> Tensor:
-    """The values that format and scaling leave of `x`: float32, or in `out`.
+    """Returns the values of `x` after rounding with this format and scaling, as float32 or in `out`.
 
-    Rounded to nearest even, or stochastically with a seed (see round_to; elements are counted row by row, filling
-    included). `scale` is a factor that replaces the current one of a tensor or row. An infinity becomes the largest
-    value; in an MX block its value is infinity. A NaN stays, and under e8m0 and e4m3 scales makes its whole block NaN.
+    Rounding is to nearest even, or stochastic with a seed (see round_to). For random numbers, elements are counted
+    row by row, including those that fill blocks. `scale` is a factor that replaces the current one of a tensor or
+    row. An infinity becomes the largest value, but in an MX block it stays infinite. A NaN stays NaN. With e8m0 or
+    e4m3 scales it makes its whole block NaN.
     """
     check_input(x)
     check_scaling(fmt, scaling, scale)
-    # Refused before anything is computed, with the names of the caller's arguments.
+    # Refuse `out` before anything is computed, in a message with the names of the caller's arguments.
     if out is not None:
         check_output(out, x)
     if scaling is None:
         return round_to(x, fmt, out, seed=seed)
-    # One scale for a tensor or a row needs no blocks, and nothing to fill up.
-    if _whole(scaling):
-        elements, inverse = _whole_elements(x, fmt, scaling, seed, scale)
+    # With one scale for a tensor or row blocks are not needed, so nothing needs to be filled up.
+    if _has_no_blocks(scaling):
+        elements, inverse = _scale_elements(x, fmt, scaling, seed, scale)
         result = elements.mul_(inverse)
     else:
-        blocks = _blocks(x, scaling)
-        (result,) = block_values([blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed))
-        result = _from_blocks(result, x.shape, scaling)
+        blocks = _split_blocks(x, scaling)
+        (result,) = block_values([blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random(blocks, seed))
+        result = _join_blocks(result, x.shape, scaling)
     return result if out is None else out.copy_(result)
 
 
 def factor(x: Tensor, fmt: Format, scaling: Scaling) -> tuple[Tensor, Tensor]:
-    """The factor of a tensor's elements, or of each row's, and its inverse, the scale that decodes.
+    """Returns the factor by which elements are multiplied before their cast, for the tensor or for each row. Also
+    returns its inverse, the scale that decodes.
 
-    float32 without dimensions, or with one column for rows, on the tensor's device: the host reads no value.
+    Both results are float32 on the tensor's device. They have no dimensions, or one column for rows. The host does
+    not wait for them.
     """
     check_input(x)
-    if not _whole(scaling):
+    if not _has_no_blocks(scaling):
         raise ValueError(f"a tensor or a row has one factor, and {scaling.name} has blocks")
-    amax = _row_magnitudes(x.detach()) if scaling.rows == 1 and x.dim() else largest_magnitude(x)
+    amax = _find_row_magnitudes(x.detach()) if scaling.rows == 1 and x.dim() else largest_magnitude(x)
     scale = float_factor(amax, fmt, scaling.rounding)
-    return scale, inverse_of(scale)
+    return scale, reciprocal(scale)
 
 
 def quantise(
@@ -100,85 +105,95 @@ def quantise(
     scale: Tensor | None = None,
     checked: bool = True,
 ) -> Scaled:
-    """Returns `x` as codes and scales: element times scale is what `values` returns, bit for bit. Raises UsageError for
-    a NaN where neither the format nor the scale has a code for it; if not `checked`, this is not tested, and the host
-    does not wait for the device. A block whose scale is NaN is stored as zeros."""
+    """Returns `x` as codes and scales. Element times scale is the result of `values`, bit for bit. A block whose
+    scale is NaN is stored as zeros.
+
+    Raises UsageError for a NaN if neither the format nor the scale has a code for it. With `checked=False` no error
+    is raised, and the host does not wait for the device.
+    """
     check_input(x)
     check_scaling(fmt, scaling, scale)
     if scaling is None:
         return _pack_elements(round_to(x, fmt, seed=seed), None, None, fmt, scaling, checked)
-    if _whole(scaling):
-        elements, scales = _whole_elements(x, fmt, scaling, seed, scale)
+    if _has_no_blocks(scaling):
+        elements, scales = _scale_elements(x, fmt, scaling, seed, scale)
         return _pack_elements(elements, scales, None, fmt, scaling, checked)
-    blocks = _blocks(x, scaling)
+    blocks = _split_blocks(x, scaling)
     (elements,), scales, tensor_scale = block_elements(
-        [blocks], fmt, scaling, _empty_scale(x, scaling), _random(blocks, seed)
+        [blocks], fmt, scaling, _make_empty_scale(x, scaling), _draw_random(blocks, seed)
     )
-    # A NaN scale decodes to NaN whatever the elements are, so they are stored as zeros.
+    # Store zeros where the scale is NaN. They decode to NaN anyway.
     if scaling.scale is not None:
         elements = torch.where(scales.isnan(), 0.0, elements)
-    return _pack_elements(_from_blocks(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
+    return _pack_elements(_join_blocks(elements, x.shape, scaling), scales, tensor_scale, fmt, scaling, checked)
 
 
 class Blocks(NamedTuple):
-    """Magnitudes as blocks that share a scale, the largest of each, and what its elements are multiplied by to become
-    values."""
+    """A tensor's magnitudes in blocks that share a scale. `peaks` are the largest magnitudes of the blocks, and
+    `steps` are the numbers that turn its elements into values.
+    """
 
     magnitudes: Tensor
     peaks: Tensor
     steps: Tensor
 
 
-def blocks_of(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
-    """The blocks of a tensor's magnitudes, in a layout of blocks.py, with steps as in `values`. Rounds nothing.
+def split_into_blocks(magnitudes: Tensor, fmt: Format, scaling: Scaling, scale: Tensor | None = None) -> Blocks:
+    """Returns the blocks of a tensor's magnitudes in a layout of blocks.py, with the same steps as in `values`.
+    Nothing is rounded.
 
-    `scale` replaces the current one of a tensor or row. Ends are filled with zeros.
+    `scale` replaces the current scale of a tensor or row. Incomplete blocks are filled with zeros.
     """
     check_scaling(fmt, scaling, scale)
-    if _whole(scaling):
+    if _has_no_blocks(scaling):
         peaks = magnitudes.amax(-1, keepdim=True) if scaling.rows else largest_magnitude(magnitudes)
-        steps = steps_of(peaks, fmt, scaling) if scale is None else inverse_of(scale)
+        steps = element_steps(peaks, fmt, scaling) if scale is None else reciprocal(scale)
         return Blocks(magnitudes, peaks, steps)
-    blocks = _blocks(magnitudes, scaling)
-    peaks = largest_of(blocks)
-    return Blocks(blocks, peaks, steps_of(peaks, fmt, scaling))
+    blocks = _split_blocks(magnitudes, scaling)
+    peaks = block_maxima(blocks)
+    return Blocks(blocks, peaks, element_steps(peaks, fmt, scaling))
 
 
 def check_scaling(fmt: Format, scaling: Scaling | None, scale: Tensor | None = None) -> None:
     if scaling is not None:
         scaling.check(fmt)
-    if scale is not None and (scaling is None or not _whole(scaling)):
-        raise ValueError(f"a given scale is for the scaling of a tensor or of rows, not {scaling and scaling.name}")
+    if scale is not None and (scaling is None or not _has_no_blocks(scaling)):
+        raise ValueError(
+            f"a scale can be given for the scaling of a tensor or of rows, not for {scaling and scaling.name}"
+        )
 
 
-def _whole(scaling: Scaling) -> bool:
-    """Whether one float32 scale serves a tensor or a row: then elements can stay where they lie."""
+def _has_no_blocks(scaling: Scaling) -> bool:
+    """Returns whether elements need no blocks, because the tensor or each of its rows has a single float32 scale."""
     return scaling.scale is None and scaling.columns == 0 and scaling.rows <= 1
 
 
-def _whole_elements(
+def _scale_elements(
     x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None, scale: Tensor | None
 ) -> tuple[Tensor, Tensor]:
     scale = factor(x, fmt, scaling)[0] if scale is None else scale
-    return round_to(x.detach().to(torch.float32) * scale, fmt, seed=seed), inverse_of(scale)
+    return round_to(x.detach().to(torch.float32) * scale, fmt, seed=seed), reciprocal(scale)
 
 
 def largest_magnitude(x: Tensor) -> Tensor:
-    """float32 on its device; 0 for a tensor without elements, NaN where one is among them."""
+    """Returns the largest magnitude of a tensor as float32 on its device. It is 0 for an empty tensor, and NaN if an
+    element is NaN.
+    """
     x = x.detach()
     if not x.numel():
         return torch.zeros((), dtype=torch.float32, device=x.device)
-    if x.is_meta:  # reads as much; torch's norm of a meta tensor would import the compiler
+    if x.is_meta:  # reads as much as the norm below, but for a meta tensor torch's norm would import the compiler
         return torch.sum(x, dtype=torch.float32)
     if x.device.type != "cpu":
-        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # one kernel
+        largest: Tensor = torch.linalg.vector_norm(x, torch.inf, dtype=torch.float32)  # this is one kernel
         return largest
-    # Reads the tensor once, in memory order, without a temporary of its size; abs().amax() is 12 times slower here.
+    # On a CPU read the tensor once, in memory order, without a temporary tensor of its size. abs().amax() takes 12
+    # times as long here.
     low, high = torch.aminmax(x.t() if x.dim() == 2 and not x.is_contiguous() else x)
     return torch.maximum(low.neg(), high).abs().to(torch.float32)
 
 
-def _row_magnitudes(x: Tensor) -> Tensor:
+def _find_row_magnitudes(x: Tensor) -> Tensor:
     if not x.numel():
         return torch.zeros((*x.shape[:-1], 1), dtype=torch.float32, device=x.device)
     return torch.maximum(x.amin(-1, keepdim=True).neg(), x.amax(-1, keepdim=True)).abs().to(torch.float32)
@@ -188,18 +203,18 @@ def current_tensor_scale(x: Tensor) -> Tensor:
     return nvfp4_tensor_scale(largest_magnitude(x))
 
 
-def _empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
-    """NVFP4's tensor scale for a tensor without blocks to compute it from."""
+def _make_empty_scale(x: Tensor, scaling: Scaling) -> Tensor | None:
+    """Returns NVFP4's tensor scale for an empty tensor. It has no blocks from which the scale could be computed."""
     return current_tensor_scale(x) if scaling.scale is E4M3 and not x.numel() else None
 
 
-def _random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
+def _draw_random(blocks: Tensor, seed: Tensor | None) -> list[Tensor] | None:
     return None if seed is None else [random_bits(blocks.shape, seed)]
 
 
-def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
-    down, across, columns = _grid(x.shape, scaling)
-    height, width = matrix_of(x.shape)
+def _split_blocks(x: Tensor, scaling: Scaling) -> Tensor:
+    down, across, columns = _count_blocks(x.shape, scaling)
+    height, width = matrix_shape(x.shape)
     matrix = x.detach().reshape(height, width).to(torch.float32)
     if down * scaling.rows != height or across * columns != width:
         matrix = pad(matrix, (0, across * columns - width, 0, down * scaling.rows - height))
@@ -208,22 +223,23 @@ def _blocks(x: Tensor, scaling: Scaling) -> Tensor:
     return matrix.reshape(down, scaling.rows, across, columns)
 
 
-def _from_blocks(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
-    down, across, columns = _grid(shape, scaling)
-    height, width = matrix_of(shape)
-    filled = blocks.reshape(down * scaling.rows, across * columns)
-    return filled[:height, :width].reshape(shape).contiguous()
+def _join_blocks(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
+    down, across, columns = _count_blocks(shape, scaling)
+    height, width = matrix_shape(shape)
+    return blocks.reshape(down * scaling.rows, across * columns)[:height, :width].reshape(shape).contiguous()
 
 
-def _grid(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
-    height, width = matrix_of(shape)
+def _count_blocks(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
+    height, width = matrix_shape(shape)
     columns = scaling.columns or max(width, 1)
     across = -(-width // columns) if scaling.columns else 1
     return -(-height // scaling.rows), across, columns
 
 
-def matrix_of(shape: torch.Size) -> tuple[int, int]:
-    """Rows and columns of a tensor whose last dimension is its columns; a tensor without dimensions is one element."""
+def matrix_shape(shape: torch.Size) -> tuple[int, int]:
+    """Returns the rows and columns that a tensor has as a matrix. The columns are its last dimension. A tensor
+    without dimensions is 1 x 1.
+    """
     return prod(shape[:-1]), shape[-1] if shape else 1
 
 
@@ -239,5 +255,5 @@ def _pack_elements(
     codes = pack(encode(elements if shape else elements.view(1), fmt, checked=checked), fmt)
     if scales is not None and scaling is not None:
         scales = scales if scaling.scale is None else encode(scales, scaling.scale, checked=False)
-        scales = scales.reshape(() if not scaling.rows else _grid(shape, scaling)[:2])
+        scales = scales.reshape(() if not scaling.rows else _count_blocks(shape, scaling)[:2])
     return Scaled(codes, scales, tensor_scale, fmt, scaling, shape)

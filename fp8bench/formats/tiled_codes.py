@@ -1,7 +1,7 @@
-"""Native casts to MX and NVFP4: codes along the contraction, and scales in the tiles where products look for them.
+"""Native casts to MX and NVFP4. They write codes along the contraction, and scales in the tiles that products read.
 
-Products of compute capability 10.0 read scales in tiles of 128 x 4 (scale_layouts.py). Where a matrix fills its tiles,
-one kernel writes codes and scales in place; else scales are written row by row, and copied into tiles afterwards.
+Products of compute capability 10.0 read scales in tiles of 128 x 4 (scale_layouts.py). If a matrix fills its tiles,
+one kernel writes codes and scales in place. Otherwise scales are written row by row and copied into tiles.
 """
 
 from __future__ import annotations
@@ -9,41 +9,42 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from math import prod
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from fp8bench.formats import operators
 from fp8bench.formats.blocks import block_elements, mx_scale, nvfp4_tensor_scale
-from fp8bench.formats.code_kernels import IN_ORDER, TOGETHER
-from fp8bench.formats.codes import DTYPES, elements, encode_values
+from fp8bench.formats.code_kernels import FUSED_SCALARS, OPERAND_ORDER
+from fp8bench.formats.codes import CODE_DTYPES, cast_elements, encode_values
 from fp8bench.formats.compiling import ONE_LAUNCH, Kernel
 from fp8bench.formats.grids import E2M1, E4M3, FORMATS, Format
-from fp8bench.formats.matrix_codes import laid, whole_blocks
+from fp8bench.formats.matrix_codes import as_row_major, fill_blocks
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
-from fp8bench.formats.native_codes import Called, Launched, call, cast, define_cast
-from fp8bench.formats.quantise import Draw, check_input, drawn_bits, key_of, round_values
+from fp8bench.formats.native_codes import Launch, PreparedCall, define_cast, run_cast, run_kernel
+from fp8bench.formats.quantise import Draw, check_input, element_random_bits, round_values, seed_key
 from fp8bench.formats.recipes import ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, bytes_in_tiles, swizzle, swizzled_into
+from fp8bench.formats.scale_layouts import TILE_COLUMNS, TILE_ROWS, count_tile_bytes, swizzle, swizzle_into
 from fp8bench.formats.scaled import largest_magnitude, quantise
 
-_QUARTER = TILE_ROWS // TILE_COLUMNS
-# Free sizes of examples, in tiles or blocks. Transposed ones differ, because a pair of kernels may have both.
-_DOWN, _ACROSS = 9, 10
+_QUARTER_ROWS = TILE_ROWS // TILE_COLUMNS
+# The sizes of example matrices, in tiles or blocks. Examples of transposed matrices have other sizes, because a pair
+# of kernels may contain both.
+_EXAMPLE_DOWN, _EXAMPLE_ACROSS = 9, 10
 _TURNED_DOWN, _TURNED_ACROSS = 11, 13
-_TILE = TILE_ROWS * TILE_COLUMNS
-# The rows and columns of a block in the views of `Places`.
-_INSIDE = (5, 6)
+_TILE_SCALES = TILE_ROWS * TILE_COLUMNS
+# Two dimensions of the views that `Places` makes: the rows and the columns of a block.
+_BLOCK_DIMENSIONS = (5, 6)
 
 
 @dataclass(frozen=True)
 class Places:
-    """Views of a matrix, its codes and its scales, all in one order of dimensions.
+    """Makes views of a matrix, its codes and its scales. All views have the same order of dimensions.
 
-    (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, its columns); if not `tiled`, a
-    block is a tile. For a matrix that lies `turned`, tiles across come first, so that neighbours in memory are read
-    together.
+    The order is (tiles down, quarters, blocks down, tiles across, blocks across, rows of a block, columns of a
+    block). If scales are not in tiles (`tiled`), a block counts as a tile. If the matrix in memory is transposed
+    (`turned`), tiles across come first, so that neighbours in memory are read together.
     """
 
     scaling: Scaling
@@ -51,7 +52,7 @@ class Places:
     turned: bool
 
     @property
-    def least(self) -> tuple[int, int]:
+    def smallest_shape(self) -> tuple[int, int]:
         return (TILE_ROWS, TILE_COLUMNS * self.scaling.columns) if self.tiled else self.block
 
     @property
@@ -63,29 +64,35 @@ class Places:
         return (0, 2) if self.turned else (0, 3)
 
     def matrix(self, memory: Tensor) -> Tensor:
-        """Returns the operand, which is stored row by row, or whose transpose is."""
-        return self._view(memory.t() if self.turned else memory, self.scaling.columns)
+        """Returns the view of an operand. Either the operand or its transpose is row-major."""
+        return self._view_blocks(memory.t() if self.turned else memory, self.scaling.columns)
 
-    def codes(self, memory: Tensor, in_byte: int) -> Tensor:
-        return self._view(memory, self.scaling.columns // in_byte)
+    def codes(self, memory: Tensor, codes_per_byte: int) -> Tensor:
+        return self._view_blocks(memory, self.scaling.columns // codes_per_byte)
 
     @property
     def writes_by_index(self) -> bool:
-        """Whether bytes of scales are written by index: a square's scale belongs to each of its rows."""
+        """Whether scales are written by index. That is necessary for squares, because the scale of a square is
+        written for each of its rows.
+        """
         return self.scaling.rows > 1
 
     def scales(self, memory: Tensor, down: int) -> Tensor:
-        """Views the bytes of scales in tiles or in rows; unchanged where scales are written by index."""
+        """Returns the view of scales in tiles or in rows. If scales are written by index, returns the memory
+        unchanged.
+        """
         if self.writes_by_index:
             return memory
         if not self.tiled:
-            return self._view(memory.view(down, -1), 1)
-        tiles = memory.view(down // TILE_ROWS, -1, _QUARTER, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
+            return self._view_blocks(memory.view(down, -1), 1)
+        tiles = memory.view(down // TILE_ROWS, -1, _QUARTER_ROWS, 1, TILE_COLUMNS, TILE_COLUMNS, 1)
         return self.put_in_order(tiles.permute(0, 4, 2, 3, 1, 5, 6))
 
-    def numbers(self, parts: Tensor) -> Tensor:
-        """The index in memory of each row's scale, int32, for a matrix viewed as `parts`."""
-        # Each index counts along its own dimension and broadcasts over the others.
+    def scale_indices(self, parts: Tensor) -> Tensor:
+        """Returns, for each row, the index in memory at which its scale is written, as int32. `parts` is a view of
+        the matrix.
+        """
+        # Each of these counts along one dimension, and broadcasts over the others.
         order = (2, 3, 4, 5, 0, 1, 6) if self.turned else (0, 1, 2, 5, 3, 4, 6)
         down, quarter, line, row, across, block, _ = (
             torch.arange(parts.shape[place], dtype=torch.int32, device=parts.device).view(
@@ -93,31 +100,34 @@ class Places:
             )
             for place in order
         )
-        wide, inside = parts.shape[order[4]], line * self.scaling.rows + row
-        # Plain scales lie row by row. A line of a tile holds four rows, one of each quarter of its 128.
+        tiles_across, tile_row = parts.shape[order[4]], line * self.scaling.rows + row
+        # Without tiles, scales are row-major. With tiles, a line of a tile has the scales of four rows, one from each
+        # quarter of the tile's 128 rows.
         if not self.tiled:
-            return (down * self.scaling.rows + row) * wide + across
-        return (down * wide + across) * _TILE + inside * (TILE_COLUMNS**2) + quarter * TILE_COLUMNS + block
+            return (down * self.scaling.rows + row) * tiles_across + across
+        tile = down * tiles_across + across
+        return tile * _TILE_SCALES + tile_row * TILE_COLUMNS**2 + quarter * TILE_COLUMNS + block
 
-    def _view(self, matrix: Tensor, length: int) -> Tensor:
-        """Views a matrix in which a block has `length` columns."""
+    def _view_blocks(self, matrix: Tensor, length: int) -> Tensor:
+        """Returns the view of a matrix in which a block has `length` columns."""
         rows = self.scaling.rows
-        quarters, lines, columns = (TILE_COLUMNS, _QUARTER // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
+        quarters, lines, columns = (TILE_COLUMNS, _QUARTER_ROWS // rows, TILE_COLUMNS) if self.tiled else (1, 1, 1)
         across = matrix.shape[1] // (columns * length)
         return self.put_in_order(matrix.view(-1, quarters, lines, rows, across, columns, length))
 
     def put_in_order(self, parts: Tensor) -> Tensor:
-        """Permutes (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to the order of the
-        class."""
+        """Permutes (tiles down, quarters, blocks down, rows, tiles across, blocks across, columns) to the order of
+        dimensions that views have.
+        """
         return parts.permute((4, 5, 0, 1, 2, 3, 6) if self.turned else (0, 1, 2, 4, 5, 3, 6))
 
 
 @dataclass(frozen=True)
 class TiledCodesKernel(Kernel):
-    """Writes the codes of blocks, and the bytes of their scales, one for each row of a block.
+    """Writes the codes of blocks, and the bytes of their scales. Each row of a block gets a scale.
 
-    Takes views by `Places` of the operand and of memory for both, NVFP4's tensor scale, and the key of `stochastic`
-    rounding's seed. A byte has two E2M1 codes.
+    The arguments are the operand and memory for codes and scales, all viewed by `Places`. NVFP4's tensor scale
+    follows, and the key of the seed if rounding is `stochastic`. A byte has two E2M1 codes.
     """
 
     fmt: Format
@@ -127,72 +137,80 @@ class TiledCodesKernel(Kernel):
     stochastic: bool = False
 
     @property
-    def in_byte(self) -> int:
+    def codes_per_byte(self) -> int:
         return 2 if self.fmt is E2M1 else 1
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         source, out, scales, *optional = tensors
         scaling = self.places.scaling
         assert scaling.scale is not None
-        drawn = self._draw_bits(source, optional.pop()) if self.stochastic else None
-        if self.in_byte == 1 and not self.stochastic:  # torch's cast rounds to nearest even
-            amax = source.abs().amax(_INSIDE, keepdim=True).to(torch.float32)
+        random_lanes = self._draw_bits(source, optional.pop()) if self.stochastic else None
+        # here torch's cast can be used, which rounds to nearest even
+        if self.codes_per_byte == 1 and not self.stochastic:
+            amax = source.abs().amax(_BLOCK_DIMENSIONS, keepdim=True).to(torch.float32)
             block_scales, inverse = mx_scale(amax, self.fmt, scaling.rounding)
-            codes = [elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
+            codes = [cast_elements(torch.where(block_scales.isnan(), 0.0, source), self.fmt, inverse).view(torch.uint8)]
         else:
             lanes = [lane.to(torch.float32) for lane in self._lanes(source)]
-            above = optional[0] if optional else None
-            rounded, block_scales, _ = block_elements(lanes, self.fmt, scaling, above, drawn, _INSIDE)
+            tensor_scale = optional[0] if optional else None
+            rounded, block_scales, _ = block_elements(
+                lanes, self.fmt, scaling, tensor_scale, random_lanes, _BLOCK_DIMENSIONS
+            )
             codes = [encode_values(torch.where(block_scales.isnan(), 0.0, tensor), self.fmt) for tensor in rounded]
         out.copy_(codes[0] if len(codes) == 1 else codes[0].bitwise_or(codes[1].bitwise_left_shift(4)))
         block_scales = encode_values(block_scales, scaling.scale)
-        # Scales of single rows have the order of the codes; those of squares are repeated over their rows.
+        # If blocks are single rows, scales have the order of the codes. If blocks are squares, a scale is repeated
+        # for each row.
         if not self.places.writes_by_index:
             scales.copy_(block_scales)
-        else:  # by every element, though once a row would do: a smaller shape would need a separate kernel
-            scales.index_put_((self.places.numbers(out).expand(out.shape),), block_scales.expand(out.shape))
+        # Every element writes its scale, though one element of a row would do. A smaller shape would need a second
+        # kernel.
+        else:
+            scales.index_put_((self.places.scale_indices(out).expand(out.shape),), block_scales.expand(out.shape))
         return ()
 
     def _lanes(self, source: Tensor) -> list[Tensor]:
-        return [source[..., first :: self.in_byte] for first in range(self.in_byte)]
+        return [source[..., first :: self.codes_per_byte] for first in range(self.codes_per_byte)]
 
     def _draw_bits(self, source: Tensor, key: Tensor) -> list[Tensor]:
         order = (2, 3, 4, 0, 1) if self.places.turned else (0, 1, 2, 3, 4)
         down = [source.shape[place] for place in order[:3]]
         across = [source.shape[place] for place in order[3:]]
-        # Random numbers are counted along the rows of the operand, in whatever order its memory lies.
+        # Random numbers are counted along the rows of the operand, whatever the operand's order in memory is.
         rows, columns = prod(down) * source.shape[5], prod(across) * source.shape[6]
-        every = (torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns))
-        numbered = next(every).view(*down, source.shape[5], 1, 1, 1) * columns + next(every).view(*across, -1)
-        index = self.places.put_in_order(numbered)
-        return [drawn_bits(lane, key) for lane in self._lanes(index)]
+        row_index, column_index = (
+            torch.arange(number, dtype=torch.int32, device=key.device) for number in (rows, columns)
+        )
+        indices = row_index.view(*down, source.shape[5], 1, 1, 1) * columns + column_index.view(*across, -1)
+        return [element_random_bits(lane, key) for lane in self._lanes(self.places.put_in_order(indices))]
 
     def examples(self) -> list[Tensor]:
-        (high, wide), device = self.places.least, torch.device(self.device)
-        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_DOWN, _ACROSS)
+        (high, wide), device = self.places.smallest_shape, torch.device(self.device)
+        down, across = (_TURNED_DOWN, _TURNED_ACROSS) if self.places.turned else (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)
         rows, columns = down * high, across * wide
         shape = (columns, rows) if self.places.turned else (rows, columns)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(device, self.source)
-        out = torch.empty(rows, columns // self.in_byte, dtype=torch.uint8, device=device)
+        out = torch.empty(rows, columns // self.codes_per_byte, dtype=torch.uint8, device=device)
         scales = torch.empty(rows * (columns // self.places.scaling.columns), dtype=torch.uint8, device=device)
-        above = [torch.full((), 0.75, device=device)] if self.places.scaling.scale is E4M3 else []
+        tensor_scale = [torch.full((), 0.75, device=device)] if self.places.scaling.scale is E4M3 else []
         key = [torch.zeros((), dtype=torch.int32, device=device)] if self.stochastic else []
-        views = self.places.matrix(x), self.places.codes(out, self.in_byte), self.places.scales(scales, rows)
-        return [*views, *above, *key]
+        views = self.places.matrix(x), self.places.codes(out, self.codes_per_byte), self.places.scales(scales, rows)
+        return [*views, *tensor_scale, *key]
 
     def free(self) -> list[Sequence[int]]:
-        scalars = (self.places.scaling.scale is E4M3) + self.stochastic
+        scalar_count = (self.places.scaling.scale is E4M3) + self.stochastic
         scales: Sequence[int] = (0,) if self.places.writes_by_index else self.places.free
-        return [self.places.free, self.places.free, scales, *[()] * scalars]
+        return [self.places.free, self.places.free, scales, *[()] * scalar_count]
 
     def options(self) -> Mapping[str, object]:
-        return IN_ORDER
+        return OPERAND_ORDER
 
 
 @dataclass(frozen=True)
 class PairsKernel(Kernel):
-    """E2M1 codes without a scale, two in a byte. Takes a matrix, which may lie `turned`, as (rows, pairs, 2), and
-    memory for (rows, pairs) bytes."""
+    """Writes E2M1 codes without a scale, two in a byte. The arguments are a matrix viewed as (rows, pairs, 2) and
+    memory for (rows, pairs) bytes. With `turned`, the transpose of the matrix is in memory.
+    """
 
     source: torch.dtype
     device: str
@@ -200,33 +218,35 @@ class PairsKernel(Kernel):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         pairs, out = tensors
-        # No code is NaN: it becomes the largest, as by a GPU's saturating conversions.
+        # E2M1 has no NaN. So NaN becomes the largest value, as in a GPU's saturating conversions.
         values = pairs.to(torch.float32).nan_to_num(E2M1.largest, torch.inf, -torch.inf)
         first, second = (encode_values(round_values(values[..., number], E2M1), E2M1) for number in (0, 1))
         out.copy_(first.bitwise_or(second.bitwise_left_shift(4)))
         return ()
 
     def examples(self) -> list[Tensor]:
-        shape = (2 * _TURNED_ACROSS, TILE_ROWS) if self.turned else (TILE_ROWS, 2 * _ACROSS)
+        shape = (2 * _TURNED_ACROSS, TILE_ROWS) if self.turned else (TILE_ROWS, 2 * _EXAMPLE_ACROSS)
         x = torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(self.device), self.source)
-        pairs = _pairs(x, self.turned)
+        pairs = _view_pairs(x, self.turned)
         return [pairs, torch.empty(pairs.shape[:2], dtype=torch.uint8, device=self.device)]
 
     def free(self) -> list[Sequence[int]]:
         return [(0, 1), (0, 1)]
 
 
-def _pairs(matrix: Tensor, turned: bool) -> Tensor:
+def _view_pairs(matrix: Tensor, turned: bool) -> Tensor:
     rows, columns = matrix.shape
     return matrix.view(rows // 2, 2, columns).permute(2, 0, 1) if turned else matrix.view(rows, columns // 2, 2)
 
 
 @dataclass(frozen=True)
 class TensorScalesKernel(Kernel):
-    """NVFP4's tensor scales, each from the largest magnitudes of its tensor's parts; and keys of seeds.
+    """Computes NVFP4's tensor scales and keys of seeds. Each scale comes from the largest magnitudes of its tensor's
+    parts.
 
-    Takes the magnitudes of each of `tensors`; memory for the scales, `copies` of one tensor's or one of each; and if
-    there are `steps` (quantise.Draw) the last seed, memory for the new one, and for the keys.
+    The arguments begin with the magnitudes of each of `tensors`. Memory for `copies` scales follows. If there is only
+    one tensor, all copies get its scale. If there are `steps` (quantise.Draw), the last arguments are the last seed,
+    memory for the new seed, and memory for the keys.
     """
 
     device: str
@@ -235,98 +255,101 @@ class TensorScalesKernel(Kernel):
     steps: tuple[int, ...] = ()
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
-        amaxes, above = tensors[: self.tensors], tensors[self.tensors : self.tensors + self.copies]
-        for number, out in enumerate(above):
+        amaxes, outputs = tensors[: self.tensors], tensors[self.tensors : self.tensors + self.copies]
+        for number, out in enumerate(outputs):
             out.copy_(nvfp4_tensor_scale(amaxes[number % self.tensors].amax()))
         if self.steps:
             last, new_last, *keys = tensors[self.tensors + self.copies :]
-            # Written as a sum, which shares the launch of the other sums.
+            # This is written as a sum, so that it can be in one launch with the other sums.
             first = torch.arange(2, device=last.device) == 0
             new_last.copy_(torch.where(first, last + self.steps[-1], 0).sum(0, keepdim=True))
             for key, step in zip(keys, self.steps, strict=True):
-                key.copy_(key_of(last + step))
+                key.copy_(seed_key(last + step))
         return ()
 
     def examples(self) -> list[Tensor]:
-        amaxes = [torch.ones(number, device=self.device) for number in (_DOWN, _ACROSS)[: self.tensors]]
+        amaxes = [torch.ones(number, device=self.device) for number in (_EXAMPLE_DOWN, _EXAMPLE_ACROSS)[: self.tensors]]
         seeds = [torch.zeros(1, dtype=torch.int64, device=self.device) for _ in range(2 * bool(self.steps))]
         keys = [torch.zeros((), dtype=torch.int32, device=self.device) for _ in self.steps]
         return [*amaxes, *(torch.ones((), device=self.device) for _ in range(self.copies)), *seeds, *keys]
 
     def free(self) -> list[Sequence[int]]:
-        scalars = self.copies + (2 + len(self.steps) if self.steps else 0)
-        return [*[(0,)] * self.tensors, *[()] * scalars]
+        scalar_count = self.copies + (2 + len(self.steps) if self.steps else 0)
+        return [*[(0,)] * self.tensors, *[()] * scalar_count]
 
     def options(self) -> Mapping[str, object]:
-        return {**IN_ORDER, **TOGETHER, **ONE_LAUNCH, "unroll_reductions_threshold": 1}
+        return {**OPERAND_ORDER, **FUSED_SCALARS, **ONE_LAUNCH, "unroll_reductions_threshold": 1}
 
 
 FLOAT_BYTES = 4
-_DTYPES = {**DTYPES, E2M1.name: torch.float4_e2m1fn_x2}
+_ALL_CODE_DTYPES = {**CODE_DTYPES, E2M1.name: torch.float4_e2m1fn_x2}
 
 
 def tiled_codes(
     x: Tensor, fmt: Format, scaling: Scaling, draw: Draw | None = None, amaxes: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
-    """Codes of a matrix, two e2m1 ones in a byte, and the bytes of its blocks' scales in tiles (scale_layouts.py).
+    """Returns the codes of a matrix, and its scales in tiles (scale_layouts.py). A byte has two e2m1 codes.
 
-    Every row has separate scales, and those of NVFP4's squares are repeated, because no product takes squares as such.
-    MX's are float8_e8m0fnu; NVFP4's are bytes, followed by the four of the tensor's own float32 scale: `amaxes` are the
-    largest magnitudes of all parts of the tensor, if known. With a `draw` of one seed rounding is stochastic.
+    Every row has its own scales. NVFP4's scales of squares are repeated, because no product accepts squares. MX
+    scales are float8_e8m0fnu. NVFP4's scales are bytes, and the tensor scale in float32 is in the last four bytes.
+    The tensor scale comes from `amaxes`, the largest magnitudes of the matrix's parts, if these are given. A `draw`
+    of one seed makes rounding stochastic.
     """
     check_input(x)
-    if not _takes_kernel(x):
-        return _plain(x, fmt, scaling, *_seeds(draw, 1))
-    target = _Tiled.of(x, fmt, scaling, draw is not None)
-    _scale_tensors([target], [x], draw, () if amaxes is None else (amaxes,))
-    cast("tiled_codes", None, target.arguments, (target.tiled, *_operator_arguments(fmt, scaling)), tuple)
+    if not _can_use_kernel(x):
+        return _cast_by_operations(x, fmt, scaling, *_draw_seeds(draw, 1))
+    target = _TiledCast.of(x, fmt, scaling, draw is not None)
+    _scale_tensors([target], x, draw, () if amaxes is None else (amaxes,))
+    run_cast("tiled_codes", None, target.arguments, (target.tiled, *_operator_arguments(fmt, scaling)), tuple)
     return target.result()
 
 
 def tiled_codes_both(
     x: Tensor, turned: Tensor, fmt: Format, scaling: Scaling, draw: Draw | None = None, amaxes: Sequence[Tensor] = ()
 ) -> tuple[tuple[Tensor, Tensor], tuple[Tensor, Tensor]]:
-    """The codes and scales of a matrix, and of its transpose, which may have been rotated.
-
-    Without `amaxes` both use those of the matrix; with two of them each uses its own. A draw has two seeds.
+    """Returns codes and scales of a matrix, and those of its transpose. `turned` is the transpose, which may have
+    been rotated. With two `amaxes`, matrix and transpose use their own largest magnitudes. Otherwise both use that of
+    the matrix. A `draw` has two seeds.
     """
     check_input(x)
-    if not (_takes_kernel(x) and _takes_kernel(turned)):
-        first, second = _seeds(draw, 2)
-        return _plain(x, fmt, scaling, first), _plain(turned, fmt, scaling, second)
-    straight, transpose = (_Tiled.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
-    _scale_tensors([straight, transpose], [x], draw, amaxes)
-    written = straight.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
-    cast("tiled_codes_both", None, (*straight.arguments, *transpose.arguments), written, tuple)
+    if not (_can_use_kernel(x) and _can_use_kernel(turned)):
+        first, second = _draw_seeds(draw, 2)
+        return _cast_by_operations(x, fmt, scaling, first), _cast_by_operations(turned, fmt, scaling, second)
+    straight, transpose = (_TiledCast.of(tensor, fmt, scaling, draw is not None) for tensor in (x, turned))
+    _scale_tensors([straight, transpose], x, draw, amaxes)
+    plain_arguments = straight.tiled, transpose.tiled, *_operator_arguments(fmt, scaling)
+    run_cast("tiled_codes_both", None, (*straight.arguments, *transpose.arguments), plain_arguments, tuple)
     return straight.result(), transpose.result()
 
 
 def unscaled_codes(x: Tensor) -> Tensor:
-    """The e2m1 codes of a matrix without a scale, two in a byte; an odd row ends with a zero."""
+    """Returns the e2m1 codes of a matrix without a scale, two in a byte. If a row has an odd number of elements, a
+    zero is appended.
+    """
     check_input(x)
-    matrix, _ = whole_blocks(x.detach(), 1, 2)
+    matrix, _ = fill_blocks(x.detach(), 1, 2)
     out = torch.empty(len(matrix), matrix.shape[1] // 2, dtype=torch.uint8, device=x.device)
     if torch.compiler.is_compiling():
-        PairsKernel(x.dtype, str(x.device), False)(_pairs(matrix, False), out)
+        PairsKernel(x.dtype, str(x.device), False)(_view_pairs(matrix, False), out)
     else:
         torch.ops.fp8bench.unscaled_codes(matrix, out)
     return out.view(torch.float4_e2m1fn_x2)
 
 
-def _scale_tensors(targets: list[_Tiled], sources: list[Tensor], draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
-    above = [tiled.above for tiled in targets if tiled.above is not None]
+def _scale_tensors(targets: list[_TiledCast], x: Tensor, draw: Draw | None, amaxes: Sequence[Tensor]) -> None:
+    tensor_scales = [tiled.tensor_scale for tiled in targets if tiled.tensor_scale is not None]
     keys = [tiled.key for tiled in targets if tiled.key is not None]
-    if above and not amaxes:
-        amaxes = [largest_magnitude(source) for source in sources]
-    parts = [amax.view(-1) for amax in amaxes] if above else []
-    # One launch writes the scales of both tensors and their seeds.
+    if tensor_scales and not amaxes:
+        amaxes = [largest_magnitude(x)]
+    parts = [amax.view(-1) for amax in amaxes] if tensor_scales else []
+    # One launch writes everything: the scales of one or two tensors, and the keys of their seeds.
     if parts or draw is not None:
         last, new_last, steps = (None, None, ()) if draw is None else draw
-        torch.ops.fp8bench.tensor_scales(parts, above, last, new_last, keys, steps)
+        torch.ops.fp8bench.tensor_scales(parts, tensor_scales, last, new_last, keys, steps)
 
 
-def _seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
-    """Seeds without the fused kernel: advances the draw."""
+def _draw_seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
+    """Returns `count` seeds for casts that run without the fused kernel, and advances the draw."""
     if draw is None:
         return [None] * count
     seeds = [draw.last + step for step in draw.steps]
@@ -334,7 +357,7 @@ def _seeds(draw: Draw | None, count: int) -> list[Tensor | None]:
     return [*seeds]
 
 
-def _takes_kernel(x: Tensor) -> bool:
+def _can_use_kernel(x: Tensor) -> bool:
     return not torch.compiler.is_compiling() and 0 < x.numel() <= MOST_ELEMENTS
 
 
@@ -343,16 +366,15 @@ def _operator_arguments(fmt: Format, scaling: Scaling) -> tuple[str, int, int, s
     return fmt.name, scaling.rows, scaling.columns, scaling.scale.name, scaling.rounding.value
 
 
-class _Tiled(NamedTuple):
-    """The arguments of a cast: the matrix filled to whole blocks, memory, the tensor's scale, the seed's key.
-
-    Scales are written to their final place if they fill tiles.
+class _TiledCast(NamedTuple):
+    """The arguments of a cast: the matrix extended to complete blocks, memory for the results, the tensor scale, and
+    the key of the seed. Scales are written to their final place if they fill complete tiles.
     """
 
     matrix: Tensor
     codes: Tensor
     scales: Tensor
-    above: Tensor | None
+    tensor_scale: Tensor | None
     key: Tensor | None
     tiled: bool
     memory: Tensor
@@ -360,95 +382,66 @@ class _Tiled(NamedTuple):
     dtype: torch.dtype
 
     @classmethod
-    def of(cls, x: Tensor, fmt: Format, scaling: Scaling, stochastic: bool) -> _Tiled:
+    def of(cls, x: Tensor, fmt: Format, scaling: Scaling, stochastic: bool) -> _TiledCast:
         nvfp4, rows = scaling.scale is E4M3, len(x)
-        # Kernels see whole blocks; what is filled up is cut off when codes are taken.
-        matrix, _ = whole_blocks(x.detach(), scaling.rows, scaling.columns)
+        # Kernels see only complete blocks. `result` cuts off what was added.
+        matrix, _ = fill_blocks(x.detach(), scaling.rows, scaling.columns)
         down, across = len(matrix), matrix.shape[1] // scaling.columns
-        # Scales and NVFP4's tensor scale share one memory, which is what a product takes.
-        size, in_byte = bytes_in_tiles(rows, across), 2 if fmt is E2M1 else 1
+        # Scales and NVFP4's tensor scale are in the same memory, because products expect that.
+        size, codes_per_byte = count_tile_bytes(rows, across), 2 if fmt is E2M1 else 1
         memory = torch.empty(size + nvfp4 * FLOAT_BYTES, dtype=torch.uint8, device=x.device)
-        above = memory[size:].view(torch.float32).view(()) if nvfp4 else None
+        tensor_scale = memory[size:].view(torch.float32).view(()) if nvfp4 else None
         key = torch.empty((), dtype=torch.int32, device=x.device) if stochastic else None
-        # Only whole tiles can be written directly; other scales are put into tiles afterwards.
-        tiled = not rows % TILE_ROWS and not across % TILE_COLUMNS
-        scales = memory[:size] if tiled else torch.empty(down * across, dtype=torch.uint8, device=x.device)
-        codes = torch.empty(down, matrix.shape[1] // in_byte, dtype=torch.uint8, device=x.device)
-        shape = rows, -(-x.shape[1] // in_byte)
-        return cls(matrix, codes, scales, above, key, tiled, memory, shape, _DTYPES[fmt.name])
+        # Only complete tiles are written directly. Other scales are first written row by row and then copied into
+        # tiles.
+        fills_tiles = not rows % TILE_ROWS and not across % TILE_COLUMNS
+        scales = memory[:size] if fills_tiles else torch.empty(down * across, dtype=torch.uint8, device=x.device)
+        codes = torch.empty(down, matrix.shape[1] // codes_per_byte, dtype=torch.uint8, device=x.device)
+        shape = rows, -(-x.shape[1] // codes_per_byte)
+        return cls(matrix, codes, scales, tensor_scale, key, fills_tiles, memory, shape, _ALL_CODE_DTYPES[fmt.name])
 
     @property
     def arguments(self) -> tuple[Tensor, Tensor, Tensor, Tensor | None, Tensor | None]:
-        return self.matrix, self.codes, self.scales, self.above, self.key
+        return self.matrix, self.codes, self.scales, self.tensor_scale, self.key
 
     def result(self) -> tuple[Tensor, Tensor]:
-        codes, above = self.codes, self.above
+        codes, tensor_scale = self.codes, self.tensor_scale
         if not self.tiled:
-            size = len(self.memory) - (FLOAT_BYTES if above is not None else 0)
-            swizzled_into(self.memory[:size], self.scales.view(len(codes), -1)[: self.shape[0]])
+            size = len(self.memory) - (FLOAT_BYTES if tensor_scale is not None else 0)
+            swizzle_into(self.memory[:size], self.scales.view(len(codes), -1)[: self.shape[0]])
         if codes.shape != self.shape:
             codes = codes[: self.shape[0], : self.shape[1]].contiguous()
-        scale_bytes = self.memory if above is not None else self.memory.view(torch.float8_e8m0fnu)
+        scale_bytes = self.memory if tensor_scale is not None else self.memory.view(torch.float8_e8m0fnu)
         return codes.view(self.dtype), scale_bytes
 
 
-def _plain(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
+def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
     stored = quantise(x, fmt, scaling, seed=seed, checked=False)
     scales = stored.scales
     assert scales is not None
     by_row = scales.repeat_interleave(scaling.rows, 0)[: len(x)]
-    memory, codes = swizzle(by_row), stored.codes.view(_DTYPES[fmt.name])
+    memory, codes = swizzle(by_row), stored.codes.view(_ALL_CODE_DTYPES[fmt.name])
     if stored.tensor_scale is None:
         return codes, memory.view(torch.float8_e8m0fnu)
     return codes, torch.cat((memory, stored.tensor_scale.reshape(1).view(torch.uint8)))
 
 
-def _run_tiled_codes(
-    x: Tensor,
-    out: Tensor,
-    scales: Tensor,
-    above: Tensor | None,
-    key: Tensor | None,
-    tiled: bool,
-    fmt: str,
-    rows: int,
-    columns: int,
-    scale_format: str,
-    rounding: str,
-) -> Launched | None:
-    kernel, places, _ = _prepare_call(x, out, scales, above, key, tiled, fmt, rows, columns, scale_format, rounding)
-    return call(kernel, *places)
+def _run_tiled_codes(*arguments: Any) -> Launch | None:
+    return _prepare_call(*arguments).run()
 
 
-def _run_tiled_codes_both(
-    x: Tensor,
-    out: Tensor,
-    scales: Tensor,
-    above: Tensor | None,
-    key: Tensor | None,
-    y: Tensor,
-    out_of_y: Tensor,
-    scales_of_y: Tensor,
-    above_y: Tensor | None,
-    key_of_y: Tensor | None,
-    tiled: bool,
-    tiled_y: bool,
-    fmt: str,
-    rows: int,
-    columns: int,
-    scale_format: str,
-    rounding: str,
-) -> Launched | None:
-    written = fmt, rows, columns, scale_format, rounding
-    turned = _prepare_call(y, out_of_y, scales_of_y, above_y, key_of_y, tiled_y, *written)
-    return _prepare_call(x, out, scales, above, key, tiled, *written).beside(turned)
+def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
+    # The arguments are five tensors of each matrix (see _prepare_call), whether each matrix is tiled, and the recipe.
+    tensors, second_tensors, (tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
+    first, second = [*tensors, tiled, *recipe], [*second_tensors, second_tiled, *recipe]
+    return _prepare_call(*first).run_with(_prepare_call(*second))
 
 
 def _prepare_call(
     x: Tensor,
     out: Tensor,
     scales: Tensor,
-    above: Tensor | None,
+    tensor_scale: Tensor | None,
     key: Tensor | None,
     tiled: bool,
     fmt: str,
@@ -456,40 +449,41 @@ def _prepare_call(
     columns: int,
     scale_format: str,
     rounding: str,
-) -> Called:
-    matrix, turned = laid(x)
-    scaling = Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding))
-    places = Places(scaling, tiled, turned)
+) -> PreparedCall:
+    matrix, turned = as_row_major(x)
+    places = Places(Scaling(rows, columns, FORMATS[scale_format], ScaleRounding(rounding)), tiled, turned)
     kernel = TiledCodesKernel(FORMATS[fmt], places, x.dtype, str(x.device), key is not None)
-    views = places.matrix(matrix), places.codes(out, kernel.in_byte), places.scales(scales, len(out))
-    return Called(kernel, (*views, *(tensor for tensor in (above, key) if tensor is not None)), turned)
+    views = places.matrix(matrix), places.codes(out, kernel.codes_per_byte), places.scales(scales, len(out))
+    return PreparedCall(kernel, (*views, *(tensor for tensor in (tensor_scale, key) if tensor is not None)), turned)
 
 
 def _run_unscaled_codes(x: Tensor, out: Tensor) -> None:
     if x.numel():
-        matrix, turned = laid(x)
-        call(PairsKernel(x.dtype, str(x.device), turned), _pairs(matrix, turned), out)
+        matrix, turned = as_row_major(x)
+        run_kernel(PairsKernel(x.dtype, str(x.device), turned), _view_pairs(matrix, turned), out)
 
 
 def _run_tensor_scales(
     amaxes: list[Tensor],
-    above: list[Tensor],
+    tensor_scales: list[Tensor],
     last: Tensor | None,
     new_last: Tensor | None,
     keys: list[Tensor],
     steps: list[int],
 ) -> None:
-    tensors = [*amaxes, *above, *(tensor for tensor in (last, new_last) if tensor is not None), *keys]
-    call(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(above), tuple(steps)), *tensors)
+    tensors = [*amaxes, *tensor_scales, *(tensor for tensor in (last, new_last) if tensor is not None), *keys]
+    run_kernel(TensorScalesKernel(str(tensors[0].device), len(amaxes), len(tensor_scales), tuple(steps)), *tensors)
 
 
-_TILED = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key"
-_OF_Y = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y"
-_WRITTEN = "str fmt, int rows, int columns, str kept, str rounding"
-_ABOVE = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, Tensor(c!)[] keys, int[] steps"
-define_cast("tiled_codes", f"({_TILED}, bool tiled, {_WRITTEN}) -> ()", _run_tiled_codes)
+_CAST_SCHEMA = "Tensor x, Tensor(a!) out, Tensor(b!) scales, Tensor? above, Tensor? key"
+_TRANSPOSE_SCHEMA = "Tensor y, Tensor(c!) out_of_y, Tensor(d!) scales_of_y, Tensor? above_y, Tensor? key_of_y"
+_RECIPE_SCHEMA = "str fmt, int rows, int columns, str kept, str rounding"
+_SCALES_SCHEMA = "Tensor[] amaxes, Tensor(a!)[] above, Tensor? last, Tensor(b!)? after, Tensor(c!)[] keys, int[] steps"
+define_cast("tiled_codes", f"({_CAST_SCHEMA}, bool tiled, {_RECIPE_SCHEMA}) -> ()", _run_tiled_codes)
 define_cast(
-    "tiled_codes_both", f"({_TILED}, {_OF_Y}, bool tiled, bool tiled_y, {_WRITTEN}) -> ()", _run_tiled_codes_both
+    "tiled_codes_both",
+    f"({_CAST_SCHEMA}, {_TRANSPOSE_SCHEMA}, bool tiled, bool tiled_y, {_RECIPE_SCHEMA}) -> ()",
+    _run_tiled_codes_both,
 )
-operators.define("tensor_scales", f"({_ABOVE}) -> ()", _run_tensor_scales)
-operators.define("unscaled_codes", "(Tensor x, Tensor(a!) out) -> ()", _run_unscaled_codes)
+operators.define_operator("tensor_scales", f"({_SCALES_SCHEMA}) -> ()", _run_tensor_scales)
+operators.define_operator("unscaled_codes", "(Tensor x, Tensor(a!) out) -> ()", _run_unscaled_codes)

@@ -1,7 +1,7 @@
-"""The width of vectors in a CPU's kernel: measured once a machine for every kernel, and kept.
+"""Chooses the vector width of each CPU kernel by measuring, once on each machine, and stores the choice.
 
-No rule predicts it. With 512 bits the kernel of e4m3 takes half the time that it takes with 256, if the compiler
-vectorises all its loops; otherwise a kernel takes 7 to 20 times as long, and which kernels that are depends on the
+No rule predicts the better width. If the compiler vectorises all loops of the e4m3 kernel, 512 bits take half the
+time of 256 bits. If it does not, a kernel takes 7 to 20 times as long. Which kernels these are depends on the
 compiler and on the processor that it tunes for (reports/quantisers_cpu_202611).
 """
 
@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import json
 import platform
 import re
 import time
@@ -20,76 +19,85 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import StoreError
-from fp8bench.files import compact, lock_folder, read_file, seal, unseal, write_whole
-from fp8bench.protocols import one_thread
+from fp8bench.files import compact, lock_folder, parse_json, read_file, seal, unseal, write_whole
+from fp8bench.protocols import limit_to_one_thread
 
-NARROW, WIDE = 256, 512
-_TURNS = 7
-# The share that wider vectors have to save: a tie would be decided differently each time.
+NARROW_BITS, WIDE_BITS = 256, 512
+_TIMED_CALLS = 7
+# Wider vectors must save at least this fraction of the time. Without a limit, nearly equal times would be decided
+# differently each time.
 _LEAST_GAIN = 0.1
 
 
-def widths(device: str) -> tuple[int, ...]:
-    """The widths to choose from, narrow first; none where torch knows one width, or no vectors at all."""
-    both = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
-    return (NARROW, WIDE) if both else ()
+def vector_widths(device: str) -> tuple[int, ...]:
+    """Returns the vector widths to choose from, the narrow one first. The result is empty if torch has only one
+    width, or no vectors.
+    """
+    has_both_widths = device == "cpu" and torch.backends.cpu.get_cpu_capability().startswith("AVX512")
+    return (NARROW_BITS, WIDE_BITS) if has_both_widths else ()
 
 
-def options(bits: int) -> dict[str, object]:
-    """Inductor's options for a kernel of that width.
+def inductor_options(bits: int) -> dict[str, object]:
+    """Returns Inductor's options for a kernel with this vector width.
 
-    For many of Intel's processors gcc prefers vectors of 256 bits. torch's loops over 16 numbers then become 16
+    For many Intel processors gcc prefers vectors of 256 bits. torch's loops over 16 numbers then become 16
     instructions: e4m3 took 39 ms instead of 3.7 ms.
     """
-    return {"cpp.simdlen": bits, **({"cpp.march": f"native -mprefer-vector-width={WIDE}"} if bits == WIDE else {})}
+    return {
+        "cpp.simdlen": bits,
+        **({"cpp.march": f"native -mprefer-vector-width={WIDE_BITS}"} if bits == WIDE_BITS else {}),
+    }
 
 
-def fastest(kernels: Mapping[int, Callable[..., object]], arguments: Sequence[Tensor]) -> tuple[int, dict[int, float]]:
-    """The width to take, and the least CPU seconds of a call with each."""
-    taken: dict[int, list[float]] = {bits: [] for bits in kernels}
-    with one_thread():
-        for turn in range(1 + _TURNS):
+def measure_fastest(
+    kernels: Mapping[int, Callable[..., object]], arguments: Sequence[Tensor]
+) -> tuple[int, dict[int, float]]:
+    """Returns the width to use, and for each width the CPU seconds of its fastest call."""
+    call_seconds: dict[int, list[float]] = {bits: [] for bits in kernels}
+    with limit_to_one_thread():
+        for turn in range(1 + _TIMED_CALLS):
             for bits, kernel in kernels.items():
-                begun = time.thread_time()
+                start = time.thread_time()
                 kernel(*arguments)
-                if turn:  # the first call takes longer
-                    taken[bits].append(time.thread_time() - begun)
-    least = {bits: min(seconds) for bits, seconds in taken.items()}
-    return choice(least), least
+                if turn:  # the first call takes longer, so do not count it
+                    call_seconds[bits].append(time.thread_time() - start)
+    fastest_seconds = {bits: min(seconds) for bits, seconds in call_seconds.items()}
+    return choose_width(fastest_seconds), fastest_seconds
 
 
-def choice(seconds: Mapping[int, float]) -> int:
-    narrow, fast = min(seconds), min(seconds, key=lambda bits: seconds[bits])
-    return fast if seconds[fast] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
+def choose_width(seconds: Mapping[int, float]) -> int:
+    narrow, fastest = min(seconds), min(seconds, key=lambda bits: seconds[bits])
+    return fastest if seconds[fastest] < (1 - _LEAST_GAIN) * seconds[narrow] else narrow
 
 
-class Kept:
-    """The choice for one kernel on this machine: a file next to torch's compiled kernels. `made_of` is the kernel's
-    graph. Choices are separate for each compiler, torch and processor."""
+class StoredChoice:
+    """The width that was chosen for one kernel on this machine, in a file next to torch's compiled kernels. `made_of`
+    is the text of the kernel's graph. Each compiler, version of torch and processor has its own choices.
+    """
 
     def __init__(self, made_of: str) -> None:
         from torch._inductor.cpp_builder import get_compiler_version_info, get_cpp_compiler
         from torch._inductor.runtime.cache_dir_utils import cache_dir
 
-        parts = (made_of, torch.__version__, get_compiler_version_info(get_cpp_compiler()), _processor())
+        parts = (made_of, torch.__version__, get_compiler_version_info(get_cpp_compiler()), describe_processor())
         name = hashlib.sha256("\0".join(parts).encode()).hexdigest()
         self._path = Path(cache_dir()) / "fp8bench" / f"{name}.json"
 
     def read(self) -> int | None:
         try:
-            bits = unseal(json.loads(read_file(self._path)))["bits"]
+            bits = unseal(parse_json(read_file(self._path)))["bits"]
         except (OSError, ValueError, LookupError, TypeError):
             return None
-        return bits if bits in (NARROW, WIDE) else None
+        return bits if bits in (NARROW_BITS, WIDE_BITS) else None
 
-    def keep(self, bits: int, **facts: object) -> int:
-        """Stores a choice and returns it; returns the choice of an earlier process if there is one, so that all use the
-        same.
+    def store(self, bits: int, **facts: object) -> int:
+        """Stores a choice and returns it. If an earlier process has stored another choice, that one is returned, so
+        that all processes use the same kernel.
 
-        Where nothing can be written, the next process measures again.
+        If nothing can be written, the next process measures again.
         """
         with contextlib.suppress(OSError, StoreError), lock_folder(self._path.parent):
-            # A concurrent process may have measured first: all must run the same kernel.
+            # Another process may have measured at the same time and stored its choice first.
             first = self.read()
             if first is not None:
                 return first
@@ -97,8 +105,10 @@ class Kept:
         return bits
 
 
-def _processor() -> str:
-    """The processor as Linux describes it, which a compiler tunes for; elsewhere what Python knows of it."""
+def describe_processor() -> str:
+    """Returns a description of the processor, for which a compiler tunes. On Linux it is that of the kernel, and
+    elsewhere that of Python.
+    """
     with contextlib.suppress(OSError):
         first = Path("/proc/cpuinfo").read_text().split("\n\n")[0]
         return "\n".join(

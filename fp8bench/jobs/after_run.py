@@ -1,6 +1,7 @@
-"""The steps after a measured run: history, report, and scalars for boards; also scalars of other stored results.
+"""Runs the steps after a measured run: history, report, and scalars for experiment loggers. Also logs the scalars of
+other stored results.
 
-The run is already stored, so a step that fails is noted and does not stop the others.
+The run is stored before these steps. If a step fails, this is noted, and the next step still runs.
 """
 
 from __future__ import annotations
@@ -15,84 +16,90 @@ from fp8bench.errors import StoreError
 from fp8bench.jobs.kinds import K, Kind, kinds
 from fp8bench.jobs.report_files import (
     Pages,
-    report_of_kept,
+    open_in_browser,
     short_path,
-    why_not_shown,
     write_report,
+    write_result_report,
 )
 from fp8bench.model import Run
-from fp8bench.report.data.loggers import LoggedScalar, LogSource, LogTarget, ScalarLogger, run_scalars, run_source
+from fp8bench.report.data.loggers import LoggedScalar, LogSource, LogTarget, ScalarLogger, run_log_source, run_scalars
 from fp8bench.store.asv.view import update_view
-from fp8bench.store.figures.history import keep_figures
+from fp8bench.store.figures.history import cache_figures
 from fp8bench.store.runs.listing import store_of
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The outputs requested for a run in addition to its history. Without `pages` no report is written."""
+class RequestedOutputs:
+    """The outputs to write for a run besides its history. Without `pages`, no report is written. `log` are the
+    loggers that get scalars.
+    """
 
     pages: Pages | None = None
     log: Sequence[LogTarget] = ()
 
 
-def after_run(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """Does all steps and notes each; False if interrupted. An incomplete run is only added to the history."""
+def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable[[str], None]) -> bool:
+    """Runs all steps after a run, and notes the outcome of each step. Returns False after an interrupt. A run that is
+    not finished is only added to the history.
+    """
     store = store_of(Path(run.path)) or store
     try:
-        note(into_history(run, store))
+        note(add_to_history(run, store))
     except KeyboardInterrupt:
         note(
-            f"history: interrupted while asv's view was brought up to date; the run is kept in {run.path}, and "
-            "`fp8bench history rebuild` makes the view again"
+            f"history: interrupted while asv's view was updated; the run is stored in {run.path}, and "
+            "`fp8bench history rebuild` updates the view"
         )
         return False
     if run.finished:
-        return published(run, store, wanted, note)
-    if wanted.pages is not None and wanted.pages.asked:
-        note(f"report: none of a run that was cut off; `fp8bench report {run.id}` writes one")
+        return publish_run(run, store, outputs, note)
+    if outputs.pages is not None and outputs.pages.asked:
+        note(f"report: not written, because the run was interrupted; `fp8bench report {run.id}` writes it")
     return True
 
 
-def published(run: Run, store: Path, wanted: Wanted, note: Callable[[str], None]) -> bool:
-    """Writes the report and logs scalars, with notes; False if interrupted."""
-    if wanted.pages is not None:
+def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable[[str], None]) -> bool:
+    """Writes the report of a run and logs the run's scalars. Returns False after an interrupt."""
+    if outputs.pages is not None:
         try:
-            for sentence in _report(run, store, wanted.pages):
+            for sentence in _write_report(run, store, outputs.pages):
                 note(f"report: {sentence}")
         except KeyboardInterrupt:
             note(f"report: interrupted while it was written; `fp8bench report {run.id}` writes it")
             return False
-    return log_run(run, wanted.log, note)
+    return log_run(run, outputs.log, note)
 
 
-def into_history(run: Run, store: Path, view: bool = True) -> str:
-    """Adds the run's figures to the history and updates asv's view; returns the outcome of the update."""
+def add_to_history(run: Run, store: Path, view: bool = True) -> str:
+    """Adds the figures of a run to the history, and updates the files that asv shows. Returns a sentence about the
+    update.
+    """
     sentence = update_view(run, store) if view else ""
-    keep_figures(store, Path(run.path))
+    cache_figures(store, Path(run.path))
     return sentence
 
 
 def log_run(run: Run, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
-    """Logs the figures of a run, with notes; False if interrupted."""
+    """Logs the scalars of a run. Returns False after an interrupt."""
     if not targets:
         return True
-    return _log_scalars("run", run_source(run), run_scalars(run, findings(run)), targets, note)
+    return _log_scalars("run", run_log_source(run), run_scalars(run, findings(run)), targets, note)
 
 
-def log_kept(kind: Kind[K], kept: K, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
-    source = kind.log_source(kept) if targets else None
+def log_result(kind: Kind[K], result: K, targets: Sequence[LogTarget], note: Callable[[str], None]) -> bool:
+    source = kind.log_source(result) if targets else None
     if source is None:
         return True
-    return _log_scalars(kind.name, source, kind.scalars(kept), targets, note)
+    return _log_scalars(kind.name, source, kind.scalars(result), targets, note)
 
 
-def kept_reported(kept: Any, store: Path, note: Callable[[str], None]) -> None:
-    """Writes the page of a result that a command has just stored, if its kind has one."""
-    path = Path(getattr(kept, "path", ""))
+def report_result(result: Any, store: Path, note: Callable[[str], None]) -> None:
+    """Writes the page of a result that a command has just stored, if results of this kind have a page."""
+    path = Path(getattr(result, "path", ""))
     for kind in kinds():
-        if isinstance(kept, kind.holds) and path.is_file():
+        if isinstance(result, kind.holds) and path.is_file():
             try:
-                page = report_of_kept(kind, kept, path, store)
+                page = write_result_report(kind, result, path, store)
             except StoreError as error:
                 note(f"report: {error} The {kind.name} is kept; `fp8bench report {kind.names(path)[0]}` writes it")
                 continue
@@ -107,25 +114,25 @@ def _log_scalars(
     targets: Sequence[LogTarget],
     note: Callable[[str], None],
 ) -> bool:
-    how_to_log = f"`fp8bench show {source.id}` takes --log, too"
+    advice = f"`fp8bench show {source.id}` also takes --log"
     try:
-        logger = ScalarLogger(targets, source, note, f"the {kind} is kept, and {how_to_log}")
+        logger = ScalarLogger(targets, source, note, f"the {kind} is kept, and {advice}")
         for scalar in scalars:
             logger.log(*scalar)
         logger.close()
     except KeyboardInterrupt:
-        note(f"interrupted; the {kind} is kept, and {how_to_log}")
+        note(f"interrupted; the {kind} is kept, and {advice}")
         return False
     return True
 
 
-def _report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
+def _write_report(run: Run, store: Path, pages: Pages) -> Iterator[str]:
     try:
         page = write_report([run], store, pages)
     except StoreError as error:
         yield f"{error} The run is kept; `fp8bench report {run.id}` writes it again"
         return
     yield short_path(page)
-    problem = why_not_shown(page) if pages.browser else ""
+    problem = open_in_browser(page) if pages.browser else ""
     if problem:
         yield problem

@@ -1,4 +1,4 @@
-"""Measures a workload's grid for asv, and adds the earlier results of its commit."""
+"""Measures all cases of a workload's grid for asv, and adds earlier results of the same commit."""
 
 from __future__ import annotations
 
@@ -6,81 +6,83 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.errors import Fp8benchError, NotKept
-from fp8bench.jobs.after_run import into_history
+from fp8bench.jobs.after_run import add_to_history
 from fp8bench.model import Cell, Point, Request, Run, Status
 from fp8bench.pipeline import execute
 from fp8bench.protocols import Observer
-from fp8bench.store.commit_runs import find_commit, runs_of_commit, tracked_run, why_outside_history
-from fp8bench.store.points import merge_points, points_of_run
+from fp8bench.store.commit_runs import explain_outside_history, find_commit, make_tracked_run, runs_of_commit
+from fp8bench.store.points import extract_points, merge_points
 
-# ("samples", numbers), ("failed", reason) or ("none", reason).
+# The outcome of a case: ("samples", numbers), ("failed", reason) or ("none", reason).
 Outcome = tuple[str, object]
 
 
-def measured_by_asv(
-    request: Request, store: Path, root: Path, observer: Observer, saved_as: str = ""
+def measure_for_asv(
+    request: Request, store: Path, root: Path, observer: Observer, asv_commit: str = ""
 ) -> dict[str, dict[Cell, Outcome]]:
-    """Measures a workload's grid, stores the run, and returns outcomes of its commit by series and cell.
+    """Measures the grid of a workload and stores the run. Returns the outcomes of the run's commit by series and
+    cell.
 
-    `saved_as` is the commit under which asv saves results, '' for none: results of other commits are replaced by the
-    stored ones of that commit, or reported as failures. A case that fails now counts as failed, regardless of earlier
-    results.
+    `asv_commit` is the commit under which asv saves results, '' if asv saves none. If a different commit was
+    measured, returns the stored results of `asv_commit`, or failures for cases without stored results. A case that
+    fails now counts as failed, even if an earlier run has results of this case.
     """
     # 1. Measure, and store the run.
     try:
         run = execute(request, store, observer, "asv run", origin="asv", folder=root)
-        into_history(run, store, view=False)  # asv writes its own view
+        add_to_history(run, store, view=False)  # asv itself writes the files that it shows
     except NotKept as error:
         run = cast(Run, error.run)
     if not run.finished and not run.troubles:
         raise KeyboardInterrupt
-    measured = points_of_run(run)
-    if not measured.points:
-        reason = measured.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
+    measured_points = extract_points(run)
+    if not measured_points.points:
+        reason = measured_points.why or "; ".join(run.troubles).rstrip(".") or "none of its cases was begun"
         raise Fp8benchError(f"asv cannot track the suite {request.suite}: {reason}.")
-    # 2. Combine its points with those of the commit's other runs, or replace them if its commit differs.
-    commit = (find_commit(saved_as, root) if saved_as else None) or str(run.environment.get("commit"))
-    mismatch = _why_other_commit(commit, run) if saved_as else ""
-    points = _earlier_points(run, store, commit) if mismatch or not why_outside_history(run) else []
-    if not mismatch:
-        points += measured.points
-    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured.series}
-    for (name, cell), point in merge_points(points, measured.series).items():
-        outcomes.setdefault(name, {})[cell] = _outcome(point)
+    # 2. Combine the new points with those of earlier runs of the same commit. If a different commit was measured, use
+    # only stored points.
+    commit = (find_commit(asv_commit, root) if asv_commit else None) or str(run.environment.get("commit"))
+    mismatch_reason = _explain_other_commit(commit, run) if asv_commit else ""
+    points = _earlier_points(run, store, commit) if mismatch_reason or not explain_outside_history(run) else []
+    if not mismatch_reason:
+        points += measured_points.points
+    outcomes: dict[str, dict[Cell, Outcome]] = {series.name: {} for series in measured_points.series}
+    for (name, cell), point in merge_points(points, measured_points.series).items():
+        outcomes.setdefault(name, {})[cell] = _make_outcome(point)
     # 3. Report failures.
-    for point in measured.points:
-        if mismatch:
-            outcome = ("failed", mismatch) if point.samples else _outcome(point)
+    for point in measured_points.points:
+        if mismatch_reason:
+            outcome = ("failed", mismatch_reason) if point.samples else _make_outcome(point)
             outcomes[point.series].setdefault(point.cell, outcome)
         elif point.status is Status.FAILED:
-            outcomes[point.series][point.cell] = _outcome(point)
+            outcomes[point.series][point.cell] = _make_outcome(point)
     return outcomes
 
 
 def _earlier_points(run: Run, store: Path, commit: str) -> list[Point]:
-    """Returns points of the commit's other runs on the same machine, interpreter and versions."""
-    tracked = tracked_run(run)
-    if tracked is None:
+    """Returns the points of other runs of the commit. These runs have the same machine, interpreter and versions."""
+    tracked_content = make_tracked_run(run)
+    if tracked_content is None:
         return []
-    versions = {(point.series, point.version) for point in tracked.content.points}
+    versions = {(point.series, point.version) for point in tracked_content.content.points}
     points: list[Point] = []
     for earlier in runs_of_commit(store, commit):
-        if earlier.run.id != run.id and earlier.identity.home.is_same(tracked.identity.home):
+        if earlier.run.id != run.id and earlier.identity.home.is_same(tracked_content.identity.home):
             points += [point for point in earlier.content.points if (point.series, point.version) in versions]
     return points
 
 
-def _why_other_commit(commit: str, run: Run) -> str:
-    checked_out = run.environment.get("commit")
-    if isinstance(checked_out, str) and checked_out != commit:
+def _explain_other_commit(commit: str, run: Run) -> str:
+    current_commit = run.environment.get("commit")
+    if isinstance(current_commit, str) and current_commit != commit:
         return (
-            f"asv saves it as commit {commit[:8]}, and commit {checked_out[:8]} is checked out: give "
+            f"asv saves results as commit {commit[:8]}, but commit {current_commit[:8]} is checked out: give "
             "--set-commit-hash that"
         )
-    return why_outside_history(run)
+    return explain_outside_history(run)
 
 
-def _outcome(point: Point) -> Outcome:
+def _make_outcome(point: Point) -> Outcome:
     if point.samples:
         return "samples", list(point.samples)
     return ("failed" if point.status is Status.FAILED else "none"), point.reason

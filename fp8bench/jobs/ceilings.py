@@ -1,6 +1,6 @@
-"""Ceilings: the peaks of devices, measured and stored; and quoted figures, checked against datasheets.
+"""Measures and stores the ceilings (highest rates) of devices, and checks quoted figures against datasheets.
 
-The suite `ceilings` is a run like any other, with a record for each rate.
+The suite `ceilings` is an ordinary run, with a record for each rate.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from itertools import chain, groupby
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.roofline import Datasheet, datasheets, kind_of_path
+from fp8bench.analysis.roofline import Datasheet, load_datasheets, product_kind_of
 from fp8bench.errors import UsageError
 from fp8bench.measure.ceilings import measure_ceilings
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker, claim_process
-from fp8bench.measure.sensors.device_state import device_state_of
-from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.measure.sensors.device_state import read_device_settings
+from fp8bench.measure.sensors.meter import open_meter
 from fp8bench.model import (
     Case,
     Ceiling,
@@ -47,21 +47,23 @@ from fp8bench.model.run import CEILINGS
 from fp8bench.pipeline import now
 from fp8bench.plan.make import choose_devices
 from fp8bench.registry import precisions
-from fp8bench.report.topics.roofline import UNITS, shape_words, spread_words
-from fp8bench.store.ceilings import new_ceilings
+from fp8bench.report.topics.roofline import UNIT_OF_LIMIT, describe_shape, describe_spread
+from fp8bench.store.ceilings import remeasure_ceilings
 from fp8bench.store.runs.run_file import check_store, load_run, start_run
 
-# The dtype of the arrays for limits other than products.
-_ARRAYS = "fp32"
+# The dtype of arrays in all measurements except products.
+_ARRAY_DTYPE = "fp32"
 
 
-def ceilings_run(request: Request, store: Path, command: str) -> Run:
-    """Measures the suite `ceilings` on the request's devices and stores it as a run. Other options are refused."""
-    allowed = Request(CEILINGS, devices=request.devices, threads=request.threads)
-    if request != allowed:
+def run_ceilings(request: Request, store: Path, command: str) -> Run:
+    """Measures the suite `ceilings` on the devices of the request, and stores it as a run. Raises UsageError if the
+    request has options that would have no effect.
+    """
+    default_request = Request(CEILINGS, devices=request.devices, threads=request.threads)
+    if request != default_request:
         raise UsageError(
-            "the suite ceilings measures what a device does at most, and takes --devices, --threads and options that "
-            "say where to write. Leave the others out."
+            "the suite ceilings measures the peak rates of a device. It takes only --devices, --threads and "
+            "options for output. Leave other options out."
         )
     check_store(store)
     started = now()
@@ -74,8 +76,8 @@ def ceilings_run(request: Request, store: Path, command: str) -> Run:
             state, ceilings = _measure_device(worker, device, store, request.threads)
             environment = environment.also(state)
             for _, rates in groupby(ceilings.rates, lambda rate: rate.limit):
-                groups.append([_record(rate, device) for rate in rates])
-    # 2. Write them as a run with a group for each limit.
+                groups.append([_make_record(rate, device) for rate in rates])
+    # 2. Write the records as a run with one group for each limit.
     plan = Plan(tuple(map(_plan_group, groups)))
     run = Run(secrets.token_hex(4), started, command, request, plan, environment, facts)
     writer = start_run(run, store)
@@ -95,23 +97,25 @@ def _plan_group(records: Sequence[Record]) -> Group:
 def _measure_device(
     worker: Worker, device: DeviceFacts, store: Path, threads: int
 ) -> tuple[dict[str, Scalar | None], Ceilings]:
-    """Measures and stores a device's ceilings; returns them with the device's state as its driver reports it."""
-    with meter_for(device) as meter:
-        state = device_state_of(device, meter)
+    """Measures and stores the ceilings of a device. Returns the state of the device as its driver reports it, and the
+    ceilings.
+    """
+    with open_meter(device) as meter:
+        state = read_device_settings(device, meter)
     environment = gather(worker.software(), __version__, threads).also(state)
-    return state, new_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
+    return state, remeasure_ceilings(store, environment, device, partial(measure_ceilings, worker, device))
 
 
-def _record(rate: Rate, device: DeviceFacts) -> Record:
-    """Returns the record of a rate; skipped, with the device's reason, if it was not measured."""
-    name = rate.precision or _ARRAYS
+def _make_record(rate: Rate, device: DeviceFacts) -> Record:
+    """Returns the record of a rate. If the rate was not measured, the record has the status skipped, and the reason."""
+    name = rate.precision or _ARRAY_DTYPE
     case = Case(CEILINGS, (("limit", rate.limit.value),), name, device.key)
     support = precisions.get(name).support(device) if rate.precision else Support(Level.NATIVE, "")
-    first = name == _ARRAYS
+    is_reference = name == _ARRAY_DTYPE
     if rate.value is None:
-        return Record(case, support, Status.SKIPPED, is_reference=first, reason=rate.why)
+        return Record(case, support, Status.SKIPPED, is_reference=is_reference, reason=rate.why)
     rates = Measurement(
-        specs.CEILING_RATE, UNITS[rate.limit], rate.runs, description="the most that was done in a second"
+        specs.CEILING_RATE, UNIT_OF_LIMIT[rate.limit], rate.runs, description="the highest rate in one second"
     )
     amount = 1.0 if rate.limit is Limit.LAUNCH else 1e9
     times = Measurement(specs.CEILING_TIME, "s", tuple(amount / run for run in rate.runs))
@@ -120,15 +124,16 @@ def _record(rate: Rate, device: DeviceFacts) -> Record:
         support,
         Status.OK,
         Work(),
-        first,
-        detail=f"{shape_words(rate)}; {spread_words(rate)}",
+        is_reference,
+        detail=f"{describe_shape(rate)}; {describe_spread(rate)}",
         measurements=(rates, times),
         ceiling=Ceiling(rates=(rate,), device=device.name),
     )
 
 
-# Figures of a datasheet other than peaks: the field, the factor to its unit, and the unit of a quoted number.
-_FIGURES = {
+# Figures of datasheets that are not peak rates. For each: the field, the factor to the field's unit, and the unit of
+# quoted numbers.
+_DATASHEET_FIGURES = {
     "bandwidth": ("bandwidth", 1e9, "GB/s"),
     "memory": ("capacity", 1e9, "GB"),
     "capacity": ("capacity", 1e9, "GB"),
@@ -136,17 +141,19 @@ _FIGURES = {
     "watts": ("watts", 1.0, "W"),
 }
 _VENDORS = ("nvidia", "amd", "instinct", "intel", "google")
-# Vendors round: 989 and 989.5 are the same figure.
-_ROUNDING = 0.01
-_FORM = (
-    "Expected a device, what is said of it, and the number if one was quoted: 'H200 tf32 312' (TFLOP/s, dense), "
+# The largest relative difference of equal figures. Vendors round: 989 and 989.5 are the same figure.
+_ROUNDING_TOLERANCE = 0.01
+_QUOTE_SYNTAX = (
+    "Expected a device, a figure, and the number if one was quoted: 'H200 tf32 312' (TFLOP/s, dense), "
     "'H200 bandwidth 4800' (GB/s), 'H200 memory 141' (GB), 'H200 link 450' (GB/s one way), 'H200 watts 700'"
 )
 
 
 @dataclass(frozen=True)
 class Quote:
-    """A number quoted for a figure of a device; `number` is None if the user asks for the figure."""
+    """A number that somebody claims for a figure of a device, such as a peak from a datasheet. `number` is None if
+    the user asks for the number.
+    """
 
     text: str
     devices: tuple[Datasheet, ...]
@@ -155,92 +162,102 @@ class Quote:
 
     @property
     def unit(self) -> str:
-        return _FIGURES[self.figure][2] if self.figure in _FIGURES else "TFLOP/s"
+        return _DATASHEET_FIGURES[self.figure][2] if self.figure in _DATASHEET_FIGURES else "TFLOP/s"
 
     def of(self, device: Datasheet, sparse: bool = False) -> float | None:
-        if self.figure in _FIGURES:
-            name, factor, _ = _FIGURES[self.figure]
+        if self.figure in _DATASHEET_FIGURES:
+            name, factor, _ = _DATASHEET_FIGURES[self.figure]
             value = None if sparse else getattr(device, name)
             return None if value is None else float(value) / factor
-        peak = (device.sparse if sparse else device.dense).get(kind_of_path(self.figure))
+        peak = (device.sparse if sparse else device.dense).get(product_kind_of(self.figure))
         return None if peak is None else peak / 1e12
 
-    def is_(self, value: float | None) -> bool:
-        return value is not None and self.number is not None and math.isclose(value, self.number, rel_tol=_ROUNDING)
+    def equals(self, value: float | None) -> bool:
+        return (
+            value is not None
+            and self.number is not None
+            and math.isclose(value, self.number, rel_tol=_ROUNDING_TOLERANCE)
+        )
 
 
-def quote_of(text: str) -> Quote:
-    """Parses a quote. Raises UsageError for invalid text, or a figure that no datasheet has."""
-    # 1. Split off the number at the end, the figure before it, and the device.
-    words = text.replace(",", " ").split()
+def parse_quote(text: str) -> Quote:
+    """Parses a quoted figure. Raises UsageError for invalid text, or for a figure that no datasheet has."""
+    # 1. Split the text into the device, the figure, and the number at the end.
+    parts = text.replace(",", " ").split()
     number: float | None = None
     try:
-        number = float(words[-1])
-        words.pop()
+        number = float(parts[-1])
+        parts.pop()
     except (ValueError, IndexError):
         pass
-    if len(words) < 2 or (number is not None and not 0 < number < math.inf):
-        raise UsageError(f"--peak {text!r:.80} cannot be read. {_FORM}.")
-    *name, figure = words
+    if len(parts) < 2 or (number is not None and not 0 < number < math.inf):
+        raise UsageError(f"--peak {text!r:.80} cannot be read. {_QUOTE_SYNTAX}.")
+    *name, figure = parts
     figure = figure.lower()
-    if figure not in _FIGURES and not kind_of_path(figure):
-        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_FORM}.")
-    # 2. Find the datasheets of devices with these words in their name.
+    if figure not in _DATASHEET_FIGURES and not product_kind_of(figure):
+        raise UsageError(f"--peak {text!r:.80}: {figure!r:.40} is not a figure of a datasheet. {_QUOTE_SYNTAX}.")
+    # 2. Find the datasheets of devices whose names contain these words.
     device_words = {word.lower() for word in name} - set(_VENDORS)
-    names = {sheet.name.replace(",", ""): sheet for sheet in datasheets()}
-    fitting = [sheet for name, sheet in names.items() if device_words and device_words <= {*name.lower().split()}]
-    if not fitting:
-        raise UsageError(f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(names)}.")
-    # 3. Select those that publish the figure.
-    quote = Quote(text, tuple(fitting), figure, number)
-    published = tuple(sheet for sheet in fitting if quote.of(sheet) is not None)
+    sheets_by_name = {sheet.name.replace(",", ""): sheet for sheet in load_datasheets()}
+    matching_sheets = [
+        sheet for name, sheet in sheets_by_name.items() if device_words and device_words <= {*name.lower().split()}
+    ]
+    if not matching_sheets:
+        raise UsageError(
+            f"--peak {text!r:.80}: no datasheet of {' '.join(name)!r:.60}. Known: {', '.join(sheets_by_name)}."
+        )
+    # 3. Select the datasheets that publish the figure.
+    quote = Quote(text, tuple(matching_sheets), figure, number)
+    published = tuple(sheet for sheet in matching_sheets if quote.of(sheet) is not None)
     if not published:
-        sheet = fitting[0]
-        if reason := sheet.lacks.get(kind_of_path(figure)):
+        sheet = matching_sheets[0]
+        if reason := sheet.lacks.get(product_kind_of(figure)):
             raise UsageError(f"--peak {text!r:.80}: {sheet.name} has no peak of {figure}: {reason} ({sheet.source}).")
-        raise UsageError(f"--peak {text!r:.80}: nothing is published of {figure} on {sheet.name}.")
+        raise UsageError(f"--peak {text!r:.80}: the vendor of {sheet.name} publishes no {figure}.")
     return replace(quote, devices=published)
 
 
-def quote_lines(quotes: Sequence[Quote]) -> Iterator[str]:
+def describe_quotes(quotes: Sequence[Quote]) -> Iterator[str]:
     for quote in quotes:
-        yield from _lines_of(quote)
+        yield from _describe_quote(quote)
     devices = chain.from_iterable(quote.devices for quote in quotes)
     if any(device.published for device in devices):
-        yield "  only published: fp8bench does not run on such a device, and has measured none"
+        yield "  published figures only: fp8bench does not run on such a device"
 
 
 def is_wrong(quote: Quote) -> bool:
-    return quote.number is not None and not any(quote.is_(quote.of(device)) for device in quote.devices)
+    return quote.number is not None and not any(quote.equals(quote.of(device)) for device in quote.devices)
 
 
-def _lines_of(quote: Quote) -> Iterator[str]:
+def _describe_quote(quote: Quote) -> Iterator[str]:
     if quote.number is not None:
-        wrong = is_wrong(quote)
-        verdict = f"WRONG: {quote.number:g} {quote.unit} is not {quote.figure} of" if wrong else "right of"
-        meant = [device.name for device in quote.devices if wrong or quote.is_(quote.of(device))]
-        yield f"{quote.text}: {verdict} {' or '.join(meant)}"
-        yield from (f"  {words}" for words in _confusions(quote)) if wrong else ()
+        is_wrong_number = is_wrong(quote)
+        verdict = f"WRONG: {quote.number:g} {quote.unit} is not {quote.figure} of" if is_wrong_number else "right of"
+        device_names = [device.name for device in quote.devices if is_wrong_number or quote.equals(quote.of(device))]
+        yield f"{quote.text}: {verdict} {' or '.join(device_names)}"
+        yield from (f"  {words}" for words in _explain_wrong_number(quote)) if is_wrong_number else ()
     else:
         yield f"{quote.text}:"
     for device in quote.devices:
-        dense = ", dense" * (quote.figure not in _FIGURES)
-        field = _FIGURES[quote.figure][0] if quote.figure in _FIGURES else "dense"
+        dense_text = ", dense" * (quote.figure not in _DATASHEET_FIGURES)
+        field = _DATASHEET_FIGURES[quote.figure][0] if quote.figure in _DATASHEET_FIGURES else "dense"
         yield (
-            f"  {device.name}: {quote.of(device):g} {quote.unit}{dense} ({device.cite(field)}, {device.date}, "
+            f"  {device.name}: {quote.of(device):g} {quote.unit}{dense_text} ({device.cite(field)}, {device.date}, "
             f"{device.source})"
         )
 
 
-def _confusions(quote: Quote) -> Iterator[str]:
-    """Yields alternative meanings of the number: with sparsity, or the figure of a different dtype or device."""
+def _explain_wrong_number(quote: Quote) -> Iterator[str]:
+    """Yields sentences that explain a wrong quoted number. It may be that of a different figure: a peak with
+    sparsity, or a figure of another dtype or device.
+    """
     for device in quote.devices:
-        if quote.is_(quote.of(device, sparse=True)):
-            yield f"that is what {device.name} does of operands with 2:4 structure, half of which are zeros"
-        same = [path for path, peak in device.dense.items() if quote.is_(peak / 1e12)]
-        if quote.figure not in _FIGURES and same:
-            yield f"that is {' and '.join(same)} of {device.name}"
-    sheets = [sheet for sheet in datasheets() if sheet not in quote.devices]
+        if quote.equals(quote.of(device, sparse=True)):
+            yield f"that is the peak of {device.name} for operands with 2:4 sparsity, half of which are zeros"
+        equal_paths = [path for path, peak in device.dense.items() if quote.equals(peak / 1e12)]
+        if quote.figure not in _DATASHEET_FIGURES and equal_paths:
+            yield f"that is {' and '.join(equal_paths)} of {device.name}"
+    other_sheets = [sheet for sheet in load_datasheets() if sheet not in quote.devices]
     for sparse in (False, True):
-        if names := [sheet.name for sheet in sheets if quote.is_(quote.of(sheet, sparse))]:
+        if names := [sheet.name for sheet in other_sheets if quote.equals(quote.of(sheet, sparse))]:
             yield f"that is {'sparse ' * sparse}{quote.figure} of {', '.join(names)}"

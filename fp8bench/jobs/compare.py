@@ -6,45 +6,45 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.analysis.compare.compare import Compared, compare
-from fp8bench.analysis.compare.sides import Side, machine_of, machine_words, make_side
+from fp8bench.analysis.compare.sides import Side, hardware_of, make_side, name_machines
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Run
 from fp8bench.report.words.naming import many
 from fp8bench.store.commit_runs import ChosenRuns, find_runs
-from fp8bench.store.runs.listing import each_once
+from fp8bench.store.runs.listing import remove_copies
 from fp8bench.store.runs.run_file import load_run
 
 
-def compared_sides(old_word: str, new_word: str, store: Path, observer: JobObserver) -> Compared:
-    old, new = (read_runs(find_runs(word, store), observer) for word in (old_word, new_word))
-    return compared_of(old_word, old, new_word, new, observer)
+def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> Compared:
+    old, new = (read_runs(find_runs(name, store), observer) for name in (old_name, new_name))
+    return compare_runs(old_name, old, new_name, new, observer)
 
 
-def compared_of(
-    old_word: str, old: Sequence[Run], new_word: str, new: Sequence[Run], observer: JobObserver
+def compare_runs(
+    old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
 ) -> Compared:
-    """Compares the runs that two words select. Raises UsageError if a run is on both sides."""
-    each_once(Path(run.path) for run in (*old, *new)).check_refusals()
-    both = {run.id for run in old} & {run.id for run in new}
-    if both:
+    """Compares the runs of two named sides. Raises UsageError if a run is on both sides."""
+    remove_copies(Path(run.path) for run in (*old, *new)).check_refusals()
+    common_ids = {run.id for run in old} & {run.id for run in new}
+    if common_ids:
         raise UsageError(
-            f"{old_word!r:.80} and {new_word!r:.80} have the run {min(both)} in common. Give two sides of different "
-            "runs."
+            f"{old_name!r:.80} and {new_name!r:.80} have the run {min(common_ids)} in common. Give two sides of "
+            "different runs."
         )
-    old, new = _choose_machine(old_word, old, new_word, new, observer)
-    return compare(_judge_side(old_word, old), _judge_side(new_word, new))
+    old, new = _choose_machine(old_name, old, new_name, new, observer)
+    return compare(_judge_side(old_name, old), _judge_side(new_name, new))
 
 
-def _judge_side(word: str, runs: Sequence[Run]) -> Side:
-    return make_side(word, [(run, findings(run)) for run in runs])
+def _judge_side(name: str, runs: Sequence[Run]) -> Side:
+    return make_side(name, [(run, findings(run)) for run in runs])
 
 
-def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
-    """Reads the selected runs. Notes unreadable ones, and raises StoreError if no others remain."""
-    runs, paths = [], meant.files
-    for note in meant.notes:
+def read_runs(chosen: ChosenRuns, observer: JobObserver) -> list[Run]:
+    """Reads the chosen runs. Notes unreadable runs, and raises StoreError if no run can be read."""
+    runs, paths = [], chosen.files
+    for note in chosen.notes:
         observer.note(note)
     for path in paths:
         try:
@@ -59,28 +59,28 @@ def read_runs(meant: ChosenRuns, observer: JobObserver) -> list[Run]:
 
 
 def _choose_machine(
-    old_word: str, old: Sequence[Run], new_word: str, new: Sequence[Run], observer: JobObserver
+    old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
 ) -> tuple[Sequence[Run], Sequence[Run]]:
-    """Returns the runs of one machine that both sides have: that of the newest such run of the new side.
-
-    Raises UsageError without such a run. If each side has a single machine, all its runs count.
+    """Returns the runs of one machine that both sides have. If there are several such machines, it is the one that
+    the newest run of the new side used. Raises UsageError if the sides have no machine in common. If each side has
+    only one machine, returns all runs.
     """
-    old_machines, new_machines = (dict.fromkeys(map(machine_of, side)) for side in (old, new))
+    old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
     if len(old_machines) == len(new_machines) == 1:
         return old, new
-    comparable = [run for run in new if machine_of(run) in old_machines]
+    comparable = [run for run in new if hardware_of(run) in old_machines]
     if not comparable:
-        places = [" and ".join(machine_words(machines)) for machines in (old_machines, new_machines)]
+        machine_texts = [" and ".join(name_machines(machines)) for machines in (old_machines, new_machines)]
         raise UsageError(
-            f"{old_word!r:.80} was measured on {places[0]}, and {new_word!r:.80} on {places[1]}: runs of several "
-            "machines are not put together. Give the runs of one by their ids, with commas (`fp8bench history list "
+            f"{old_name!r:.80} was measured on {machine_texts[0]}, and {new_name!r:.80} on {machine_texts[1]}: runs of "
+            "several machines are not combined. Give the runs of one by their ids, with commas (`fp8bench history list "
             "--runs`)."
         )
-    machine = machine_of(max(comparable, key=lambda run: run.started))
-    excluded = [run for run in (*old, *new) if machine_of(run) != machine]
-    name, *excluded_names = machine_words([machine, *map(machine_of, excluded)])
+    machine = hardware_of(max(comparable, key=lambda run: run.started))
+    excluded = [run for run in (*old, *new) if hardware_of(run) != machine]
+    name, *excluded_names = name_machines([machine, *map(hardware_of, excluded)])
     observer.note(
-        f"{many(len(excluded), 'run')} of other machines left out: the rest is of {name}, and they are of "
-        f"{' and '.join(excluded_names)}. Name runs by their ids to compare those"
+        f"{many(len(excluded), 'run')} of other machines left out: compared are runs of {name}, not those of "
+        f"{' and '.join(excluded_names)}. Name runs by their ids to compare others"
     )
-    return [run for run in old if machine_of(run) == machine], [run for run in new if machine_of(run) == machine]
+    return [run for run in old if hardware_of(run) == machine], [run for run in new if hardware_of(run) == machine]

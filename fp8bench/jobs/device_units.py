@@ -1,4 +1,4 @@
-"""Names a processor's or GPU's low-precision units, in its vendor's terms."""
+"""Names the low-precision units of a processor or GPU, in the vendor's terms."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8bench.model import DeviceFacts
 
 CPUINFO = Path("/proc/cpuinfo")
-# Flags of the Linux kernel, on x86 and Arm.
+# Flags of processors in the Linux kernel, on x86 and Arm, and the names of their units.
 _CPU_UNITS = {
     "amx_bf16": "AMX bf16",
     "amx_fp16": "AMX fp16",
@@ -21,7 +21,7 @@ _CPU_UNITS = {
     "i8mm": "Arm int8 matrix multiply",
     "sme": "Arm SME",
 }
-# The newest tensor cores that a compute capability has.
+# The newest tensor cores that devices of a compute capability, or a higher one, have.
 _TENSOR_CORES = (
     ((10, 0), "5th generation tensor cores: tf32, bf16, fp16, int8, fp8, and fp6 and fp4 with MX and NVFP4 scales"),
     ((8, 9), "4th generation tensor cores: tf32, bf16, fp16, int8, fp8"),
@@ -38,13 +38,13 @@ _MATRIX_CORES = {
 
 
 def describe_units(facts: DeviceFacts, cpuinfo: Path = CPUINFO) -> str:
-    """Returns the low-precision units, or why none is known."""
+    """Returns the low-precision units of a device, or why they are unknown."""
     if facts.kind == "cpu":
         return _describe_cpu(cpuinfo)
     if facts.hip:
-        return _MATRIX_CORES.get(facts.arch.partition(":")[0], f"no unit is known of {facts.arch or facts.name}")
+        return _MATRIX_CORES.get(facts.arch.partition(":")[0], f"the units of {facts.arch or facts.name} are unknown")
     capability = facts.capability or (0, 0)
-    units = (units for least, units in _TENSOR_CORES if capability >= least)
+    units = (units for min_capability, units in _TENSOR_CORES if capability >= min_capability)
     return next(units, "no tensor cores")
 
 

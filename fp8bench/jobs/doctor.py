@@ -1,6 +1,7 @@
-"""Describes what this machine can do natively, emulated or not at all, and why; and the overhead of the harness here.
+"""Describes which precisions this machine supports natively, emulated or not at all, and why. Also describes the
+overhead of measuring here.
 
-Yields lines; the command line prints them.
+The functions yield lines, which the command line prints.
 """
 
 from __future__ import annotations
@@ -15,63 +16,64 @@ from fp8bench.jobs.device_units import describe_units
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker, Worker
 from fp8bench.measure.limits import COMPILE_SECONDS
-from fp8bench.measure.sensors.device_state import device_lines, driver_state
-from fp8bench.measure.sensors.meter import meter_for
+from fp8bench.measure.sensors.device_state import describe_driver, format_device_lines
+from fp8bench.measure.sensors.meter import open_meter
 from fp8bench.model import DeviceFacts, Level, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import CEILINGS, SWITCHES_SET
-from fp8bench.plan.asked_suites import known_suites, suites_of
-from fp8bench.plan.checked_workload import axes_of, layers_of_all
+from fp8bench.plan.asked_suites import find_suites, known_suites
+from fp8bench.plan.checked_workload import checked_axes, merge_layers
 from fp8bench.plan.make import make_plan
-from fp8bench.plan.resolve import switches_of
+from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
 from fp8bench.report.words.naming import shorten_line
 from fp8bench.store.series import check_grid
 from fp8bench.units import seconds, size
 
-# Compiling takes half a minute without torch's cache; a doctor's answer should not.
-_COMPILER_SECONDS = 4.0
+# The most seconds to wait for a compilation. Without torch's cache it takes half a minute, but `fp8bench doctor`
+# should answer sooner.
+_COMPILE_LIMIT_SECONDS = 4.0
 
 
 def examine(calibrate: bool) -> Iterator[str]:
     with ThreadPoolExecutor() as threads, ProcessWorker(Settings()) as worker:
         facts = worker.probe()
-        # Trying a device's sources of energy takes up to 3 s, while the worker imports backends.
-        meters = threads.map(meter_for, facts)
+        # Finding the energy sources of a device takes up to 3 s. This happens while the worker imports backends.
+        meters = threads.map(open_meter, facts)
         environment = gather(worker.software(), __version__, 1)
         yield f"fp8bench {__version__}, Python {environment.get('python')}, torch {environment.get('torch')}"
         yield f"machine   {environment.get('machine')}, {environment.get('system')}"
-        yield from _processor(environment.facts)
+        yield from _describe_processor(environment.facts)
         yield f"switches  {environment.get(SWITCHES_SET) or 'all as torch and the system set them'}"
         for fact in facts:
             yield ""
-            yield from _device(fact)
+            yield from _describe_device(fact)
             yield from (f"  backend {line}" for line in backend_lines(worker, fact))
             with next(meters) as meter:
-                yield from (f"  {line}" for line in device_lines(meter))
+                yield from (f"  {line}" for line in format_device_lines(meter))
         if not any(fact.accelerated for fact in facts):
             yield ""
-            yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {driver_state()}"
-        yield f"compiler  {compiler_state(worker, facts, COMPILE_SECONDS if calibrate else _COMPILER_SECONDS)}"
+            yield f"GPU       none: torch {environment.get('torch')} sees no CUDA device; {describe_driver()}"
+        yield f"compiler  {compiler_state(worker, facts, COMPILE_SECONDS if calibrate else _COMPILE_LIMIT_SECONDS)}"
         if calibrate:
             yield ""
             for fact in (fact for fact in facts if not fact.unusable):
-                yield from _overheads(worker, fact)
+                yield from _describe_overheads(worker, fact)
 
 
-def _processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
+def _describe_processor(facts: Mapping[str, Scalar | None]) -> Iterator[str]:
     load, count = facts["load_1min"], facts["cpu_count"]
-    busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
-    yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if busy else "")
+    is_busy = isinstance(load, float) and isinstance(count, int) and load > 0.7 * count
+    yield f"cores     {count}, load {load}" + (": busy, expect wider intervals" if is_busy else "")
     governor = facts["cpu_governor"]
     yield f"clocks    governor {governor}" if governor else "clocks    governor not readable (a virtual machine?)"
-    quota = facts["cgroup_cpu_max"]
-    if quota and not str(quota).startswith("max"):
-        yield f"quota     cgroup cpu.max is {quota}: slots may be cut short"
+    processor_quota = facts["cgroup_cpu_max"]
+    if processor_quota and not str(processor_quota).startswith("max"):
+        yield f"quota     cgroup cpu.max is {processor_quota}: slots may be cut short"
 
 
-def _device(facts: DeviceFacts) -> Iterator[str]:
+def _describe_device(facts: DeviceFacts) -> Iterator[str]:
     details = [size(facts.memory_bytes)]
     if facts.capability is not None:
         details.append(f"compute capability {facts.capability[0]}.{facts.capability[1]}")
@@ -82,21 +84,23 @@ def _device(facts: DeviceFacts) -> Iterator[str]:
         yield f"  nothing runs on it: {facts.unusable}"
         return
     yield f"  units     {describe_units(facts)}"
-    supports = {name: precisions.get(name).support(facts) for name in by_rank()}
-    longest = max(map(len, supports))
+    supports = {name: precisions.get(name).support(facts) for name in precision_names_by_rank()}
+    name_width = max(map(len, supports))
     for name, support in supports.items():
         if support.is_native:
-            yield f"  {name:<{longest}} {support.level.value:<9} {support.reason}"
-    for level, words in ((Level.EMULATED, "values rounded, products in fp32"), (Level.REFUSED, "")):
+            yield f"  {name:<{name_width}} {support.level.value:<9} {support.reason}"
+    for level, explanation_of_level in ((Level.EMULATED, "values rounded, products in fp32"), (Level.REFUSED, "")):
         names = [name for name, support in supports.items() if support.level is level]
         reasons = {supports[name].reason for name in names}
-        explanation = words or "; ".join(sorted(reasons))
+        explanation = explanation_of_level or "; ".join(sorted(reasons))
         if names:
-            yield f"  {level.value:<{longest}} {', '.join(names)}: {explanation}"
+            yield f"  {level.value:<{name_width}} {', '.join(names)}: {explanation}"
 
 
 def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    """Yields a line for each backend: its version and what it multiplies on the device, or why it cannot."""
+    """Yields a line for each backend: its version and the precisions that it supports on the device, or why it
+    supports none.
+    """
     for name in backends.names():
         backend = backends.get(name)
         version = facts.version_of(backend.package)
@@ -105,86 +109,91 @@ def backend_lines(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
             yield f"{name:<9} {reason}"
             continue
         by_backend = {
-            name: precisions.get(name).by(backend) for name in by_rank() if precisions.get(name).takes_backend
+            name: precisions.get(name).by(backend)
+            for name in precision_names_by_rank()
+            if precisions.get(name).takes_backend
         }
         supports = {text: precision.support(facts) for text, precision in by_backend.items()}
-        takes = [text for text, support in supports.items() if support.level is not Level.REFUSED]
-        refusals = [support.reason for text, support in supports.items() if text not in takes]
-        yield f"{name:<9} {backend.package} {version}: {', '.join(takes) if takes else f'nothing here: {refusals[0]}'}"
+        usable = [text for text, support in supports.items() if support.level is not Level.REFUSED]
+        refusals = [support.reason for text, support in supports.items() if text not in usable]
+        text = ", ".join(usable) or f"nothing here: {refusals[0]}"
+        yield f"{name:<9} {backend.package} {version}: {text}"
 
 
-def by_rank() -> list[str]:
+def precision_names_by_rank() -> list[str]:
     return sorted(precisions.names(), key=lambda name: precisions.get(name).rank)
 
 
 def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -> str:
-    """Returns whether quantisers compile on each device, as far as that is known within `limit` seconds; uncompiled
-    ones run eagerly, and slowly."""
-    if why_eager := switches_of(os.environ).why_eager:
+    """Returns a text that says for each device whether quantisers (emulated casts) compile on it. A device whose
+    worker does not answer within `limit` seconds counts as too slow. Quantisers that do not compile run eagerly, and
+    slowly.
+    """
+    if why_eager := read_switches(os.environ).why_eager:
         return f"not tried: {why_eager}"
     states = []
     for fact in (fact for fact in facts if not fact.unusable):
         try:
             states.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
         except WorkerHung:
-            waits = "the first run waits for it, as doctor --calibrate does"
-            states.append(f"{fact.key}: takes more than {limit:g} s, as when torch's cache has no kernel yet; {waits}")
+            advice = "the first run waits for it, as doctor --calibrate does"
+            states.append(f"{fact.key}: takes more than {limit:g} s, as when torch's cache has no kernel yet; {advice}")
         except WorkerError as error:
             states.append(f"{fact.key}: compiling ended the worker: {error}")
     return "; ".join(states)
 
 
-def _overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
-    cost = worker.within(START_SECONDS).overheads(facts)
-    yield f"what looking costs on {facts.key} (best of many)"
-    yield f"  phase marker on    {seconds(cost.marker_on)}   (goal 600 ns on a CPU)"
-    yield f"  phase marker off   {seconds(cost.marker_off)}   (goal 200 ns)"
-    yield f"  one clock stamp    {seconds(cost.stamp)}"
-    if cost.event_pair is not None:
-        yield f"  event pair, device {seconds(cost.event_pair)}"
+def _describe_overheads(worker: Worker, facts: DeviceFacts) -> Iterator[str]:
+    overheads = worker.within(START_SECONDS).overheads(facts)
+    yield f"overhead of measuring on {facts.key} (best of many)"
+    yield f"  phase marker on    {seconds(overheads.marker_on)}   (goal 600 ns on a CPU)"
+    yield f"  phase marker off   {seconds(overheads.marker_off)}   (goal 200 ns)"
+    yield f"  one clock stamp    {seconds(overheads.stamp)}"
+    if overheads.event_pair is not None:
+        yield f"  event pair, device {seconds(overheads.event_pair)}"
 
 
 def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> Iterator[str]:
-    """Yields the lines of `list SUBJECT`, with the support and axes of this machine."""
+    """Yields the lines of `fp8bench list SUBJECT`, with the support and the axes that this machine has."""
     if subject == "suites":
-        yield from (f"{name:<14} {_summary(name)}" for name in known_suites())
+        yield from (f"{name:<14} {_describe_suite(name)}" for name in known_suites())
         return
     if subject == CEILINGS:
-        yield f"{subject}: {_summary(subject)}. It has no axes; `--devices` and `--threads` say of what"
+        yield f"{subject}: {_describe_suite(subject)}. It has no axes; give `--devices` and `--threads`"
         return
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()
     if subject == "devices":
         for fact in facts:
             yield f"{fact.key:<8} {fact.name}, {size(fact.memory_bytes)}"
-        present = {fact.kind for fact in facts}
-        missing = [kind for kind in devices.names() if kind not in present]
+        present_kinds = {fact.kind for fact in facts}
+        missing = [kind for kind in devices.names() if kind not in present_kinds]
         yield from (f"{kind:<8} none on this machine" for kind in missing)
     elif subject == "backends":
         yield from (f"{name:<8} {backends.get(name).summary}" for name in backends.names())
-        yield "what each takes on this machine: fp8bench doctor"
+        yield "precisions of each backend on this machine: fp8bench doctor"
     elif subject == "dtypes":
-        yield from _dtypes(facts) if name is None else _dtype(precisions.get(name), facts)
+        yield from _list_dtypes(facts) if name is None else _describe_dtype(precisions.get(name), facts)
     else:
-        chosen = next((fact for fact in facts if fact.accelerated), facts[0])
-        for suite in suites_of(Request(subject)):
-            yield from _axes(suite.name, chosen)
+        device = next((fact for fact in facts if fact.accelerated), facts[0])
+        for suite in find_suites(Request(subject)):
+            yield from _describe_axes(suite.name, device)
 
 
-def _summary(name: str) -> str:
+def _describe_suite(name: str) -> str:
     if name == CEILINGS:
-        return "what a device does at most: products, bytes and launches a second, in several runs"
-    least = workloads.get(name).least_ranks
-    return workloads.get(name).summary + (f" (takes --ranks {least} or more)" if least > 1 else "")
+        return "peak rates of a device: products, bytes and launches a second, in several runs"
+    min_ranks = workloads.get(name).least_ranks
+    return workloads.get(name).summary + (f" (takes --ranks {min_ranks} or more)" if min_ranks > 1 else "")
 
 
-def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
+def _describe_axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"{name}: {workloads.get(name).summary}"
-    yield f"axes, with the values {facts.key} takes by default (--set AXIS=A,B):"
-    for axis in axes_of(workloads.get(name), facts):
+    yield f"axes, with their default values on {facts.key} (--set AXIS=A,B):"
+    for axis in checked_axes(workloads.get(name), facts):
         yield f"  {axis.name:<14} {','.join(axis.default):<44} {axis.description}"
     plan = make_plan(Request(name, devices=(facts.key,)), (facts,))
-    layers = layers_of_all(workloads.get(name), [group.cases[0].case.params for group in plan])
+    layers = merge_layers(workloads.get(name), [group.cases[0].case.params for group in plan])
     if layers:
         kinds = ", ".join(dict.fromkeys(layer.kind for layer in layers))
         products = [layer.name for layer in layers if layer.product]
@@ -198,43 +207,45 @@ def _axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     except UsageError as error:
         yield str(error)
         return
-    axes = grid.gpu if facts.accelerated else grid.cpu
-    values = " ".join(f"{axis}={','.join(values)}" for axis, values in axes.items())
-    yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures just these)"
+    grid_axes = grid.gpu if facts.accelerated else grid.cpu
+    values = " ".join(f"{axis}={','.join(values)}" for axis, values in grid_axes.items())
+    yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures only these)"
 
 
-# A longer line leaves no room for a summary.
-_ROOM = 58
+# Only a line that is shorter than this gets a summary at its end.
+_MAX_LINE_WITH_SUMMARY = 58
 
 
-def _dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """Yields a line for each dtype with its level on each device, short enough for any terminal."""
-    for name in by_rank():
+def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    """Yields a line for each dtype that shows how each device supports it. The lines fit into any terminal."""
+    for name in precision_names_by_rank():
         precision = precisions.get(name)
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
-        also = f"  (also {', '.join(_aliases(name))})" if _aliases(name) else ""
-        line = f"{name:<12} {levels}{also}"
-        yield f"{line}  {shorten_line(precision.summary, 78 - len(line))}" if len(line) < _ROOM else line
-    yield "what one is made of, and its options: fp8bench list dtypes NAME"
+        alias_note = f"  (also {', '.join(_list_aliases(name))})" if _list_aliases(name) else ""
+        line = f"{name:<12} {levels}{alias_note}"
+        yield (
+            f"{line}  {shorten_line(precision.summary, 78 - len(line))}" if len(line) < _MAX_LINE_WITH_SUMMARY else line
+        )
+    yield "definition and options of a dtype: fp8bench list dtypes NAME"
 
 
-def _dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    aliases = _aliases(precision.name)
-    also = f" (also {', '.join(aliases)})" if aliases else ""
-    yield f"{precision.name}{also}: {precision.summary}"
+def _describe_dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
+    aliases = _list_aliases(precision.name)
+    alias_note = f" (also {', '.join(aliases)})" if aliases else ""
+    yield f"{precision.name}{alias_note}: {precision.summary}"
     for fact in facts:
         support = precision.support(fact)
         note = "" if support.is_native and not support.reason else f": {support.reason}"
         yield f"    on {fact.key} {support.level.value}{note}"
-    words = [f"{option.name}={option.default}" for option in precision.options]
-    for word, option in zip(words, precision.options, strict=True):
-        also = f" (also {', '.join(option.aliases)})" if option.aliases else ""
-        yield f"    :{word:<{max(map(len, words))}}  {option.description}{also}"
+    option_defaults = [f"{option.name}={option.default}" for option in precision.options]
+    for option_default, option in zip(option_defaults, precision.options, strict=True):
+        alias_note = f" (also {', '.join(option.aliases)})" if option.aliases else ""
+        yield f"    :{option_default:<{max(map(len, option_defaults))}}  {option.description}{alias_note}"
     if precision.takes_backend:
         yield f"    :backend={AUTO}  who multiplies: {', '.join((AUTO, *backends.names()))}"
     if precision.options:
-        yield "options stand behind a precision's name, any number of them: fp8-delayed:history=16:margin=1"
+        yield "options follow a precision's name, any number of them: fp8-delayed:history=16:margin=1"
 
 
-def _aliases(name: str) -> list[str]:
+def _list_aliases(name: str) -> list[str]:
     return [alias for alias, canonical in precisions.aliases().items() if canonical == name]

@@ -1,4 +1,4 @@
-"""The step times of cases in the latest earlier runs, for a sentence in a run's report."""
+"""Finds the step times of cases in the latest earlier runs. The report of a run mentions them in a sentence."""
 
 from __future__ import annotations
 
@@ -10,34 +10,33 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
 from fp8bench.model import Run
 from fp8bench.store.runs.listing import listing
-from fp8bench.store.runs.run_file import load_head, load_run
+from fp8bench.store.runs.run_file import load_header, load_run
 
-# The maximum number of earlier runs read, and of files examined to find them.
-_MOST_RUNS, _MOST_FILES = 5, 50
+# The most earlier runs that are loaded, and the most files that are searched for them.
+_MAX_RUNS, _MAX_FILES = 5, 50
 
 
 def find_earlier_steps(run: Run, store: Path) -> dict[str, list[float]]:
-    """Returns the best step time of each case, in seconds, in the latest runs before this one, newest first.
-
-    Runs of the same suite on the same machine count, regardless of commit.
+    """Returns for each case the best step times, in seconds, of the latest runs before this one, newest first. Runs
+    count if they are of the same suite on the same machine, also runs of other commits.
     """
     steps: dict[str, list[float]] = {}
-    for earlier in _find_runs(run, store):
+    for earlier in _load_earlier_runs(run, store):
         for case, finding in findings(earlier).items():
             if finding.best_seconds is not None:
                 steps.setdefault(case, []).append(finding.best_seconds)
     return steps
 
 
-def _find_runs(run: Run, store: Path) -> Iterator[Run]:
-    runs_found = 0
-    for path in listing(store).files[:_MOST_FILES]:
+def _load_earlier_runs(run: Run, store: Path) -> Iterator[Run]:
+    found_count = 0
+    for path in listing(store).files[:_MAX_FILES]:
         with contextlib.suppress(StoreError):
-            if runs_found < _MOST_RUNS and _is_earlier(load_head(path), run):
+            if found_count < _MAX_RUNS and _is_earlier(load_header(path), run):
                 yield load_run(path)
-                runs_found += 1
+                found_count += 1
 
 
 def _is_earlier(earlier: Run, run: Run) -> bool:
-    same_machine = earlier.environment.get("machine") == run.environment.get("machine")
-    return same_machine and earlier.request.suite == run.request.suite and earlier.started < run.started
+    is_same_machine = earlier.environment.get("machine") == run.environment.get("machine")
+    return is_same_machine and earlier.request.suite == run.request.suite and earlier.started < run.started

@@ -1,4 +1,4 @@
-"""The work of `history` and `store`: open a store, find changes, acknowledge them, prune."""
+"""Opens a store, finds changes in its history, acknowledges changes, and removes files that are not needed any more."""
 
 from __future__ import annotations
 
@@ -11,16 +11,16 @@ from datetime import UTC, datetime
 from itertools import chain
 from pathlib import Path
 
-from fp8bench.analysis.steps.change_points import steps_of_many
+from fp8bench.analysis.steps.change_points import find_steps
 from fp8bench.analysis.steps.changes import (
     Change,
     ChangeState,
     Found,
     Stretch,
-    ack_of,
     apply_acks,
-    changes_of,
     find_changes,
+    find_changes_in_stretches,
+    make_ack,
 )
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import keeping, lock, open_file
@@ -28,39 +28,42 @@ from fp8bench.jobs.kinds import kinds
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Ack, Trend
 from fp8bench.model.specs import COUNTS
-from fp8bench.store.acks import Undo, acks_of, append_acks, load_acks
+from fp8bench.store.acks import Undo, acks_path, append_acks, load_acks
 from fp8bench.store.asv.identity import resolve_interpreter
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.figures.lines import History
-from fp8bench.store.runs.listing import all_files, closed_folders
+from fp8bench.store.runs.listing import list_all_files, list_unreadable_folders
 
-# Reading more runs than this takes a while, and is announced.
+# If more runs than this are read, a note announces it, because it takes a while.
 _MANY_RUNS = 200
-_ANY = "*"
+_WILDCARD = "*"
 
 
-def existing_store(path: Path, observer: JobObserver, reading: bool = False) -> Path:
-    """Returns the path if it is a store. Notes folders that cannot be read and, with `reading`, that reading takes a
-    while."""
+def check_store_exists(path: Path, observer: JobObserver, reading: bool = False) -> Path:
+    """Returns the path if it is a store. Notes folders that cannot be read. With `reading`, also notes that reading
+    takes a while.
+    """
     try:
-        problem = "is no store: it has neither runs nor asv in it" if path.exists() else "is not there"
+        problem = "is not a store: it has no folder `runs` or `asv`" if path.exists() else "does not exist"
         if any((path / name).is_dir() for name in ("runs", "asv", "trainings", "ceilings")):
-            problem, count = "", len(all_files(path)) if reading else 0
+            problem, count = "", len(list_all_files(path)) if reading else 0
     except OSError as error:
         problem = f"cannot be read ({error.strerror})"
     if problem:
         raise StoreError(
-            f"the store {path} {problem}. Give --store DIR, or begin one with: fp8bench suite gemm --grid."
+            f"the store {path} {problem}. Give --store DIR, or create one with: fp8bench suite gemm --grid."
         )
-    for folder in closed_folders(path):
-        observer.note(f"{folder} may not be read, so that its runs are left out")
+    for folder in list_unreadable_folders(path):
+        observer.note(f"{folder} cannot be read, so its runs are left out")
     if reading and count > _MANY_RUNS:
         observer.note(f"reading {count} runs")
     return path
 
 
 def read_history(store: Path, observer: JobObserver) -> History:
-    """Reads the history of a store; notes that reading takes a while, and problems with its files."""
+    """Reads the history of a store. Notes problems with files, and that reading takes a while if there are
+    many runs.
+    """
 
     def progress(done: int, count: int) -> None:
         if count > _MANY_RUNS and not done:
@@ -73,7 +76,9 @@ def read_history(store: Path, observer: JobObserver) -> History:
 
 
 def prune_store(store: Path, remove: bool) -> list[tuple[str, int]]:
-    """Returns unneeded and unused parts with their bytes, and with `remove` deletes them. Raises StoreError."""
+    """Returns the parts of a store that are neither needed nor in use, with their bytes. With `remove`, also deletes
+    these parts. Raises StoreError.
+    """
     removable = []
     for part in chain.from_iterable(kind.spare(store) for kind in kinds()):
         with ExitStack() as locks:
@@ -94,96 +99,110 @@ def _count_bytes(path: Path) -> int:
     return sum(file.lstat().st_size for file in files if file.is_file())
 
 
-def all_changes(history: History, store: Path, observer: JobObserver) -> Found:
-    """Returns the changes of all trends, including acknowledged ones."""
-    changes = changes_of(stretches(history), steps_of_many)
-    return apply_acks(changes, kept_acks(store, changes, observer))
+def find_all_changes(history: History, store: Path, observer: JobObserver) -> Found:
+    """Returns the changes of all trends, including those that are acknowledged."""
+    changes = find_changes_in_stretches(stretches(history), find_steps)
+    return apply_acks(changes, load_matching_acks(store, changes, observer))
 
 
 def stretches(history: History) -> Iterator[list[Stretch]]:
-    """Yields each trend's comparable figures; a trend is read only when a stretch is used."""
+    """Yields for each trend its comparable figures, as a list of stretches. A trend is read only when one of its
+    stretches needs it.
+    """
     for line in history.lines:
-        counted = line.trend.series.metric in COUNTS
-        yield [Stretch(line.whole_trend, places, values, counted) for places, values in line.comparable]
+        is_count = line.trend.series.metric in COUNTS
+        yield [Stretch(line.to_trend, places, values, is_count) for places, values in line.comparable]
 
 
-def kept_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
-    """Returns the store's acknowledgements, naming interpreters like `changes` does."""
-    loaded = load_acks(store)
-    for trouble in loaded.troubles:
-        observer.note(f"{acks_of(store)}: {trouble}")
-    named = {resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)}
+def load_matching_acks(store: Path, changes: Found, observer: JobObserver) -> list[Ack]:
+    """Returns the store's acknowledgements. If an interpreter has a different name in them than in `changes`, it gets
+    the name from `changes`.
+    """
+    stored_acknowledgements = load_acks(store)
+    for trouble in stored_acknowledgements.troubles:
+        observer.note(f"{acks_path(store)}: {trouble}")
+    names_by_interpreter = {
+        resolve_interpreter(change.trend.python): change.trend.python for change in reversed(changes.changes)
+    }
 
     def name_of(python: str) -> str:
-        return python if python in named.values() else named.get(resolve_interpreter(python), python)
+        return (
+            python
+            if python in names_by_interpreter.values()
+            else names_by_interpreter.get(resolve_interpreter(python), python)
+        )
 
-    return [replace(ack, python=name_of(ack.python)) for ack in loaded.acks]
+    return [replace(ack, python=name_of(ack.python)) for ack in stored_acknowledgements.acks]
 
 
-def series_meant(word: str, history: History) -> str:
-    """Returns the only series whose name equals or contains the word."""
+def find_series(word: str, history: History) -> str:
+    """Returns the only series whose name equals or contains a word. Raises UsageError if no series or several match."""
     names = [name for name in history.names if word.lower() in name.lower()]
-    exact = [name for name in names if name.lower() == word.lower()]
-    if len(exact or names) == 1:
-        return (exact or names)[0]
+    exact_names = [name for name in names if name.lower() == word.lower()]
+    if len(exact_names or names) == 1:
+        return (exact_names or names)[0]
     if names:
-        listed = "".join(f"\n  {name}" for name in names)
-        raise UsageError(f"{word!r:.80} fits {len(names)} series. Give more of the name of one:{listed}")
-    excluded = f" Not in it: {'; '.join(history.left)}." if history.left else ""
+        name_list = "".join(f"\n  {name}" for name in names)
+        raise UsageError(f"{word!r:.80} matches {len(names)} series. Give more of the name:{name_list}")
+    excluded = f" Not in the history: {'; '.join(history.left)}." if history.left else ""
     raise UsageError(f"no series has {word!r:.80} in its name.{excluded} `fp8bench history list` names them all.")
 
 
 def acknowledge(
     series: str, store: Path, observer: JobObserver, because: str | None = None, undo: bool = False
 ) -> list[tuple[str, str, str]]:
-    """Acknowledges the open changes of a series or, with `undo`, withdraws all its acknowledgements.
+    """Acknowledges the open changes of a series. With `undo`, withdraws all acknowledgements of the series instead.
 
-    Returns each trend's name and the commits around the change.
+    Returns the name of each trend, and the commits around the change.
     """
     if undo and because is not None:
         raise UsageError("--because acknowledges a change, and --undo withdraws that. Leave one out.")
-    trends = _trends(read_history(store, observer), series)
+    trends = _find_trends(read_history(store, observer), series)
     changes = find_changes(trends)
-    acks = kept_acks(store, changes, observer)
-    now = datetime.now(UTC).isoformat(timespec="seconds")
+    acks = load_matching_acks(store, changes, observer)
+    time_text = datetime.now(UTC).isoformat(timespec="seconds")
     if undo:
-        undone = _undone(series, trends, acks)
-        append_acks(store, [Undo(ack.id, now) for ack, _ in undone])
-        return [(name, ack.since, ack.until) for ack, name in undone]
-    chosen = _choose_open(series, apply_acks(changes, acks))
-    append_acks(store, [ack_of(change, now, because or "") for change in chosen])
-    return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen]
+        withdrawn_acks = _find_acks_to_undo(series, trends, acks)
+        append_acks(store, [Undo(ack.id, time_text) for ack, _ in withdrawn_acks])
+        return [(name, ack.since, ack.until) for ack, name in withdrawn_acks]
+    chosen_changes = _choose_open(series, apply_acks(changes, acks))
+    append_acks(store, [make_ack(change, time_text, because or "") for change in chosen_changes])
+    return [(change.trend.name, change.comparison.since, change.comparison.until) for change in chosen_changes]
 
 
-def _undone(word: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
-    """Returns the acknowledgements of trends, each with the name of its trend."""
+def _find_acks_to_undo(series: str, trends: Sequence[Trend], acks: Sequence[Ack]) -> list[tuple[Ack, str]]:
+    """Returns those acknowledgements that belong to some trends, each with the name of its trend."""
     names = {(trend.series.name, trend.cell): trend.name for trend in trends}
-    undone = [(ack, names[ack.series, ack.cell]) for ack in acks if (ack.series, ack.cell) in names]
-    if not undone:
-        raise UsageError(f"{word!r:.80} has no acknowledged changes.")
-    return undone
+    named_acks = [(ack, names[ack.series, ack.cell]) for ack in acks if (ack.series, ack.cell) in names]
+    if not named_acks:
+        raise UsageError(f"{series!r:.80} has no acknowledged changes.")
+    return named_acks
 
 
-def _choose_open(word: str, search: Found) -> list[Change]:
-    """Returns the open changes for the worse, or all open ones if none is worse."""
+def _choose_open(series: str, search: Found) -> list[Change]:
+    """Returns the changes that nobody has acknowledged, for the worse. If there are none, returns all changes that
+    nobody has acknowledged.
+    """
     open_changes = [change for change in search.changes if change.state is ChangeState.OPEN]
     if not open_changes:
         reason = ""
         if any(change.state is ChangeState.ACKNOWLEDGED for change in search.changes):
-            reason = " What it has is acknowledged already."
+            reason = " Its changes are already acknowledged."
         elif search.left and not search.looked_at:
-            reason = f" Not looked at: {'; '.join(search.left)}."
-        raise UsageError(f"{word!r:.80} has no open changes.{reason}")
+            reason = f" Not searched: {'; '.join(search.left)}."
+        raise UsageError(f"{series!r:.80} has no open changes.{reason}")
     return [change for change in open_changes if change.is_worse] or open_changes
 
 
-def _trends(history: History, word: str) -> Sequence[Trend]:
-    """Returns the trends of the only series that the word names, or of all that match a pattern with stars."""
-    if _ANY in word:
-        pattern = re.compile(".*".join(map(re.escape, word.lower().split(_ANY))))
+def _find_trends(history: History, series: str) -> Sequence[Trend]:
+    """Returns the trends of the only series whose name matches. If the given name is a pattern with stars, returns
+    the trends of all series that match.
+    """
+    if _WILDCARD in series:
+        pattern = re.compile(".*".join(map(re.escape, series.lower().split(_WILDCARD))))
         trends = history.trends(lambda name: pattern.fullmatch(name.lower()) is not None)
     else:
-        trends = history.trends(series_meant(word, history).__eq__)
+        trends = history.trends(find_series(series, history).__eq__)
     if not trends:
-        raise UsageError(f"no series is called {word!r:.80}. `fp8bench history list` names them all.")
+        raise UsageError(f"no series is called {series!r:.80}. `fp8bench history list` names them all.")
     return trends

@@ -1,4 +1,5 @@
-"""Kinds of stored results that features add, and tables of them, from each feature's module `kind`.
+"""Kinds of stored results that features add, and tables of such results. Each feature defines its kinds in its module
+`kind`.
 
 `show`, `report`, `history list --runs` and `--log` use these kinds.
 """
@@ -17,14 +18,14 @@ from fp8bench.files import is_no_folder
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Page
-from fp8bench.store.kept_lines import fitting
+from fp8bench.store.kept_lines import find_files_by_name
 from fp8bench.store.runs.listing import listing
 
 K = TypeVar("K")
 
 
 class View(NamedTuple):
-    """How a result is shown: a page for people, a value and rows for programs."""
+    """How a result is shown: as a page for people, and as a value or rows for programs."""
 
     page: Callable[[], Page]
     value: Callable[[], Any] = dict
@@ -33,7 +34,7 @@ class View(NamedTuple):
 
 @dataclass(frozen=True)
 class KeptTable:
-    """A table of a run, selected by an option of `show`."""
+    """A table of a run that an option of `fp8bench show` selects."""
 
     name: str
     help: str
@@ -41,7 +42,7 @@ class KeptTable:
 
 
 class SparePart(NamedTuple):
-    """Files and folders that can be removed together. `lock` is a file that is locked while they are in use."""
+    """Files and folders that can be removed together. Processes lock the file `lock` while they use them."""
 
     paths: Sequence[Path]
     what: str
@@ -51,8 +52,9 @@ class SparePart(NamedTuple):
 class Kind(ABC, Generic[K]):
     """A kind of stored result.
 
-    `pattern` matches its files in a store: one name in folders `<utc>-<...>-<id>`, or files named like that; '' if no
-    file holds it. `refused` are options of `show` that it does not accept.
+    `pattern` matches the files of this kind in a store; '' if the kind has no files. Either the files have a fixed
+    name, and their folders are named `<utc>-<...>-<id>`, or the files themselves are named like that. `refused` are
+    options of `fp8bench show` that the kind does not support.
     """
 
     name: ClassVar[str]
@@ -61,65 +63,70 @@ class Kind(ABC, Generic[K]):
     refused: ClassVar[tuple[str, ...]] = ()
 
     def files(self, store: Path) -> list[Path]:
-        """Returns the files, newest first."""
+        """Returns the files of this kind, newest first."""
         paths = store.glob(self.pattern) if self.pattern else ()
         return [path for path in sorted(paths, reverse=True) if path.is_file()]
 
     def find(self, word: str, store: Path) -> Path | None:
-        """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of one; None if none or
-        several match."""
-        last = Path(self.pattern).name
+        """Returns the file that a word means: a path, a folder, an id, a name, or the beginning of an id or name.
+        Returns None if no file matches, or if several do.
+        """
+        file_name = Path(self.pattern).name
         with contextlib.suppress(OSError, ValueError):
-            for path in (Path(word), Path(word) / last):
-                if is_no_folder(path) and (path.name == last or path.resolve().match(self.pattern)):
+            for path in (Path(word), Path(word) / file_name):
+                if is_no_folder(path) and (path.name == file_name or path.resolve().match(self.pattern)):
                     return path
-        paths = fitting(word, {path: self.names(path) for path in self.files(store)})
+        paths = find_files_by_name(word, {path: self.names(path) for path in self.files(store)})
         return paths[0] if len(paths) == 1 else None
 
     def newest(self, store: Path) -> Path | None:
-        """Returns the newest file for 'last', unless that cannot mean this kind; its final name begins with its start
-        time."""
+        """Returns the newest file, for the word 'last'. Returns None if 'last' cannot mean this kind. File names
+        begin with the start time.
+        """
         return None
 
     def names(self, path: Path) -> tuple[str, str]:
-        """Returns its id, and the name of its folder or file, which ends with the id."""
+        """Returns the id of a result, and the name of its folder or file. The name ends with the id."""
         name = path.stem if "*" in Path(self.pattern).name else path.parent.name
         return name.rpartition("-")[2], name
 
     def join(self, words: Sequence[str], store: Path) -> K | None:
-        """Returns results side by side as one; None if some word means a different kind, or this kind shows results one
-        by one."""
+        """Returns one result that combines several stored results. Returns None if this kind cannot combine results,
+        or if a word means a result of a different kind.
+        """
         return None
 
     @abstractmethod
     def load(self, path: Path) -> K:
-        """Loads a file; raises StoreError for other kinds of files."""
+        """Loads a file. Raises StoreError if it is not of this kind."""
 
     @abstractmethod
     def view(self, kept: K) -> View:
-        """Returns what `show` prints."""
+        """Returns what `fp8bench show` prints."""
 
     def whole_view(self, kept: K) -> View:
-        """Returns what `show --all` prints."""
+        """Returns what `fp8bench show --all` prints."""
         return self.view(kept)
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
-        """Yields functions for the lines of `history list --runs`, newest first; they raise StoreError for damaged
-        files."""
+        """Yields a function for each result, newest first. The function returns the result's line for `history list
+        --runs`, and raises StoreError if the file is damaged.
+        """
         yield from ()
 
     def spare(self, store: Path) -> Iterator[SparePart]:
-        """Yields what is not needed to read stored results."""
+        """Yields files that are not needed to read stored results."""
         yield from ()
 
     def report(self, kept: K) -> View | None:
         return None
 
     def log_source(self, kept: K) -> LogSource | None:
-        """Returns the source of scalars for --log; None if this kind has none."""
+        """Returns the source that --log names for the scalars; None if this kind has no scalars."""
         return None
 
     def scalars(self, kept: K) -> Iterator[LoggedScalar]:
+        """Yields the scalars of a loaded result, for --log."""
         yield from ()
 
 
@@ -127,26 +134,26 @@ def kinds() -> list[Kind[Any]]:
     return [kind for module in feature_parts("kind") for kind in getattr(module, "KINDS", ())]
 
 
-def join_results(words: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
-    """Returns the results that words mean as one of their kind; None if they cannot be shown side by side."""
+def join_results(names: Sequence[str], store: Path) -> tuple[Kind[Any], Any] | None:
+    """Returns the kind and the combined result that several words mean; None if the results cannot be combined."""
     for kind in kinds():
-        if (result := kind.join(words, store)) is not None:
+        if (result := kind.join(names, store)) is not None:
             return kind, result
     return None
 
 
-def meant_by(word: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
-    """Returns the results other than runs that a word means. 'last' is the result that began last, of any kind."""
-    if word != "last":
-        paths = [(kind, kind.find(word, store)) for kind in kinds()]
+def find_results(name: str, store: Path, only_runs: bool = False) -> list[tuple[Kind[Any], Path]]:
+    """Returns the results that a word means, except runs. 'last' means the result of any kind that was started last."""
+    if name != "last":
+        paths = [(kind, kind.find(name, store)) for kind in kinds()]
         return [(kind, path) for kind, path in paths if path is not None]
     if only_runs:
         return []
     candidates = [(kind, kind.newest(store)) for kind in kinds()]
-    newest = [(kind, path) for kind, path in candidates if path is not None]
-    newest.sort(key=lambda pair: pair[0].names(pair[1])[-1], reverse=True)
+    newest_results = [(kind, path) for kind, path in candidates if path is not None]
+    newest_results.sort(key=lambda pair: pair[0].names(pair[1])[-1], reverse=True)
     try:
-        run = listing(store).newest if newest else None
+        run = listing(store).newest if newest_results else None
     except (OSError, ValueError):
-        return []  # the search for the run explains why
-    return [(kind, path) for kind, path in newest[:1] if run is None or kind.names(path)[-1] > run.name]
+        return []  # the caller then searches for a run, and raises the error if it finds none
+    return [(kind, path) for kind, path in newest_results[:1] if run is None or kind.names(path)[-1] > run.name]

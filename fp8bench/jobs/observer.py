@@ -1,4 +1,4 @@
-"""The interface through which jobs report progress: they never print."""
+"""The interface through which jobs report their progress, because jobs never print."""
 
 from __future__ import annotations
 
@@ -8,18 +8,19 @@ from typing import Protocol
 
 from fp8bench.protocols import Observer
 
-# Called with the number done, the total, what is counted, and the current activity.
+# Is called with the number of finished items, the number of all items, a word for the items, and the current
+# activity.
 Tell = Callable[[int, int, str, str], None]
 
 
 class JobObserver(Protocol):
-    """Receives the progress of a job, and provides the observer of measurements."""
+    """Receives the progress of a job, and provides observers for its measurements."""
 
     def note(self, sentence: str) -> None:
-        """Reports an event that the job's result does not include."""
+        """Reports an event that is not part of the job's result."""
 
     def measuring(self) -> AbstractContextManager[Observer]:
-        """Returns the observer for a run that is measured."""
+        """Returns the observer for the measurement of a run."""
 
     def counting(self) -> AbstractContextManager[Tell]:
-        """Returns a function to call while many things of one kind are processed one by one."""
+        """Returns a function that a job calls while it processes many items one by one."""

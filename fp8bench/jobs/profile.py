@@ -1,4 +1,4 @@
-"""`fp8bench profile`: a run of the workload `model`, for a maker by name or a live model."""
+"""Runs the suite `model` for `fp8bench profile`, with a user's function that makes a model, or with a live model."""
 
 from __future__ import annotations
 
@@ -20,11 +20,13 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Observer
 from fp8bench.user_code import own_words
 from fp8bench.user_code.named import split_target
-from fp8bench.workloads.model import LIVE, MADE, OPTIMIZERS, Model
+from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS, OPTIMIZERS, Model
 
 
 def profile_dtypes(dtypes: Sequence[str], reference: str | None) -> dict[str, Any]:
-    """Adds the untouched model to the dtypes; it is the reference unless another is given."""
+    """Returns those fields of a request that define what to compare: the suite, the dtypes and the reference. The
+    untouched model is the first dtype, and by default the reference.
+    """
     return {
         "suite": Model.name,
         "dtypes": tuple(dict.fromkeys((UNTOUCHED, *(dtypes or Model.dtypes[1:])))),
@@ -37,83 +39,90 @@ def profile_axes(
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if forward and optimizer != OPTIMIZERS[0]:
         raise UsageError("--forward has no optimizer step, so --optimizer would have no effect. Leave one out.")
-    chosen = {
+    request_fields = {
         "make": target,
         "pass": "forward" if forward else "training",
         "optimizer": optimizer,
         "compile": "yes" if compiled else "no",
         "skip": ";".join(skip),
     }
-    return tuple((name, (value,)) for name, value in chosen.items() if value)
+    return tuple((name, (value,)) for name, value in request_fields.items() if value)
 
 
-def function_named(target: str) -> str:
-    """Checks that the target names a function; a worker finds out whether it exists."""
+def check_function_name(target: str) -> str:
+    """Returns the target if it has the form of a function's name. Only a worker finds out whether the function
+    exists.
+    """
     split_target(target)
     return target
 
 
 def profile(request: Request, store: Path, observer: Observer, command: str, note: str = "") -> Run:
-    """Profiles like a suite run, including shares, unless it is quick or the model is compiled, which has none."""
+    """Profiles a model like a suite. Unless the run is quick or the model is compiled, also measures how much of the
+    step each part takes.
+    """
     compiled = ("compile", ("yes",)) in request.axes
     try:
         request = replace(request, shares=request.shares or not (request.quick or compiled))
         return execute(request, store, observer, command, PROFILE, note=note)
     finally:
-        MADE.clear()
+        LOADED_MODELS.clear()
 
 
-def coverage_of(maker: str) -> Coverage:
-    """Runs a step of the model on a CPU, untimed, and returns its products as fp8 would convert them."""
-    request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (function_named(maker),)),))
+def find_model_coverage(maker: str) -> Coverage:
+    """Runs one untimed step of the model on a CPU, and returns which of its products would be converted to fp8."""
+    request = Request(Model.name, ("fp8",), ("cpu",), UNTOUCHED, axes=(("make", (check_function_name(maker),)),))
     with claim_process(True), worker_for(request, None) as worker:
         facts = worker.probe()
         plan, limits = make_plan(request, facts, None), Limits()
         examine(plan, facts, worker, limits)
         (planned,) = (planned for planned in plan.groups[0].cases if planned.case.precision == "fp8")
         (device,) = (fact for fact in facts if fact.key == "cpu")
-        return worker.within(limits.numbers(planned.work)).coverage(planned.case, device) or Coverage()
+        return worker.within(limits.for_untimed_pass(planned.work)).coverage(planned.case, device) or Coverage()
 
 
 def profile_live(parts: tuple[Any, ...], request: Request, store: Path, observer: Observer, command: str) -> Run:
-    """Profiles a model at hand, which the request names by its class.
+    """Profiles a live model. The request contains only the name of its class.
 
-    Workers load it from a file. A model that cannot be sent is measured in this process, and the run notes why.
+    Workers load the model from a file. A model that cannot be pickled is measured in this process, and a note in the
+    run explains why.
     """
     name = dict(request.axes)["make"][0]
     try:
         if not request.isolation:
-            reason = "as was asked"
+            reason = "isolation=False"
         else:
             with tempfile.TemporaryDirectory(prefix="fp8bench-model-") as folder:
                 try:
-                    file = _file_of(parts, name, Path(folder))
+                    file = _write_model(parts, name, Path(folder))
                     return profile(replace(request, imports=(*request.imports, str(file))), store, observer, command)
                 except NotSent as error:
-                    reason = f"it cannot be sent to another one: {error}"
-        LIVE[name] = lambda: parts
+                    reason = f"it cannot be sent to a worker process: {error}"
+        LIVE_MODELS[name] = lambda: parts
         in_process = replace(request, isolation=False, case_timeout=None)
         import torch
 
-        begun: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
-        with torch.random.fork_rng(range(torch.cuda.device_count()) if begun else ()):  # the caller's numbers stay
+        uses_cuda: bool = torch.cuda.is_initialized()  # type: ignore[no-untyped-call]
+        with torch.random.fork_rng(
+            range(torch.cuda.device_count()) if uses_cuda else ()
+        ):  # do not change the caller's random state
             return profile(in_process, store, observer, command, f"{name} was measured in this process: {reason}")
     finally:
-        LIVE.pop(name, None)
+        LIVE_MODELS.pop(name, None)
 
 
-# The module that workers import.
-_MODULE = """\
+# The source code of a module that workers import in order to load the model.
+_LOADING_MODULE = """\
 from functools import partial
 
-from fp8bench.workloads.model import LIVE, load_sent
+from fp8bench.workloads.model import LIVE_MODELS, load_sent_model
 
-LIVE[{name!r}] = partial(load_sent, {file!r})
+LIVE_MODELS[{name!r}] = partial(load_sent_model, {file!r})
 """
 
 
-def _file_of(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
-    """Writes the model into a file, and a module that loads it; returns the module."""
+def _write_model(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
+    """Writes the model to a file, and a module that loads it. Returns the path of the module."""
     import torch
 
     module, file = folder / "sent.py", folder / "model.pt"
@@ -121,5 +130,5 @@ def _file_of(parts: tuple[Any, ...], name: str, folder: Path) -> Path:
         torch.save(parts, file)
     except Exception as error:
         raise NotSent(own_words(error)) from error
-    module.write_text(_MODULE.format(name=name, file=str(file)))
+    module.write_text(_LOADING_MODULE.format(name=name, file=str(file)))
     return module

@@ -1,4 +1,6 @@
-"""The report's files: a page and a table for each run, in the store and wherever else the user requests them."""
+"""Writes the files of reports: a page and a table for each run, in the store and in other places that the user
+requests.
+"""
 
 from __future__ import annotations
 
@@ -13,28 +15,36 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
 from fp8bench.files import keeping, open_file, write_whole
 from fp8bench.jobs.earlier_runs import find_earlier_steps
-from fp8bench.jobs.kinds import K, Kind, join_results, meant_by
+from fp8bench.jobs.kinds import K, Kind, find_results, join_results
 from fp8bench.model import Run
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
-from fp8bench.report.page.html import CARD_BYTES, MOST_REPORTS, ListedReport, began, charts_of, index_page, read_card
+from fp8bench.report.page.html import (
+    CARD_BYTES,
+    MAX_REPORTS,
+    ListedReport,
+    index_page,
+    list_charts,
+    read_card,
+    show_begin,
+)
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
-from fp8bench.report.page.section import material_of, page_of
-from fp8bench.store.runs.listing import each_once, load_stored_run, store_of
+from fp8bench.report.page.section import make_material, report_page
+from fp8bench.store.runs.listing import load_stored_run, remove_copies, store_of
 
 PAGE = "report.html"
 ROWS = "results.csv"
 INDEX = "index.html"
-_LONGEST_NAME = 120
+_MAX_NAME_LENGTH = 120
 
 
 @dataclass(frozen=True)
 class Pages:
-    """Further places for a report; with `browser` the page is opened.
+    """Places to write a report to, besides the store. With `browser`, the page is also opened.
 
-    `plots` is a folder for its charts as pictures, in each of `plots_formats`.
+    `plots` is a folder for the charts as pictures, in each of `plots_formats`.
     """
 
     html: Path | None = None
@@ -48,96 +58,101 @@ class Pages:
         return self.html is not None or self.markdown is not None or self.browser
 
 
-def report_of(words: Sequence[str], store: Path, pages: Pages) -> Path:
-    """Writes the report of stored runs, or of another stored result; returns the page."""
-    if (together := join_results(words, store)) is not None:
-        kind, kept = together
-        if (page := report_of_kept(kind, kept, Path(kept.path), store, pages)) is not None:
+def write_named_report(names: Sequence[str], store: Path, pages: Pages) -> Path:
+    """Writes the report of stored results. `names` mean runs, or one result of a different kind. Returns the path of
+    the page.
+    """
+    if (joined := join_results(names, store)) is not None:
+        kind, result = joined
+        if (page := write_result_report(kind, result, Path(result.path), store, pages)) is not None:
             return page
-    for called, kind, path in [(word, *meant) for word in words for meant in meant_by(word, store)]:
-        if len(words) > 1:
-            raise UsageError(f"{called} is a {kind.name}, which has a report of its own. Name it alone.")
-        if (page := report_of_kept(kind, kind.load(path), path, store, pages)) is not None:
+    for result_name, kind, path in [(name, *meant) for name in names for meant in find_results(name, store)]:
+        if len(names) > 1:
+            raise UsageError(f"{result_name} is a {kind.name}, which has a separate report. Give it alone.")
+        if (page := write_result_report(kind, kind.load(path), path, store, pages)) is not None:
             return page
-    runs = [load_stored_run(word, store) for word in words]
-    each_once(dict.fromkeys(Path(run.path) for run in runs)).check_refusals()
+    runs = [load_stored_run(name, store) for name in names]
+    remove_copies(dict.fromkeys(Path(run.path) for run in runs)).check_refusals()
     ids = [run.id for run in runs]
-    twice = next((text for place, text in enumerate(ids) if text in ids[:place]), None)
-    if twice is not None:
-        raise UsageError(f"the run {twice} was named twice. Name each run once.")
+    repeated_id = next((run_id for run_id in ids if ids.count(run_id) > 1), None)
+    if repeated_id is not None:
+        raise UsageError(f"the run {repeated_id} was given twice. Give each run once.")
     return write_report(runs, store, pages)
 
 
-def report_of_kept(kind: Kind[K], kept: K, path: Path, store: Path, pages: Pages = Pages()) -> Path | None:
-    """Writes the report of another stored result; returns the page, None if that kind has none."""
-    report = kind.report(kept)
+def write_result_report(kind: Kind[K], result: K, path: Path, store: Path, pages: Pages = Pages()) -> Path | None:
+    """Writes the report of a stored result that is not a run. Returns the path of the page; None if its kind has no
+    report.
+    """
+    report = kind.report(result)
     if report is None:
         return None
     page = replace(report.page(), kind=kind.name)
-    return _write_page(page, report.rows(), folder_of_kept(kind.names(path)[1], store), pages)
+    return _write_page(page, report.rows(), result_report_folder(kind.names(path)[1], store), pages)
 
 
 def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Path:
-    """Writes page and table of runs side by side into the store, and the page to the other requested places.
+    """Writes the page and the table of one or several runs into the store, and the page to other requested places.
 
-    Returns the page in the store. Raises StoreError if a file cannot be written. The same runs give the same bytes.
+    Returns the path of the page in the store. Raises StoreError if a file cannot be written. The same runs give files
+    with the same bytes.
     """
     verdicts = [findings(run) for run in runs]
-    runs = [replace(run, path=_within(run.path, store)) for run in runs]
-    earlier = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
-    page = page_of(replace(material_of(runs, verdicts, store), earlier=earlier))
+    runs = [replace(run, path=_relative_to_store(run.path, store)) for run in runs]
+    earlier_steps = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
+    page = report_page(replace(make_material(runs, verdicts, store), earlier=earlier_steps))
     rows = run_rows(list(zip(runs, verdicts, strict=True)))
-    return _write_page(page, rows, folder_of(runs, store), pages)
+    return _write_page(page, rows, report_folder(runs, store), pages)
 
 
-def folder_of_kept(name: str, store: Path) -> Path:
+def result_report_folder(name: str, store: Path) -> Path:
     return store / "reports" / name
 
 
 def _write_page(page: Page, rows: Rows, folder: Path, pages: Pages) -> Path:
     text = as_html(page)
-    _write(folder / PAGE, text)
-    _write(folder / ROWS, csv_text(*rows))
+    _replace_report_file(folder / PAGE, text)
+    _replace_report_file(folder / ROWS, csv_text(*rows))
     if pages.html is not None:
-        _write(pages.html, text)
+        _replace_report_file(pages.html, text)
     if pages.markdown is not None:
-        _write(pages.markdown, as_markdown(page))
-    _write(folder.parent / INDEX, as_html(_index_of(folder.parent)))
+        _replace_report_file(pages.markdown, as_markdown(page))
+    _replace_report_file(folder.parent / INDEX, as_html(_make_index(folder.parent)))
     if pages.plots is not None:
         _write_plots(page, pages.plots, pages.plots_formats)
     return folder / PAGE
 
 
 def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
-    """Writes each chart to a file named like its id on the page."""
-    from fp8bench.report.page.drawing.pictures import picture
+    """Writes each chart to a file. The file is named after the chart's id on the page."""
+    from fp8bench.report.page.drawing.pictures import draw_picture
 
-    charts = charts_of(page)
+    charts = list_charts(page)
     if not charts:
         raise UsageError(f"the report is written, and has no charts for --plots {folder}. Leave --plots out.")
     for name, chart in charts.items():
         for form in formats:
-            _write(folder / f"{name}.{form}", picture(chart, page.title, form))
+            _replace_report_file(folder / f"{name}.{form}", draw_picture(chart, page.title, form))
 
 
-def _index_of(reports: Path) -> Page:
-    dated = sorted(((began(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
+def _make_index(reports: Path) -> Page:
+    dated_pages = sorted(((show_begin(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
     listed = []
-    for when, path in dated[:MOST_REPORTS]:
+    for start, path in dated_pages[:MAX_REPORTS]:
         with contextlib.suppress(OSError), open_file(path) as file:
             if (card := read_card(file.read(CARD_BYTES).decode(errors="replace"))) is not None:
-                listed.append(ListedReport(card, path.parent.name, when))
-    return index_page(listed, len(dated) - len(listed))
+                listed.append(ListedReport(card, path.parent.name, start))
+    return index_page(listed, len(dated_pages) - len(listed))
 
 
-def why_not_shown(page: Path) -> str:
-    """Opens a page in the user's browser; returns a sentence with its address if no browser opens."""
+def open_in_browser(page: Path) -> str:
+    """Opens a page in the user's browser. If no browser opens, returns a sentence with the address, else ''."""
     address = Path(os.path.realpath(page)).as_uri()
     try:
-        shown = webbrowser.open(address)
+        was_opened = webbrowser.open(address)
     except webbrowser.Error:
-        shown = False
-    return "" if shown else f"no browser could be opened. The report is at {address}"
+        was_opened = False
+    return "" if was_opened else f"no browser could be opened. The report is at {address}"
 
 
 def short_path(page: Path) -> str:
@@ -147,28 +162,32 @@ def short_path(page: Path) -> str:
         return str(page)
 
 
-def place_of_report(run: Run) -> str:
+def find_report_page(run: Run) -> str:
     store = store_of(Path(run.path)) if run.path else None
-    page = folder_of([run], store) / PAGE if store is not None else None
+    page = report_folder([run], store) / PAGE if store is not None else None
     return short_path(page) if page is not None and page.is_file() else ""
 
 
-def folder_of(runs: Sequence[Run], store: Path) -> Path:
-    """Returns the folder of a report in the store, named like the run's file, or by the ids of several runs."""
+def report_folder(runs: Sequence[Run], store: Path) -> Path:
+    """Returns the folder of a report in the store. It is named like the run's file, or by the ids of several runs."""
     stems = [Path(run.path).stem or run.id for run in runs]
     name = stems[0] if len(stems) == 1 else "+".join(run.id or stem for run, stem in zip(runs, stems, strict=True))
-    return store / "reports" / (name if len(name) <= _LONGEST_NAME else f"{name[:_LONGEST_NAME]}-{len(runs)}-runs")
+    return (
+        store / "reports" / (name if len(name) <= _MAX_NAME_LENGTH else f"{name[:_MAX_NAME_LENGTH]}-{len(runs)}-runs")
+    )
 
 
-def _within(path: str, store: Path) -> str:
-    """Returns a run's file relative to the store: the location of the store does not belong in a report."""
+def _relative_to_store(path: str, store: Path) -> str:
+    """Returns the path of a run's file relative to the store, because reports should not depend on where the store
+    is.
+    """
     try:
         return str(Path(store.name or ".") / Path(path).resolve().relative_to(store.resolve())) if path else ""
     except ValueError:
         return Path(path).name
 
 
-def _write(path: Path, text: str | bytes) -> None:
-    """Replaces the file atomically: a browser may be reading the old one."""
+def _replace_report_file(path: Path, text: str | bytes) -> None:
+    """Replaces a file atomically, because a browser may be reading the old file."""
     with keeping(f"the report {path}"):
         write_whole(path, text)

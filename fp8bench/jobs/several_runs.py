@@ -1,4 +1,4 @@
-"""Measurements of several runs: sessions, the standard case of a machine, and the cells of a plan."""
+"""Measures several runs: the sessions of a request, the standard case of a machine, and the cells of a plan."""
 
 from __future__ import annotations
 
@@ -24,88 +24,101 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.run import FleetPlan
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.pipeline import execute, now, resume
-from fp8bench.plan.cells import cells_of
+from fp8bench.plan.cells import list_cells
 from fp8bench.protocols import Observer
-from fp8bench.store.fleet_plans import check_cell, folder_of, runs_of
-from fp8bench.store.reruns import add_reruns
-from fp8bench.store.runs.run_file import check_store, load_run, missing_groups
+from fp8bench.store.fleet_plans import cell_folder, check_cell, iterate_plan_runs
+from fp8bench.store.reruns import store_ratios
+from fp8bench.store.runs.run_file import check_store, find_incomplete_groups, load_run
 from fp8bench.units import clock, percent
 
-_WAIT_SHOWN_EVERY = 1.0
+_WAIT_UPDATE_SECONDS = 1.0
 
 
 def execute_sessions(
-    request: Request, store: Path, observer: Observer, command: str, sessions: int, apart: float
+    request: Request, store: Path, observer: Observer, command: str, sessions: int, pause: float
 ) -> Run:
-    """Measures the request in several runs, each stored; returns the last, whose intervals span all of them.
-
-    `apart` is the pause between runs in seconds. An interrupt ends it with the last existing run.
+    """Measures the request in several runs (sessions), and stores each of them. Returns the last run. Its intervals
+    cover the ratios of all sessions. `pause` is the number of seconds between two runs. If the user interrupts,
+    returns the last run that exists.
     """
-    known: dict[str, tuple[Interval, ...]] = {}
+    earlier_ratios: dict[str, tuple[Interval, ...]] = {}
     for number in range(sessions):
-        run = execute(request, store, observer, command, note=f"session {number + 1} of {sessions}", sessions=known)
-        if not run.finished or number + 1 == sessions or not _wait(run, apart, observer, number + 2, sessions):
+        run = execute(
+            request, store, observer, command, note=f"session {number + 1} of {sessions}", sessions=earlier_ratios
+        )
+        if (
+            not run.finished
+            or number + 1 == sessions
+            or not _wait_between_sessions(run, pause, observer, number + 2, sessions)
+        ):
             break
-        alone = replace(run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records))
-        ratios = ((case, finding.ratio) for case, finding in findings(alone).items())
-        # Ranges count, too: leaving out disturbed sessions would make the span too narrow on a busy machine.
-        known = known | {case: (*known.get(case, ()), ratio) for case, ratio in ratios if ratio is not None}
+        single_session = replace(
+            run, records=tuple(replace(record, sessions=(), reruns=None) for record in run.records)
+        )
+        case_ratios = ((case, finding.ratio) for case, finding in findings(single_session).items())
+        # Use the ratios of disturbed sessions as well. Without them, the intervals would be too narrow on a busy
+        # machine.
+        earlier_ratios = earlier_ratios | {
+            case: (*earlier_ratios.get(case, ()), ratio) for case, ratio in case_ratios if ratio is not None
+        }
     return run
 
 
-def _wait(run: Run, apart: float, observer: Observer, number: int, sessions: int) -> bool:
-    until, case = time.monotonic() + apart, run.plan.groups[0].cases[0].case
+def _wait_between_sessions(run: Run, pause: float, observer: Observer, number: int, sessions: int) -> bool:
+    end, case = time.monotonic() + pause, run.plan.groups[0].cases[0].case
     try:
-        while (remaining := until - time.monotonic()) > 0:
+        while (remaining := end - time.monotonic()) > 0:
             observer.working(
-                case, f"session {number} of {sessions} begins in {clock(remaining)}", 1 - remaining / apart
+                case, f"session {number} of {sessions} begins in {clock(remaining)}", 1 - remaining / pause
             )
-            time.sleep(min(_WAIT_SHOWN_EVERY, remaining))
+            time.sleep(min(_WAIT_UPDATE_SECONDS, remaining))
     except KeyboardInterrupt:
         return False
     return True
 
 
-# More runs than the comparisons that show a spread need, but few enough to wait for.
-_STANDARD_RUNS = 6
-_STANDARD_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
+# The number of runs of the standard case: enough to compute a spread, and short enough to wait for.
+_STANDARD_CASE_RUNS = 6
+_STANDARD_CASE_AXES = (("shape", ("512x512x512",)), ("product", ("forward",)))
 
 
-def standard_runs(store: Path, observer: JobObserver) -> Iterator[str]:
-    """Measures a standard case in fresh processes on each device, and how much these runs differ.
+def measure_standard_case(store: Path, observer: JobObserver) -> Iterator[str]:
+    """Measures a standard case several times on each device, in fresh processes, to find how much its ratio differs
+    from run to run.
 
-    The differences are stored, for the intervals of later runs.
+    The differences are stored. They widen the intervals of later runs.
     """
     check_store(store)
     with ProcessWorker(Settings()) as worker:
-        keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
-    for device in keys:
+        usable_device_keys = [device_facts.key for device_facts in worker.probe() if not device_facts.unusable]
+    for device in usable_device_keys:
         request = Request(
-            "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
+            "gemm", ("fp32", "bf16"), (device,), axes=_STANDARD_CASE_AXES, rounds=LEAST_ROUNDS, energy=False, tape=False
         )
         logs: list[float] = []
         with tempfile.TemporaryDirectory() as folder, observer.measuring() as watching:
-            for number in range(_STANDARD_RUNS):
+            for number in range(_STANDARD_CASE_RUNS):
                 run = execute(
                     request,
                     Path(folder),
                     watching,
                     "fp8bench doctor --calibrate",
-                    note=f"a standard case, run {number + 1} of {_STANDARD_RUNS}",
+                    note=f"a standard case, run {number + 1} of {_STANDARD_CASE_RUNS}",
                 )
                 if not run.finished:
                     break
-                add_reruns(run.records, run, store)
+                store_ratios(run.records, run, store)
                 ratios = (finding.ratio for finding in findings(run).values())
                 logs += [math.log(ratio.point) for ratio in ratios if ratio is not None]
-        yield f"how far runs lie apart on {device}"
+        yield f"difference between runs on {device}"
         if len(logs) < 2:
-            yield "  not known: the standard case, a product of 512 in fp32 and bf16, gave no two ratios"
+            yield "  unknown: the standard case, a product of 512 in fp32 and bf16, gave fewer than two ratios"
             continue
-        apart, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
+        largest_difference, spread = math.exp(max(logs) - min(logs)) - 1, math.expm1(statistics.stdev(logs))
         yield (
-            f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(apart, 2)} at most, a "
-            f"standard deviation of {percent(spread, 2)}; kept for the intervals of later runs, and each run adds to it"
+            f"  a product of 512, bf16 over fp32, in {len(logs)} fresh processes: {percent(largest_difference, 2)} at "
+            f"most, a standard deviation of {percent(spread, 2)}; stored for the intervals of later runs, and each run "
+            "adds to it"
         )
 
 
@@ -113,40 +126,40 @@ ORIGIN = "fleet"
 
 
 def cut_into_cells(request: Request, plan: Plan, facts: Sequence[DeviceFacts], command: str) -> FleetPlan:
-    cells = cells_of(plan, facts)
+    cells = list_cells(plan, facts)
     if not cells:
         raise UsageError("nothing would be measured on this machine, so there is no cell. See --dry-run.")
     return FleetPlan(secrets.token_hex(4), now(), command, request, cells, __version__)
 
 
 def measure_cell(plan: FleetPlan, number: int, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Returns the run of a cell, and whether it was measured now: a finished one is not measured again.
+    """Returns whether a cell was measured now, and the run of the cell. A finished cell is not measured again.
 
-    A run that was cut off is resumed on the same machine and software, otherwise measured from the start.
+    An interrupted run is resumed if machine and software are the same. Otherwise the cell is measured from the start.
     """
     check_cell(plan, number)
-    name = plan.name_of(number)
-    with exclusively(folder_of(plan, number, store), f"cell {name} into {store}"):
-        begun = [head for place, head in runs_of(plan, store) if place == number]
-        whole = next((run for head in begun if (run := load_run(Path(head.path))).finished), None)
-        if whole is not None and not missing_groups(whole):
-            return False, whole
-        for head in begun:
+    cell_name = plan.name_of(number)
+    with exclusive_lock(cell_folder(plan, number, store), f"cell {cell_name} into {store}"):
+        started_runs = [head for place, head in iterate_plan_runs(plan, store) if place == number]
+        finished_run = next((run for head in started_runs if (run := load_run(Path(head.path))).finished), None)
+        if finished_run is not None and not find_incomplete_groups(finished_run):
+            return False, finished_run
+        for head in started_runs:
             try:
                 return resume(Path(head.path), store, observer, command)
             except UsageError:
-                continue  # it was begun elsewhere, or with other software
-        return True, execute(plan.request, store, observer, command, ORIGIN, cell=(name, plan.cells[number]))
+                continue  # this run was started on a different machine, or with different software
+        return True, execute(plan.request, store, observer, command, ORIGIN, cell=(cell_name, plan.cells[number]))
 
 
 @contextmanager
-def exclusively(folder: Path, what: str) -> Iterator[None]:
-    """Holds the folder's lock; raises UsageError if another process has it."""
+def exclusive_lock(folder: Path, subject: str) -> Iterator[None]:
+    """Holds the lock of a folder. Raises UsageError if another process holds it."""
     with ExitStack() as stack:
         try:
             stack.enter_context(lock_folder(folder, 0))
         except StoreError:
             if not os.access(folder / LOCK, os.W_OK):
                 raise
-            raise UsageError(f"another process is measuring {what}, which is left to it") from None
+            raise UsageError(f"another process is already measuring {subject}") from None
         yield

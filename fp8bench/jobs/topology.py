@@ -1,7 +1,8 @@
-"""The links between this machine's GPUs, as the file that `plan-parallel --topology` takes.
+"""Finds the links between this machine's GPUs, and writes them to a file for `plan-parallel --topology`.
 
-Links are those that the driver and the system report, unless the store has a measured all-reduce of all GPUs. Rates of
-products are measured ceilings, else the vendor's peaks, which no product reaches.
+The rates of links come from the driver and the system. If the store has a measured all-reduce of all GPUs, its rate
+is used instead. The rates of products are measured ceilings, or else the vendor's peaks, which real products do not
+reach.
 """
 
 from __future__ import annotations
@@ -14,27 +15,30 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
-from fp8bench.analysis.roofline import datasheet_of
-from fp8bench.analysis.verdicts import totals
+from fp8bench.analysis.roofline import find_datasheet
+from fp8bench.analysis.verdicts import step_seconds_of_calls
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.model import Limit, Record
-from fp8bench.store.ceilings import history_of_ceilings
-from fp8bench.store.runs.listing import newest_files
+from fp8bench.store.ceilings import load_ceilings_history
+from fp8bench.store.runs.listing import iterate_newest_files
 from fp8bench.store.runs.run_file import load_run
 
-# GB/s per lane, one way, by PCIe generation.
-_LANE = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
-# The driver reports the signal rate; this share of it is data: 18 links of 26.562 GB/s are an H100's 450.
-_DATA = 16 / 17
-# How many runs are searched for a collective, from the newest on.
-_MOST_RUNS = 200
-_QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
+# GB/s of one PCIe lane in one direction, by PCIe generation.
+_LANE_RATES = {1: 0.25, 2: 0.5, 3: 0.985, 4: 1.969, 5: 3.938, 6: 7.563}
+# The part of NVLink's signal rate that is data. The driver reports the signal rate: 18 links of 26.562 GB/s give the
+# 450 GB/s of an H100.
+_DATA_SHARE = 16 / 17
+# The most runs that are searched for an all-reduce, newest first.
+_MAX_RUNS = 200
+_GPU_QUERY = "name,memory.total,pcie.link.gen.max,pcie.link.width.max"
 INFINIBAND = Path("/sys/class/infiniband")
 
 
 @dataclass(frozen=True)
 class TopologyLine:
-    """A line of the file, commented out if `value` is None; `source` names the origin of the value."""
+    """A line of the topology file. If `value` is None, the line is a comment. `source` names the origin of
+    the value.
+    """
 
     name: str
     value: float | None
@@ -49,62 +53,73 @@ class TopologyLine:
 
 
 def topology_lines(path: Path, store: Path, infiniband: Path = INFINIBAND) -> Iterator[str]:
-    """Writes the file and yields its lines. Raises UsageError if it exists, or without GPUs."""
+    """Writes the topology file and yields its lines. Raises UsageError if the file exists, or if the machine has no
+    GPUs.
+    """
     if path.exists():
         raise UsageError(f"--topology {path} exists already. Give another name, or remove it.")
-    answer = _query_driver(f"--query-gpu={_QUERY}", "--format=csv,noheader,nounits")
+    answer = _query_driver(f"--query-gpu={_GPU_QUERY}", "--format=csv,noheader,nounits")
     gpus = [list(map(str.strip, line.split(","))) for line in answer]
-    if not gpus or any(len(fields) != len(_QUERY.split(",")) for fields in gpus):
+    if not gpus or any(len(fields) != len(_GPU_QUERY.split(",")) for fields in gpus):
         raise UsageError(f"--topology: nvidia-smi lists no GPUs: {' '.join(answer)[:200]!r}")
     if len(names := sorted({fields[0] for fields in gpus})) > 1:
         raise UsageError(f"--topology: a plan supports one kind of GPU, but this machine has {', '.join(names)}.")
-    kinds = links_between(_query_driver("topo", "-m"))
+    kinds = count_links(_query_driver("topo", "-m"))
     yield from (f"{name} {memory} MiB" for name, memory, *_ in gpus)
     yield f"between GPUs: {', '.join(f'{count} x {kind}' for kind, count in kinds.items()) or 'nothing to join'}"
-    for name, rate in adapters(infiniband):
+    for name, rate in active_ports(infiniband):
         yield f"{name}: {rate:g} Gb/s"
-    lines = list(_lines(gpus, kinds, store, infiniband))
+    lines = list(_make_topology_lines(gpus, kinds, store, infiniband))
     text = [f"# {len(gpus)} {gpus[0][0]}, as fp8bench doctor --topology found them", *(line.text for line in lines)]
     try:
         path.write_text("\n".join([*text, ""]), encoding="utf-8")
     except OSError as error:
         raise UsageError(f"--topology {path} cannot be written: {error.strerror}.") from None
     yield from text[1:]
-    missing = [line.name for line in lines if line.value is None]
-    yield f"written to {path}" + (f"; add {', '.join(missing)}, which nothing here says" if missing else "")
+    missing_names = [line.name for line in lines if line.value is None]
+    yield f"written to {path}" + (f"; add {', '.join(missing_names)}, which are unknown here" if missing_names else "")
 
 
-def _lines(gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband: Path) -> Iterator[TopologyLine]:
+def _make_topology_lines(
+    gpus: list[list[str]], kinds: dict[str, int], store: Path, infiniband: Path
+) -> Iterator[TopologyLine]:
     name, memory, *pcie = gpus[0]
     yield TopologyLine("node", len(gpus), "", "nvidia-smi")
-    known = re.fullmatch(r"[\d.]+", memory)
+    is_number = re.fullmatch(r"[\d.]+", memory)
     yield TopologyLine(
-        "memory", float(memory) if known else None, "MiB", "nvidia-smi" if known else "the driver is silent"
+        "memory",
+        float(memory) if is_number else None,
+        "MiB",
+        "nvidia-smi" if is_number else "the driver does not report it",
     )
     measured = measured_bandwidth(store, len(gpus))
     links = link_rate(_query_driver("nvlink", "-s")) if any(kind.startswith("NV") for kind in kinds) else None
     rate: float | None
     if measured is not None:
-        rate, words = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
+        rate, source = measured[0] / 1e9, f"bus bandwidth of all_reduce, measured in run {measured[1]}"
     elif links:
-        rate, words = links * _DATA, "the data rate of its NVLinks, not measured"
+        rate, source = links * _DATA_SHARE, "the data rate of its NVLinks, not measured"
     else:
-        rate, words = _pcie(*pcie), f"PCIe {pcie[0]} x{pcie[1]}, not measured"
-    yield TopologyLine("inside", rate, "GB/s", words)
-    ports = sum(rate for _, rate in adapters(infiniband)) / 8 / len(gpus)
-    words = "a GPU's share of the active InfiniBand or RoCE ports, not measured" if ports else "no active port here"
-    yield TopologyLine("between", ports or None, "GB/s", words)
-    yield from (_rate(precision, name, store) for precision in ("bf16", "fp8"))
+        rate, source = _pcie_rate(*pcie), f"PCIe {pcie[0]} x{pcie[1]}, not measured"
+    yield TopologyLine("inside", rate, "GB/s", source)
+    port_rate_per_gpu = sum(rate for _, rate in active_ports(infiniband)) / 8 / len(gpus)
+    source = (
+        "a GPU's share of the active InfiniBand or RoCE ports, not measured" if port_rate_per_gpu else "no active port"
+    )
+    yield TopologyLine("between", port_rate_per_gpu or None, "GB/s", source)
+    yield from (_product_rate(precision, name, store) for precision in ("bf16", "fp8"))
 
 
-def _rate(precision: str, name: str, store: Path) -> TopologyLine:
-    """Returns the newest measured ceiling of a device, else the datasheet's peak."""
+def _product_rate(precision: str, name: str, store: Path) -> TopologyLine:
+    """Returns the line of the topology file with the rate of products in a precision. The rate is the newest measured
+    ceiling of the device, or else the peak of its datasheet.
+    """
     bounds = [
-        ceilings.bound(Limit.PRODUCT, precision) for ceilings in history_of_ceilings(store) if ceilings.device == name
+        ceilings.bound(Limit.PRODUCT, precision) for ceilings in load_ceilings_history(store) if ceilings.device == name
     ]
     if rate := next(filter(None, reversed(bounds)), None):
         return TopologyLine(precision, rate / 1e12, "TFLOP/s", "measured ceiling")
-    sheet = datasheet_of(name)
+    sheet = find_datasheet(name)
     peak = sheet.peak(precision) if sheet is not None else None
     if sheet is None or peak is None:
         return TopologyLine(precision, None, "", "unknown: fp8bench suite ceilings measures it")
@@ -112,10 +127,10 @@ def _rate(precision: str, name: str, store: Path) -> TopologyLine:
     return TopologyLine(precision, peak / 1e12, "TFLOP/s", source)
 
 
-def _query_driver(*words: str) -> list[str]:
-    command = ["nvidia-smi", *words]
+def _query_driver(*options: str) -> list[str]:
+    command = ["nvidia-smi", *options]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
@@ -126,24 +141,24 @@ def _query_driver(*words: str) -> list[str]:
         )
     except (OSError, subprocess.TimeoutExpired) as error:
         raise UsageError(f"--topology reads an NVIDIA driver, and nvidia-smi gave no answer: {error}") from None
-    if done.returncode:
-        raise UsageError(f"{' '.join(command)} failed: {(done.stderr or done.stdout).strip()[:200]}")
-    return [line for line in done.stdout.splitlines() if line.strip()]
+    if result.returncode:
+        raise UsageError(f"{' '.join(command)} failed: {(result.stderr or result.stdout).strip()[:200]}")
+    return [line for line in result.stdout.splitlines() if line.strip()]
 
 
-def links_between(matrix: list[str]) -> dict[str, int]:
-    """Returns how many links of each kind join two GPUs ('NV18', 'PIX', 'SYS'), from nvidia-smi's matrix."""
+def count_links(matrix: list[str]) -> dict[str, int]:
+    """Counts the links between GPUs by their kind ('NV18', 'PIX', 'SYS'), from the matrix that nvidia-smi prints."""
     counts: dict[str, int] = {}
     rows = [re.sub(r"\x1b\[[0-9;]*m", "", line).split() for line in matrix]
-    of_gpus = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
-    for number, row in enumerate(of_gpus):
-        for kind in row[1 : len(of_gpus) + 1][number + 1 :]:
+    gpu_rows = [row for row in rows if row and re.fullmatch(r"GPU\d+", row[0]) and "X" in row]
+    for number, row in enumerate(gpu_rows):
+        for kind in row[1 : len(gpu_rows) + 1][number + 1 :]:
             counts[kind] = counts.get(kind, 0) + 1
     return counts
 
 
 def link_rate(status: list[str]) -> float:
-    """Returns GB/s of signals on the active links of the GPU with the fewest links."""
+    """Returns the summed rate of a GPU's active links, in GB/s. If GPUs differ, the smallest sum counts."""
     sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):
@@ -153,16 +168,16 @@ def link_rate(status: list[str]) -> float:
     return min(sums, default=0.0)
 
 
-def _pcie(generation: str, width: str) -> float | None:
+def _pcie_rate(generation: str, width: str) -> float | None:
     try:
-        return _LANE[int(generation)] * int(width)
+        return _LANE_RATES[int(generation)] * int(width)
     except (KeyError, ValueError):
         return None
 
 
-def adapters(folder: Path) -> list[tuple[str, float]]:
-    """Returns active ports: name and Gb/s."""
-    ports = []
+def active_ports(folder: Path) -> list[tuple[str, float]]:
+    """Returns the name and the rate in Gb/s of each active InfiniBand or RoCE port."""
+    named_rates = []
     for port in sorted(folder.glob("*/ports/*")):
         try:
             rate = re.match(r"([\d.]+) Gb/sec", (port / "rate").read_text())
@@ -170,26 +185,28 @@ def adapters(folder: Path) -> list[tuple[str, float]]:
         except OSError:
             continue
         if rate and active:
-            ports.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
-    return ports
+            named_rates.append((f"{port.parts[-3]} port {port.name}", float(rate[1])))
+    return named_rates
 
 
 def measured_bandwidth(store: Path, gpus: int) -> tuple[float, str] | None:
-    """Returns the best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and its run: the newest that has one."""
-    for place, file in enumerate(newest_files(store)):
-        if place >= _MOST_RUNS:
+    """Returns the best bus bandwidth (bytes/s) of an all-reduce of all GPUs, and the id of its run. The newest run
+    with such an all-reduce is used.
+    """
+    for place, file in enumerate(iterate_newest_files(store)):
+        if place >= _MAX_RUNS:
             break
         try:
             run = load_run(file)
-        except StoreError:  # another version, or not a run
+        except StoreError:  # the file is not a run, or comes from a different version
             continue
-        rates = [rate for record in run.records if (rate := _bus(record, gpus))]
+        rates = [rate for record in run.records if (rate := _find_bus_bandwidth(record, gpus))]
         if rates:
             return max(rates), run.id
     return None
 
 
-def _bus(record: Record, gpus: int) -> float | None:
+def _find_bus_bandwidth(record: Record, gpus: int) -> float | None:
     case, transfer = record.case, record.transfer
     if not record.is_ok or record.timing is None or transfer is None or case.workload != "collective":
         return None
@@ -197,4 +214,6 @@ def _bus(record: Record, gpus: int) -> float | None:
         return None
     if not record.support.is_native:
         return None
-    return float(transfer.payload * transfer.bus_factor / statistics.median(totals(record.timing).tolist()))
+    return float(
+        transfer.payload * transfer.bus_factor / statistics.median(step_seconds_of_calls(record.timing).tolist())
+    )

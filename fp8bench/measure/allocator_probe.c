@@ -1,7 +1,7 @@
-/* Stands between a process and its allocator, and counts and times calls while it is switched on.
+/* Intercepts a process's calls of its memory allocator; counts and times them while it is switched on.
 
-   Preloaded: allocator_probe.py says when. What dlsym itself allocates before the allocator is known comes from a small
-   block that is never given back. */
+   CountingWorker (handle.py) loads it by LD_PRELOAD. dlsym allocates memory before the real allocator is known: that
+   memory comes from a small block that is never freed. */
 #define _GNU_SOURCE
 #include <dlfcn.h>
 #include <stdatomic.h>
@@ -18,24 +18,26 @@ static int (*real_posix_memalign)(void **, size_t, size_t);
 static void *(*real_aligned_alloc)(size_t, size_t);
 static void *(*real_memalign)(size_t, size_t);
 
-static char first[1 << 14] __attribute__((aligned(64)));
-static size_t first_used;
-static atomic_int on;
+static char early_block[1 << 14] __attribute__((aligned(64)));
+static size_t early_used;
+static atomic_int switched_on;
 static _Atomic uint64_t allocations, releases, bytes, nanoseconds;
 
 static uint64_t now(void) {
-  struct timespec at;
-  clock_gettime(CLOCK_MONOTONIC, &at);
-  return (uint64_t)at.tv_sec * 1000000000u + (uint64_t)at.tv_nsec;
+  struct timespec moment;
+  clock_gettime(CLOCK_MONOTONIC, &moment);
+  return (uint64_t)moment.tv_sec * 1000000000u + (uint64_t)moment.tv_nsec;
 }
 
-static void *from_first(size_t size) {
-  size_t begun = first_used;
-  first_used += (size + 63) & ~(size_t)63;
-  return first_used <= sizeof first ? first + begun : NULL;
+static void *allocate_early(size_t size) {
+  size_t offset = early_used;
+  early_used += (size + 63) & ~(size_t)63;
+  return early_used <= sizeof early_block ? early_block + offset : NULL;
 }
 
-static int of_first(void *given) { return (char *)given >= first && (char *)given < first + sizeof first; }
+static int is_early(void *pointer) {
+  return (char *)pointer >= early_block && (char *)pointer < early_block + sizeof early_block;
+}
 
 __attribute__((constructor)) static void resolve(void) {
   static int resolving;
@@ -50,76 +52,76 @@ __attribute__((constructor)) static void resolve(void) {
   real_malloc = dlsym(RTLD_NEXT, "malloc");
 }
 
-static uint64_t begin(void) {
+static uint64_t start_call(void) {
   if (!real_malloc) resolve();
-  return atomic_load_explicit(&on, memory_order_relaxed) ? now() : 0;
+  return atomic_load_explicit(&switched_on, memory_order_relaxed) ? now() : 0;
 }
 
-static void end(uint64_t begun, size_t size, int allocates) {
-  if (!begun) return;
-  atomic_fetch_add_explicit(&nanoseconds, now() - begun, memory_order_relaxed);
+static void end_call(uint64_t started, size_t size, int allocates) {
+  if (!started) return;
+  atomic_fetch_add_explicit(&nanoseconds, now() - started, memory_order_relaxed);
   atomic_fetch_add_explicit(allocates ? &allocations : &releases, 1, memory_order_relaxed);
   atomic_fetch_add_explicit(&bytes, size, memory_order_relaxed);
 }
 
 void *malloc(size_t size) {
-  uint64_t begun = begin();
-  if (!real_malloc) return from_first(size);
-  void *found = real_malloc(size);
-  end(begun, size, 1);
-  return found;
+  uint64_t started = start_call();
+  if (!real_malloc) return allocate_early(size);
+  void *memory = real_malloc(size);
+  end_call(started, size, 1);
+  return memory;
 }
 
 void *calloc(size_t count, size_t size) {
-  uint64_t begun = begin();
-  if (!real_malloc) return from_first(count * size);
-  void *found = real_calloc(count, size);
-  end(begun, count * size, 1);
-  return found;
+  uint64_t started = start_call();
+  if (!real_malloc) return allocate_early(count * size);
+  void *memory = real_calloc(count, size);
+  end_call(started, count * size, 1);
+  return memory;
 }
 
-void *realloc(void *given, size_t size) {
-  uint64_t begun = begin();
-  if (!real_malloc || of_first(given)) {
-    void *moved = real_malloc ? real_malloc(size) : from_first(size);
-    size_t left = given ? (size_t)(first + sizeof first - (char *)given) : 0;
-    if (moved && given) memcpy(moved, given, size < left ? size : left);
+void *realloc(void *pointer, size_t size) {
+  uint64_t started = start_call();
+  if (!real_malloc || is_early(pointer)) {
+    void *moved = real_malloc ? real_malloc(size) : allocate_early(size);
+    size_t available = pointer ? (size_t)(early_block + sizeof early_block - (char *)pointer) : 0;
+    if (moved && pointer) memcpy(moved, pointer, size < available ? size : available);
     return moved;
   }
-  void *found = real_realloc(given, size);
-  end(begun, size, 1);
-  return found;
+  void *memory = real_realloc(pointer, size);
+  end_call(started, size, 1);
+  return memory;
 }
 
-void free(void *given) {
-  if (!given || of_first(given)) return;
-  uint64_t begun = begin();
-  real_free(given);
-  end(begun, 0, 0);
+void free(void *pointer) {
+  if (!pointer || is_early(pointer)) return;
+  uint64_t started = start_call();
+  real_free(pointer);
+  end_call(started, 0, 0);
 }
 
-int posix_memalign(void **found, size_t alignment, size_t size) {
-  uint64_t begun = begin();
-  int failed = real_posix_memalign(found, alignment, size);
-  end(begun, size, 1);
+int posix_memalign(void **memory, size_t alignment, size_t size) {
+  uint64_t started = start_call();
+  int failed = real_posix_memalign(memory, alignment, size);
+  end_call(started, size, 1);
   return failed;
 }
 
 void *aligned_alloc(size_t alignment, size_t size) {
-  uint64_t begun = begin();
-  void *found = real_aligned_alloc(alignment, size);
-  end(begun, size, 1);
-  return found;
+  uint64_t started = start_call();
+  void *memory = real_aligned_alloc(alignment, size);
+  end_call(started, size, 1);
+  return memory;
 }
 
 void *memalign(size_t alignment, size_t size) {
-  uint64_t begun = begin();
-  void *found = real_memalign(alignment, size);
-  end(begun, size, 1);
-  return found;
+  uint64_t started = start_call();
+  void *memory = real_memalign(alignment, size);
+  end_call(started, size, 1);
+  return memory;
 }
 
-void fp8bench_probe_switch(int to) { atomic_store(&on, to); }
+void fp8bench_probe_switch(int to) { atomic_store(&switched_on, to); }
 
 void fp8bench_probe_read(uint64_t *into) {
   into[0] = atomic_load(&allocations);
@@ -128,12 +130,12 @@ void fp8bench_probe_read(uint64_t *into) {
   into[3] = atomic_load(&nanoseconds);
 }
 
-/* What so many empty calls would be taken to last: the clock's own share of each. */
+/* Returns the nanoseconds that would be counted for this number of empty calls: the cost of reading the clock. */
 uint64_t fp8bench_probe_cost(int times) {
-  uint64_t all = 0;
-  for (int turn = 0; turn < times; turn++) {
-    uint64_t begun = now();
-    all += now() - begun;
+  uint64_t total = 0;
+  for (int call = 0; call < times; call++) {
+    uint64_t started = now();
+    total += now() - started;
   }
-  return all;
+  return total;
 }

@@ -1,4 +1,6 @@
-"""A case in the rounds: its state or states in the worker, and the slots measured up to now."""
+"""Measures one arm: a case that is timed in the rounds of its group. An arm has states in the worker process, and
+timed slots (several calls of its step in a row).
+"""
 
 from __future__ import annotations
 
@@ -12,16 +14,16 @@ from typing import Any
 
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import HANG_SECONDS, USUAL, Limits
+from fp8bench.measure.limits import DEFAULT_LIMITS, HANG_SECONDS, Limits
 from fp8bench.measure.slots import (
     REPEAT_BELOW_SECONDS,
     Segmentation,
-    block_length,
-    by_phase,
-    by_phase_totals,
-    filling_of,
-    segment,
-    shape_of,
+    choose_block_ns,
+    choose_filling,
+    choose_slot_shape,
+    cut_into_cells,
+    segment_by_phase,
+    sum_by_phase,
 )
 from fp8bench.model import (
     CELL_PHASES,
@@ -43,39 +45,43 @@ from fp8bench.registry import precisions, workloads
 
 @dataclass
 class Quantisers:
-    """How a run executes its quantisers. `why_eager` is '' while they are compiled.
+    """Holds whether a run compiles its quantisers, which are the emulated casts. `why_eager` is '' while they are
+    compiled, and the reason if they are not.
 
-    An emulated cast is a dozen operations in a row, or one kernel that torch.compile makes of them: the same numbers
-    bit for bit, and much faster. Compiling takes seconds, so it is never timed. If compiling ends a worker, `why_eager`
-    is set for the rest of the run, because it would end the next worker as well.
+    An emulated cast runs as a dozen operations, or as one kernel by torch.compile, which is much faster and has
+    bitwise equal results. Compilation takes seconds and is never timed. If compilation ends a worker, `why_eager` is
+    set for the rest of the run, because it would end the next worker too.
     """
 
     why_eager: str = ""
 
 
-# Two states of one code differ by where their memory lies, for as long as they live: products of 0.3 ms by 0.25% in the
-# ratio on one processor, by more than the band on another. So a short step has several, and each round takes one.
-STATES = 4
-# A step this long is timed well enough by its first call.
-LONG_SECONDS = 5.0
+# The number of states of a short step. Its time depends on the addresses of its tensors: a product of 0.3 ms varies
+# by 0.25% on one processor, and by more than the noise band on another one. So a short step gets several copies of
+# its state at different addresses, and each slot uses one of them.
+STATES_PER_SHORT_STEP = 4
+# The slots of a step that takes at least this many seconds are sized by its first call alone.
+LONG_STEP_SECONDS = 5.0
 _CALIBRATING_CALLS = 3
-_MORE_COMPILATIONS = 2
-# The codes of a step whose phases were not marked.
-_NO_MARKS = (CELL_PHASES.index(UNATTRIBUTED),)
-_FIRST_ASKED_LATE = "they were first asked for while it was timed"
+_MAX_RECOMPILATIONS = 2
+# The phase codes of a step that sets no marks between phases.
+_UNMARKED_STEP_CODES = (CELL_PHASES.index(UNATTRIBUTED),)
+_REQUESTED_LATE = "they were first requested during the timing"
 
-# Receives an arm and what is being done with it.
-Tell = Callable[["MeasuredArm", str], None]
+# Is called with an arm and a text about what is being done with this arm.
+ActivityCallback = Callable[["MeasuredArm", str], None]
 
 
 @dataclass
 class MeasuredArm:
-    """One entry in the rounds: its state or states in the worker, and its slots."""
+    """A case that is timed in rounds: the keys of its states in the worker, the size of its slots, and the timed
+    slots.
+    """
 
     key: str
     planned: PlannedCase
     facts: DeviceFacts
-    limits: Limits = USUAL
+    limits: Limits = DEFAULT_LIMITS
     calls: int = 1
     discard: int = 0
     step_seconds: float = 0.0
@@ -84,8 +90,8 @@ class MeasuredArm:
     rotation: Rotation | None = None
     calibrated: RawStep | None = None
     segmentation: Segmentation | None = None
-    varying: bool = False
-    more_keys: list[str] = field(default_factory=list)
+    marks_vary: bool = False
+    copy_keys: list[str] = field(default_factory=list)
     slots: list[SlotSample] = field(default_factory=list)
     scales: tuple[LayerScale, ...] = ()
     not_finite: float = 0.0
@@ -99,188 +105,217 @@ class MeasuredArm:
         return self.planned.support.is_emulated
 
     @property
-    def cache(self) -> str:
+    def cache_mode(self) -> str:
         return str(CACHE.of(dict(self.planned.case.params)))
 
     @property
-    def queues(self) -> bool:
-        """Whether calls are enqueued on a device whose time is measured: the time of an emulated case is no figure."""
+    def has_device_queue(self) -> bool:
+        """Returns whether steps are enqueued on an accelerator. It is false for emulated cases, because an emulation
+        does not show the speed of hardware.
+        """
         return self.facts.accelerated and not self.is_emulated
 
-    def prepare(self, worker: Worker, quantisers: Quantisers | None = None, tell: Tell | None = None) -> None:
-        """Builds the state, compiles its quantisers, then times a few steps to size the slots and cut the cells.
+    def prepare(
+        self, worker: Worker, quantisers: Quantisers | None = None, tell: ActivityCallback | None = None
+    ) -> None:
+        """Builds the state, compiles its quantisers, and times a few steps. Their time determines the size of slots,
+        and their marks define the cells.
 
-        Those steps may need other quantisers than the untimed step, which had no earlier scale. Without `quantisers`,
-        nothing is compiled and `why_eager` stays None.
+        A timed step may need quantisers that the first, untimed step did not need, because the first step had no
+        earlier scale. Without `quantisers` nothing is compiled, and `why_eager` stays None.
         """
-        # 1. Find static scales ahead of everything else: the state that is built next uses them.
-        limit = self.limits.first(self.planned.work)
-        static = self.planned.case.static
-        if static is not None:
-            worker.within(self.limits.first(self.planned.work, static.batches)).calibrate(self.planned.case, self.facts)
-        # 2. Build the state, and compile what it asks for.
-        worker.within(limit).prepare(self.key, self.planned.case, self.facts)
-        self._compile(worker, quantisers, tell)
-        best = self._fastest_of_a_few(worker, limit)
-        # 3. A first timed step may ask for other quantisers than the untimed one did; a few tries settle this.
-        for _ in range(_MORE_COMPILATIONS):
-            if not self._compile(worker, quantisers, tell):
+        # 1. Calibrate static scales first, because the state that is built next uses them.
+        step_limit = self.limits.for_first_step(self.planned.work)
+        static_scales = self.planned.case.static
+        if static_scales is not None:
+            worker.within(self.limits.for_first_step(self.planned.work, static_scales.batches)).calibrate(
+                self.planned.case, self.facts
+            )
+        # 2. Build the state, and compile the quantisers that it requests.
+        worker.within(step_limit).prepare(self.key, self.planned.case, self.facts)
+        self._compile_quantisers(worker, quantisers, tell)
+        fastest_step = self._time_fastest_step(worker, step_limit)
+        # 3. Compile quantisers that only the timed steps requested.
+        for _ in range(_MAX_RECOMPILATIONS):
+            if not self._compile_quantisers(worker, quantisers, tell):
                 break
-            best = self._fastest_of_a_few(worker, limit)
-        # 4. Size the slots by the fastest step, because a disturbed one would make them too short.
-        self.step_seconds = max(best.seconds, 1e-7)
-        self.calibrated = best
-        self.segmentation = segment(best.codes, best.intervals_ns, part_ends=self._part_ends)
-        shape = shape_of(self.step_seconds, self.host_seconds, self.cache, self.queues)
-        self.calls, self.discard, self.filling = shape.calls, shape.discard, shape.filling
-        if self.cache == ROTATING:
+            fastest_step = self._time_fastest_step(worker, step_limit)
+        # 4. Size the slots by the fastest step: a disturbed, slow step would give them too few calls.
+        self.step_seconds = max(fastest_step.seconds, 1e-7)
+        self.calibrated = fastest_step
+        self.segmentation = cut_into_cells(
+            fastest_step.codes, fastest_step.intervals_ns, part_ends=self._part_end_phase
+        )
+        slot_shape = choose_slot_shape(self.step_seconds, self.host_seconds, self.cache_mode, self.has_device_queue)
+        self.calls, self.discard, self.filling = slot_shape.calls, slot_shape.discard, slot_shape.filling
+        if self.cache_mode == ROTATING:
             self.rotation = worker.within(HANG_SECONDS).rotation(self.key)
 
-    def prepare_more(self, worker: Worker) -> None:
-        """Prepares more states of a short step, elsewhere in memory, as long as there is room.
+    def prepare_copies(self, worker: Worker) -> None:
+        """Prepares more copies of a short step's state, at other addresses, while memory suffices.
 
-        Not on an accelerator, where even a short step may hold gigabytes that others need; nor where preparing takes
-        long because it compiles.
+        Cases on an accelerator get no copies, because even a short step may hold gigabytes that other cases need.
+        Cases that compile their step get none either, because preparing them takes long.
         """
-        short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
-        several = short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
-        limit = self.limits.first(self.planned.work)
-        for number in range(1, STATES if several else 1):
+        is_short = self.step_seconds < REPEAT_BELOW_SECONDS and not self.planned.work.setup_seconds
+        has_copies = is_short and not self.is_emulated and not self.facts.accelerated and self.rotation is None
+        step_limit = self.limits.for_first_step(self.planned.work)
+        for copy_number in range(1, STATES_PER_SHORT_STEP if has_copies else 1):
             try:
-                worker.within(limit).prepare(f"{self.key} #{number}", self.planned.case, self.facts)
+                worker.within(step_limit).prepare(f"{self.key} #{copy_number}", self.planned.case, self.facts)
             except WorkerFault as fault:
                 if not fault.out_of_memory:
                     raise
                 return
-            self.more_keys.append(f"{self.key} #{number}")
+            self.copy_keys.append(f"{self.key} #{copy_number}")
 
-    def _compile(self, worker: Worker, quantisers: Quantisers | None, tell: Tell | None) -> bool:
-        """Compiles the quantisers that the state has asked for; False where none waited."""
+    def _compile_quantisers(self, worker: Worker, quantisers: Quantisers | None, tell: ActivityCallback | None) -> bool:
+        """Compiles the quantisers (emulated casts) that the state has requested. Returns False if there was nothing
+        to compile.
+        """
         if quantisers is None or quantisers.why_eager:
             self.why_eager = None if quantisers is None else quantisers.why_eager
             return False
-        waiting, self.why_eager = worker.within(HANG_SECONDS).quantisers()
-        if not waiting:
+        quantiser_count, self.why_eager = worker.within(HANG_SECONDS).quantisers()
+        if not quantiser_count:
             return False
         if tell is not None:
-            tell(self, f"compiling {waiting} quantiser{'s' * (waiting != 1)}")
-        limit = self.limits.compiling(self.planned.work, waiting)
+            tell(self, f"compiling {quantiser_count} quantiser{'s' * (quantiser_count != 1)}")
+        compile_limit = self.limits.for_compiling(self.planned.work, quantiser_count)
         try:
-            worker.within(limit).compile_quantisers(self.key)
+            worker.within(compile_limit).compile_quantisers(self.key)
         except (WorkerLost, WorkerHung) as error:
-            hung = isinstance(error, WorkerHung)
-            quantisers.why_eager = f"compiling took more than {limit:g} s" if hung else f"compiling failed: {error}"
+            has_hung = isinstance(error, WorkerHung)
+            quantisers.why_eager = (
+                f"compiling took more than {compile_limit:g} s" if has_hung else f"compiling failed: {error}"
+            )
             raise CompilingFailed(self) from error
         self.why_eager = worker.within(HANG_SECONDS).quantisers()[1]
         return True
 
-    def _fastest_of_a_few(self, worker: Worker, limit: float) -> RawStep:
-        first = worker.within(limit).slot(self.key, 1, 0, None)
-        raw = first
-        # An emulated step's time is only shown.
-        if first.steps[0].seconds < LONG_SECONDS and not self.is_emulated:
-            limit = self.limits.slot(first.steps[0].seconds, _CALIBRATING_CALLS)
-            filling = filling_of(first.host_seconds, _CALIBRATING_CALLS) if self.queues else None
-            raw = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
-        self.host_seconds = raw.host_seconds
-        most_marks = max(len(step.codes) for step in raw.steps)
-        return min((step for step in raw.steps if len(step.codes) == most_marks), key=lambda step: step.seconds)
+    def _time_fastest_step(self, worker: Worker, limit: float) -> RawStep:
+        first_slot = worker.within(limit).slot(self.key, 1, 0, None)
+        slot = first_slot
+        # The time of an emulated step is never compared, so one call is enough to size its slots.
+        if first_slot.steps[0].seconds < LONG_STEP_SECONDS and not self.is_emulated:
+            limit = self.limits.for_slot(first_slot.steps[0].seconds, _CALIBRATING_CALLS)
+            filling = choose_filling(first_slot.host_seconds, _CALIBRATING_CALLS) if self.has_device_queue else None
+            slot = worker.within(limit).slot(self.key, _CALIBRATING_CALLS, 0, filling)
+        self.host_seconds = slot.host_seconds
+        max_marks = max(len(step.codes) for step in slot.steps)
+        return min((step for step in slot.steps if len(step.codes) == max_marks), key=lambda step: step.seconds)
 
-    def cut_like(self, leader: MeasuredArm) -> None:
-        """Takes the lead's cells if the marks are the same, else cuts into stretches of the same share of the step.
+    def match_cells(self, leader: MeasuredArm) -> None:
+        """Gives this arm cells that are comparable with the leader's. If both steps have equal marks, the arm takes
+        over the leader's cells. Otherwise its step is cut into about as many blocks as the leader's step.
 
-        Best cases add the fastest of each cell, so an arm that is cut finer would look faster for that alone.
+        The best case of a step is the sum of the fastest time of each cell, so an arm with more and shorter cells
+        would look faster.
         """
         assert self.calibrated is not None and leader.calibrated is not None and leader.segmentation is not None
         if self.calibrated.codes == leader.calibrated.codes:
             self.segmentation = leader.segmentation
             return
-        own_ns, lead_ns = sum(self.calibrated.intervals_ns), sum(leader.calibrated.intervals_ns)
-        block_ns = max(1, round(block_length(lead_ns) * own_ns / max(lead_ns, 1)))
-        self.segmentation = segment(self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_ends)
+        step_ns, leader_ns = sum(self.calibrated.intervals_ns), sum(leader.calibrated.intervals_ns)
+        block_ns = max(1, round(choose_block_ns(leader_ns) * step_ns / max(leader_ns, 1)))
+        self.segmentation = cut_into_cells(
+            self.calibrated.codes, self.calibrated.intervals_ns, block_ns, self._part_end_phase
+        )
 
-    def run(self, worker: Worker, round_number: int, place: int | None = None) -> None:
-        """Runs one slot; `place` is its position within the round.
+    def run(self, worker: Worker, round_number: int, position: int | None = None) -> None:
+        """Times one slot in the worker and stores it. `position` is the position of the slot within the round.
 
-        Where calls are discarded, one more is discarded at random: with a fixed slot length, something that happens
-        every n calls would always hit discarded ones, or never.
+        If calls at the start of a slot are discarded, their number is sometimes larger by one, at random. Otherwise a
+        disturbance that comes every n calls would hit a discarded call always or never.
         """
-        draw = random.Random(f"{self.key} {round_number}")
-        discard = self.discard and self.discard + draw.randrange(2)
-        limit = self.limits.slot(self.step_seconds, self.calls + discard)
-        state = draw.choice([self.key, *self.more_keys])
-        self.add(worker.within(limit).slot(state, self.calls, discard, self.filling), round_number, place)
+        generator = random.Random(f"{self.key} {round_number}")
+        discarded_calls = self.discard and self.discard + generator.randrange(2)
+        slot_limit = self.limits.for_slot(self.step_seconds, self.calls + discarded_calls)
+        state_key = generator.choice([self.key, *self.copy_keys])
+        self.add_slot(
+            worker.within(slot_limit).slot(state_key, self.calls, discarded_calls, self.filling), round_number, position
+        )
 
     def check(self, worker: Worker) -> None:
-        """Raises WorkerFault if the steps have spoilt the state: numbers that are not finite may take another time."""
-        for key in (self.key, *self.more_keys):
-            state = worker.within(self.limits.numbers(self.planned.work)).check(key)
-            if state.wrong:
-                raise WorkerFault("after its steps", state.wrong)
-            self.not_finite = max(self.not_finite, state.not_finite)
+        """Raises WorkerFault if the timed steps damaged the state. The time of steps with NaN or infinity may differ
+        from that of others.
+        """
+        for key in (self.key, *self.copy_keys):
+            state_check = worker.within(self.limits.for_untimed_pass(self.planned.work)).check(key)
+            if state_check.wrong:
+                raise WorkerFault("after its steps", state_check.wrong)
+            self.not_finite = max(self.not_finite, state_check.not_finite)
         if self.planned.case.static is not None or precisions.get(self.planned.case.precision).whole_layers:
-            self.scales = worker.within(self.limits.numbers(self.planned.work)).scales(self.key)
+            self.scales = worker.within(self.limits.for_untimed_pass(self.planned.work)).scales(self.key)
 
     @property
-    def _part_ends(self) -> str:
+    def _part_end_phase(self) -> str:
         return workloads.get(self.planned.case.workload).part_ends
 
-    def work_fields(self, worker: Worker) -> dict[str, Any]:
-        """The record's fields about the work of timed steps; a field is missing where the worker has no answer. The
-        state is chosen at random, so that a step cannot know which one is checked."""
+    def examine_late_steps(self, worker: Worker) -> dict[str, Any]:
+        """Examines steps that run after the timing (late steps), to find out what work the timed steps did. Returns
+        fields for the case's record, without those that the worker cannot answer.
+
+        One of the states is chosen at random, so that the suite's code cannot know which state is examined.
+        """
         work, case = self.planned.work, self.planned.case
         if case.ranks > 1:
             return {}
-        # Later sessions have new states; a suite that cheats in one state alone is caught in some sessions.
-        bench, key = worker.within(self.limits.numbers(work)), random.choice([self.key, *self.more_keys])
-        late = LateSteps()
+        # A later session chooses again: a suite that cheats in one state only is caught in some of the sessions.
+        bench, key = worker.within(self.limits.for_untimed_pass(work)), random.choice([self.key, *self.copy_keys])
+        late_steps = LateSteps()
         with suppress(WorkerFault):
             try:
-                # Slots go on unrecorded until the worker has looked at as many late steps as it wants.
+                # Run slots without storing their times, until the worker has examined enough of these late steps.
                 bench.begin_late(key)
                 while bench.is_late_due(key):
                     bench.slot(key, self.calls, self.discard, self.filling)
             finally:
-                late = bench.end_late(key)
-        counts: dict[str, Any] = {"late": late}
-        # Work that varies from step to step has no one count.
-        if late.flops is not None and not late.varies:
-            counts["late_flops"] = round(late.flops)
-        if late.told_apart:
-            counts["effect"] = StepEffect(False, late.told_apart)
-        return counts
+                late_steps = bench.end_late(key)
+        fields: dict[str, Any] = {"late": late_steps}
+        # FLOPs that vary from step to step cannot be reported as one number.
+        if late_steps.flops is not None and not late_steps.varies:
+            fields["late_flops"] = round(late_steps.flops)
+        if late_steps.told_apart:
+            fields["effect"] = StepEffect(False, late_steps.told_apart)
+        return fields
 
     def release(self, worker: Worker) -> ArmFailed | None:
-        """Gives the states back; returns a failure if threads of theirs still run, which would disturb what follows."""
-        running = [thread for key in (self.key, *self.more_keys) for thread in worker.release(key)]
-        if not running:
+        """Frees the states in the worker. Returns an ArmFailed if threads of the case still run, because they would
+        disturb other cases.
+        """
+        running_threads = [thread for key in (self.key, *self.copy_keys) for thread in worker.release(key)]
+        if not running_threads:
             return None
-        names = ", ".join(running[:5])
+        shown_names = ", ".join(running_threads[:5])
         return ArmFailed(
             self,
             WorkerFault(
                 "LeftRunning",
-                f"{len(running)} started while preparing still run after the state was given back ({names})",
+                f"{len(running_threads)} threads or processes of preparing it still run after its state was freed "
+                f"({shown_names})",
             ),
         )
 
-    def add(self, raw: RawSlot, round_number: int, place: int | None = None) -> None:
-        """Keeps a slot as cells. If the marks of steps vary, this slot and all earlier ones are kept by phase."""
+    def add_slot(self, raw: RawSlot, round_number: int, position: int | None = None) -> None:
+        """Stores a slot as times of cells. If the steps of an arm differ in their marks, all its slots are stored as
+        the total time of each phase instead.
+        """
         assert self.segmentation is not None
-        # A single eager step marks the whole case: a reader must know of it.
+        # One step with eager quantisers is enough to report the whole case as eager.
         self.ran_eager |= raw.eager_quantisers > 0
         self.ran_fused |= raw.fused_quantisers > 0
         self.vector_bits |= set(raw.vector_bits)
-        rows = _rows(raw.steps, self.segmentation.cells)
-        # Cells need the same marks in every step. One step with others sends all slots to totals by phase.
-        if self.varying or any(row is None for row in rows):
-            self._vary()
-            rows = _rows(raw.steps, by_phase_totals)
-        calls = tuple(row for row in rows if row is not None)
+        step_cells = _divide_into_cells(raw.steps, self.segmentation.cells)
+        # A step with different marks does not have the cells of the calibrating step.
+        if self.marks_vary or any(row is None for row in step_cells):
+            self._convert_to_phase_totals()
+            step_cells = _divide_into_cells(raw.steps, sum_by_phase)
+        calls_ns = tuple(row for row in step_cells if row is not None)
         self.slots.append(
             SlotSample(
                 round_number,
-                calls,
+                calls_ns,
                 raw.wall_seconds,
                 raw.cpu_seconds,
                 raw.host_seconds,
@@ -288,60 +323,62 @@ class MeasuredArm:
                 raw.preemptions,
                 raw.stolen_seconds,
                 raw.waited_seconds,
-                place,
+                position,
                 ranks=raw.ranks,
                 memory_retries=raw.memory_retries,
             )
         )
 
-    def _vary(self) -> None:
-        if self.varying:
+    def _convert_to_phase_totals(self) -> None:
+        if self.marks_vary:
             return
         assert self.segmentation is not None
-        codes = [CELL_PHASES.index(phase) for phase in self.segmentation.segments.phases]
-        totals = partial(by_phase_totals, codes)
-        self.slots = [replace(slot, calls_ns=tuple(map(totals, slot.calls_ns))) for slot in self.slots]
-        self.segmentation = by_phase(self.segmentation.codes)
-        self.varying = True
+        phase_codes = [CELL_PHASES.index(phase) for phase in self.segmentation.segments.phases]
+        sum_cells_by_phase = partial(sum_by_phase, phase_codes)
+        self.slots = [replace(slot, calls_ns=tuple(map(sum_cells_by_phase, slot.calls_ns))) for slot in self.slots]
+        self.segmentation = segment_by_phase(self.segmentation.codes)
+        self.marks_vary = True
 
     def record_fields(self) -> dict[str, Any]:
-        names = ("scales", "not_finite", "rotation")
-        return {"timing": self.timing(), **{name: getattr(self, name) for name in names}}
+        field_names = ("scales", "not_finite", "rotation")
+        return {"timing": self.timing(), **{name: getattr(self, name) for name in field_names}}
 
     def timing(self) -> Timing:
         segments = self.segmentation.segments if self.segmentation else Segments((), ())
-        codes = Counter(self.segmentation.codes if self.segmentation else ())
-        entries = tuple((CELL_PHASES[code], count) for code, count in sorted(codes.items()))
-        eager = (self.why_eager or _FIRST_ASKED_LATE) if self.ran_eager and self.why_eager is not None else ""
-        slots, bits = tuple(self.slots), tuple(sorted(self.vector_bits))
-        return Timing(segments, slots, entries, self.varying, eager, self.ran_fused, bits)
+        phase_counts = Counter(self.segmentation.codes if self.segmentation else ())
+        phase_entries = tuple((CELL_PHASES[code], count) for code, count in sorted(phase_counts.items()))
+        eager_reason = (self.why_eager or _REQUESTED_LATE) if self.ran_eager and self.why_eager is not None else ""
+        slots, vector_bits = tuple(self.slots), tuple(sorted(self.vector_bits))
+        return Timing(segments, slots, phase_entries, self.marks_vary, eager_reason, self.ran_fused, vector_bits)
 
 
-def _rows(
+def _divide_into_cells(
     steps: Sequence[RawStep], cut: Callable[[Sequence[int], Sequence[int]], tuple[int, ...] | None]
 ) -> list[tuple[int, ...] | None]:
-    """Returns the cells of each step. A step without marks is divided like the last marked step before it."""
-    rows: list[tuple[int, ...] | None] = []
+    """Returns for each step the times of its cells, which are its smallest timed parts. A step without marks is
+    divided in the proportions of the last step with marks.
+    """
+    step_cells: list[tuple[int, ...] | None] = []
     last_marked: tuple[int, ...] | None = None
     for step in steps:
-        if step.codes == _NO_MARKS and last_marked is not None:
-            rows.append(_proportional(sum(step.intervals_ns), last_marked))
+        if step.codes == _UNMARKED_STEP_CODES and last_marked is not None:
+            step_cells.append(_divide_proportionally(sum(step.intervals_ns), last_marked))
         else:
             last_marked = cut(step.codes, step.intervals_ns)
-            rows.append(last_marked)
-    return rows
+            step_cells.append(last_marked)
+    return step_cells
 
 
-def _proportional(total: int, cells: tuple[int, ...]) -> tuple[int, ...]:
-    """Divides whole nanoseconds like `cells`; what rounding leaves goes to the largest."""
-    whole = max(sum(cells), 1)
-    parts = [total * cell // whole for cell in cells]
-    parts[parts.index(max(parts))] += total - sum(parts)
-    return tuple(parts)
+def _divide_proportionally(total: int, cells: tuple[int, ...]) -> tuple[int, ...]:
+    """Divides `total` nanoseconds in the proportions of `cells`. The largest part gets the rounding remainder."""
+    cell_sum = max(sum(cells), 1)
+    part_ns = [total * cell // cell_sum for cell in cells]
+    part_ns[part_ns.index(max(part_ns))] += total - sum(part_ns)
+    return tuple(part_ns)
 
 
 class CompilingFailed(Exception):
-    """The worker did not survive compiling an arm's quantisers. The arm can do without them."""
+    """The worker ended or hung while it compiled an arm's quantisers. The arm can run without compiling them."""
 
     def __init__(self, arm: MeasuredArm) -> None:
         super().__init__(arm.key)
@@ -349,7 +386,7 @@ class CompilingFailed(Exception):
 
 
 class ArmFailed(Exception):
-    """An arm could not be prepared or run; `cause` is the worker's error."""
+    """An arm could not be prepared or timed. `cause` is the worker's error."""
 
     def __init__(self, arm: MeasuredArm, cause: WorkerError) -> None:
         super().__init__(str(cause))
@@ -358,7 +395,8 @@ class ArmFailed(Exception):
 
 
 @contextmanager
-def guarding(arm: MeasuredArm) -> Iterator[None]:
+def raise_as_arm_failure(arm: MeasuredArm) -> Iterator[None]:
+    """Converts a WorkerError of the body to an ArmFailed that names this arm."""
     try:
         yield
     except WorkerError as error:

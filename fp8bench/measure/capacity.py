@@ -1,8 +1,8 @@
-"""The largest batch that fits, case by case.
+"""Searches the largest batch that fits in memory, for each case.
 
-The search assumes only that a larger batch needs more memory. Memory is nearly linear in the batch: two attempts give
-the line that meets the free memory, and that batch and its neighbour are tried next. Where it is not linear, doubling
-and halving still end the search.
+The search assumes only that a larger batch needs more memory. Memory is nearly linear in the batch, so a line through
+two attempts predicts the largest batch. The predicted batch and its neighbour are tried next. If the prediction
+fails, the search doubles and halves the batch.
 """
 
 from __future__ import annotations
@@ -19,17 +19,17 @@ from fp8bench.protocols import Observer
 from fp8bench.registry import workloads
 from fp8bench.units import size
 
-# Guesses by the line between what fits and what does not; after these, halving.
-_MOST_INTERPOLATIONS = 4
-# A guess further than this many times what was tried is approached by a third of the way first.
-_FAR = 8
-# Steps that are timed with the largest batch.
+# The number of batches that are predicted by a line. After that, the search halves the interval.
+_MAX_PREDICTIONS = 4
+# If the prediction exceeds the last attempt by more than this factor, a third of the predicted batch is tried first.
+_MAX_JUMP = 8
+# The number of steps that are timed with the largest batch.
 _TIMED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class BatchAttempt:
-    """One number that was tried; `taken` is its memory in bytes, None where nobody counted."""
+    """The result of trying one number. `taken` is the memory that it needed in bytes, None if this was not counted."""
 
     number: int
     fits: bool
@@ -39,94 +39,106 @@ class BatchAttempt:
 
 @dataclass
 class Search:
-    """Searches from `start` up to `top`; `room` is where attempts are expected to stop fitting, None if unknown."""
+    """Searches the largest number from 1 to `top` that fits in memory. The first attempt is `start`.
+
+    `room` is the available memory in bytes, None if unknown.
+    """
 
     start: int
     top: int
     room: int | None
     attempts: list[BatchAttempt] = field(default_factory=list)
     _stride: int = 1
-    _interpolated: int = 0
+    _prediction_count: int = 0
 
     @property
-    def fitting(self) -> BatchAttempt | None:
+    def largest_fitting(self) -> BatchAttempt | None:
         return max(
             (attempt for attempt in self.attempts if attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
     @property
-    def failing(self) -> BatchAttempt | None:
+    def smallest_failing(self) -> BatchAttempt | None:
         return min(
             (attempt for attempt in self.attempts if not attempt.fits), key=lambda attempt: attempt.number, default=None
         )
 
     def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
-        """Tries sizes until the largest that fits is next to the smallest that does not, or all fit, or none."""
+        """Tries numbers until the largest number that fits is known: the next larger number was tried and does not
+        fit.
+        """
         number: int | None = self.start
         while number is not None:
             self.attempts.append(attempt(number))
-            number = self._next()
+            number = self._choose_next()
 
-    def _next(self) -> int | None:
-        low, high = self.fitting, self.failing
-        if high is None:
-            assert low is not None
-            return self._further(low.number) if low.number < self.top else None
-        floor = low.number if low is not None else 0
-        if high.number - floor <= 1:
+    def _choose_next(self) -> int | None:
+        largest, smallest = self.largest_fitting, self.smallest_failing
+        if smallest is None:
+            assert largest is not None
+            return self._choose_larger(largest.number) if largest.number < self.top else None
+        fitting_number = largest.number if largest is not None else 0
+        if smallest.number - fitting_number <= 1:
             return None
-        guess = self._guess()
-        if guess is None or guess >= high.number or self._interpolated >= _MOST_INTERPOLATIONS:
-            return (floor + high.number) // 2
-        self._interpolated += 1
-        return max(guess, floor + 1)
+        prediction = self._predict_largest()
+        if prediction is None or prediction >= smallest.number or self._prediction_count >= _MAX_PREDICTIONS:
+            return (fitting_number + smallest.number) // 2
+        self._prediction_count += 1
+        return max(prediction, fitting_number + 1)
 
-    def _further(self, low: int) -> int:
-        guess = self._guess()
-        if guess is None:
-            return min(2 * low, self.top)
-        if guess <= low:
-            guess = low + self._stride
+    def _choose_larger(self, fitting_number: int) -> int:
+        prediction = self._predict_largest()
+        if prediction is None:
+            return min(2 * fitting_number, self.top)
+        if prediction <= fitting_number:
+            prediction = fitting_number + self._stride
             self._stride *= 2
-        return min(guess if guess <= _FAR * low else guess // 3, self.top)
+        return min(prediction if prediction <= _MAX_JUMP * fitting_number else prediction // 3, self.top)
 
-    def _guess(self) -> int | None:
-        """The largest number that fits by the line through the two largest attempts with a count; None without such a
-        line."""
-        counted = sorted((attempt.number, attempt.taken) for attempt in self.attempts if attempt.taken is not None)
-        if self.room is None or len(counted) < 2:
+    def _predict_largest(self) -> int | None:
+        """Predicts the largest number that fits. A line through the two largest attempts with known memory shows
+        where `room` is reached. Returns None without such a line.
+        """
+        measured_attempts = sorted(
+            (attempt.number, attempt.taken) for attempt in self.attempts if attempt.taken is not None
+        )
+        if self.room is None or len(measured_attempts) < 2:
             return None
-        (first, smaller_bytes), (second, larger_bytes) = counted[-2:]
+        (smaller, smaller_bytes), (larger, larger_bytes) = measured_attempts[-2:]
         if larger_bytes <= smaller_bytes:
             return None
-        return second + (self.room - larger_bytes) * (second - first) // (larger_bytes - smaller_bytes)
+        return larger + (self.room - larger_bytes) * (larger - smaller) // (larger_bytes - smaller_bytes)
 
 
 LARGEST_BATCH = 1 << 20
-# The largest number that batches may have to be multiples of.
-_COARSEST = 1024
-# Odd numbers, so that a refusal of everything but multiples of two or more shows.
-_PROBES = (1, 3, 5, 7)
+# A precision may allow only multiples of some number as a batch. Numbers up to this one are tried.
+_MAX_BATCH_MULTIPLE = 1024
+# Odd factors: they show that a precision needs multiples of two, because it refuses odd batches.
+_TRIED_FACTORS = (1, 3, 5, 7)
 
-# Plans the same case with a different batch; None where its suite refuses that batch.
-WithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
+# Plans the same case with a different batch. Returns None if the suite refuses that batch.
+PlanWithBatch = Callable[[PlannedCase, int, DeviceFacts], PlannedCase | None]
 
 
 class NoSearch(Exception):
-    """The reason why the search failed."""
+    """The largest batch could not be searched. The message has the reason."""
 
 
 @dataclass(frozen=True)
 class CapacityRule:
-    """`limit` is how many bytes to fit into (None: as many as the device has)."""
+    """How to search the largest batch. `limit` is the memory in bytes that a batch must fit into; None is the
+    device's memory. `plan_with_batch` plans a case with a given batch.
+    """
 
     limit: int | None
-    with_batch: WithBatch
+    plan_with_batch: PlanWithBatch
 
 
 @dataclass(frozen=True)
 class CapacityPass:
-    """Runs cases with other batches, and notes the largest in their outcomes."""
+    """Searches the largest batch that fits in memory, for each case, by running it with various batches. The result
+    is stored in the case's outcome.
+    """
 
     _worker: Worker
     _facts: Mapping[str, DeviceFacts]
@@ -134,33 +146,37 @@ class CapacityPass:
     _observer: Observer
     _rule: CapacityRule
 
-    def search(self, outcomes: Sequence[CaseOutcome]) -> None:
+    def find_largest_batches(self, outcomes: Sequence[CaseOutcome]) -> None:
         for outcome in outcomes:
             facts = self._facts[outcome.planned.case.device]
             search = _BatchSearch(outcome.planned, facts, self._worker, self._limits, self._observer, self._rule)
-            outcome.note(capacity=search.capacity())
+            outcome.note(capacity=search.find_capacity())
         if any(self._facts[outcome.planned.case.device].accelerated for outcome in outcomes):
-            self._worker.restart()  # counting may leave a profiler attached, which would slow launches
+            # Counting memory may leave a profiler attached to the process. It would slow down launches, so the timing
+            # needs a new process.
+            self._worker.restart()
         for outcome in outcomes:
-            self._time(outcome)
+            self._time_largest_batch(outcome)
 
-    def _time(self, outcome: CaseOutcome) -> None:
-        """Times steps with the largest batch. The speed of an emulation means nothing."""
-        planned, found = outcome.planned, outcome.draft.capacity
+    def _time_largest_batch(self, outcome: CaseOutcome) -> None:
+        """Times steps with the largest batch. Emulated cases are skipped, because an emulation does not show the
+        speed of hardware.
+        """
+        planned, capacity = outcome.planned, outcome.draft.capacity
         facts = self._facts[planned.case.device]
-        if found is None or not found.batch or planned.support.is_emulated:
+        if capacity is None or not capacity.batch or planned.support.is_emulated:
             return
-        tried = self._rule.with_batch(planned, found.batch, facts)
-        assert tried is not None
-        self._observer.working(planned.case, f"timing a batch of {found.batch}", 1.0)
+        planned_batch = self._rule.plan_with_batch(planned, capacity.batch, facts)
+        assert planned_batch is not None
+        self._observer.working(planned.case, f"timing a batch of {capacity.batch}", 1.0)
         try:
-            limit = self._limits.first(tried.work, 2 * _TIMED_STEPS)
-            seconds = self._worker.within(limit).pace(tried.case, facts, _TIMED_STEPS)
+            time_limit = self._limits.for_first_step(planned_batch.work, 2 * _TIMED_STEPS)
+            step_seconds = self._worker.within(time_limit).pace(planned_batch.case, facts, _TIMED_STEPS)
         except WorkerError as error:
             self._worker.restart()
-            outcome.add_detail(f"no pace of its largest batch: {error}")
+            outcome.add_detail(f"its largest batch could not be timed: {error}")
             return
-        outcome.note(capacity=replace(found, seconds=seconds))
+        outcome.note(capacity=replace(capacity, seconds=step_seconds))
 
 
 @dataclass(frozen=True)
@@ -172,100 +188,135 @@ class _BatchSearch:
     _observer: Observer
     _rule: CapacityRule
 
-    def capacity(self) -> Capacity:
-        axis, limit = workloads.get(self._planned.case.workload).batch_axis, self._rule.limit
-        start = dict(self._planned.case.params).get(axis)
+    def find_capacity(self) -> Capacity:
+        axis, byte_limit = workloads.get(self._planned.case.workload).batch_axis, self._rule.limit
+        first_batch = dict(self._planned.case.params).get(axis)
         attempts: list[BatchAttempt] = []
-        grain, room = 1, limit or self._facts.memory_bytes
+        batch_multiple, room_bytes = 1, byte_limit or self._facts.memory_bytes
         try:
-            # 1. Search from the batch that the plan asks for, in steps that keep the shapes of products.
-            if not isinstance(start, int) or isinstance(start, bool) or start < 1:
-                raise NoSearch(f"its {axis} is {start!r}, and must be a whole number from 1 to search from")
-            grain = self._grain()
-            top = self._top(grain)
-            search = Search(min(max(1, start // grain), top), top, room, attempts)
-            search.run(lambda number: self._attempt(number, grain))
+            # 1. Begin with the batch of the plan. Try only multiples that keep the sizes of products valid for the
+            # precision.
+            if not isinstance(first_batch, int) or isinstance(first_batch, bool) or first_batch < 1:
+                raise NoSearch(f"its {axis} is {first_batch!r}: the search needs a whole number from 1 to begin with")
+            batch_multiple = self._find_batch_multiple()
+            largest_number = self._find_plan_limit(batch_multiple)
+            search = Search(
+                min(max(1, first_batch // batch_multiple), largest_number), largest_number, room_bytes, attempts
+            )
+            search.run(lambda number: self._try_number(number, batch_multiple))
         except NoSearch as cause:
-            return Capacity(axis, limit, grain=grain, why=str(cause), attempts=len(attempts))
+            return Capacity(axis, byte_limit, grain=batch_multiple, why=str(cause), attempts=len(attempts))
         # 2. Report the largest batch that ran, and why the next one did not.
-        best, failing = search.fitting, search.failing
-        beyond, reason = (failing.number * grain, failing.why) if failing is not None else (None, "")
-        if best is None:
-            return Capacity(axis, limit, 0, grain, beyond=beyond, why=reason, attempts=len(attempts))
-        # 3. An emulation keeps more than hardware would: estimate the device's own limit.
-        batch = best.number * grain
-        on_device = self._on_device(batch, grain, room) if self._planned.support.is_emulated else None
-        tokens = self._planned_with(batch).work.tokens
-        return Capacity(axis, limit, batch, grain, tokens, best.taken, beyond, reason, len(attempts), on_device)
+        largest, smallest_failing = search.largest_fitting, search.smallest_failing
+        beyond, reason = (
+            (smallest_failing.number * batch_multiple, smallest_failing.why)
+            if smallest_failing is not None
+            else (None, "")
+        )
+        if largest is None:
+            return Capacity(axis, byte_limit, 0, batch_multiple, beyond=beyond, why=reason, attempts=len(attempts))
+        # 3. An emulated case stores more bytes than hardware with this format would. Estimate the largest batch on
+        # such hardware.
+        batch = largest.number * batch_multiple
+        device_batch = (
+            self._estimate_device_batch(batch, batch_multiple, room_bytes)
+            if self._planned.support.is_emulated
+            else None
+        )
+        tokens = self._plan_batch(batch).work.tokens
+        return Capacity(
+            axis, byte_limit, batch, batch_multiple, tokens, largest.taken, beyond, reason, len(attempts), device_batch
+        )
 
-    def _attempt(self, number: int, grain: int) -> BatchAttempt:
-        batch, limit = number * grain, self._rule.limit
-        tried = self._planned_with(batch)
+    def _try_number(self, number: int, batch_multiple: int) -> BatchAttempt:
+        batch, byte_limit = number * batch_multiple, self._rule.limit
+        planned_batch = self._plan_batch(batch)
         self._observer.working(self._planned.case, f"trying a batch of {batch}", 1.0)
         try:
-            taken = self._worker.within(self._limits.numbers(tried.work)).try_batch(tried.case, self._facts, limit)
+            used_bytes = self._worker.within(self._limits.for_untimed_pass(planned_batch.work)).try_batch(
+                planned_batch.case, self._facts, byte_limit
+            )
         except WorkerError as cause:
             if ran_out_of_memory(cause):
-                return BatchAttempt(number, False, None, f"memory ran out ({_first_line(cause)})")
+                return BatchAttempt(number, False, None, f"memory ran out ({_shorten_error(cause)})")
             self._worker.restart()
             if isinstance(cause, WorkerLost) and (cause.killed or "bad_alloc" in str(cause)):
                 return BatchAttempt(number, False, None, str(cause))
-            raise NoSearch(f"a batch of {batch} ended it: {cause}") from None
-        if limit is not None and taken is not None and taken > limit:
-            return BatchAttempt(number, False, taken, f"tensors need {size(taken - limit)} more")
-        return BatchAttempt(number, True, taken)
+            raise NoSearch(f"a batch of {batch} ended the search: {cause}") from None
+        if byte_limit is not None and used_bytes is not None and used_bytes > byte_limit:
+            return BatchAttempt(number, False, used_bytes, f"tensors need {size(used_bytes - byte_limit)} more")
+        return BatchAttempt(number, True, used_bytes)
 
-    def _grain(self) -> int:
-        """The smallest power of two such that batches in multiples of it suit the precision."""
-        grain = 1
-        while grain <= _COARSEST:
-            tried = [self._rule.with_batch(self._planned, grain * odd, self._facts) for odd in _PROBES]
-            if all(planned is None or planned.support.level is not Level.REFUSED for planned in tried):
-                return grain
-            grain *= 2
-        raise NoSearch(f"no multiples of {_COARSEST} or less suit the precision")
+    def _find_batch_multiple(self) -> int:
+        """Returns the number by which batches must be divisible, so that the precision accepts them. It is a power of
+        two. Raises NoSearch if no such number is found.
+        """
+        batch_multiple = 1
+        while batch_multiple <= _MAX_BATCH_MULTIPLE:
+            planned_batches = [
+                self._rule.plan_with_batch(self._planned, batch_multiple * factor, self._facts)
+                for factor in _TRIED_FACTORS
+            ]
+            if all(planned is None or planned.support.level is not Level.REFUSED for planned in planned_batches):
+                return batch_multiple
+            batch_multiple *= 2
+        raise NoSearch(f"the precision refuses multiples of all powers of two up to {_MAX_BATCH_MULTIPLE}")
 
-    def _top(self, grain: int) -> int:
-        low, high = 0, LARGEST_BATCH // grain + 1
+    def _find_plan_limit(self, batch_multiple: int) -> int:
+        """Returns the largest batch that the suite can plan, divided by `batch_multiple`. Raises NoSearch if the
+        suite can plan none.
+        """
+        low, high = 0, LARGEST_BATCH // batch_multiple + 1
         while high - low > 1:
-            middle = (low + high) // 2
-            taken = self._rule.with_batch(self._planned, middle * grain, self._facts) is not None
-            low, high = (middle, high) if taken else (low, middle)
+            middle_batch = (low + high) // 2
+            is_planned = (
+                self._rule.plan_with_batch(self._planned, middle_batch * batch_multiple, self._facts) is not None
+            )
+            low, high = (middle_batch, high) if is_planned else (low, middle_batch)
         if low == 0:
-            raise NoSearch("no batch of those that were tried is taken")
+            raise NoSearch("the suite refused all batches that were tried")
         return low
 
-    def _on_device(self, batch: int, grain: int, room: int) -> int | None:
-        """The largest batch where hardware keeps the formats, by the line through one that was run and half of it."""
-        half = batch // grain // 2 * grain
-        smaller_peak, larger_peak = (self._device_peak(number) if half else None for number in (half, batch))
-        # Peaks that do not grow with the batch give no line to extend.
+    def _estimate_device_batch(self, batch: int, batch_multiple: int, room_bytes: int) -> int | None:
+        """Estimates the largest batch on hardware that stores the emulated formats. Two memory sizes, those of
+        `batch` and of half that batch, define a line. The estimate is the batch at which the line reaches the
+        available memory.
+        """
+        half_batch = batch // batch_multiple // 2 * batch_multiple
+        smaller_peak, larger_peak = (
+            self._measure_device_peak(number) if half_batch else None for number in (half_batch, batch)
+        )
+        # A line can be extended only if the peak memory grows with the batch.
         if smaller_peak is None or larger_peak is None or larger_peak <= smaller_peak:
             return None
         return min(
-            (batch + (room - larger_peak) * (batch - half) // (larger_peak - smaller_peak)) // grain * grain,
+            (batch + (room_bytes - larger_peak) * (batch - half_batch) // (larger_peak - smaller_peak))
+            // batch_multiple
+            * batch_multiple,
             LARGEST_BATCH,
         )
 
-    def _device_peak(self, batch: int) -> int | None:
-        tried = self._planned_with(batch)
-        self._observer.working(self._planned.case, f"deriving the memory of a batch of {batch}", 1.0)
+    def _measure_device_peak(self, batch: int) -> int | None:
+        planned_batch = self._plan_batch(batch)
+        self._observer.working(self._planned.case, f"estimating the memory of a batch of {batch}", 1.0)
         try:
-            use = self._worker.within(self._limits.numbers(tried.work)).memory(tried.case, self._facts)
+            memory_use = self._worker.within(self._limits.for_untimed_pass(planned_batch.work)).memory(
+                planned_batch.case, self._facts
+            )
         except WorkerError as cause:
             if not ran_out_of_memory(cause):
                 self._worker.restart()
             return None
-        return use.on_device if isinstance(use, MemoryUse) else None
+        return memory_use.on_device if isinstance(memory_use, MemoryUse) else None
 
-    def _planned_with(self, batch: int) -> PlannedCase:
-        tried = self._rule.with_batch(self._planned, batch, self._facts)
-        if tried is None:
-            raise NoSearch(f"the suite does not take {batch}")
-        return tried
+    def _plan_batch(self, batch: int) -> PlannedCase:
+        planned_batch = self._rule.plan_with_batch(self._planned, batch, self._facts)
+        if planned_batch is None:
+            raise NoSearch(f"the suite refuses a batch of {batch}")
+        return planned_batch
 
 
-def _first_line(cause: WorkerError) -> str:
+def _shorten_error(cause: WorkerError) -> str:
     text = str(cause)
-    line = text.splitlines()[0] if isinstance(cause, WorkerFault) and text else text
-    return line if len(line) <= 160 else f"{line[:157]}..."
+    first_line = text.splitlines()[0] if isinstance(cause, WorkerFault) and text else text
+    return first_line if len(first_line) <= 160 else f"{first_line[:157]}..."

@@ -1,4 +1,6 @@
-"""The most that a device can do: how it is measured, and the ceiling of a case."""
+"""Measures the highest rates of FLOPs and bytes that a device reaches, and derives the highest rates that a case can
+reach (its ceiling).
+"""
 
 from __future__ import annotations
 
@@ -11,53 +13,58 @@ from fp8bench.measure.limits import COMPILE_SECONDS
 from fp8bench.model import Ceiling, Ceilings, DeviceFacts, Limit, PlannedCase
 from fp8bench.registry import precisions
 
-# For all rates of a device, once a week. Making large arrays takes longer: rates of memory then have fewer runs.
-SECONDS = 12.0
-RUNS, LEAST_RUNS = 5, 2
-# The share of the time that the search before the runs takes.
-_SEARCH = 0.4
+# The seconds in which all rates of a device are measured. If allocating large arrays takes too long, rates of memory
+# are measured in fewer runs.
+CEILING_SECONDS = 12.0
+RUNS_PER_RATE, MIN_RUNS_PER_RATE = 5, 2
+# The part of CEILING_SECONDS that is used to search the best shape, before the runs begin.
+_SEARCH_SHARE = 0.4
 
 
-def ceiling_of(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling | None:
-    """The most that a case can do; None where its device is unknown.
+def derive_ceiling(planned: PlannedCase, ceilings: Ceilings | None) -> Ceiling | None:
+    """Returns the highest FLOP/s and bytes/s that a case can reach; None if its device was not measured.
 
-    Products of a narrow dtype may be computed in a wider one where that is faster (fp16's on a processor, say). An
-    emulated case may multiply in any dtype.
+    A product may run faster in a wider dtype, for example fp16 on a processor. So the rates of wider dtypes count
+    too. An emulated case may multiply in any dtype.
     """
     if ceilings is None:
         return None
-    products = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT and rate.runs]
+    product_rates = [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT and rate.runs]
     if not planned.support.is_emulated:
-        names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
-        rank = max(precisions.get(name).rank for name in names)
-        products = [rate for rate in products if precisions.get(rate.precision).rank <= rank]
-    flops = max((max(rate.runs) for rate in products), default=None)
-    return Ceiling(flops, ceilings.best(Limit.CACHED), ceilings.rates, ceilings.device)
+        precision_names = (planned.case.precision, *(name for _, name in planned.case.precision_map))
+        max_rank = max(precisions.get(name).rank for name in precision_names)
+        product_rates = [rate for rate in product_rates if precisions.get(rate.precision).rank <= max_rank]
+    max_flops = max((max(rate.runs) for rate in product_rates), default=None)
+    return Ceiling(max_flops, ceilings.best(Limit.CACHED), ceilings.rates, ceilings.device)
 
 
 def measure_ceilings(worker: Worker, device: DeviceFacts) -> Ceilings:
-    """Searches the best shape of every rate, then measures all rates in several runs.
+    """Searches the best shape for every rate, then measures all rates in several runs.
 
-    A rate has RUNS runs, or LEAST_RUNS where it takes more than its part of the time. A run of all rates ends before
-    the next one begins, so that runs also show how the machine changes. A lost worker ends one rate only.
+    A rate is measured in RUNS_PER_RATE runs, or in MIN_RUNS_PER_RATE if it takes longer than its part of the time.
+    All rates are measured once before any is measured again, so that differences between runs show how the machine
+    changes. If the worker is lost, only the rate that it measured is lost.
     """
     bench = worker.within(COMPILE_SECONDS)
-    # The first run searches shapes, so it gets a separate share of the time.
+    # The first run searches the best shapes, and has its own part of the time.
     rates = list(bench.ceiling_rates(device))
-    spent = [0.0] * len(rates)
-    for run in range(1 + RUNS):
-        share = (_SEARCH if run == 0 else (1 - _SEARCH) / RUNS) * SECONDS / len(rates)
-        for place, rate in enumerate(rates):
-            # A slow rate stops early, or it would take the time of the rates after it.
-            too_slow = run > LEAST_RUNS and spent[place] > SECONDS / len(rates)
+    spent_seconds = [0.0] * len(rates)
+    for run in range(1 + RUNS_PER_RATE):
+        run_seconds = (
+            (_SEARCH_SHARE if run == 0 else (1 - _SEARCH_SHARE) / RUNS_PER_RATE) * CEILING_SECONDS / len(rates)
+        )
+        for index, rate in enumerate(rates):
+            # A rate that has used up its part of the time gets no further runs. They would take the time of other
+            # rates.
+            too_slow = run > MIN_RUNS_PER_RATE and spent_seconds[index] > CEILING_SECONDS / len(rates)
             if rate.why or too_slow:
                 continue
             start = time.monotonic()
             try:
-                rates[place] = bench.ceiling(device, rate, share)
+                rates[index] = bench.ceiling(device, rate, run_seconds)
             except WorkerError as error:
-                # The fault is kept as the rate's reason; a new worker measures the others.
-                rates[place] = replace(rate, runs=(), why=str(error)[:200])
+                # The fault is stored as the reason why this rate is missing. A new worker measures the other rates.
+                rates[index] = replace(rate, runs=(), why=str(error)[:200])
                 worker.restart()
-            spent[place] += time.monotonic() - start
+            spent_seconds[index] += time.monotonic() - start
     return Ceilings(tuple(rates), device=device.name)

@@ -1,8 +1,8 @@
-"""Clocks, temperature and throttling of a device while arms take turns.
+"""Reads the clocks, the temperature and the throttling of a device during the rounds of a session.
 
-The driver is asked between slots, never within one, because a call may hold up the device. Before the first round, and
-before a long turn, a case runs until clock and temperature stand still: a device that has idled begins at a clock that
-it does not keep.
+The driver is asked only between slots, because a call may stall the device. Before the first round, and before a long
+window, a case runs until clock and temperature are constant. An idle device would start at a clock that it cannot
+sustain.
 """
 
 from __future__ import annotations
@@ -14,59 +14,64 @@ from typing import Any
 
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.sensors.driver import Looks
+from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.energy import SUMMARIES
-from fp8bench.measure.sensors.rapl import CLOCK
+from fp8bench.measure.sensors.rapl import CPU_CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of
 from fp8bench.model.stopping import ClockLook, Settling, is_clock_flat, slopes
 
-# How long the arm runs between two looks.
-_CHUNK_SECONDS = 0.15
+# The seconds that the arm runs between two readings.
+_RUN_SECONDS = 0.15
 
 
 @dataclass(frozen=True)
 class Settler:
-    """Runs an arm until the device's clock and temperature stand still, or with `brisk` its clock alone."""
+    """Runs an arm until the device's clock and temperature are constant. With `brisk`, only the clock must be
+    constant.
+    """
 
-    device: Looks
+    device: DeviceReader
     limit: float
     clock: Callable[[], float] = time.monotonic
     brisk: bool = False
 
     def settle(self, arm: MeasuredArm, worker: Worker) -> Settling | None:
-        """None where the device reports neither clock nor temperature."""
+        """Returns the readings of the warm-up, or None if the device reports neither clock nor temperature."""
         start = self.clock()
-        looks = [self._look(start)]
-        if looks[0].clock is None and looks[0].temperature is None:
+        readings = [self._read_clock_and_temperature(start)]
+        if readings[0].clock is None and readings[0].temperature is None:
             return None
-        steps = max(1, round(_CHUNK_SECONDS / arm.step_seconds))
-        settled = False
-        while not settled and looks[-1].at < self.limit:
-            worker.within(arm.limits.slot(arm.step_seconds, steps)).loop(arm.key, steps)
-            looks.append(self._look(start))
-            settled = is_clock_flat(looks) if self.brisk else slopes(looks).flat
-        return Settling(tuple(looks), settled, self.limit)
+        steps_per_run = max(1, round(_RUN_SECONDS / arm.step_seconds))
+        has_settled = False
+        while not has_settled and readings[-1].at < self.limit:
+            worker.within(arm.limits.for_slot(arm.step_seconds, steps_per_run)).loop(arm.key, steps_per_run)
+            readings.append(self._read_clock_and_temperature(start))
+            has_settled = is_clock_flat(readings) if self.brisk else slopes(readings).flat
+        return Settling(tuple(readings), has_settled, self.limit)
 
-    def _look(self, start: float) -> ClockLook:
-        numbers = {name: read.number for name, read in self.device.glance().items() if isinstance(read, Reading)}
-        clock = numbers.get("sm_clock", numbers.get(CLOCK))
-        return ClockLook(self.clock() - start, clock, numbers.get("temperature"))
+    def _read_clock_and_temperature(self, start: float) -> ClockLook:
+        values = {
+            name: read.number for name, read in self.device.read_changing_state().items() if isinstance(read, Reading)
+        }
+        clock_hertz = values.get("sm_clock", values.get(CPU_CLOCK))
+        return ClockLook(self.clock() - start, clock_hertz, values.get("temperature"))
 
 
-# A look takes the driver up to milliseconds, in which the device idles: the share of time that looks may take.
-_SHARE = 0.05
+# The part of the time that may be spent on reading the driver. A reading takes up to milliseconds, in which the
+# device idles.
+_READING_SHARE = 0.05
 
 
 class Watch:
-    """Looks at the device by arm, in whole rounds, so that drifting clocks are alike for arms that are compared.
-
-    Counters of the driver (for how long a limit held the clocks back) are read before and after the whole session.
+    """Reads the device's state after slots, and stores the readings by arm. Within a round, the state is read after
+    every slot or after none. So a drift of the clocks affects all compared arms alike. The driver's counters of
+    throttled time are read before and after the session.
     """
 
     def __init__(
         self,
-        device: Looks,
+        device: DeviceReader,
         warm_up: Settling | None = None,
         clock: Callable[[], float] = time.monotonic,
         pid: int | None = None,
@@ -74,52 +79,54 @@ class Watch:
     ) -> None:
         self._idle_workers = idle_workers
         self._device, self._warm_up, self._clock, self._pid = device, warm_up, clock, pid
-        self._sharing = self._others()
-        self._looks: dict[str, list[Readings]] = {}
-        self._round, self._looking, self._due = -1, False, 0.0
-        self._before = device.violations()
-        self._begun = clock()
+        self._other_processes = self._count_other_processes()
+        self._readings: dict[str, list[Readings]] = {}
+        self._round, self._reads_this_round, self._next_reading_at = -1, False, 0.0
+        self._violations_at_start = device.read_violations()
+        self._started_at = clock()
 
-    def look(self, arm: MeasuredArm) -> None:
-        slot, now = arm.slots[-1], self._clock()
-        # All arms of a round are looked at or none, so that they stay comparable.
+    def read_after_slot(self, arm: MeasuredArm) -> None:
+        slot, seconds = arm.slots[-1], self._clock()
+        # Read the state for all arms of a round, or for none, so that the arms stay comparable.
         if slot.round != self._round:
-            self._round, self._looking = slot.round, now >= self._due
-        if not self._looking:
+            self._round, self._reads_this_round = slot.round, seconds >= self._next_reading_at
+        if not self._reads_this_round:
             return
-        look = self._device.glance()
-        self._looks.setdefault(arm.key, []).append(look)
-        clock = look["sm_clock"]
-        arm.slots[-1] = replace(slot, clock=clock.number if isinstance(clock, Reading) else None)
-        # Looking may take a fixed share of the time, however slow the driver is.
-        self._due = max(self._due, now) + (self._clock() - now) / _SHARE
+        state = self._device.read_changing_state()
+        self._readings.setdefault(arm.key, []).append(state)
+        clock_reading = state["sm_clock"]
+        arm.slots[-1] = replace(slot, clock=clock_reading.number if isinstance(clock_reading, Reading) else None)
+        # The slower the driver is, the later the next reading is due. So reading takes a fixed part of the time.
+        self._next_reading_at = max(self._next_reading_at, seconds) + (self._clock() - seconds) / _READING_SHARE
 
-    def end(self) -> None:
-        self._counted = grown(self._before, self._device.violations())
-        self._seconds = self._clock() - self._begun
-        now = self._others()
-        self._sharing = now if self._sharing is None else max(self._sharing, now or 0)
+    def finish(self) -> None:
+        self._throttled = grown(self._violations_at_start, self._device.read_violations())
+        self._seconds = self._clock() - self._started_at
+        other_processes = self._count_other_processes()
+        self._other_processes = (
+            other_processes if self._other_processes is None else max(self._other_processes, other_processes or 0)
+        )
 
-    def _others(self) -> int | None:
-        """Returns how many processes have work on the device, without the run's own workers."""
-        read = self._device.others(self._pid) if self._pid is not None else None
-        return max(0, int(read.number) - self._idle_workers) if isinstance(read, Reading) else None
+    def _count_other_processes(self) -> int | None:
+        """Returns how many processes have work on the device, not counting the run's own workers; None if unknown."""
+        process_count = self._device.count_other_processes(self._pid) if self._pid is not None else None
+        return max(0, int(process_count.number) - self._idle_workers) if isinstance(process_count, Reading) else None
 
     def summarise(self, arm: MeasuredArm) -> DeviceWatch:
-        looks = self._looks.get(arm.key, [])
-        seconds_held = {name: read.number for name, read in self._counted.items() if isinstance(read, Reading)}
+        readings = self._readings.get(arm.key, [])
+        throttled_seconds = {name: read.number for name, read in self._throttled.items() if isinstance(read, Reading)}
         summary: dict[str, Any] = {}
-        for name, (of, summarise) in SUMMARIES.items():
-            numbers = [read.number for look in looks if isinstance(read := look[of], Reading)]
+        for name, (value_name, summarise) in SUMMARIES.items():
+            numbers = [read.number for look in readings if isinstance(read := look[value_name], Reading)]
             summary[name] = summarise(numbers) if numbers else None
         summary["sm_clock"] = arm.timing().clock
         return DeviceWatch(
-            looks=len(looks),
+            looks=len(readings),
             seconds=self._seconds,
-            held=tuple((name, seconds) for name, seconds in seconds_held.items() if seconds > 0),
-            why="; ".join(reasons_of(*looks, self._counted)),
+            held=tuple((name, seconds) for name, seconds in throttled_seconds.items() if seconds > 0),
+            why="; ".join(reasons_of(*readings, self._throttled)),
             warm_up=self._warm_up,
-            others=self._sharing,
+            others=self._other_processes,
             slices=max(0, self._device.shared_by - 1),
             **summary,
         )

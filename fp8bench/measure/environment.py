@@ -1,4 +1,6 @@
-"""Reads a run's conditions: machine, system, Python, commit, load. torch's part comes from the worker."""
+"""Collects the conditions of a run: machine, system, Python, commit and load. The worker adds torch's versions and
+settings.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,15 @@ from pathlib import Path
 from fp8bench.model import Environment, Scalar
 from fp8bench.model.raw import QUANTISERS_VARIABLE
 from fp8bench.model.run import BUSY_CORES, READ_BY_TORCH
-from fp8bench.store.asv.identity import as_facts, identify
-from fp8bench.user_code import digest_of
+from fp8bench.store.asv.identity import find_identity, to_facts
+from fp8bench.user_code import hash_user_code
 
-_STAT, _LOOK_SECONDS = "/proc/stat", 0.05
-_VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
+_CPU_TIMES_FILE, _SLEEP_SECONDS = "/proc/stat", 0.05
+_RECORDED_VARIABLES = (QUANTISERS_VARIABLE, *READ_BY_TORCH)
 
 _PACKAGE = Path(__file__).parents[1]
-# A busy machine takes seconds for a large repository; without an answer the run would be of no commit.
+# The time limit for a call of git, in seconds. It is long, because git is slow on a busy machine, and a run without
+# git's answer has no commit.
 _GIT_SECONDS = 60
 
 
@@ -34,8 +37,11 @@ def gather(
     *,
     folder: Path | None = None,
 ) -> Environment:
-    """Everything that may explain a number; None where the system reports nothing. `imports` are the user's modules.
-    `folder` is in the repository whose commit is recorded; by default the working directory."""
+    """Returns all facts that may explain a measured number. A fact is None if the system does not report it.
+
+    `imports` are the user's modules. The commit is that of the repository that contains `folder`, by default the
+    working directory.
+    """
     facts: dict[str, Scalar | None] = {
         "fp8bench": version,
         "machine": platform.node() or "unknown",
@@ -44,102 +50,112 @@ def gather(
         "python_implementation": platform.python_implementation(),
         "cpu_count": os.cpu_count(),
         "cpu_affinity": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else None,
-        "cpu_governor": _read("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
-        "cpu_turbo_off": _read("/sys/devices/system/cpu/intel_pstate/no_turbo"),
-        "smt": _read("/sys/devices/system/cpu/smt/active"),
-        "cgroup_cpu_max": _read("/sys/fs/cgroup/cpu.max"),
-        "load_1min": _load(),
-        BUSY_CORES: _busy_cores(),
+        "cpu_governor": _read_file("/sys/devices/system/cpu/cpu0/cpufreq/scaling_governor"),
+        "cpu_turbo_off": _read_file("/sys/devices/system/cpu/intel_pstate/no_turbo"),
+        "smt": _read_file("/sys/devices/system/cpu/smt/active"),
+        "cgroup_cpu_max": _read_file("/sys/fs/cgroup/cpu.max"),
+        "load_1min": _read_load(),
+        BUSY_CORES: _measure_busy_cores(),
         "threads": threads,
-        "imports_sha256": digest_of(imports),
-        **as_facts(identify()),
-        **_commit(folder or Path()),
-        **{f"env_{name}": os.environ[name] for name in _VARIABLES if name in os.environ},
+        "imports_sha256": hash_user_code(imports),
+        **to_facts(find_identity()),
+        **_read_commit(folder or Path()),
+        **{f"env_{name}": os.environ[name] for name in _RECORDED_VARIABLES if name in os.environ},
         **software,
     }
     return Environment(facts)
 
 
-def _load() -> float | None:
+def _read_load() -> float | None:
     return round(os.getloadavg()[0], 2) if hasattr(os, "getloadavg") else None
 
 
-def _busy_cores() -> float | None:
-    """How many cores others keep busy while this process sleeps: the mean load still has programs that have ended."""
-    earlier = _ticks()
-    time.sleep(_LOOK_SECONDS)
-    ticks = [new - old for old, new in zip(earlier, _ticks(), strict=False)]
-    # The fourth and fifth are idle.
-    share = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
-    return round(share * (os.cpu_count() or 1), 2) if ticks else None
+def _measure_busy_cores() -> float | None:
+    """Measures how many cores other processes keep busy while this process sleeps. The system's load average would be
+    too high, because it still counts programs that have ended.
+    """
+    earlier_ticks = _read_cpu_ticks()
+    time.sleep(_SLEEP_SECONDS)
+    ticks = [new - old for old, new in zip(earlier_ticks, _read_cpu_ticks(), strict=False)]
+    # The fourth and fifth counts are idle time and waiting for I/O.
+    busy_share = 1 - sum(ticks[3:5]) / max(1, sum(ticks))
+    return round(busy_share * (os.cpu_count() or 1), 2) if ticks else None
 
 
-def _ticks() -> list[int]:
-    """Time of all cores by kind since the system's start; empty where the system does not count it."""
-    words = (_read(_STAT) or "").partition("\n")[0].split()
-    return [int(word) for word in words[1:9]]
+def _read_cpu_ticks() -> list[int]:
+    """Reads the processor time of all cores since boot, in ticks, by kind of use. Returns [] if the system has no
+    /proc/stat.
+    """
+    counts = (_read_file(_CPU_TIMES_FILE) or "").partition("\n")[0].split()
+    return [int(word) for word in counts[1:9]]
 
 
-def load_in_words() -> str:
-    """For example 'load 3.1 on 2 cores'."""
-    load = _load()
+def describe_load() -> str:
+    """Returns the load and the number of cores, for example 'load 3.1 on 2 cores'."""
+    load = _read_load()
     return f"load {load} on {os.cpu_count()} cores" if load is not None else f"{os.cpu_count()} cores"
 
 
-def _read(path: str) -> str | None:
+def _read_file(path: str) -> str | None:
     with contextlib.suppress(OSError):
         return Path(path).read_text().strip()
     return None
 
 
-def _commit(folder: Path) -> dict[str, Scalar | None]:
-    """The commit of a folder's repository, its author's date (ms since 1970), and whether the running code differs from
-    it.
+def _read_commit(folder: Path) -> dict[str, Scalar | None]:
+    """Returns the commit of a folder's repository, the date of the commit (ms since 1970), and whether the running
+    code differs from the commit.
 
-    None without a working tree or a commit. Untracked files do not count: a user's suite need not be part of the
-    commit.
+    The facts are None without a working tree or a commit. Untracked files do not count as a difference, because a
+    user's suite need not be committed.
     """
-    inside = _git(folder, "rev-parse", "--is-inside-work-tree")
-    # rev-list, because a user's settings add lines to what log and show print.
-    lines = (_git(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
-    if inside != "true" or len(lines) != 2:
-        return {"commit": None, "commit_date": None, "dirty": None, "commit_unknown": _why_no_commit(folder)}
-    commit, seconds = lines[0].removeprefix("commit "), lines[1]
-    changes = _git(folder, "status", "--porcelain", "--untracked-files=no")
-    top = _git(folder, "rev-parse", "--show-toplevel")
-    package = _PACKAGE if top is None else Path(top) / _PACKAGE.name
-    # In fp8bench's own repository other code may be running, for example that of a second working tree.
-    is_ours = (package / "__init__.py").is_file() and not package.samefile(_PACKAGE)
-    differs = is_ours and _code(package) != _code(_PACKAGE)
+    is_work_tree = _read_git(folder, "rev-parse", "--is-inside-work-tree")
+    # `rev-list`, because the user's configuration changes the output of `log` and `show`.
+    commit_lines = (_read_git(folder, "rev-list", "-n", "1", "--format=%at", "HEAD") or "").split("\n")
+    if is_work_tree != "true" or len(commit_lines) != 2:
+        return {"commit": None, "commit_date": None, "dirty": None, "commit_unknown": _explain_missing_commit(folder)}
+    commit, seconds = commit_lines[0].removeprefix("commit "), commit_lines[1]
+    changed_files = _read_git(folder, "status", "--porcelain", "--untracked-files=no")
+    repository = _read_git(folder, "rev-parse", "--show-toplevel")
+    repository_package = _PACKAGE if repository is None else Path(repository) / _PACKAGE.name
+    # If `folder` is in fp8bench's own repository, the running code may still come from elsewhere, for example from a
+    # second working tree.
+    is_our_repository = (repository_package / "__init__.py").is_file() and not repository_package.samefile(_PACKAGE)
+    code_differs = is_our_repository and _read_code(repository_package) != _read_code(_PACKAGE)
     return {
         "commit": commit,
         "commit_date": int(seconds) * 1000 if seconds.isdecimal() else None,
-        "dirty": differs or bool(changes) if changes is not None else None,
+        "dirty": code_differs or bool(changed_files) if changed_files is not None else None,
     }
 
 
-def _why_no_commit(folder: Path) -> str | None:
-    """Why git names no commit in a repository (git missing, or the folder belongs to somebody else); None outside of
-    one."""
+def _explain_missing_commit(folder: Path) -> str | None:
+    """Returns why git names no commit in a repository, for example because git is missing, or because another user
+    owns the folder.
+
+    Returns None outside of a repository.
+    """
     start = folder.absolute()
-    # Path.exists raises where it may not look.
+    # Path.exists raises PermissionError in folders without access.
     if not any(os.path.lexists(above / ".git") for above in (start, *start.parents)):
         return None
-    done = _run_git(folder, "rev-parse", "--is-inside-work-tree")
-    if done.returncode == 0:
-        return "it has no commit yet" if done.stdout.strip() == "true" else "this is not a working tree"
-    words = next(iter(done.stderr.splitlines()), "it gave no reason").removeprefix("fatal: ")
-    return None if words.startswith("not a git repository") else words
+    result = _run_git(folder, "rev-parse", "--is-inside-work-tree")
+    if result.returncode == 0:
+        return "it has no commit yet" if result.stdout.strip() == "true" else "this is not a working tree"
+    first_line = next(iter(result.stderr.splitlines()), "it gave no reason").removeprefix("fatal: ")
+    return None if first_line.startswith("not a git repository") else first_line
 
 
-def _code(package: Path) -> dict[Path, bytes]:
-    # Editors leave links that lead nowhere.
+def _read_code(package: Path) -> dict[Path, bytes]:
+    # `is_file` excludes links to missing files, which some editors leave behind.
     return {path.relative_to(package): path.read_bytes() for path in package.rglob("*.py") if path.is_file()}
 
 
-def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
-    """Runs git in English; where git cannot be run or hangs, the result has a failing status and the reason."""
-    command = ["git", *words]
+def _run_git(folder: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    """Runs git with English messages. If git is missing or hangs, the returned result has a failing status and the
+    reason.
+    """
+    command = ["git", *arguments]
     try:
         return subprocess.run(
             command,
@@ -157,15 +173,15 @@ def _run_git(folder: Path, *words: str) -> subprocess.CompletedProcess[str]:
         return subprocess.CompletedProcess(command, 124, "", f"git gave no answer for {_GIT_SECONDS} s")
 
 
-def _git(folder: Path, *words: str) -> str | None:
-    done = _run_git(folder, *words)
-    return done.stdout.strip() if done.returncode == 0 else None
+def _read_git(folder: Path, *arguments: str) -> str | None:
+    result = _run_git(folder, *arguments)
+    return result.stdout.strip() if result.returncode == 0 else None
 
 
 def command_line() -> str:
-    words = list(sys.argv)
-    if words and words[0].endswith("__main__.py"):
-        words[0:1] = ["python", "-m", "fp8bench"]
-    elif words:
-        words[0] = Path(words[0]).name or "python"
-    return shlex.join(words)
+    arguments = list(sys.argv)
+    if arguments and arguments[0].endswith("__main__.py"):
+        arguments[0:1] = ["python", "-m", "fp8bench"]
+    elif arguments:
+        arguments[0] = Path(arguments[0]).name or "python"
+    return shlex.join(arguments)

@@ -1,6 +1,9 @@
-"""The parent's side of a worker: typed requests, time limits, and errors for a worker that has ended. ProcessWorker
-runs the bench in a separate process; LocalWorker runs it in this one (notebooks, --no-isolation), where a crash cannot
-be survived and a hang cannot be ended."""
+"""The parent process's side of a worker: sends typed requests, limits their time, and raises an error if the worker
+has ended.
+
+ProcessWorker runs the bench in a child process. LocalWorker runs the bench in this process (notebooks,
+--no-isolation), which cannot survive a crash or end a hang.
+"""
 
 from __future__ import annotations
 
@@ -20,53 +23,54 @@ from typing import TYPE_CHECKING, Any, Self, cast
 
 from fp8bench.errors import ImportFailed, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.limits import HANG_SECONDS
-from fp8bench.measure.process import Unreadable, WorkerProcess
+from fp8bench.measure.process import UnreadableAnswer, WorkerProcess
 from fp8bench.model import DeviceFacts, Request, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.model.run import LOWERING
 from fp8bench.registry import devices
 
-if TYPE_CHECKING:  # a parent of a worker process would import what only the worker needs
+if TYPE_CHECKING:  # at run time, this import would load modules that only the worker needs
     from fp8bench.worker.bench import Bench
 
-    # Calls of its methods become requests to the worker.
-    AskedBench = Bench
+    # The type that `Worker.within` returns. Calling a method of Bench on it sends a request to the worker.
+    RemoteBench = Bench
 
 START_SECONDS = 300.0
 BENCH_MODULE = "fp8bench.worker.main"
 RANK_MODULE = "fp8bench.worker.ranks.main"
-# Modules whose requests --case-timeout limits.
-TIMED_MODULES = (BENCH_MODULE, RANK_MODULE)
+# Modules of workers whose requests are limited by --case-timeout.
+TIME_LIMITED_MODULES = (BENCH_MODULE, RANK_MODULE)
 
 
-_claims: list[bool] = []
-_claiming = threading.Lock()
+_active_runs: list[bool] = []
+_runs_lock = threading.Lock()
 
 
 @contextmanager
 def claim_process(isolation: bool) -> Iterator[None]:
-    """Registers a run of this process for the body. Raises UsageError if two runs would be measured in one process.
+    """Registers a run of this process during the body. Raises UsageError if the run would disturb another run in this
+    process.
 
-    Several runs may go on at once if each has a worker process. One without changes switches, stdout and the number of
-    threads of this process, in which the others' code is imported.
+    Several runs may be active at the same time if each has a worker process. A run without a worker process changes
+    switches, stdout and the number of threads of this process.
     """
-    with _claiming:
-        if _claims and not (isolation and all(_claims)):
-            which = "has no process of its own" if not isolation else "is measured beside one that has none"
+    with _runs_lock:
+        if _active_runs and not (isolation and all(_active_runs)):
+            blamed_run = "that run" if isolation else "this one"
             raise UsageError(
-                f"another run is going on in this process, and this one {which} (isolation=False): each would change "
-                "what the other measures. Wait until that is done, or leave isolation on for both."
+                f"another run is active in this process, and {blamed_run} has no worker process (isolation=False): "
+                "each would disturb the other's measurement. Wait until it has ended, or leave isolation on for both."
             )
-        _claims.append(isolation)
+        _active_runs.append(isolation)
     try:
         yield
     finally:
-        with _claiming:
-            _claims.remove(isolation)
+        with _runs_lock:
+            _active_runs.remove(isolation)
 
 
 class Worker(ABC):
-    """Where a bench runs. Every request may raise WorkerFault, WorkerLost or WorkerHung."""
+    """Runs a bench. Every request may raise WorkerFault, WorkerLost or WorkerHung."""
 
     @abstractmethod
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
@@ -78,10 +82,12 @@ class Worker(ABC):
 
     @abstractmethod
     def restart(self) -> None:
-        """Starts a fresh worker with the same settings; all states are gone."""
+        """Starts a fresh worker with the same settings. All states of the old worker are lost."""
 
     def begin(self) -> None:
-        """Lets a process import torch while the caller goes on."""
+        """Starts the worker's process, which imports torch in the background. Does nothing if the worker has no
+        process.
+        """
 
     @property
     def pid(self) -> int | None:
@@ -89,7 +95,7 @@ class Worker(ABC):
 
     @property
     def peak_bytes(self) -> int | None:
-        """The most memory that the process has held so far; None if unknown."""
+        """The most memory in bytes that the process has ever held; None if unknown."""
         with suppress(OSError):
             for line in Path(f"/proc/{self.pid}/status").read_text().splitlines():
                 if line.startswith("VmHWM:"):
@@ -102,8 +108,8 @@ class Worker(ABC):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def within(self, seconds: float) -> AskedBench:
-        return cast("AskedBench", _Asked(self, seconds))
+    def within(self, seconds: float) -> RemoteBench:
+        return cast("RemoteBench", _RequestSender(self, seconds))
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return self.within(START_SECONDS).probe()
@@ -119,7 +125,7 @@ class Worker(ABC):
 
 
 @dataclass(frozen=True)
-class _Asked:
+class _RequestSender:
     worker: Worker
     limit: float
 
@@ -128,12 +134,12 @@ class _Asked:
 
 
 class LocalWorker(Worker):
-    """The bench in this process, for notebooks and debuggers.
+    """Runs the bench in this process, for notebooks and debuggers.
 
-    Its limits: a crash ends the caller; a hang is not ended and no time limit kept; Ctrl-C waits for the operation in
-    progress; `restart` forgets states only (a broken GPU context and a full memory stay); threads and orphaned
-    processes of a workload go on; output past Python's own stdout is seen only where that is a file; environment
-    variables are the caller's.
+    A crash ends the caller. Time limits have no effect, so a hang does not end. Ctrl-C waits for the operation in
+    progress. `restart` only forgets states: a broken GPU context and used memory remain. Threads and orphaned
+    processes of a workload go on. Output that bypasses Python's stdout is noticed only if stdout is a file.
+    Environment variables are the caller's.
     """
 
     def __init__(self, settings: Settings, opened: Callable[[Settings], Bench] | None = None) -> None:
@@ -146,14 +152,15 @@ class LocalWorker(Worker):
         from fp8bench.worker.faults import describe_fault
 
         if self._bench is None:
-            self._bench = (self._opened or Bench)(self._settings)  # what refuses this process is no fault of a worker's
+            # an error in this line means that this process cannot be used, so it is not a WorkerFault
+            self._bench = (self._opened or Bench)(self._settings)
         try:
             return getattr(self._bench, name)(*arguments)
         except KeyboardInterrupt:
             raise
         except BaseException as error:
             fault = describe_fault(error)
-        # Out of the except block, so that the exception no longer holds the frames and their tensors.
+        # Raise outside of the except block: there the exception would keep the frames and their tensors in memory.
         raise WorkerFault(*self._bench.recover(fault))
 
     def close(self) -> None:
@@ -166,7 +173,7 @@ class LocalWorker(Worker):
 
 
 class ProcessWorker(Worker):
-    """The bench in a child process that runs `module`, started on the first request."""
+    """Runs the bench in a child process, which executes `module`. The first request starts the process."""
 
     def __init__(self, settings: Settings, python: str = sys.executable, module: str = BENCH_MODULE) -> None:
         self.settings = settings
@@ -174,7 +181,7 @@ class ProcessWorker(Worker):
         self._module = module
         self._process: WorkerProcess | None = None
         self._is_open = False
-        self._number = 0
+        self._request_number = 0
 
     @property
     def pid(self) -> int | None:
@@ -184,12 +191,13 @@ class ProcessWorker(Worker):
         self.begin()
         assert self._process is not None
         if not self._is_open:
-            first = self._number == 0
+            is_first_request = self._request_number == 0
             try:
-                self._begin(self._process)
+                self._open_bench(self._process)
             except WorkerFault as fault:
-                self.close()  # a process without a bench could only answer nonsense
-                if first and fault.kind == ImportFailed.__name__:  # nothing is measured yet: the user's mistake
+                self.close()  # without a bench, the process could not answer any request
+                # if an import fails before anything was measured, it is the user's mistake
+                if is_first_request and fault.kind == ImportFailed.__name__:
                     raise ImportFailed(str(fault).removeprefix(f"{fault.kind}: ")) from None
                 raise
             self._is_open = True
@@ -202,12 +210,12 @@ class ProcessWorker(Worker):
                 self._process = self._start_process()
             except OSError as error:
                 raise WorkerLost(
-                    f"the worker could not be started ({error.strerror or error}): the system lets this process start "
-                    "no other, or Python is not where it was. Make room, and try again."
+                    f"the worker process could not be started ({error.strerror or error}): the system has no room for "
+                    "another process, or Python was moved. End other programs, and try again."
                 ) from None
 
     def release(self, key: str) -> tuple[str, ...]:
-        # A worker that has ended holds nothing, and need not be started to answer this.
+        # A worker that has ended holds no states. Do not start a new one only to answer this.
         return super().release(key) if self._process is not None else ()
 
     def close(self) -> None:
@@ -215,7 +223,7 @@ class ProcessWorker(Worker):
         if process is not None and self._is_open:
             process.close()
         elif process is not None:
-            process.kill()  # it imports torch, and would only then see that nobody asks
+            process.kill()  # the process is still importing torch, and would notice a closed socket only afterwards
 
     def restart(self) -> None:
         process, self._process = self._process, None
@@ -225,49 +233,50 @@ class ProcessWorker(Worker):
     def _start_process(self) -> WorkerProcess:
         return WorkerProcess(self._python, self._module, self._environment())
 
-    def _begin(self, process: WorkerProcess) -> None:
+    def _open_bench(self, process: WorkerProcess) -> None:
         self._exchange(process, START_SECONDS, "open", self.settings)
 
     def _environment(self) -> dict[str, str]:
-        threads = str(self.settings.threads)
-        environment = {**os.environ, "OMP_NUM_THREADS": threads, "MKL_NUM_THREADS": threads}
-        for name in LOWERING:  # with one of them set, a precision is not what its name promises
+        thread_count = str(self.settings.threads)
+        environment = {**os.environ, "OMP_NUM_THREADS": thread_count, "MKL_NUM_THREADS": thread_count}
+        # each of these variables would lower the precision of products below what its name promises
+        for name in LOWERING:
             environment.pop(name, None)
-        # Its pool of compiling processes and threads would keep running during timing.
+        # Inductor's pool of compiling processes would keep running during the timing.
         environment["TORCHINDUCTOR_COMPILE_THREADS"] = "1"
         environment["PYTHONPATH"] = os.pathsep.join(path or str(Path.cwd()) for path in sys.path)
         return environment
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
-        # The number distinguishes a late answer from the expected one.
-        self._number += 1
+        # The number of the request distinguishes a late answer to an earlier request.
+        self._request_number += 1
         try:
-            process.send((self._number, name, arguments))
+            process.send((self._request_number, name, arguments))
             if not process.wait_for_answer(limit):
-                late = process.delay_in_words()
+                delay = process.describe_delay()
                 self.restart()
                 raise WorkerHung(
-                    f"no answer to {name!r} within {limit:g} s{late}; the worker was ended"
-                    + (" (--case-timeout sets the limit)" if self._module in TIMED_MODULES else "")
+                    f"no answer to {name!r} within {limit:g} s{delay}; the worker was ended"
+                    + (" (--case-timeout sets the limit)" if self._module in TIME_LIMITED_MODULES else "")
                 )
-            number, reply = _split_answer(process.receive())
-        # A worker that may be anywhere in its work is ended on every way out, so that the next request meets a fresh
-        # one.
+            number, reply = _parse_answer(process.receive())
+        # On every failure the worker is ended, because its state is unknown. The next request gets a new worker.
         except (EOFError, OSError):
-            words, killed = process.end_in_words(), process.was_killed
+            end_description, was_killed = process.describe_end(), process.was_killed
             self.restart()
-            raise WorkerLost(f"the worker crashed during {name!r}: {words}", killed) from None
-        except Unreadable as garbage:
+            raise WorkerLost(f"the worker crashed during {name!r}: {end_description}", was_killed) from None
+        except UnreadableAnswer as error:
             self.restart()
-            raise WorkerLost(f"the worker's answer to {name!r} could not be read ({garbage}); it was ended") from None
+            raise WorkerLost(f"the worker's answer to {name!r} could not be read ({error}); it was ended") from None
         except KeyboardInterrupt:
-            self.restart()  # it may be in a long step, and its late answer would be the first to the next request
+            # the worker may be in a long step, and its late answer would be taken for that of the next request
+            self.restart()
             raise
-        if number != self._number:
+        if number != self._request_number:
             self.restart()
             raise WorkerLost(
-                f"an answer to {name!r} belongs to another request (number {number}, not {self._number}): something in "
-                "the worker answers beside it; it was ended"
+                f"an answer to {name!r} belongs to another request (number {number}, not {self._request_number}): "
+                "other code in the worker wrote to its socket. The worker was ended"
             )
         if reply[0] == "fault":
             raise WorkerFault(*reply[1:])
@@ -275,48 +284,54 @@ class ProcessWorker(Worker):
 
 
 @contextmanager
-def workers_ahead(request: Request, second: bool) -> Iterator[tuple[ProcessWorker, ...]]:
-    """Yields workers that already import torch for a run: one that times and, with `second` and room for it, another.
+def start_workers_early(request: Request, with_second: bool) -> Iterator[tuple[ProcessWorker, ...]]:
+    """Yields workers that already import torch: the worker that times, and a second worker if `with_second` is true
+    and the machine has room.
 
-    A run by ranks or in this process gets none. Their `settings` may still change.
+    A run with ranks gets none, and neither does a run in this process. The `settings` of the workers may still be
+    changed.
     """
-    count = 0
+    worker_count = 0
     if request.isolation and request.ranks is None:
-        count = 2 if second and _has_room_for_two(request) else 1
+        worker_count = 2 if with_second and _has_room_for_two(request) else 1
     with ExitStack() as stack:
         settings = Settings(request.threads, request.seed, request.imports)
-        workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(count)]
+        workers = [stack.enter_context(ProcessWorker(settings)) for _ in range(worker_count)]
         for worker in workers:
-            with suppress(WorkerLost):  # the first request reports the reason
+            with suppress(WorkerLost):
                 worker.begin()
         yield tuple(workers)
 
 
-# A worker has 0.5 GiB before it holds any state.
-_LEAST_FREE_BYTES = 2 << 30
+# The free memory that a second worker needs, in bytes. A worker takes 0.5 GiB without any state.
+_MIN_FREE_BYTES = 2 << 30
 
 
 def _has_room_for_two(request: Request) -> bool:
-    """Whether each of two workers has its cores, and memory; False where the system does not say so."""
+    """Returns whether the machine has cores and memory for two workers. False if the system does not report its
+    cores.
+    """
     if not hasattr(os, "sched_getaffinity") or len(os.sched_getaffinity(0)) < 2 * request.threads:
         return False
-    return devices.get("cpu").free_bytes() >= _LEAST_FREE_BYTES
+    return devices.get("cpu").free_bytes() >= _MIN_FREE_BYTES
 
 
-def _split_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:
+def _parse_answer(answer: Any) -> tuple[int, tuple[Any, ...]]:
     match answer:
         case (int(number), ("ok", _) | ("fault", str(), str(), str(), bool()) as reply):
             return number, reply
-    raise Unreadable(f"it is {str(answer)[:60]!r}")
+    raise UnreadableAnswer(f"it is {str(answer)[:60]!r}")
 
 
-SOURCE = Path(__file__).with_name("allocator_probe.c")
+PROBE_SOURCE = Path(__file__).with_name("allocator_probe.c")
 _COMPILERS = ("cc", "gcc", "clang")
-_SECONDS = 60.0
+_COMPILE_SECONDS = 60.0
 
 
 class CountingWorker(ProcessWorker):
-    """A worker under the allocator probe; `why` is the reason if the probe is missing."""
+    """A worker with the allocator probe preloaded, a library that counts memory allocations. `why` is the reason if
+    the probe is missing.
+    """
 
     def __init__(self, settings: Settings, probe: Path | None, reason: str = "") -> None:
         super().__init__(settings)
@@ -326,47 +341,48 @@ class CountingWorker(ProcessWorker):
     def _environment(self) -> dict[str, str]:
         environment = super()._environment()
         if self._probe is not None:
-            ahead = [str(self._probe), *environment.get("LD_PRELOAD", "").split()]
-            environment["LD_PRELOAD"] = " ".join(ahead)
+            preloaded = [str(self._probe), *environment.get("LD_PRELOAD", "").split()]
+            environment["LD_PRELOAD"] = " ".join(preloaded)
         return environment
 
 
 @contextmanager
 def counting_worker(settings: Settings) -> Iterator[CountingWorker]:
     with tempfile.TemporaryDirectory(prefix="fp8bench-probe-") as folder:
-        probe = built(Path(folder))
-        reason = probe if isinstance(probe, str) else ""
-        worker = CountingWorker(settings, None if isinstance(probe, str) else probe, reason)
+        probe_or_reason = compile_probe(Path(folder))
+        reason = probe_or_reason if isinstance(probe_or_reason, str) else ""
+        worker = CountingWorker(settings, None if isinstance(probe_or_reason, str) else probe_or_reason, reason)
         try:
             yield worker
         finally:
             worker.close()
 
 
-def built(folder: Path, system: str = sys.platform) -> Path | str:
+def compile_probe(folder: Path, system: str = sys.platform) -> Path | str:
+    """Compiles the allocator probe into `folder`. Returns its path, or the reason why it could not be compiled."""
     if system != "linux":
-        return f"calls of the allocator are counted on Linux only, and this is {system}"
-    # $CC first: somebody who sets it means it.
-    named = os.environ.get("CC", "").split()[:1]
-    compiler = next(filter(None, map(shutil.which, (*named, *_COMPILERS))), None)
+        return f"allocator calls can be counted on Linux only, and this is {system}"
+    # $CC comes first, because the user has chosen that compiler.
+    user_compiler = os.environ.get("CC", "").split()[:1]
+    compiler = next(filter(None, map(shutil.which, (*user_compiler, *_COMPILERS))), None)
     if compiler is None:
-        return "counting calls of the allocator needs a C compiler, and there is none: install gcc"
+        return "counting allocator calls needs a C compiler, and none was found: install gcc"
     probe = folder / "allocator_probe.so"
-    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(probe), str(SOURCE), "-ldl"]
+    command = [compiler, "-O2", "-shared", "-fPIC", "-o", str(probe), str(PROBE_SOURCE), "-ldl"]
     try:
-        done = subprocess.run(
+        result = subprocess.run(
             command,
             capture_output=True,
             text=True,
             errors="replace",
-            timeout=_SECONDS,
+            timeout=_COMPILE_SECONDS,
             check=False,
             stdin=subprocess.DEVNULL,
         )
     except (OSError, subprocess.TimeoutExpired) as error:
-        return f"{compiler} made no probe of the allocator: {error}"
-    # The compiler's first error is the most useful; the rest usually follows from it.
-    if done.returncode:
-        words = next((line for line in done.stderr.splitlines() if "error" in line), "it gave no reason")
-        return f"{compiler} made no probe of the allocator: {words[:200]}"
+        return f"{compiler} could not compile the allocator probe: {error}"
+    # The first error is the most useful one; later errors usually follow from it.
+    if result.returncode:
+        error_line = next((line for line in result.stderr.splitlines() if "error" in line), "it gave no reason")
+        return f"{compiler} could not compile the allocator probe: {error_line[:200]}"
     return probe

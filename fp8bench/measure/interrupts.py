@@ -1,6 +1,6 @@
-"""When an interrupt may strike: Ctrl-C, and the signals by which schedulers and closing terminals end a process.
+"""Handles Ctrl-C, and the signals by which schedulers and closing terminals end a process.
 
-Only the main thread can have handlers, so this module has no effect in other threads (such as a notebook's).
+Only the main thread can have signal handlers. In other threads, such as a notebook's, this module has no effect.
 """
 
 from __future__ import annotations
@@ -12,59 +12,61 @@ from contextlib import AbstractContextManager, contextmanager
 from types import FrameType
 from typing import Any
 
-# Signals that `timeout`, service managers, CI and a closing terminal send.
-_ENDS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
+# Signals that `timeout`, service managers, CI and closing terminals send to end a process.
+_END_SIGNALS = tuple(getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name))
 
 
-def ends_are_interrupts() -> AbstractContextManager[None]:
-    """In the body SIGTERM and SIGHUP act like Ctrl-C: what was measured is kept and shown. Ignored signals stay so."""
-    return _handled_by(signal.default_int_handler, _ENDS, lambda old: old is signal.SIG_DFL)
+def treat_end_signals_as_interrupts() -> AbstractContextManager[None]:
+    """In the body, SIGTERM and SIGHUP raise KeyboardInterrupt, so that results are stored. A signal that is ignored
+    stays ignored.
+    """
+    return _set_handler(signal.default_int_handler, _END_SIGNALS, lambda old: old is signal.SIG_DFL)
 
 
 @contextmanager
-def only_once() -> Iterator[None]:
-    """In the body the first interrupt raises KeyboardInterrupt and later ones do nothing."""
-    struck: list[int] = []
+def interrupt_only_once() -> Iterator[None]:
+    """In the body, the first interrupt raises KeyboardInterrupt, and later ones do nothing."""
+    received_signals: list[int] = []
 
-    def strike(number: int, frame: FrameType | None) -> None:
-        struck.append(number)
-        if len(struck) == 1:
+    def handle_signal(number: int, frame: FrameType | None) -> None:
+        received_signals.append(number)
+        if len(received_signals) == 1:
             raise KeyboardInterrupt
 
-    with _handled_by(strike):
+    with _set_handler(handle_signal):
         yield
 
 
 @contextmanager
 def hold_back_interrupts() -> Iterator[None]:
-    """Delays an interrupt in the body until the body is done."""
-    noted: list[int] = []
-    with _handled_by(lambda number, frame: noted.append(number)):
+    """Delays an interrupt that arrives in the body until the body has ended."""
+    delayed_signals: list[int] = []
+    with _set_handler(lambda number, frame: delayed_signals.append(number)):
         yield
-    if noted:
+    if delayed_signals:
         raise KeyboardInterrupt
 
 
 def ignore_interrupts() -> AbstractContextManager[None]:
-    """Interrupts in the body do nothing: one has struck already, and the body is handling it."""
-    return _handled_by(signal.SIG_IGN)
+    """Ignores interrupts in the body. For bodies that clean up after an interrupt."""
+    return _set_handler(signal.SIG_IGN)
 
 
 @contextmanager
-def _handled_by(
+def _set_handler(
     handler: Any,
-    numbers: Iterable[signal.Signals] = (signal.SIGINT, *_ENDS),
-    replaces: Callable[[Any], bool] = lambda old: old is not signal.SIG_IGN,
+    numbers: Iterable[signal.Signals] = (signal.SIGINT, *_END_SIGNALS),
+    should_replace: Callable[[Any], bool] = lambda previous_handler: previous_handler is not signal.SIG_IGN,
 ) -> Iterator[None]:
-    """Sets the handler for the body, on those signals whose present handler `replaces` accepts."""
-    main = threading.current_thread() is threading.main_thread()
-    earlier = {number: signal.getsignal(number) for number in numbers} if main else {}
-    for number, old in earlier.items():
-        if replaces(old):
+    """Sets a signal handler during the body. Signals whose present handler `should_replace` rejects keep it."""
+    is_main_thread = threading.current_thread() is threading.main_thread()
+    previous_handlers = {number: signal.getsignal(number) for number in numbers} if is_main_thread else {}
+    for number, previous_handler in previous_handlers.items():
+        if should_replace(previous_handler):
             signal.signal(number, handler)
     try:
         yield
     finally:
-        for number, old in earlier.items():
-            if old is not None:  # a handler that was not set from Python cannot be set back
-                signal.signal(number, old)
+        for number, previous_handler in previous_handlers.items():
+            if previous_handler is not None:  # a handler that was not set from Python cannot be restored
+                signal.signal(number, previous_handler)

@@ -1,4 +1,4 @@
-"""How long to wait for a worker before it counts as hung."""
+"""Computes how long to wait for a worker's answer before the worker counts as hung."""
 
 from __future__ import annotations
 
@@ -8,40 +8,51 @@ from fp8bench.model import Work
 
 HANG_SECONDS = 60.0
 HANG_STEPS = 20
-# Slower than any useful device: for steps that nobody has timed yet.
+# No useful device is slower than these rates. They bound the time of a step that was not timed yet.
 SLOWEST_FLOPS = 5e9
 SLOWEST_BYTES = 50e6
-# Ten times what a cold compile of one quantiser takes.
+# Ten times as long as it takes to compile one quantiser without a cache.
 COMPILE_SECONDS = 300.0
 
 
 @dataclass(frozen=True)
 class Limits:
-    """Seconds for the requests of a case; `case_timeout`, if the user gave one, is the limit of each of them."""
+    """Time limits in seconds for the requests of a case. If the user gave a `case_timeout`, it replaces all of them
+    except `for_compiling`.
+    """
 
     case_timeout: float | None = None
 
-    def first(self, work: Work, further_steps: int = 0) -> float:
-        """Limit for preparing and for a first step: 60 s, or its work on a very slow device, and compiling.
-        `further_steps` add the time of their work."""
-        slowest = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
-        return self._or_case_timeout(max(HANG_SECONDS, slowest) + work.setup_seconds + further_steps * slowest)
+    def for_first_step(self, work: Work, further_steps: int = 0) -> float:
+        """Returns the seconds to wait while a case is prepared and runs its first step. The limit is 60 s, or longer
+        if the step's work would take longer than this on a very slow device. The time for compiling is added, and the
+        time for the work of `further_steps`.
+        """
+        slow_seconds = work.flops / SLOWEST_FLOPS + work.bytes / SLOWEST_BYTES
+        return self._prefer_case_timeout(
+            max(HANG_SECONDS, slow_seconds) + work.setup_seconds + further_steps * slow_seconds
+        )
 
-    def compiling(self, work: Work, count: int) -> float:
-        """For compiling `count` quantisers, and a step that nobody has timed. The user's limit does not count for
-        compiling."""
-        return COMPILE_SECONDS * count + self.first(work)
+    def for_compiling(self, work: Work, count: int) -> float:
+        """Returns the seconds to wait while `count` quantisers and a step are compiled. The user's limit does not
+        apply here.
+        """
+        return COMPILE_SECONDS * count + self.for_first_step(work)
 
-    def slot(self, step_seconds: float, calls: int) -> float:
-        """For a slot of calls whose time is known: 60 s, or 20 times that."""
-        return self._or_case_timeout(max(HANG_SECONDS, HANG_STEPS * step_seconds * calls))
+    def for_slot(self, step_seconds: float, calls: int) -> float:
+        """Returns the seconds to wait for a slot of `calls` steps whose duration is known. They are 20 times this
+        duration, but at least 60 s.
+        """
+        return self._prefer_case_timeout(max(HANG_SECONDS, HANG_STEPS * step_seconds * calls))
 
-    def numbers(self, work: Work) -> float:
-        """For the passes after the timing: a reference in fp64 may run, or two steps while their memory is counted."""
-        return self._or_case_timeout(4 * self.first(work))
+    def for_untimed_pass(self, work: Work) -> float:
+        """Returns the seconds to wait for an untimed pass. Such a pass may compute a reference in fp64, or run two
+        steps and count their memory.
+        """
+        return self._prefer_case_timeout(4 * self.for_first_step(work))
 
-    def _or_case_timeout(self, seconds: float) -> float:
+    def _prefer_case_timeout(self, seconds: float) -> float:
         return seconds if self.case_timeout is None else self.case_timeout
 
 
-USUAL = Limits()
+DEFAULT_LIMITS = Limits()

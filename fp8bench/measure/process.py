@@ -1,4 +1,6 @@
-"""A worker's process as its parent holds it: starting, requests and answers, ending it with all it has started."""
+"""The parent's view of a worker process. It starts the process, sends requests, and ends the process with all
+processes that it started.
+"""
 
 from __future__ import annotations
 
@@ -17,46 +19,52 @@ from typing import IO, Any
 
 from fp8bench.model.codec import PlainUnpickler
 
-# A process that the worker left behind may hold its end of the socket: so its exit status is checked as well.
-_GLANCE_SECONDS = 0.5
-_POLITE_SECONDS = 2.0
-# A process that has closed its socket is about to end; on a loaded machine it waits for a core before it can.
-_ENDING_SECONDS = 20.0
-# An answer is sent in one go: one that stops half-way for this long will not go on.
-_HALF_WAY_SECONDS = 30
-_TELLING = ("what():", "Fatal Python error")
+# Seconds between two checks of the exit status. The socket alone does not show the end, because an orphan of the
+# worker may keep it open.
+_POLL_SECONDS = 0.5
+_CLOSE_SECONDS = 2.0
+# How long to wait for the end of a process that has closed its socket. On a loaded machine the process must wait for
+# a core.
+_EXIT_SECONDS = 20.0
+# If an answer stops half-way for this many seconds, the rest will not come.
+_PARTIAL_ANSWER_SECONDS = 30
+_CAUSE_PREFIXES = ("what():", "Fatal Python error")
 
 
-class Unreadable(Exception):
+class UnreadableAnswer(Exception):
     """The worker sent something that is not an answer."""
 
 
 class WorkerProcess:
-    """The child process, the socket to it, the lifeline whose end shows it that we have ended, and its log."""
+    """The child process with its socket, its log and the lifeline. The lifeline is a pipe that closes when this
+    process ends, so that the child notices it.
+    """
 
     def __init__(self, python: str, module: str, environment: Mapping[str, str]) -> None:
-        # Sockets carry requests; the pipe shows the child that its parent has ended, even by SIGKILL.
-        ours, theirs = socket.socketpair()
-        ours.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _HALF_WAY_SECONDS, 0))
+        # The socket carries requests. The pipe closes when this process ends, even by SIGKILL, and so the child
+        # notices it.
+        parent_socket, child_socket = socket.socketpair()
+        parent_socket.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", _PARTIAL_ANSWER_SECONDS, 0))
         lifeline_read, self._lifeline = os.pipe()
         self._log = tempfile.TemporaryFile()  # noqa: SIM115 - it lives as long as the process
-        self._connection = Connection(ours.detach())
+        self._connection = Connection(parent_socket.detach())
         try:
             self._popen = subprocess.Popen(
-                [python, "-P", "-m", module, str(theirs.fileno()), str(lifeline_read)],
+                [python, "-P", "-m", module, str(child_socket.fileno()), str(lifeline_read)],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,
                 env=environment,
-                pass_fds=(theirs.fileno(), lifeline_read),
-                # A separate session keeps the terminal's Ctrl+C from the child: the parent decides when it ends.
+                pass_fds=(child_socket.fileno(), lifeline_read),
+                # In a separate session, the terminal's Ctrl+C does not reach the child: the parent decides when the
+                # child ends.
                 start_new_session=True,
             )
         except BaseException:
             self._close_all()
             raise
         finally:
-            theirs.close()
+            child_socket.close()
             os.close(lifeline_read)
 
     @property
@@ -67,28 +75,29 @@ class WorkerProcess:
         self._connection.send(request)
 
     def wait_for_answer(self, limit: float) -> bool:
-        """Whether there is something to receive within `limit` seconds. Raises EOFError if the process has ended
-        without."""
-        end = time.monotonic() + limit
-        while not self._connection.poll(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic()))):
+        """Returns whether an answer can be received within `limit` seconds. Raises EOFError if the process ended
+        before it answered.
+        """
+        deadline = time.monotonic() + limit
+        while not self._connection.poll(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic()))):
             if self._popen.poll() is not None and not self._connection.poll(0.0):
                 raise EOFError
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline:
                 return False
         return True
 
     def receive(self) -> Any:
-        return plain_value(self._connection.recv_bytes())
+        return unpickle_answer(self._connection.recv_bytes())
 
     def close(self) -> None:
         self._connection.close()
         with contextlib.suppress(subprocess.TimeoutExpired):
-            self._popen.wait(_POLITE_SECONDS)
+            self._popen.wait(_CLOSE_SECONDS)
         self.kill()
 
     def kill(self) -> None:
-        # The session holds the worker, its warden, and what a workload has started and left behind.
-        with contextlib.suppress(ProcessLookupError, PermissionError):  # nobody is left, or (macOS) only the dead are
+        # The process group contains the worker, its warden, and processes that a workload has left running.
+        with contextlib.suppress(ProcessLookupError, PermissionError):  # no process is alive any more
             os.killpg(self._popen.pid, signal.SIGKILL)
         self._popen.wait()
         self._close_all()
@@ -97,15 +106,15 @@ class WorkerProcess:
     def was_killed(self) -> bool:
         return self._popen.poll() == -signal.SIGKILL
 
-    def end_in_words(self) -> str:
+    def describe_end(self) -> str:
         try:
-            status = self._popen.wait(_ENDING_SECONDS)
+            exit_status = self._popen.wait(_EXIT_SECONDS)
         except subprocess.TimeoutExpired:
-            return f"it closed its socket and went on{last_words(self._log)}"
-        return f"it {describe_exit(status)}{last_words(self._log)}"
+            return f"it closed its socket and went on{describe_last_line(self._log)}"
+        return f"it {describe_exit(exit_status)}{describe_last_line(self._log)}"
 
-    def delay_in_words(self) -> str:
-        """Who keeps an answer waiting, where several might; continues a sentence."""
+    def describe_delay(self) -> str:
+        """Returns a text that names the process that delays an answer; '' if there is only one process."""
         return ""
 
     def _close_all(self) -> None:
@@ -120,27 +129,33 @@ class WorkerProcess:
 
 
 def describe_exit(status: int) -> str:
-    """An exit status in words: 'exited with status 7', 'was ended by SIGSEGV'."""
+    """Returns an exit status in words: 'exited with status 7', 'was ended by SIGSEGV'."""
     if status >= 0:
         return f"exited with status {status}"
-    names = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have numbers only
-    how = f"was ended by {names.get(-status, f'signal {-status}')}"
-    return how + " (the system ends processes so when memory runs out)" * (-status == signal.SIGKILL)
+    signal_names = {Signal.value: Signal.name for Signal in signal.Signals}  # real-time signals have no names
+    description = f"was ended by {signal_names.get(-status, f'signal {-status}')}"
+    return description + " (the system ends processes so when memory runs out)" * (-status == signal.SIGKILL)
 
 
-def last_words(log: IO[bytes]) -> str:
-    """The most useful line of a vanished process's log, to continue a sentence; '' if the log is empty."""
+def describe_last_line(log: IO[bytes]) -> str:
+    """Returns the line of an ended process's log that explains its end best, as ': line'. Returns '' if the log is
+    empty.
+    """
     log.seek(0, os.SEEK_END)
     log.seek(max(0, log.tell() - 2000))
     lines = [line for line in log.read().decode(errors="replace").splitlines() if line.strip()]
-    # C++ exceptions and faulthandler have lines with the cause; plain Python tracebacks end with it.
-    telling = next((line for line in lines if line.lstrip().startswith(_TELLING)), lines[-1] if lines else "").strip()
-    return f": {telling}" if telling else ""
+    # C++ exceptions and faulthandler print a line with the cause. In a Python traceback, the last line is the cause.
+    cause_line = next(
+        (line for line in lines if line.lstrip().startswith(_CAUSE_PREFIXES)), lines[-1] if lines else ""
+    ).strip()
+    return f": {cause_line}" if cause_line else ""
 
 
-def plain_value(received: bytes) -> Any:
-    """Unpickles an answer. Raises Unreadable for anything but plain values: unpickling a tensor would import torch."""
+def unpickle_answer(received: bytes) -> Any:
+    """Unpickles an answer. Raises UnreadableAnswer unless it consists of plain values, because unpickling a tensor
+    would import torch.
+    """
     try:
         return PlainUnpickler(io.BytesIO(received)).load()
-    except Exception as error:  # bytes that are not a pickle raise anything
-        raise Unreadable(f"{type(error).__name__}: {error}") from error
+    except Exception as error:  # a broken pickle can raise exceptions of any type
+        raise UnreadableAnswer(f"{type(error).__name__}: {error}") from error

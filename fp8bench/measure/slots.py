@@ -1,9 +1,10 @@
-"""The shape of a slot (its calls, those discarded first, how a device's queue is filled ahead), and the cells of a
-step.
+"""Computes the shape of a slot and the cells of a step. The shape is the number of calls and of discarded calls, and
+how the device is kept busy at the begin.
 
-A cell is the time that one phase took within one stretch of 100 us or more of a step (tried: stretches of 1 ms widen
-the interval of a 30 ms step by a tenth and of 5 ms by two thirds; finer ones gain nothing). Cells are fixed by the
-marks of a calibrating step, so that the same cell means the same work in every call, and cells sum to the step.
+A cell is the time of one phase within a block of a step. A block takes 100 us or more. Longer blocks give wider
+intervals: for a step of 30 ms, blocks of 1 ms widen the interval by a tenth, and blocks of 5 ms by two thirds.
+Shorter blocks gain nothing. The marks of a calibrating step define the cells, so that a cell means the same work in
+every call. The cells add up to the step.
 """
 
 from __future__ import annotations
@@ -17,103 +18,112 @@ from fp8bench.protocols.axes import COLD
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
-# On an accelerator a slot begins with an empty queue: short kernels of the first call wait for the host, those of later
-# calls find the queue as full as the host can fill it.
+# The calls of a slot on an accelerator. The device's queue is empty at first, so kernels of the first call wait for
+# the host. Later calls find the queue as full as the host can keep it.
 DEVICE_CALLS = 3
-# Flushing a cache of some megabytes takes longer than most steps.
+# The calls of a slot with a cold cache. There are few, because flushing some megabytes takes longer than most steps.
 COLD_CALLS = 4
-# A queue takes about 1,024 launches, of some 5 us of the host each, and then the host waits: longer does not help.
-MOST_FILLING_SECONDS = 10e-3
-# For a host that is slower the next time.
-_MARGIN = 1.25
+# The longest time for which a device is kept busy. A queue holds about 1,024 launches of some 5 us each. When the
+# queue is full the host waits, so a longer time gains nothing.
+MAX_FILLING_SECONDS = 10e-3
+# The host may be slower by this factor than when its time was measured.
+_HOST_TIME_MARGIN = 1.25
 
 
 @dataclass(frozen=True)
 class SlotShape:
-    """`discard` calls that are not timed, then `calls` that are."""
+    """The shape of a slot. First come `discard` calls that are not timed, then `calls` that are timed."""
 
     calls: int = 1
     discard: int = 0
     filling: Filling | None = None
 
 
-def shape_of(step_seconds: float, host_seconds: float, cache: str, queues: bool) -> SlotShape:
-    """`host_seconds` is what the host takes to enqueue a step; `queues`: whether steps are enqueued at all."""
+def choose_slot_shape(step_seconds: float, host_seconds: float, cache: str, has_queue: bool) -> SlotShape:
+    """Chooses how many calls a slot has, and how long the device is kept busy before them.
+
+    `host_seconds` is the time that the host needs to enqueue a step. `has_queue` is false if steps are not enqueued.
+    """
     calls, discard = 1, 0
     if step_seconds < REPEAT_BELOW_SECONDS:
         calls, discard = max(2, round(SLOT_SECONDS / step_seconds)), 1
     if cache == COLD:
         calls = min(COLD_CALLS, calls)
-    if not queues:
+    if not has_queue:
         return SlotShape(calls, discard)
     calls = max(DEVICE_CALLS, calls)
-    return SlotShape(calls, discard, filling_of(host_seconds, calls))
+    return SlotShape(calls, discard, choose_filling(host_seconds, calls))
 
 
-def filling_of(host_seconds: float, calls: int) -> Filling | None:
-    """How to fill the queue before all calls, or before as many as the host enqueues in the most that is allowed.
-
-    None where the host takes no measurable time.
+def choose_filling(host_seconds: float, calls: int) -> Filling | None:
+    """Returns how many calls a device's queue must cover, and for how long it is kept busy. Meanwhile the host
+    enqueues these calls. If this takes longer than MAX_FILLING_SECONDS, only the first calls of a slot are covered.
+    Returns None if the host takes no measurable time.
     """
     if host_seconds <= 0:
         return None
-    together = max(1, min(calls, int(MOST_FILLING_SECONDS / (_MARGIN * host_seconds))))
-    return Filling(together, min(MOST_FILLING_SECONDS, _MARGIN * host_seconds * together))
+    filled_calls = max(1, min(calls, int(MAX_FILLING_SECONDS / (_HOST_TIME_MARGIN * host_seconds))))
+    return Filling(filled_calls, min(MAX_FILLING_SECONDS, _HOST_TIME_MARGIN * host_seconds * filled_calls))
 
 
-LEAST_BLOCK_NS = 100_000
-MOST_BLOCKS = 256
+MIN_BLOCK_NS = 100_000
+MAX_BLOCKS = 256
 
 
 @dataclass(frozen=True)
 class Segmentation:
-    """Which cell each interval between marks belongs to."""
+    """Assigns each interval between two marks of a step to a cell."""
 
     codes: tuple[int, ...]
-    cell_of: tuple[int, ...]
+    cell_by_interval: tuple[int, ...]
     segments: Segments
 
     def cells(self, codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...] | None:
-        """Nanoseconds by cell of one step, or None if its marks differ from the calibrating step's."""
+        """Returns the nanoseconds of each cell in a step. Returns None if the step's marks differ from those of the
+        step that defined the cells.
+        """
         if tuple(codes) != self.codes:
             return None
-        totals = [0] * len(self.segments.phases)
-        for cell, interval in zip(self.cell_of, intervals_ns, strict=True):
-            totals[cell] += interval
-        return tuple(totals)
+        cell_totals_ns = [0] * len(self.segments.phases)
+        for cell, interval in zip(self.cell_by_interval, intervals_ns, strict=True):
+            cell_totals_ns[cell] += interval
+        return tuple(cell_totals_ns)
 
 
-def block_length(step_ns: int) -> int:
-    return max(LEAST_BLOCK_NS, step_ns // MOST_BLOCKS)
+def choose_block_ns(step_ns: int) -> int:
+    return max(MIN_BLOCK_NS, step_ns // MAX_BLOCKS)
 
 
-def segment(
+def cut_into_cells(
     codes: Sequence[int], intervals_ns: Sequence[int], block_ns: int | None = None, part_ends: str = ""
 ) -> Segmentation:
-    """Cuts a step at its marks into blocks, and numbers the (block, phase) cells in order of appearance.
+    """Cuts a step at its marks into blocks. A cell is a pair of block and phase, and cells are numbered in their
+    order in the step.
 
-    A block also ends behind the phase `part_ends`, which ends a part of a step.
+    A block also ends after the phase `part_ends`, which is the last phase of each part of a step.
     """
-    block_ns = block_ns or block_length(sum(intervals_ns))
-    cells: dict[tuple[int, int], int] = {}
-    cell_of = []
-    block, in_block = 0, 0
+    block_ns = block_ns or choose_block_ns(sum(intervals_ns))
+    cell_numbers: dict[tuple[int, int], int] = {}
+    cell_by_interval = []
+    block_number, block_elapsed_ns = 0, 0
     for code, interval in zip(codes, intervals_ns, strict=True):
-        if in_block >= block_ns:
-            block, in_block = block + 1, 0
-        cell_of.append(cells.setdefault((block, code), len(cells)))
-        in_block = block_ns if CELL_PHASES[code] == part_ends else in_block + interval
-    phases = tuple(CELL_PHASES[code] for _, code in cells)
-    return Segmentation(tuple(codes), tuple(cell_of), Segments(phases, tuple(number for number, _ in cells)))
+        if block_elapsed_ns >= block_ns:
+            block_number, block_elapsed_ns = block_number + 1, 0
+        cell_by_interval.append(cell_numbers.setdefault((block_number, code), len(cell_numbers)))
+        block_elapsed_ns = block_ns if CELL_PHASES[code] == part_ends else block_elapsed_ns + interval
+    phases = tuple(CELL_PHASES[code] for _, code in cell_numbers)
+    return Segmentation(
+        tuple(codes), tuple(cell_by_interval), Segments(phases, tuple(number for number, _ in cell_numbers))
+    )
 
 
-def by_phase(codes: Sequence[int]) -> Segmentation:
+def segment_by_phase(codes: Sequence[int]) -> Segmentation:
     segments = Segments(CELL_PHASES, (0,) * len(CELL_PHASES))
     return Segmentation(tuple(codes), tuple(codes), segments)
 
 
-def by_phase_totals(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
-    totals = [0] * len(CELL_PHASES)
+def sum_by_phase(codes: Sequence[int], intervals_ns: Sequence[int]) -> tuple[int, ...]:
+    phase_totals_ns = [0] * len(CELL_PHASES)
     for code, interval in zip(codes, intervals_ns, strict=True):
-        totals[code] += interval
-    return tuple(totals)
+        phase_totals_ns[code] += interval
+    return tuple(phase_totals_ns)

@@ -1,7 +1,9 @@
-"""Windows in which one case, or a phase of it, runs over and over, to measure its energy and sustained speed. The
-states are those that were timed. Cases alternate in random order, so that a device that warms up warms up for all of
-them; before each window a case runs for a while, so that clocks and power are those of this case. Idle power is
-measured before and after, with the same states in memory."""
+"""Runs one case, or a phase of the case, for seconds, to measure its energy and its sustained speed.
+
+A window is the time of such a run. Windows use the states that were timed. Cases alternate in random order, so that a
+device that heats up affects all of them alike. Each case runs for a while before its window, so that clocks and power
+belong to this case. Idle power is measured before and after the windows, with the same states in memory.
+"""
 
 from __future__ import annotations
 
@@ -16,8 +18,8 @@ from fp8bench.measure.device_watch import Settler
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.rounds import Orders
 from fp8bench.measure.sensors.energy import Energy, SourceKind
-from fp8bench.measure.sensors.mean_power import SHORTEST
-from fp8bench.measure.sensors.meter import CAP, Meter
+from fp8bench.measure.sensors.mean_power import MIN_SAMPLED_SECONDS
+from fp8bench.measure.sensors.meter import MAX_WINDOW_SECONDS, Meter
 from fp8bench.model import EnergyUse, EnergyWindow, Group, PhaseEnergy, Request, SustainedTurn
 from fp8bench.model.raw import RawReplay
 from fp8bench.model.readings import Reading, Unavailable
@@ -25,28 +27,33 @@ from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.stopping import STRETCH, Settling, is_brisk
 from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 
-# How long one request keeps the worker busy.
+# The seconds that the worker runs for one request.
 CHUNK_SECONDS = 0.25
 _WARM_SECONDS = 0.3
-# The share of the device's memory that a phase may keep: the states of all cases are still there.
-_SHARE_OF_MEMORY = 0.25
-_FLUSHED = "energy is not measured with a cold cache, which is flushed between steps: measure it with cache=hot"
-# A third brisk window is measured where two differ by this share in joules a step, as far as clocks change alone.
-_BRISK_WINDOWS, _BRISK_APART = 2, 0.02
+# The part of the device's memory for copies of a phase's inputs. The states of all cases are also in memory.
+_PHASE_MEMORY_SHARE = 0.25
+_COLD_CACHE_REASON = (
+    "energy is not measured with a cold cache, which is flushed between steps: measure it with cache=hot"
+)
+# A brisk case has two windows. If their joules per step differ by this relative amount, which is more than clocks
+# explain, a third window is measured.
+_BRISK_WINDOWS, _MAX_BRISK_DIFFERENCE = 2, 0.02
 _BRISK_CHUNK_SECONDS = 0.1
-# An H200 at its power cap has the next case's clock after 0.17 s.
+# The seconds that a case runs before a brisk window. At its power cap, an H200 reaches the clock of the next case
+# after 0.17 s.
 _BRISK_WARM_SECONDS = 0.2
-# Fewer turns have no interval.
-_TURNS, _TURNS_QUICK = 4, 3
+# Fewer turns than these give no confidence interval.
+_TURNS, _QUICK_TURNS = 4, 3
 
 
 @dataclass(frozen=True)
 class WindowRule:
-    """How many windows a case gets (an emulated one gets one: its energy is a cost), and how long each idle window is.
+    """Defines how many windows a case gets, and how long an idle window is. An emulated case gets one window.
 
-    With `turn_seconds` windows are turns: at least that long, and begun when the device has settled. Without `energy`
-    no energy is noted. With `phases` each phase has as many windows. `brisk` windows take little more than a second:
-    two a case, the second ones in the opposite order, and a third where these differ; idle power once a run.
+    With `turn_seconds` a window is at least that long (a turn), and begins when the device has settled. Without
+    `energy` no energy is stored. With `phases` each phase gets as many windows as the whole step. A `brisk` window
+    takes little more than a second. A brisk case gets two windows, the second ones in the opposite order of cases,
+    and a third window if the two differ. A brisk run measures idle power once.
     """
 
     windows: int = 3
@@ -63,37 +70,45 @@ class WindowRule:
     @property
     def window_seconds(self) -> tuple[float, float]:
         if self.turn_seconds:
-            return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, CAP)
+            return 1.5 * self.turn_seconds, self.settling_seconds + max(self.turn_seconds, MAX_WINDOW_SECONDS)
         if self.brisk:
-            return _BRISK_WARM_SECONDS + SHORTEST, _BRISK_WARM_SECONDS + 2 * SHORTEST
-        return _WARM_SECONDS + SHORTEST, _WARM_SECONDS + CAP
+            return _BRISK_WARM_SECONDS + MIN_SAMPLED_SECONDS, _BRISK_WARM_SECONDS + 2 * MIN_SAMPLED_SECONDS
+        return _WARM_SECONDS + MIN_SAMPLED_SECONDS, _WARM_SECONDS + MAX_WINDOW_SECONDS
 
 
 def window_rule_for(request: Request, groups: int) -> WindowRule | None:
-    """Returns the rule of a run with that many groups: fewer windows with --quick or --budget, because each takes more
-    than ten changes of the counter; None without windows."""
-    sustained = request.sustained
-    if not request.energy and sustained is None:
+    """Returns the rule for the windows of a run with `groups` groups. Returns None if the run needs no windows. With
+    --quick or --budget a case has fewer windows, because each must last for more than ten changes of the energy
+    counter.
+    """
+    sustained_seconds = request.sustained
+    if not request.energy and sustained_seconds is None:
         return None
-    hurried = request.quick or request.budget is not None
-    if sustained is None and request.energy_of != PHASE_ENERGY and is_brisk(request.brisk, request.budget, groups):
+    is_hurried = request.quick or request.budget is not None
+    if (
+        sustained_seconds is None
+        and request.energy_of != PHASE_ENERGY
+        and is_brisk(request.brisk, request.budget, groups)
+    ):
         return WindowRule(_BRISK_WINDOWS, 1.5, brisk=True)
-    turns = 0 if sustained is None else _TURNS_QUICK if hurried else _TURNS
-    windows, idle_seconds = max(turns, 1 if hurried else 3), 1.5 if hurried else 3.0
-    return WindowRule(windows, idle_seconds, sustained or 0.0, request.energy, request.energy_of == PHASE_ENERGY)
+    turn_count = 0 if sustained_seconds is None else _QUICK_TURNS if is_hurried else _TURNS
+    window_count, idle_seconds = max(turn_count, 1 if is_hurried else 3), 1.5 if is_hurried else 3.0
+    return WindowRule(
+        window_count, idle_seconds, sustained_seconds or 0.0, request.energy, request.energy_of == PHASE_ENERGY
+    )
 
 
-def windows_of(group: Group, rule: WindowRule) -> int:
-    """How many windows a group has; none with a cold cache."""
+def count_windows(group: Group, rule: WindowRule) -> int:
+    """Returns the number of windows that a group needs. It is 0 if the group's cases run with a cold cache."""
     if CACHE.of(dict(group.cases[0].case.params)) == COLD:
         return 0
-    running = [planned for planned in group.cases if planned.runs]
-    return sum(1 if planned.support.is_emulated else rule.windows for planned in running)
+    running_cases = [planned for planned in group.cases if planned.runs]
+    return sum(1 if planned.support.is_emulated else rule.windows for planned in running_cases)
 
 
 @dataclass
 class WindowResult:
-    """The results of an arm's windows, or of those of one of its phases."""
+    """The results of all windows of an arm, or of one phase of an arm."""
 
     windows: list[EnergyWindow] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
@@ -105,30 +120,32 @@ class WindowResult:
         return "; ".join(dict.fromkeys(self.reasons))
 
     @property
-    def is_apart(self) -> bool:
-        """Whether two windows differ by enough to need a third."""
+    def needs_third_window(self) -> bool:
+        """Returns whether two brisk windows differ so much that a third one is needed."""
         joules = [window.joules / window.steps for window in self.windows]
-        return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _BRISK_APART) * min(joules)
+        return len(joules) == _BRISK_WINDOWS and max(joules) > (1 + _MAX_BRISK_DIFFERENCE) * min(joules)
 
-    def conclude(self, source: str, idle_before: Energy | Unavailable, idle_after: Energy | Unavailable) -> EnergyUse:
+    def make_energy_use(
+        self, source: str, idle_before: Energy | Unavailable, idle_after: Energy | Unavailable
+    ) -> EnergyUse:
         self.reasons += [
             f"idle power: {unavailable.reason}"
             for unavailable in (idle_before, idle_after)
             if isinstance(unavailable, Unavailable)
         ]
-        watts_before, watts_after = (
+        idle_watts_before, idle_watts_after = (
             energy.watts if isinstance(energy, Energy) else None for energy in (idle_before, idle_after)
         )
-        return EnergyUse(source, tuple(self.windows), watts_before, watts_after, self.why)
+        return EnergyUse(source, tuple(self.windows), idle_watts_before, idle_watts_after, self.why)
 
 
-# An arm, and a phase of its step or '' for the whole step.
-Turn = tuple[MeasuredArm, str]
+# An arm and one of its phases; '' is the whole step.
+ArmAndPhase = tuple[MeasuredArm, str]
 
 
 @dataclass(frozen=True)
 class WindowPass:
-    """Has the worker run arms, and reads the meter."""
+    """Runs arms for seconds at a time (windows) in the worker, and reads the energy meter of each window."""
 
     _meter: Meter
     _rule: WindowRule
@@ -137,178 +154,199 @@ class WindowPass:
     _clock: Callable[[], float] = time.monotonic
 
     def measure(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, WindowResult]:
-        """Returns the result of each arm by its key. A case that fails here keeps its time and gets a reason."""
+        """Returns each arm's result by its key. If an arm fails here, its timing is kept, and its result has the
+        reason.
+        """
         results = {arm.key: WindowResult() for arm in arms}
-        metered = self._meter.kind is not SourceKind.NONE
-        if not metered and not self._rule.turn_seconds:
-            for of_arm in results.values():
-                of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+        has_energy_source = self._meter.kind is not SourceKind.NONE
+        if not has_energy_source and not self._rule.turn_seconds:
+            for result in results.values():
+                result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             return results
         source = self._meter.kind.value
-        # A flushed cache would be part of what is metered.
+        # With a cold cache, the energy for flushing the cache would be included.
         for arm in arms:
-            if arm.cache == COLD:
-                results[arm.key].use = EnergyUse(source, why=_FLUSHED)
-        arms = [arm for arm in arms if arm.cache != COLD]
+            if arm.cache_mode == COLD:
+                results[arm.key].use = EnergyUse(source, why=_COLD_CACHE_REASON)
+        arms = [arm for arm in arms if arm.cache_mode != COLD]
         if not arms:
             return results
-        # Idle power is metered on both sides of the windows, because it drifts as a device warms up.
-        idle_before = self._idle() if metered else None
-        by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
-        self._in_turns([(arm, "") for arm in arms], by_turn, worker, self._window, "{mode} ended the windows: {cause}")
-        idle_after = self._idle() if metered else None
-        # An unmetered run still has its sustained turns.
-        for of_arm in (results[arm.key] for arm in arms):
+        # Idle power drifts as a device warms up, so it is measured before and after the windows.
+        idle_before = self._measure_idle() if has_energy_source else None
+        results_by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
+        self._run_all_windows(
+            [(arm, "") for arm in arms],
+            results_by_turn,
+            worker,
+            self._measure_window,
+            "{mode} ended the windows: {cause}",
+        )
+        idle_after = self._measure_idle() if has_energy_source else None
+        # Without an energy source, store only the sustained turns.
+        for result in (results[arm.key] for arm in arms):
             if idle_before is None or idle_after is None:
-                of_arm.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
+                result.use = EnergyUse(SourceKind.NONE, why=self._meter.why)
             else:
-                of_arm.use = replace(
-                    of_arm.conclude(source, idle_before, idle_after), power_limits=self._meter.power_limits()
+                result.use = replace(
+                    result.make_energy_use(source, idle_before, idle_after),
+                    power_limits=self._meter.read_power_limits(),
                 )
         return results
 
-    def _idle(self) -> Energy | Unavailable:
+    def _measure_idle(self) -> Energy | Unavailable:
         if self._rule.brisk:
-            return self._meter.idle_once(self._rule.idle_seconds)
-        return self._meter.idle(self._rule.idle_seconds)
+            return self._meter.measure_idle_once(self._rule.idle_seconds)
+        return self._meter.measure_idle(self._rule.idle_seconds)
 
-    def phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
-        """The energy of each arm's phases, by its key, in the order of its step; after the windows of whole steps.
+    def measure_phases(self, arms: Sequence[MeasuredArm], worker: Worker) -> dict[str, tuple[PhaseEnergy, ...]]:
+        """Measures the energy of the phases of each arm. Returns the energies by the arm's key, in the order of the
+        step.
 
-        A phase that cannot run by itself, or whose numbers that spoils, has a reason instead.
+        A phase gets a reason instead if it cannot run alone, or if its repetition gives wrong numbers.
         """
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
         results = {(arm.key, phase): WindowResult() for arm, phase in turns}
-        self._in_turns(turns, results, worker, self._phase_window, "{phase} of {mode} ended this: {cause}")
+        self._run_all_windows(
+            turns,
+            results,
+            worker,
+            self._measure_phase_window,
+            "an error in {phase} of {mode} ended the windows: {cause}",
+        )
         energies: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
         for (key, phase), result in results.items():
             energies[key] += (PhaseEnergy(phase, tuple(result.windows), result.why),)
         return energies
 
-    def _in_turns(
+    def _run_all_windows(
         self,
-        every: Sequence[Turn],
+        all_turns: Sequence[ArmAndPhase],
         results: Mapping[tuple[str, str], WindowResult],
         worker: Worker,
-        window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
-        ended: str,
+        run_window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
+        error_template: str,
     ) -> None:
-        """Gives each turn its windows in balanced random orders, an emulation one only. A fault ends all that are
-        left."""
-        # Emulated arms get one window: their energy is of the emulation and only fills its row.
-        turns: list[Turn] = []
-        orders: Orders[Turn] = Orders(random.Random(self._seed))
-        for number in range(self._rule.windows):
-            if number == 1 and self._rule.brisk:
+        """Runs the windows of all turns in random orders that treat all cases alike. After a fault, the remaining
+        windows get the fault as their reason.
+        """
+        # Emulated arms get one window, because their energy is shown, but never compared.
+        turns: list[ArmAndPhase] = []
+        orders: Orders[ArmAndPhase] = Orders(random.Random(self._seed))
+        for round_number in range(self._rule.windows):
+            if round_number == 1 and self._rule.brisk:
                 turns += [turn for turn in reversed(turns) if not turn[0].is_emulated]
             else:
-                turns += orders.next([turn for turn in every if number == 0 or not turn[0].is_emulated])
-        if self._take(turns, results, worker, window, ended) and self._rule.brisk:
-            thirds = [turn for turn in every if results[turn[0].key, turn[1]].is_apart]
-            self._take(orders.next(thirds), results, worker, window, ended)
+                turns += orders.next_round([turn for turn in all_turns if round_number == 0 or not turn[0].is_emulated])
+        if self._run_turns(turns, results, worker, run_window, error_template) and self._rule.brisk:
+            third_turns = [turn for turn in all_turns if results[turn[0].key, turn[1]].needs_third_window]
+            self._run_turns(orders.next_round(third_turns), results, worker, run_window, error_template)
 
-    def _take(
+    def _run_turns(
         self,
-        turns: Sequence[Turn],
+        turns: Sequence[ArmAndPhase],
         results: Mapping[tuple[str, str], WindowResult],
         worker: Worker,
-        window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
-        ended: str,
+        run_window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
+        error_template: str,
     ) -> bool:
-        """Returns whether all turns were taken: after a fault no states are left to run."""
-        for place, (arm, phase) in enumerate(turns):
-            self._tell(arm, place / len(turns))
+        """Runs the windows of turns. Returns False after a fault, because a fault destroys the states of all arms."""
+        for position, (arm, phase) in enumerate(turns):
+            self._tell(arm, position / len(turns))
             try:
-                window(arm, phase, worker, results[arm.key, phase])
+                run_window(arm, phase, worker, results[arm.key, phase])
             except WorkerError as cause:
-                # All states may have been lost: only the finished windows count.
+                # Finished windows remain. The others get the fault as their reason, because all states may be lost.
                 worker.restart()
-                why = ended.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
-                for left, name in turns[place:]:
-                    results[left.key, name].reasons.append(why)
+                reason = error_template.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
+                for missed_arm, missed_phase in turns[position:]:
+                    results[missed_arm.key, missed_phase].reasons.append(reason)
                 return False
         return True
 
-    def _window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
+    def _measure_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         turn_seconds = 0.0 if arm.is_emulated else self._rule.turn_seconds
         chunk_seconds = _BRISK_CHUNK_SECONDS if self._rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
-        limit = arm.limits.slot(arm.step_seconds, steps)
+        time_limit = arm.limits.for_slot(arm.step_seconds, steps)
         settling = self._settle(arm, worker, turn_seconds)
-        seconds: list[float] = []
+        chunk_times: list[float] = []
         with self._meter.window(every_tick=self._rule.brisk) as window:
-            while not window.enough or sum(seconds) < turn_seconds:
-                seconds.append(worker.within(limit).loop(arm.key, steps))
-        clock = self._meter.device.glance().get("sm_clock") if turn_seconds else None
-        done = steps * len(seconds)
-        # Long loops may diverge; what is wrong at the end spoils the window.
-        wrong = worker.within(arm.limits.numbers(arm.planned.work)).check(arm.key).wrong
+            while not window.is_enough or sum(chunk_times) < turn_seconds:
+                chunk_times.append(worker.within(time_limit).loop(arm.key, steps))
+        clock_reading = self._meter.device.read_changing_state().get("sm_clock") if turn_seconds else None
+        done_steps = steps * len(chunk_times)
+        # In a long loop, numbers may grow to infinity. Such a window is not used.
+        state_fault = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).check(arm.key).wrong
         energy = window.energy
-        if wrong:
-            result.reasons.append(f"after {done} more steps: {wrong}")
+        if state_fault:
+            result.reasons.append(f"after {done_steps} more steps: {state_fault}")
             return
         if isinstance(energy, Unavailable):
             result.reasons.append(energy.reason)
         else:
-            result.windows.append(_kept_window(energy, done))
+            result.windows.append(_convert_to_energy_window(energy, done_steps))
         if turn_seconds:
             watts = energy.watts if isinstance(energy, Energy) else None
-            hertz = clock.number if isinstance(clock, Reading) else None
-            result.turns.append(SustainedTurn(steps, tuple(seconds), settling, hertz, watts))
+            clock_hertz = clock_reading.number if isinstance(clock_reading, Reading) else None
+            result.turns.append(SustainedTurn(steps, tuple(chunk_times), settling, clock_hertz, watts))
 
-    def _phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
+    def _measure_phase_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
         if result.reasons:
             return
-        replay = _replayable(arm, phase, worker)
+        replay = _hold_phase(arm, phase, worker)
         if replay.why:
             result.reasons.append(replay.why)
             return
-        times = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
-        limit, chunks, seconds = arm.limits.slot(replay.seconds, times), 0, 0.0
+        repetitions = max(1, round(CHUNK_SECONDS / max(replay.seconds, 1e-7)))
+        time_limit, chunk_count, seconds = arm.limits.for_slot(replay.seconds, repetitions), 0, 0.0
         with self._meter.window() as window:
-            while not window.enough or (seconds < SHORTEST and not window.has_failed):
-                seconds += worker.within(limit).loop_phase(arm.key, times)
-                chunks += 1
-        wrong = worker.within(limit).drop_phase(arm.key)
+            while not window.is_enough or (seconds < MIN_SAMPLED_SECONDS and not window.has_failed):
+                seconds += worker.within(time_limit).loop_phase(arm.key, repetitions)
+                chunk_count += 1
+        lost_values_text = worker.within(time_limit).drop_phase(arm.key)
         energy = window.energy
-        if wrong or isinstance(energy, Unavailable):
-            result.reasons.append(wrong or str(energy))
+        if lost_values_text or isinstance(energy, Unavailable):
+            result.reasons.append(lost_values_text or str(energy))
         else:
-            result.windows.append(_kept_window(energy, times * chunks))
+            result.windows.append(_convert_to_energy_window(energy, repetitions * chunk_count))
 
     def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
-        """Runs the case ahead of its window: until the device has settled before a turn, else for half a turn."""
+        """Runs the case before its window, so that clocks and power belong to this case. Before a turn (a long
+        window), it runs until the device has settled. Before other windows, it runs for a fixed time.
+        """
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
             if (settling := settler.settle(arm, worker)) is not None:
                 return settling
         warm_seconds = _BRISK_WARM_SECONDS if self._rule.brisk else _WARM_SECONDS
-        ahead = max(1, round(max(warm_seconds, turn_seconds / 2) / arm.step_seconds))
-        worker.within(arm.limits.slot(arm.step_seconds, ahead)).loop(arm.key, ahead)
+        warm_up_steps = max(1, round(max(warm_seconds, turn_seconds / 2) / arm.step_seconds))
+        worker.within(arm.limits.for_slot(arm.step_seconds, warm_up_steps)).loop(arm.key, warm_up_steps)
         return None
 
 
-def _replayable(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
-    static = arm.planned.case.static
-    if arm.cache == ROTATING:
-        return RawReplay(why="its states rotate, and a phase done again would find its own in the caches")
-    if static is not None and static.refresh:
-        return RawReplay(why="its scales are renewed every so many steps")
-    most = round(_SHARE_OF_MEMORY * arm.facts.memory_bytes)
-    replay: RawReplay = worker.within(arm.limits.numbers(arm.planned.work)).hold_phase(arm.key, phase, most)
+def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
+    static_scales = arm.planned.case.static
+    if arm.cache_mode == ROTATING:
+        return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")
+    if static_scales is not None and static_scales.refresh:
+        return RawReplay(why="its scales are renewed every few steps")
+    max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
+    replay: RawReplay = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(
+        arm.key, phase, max_bytes
+    )
     return replay
 
 
-def _kept_window(energy: Energy, steps: int) -> EnergyWindow:
-    watched = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
-    throttle, stretch = watched.get("throttle"), energy.stretch
+def _convert_to_energy_window(energy: Energy, steps: int) -> EnergyWindow:
+    state_values = {name: read.number for name, read in energy.watched.items() if isinstance(read, Reading)}
+    throttle, stretch = state_values.get("throttle"), energy.stretch
     return EnergyWindow(
         steps,
         energy.seconds,
         energy.joules,
         stretch.intervals,
         stretch.uncertainty,
-        watched.get("sm_clock"),
-        watched.get("temperature"),
+        state_values.get("sm_clock"),
+        state_values.get("temperature"),
         None if throttle is None else int(throttle),
     )

@@ -1,7 +1,6 @@
-"""Frozen values of requests, plans and results.
-
-Units: seconds, bytes, joules; integer nanoseconds in raw clock samples, where the name ends in ns. This room does not
-know torch, files or text.
+"""The frozen values of requests, plans and results. Units are seconds, bytes and joules. Raw clock samples are
+integer nanoseconds, in fields whose names end in `ns`. This package uses neither torch nor files, and formats no
+text.
 """
 
 from fp8bench.model.consumed import (

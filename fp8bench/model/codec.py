@@ -1,7 +1,8 @@
-"""Frozen dataclasses to plain JSON values and back, by their type hints.
+"""Converts frozen dataclasses to JSON values and back, by their type hints.
 
-Unknown keys are ignored and missing ones take their defaults, so files of other versions can be read;
-`collect_ignored_names` collects their names. Known types: dataclasses, enums, tuples, mappings of scalars, and None.
+Unknown keys are ignored and missing keys get their defaults, so that files of other versions can be read.
+`collect_ignored_names` collects the names of ignored fields. Supported types are dataclasses, enums, tuples, mappings
+of scalars, and None.
 """
 
 from __future__ import annotations
@@ -23,13 +24,15 @@ from typing import Any, TypeVar, cast
 
 from fp8bench.errors import UsageError
 
-# The version of stored runs, and of runs printed as JSON. Raised when an old reader would misread a new one.
+# The version of stored runs, and of runs printed as JSON. It is raised if an older version of fp8bench would misread
+# new files.
 SCHEMA = 1
-_INTEGERS = {int}
-_LISTS = {list}
-# Types whose values repeat in every run of a suite, and the number of values of each that are remembered.
-_REPEATED = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
-_MOST_REMEMBERED = 1000
+_ONLY_INTEGERS = {int}
+_ONLY_LISTS = {list}
+# The types whose values often repeat within a run, so that equal values share one object, and the largest number of
+# shared objects of a type.
+_SHARED_TYPES = {"Request", "Plan", "DeviceFacts", "Case", "Support", "Work", "Segments"}
+_MAX_SHARED_VALUES = 1000
 
 T = TypeVar("T")
 _ignored: ContextVar[set[str]] = ContextVar("_ignored")
@@ -40,16 +43,16 @@ class Malformed(ValueError):
 
 
 def encode(value: Any) -> Any:
-    """Plain JSON values. Infinity and NaN, which JSON lacks, become text."""
+    """Returns a value as JSON values. Infinity and NaN, which JSON lacks, become strings."""
     if isinstance(value, str):
-        return str.__str__(value)  # of a metric its name
+        return str.__str__(value)  # a MetricSpec is a string too: store its name
     if dataclasses.is_dataclass(value) and not isinstance(value, type):
         return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
-        if set(map(type, value)) <= _INTEGERS:
-            return list(value)  # raw samples: many, and worth a short way
+        if set(map(type, value)) <= _ONLY_INTEGERS:
+            return list(value)  # fast, because there are many raw samples
         return [encode(item) for item in value]
     if isinstance(value, Mapping):
         return {str(key): encode(item) for key, item in value.items()}
@@ -59,16 +62,18 @@ def encode(value: Any) -> Any:
 
 
 def decode(kind: type[T], plain: Any) -> T:
-    """A value of `kind` from plain JSON values; raises Malformed with the place."""
+    """Returns a value of type `kind` from JSON values. Raises Malformed with the path to a wrong value."""
     try:
-        return cast(T, _decoder(cast(Any, kind))(plain))
+        return cast(T, _make_decoder(cast(Any, kind))(plain))
     except Malformed as error:
         raise Malformed(f"{kind.__name__}{error}") from None
 
 
 @contextmanager
 def collect_ignored_names() -> Iterator[set[str]]:
-    """Collects the names of fields that `decode` does not know and ignores, though they hold something."""
+    """Yields a set that collects the names of non-empty fields which `decode` ignores, because their type has no such
+    field.
+    """
     names: set[str] = set()
     token = _ignored.set(names)
     try:
@@ -78,30 +83,32 @@ def collect_ignored_names() -> Iterator[set[str]]:
 
 
 @cache
-def _decoder(kind: Any) -> Callable[[Any], Any]:
-    """Builds the function that decodes one type; cached, because a run has hundreds of thousands of values.
+def _make_decoder(kind: Any) -> Callable[[Any], Any]:
+    """Builds the function that decodes one type. The result is cached, because a run has hundreds of thousands of
+    values.
 
-    That function raises Malformed with the place from there on, and callers put their own part before it.
+    The function raises Malformed with the path to the wrong part of its value. Each caller puts its own part of the
+    path in front.
     """
     origin = typing.get_origin(kind)
     if origin in (typing.Union, types.UnionType):
-        return _union(typing.get_args(kind))
+        return _make_union_decoder(typing.get_args(kind))
     if origin is tuple:
-        return _tuple(typing.get_args(kind))
-    # Containers before classes, because a mapping is also a class.
+        return _make_tuple_decoder(typing.get_args(kind))
+    # Check for containers first, because a mapping is also a class.
     if origin is not None and issubclass(origin, Mapping):
-        return _mapping(typing.get_args(kind)[1])
+        return _make_mapping_decoder(typing.get_args(kind)[1])
     if dataclasses.is_dataclass(kind):
-        decode_one = _dataclass(cast(type, kind))
-        # Frequent values are decoded once and shared, which they can be because they are frozen.
-        return _remembering(decode_one) if cast(type, kind).__name__ in _REPEATED else decode_one
+        decode_one = _make_dataclass_decoder(cast(type, kind))
+        # Values that repeat are decoded once and shared. This is safe because they are frozen.
+        return _share_equal_values(decode_one) if cast(type, kind).__name__ in _SHARED_TYPES else decode_one
     if isinstance(kind, type) and issubclass(kind, Enum):
-        return _enum(kind)
-    return _float if kind is float else _scalar(kind)
+        return _make_enum_decoder(kind)
+    return _decode_float if kind is float else _make_scalar_decoder(kind)
 
 
-def _mapping(inside: Any) -> Callable[[Any], Any]:
-    decode_one = _decoder(inside)
+def _make_mapping_decoder(value_type: Any) -> Callable[[Any], Any]:
+    decode_one = _make_decoder(value_type)
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
@@ -110,7 +117,7 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
         for key, item in plain.items():
             try:
                 values[key] = decode_one(item)
-            # The path grows from the inside out, one name a level.
+            # Each level puts its name in front of the path in the message.
             except Malformed as error:
                 raise Malformed(f".{key}{error}") from None
         return values
@@ -118,18 +125,19 @@ def _mapping(inside: Any) -> Callable[[Any], Any]:
     return decode
 
 
-def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
-    """Makes `decode` return one frozen value for equal input, bit for bit: 1, 1.0 and True differ."""
+def _share_equal_values(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
+    """Wraps `decode` so that equal input, bit for bit, gives the same frozen object. 1, 1.0 and True count as
+    different."""
     cache: dict[bytes, tuple[Any, set[str]]] = {}
 
     def decode_once(plain: Any) -> Any:
         try:
-            key = marshal.dumps(plain, 2)  # a later version writes one text in several ways
-        except ValueError:  # too deep
+            key = marshal.dumps(plain, 2)  # later versions of marshal encode the same text in several ways
+        except ValueError:  # the value is nested too deeply
             return decode(plain)
         if key not in cache:
-            # Cleared as a whole when full: a run repeats its values within a few records, so that little is lost.
-            if len(cache) >= _MOST_REMEMBERED:
+            # Clear a full cache completely. This costs little, because a run repeats its values within a few records.
+            if len(cache) >= _MAX_SHARED_VALUES:
                 cache.clear()
             with collect_ignored_names() as names:
                 cache[key] = decode(plain), names
@@ -141,77 +149,80 @@ def _remembering(decode: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return decode_once
 
 
-def _taken_as_it_is(kind: Any) -> frozenset[type]:
-    kinds = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
-    return frozenset(part for part in kinds if part in (str, int, float, bool, type(None)))
+def _find_plain_types(kind: Any) -> frozenset[type]:
+    member_types = typing.get_args(kind) if typing.get_origin(kind) in (typing.Union, types.UnionType) else (kind,)
+    return frozenset(part for part in member_types if part in (str, int, float, bool, type(None)))
 
 
-def _dataclass(kind: type) -> Callable[[Any], Any]:
+def _make_dataclass_decoder(kind: type) -> Callable[[Any], Any]:
     hints = typing.get_type_hints(kind)
     decoders = [
-        (field.name, _taken_as_it_is(hints[field.name]), _decoder(hints[field.name]))
+        (field.name, _find_plain_types(hints[field.name]), _make_decoder(hints[field.name]))
         for field in dataclasses.fields(kind)
     ]
-    names = {name: None for name, _, _ in decoders}
-    lacks = dataclasses.MISSING
+    field_names = {name: None for name, _, _ in decoders}
+    missing = dataclasses.MISSING
     required = dict.fromkeys(
-        field.name for field in dataclasses.fields(kind) if field.default is lacks and field.default_factory is lacks
+        field.name
+        for field in dataclasses.fields(kind)
+        if field.default is missing and field.default_factory is missing
     )
-    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not lacks}
-    # Values without checks are filled in directly: a run has thousands, and frozen ones are slow to make.
+    defaults = {field.name: field.default for field in dataclasses.fields(kind) if field.default is not missing}
+    # Fill in the fields of classes without checks directly: a run has thousands of values, and frozen classes are
+    # slow to create.
     plain_defaults = len(defaults) + len(required) == len(decoders)
-    quick = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
+    skips_init = plain_defaults and not hasattr(kind, "__post_init__") and not hasattr(kind, "__slots__")
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, dict):
             raise Malformed(": expected an object")
-        # Newer versions may have added fields, and older ones may lack them: both must be read.
-        is_complete = plain.keys() == names.keys()
-        values = plain.copy() if is_complete else {name: plain[name] for name in names if name in plain}
+        # Newer versions may have added fields, and older versions may lack them; all of these files must be readable.
+        is_complete = plain.keys() == field_names.keys()
+        values = plain.copy() if is_complete else {name: plain[name] for name in field_names if name in plain}
         if len(values) < len(plain):
-            _ignored.get(set()).update(name for name in plain.keys() - names.keys() if plain[name])
-        for name, as_it_is, decode_one in decoders:
-            if (is_complete or name in values) and type(item := values[name]) not in as_it_is:
+            _ignored.get(set()).update(name for name in plain.keys() - field_names.keys() if plain[name])
+        for name, plain_types, decode_one in decoders:
+            if (is_complete or name in values) and type(item := values[name]) not in plain_types:
                 try:
                     values[name] = decode_one(item)
                 except Malformed as error:
                     raise Malformed(f".{name}{error}") from None
-        if quick and required.keys() <= values.keys():
+        if skips_init and required.keys() <= values.keys():
             instance: Any = object.__new__(kind)
             instance.__dict__.update(values if is_complete else defaults | values)
             return instance
         try:
-            # The class checks itself; its message gets the path to the value.
+            # The class has rejected its values, so put the path in front of its message.
             return kind(**values)
         except UsageError as error:
             raise Malformed(f": {error}") from None
-        except TypeError as error:  # a field without a default
-            lacking = next((name for name in required if name not in values), "")
-            raise Malformed(f": the field {lacking!r} is missing" if lacking else f": {error}") from None
+        except TypeError as error:  # a field that has no default is missing
+            missing_field = next((name for name in required if name not in values), "")
+            raise Malformed(f": the field {missing_field!r} is missing" if missing_field else f": {error}") from None
 
     return decode
 
 
-def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
-    many = len(inside) == 2 and inside[1] is Ellipsis
-    decoders = [_decoder(kind) for kind in inside if kind is not Ellipsis]
-    of_numbers = many and inside[0] is int
-    of_lists_of_numbers = many and inside[0] == tuple[int, ...]
+def _make_tuple_decoder(item_types: tuple[Any, ...]) -> Callable[[Any], Any]:
+    is_repeated = len(item_types) == 2 and item_types[1] is Ellipsis
+    decoders = [_make_decoder(kind) for kind in item_types if kind is not Ellipsis]
+    holds_integers = is_repeated and item_types[0] is int
+    holds_integer_lists = is_repeated and item_types[0] == tuple[int, ...]
 
     def decode(plain: Any) -> Any:
         if not isinstance(plain, list):
             raise Malformed(": expected a list")
-        if many and not plain:
+        if is_repeated and not plain:
             return ()
-        if of_numbers and set(map(type, plain)) <= _INTEGERS:
-            return tuple(plain)  # raw samples: many, and worth a short way
-        lists = of_lists_of_numbers and set(map(type, plain)) <= _LISTS
-        if lists and set(map(type, itertools.chain.from_iterable(plain))) <= _INTEGERS:
+        if holds_integers and set(map(type, plain)) <= _ONLY_INTEGERS:
+            return tuple(plain)  # fast, because there are many raw samples
+        has_only_lists = holds_integer_lists and set(map(type, plain)) <= _ONLY_LISTS
+        if has_only_lists and set(map(type, itertools.chain.from_iterable(plain))) <= _ONLY_INTEGERS:
             return tuple(map(tuple, plain))
-        if not many and len(decoders) != len(plain):
+        if not is_repeated and len(decoders) != len(plain):
             raise Malformed(f": expected {len(decoders)} items, found {len(plain)}")
         try:
-            if many:
+            if is_repeated:
                 return tuple(map(decoders[0], plain))
             return tuple(decode_one(item) for decode_one, item in zip(decoders, plain, strict=True))
         except Malformed as error:
@@ -220,36 +231,38 @@ def _tuple(inside: tuple[Any, ...]) -> Callable[[Any], Any]:
     return decode
 
 
-def _union(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
+def _make_union_decoder(kinds: tuple[Any, ...]) -> Callable[[Any], Any]:
     plain_kinds = tuple(kind for kind in kinds if isinstance(kind, type))
-    decoders = [_decoder(kind) for kind in kinds if kind is not type(None)]
+    decoders = [_make_decoder(kind) for kind in kinds if kind is not type(None)]
 
     def decode(plain: Any) -> Any:
         if type(plain) in plain_kinds:
             return plain
-        # The first kind that fits is meant; kinds of one union differ in what they accept.
+        # Use the first type that fits. The types of a union never accept the same value.
         for decode_one in decoders:
             try:
                 return decode_one(plain)
             except Malformed:
                 continue
-        names = " or ".join("null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds)
-        raise Malformed(f": expected {names}, found {plain!r:.60}")
+        type_names = " or ".join(
+            "null" if kind is type(None) else getattr(kind, "__name__", str(kind)) for kind in kinds
+        )
+        raise Malformed(f": expected {type_names}, found {plain!r:.60}")
 
     return decode
 
 
-def _enum(kind: type[Enum]) -> Callable[[Any], Any]:
+def _make_enum_decoder(kind: type[Enum]) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         try:
             return kind(plain)
         except ValueError:
-            raise Malformed(f": {plain!r} is no {kind.__name__}") from None
+            raise Malformed(f": {plain!r} is not a {kind.__name__}") from None
 
     return decode
 
 
-def _float(plain: Any) -> float:
+def _decode_float(plain: Any) -> float:
     if type(plain) is float:
         return plain
     if isinstance(plain, int) and not isinstance(plain, bool):
@@ -257,13 +270,13 @@ def _float(plain: Any) -> float:
             return float(plain)
         except OverflowError:
             raise Malformed(": a whole number too large for a float") from None
-    # JSON has no such numbers, so they are stored as text.
+    # JSON cannot express infinity and NaN, so they are stored as strings.
     if plain in ("inf", "-inf", "nan"):
         return float(plain)
     raise Malformed(f": expected float, found {plain!r:.60}")
 
 
-def _scalar(kind: Any) -> Callable[[Any], Any]:
+def _make_scalar_decoder(kind: Any) -> Callable[[Any], Any]:
     def decode(plain: Any) -> Any:
         if kind is Any or type(plain) is kind:
             return plain
@@ -272,25 +285,28 @@ def _scalar(kind: Any) -> Callable[[Any], Any]:
     return decode
 
 
-# Modules that define values: those of the core, and of features.
-_VALUES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
+# Modules that define values: those of this package, and `values` of features.
+_VALUE_MODULES = re.compile(r"fp8bench\.(model\.\w+|features\.\w+\.values)")
 
 
-def _member(kind: object, name: str) -> Enum:
-    """A member of an enum, which Python before 3.11.4 pickles as an attribute of it; refuses any other attribute."""
+def _find_enum_member(kind: object, name: str) -> Enum:
+    """Returns the member of an enum with this name, and refuses any other attribute. Python before 3.11.4 pickles a
+    member as an access to an attribute.
+    """
     if isinstance(kind, type) and issubclass(kind, Enum) and name in kind.__members__:
         return kind[name]
-    raise pickle.UnpicklingError(f"{name} of {kind} is no plain value")
+    raise pickle.UnpicklingError(f"{name} of {kind} is not a frozen value")
 
 
 class PlainUnpickler(pickle.Unpickler):
-    """Unpickles the frozen values of answers, and nothing else."""
+    """Unpickles the frozen values that a worker answers with, and nothing else."""
 
     def find_class(self, module: str, name: str) -> Any:
-        if _VALUES.fullmatch(module) and "." not in name:  # a dot leads into what a module has imported
+        # a name with a dot could reach into modules that this module has imported
+        if _VALUE_MODULES.fullmatch(module) and "." not in name:
             value = super().find_class(module, name)
             if isinstance(value, type) and value.__module__ == module:
                 return value
         if (module, name) == ("builtins", "getattr"):
-            return _member
-        raise pickle.UnpicklingError(f"{module}.{name} is no plain value")
+            return _find_enum_member
+        raise pickle.UnpicklingError(f"{module}.{name} is not a frozen value")

@@ -1,7 +1,7 @@
-"""Energy, memory and the largest batch of a case, and the state of its device.
+"""The energy, the memory and the largest batch of a case, and the state of its device.
 
-Joules, watts, bytes, hertz, degrees. None means unknown; then `why` has the reason. An unknown value is never 0.
-Throttle reasons are NVML's mask, whose bits are named here.
+Units are joules, watts, bytes, hertz and degrees Celsius. None means unknown, and `why` has the reason. An unknown
+value is never 0. Throttle reasons are NVML's bit mask, whose bits are named in `BITS`.
 """
 
 from __future__ import annotations
@@ -15,11 +15,12 @@ from fp8bench.model.words import MemoryRole
 
 @dataclass(frozen=True)
 class EnergyWindow:
-    """A stretch in which one case ran `steps` times.
+    """A time window in which one case ran `steps` times.
 
-    `joules` are those of the whole window, idling included. A counter changed `intervals` times in the measured part of
-    it; `uncertainty` is the largest relative error of that part, None with a sensor of power, where it is unknown. The
-    clock is the median one, the temperature the highest; `throttle` has all bits that were seen.
+    `joules` is the energy of the complete window, idle time included. An energy counter changed `intervals` times in
+    the measured part of the window. `uncertainty` is the largest relative error of that part, or None for a power
+    sensor, whose error is unknown. `sm_clock` is the median clock, `temperature` the highest temperature, and
+    `throttle` has all bits that occurred.
     """
 
     steps: int
@@ -34,7 +35,9 @@ class EnergyWindow:
 
 @dataclass(frozen=True)
 class PhaseEnergy:
-    """Windows in which one phase of a case ran `steps` times by itself; `why` has the reason for missing ones."""
+    """Windows in which one phase of a case ran alone, `steps` times each. If windows are missing, `why` is the
+    reason.
+    """
 
     phase: str
     windows: tuple[EnergyWindow, ...] = ()
@@ -43,10 +46,11 @@ class PhaseEnergy:
 
 @dataclass(frozen=True)
 class SustainedTurn:
-    """Seconds in which one case ran over and over, after the device had settled for it.
+    """Several seconds in which one case ran without a break, after the device had settled.
 
-    Each chunk has `steps` steps back to back and took one of the `seconds`. `settling` is None where the device shows
-    neither clock nor temperature. `clock` is the device's right after the turn, `watts` its mean power during it.
+    The turn consists of chunks. Each chunk ran `steps` steps back to back, and `seconds` has the time of each chunk.
+    `settling` is None if the device reports neither clock nor temperature. `clock` is the device's clock right after
+    the turn, and `watts` its mean power during the turn.
     """
 
     steps: int
@@ -58,12 +62,12 @@ class SustainedTurn:
 
 @dataclass(frozen=True)
 class EnergyUse:
-    """The windows of one case, and the watts that the device takes while it idles with the same states.
+    """The energy windows of one case, and the idle power of the device with the same states in memory.
 
-    `source` is 'counter', 'rapl', 'instant', 'average' or 'none': figures of different ones do not compare. `phases`
-    are windows of its phases, where they were asked for. `power_limits` are those that the device has had since the run
-    began, in watts: several if somebody changed it, () if unknown. `why` has the reason for a missing window or idle
-    power.
+    `source` is 'counter', 'rapl', 'instant', 'average' or 'none'. Figures of different sources cannot be compared.
+    `phases` holds the windows of single phases, if they were requested. `power_limits` are the limits in watts that
+    the device has had since the run began: several if somebody changed the limit, () if unknown. If a window or the
+    idle power is missing, `why` is the reason.
     """
 
     source: str
@@ -77,13 +81,13 @@ class EnergyUse:
 
 @dataclass(frozen=True)
 class DeviceWatch:
-    """State of a device while a case was timed, from `looks` looks between its slots.
+    """The state of a device while a case was timed, from `looks` samples between the slots of the case.
 
-    `throttle` has every bit that was set in any look. `held` has, for each limit, how many of the `seconds` of the
-    whole group it held the clocks back, by the driver's count. `others` are other processes with work on the device,
-    `slices` the other parts that it is split into. `sm_clock` is the mean over the slots that were looked at, weighted
-    by duration. `warm_up` is how the device settled before the rounds, None where it showed neither clock nor
-    temperature.
+    `throttle` has every bit that was set in any sample. `held` has (limit, seconds): for how many of the group's
+    `seconds` the limit lowered the clocks, by the driver's counters. `others` counts other processes that use the
+    device. If the device is partitioned, `slices` counts its other parts. `sm_clock` is the mean over the sampled
+    slots, weighted by duration. `warm_up` describes how the device settled before the rounds; None if it reports
+    neither clock nor temperature.
     """
 
     looks: int
@@ -101,7 +105,7 @@ class DeviceWatch:
 
 @dataclass(frozen=True)
 class PhaseMemory:
-    """The most that was allocated at once within one phase, and the most that the allocator had reserved."""
+    """The most bytes that tensors used at once within one phase, and the most bytes that the allocator had reserved."""
 
     phase: str
     allocated: int
@@ -110,16 +114,17 @@ class PhaseMemory:
 
 @dataclass(frozen=True)
 class MemoryUse:
-    """The memory of a step at its highest point.
+    """The memory of a step at its highest point, in bytes.
 
-    `peak` are bytes of tensors; `roles` sum to it (`fp8bench.model.MemoryRole`). `on_device` is the peak on hardware
-    that has the formats, derived from the same allocations, and the peak itself for a case that emulates nothing; None
-    where unknown, and then `off_device` has the reason. `process` is what the driver counts for the worker's process on
-    the device right after the step, its context included; `resident` the most that the process had in the machine's
-    memory during it. `leak` are the bytes by which tensors, on the host too, grow with every step, 0 where they do not;
-    None where that was not looked at. With several ranks all this is that of the rank that takes most, and `ranks` has
-    all. `forward` are the roles of what is held between the first forward pass and backward: the same moment in every
-    precision.
+    `peak` is the memory of tensors, and `roles` divides it by purpose (`fp8bench.model.MemoryRole`). `reserved` is
+    what the allocator has reserved. `process` is what the driver counts for the worker's process right after the
+    step, its context included. `resident` is the most of the machine's memory that the process used during the step.
+    `leak` is how much the memory of tensors (also on the host) grows with every step; None if not measured.
+
+    `on_device` is the peak on hardware that has the low-precision formats, derived from the same allocations. It
+    equals `peak` for a case that emulates nothing. If it is None, `off_device` has the reason. `forward` has the
+    roles of the memory that is held between the first forward pass and backward, a moment that all precisions have.
+    With several ranks, all figures are those of the rank with the most memory, and `ranks` has every rank.
     """
 
     peak: int
@@ -138,20 +143,25 @@ class MemoryUse:
 
 @dataclass(frozen=True)
 class Emulating:
-    """Allocations from here to the next EmulationEnd belong to an emulation, and take nothing on a real device."""
+    """A note in a trace of memory: an emulation begins. A real device would not make the allocations from here up to
+    the next EmulationEnd.
+    """
 
 
 @dataclass(frozen=True)
 class EmulationEnd:
-    """Ends the emulation. Blocks at these addresses have a replacement on a device; others that remain count from now
-    on, those that have gone never did."""
+    """A note in a trace of memory: an emulation has ended. Instead of the blocks at the `replaced` addresses, a real
+    device would hold smaller ones. All other blocks of the emulation that still exist count as memory from now on.
+    """
 
     replaced: tuple[int, ...] = ()
 
 
 @dataclass(frozen=True)
 class Laid:
-    """A device holds `size` more bytes until they are `Lifted`; with an address, as long as the block there."""
+    """A note in a trace of memory: from here on, a real device would hold `size` more bytes, until a note `Lifted`
+    with the same key. If an address is given, the device would hold them as long as the block at that address exists.
+    """
 
     key: int
     size: int
@@ -160,7 +170,9 @@ class Laid:
 
 @dataclass(frozen=True)
 class Lifted:
-    """The value under that key is no longer held."""
+    """A note in a trace of memory: from here on, a real device would no longer hold the bytes that the note `Laid`
+    with the same key has added.
+    """
 
     key: int
 
@@ -170,12 +182,13 @@ DeviceNote = Emulating | EmulationEnd | Laid | Lifted
 
 @dataclass(frozen=True)
 class HeldBlock:
-    """One allocation that was held at the highest point.
+    """One allocation that existed at the highest point of memory.
 
-    `phase` is where the step was when it was made, '' before the stretch; `backward`: a backward pass made it;
-    `awaited`: a forward pass made it and it was still held when backward began; `brief`: it went within the piece of a
-    phase (in backward: the node of autograd's graph) that had made it; `lasting`: it was there at the end. `said` are
-    roles noted for its address in the meantime.
+    `phase` is the phase in which it was made, '' if it was made before the measured part of the step. The flags are
+    true in these cases. `backward`: a backward pass made it. `awaited`: a forward pass made it, and it still existed
+    when backward began. `lasting`: it still existed at the end. `brief`: it was freed within the part of a phase that
+    made it (in backward, a part is a node of the autograd graph). `said` are the roles that were noted for its
+    address.
     """
 
     address: int
@@ -190,11 +203,12 @@ class HeldBlock:
 
 @dataclass(frozen=True)
 class MemoryCourse:
-    """The highest point of a stretch, the blocks that were held there, and the highest points of its phases.
+    """The highest point of memory in a part of a step, the blocks that existed at that point, and the highest points
+    of its phases.
 
-    `held` is () where single allocations are unknown; then `why` has the reason. They may sum to less than `peak`.
-    `on_device` is the highest point with an emulation's tensors replaced as noted, None without such notes. `forward`
-    is what was held when the first backward pass began, () without one.
+    `held` is () if single allocations are unknown, and `why` has the reason. The blocks may sum to less than `peak`.
+    `on_device` is the highest point on a real device instead of an emulation; None if the emulation left no notes.
+    `forward` are the blocks that existed when the first backward pass began; () without such a pass.
     """
 
     peak: int
@@ -208,16 +222,18 @@ class MemoryCourse:
 
 @dataclass(frozen=True)
 class Capacity:
-    """The largest batch for which a state and two steps fit, by running it and the next one, which does not fit.
+    """The largest batch for which a state and two steps fit into memory. It was found by running this batch and the
+    next larger one.
 
-    `axis` is the parameter that was varied, in steps of `grain`. `batch` is None where the search had no answer, and 0
-    where not even the smallest fits; `why` has the reason, or why `beyond`, the next batch, does not fit. `beyond` is
-    None where the axis ends before the memory does. `tokens` are those of a step with `batch`, 0 where it has none;
-    `peak` the bytes of tensors at the highest point; `limit` the bytes allowed, None for as many as the device gives.
-    `attempts` counts what was run. For an emulated case `on_device` is the largest batch on hardware that has its
-    formats, by the line through what `batch` and half of it would take there; None where unknown. `seconds` are those
-    of single steps with `batch`, of cases that are not emulated, `update` those of its update where phases do not show
-    it.
+    `axis` is the parameter that was varied, in steps of `grain`. `batch` is None if the search found no answer, and 0
+    if not even the smallest batch fits. `beyond` is the next batch, which does not fit; None if the axis ends before.
+    `why` is the reason for a missing answer, or why `beyond` does not fit. `attempts` counts the batches that were
+    run. `limit` is the allowed bytes (None: all of the device).
+
+    In a step with `batch`, `tokens` is the number of tokens, `peak` the bytes of tensors, and `seconds` are the times
+    of single steps. `update` is the time of the optimizer's update, if phases do not show it. For an emulated case,
+    `on_device` is the largest batch on hardware that has the formats, estimated from the memory of `batch` and of
+    half of it.
     """
 
     axis: str
@@ -234,13 +250,13 @@ class Capacity:
     update: float | None = None
 
 
-# Sources that count energy. Sensors of power do not, and their error is unknown.
+# Sources that count energy. A power sensor is not one of them, and its error is unknown.
 COUNTERS = frozenset({"counter", "rapl"})
-# How often a counter has to change in a window.
+# The fewest changes of an energy counter within a window.
 LEAST_INTERVALS = 10
-# For the reason of a window in which it did not.
+# These words end the reason why a window has no energy, if the energy counter changed too rarely.
 TICK_INTERVALS = "tick interval(s) of the energy counter"
-# nvmlClocksEventReason*, called nvmlClocksThrottleReason* by older drivers; the bits are the same.
+# The bits of nvmlClocksEventReason*, which older drivers call nvmlClocksThrottleReason*.
 BITS: dict[int, str] = {
     0x1: "idle",
     0x2: "application-clocks",
@@ -254,17 +270,20 @@ BITS: dict[int, str] = {
     0x200: "board-limit",
     0x400: "reliability",
 }
-# The hardware protects itself: figures from that time are not this device's speed.
+# The bits of throttling by which the hardware protects itself. Times that are measured then are not the speed of the
+# device.
 HARDWARE = 0x8 | 0x40 | 0x80
-# Usual for large products on current GPUs.
+# The bit of the power cap. Large matrix products often reach the cap on current GPUs.
 POWER_CAP = 0x4
-# Reasons other than faults: clocks that somebody chose, or that the power cap allows.
+# Throttle reasons that are not faults: somebody chose the clocks, or the power cap limits them.
 CHOSEN = frozenset({"idle", "application-clocks", "sync-boost", "display-clocks", BITS[POWER_CAP]})
 
 
 @dataclass(frozen=True)
 class Violation:
-    """A limit whose time NVML counts, in nanoseconds: by a policy of nvmlDeviceGetViolationStatus or by a field."""
+    """A limit for which NVML counts how many nanoseconds it throttled the clocks: a policy of
+    nvmlDeviceGetViolationStatus, or a field.
+    """
 
     name: str
     policy: int | None = None
@@ -281,6 +300,8 @@ VIOLATIONS: tuple[Violation, ...] = (
 
 
 def reasons_in(mask: int) -> tuple[str, ...]:
-    """Names of a mask's reasons, 'bit 0x800' for an unnamed one; idling is left out."""
+    """Returns the names of the reasons in a throttle mask, except idling. A bit without a name gives a name such as
+    'bit 0x800'.
+    """
     bits = [1 << number for number in range(mask.bit_length()) if mask & 1 << number]
     return tuple(BITS.get(bit, f"bit {bit:#x}") for bit in bits if bit != 0x1)

@@ -1,4 +1,6 @@
-"""Results of a case, and the references for them: the ceilings of its device, the kernels of its products."""
+"""The results of a case, and the ceilings of its device (the highest measured rates), with which results are
+compared.
+"""
 
 from __future__ import annotations
 
@@ -13,13 +15,15 @@ from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankScaling, Se
 from fp8bench.model.step import Coverage, LateSteps, Shares, Tape
 from fp8bench.model.words import Provenance, Status
 
-# Runs that differ by more give no upper bound.
+# If the runs of a rate differ by more than this relative amount, the rate is not used as an upper bound.
 WIDEST_SPREAD = 0.05
 
 
 class Limit(StrEnum):
-    """The most that a device reaches: products; copies and triads (a = b + s c) beyond its last cache; copies where
-    they are fastest; launches of the smallest kernel; copies from the host's memory."""
+    """A limit of a device. PRODUCT: matrix products. COPY and TRIAD (a = b + s c): memory, with arrays larger than
+    the last cache. CACHED: copies of the size that is fastest. LAUNCH: launches of the smallest kernel. LOAD: copies
+    from host memory.
+    """
 
     PRODUCT = "product"
     COPY = "copy"
@@ -31,10 +35,10 @@ class Limit(StrEnum):
 
 @dataclass(frozen=True)
 class Rate:
-    """FLOPs, bytes read and written, or launches a second that a device reached, once in each of `runs`.
-
-    `precision` is that of products. `shape` (M, N and K of a product, the bytes of one array) won a search among
-    `searched`, and was then measured again. Without runs, `why` has the reason.
+    """The rate that a device reached, per second: of FLOPs, of bytes read and written, or of launches. `runs` has the
+    rate of each run. `precision` is that of a product. `searched` is how many shapes were tried (M, N and K of a
+    product, or the bytes of one array). The fastest one is `shape`, which was then measured again in `runs`. Without
+    runs, `why` has the reason.
     """
 
     limit: Limit
@@ -59,9 +63,10 @@ class Rate:
 
 @dataclass(frozen=True)
 class Ceilings:
-    """The most that a device was seen to do, in several runs of all rates.
+    """The highest rates that a device reached, each in several runs.
 
-    `when` they were measured, `under` which settings, by name; `device` is the device's name.
+    `when` is the time of the measurement, `under` the settings at that time by name, and `device` the name of the
+    device.
     """
 
     rates: tuple[Rate, ...] = ()
@@ -70,25 +75,28 @@ class Ceilings:
     device: str = ""
 
     def rate(self, limit: Limit, precision: str = "") -> Rate | None:
-        key = limit, precision
-        return next((rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == key), None)
+        limit_and_precision = limit, precision
+        return next(
+            (rate for rate in self.rates if rate.runs and (rate.limit, rate.precision) == limit_and_precision), None
+        )
 
     def best(self, limit: Limit, precision: str = "") -> float | None:
-        """Returns the most of all runs, steady or not."""
+        """Returns the highest rate of all runs, even if the runs differ."""
         rate = self.rate(limit, precision)
         return None if rate is None else max(rate.runs)
 
     def bound(self, limit: Limit, precision: str = "") -> float | None:
-        """An upper bound; None where it is unknown or runs differ too much."""
+        """Returns an upper bound of the rate; None if the rate is unknown or its runs differ too much."""
         rate = self.rate(limit, precision)
         return rate.value if rate is not None and rate.steady else None
 
 
 @dataclass(frozen=True)
 class Ceiling:
-    """The most FLOPs and bytes a second that one case can reach; None where unknown.
+    """The highest rates of FLOPs and bytes per second that one case can reach; None if unknown.
 
-    `rates` of its device were measured in several runs, steady or not; `device` is its name.
+    `rates` are the rates of its device, including those whose runs differ too much. `device` is the name of the
+    device.
     """
 
     flops: float | None = None
@@ -99,8 +107,10 @@ class Ceiling:
 
 @dataclass(frozen=True)
 class GivenTensors:
-    """The tensors of one shape that a step reads only, or trains: how many, the sums of their numbers and squares, and
-    how many numbers are subnormal. `scattered` are those with no two numbers side by side."""
+    """The tensors of one shape that a step only reads or trains. The fields are their number, the sums of their
+    values and of the squares, and the number of subnormal values. `scattered` counts tensors in which no two numbers
+    are next to each other in memory.
+    """
 
     shape: tuple[int, ...]
     tensors: int = 0
@@ -124,15 +134,16 @@ class GivenTensors:
 
 @dataclass(frozen=True)
 class Products:
-    """The operators of an untimed step: `operators` in all, and its products up to the first with an operand in the
-    case's formats.
+    """Observations of the matrix products of an untimed step. They were checked up to the first one that has an
+    operand in the case's formats.
 
-    `low` is whether there was such a product, None where the formats are unknown. `count` products were looked at, and
-    read `operands` of these dtypes. `attention` are the kernels that torch's attention took. `wide`: native products
-    had values of their formats in wider dtypes, and no codes. `looks_like` is the precision that a product's numbers
-    show, '' where it kept its promise. `kernels` multiplied in a profiled step, if there was one. `given` are the
-    tensors of a step. `cast_before` counts the tensors in the case's formats that products read as weights, though no
-    step casts them and the state names no role of them.
+    `low` is whether there is such a product; None if the formats are unknown. `count` products were checked, and
+    `operands` are the dtypes of their operands. `operators` counts the operators of the whole step. `attention` are
+    the kernels of torch's attention. `wide` means that native products received values of their formats in wider
+    dtypes, and no codes. `looks_like` is the precision that the numbers of a product show if the product did not keep
+    to the case's precision, else ''. `kernels` are the kernels of products in a profiled step, if there was one.
+    `given` are the tensors of a step. `cast_before` counts weights in the case's formats that no step casts, and that
+    the state does not name as weights.
     """
 
     count: int
@@ -149,7 +160,7 @@ class Products:
 
 @dataclass(frozen=True)
 class Measurement:
-    """Raw samples of one metric, in the metric's unit."""
+    """The raw samples of one metric, in the unit of the metric."""
 
     metric: str
     unit: str
@@ -161,11 +172,11 @@ class Measurement:
 
 @dataclass(frozen=True)
 class TensorStatistics:
-    """The values of a product's operand (or of a batch) before any scaling.
+    """Statistics of the values of a product's operand, or of a batch, before scaling.
 
-    `kind` is the layer kind, or what else the values are; `role` the one they have in a product, '' for none. `amax` is
-    the largest magnitude of `count` values; `outside` holds for each format, by name, the share of values above its
-    largest and the share of nonzero values that would become zero.
+    `kind` is the kind of layer or of values, and `role` the role of the operand in a product, or ''. `amax` is the
+    largest magnitude of `count` values. `outside` has a row for each format: its name, the share of values above its
+    largest number, and the share of nonzero values that would become zero.
     """
 
     kind: str
@@ -177,10 +188,10 @@ class TensorStatistics:
 
 @dataclass(frozen=True)
 class LayerScale:
-    """The scale from data of one role's tensor in one layer, after the last step.
+    """The scale of one tensor (a role in one layer) after the last step, if scales are derived from data.
 
-    Values are multiplied by `scale`: the format's largest over `amax`. It was renewed `renewals` times, by age or by
-    saturation.
+    Values are multiplied by `scale`, which is the format's largest number divided by `amax`. The scale was renewed
+    `renewals` times, because it was old or because values saturated.
     """
 
     layer: str
@@ -192,8 +203,9 @@ class LayerScale:
 
 @dataclass(frozen=True)
 class StepEffect:
-    """Whether a step's results change with its inputs, timed as well as untimed; None where that is unknown. `why`
-    describes what was observed."""
+    """Whether the results of a step change if its inputs change, both in a timed and in an untimed step; None if
+    unknown. `why` describes the observation.
+    """
 
     changes: bool | None
     why: str = ""
@@ -201,7 +213,9 @@ class StepEffect:
 
 @dataclass(frozen=True)
 class Rotation:
-    """How many states take turns, so that none is cached when its turn comes again, and the bytes of one."""
+    """How many states are used in turn, and the bytes of one state. There are enough states that none is still in the
+    cache when it is used again.
+    """
 
     states: int
     state_bytes: int
@@ -209,7 +223,9 @@ class Rotation:
 
 @dataclass(frozen=True)
 class Segments:
-    """The cells of a step: cell i is the time of phase `phases[i]` within stretch `blocks[i]` of the step."""
+    """The cells into which a step is divided. Cell i is the time of phase `phases[i]` within block `blocks[i]` of the
+    step.
+    """
 
     phases: tuple[str, ...]
     blocks: tuple[int, ...]
@@ -217,16 +233,18 @@ class Segments:
 
 @dataclass(frozen=True)
 class SlotSample:
-    """One slot: the calls of one case in one round. None where something was not measured.
+    """One slot: the calls of one case in one round. A field is None if it was not measured.
 
-    `calls_ns[c][i]` is the time of cell i in call c. Over the slot, `cpu_seconds` is the process's CPU time and
-    `wall_seconds` the host clock. `host_seconds` is what the host took to enqueue a step, 0 where that is the step.
-    `thread_seconds` is the processor time of the thread that runs the steps; `preemptions` how often the system took
-    the core although it had work; `stolen_seconds` what a hypervisor took from all cores, in steps of 10 ms;
-    `waited_seconds` how long the thread had work and no core, where the host's clock timed the calls. `place` is the
-    slot's position in its round, `clock` the device's clock in hertz right after it. With several ranks `calls_ns` are
-    the slowest rank's, call by call, and `ranks` what each took. `memory_retries` counts allocations that succeeded
-    only after torch had given back its cached memory.
+    `calls_ns[c][i]` is the time of cell i in call c. For the complete slot, `cpu_seconds` is the CPU time of the
+    process, and `wall_seconds` the time of the host clock. `thread_seconds` is the CPU time of the thread that runs
+    the steps. `host_seconds` is the time that the host took to enqueue a step; 0 if the host runs the step itself.
+    `place` is the position of the slot in its round, and `clock` the device's clock in hertz right after the slot.
+
+    `preemptions` counts how often the system took the core although the thread had work. `stolen_seconds` is the time
+    that a hypervisor took from all cores, in units of 10 ms. `waited_seconds` is how long the thread had work but no
+    core, if the host clock timed the calls. `memory_retries` counts allocations that succeeded only after torch
+    returned its cached memory. With several ranks, `calls_ns` is the time of the slowest rank in each call, and
+    `ranks` has every rank.
     """
 
     round: int
@@ -246,12 +264,12 @@ class SlotSample:
 
 @dataclass(frozen=True)
 class Timing:
-    """All raw samples of one arm.
+    """All raw samples of one arm (a case that is timed in rounds).
 
-    `entries` counts the stretches of each phase that the marks of a step made; `varying` means that they differed from
-    step to step, so that there is one cell a phase. `eager` is the reason why quantisers that could have been compiled
-    ran as separate operations, '' if none did; `fused` that some ran compiled; `vector_bits` how wide their vectors
-    were on a CPU with several widths.
+    `entries` counts how often a step enters each phase. `varying` means that this count differed from step to step,
+    so that each phase has a single cell. `eager` is the reason why quantisers that could be compiled ran as separate
+    operations, or ''. `fused` means that some quantisers ran compiled. `vector_bits` are the widths of their vectors,
+    on a CPU that has several widths.
     """
 
     segments: Segments
@@ -272,15 +290,15 @@ class Timing:
 
     @property
     def clock(self) -> float | None:
-        """The device's mean clock in hertz over the slots that have one, weighted by duration."""
-        looked = [(slot.clock, slot.wall_seconds) for slot in self.slots if slot.clock is not None]
-        seconds = sum(wall for _, wall in looked)
-        return sum(clock * wall for clock, wall in looked) / seconds if seconds > 0 else None
+        """The mean clock of the device in hertz, over the slots with a known clock, weighted by duration."""
+        clock_samples = [(slot.clock, slot.wall_seconds) for slot in self.slots if slot.clock is not None]
+        seconds = sum(wall for _, wall in clock_samples)
+        return sum(clock * wall for clock, wall in clock_samples) / seconds if seconds > 0 else None
 
 
 @dataclass(frozen=True)
 class Interval:
-    """A ratio with its interval: time of the case over time of the reference (below 1 is faster)."""
+    """A ratio with its interval: the time of the case divided by that of the reference (below 1 is faster)."""
 
     point: float
     low: float
@@ -289,7 +307,7 @@ class Interval:
 
     @property
     def half_width(self) -> float:
-        """Half the interval's width in log units: about the relative half-width."""
+        """Half the width of the interval on a logarithmic scale. This is about the relative half-width."""
         if self.low <= 0 or not math.isfinite(self.high):
             return math.inf
         return 0.5 * math.log(self.high / self.low)
@@ -300,26 +318,25 @@ class Interval:
 
     @property
     def clearance(self) -> float:
-        """How far the interval stays away from 1; 0 if 1 lies inside."""
+        """How far the interval is from 1; 0 if the interval contains 1."""
         return max(0.0, self.low - 1, 1 - self.high)
 
     @property
     def inverse(self) -> Interval:
-        """The same ratio as a speed-up: above 1 is faster."""
-        return Interval(1 / self.point, _inverse(self.high), _inverse(self.low), self.level)
+        """The same ratio as a speed-up (above 1 is faster)."""
+        return Interval(1 / self.point, _invert_bound(self.high), _invert_bound(self.low), self.level)
 
 
-def _inverse(bound: float) -> float:
-    if math.isnan(bound):
-        return bound
-    return 1 / bound if bound > 0 else math.inf
+def _invert_bound(bound: float) -> float:
+    return bound if math.isnan(bound) else 1 / bound if bound > 0 else math.inf
 
 
 @dataclass(frozen=True)
 class Fresh:
-    """Rounds of a case after it was chosen as the fastest of `candidates`, with the reference and its control only.
+    """New rounds of the fastest of `candidates` cases, measured only with the reference and its control after the
+    choice.
 
-    The samples that it was chosen by are not in them.
+    They do not contain the samples by which the case was chosen.
     """
 
     timing: Timing
@@ -330,7 +347,8 @@ class Fresh:
 
 @dataclass(frozen=True)
 class Reruns:
-    """The spread of runs of a case on a machine, learned from `runs` earlier ones of it and of other cases.
+    """How much repeated runs of a case differ on this machine, estimated from `runs` earlier runs of this and other
+    cases.
 
     `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom.
     """
@@ -342,10 +360,12 @@ class Reruns:
 
 @dataclass(frozen=True)
 class Replays:
-    """Times of steps that a device did again as one launch each, in one cell; or the reason for their absence.
+    """The times of steps that a device repeated with one launch per step. Each step is one cell. If the times are
+    missing, `why` is the reason.
 
-    `loaded` is what was brought to the device before each replay, outside of its time; '' for steps that load nothing.
-    `phases` are the seconds by phase of a second graph, which also records events; empty where a device cannot.
+    `loaded` names what was copied to the device before each replay, outside the measured time; '' for steps that load
+    nothing. `phases` are the seconds of each phase in a second graph, which also records events. They are empty if
+    the device cannot record events in a graph.
     """
 
     timing: Timing | None = None
@@ -356,23 +376,26 @@ class Replays:
 
 @dataclass(frozen=True)
 class Record:
-    """The result of one case. Fields are None or empty where something was not asked for or cannot be known.
+    """The result of one case. A field is None or empty if it was not requested or cannot be known.
 
-    `control` is the second entry of the reference in the same rounds (the A/A control). `paired` is whether the case
-    shared rounds with the reference; `paired_with` holds the reference's samples where that was apart from the rest of
-    the group, None means the samples in the reference's own record. `stopped` is the reason why measuring ended.
-    `statistics` describe the data, with the reference only, because they do not depend on the precision. `trace` is the
-    file of a trace within the folder that was asked for. `scales` came from data. `not_finite` is the share of the
-    state's numbers that are not finite after timing, where the workload allows that. `ceiling` is the most that it can
-    do, `products` what its products ran on, `effect` whether its steps do anything. `sustained` are its turns of
-    seconds: the n-th turns of a group are one round. `fresh` are the rounds of the fastest of several, which its ratio
-    is computed from; `timing` remains what it was chosen by. `rotation` is there where calls use several states,
-    `replays` where a device may do a step again in one launch. `tape` are the operators of a step, `coverage` which
-    products of a user's model can be converted, `shares` what parts of a step take. `late` is what steps did after
-    their timing, with the clock that timed them; `late_flops` are their products if all multiply as much. `reruns` is
-    how much earlier runs of it differed; `sessions` are the ratios of the earlier sessions, of which the interval is
-    the hull. `transfer` is what a step of several ranks moves, `overlap` how far computing hides that, `failed_rank`
-    the rank that failed the case.
+    Time: `timing` holds the samples, `control` those of a second copy of the reference in the same rounds (the A/A
+    control). `paired`: the case shared rounds with the reference. `paired_with` holds the reference's
+    samples if these were apart from the rest of the group; None means the samples in the reference's own record.
+    `stopped` is the reason why measuring ended. `fresh` are new rounds of the fastest of several cases, from which
+    its ratio is computed; `timing` remains the basis of the choice. `sustained` are its turns of several seconds; the
+    n-th turns of a group form one round. `late` describes steps after the timing, and `late_flops` their products if
+    all steps multiply equally much. `reruns` is how much earlier runs differed, and `sessions` are the ratios of
+    earlier sessions, whose hull is the interval.
+
+    Content of a step: `ceiling` is the most that the case can reach, `products` how its products ran, `effect`
+    whether its steps do anything, `tape` its operators, `coverage` which products of a user's model can be converted,
+    and `shares` how its time divides. `rotation` is set if calls use several states, `replays` if a device may repeat
+    a step in one launch. `statistics` describe the data; only the reference has them, because they do not depend on
+    the precision. `scales` are those derived from data. `not_finite` is the share of the state's numbers that are not
+    finite after timing, for workloads that allow it. `trace` is the trace file within the requested folder.
+
+    Ranks: `transfer` is what a step of several ranks moves, `overlap` how far computation hides it, and `failed_rank`
+    the rank that made the case fail.
     """
 
     case: Case

@@ -1,4 +1,4 @@
-"""The plan of a run: cases with their support and work, in groups."""
+"""The plan of a run: groups of cases, each with its support and work."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ Params = tuple[tuple[str, Scalar], ...]
 
 @dataclass(frozen=True)
 class Support:
-    """How a device supports a precision, and why. `backend` is who multiplies in a case, with its version."""
+    """How a device supports a precision, and why. `backend` is the library that multiplies, with its version."""
 
     level: Level
     reason: str
@@ -33,12 +33,12 @@ class Support:
 
 @dataclass(frozen=True)
 class Work:
-    """The work of one step, by count; 0 where a count does not apply.
+    """The amounts of work in one step; 0 for an amount that does not apply.
 
-    `bytes` are those of the tensors that a step takes in, each once, in the dtype they come in: the same for every
-    precision, so that throughputs compare. `least_memory` is what one state needs at least, in bytes: a case that needs
-    more than its device has is not begun. `setup_seconds` is how much longer than a step preparing may take
-    (compiling).
+    `bytes` is the size of the tensors that a step takes as input, each counted once in its input dtype. It is equal
+    for every precision, so that throughputs can be compared. `least_memory` is the least memory of one state in
+    bytes: a case that needs more than its device has is not started. `setup_seconds` is how much longer the
+    preparation may take than a step, for example to compile.
     """
 
     flops: float = 0.0
@@ -50,14 +50,14 @@ class Work:
 
 @dataclass(frozen=True)
 class DeviceFacts:
-    """All that a plan needs to know of a device; plans are pure functions of it.
+    """All facts about a device on which plans depend. Equal facts and requests give equal plans.
 
-    `uuid` and `pci` are torch's, '' if unknown; the driver counts devices in a different order. `unusable` is the
-    reason why nothing can run on it, whatever the precision. `packages` are the versions of installed packages that
-    backends come with. `scaled_products` is whether this torch has any for it, None where its kind determines that.
-    `cache_bytes` is the size of the last cache before its memory, which `cache_shared` processors share (1 on a GPU); 0
-    where unknown. `ranks` processes measure together, each on a separate device of that kind (on a processor all on the
-    same one).
+    `uuid` and `pci` are those of torch, '' if unknown; the driver may number devices differently. `unusable` is the
+    reason why nothing can run on the device. `packages` are the versions of the installed packages that backends use.
+    `scaled_products` is whether this torch has scaled products for the device; None if the kind of device decides
+    this. `cache_bytes` is the size of the last cache before the memory, 0 if unknown. `cache_shared` processors share
+    this cache (1 on a GPU). `ranks` processes measure together, each on its own device of this kind, or all on the
+    same CPU.
     """
 
     kind: str
@@ -79,7 +79,7 @@ class DeviceFacts:
     ranks: int = 1
 
     def version_of(self, package: str) -> str | None:
-        """The version of an installed package that a backend comes with; None where it is not installed."""
+        """Returns the version of an installed package that a backend uses; None if it is not installed."""
         return self.torch if package == "torch" else dict(self.packages).get(package)
 
     @property
@@ -88,17 +88,18 @@ class DeviceFacts:
 
     @property
     def accelerated(self) -> bool:
-        """Whether it is a GPU, where workloads get their real sizes."""
+        """Whether the device is a GPU. On a GPU, workloads have realistic sizes."""
         return self.kind != "cpu"
 
 
 @dataclass(frozen=True)
 class Case:
-    """One thing to measure: workload x parameters x precision x device.
+    """One thing to measure: a workload with parameters, in a precision, on a device.
 
-    `precision_map` names layers (or kinds of them) with a precision that differs from the case's, `static` the rule of
-    scales from data. `version` is the workload's: it is raised when a step's work changes, and numbers of different
-    versions do not compare. `ranks` processes run it together.
+    `precision_map` maps layers, or kinds of layers, to precisions that differ from that of the case. `static` is the
+    rule for scales derived from data. `version` is the version of the workload. It is raised when the work of a step
+    changes, and numbers of different versions cannot be compared. `ranks` is the number of processes that run the
+    case together.
     """
 
     workload: str
@@ -112,21 +113,21 @@ class Case:
 
     @property
     def mode(self) -> str:
-        """The precision with its map and the origin of its scales: 'fp8', 'fp8{mlp=bf16}', 'fp8+static=8'."""
-        inside = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
-        mapped = f"{self.precision}{{{inside}}}" if inside else self.precision
-        return f"{mapped}+{self.static.words}" if self.static else mapped
+        """The precision with its map and the source of its scales, such as 'fp8', 'fp8{mlp=bf16}' or 'fp8+static=8'."""
+        map_text = ",".join(f"{kind}={name}" for kind, name in self.precision_map)
+        mode_text = f"{self.precision}{{{map_text}}}" if map_text else self.precision
+        return f"{mode_text}+{self.static.words}" if self.static else mode_text
 
     @property
     def setting(self) -> str:
-        """Describes what the case shares with its group: 'gemm[k=512,m=512]@cpu'."""
-        inside = ",".join(f"{name}={value}" for name, value in self.params)
-        several = f"*{self.ranks}" if self.ranks > 1 else ""
-        return f"{self.workload}[{inside}]@{self.device}{several}"
+        """A text with everything that the case has in common with its group, such as 'gemm[k=512,m=512]@cpu'."""
+        params_text = ",".join(f"{name}={value}" for name, value in self.params)
+        ranks_text = f"*{self.ranks}" if self.ranks > 1 else ""
+        return f"{self.workload}[{params_text}]@{self.device}{ranks_text}"
 
     @property
     def id(self) -> str:
-        """Readable and unique within a run."""
+        """A readable text that is unique within a run."""
         return f"{self.setting}/{self.mode}"
 
     def param(self, name: str) -> Scalar:
@@ -135,7 +136,7 @@ class Case:
 
 @dataclass(frozen=True)
 class PlannedCase:
-    """A case with its support on the device; `skip` is the reason why it will not run."""
+    """A case with its support on the device. `skip` is the reason why it will not run, or ''."""
 
     case: Case
     support: Support
@@ -149,9 +150,9 @@ class PlannedCase:
 
 @dataclass(frozen=True)
 class Group:
-    """Cases that differ in precision only, and are measured together, interleaved.
+    """Cases that differ only in precision, and that are measured together in alternation.
 
-    `reference` is the index of the case that the others are compared with.
+    `reference` is the index of the case with which the others are compared.
     """
 
     cases: tuple[PlannedCase, ...]
@@ -164,19 +165,19 @@ class Group:
 
 @dataclass(frozen=True)
 class Plan:
-    """All groups of a run, in order."""
+    """All groups of a run, in the order in which they are measured."""
 
     groups: tuple[Group, ...]
     notes: tuple[str, ...] = ()
 
-    # Prefix of notes on what cases take of a device's memory.
+    # The first word of notes about how much of a device's memory the cases need.
     MEMORY: ClassVar[str] = "memory: "
 
     def __iter__(self) -> Iterator[Group]:
         return iter(self.groups)
 
     @property
-    def what_fits(self) -> tuple[str, ...]:
+    def memory_notes(self) -> tuple[str, ...]:
         return tuple(note for note in self.notes if note.startswith(self.MEMORY))
 
     @property

@@ -1,4 +1,4 @@
-"""The promises of a user's callable; and how a native cast or product differs from its emulation."""
+"""The promises of a user's callable about its results, and how a native cast or product differs from its emulation."""
 
 from __future__ import annotations
 
@@ -9,9 +9,11 @@ from fp8bench.model.planned import Support
 
 
 class AuditKind(StrEnum):
-    """The kind of a callable. A PRODUCT takes matrices a (M, K) and b (N, K) and returns a times b transposed; a LINEAR
-    takes inputs (M, K) and a weight (N, K), and has gradients; an ATTENTION takes queries, keys and values (batch, N
-    heads, M places, K); a MODEL is returned by a function without arguments, with or without a batch.
+    """The kind of a callable.
+
+    PRODUCT takes matrices a (M, K) and b (N, K) and returns a @ b.T. LINEAR takes inputs (M, K) and a weight (N, K),
+    and has gradients. ATTENTION takes queries, keys and values (batch, N heads, M positions, K). MODEL is a function
+    without arguments that returns a model, or a model and a batch.
     """
 
     PRODUCT = "product"
@@ -21,22 +23,22 @@ class AuditKind(StrEnum):
 
 
 class Takes(StrEnum):
-    """The operands of a product: tensors that it casts itself, or codes with the scales that decode them."""
+    """The operands of a product: values that the callable casts itself, or codes with their scales."""
 
     VALUES = "values"
     CODES = "codes"
 
 
-# The meaning of each field of a signature, for `fp8bench audit --help` and help(fp8bench.audited).
+# What each field of a signature means, for `fp8bench audit --help` and help(fp8bench.audited).
 SIGNATURE_WORDS = {
     "kind": (
-        "product: f(a, b) returns a @ b.T; linear: x times a weight, with gradients; attention: of queries, keys "
-        "and values; model: a function that returns a converted model; default taken from @fp8bench.audited"
+        "product: f(a, b) returns a @ b.T; linear: f(x, weight), with gradients; attention: f(queries, keys, "
+        "values); model: a function that returns a converted model; default taken from @fp8bench.audited"
     ),
-    "precision": "the precision it promises, as in suite --dtypes: fp8, mxfp8, ...; row-wise scales of amax / 448 are "
+    "precision": "the promised precision, as in suite --dtypes: fp8, mxfp8, ...; row-wise scales of amax / 448 are "
     "fp8-rowwise:scale=exact, and powers of two fp8-rowwise",
-    "takes": "inputs of a product: values, or codes with the scales that decode them; default values",
-    "second": "layout of a product's second operand: (N, K) or (K, N); default nk",
+    "takes": "the inputs of a product: values, or codes with the scales that decode them; default values",
+    "second": "the layout of a product's second operand: (N, K) or (K, N); default nk",
     "multiple": "the callable may refuse sizes that are not multiples of N; default 1",
     "causal": "attention in which no token sees a later one",
 }
@@ -44,7 +46,9 @@ SIGNATURE_WORDS = {
 
 @dataclass(frozen=True)
 class Signature:
-    """The promises of a callable: its kind, the precision whose casts it has, options included, and SIGNATURE_WORDS."""
+    """The promises of a callable: its kind, its precision with options, and the fields that SIGNATURE_WORDS
+    explains.
+    """
 
     kind: AuditKind
     precision: str
@@ -55,7 +59,9 @@ class Signature:
 
 
 class Difference(StrEnum):
-    """The explanation of all elements that differ; NONE: no element differs."""
+    """Why elements of a native result differ from the emulation. One reason explains all of them. NONE means that no
+    element differs.
+    """
 
     NONE = "none"
     ORDER = "order"
@@ -70,14 +76,15 @@ class Difference(StrEnum):
 
     @property
     def conforms(self) -> bool:
-        """Whether both do the same: definitions of products leave the order of summing open, and a device that sums as
-        its units are known to sum, or as short as units may where nobody knows them, does what it should."""
+        """Whether the difference is allowed. A product may sum in any order, and in the way of this device's units if
+        that is known. If it is unknown, a product may sum in as few bits as such units do.
+        """
         return self in (Difference.NONE, Difference.ORDER, Difference.UNITS, Difference.SHORT_SUMS)
 
 
 @dataclass(frozen=True)
 class FirstElement:
-    """The first element that differs, and its value on each side."""
+    """The first element that differs, with its native and its emulated value."""
 
     place: tuple[int, ...]
     native: float
@@ -86,10 +93,10 @@ class FirstElement:
 
 @dataclass(frozen=True)
 class Conformity:
-    """One cast or product of one mode: `shape` is MxK of a cast, MxNxK of a product.
+    """The comparison of one cast or product of one mode. `shape` is MxK for a cast and MxNxK for a product.
 
-    `count` of `total` elements differ, by at most `largest` steps of the result's format. `difference` is None where
-    the device does not do it; `why` has the reason, or describes the difference.
+    `count` of `total` elements differ, by at most `largest` steps of the result's format. `difference` is None if the
+    device cannot run the cast or product. `why` has the reason, or describes the difference.
     """
 
     mode: str
@@ -105,7 +112,7 @@ class Conformity:
 
 @dataclass(frozen=True)
 class ModeConformity:
-    """All casts and products of one mode; `support` is how the device does it."""
+    """The comparisons of all casts and products of one mode. `support` is how the device supports the mode."""
 
     mode: str
     support: Support

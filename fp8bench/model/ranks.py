@@ -1,4 +1,4 @@
-"""Several processes that measure together: what each of them took, and the heartbeats that they leave in files."""
+"""Values of several processes (ranks) that measure together: what each rank took, and the heartbeats in their files."""
 
 from __future__ import annotations
 
@@ -7,22 +7,25 @@ from dataclasses import dataclass
 
 from fp8bench.model.words import CELL_PHASES
 
-# A rank's file: the number of beats, the phase (-1 outside of steps), the time on the machine's steady clock, and the
-# request that it works on.
+# The format of a heartbeat file: the number of the beat, the phase (-1 outside of steps), the time on the machine's
+# monotonic clock, and the request on which the rank works.
 BEAT = struct.Struct("<qqd40s")
 OUTSIDE = -1
-# Libraries that carry what ranks send, by the kind of device.
+# The libraries by which ranks communicate, by kind of device.
 BACKENDS = {"cpu": "gloo", "cuda": "nccl"}
-# In the folder of a launch: the socket of the process that measures,
+# A name in the folder of a launch: the socket of the process that measures.
 PARENT = "parent"
-# and the file by which ranks find each other. Only their owner can open them, or the folder.
+# A name in the folder of a launch: the file by which ranks find each other. Only the user who owns file and folder
+# can open them.
 MEETING = "meeting"
-# A variable of every rank and its descendants: the name of the launch.
+# The name of an environment variable. Every rank and each process that it starts have it, with the name of the
+# launch.
 MARK = "FP8BENCH_RANKS"
 
 
 def ranks_in_words(ranks: int, kind: str) -> str:
-    """How many ranks, and by which library they talk: '2 gloo'. Numbers of two of these never compare."""
+    """Returns the number of ranks and the library by which they communicate, such as '2 gloo'. Numbers of different
+    libraries cannot be compared."""
     return f"{ranks} {BACKENDS.get(kind, 'gloo')}"
 
 
@@ -30,13 +33,13 @@ def beat_file(rank: int) -> str:
     return f"rank-{rank}.beat"
 
 
-def words_file(rank: int) -> str:
+def stderr_file(rank: int) -> str:
     return f"rank-{rank}.err"
 
 
 @dataclass(frozen=True)
 class RankCalls:
-    """How long the calls of a slot took one rank, and how much of each was communication, in nanoseconds."""
+    """The time of each call of a slot on one rank, and how much of this time was communication, in nanoseconds."""
 
     rank: int
     step_ns: tuple[int, ...]
@@ -45,11 +48,12 @@ class RankCalls:
 
 @dataclass(frozen=True)
 class Transfer:
-    """The bytes of one step of a collective: of the whole input vector (`logical`), in the dtype that is sent
-    (`payload`), and what a rank hands to the network for others (`wire`).
+    """The bytes of one step of a collective. `logical` are those of the complete input vector, and `payload` those in
+    the dtype that is sent. `wire` are those that a rank sends to others over the network.
 
-    `counted`: these are the tensors that were sent; else a ring's share of the tensor that torch was given.
-    `bus_factor` is nccl-tests': bytes over time times it compares with a link's rate.
+    `counted` means that `wire` was counted from the sent tensors. Otherwise `wire` is computed for a ring that sends
+    the tensor given to torch. `bus_factor` is that of nccl-tests: bytes / time * factor can be compared with the rate
+    of a link.
     """
 
     logical: float
@@ -61,8 +65,10 @@ class Transfer:
 
 @dataclass(frozen=True)
 class Overlap:
-    """Rounds of products alone, of communication alone, of both at once and of both in turn, in seconds: the slowest
-    rank's of each round. `why` is the reason for their absence."""
+    """The seconds of four things in each round: products alone (`compute`), communication alone, both at the same
+    time, and one after the other (`in_turn`). Each is the time of the slowest rank. If rounds are missing, `why` is
+    the reason.
+    """
 
     compute: tuple[float, ...] = ()
     communication: tuple[float, ...] = ()
@@ -73,8 +79,9 @@ class Overlap:
 
 @dataclass(frozen=True)
 class Sent:
-    """The bytes that a rank sends to others in one step by one operation in one dtype; for a collective, a ring's share
-    of its tensors."""
+    """The bytes that one operation in one dtype makes a rank send to others, in one step. For a collective, they are
+    computed as if the ranks formed a ring.
+    """
 
     rank: int
     operation: str
@@ -85,8 +92,9 @@ class Sent:
 
 @dataclass(frozen=True)
 class RankScaling:
-    """Rounds of one step in seconds: one rank alone with the whole batch (`whole`) and with one rank's share of it
-    (`share`), and all ranks with the whole batch (`together`)."""
+    """The seconds of one step in each round, measured in three ways. `whole`: one rank has the complete batch.
+    `share`: one rank has its part of the batch. `together`: all ranks have the complete batch.
+    """
 
     whole: tuple[float, ...]
     share: tuple[float, ...]
@@ -95,7 +103,7 @@ class RankScaling:
 
 @dataclass(frozen=True)
 class RankMemory:
-    """Bytes of one rank at the highest point of its step, and their roles."""
+    """The bytes of one rank at the highest point of its step, and their roles."""
 
     rank: int
     peak: int
@@ -104,8 +112,9 @@ class RankMemory:
 
 @dataclass(frozen=True)
 class FailedRank:
-    """The rank by which a case failed: its request, the phase of its step ('' outside of steps), the number of its last
-    heartbeat, and that heartbeat's age in seconds when the failure was noticed."""
+    """The rank that made a case fail: its request, the phase of its step ('' outside of steps), and the number of its
+    last heartbeat. `silent_seconds` is the age of that heartbeat when the failure was noticed.
+    """
 
     rank: int
     ranks: int
@@ -117,7 +126,7 @@ class FailedRank:
 
 @dataclass(frozen=True)
 class Heartbeat:
-    """The last sign of life of a rank: its number among the rank's own, what the rank was doing, and when."""
+    """The last heartbeat of a rank: its number, what the rank was doing, and when."""
 
     rank: int
     sequence: int
@@ -127,12 +136,12 @@ class Heartbeat:
 
     @property
     def doing(self) -> str:
-        """ "phase gemm of 'slot'", "'prepare'"."""
+        """What the rank was doing, such as "phase gemm of 'slot'" or "'prepare'"."""
         return f"phase {self.phase} of {self.request!r}" if self.phase else repr(self.request)
 
 
-def heartbeat_of(rank: int, raw: bytes) -> Heartbeat:
-    """Reads a rank's file; an empty one gives a heartbeat numbered 0."""
+def parse_heartbeat(rank: int, raw: bytes) -> Heartbeat:
+    """Parses the heartbeat file of a rank. An empty file gives a heartbeat with the number 0."""
     if len(raw) < BEAT.size:
         return Heartbeat(rank, 0, "", "start", 0.0)
     sequence, code, seconds, request = BEAT.unpack(raw[: BEAT.size])

@@ -1,4 +1,4 @@
-"""The settings of a worker, and the raw samples that it answers with."""
+"""The settings of a worker, and the raw samples that it returns."""
 
 from __future__ import annotations
 
@@ -6,18 +6,19 @@ from dataclasses import dataclass
 
 from fp8bench.model.ranks import RankCalls
 
-# Raised when a request, or a value that goes to a worker or comes back, changes so that an older worker and a newer
-# parent, or the reverse, would misunderstand each other. tests/worker/test_handshake.py holds what it stands for.
+# The version of the protocol between parent and worker. It is raised when an older worker and a newer parent, or the
+# reverse, would misunderstand each other. tests/worker/test_handshake.py records what each version covers.
 PROTOCOL = 5
-# Set to 'eager' it turns the compiling of quantisers off.
+# If this environment variable is 'eager', quantisers are not compiled.
 QUANTISERS_VARIABLE = "FP8BENCH_QUANTISERS"
-# Set to 'unchecked' native products are timed without being compared with fp64: for a runtime that computes nothing.
+# If this environment variable is 'unchecked', native products are timed without comparing their results with fp64.
+# This is for a runtime that computes nothing.
 PRODUCTS_VARIABLE = "FP8BENCH_PRODUCTS"
 
 
 @dataclass(frozen=True)
 class Settings:
-    """The settings of a worker."""
+    """The settings with which a worker starts."""
 
     threads: int = 1
     seed: int = 0
@@ -27,8 +28,9 @@ class Settings:
 
 @dataclass(frozen=True)
 class StateCheck:
-    """The fault of a state after its steps, or ''; and the share of its numbers that are not finite, where the workload
-    allows that."""
+    """The fault of a state after its steps, or ''. For workloads that allow it, also the share of numbers that are
+    not finite.
+    """
 
     wrong: str = ""
     not_finite: float = 0.0
@@ -36,7 +38,7 @@ class StateCheck:
 
 @dataclass(frozen=True)
 class RawStep:
-    """One timed step: codes[i] is the phase of intervals_ns[i]."""
+    """One timed step: `codes[i]` is the phase of `intervals_ns[i]`."""
 
     codes: tuple[int, ...]
     intervals_ns: tuple[int, ...]
@@ -48,8 +50,9 @@ class RawStep:
 
 @dataclass(frozen=True)
 class Filling:
-    """Before each `calls` calls the device is kept busy for `seconds`, so that the host runs ahead and no call meets an
-    empty queue."""
+    """How a device's queue is filled. Before each `calls` calls, the device is kept busy for `seconds`, so that the
+    host gets ahead and no call finds an empty queue.
+    """
 
     calls: int
     seconds: float
@@ -57,8 +60,9 @@ class Filling:
 
 @dataclass(frozen=True)
 class RawReplay:
-    """One phase of a step done again by itself: its time, its operators and the bytes kept for it; or why that cannot
-    be."""
+    """One phase of a step that was repeated alone: its time, its operators and the bytes that were stored for it. If
+    it cannot be repeated, `why` is the reason.
+    """
 
     seconds: float = 0.0
     operators: int = 0
@@ -68,11 +72,14 @@ class RawReplay:
 
 @dataclass(frozen=True)
 class RawSlot:
-    """The timed steps of a slot, with host and process clocks over all of them, and what the system counted in that
-    time. `host_seconds` is what the host took to enqueue a step, in the fastest call: where a queue is full, the host
-    waits for the device. `eager_quantisers` and `fused_quantisers` count calls, discarded ones included, that ran as
-    separate operations and compiled. `vector_bits` are the compiled ones', where there were several widths. With
-    several ranks `steps` are the slowest rank's, call by call, and `ranks` what each took.
+    """The timed steps of a slot, the host and process clocks over all of them, and the system's counters over this
+    time.
+
+    `host_seconds` is the time that the host took to enqueue a step, in the fastest call. If the queue is full, the
+    host waits for the device. `eager_quantisers` counts calls of quantisers that ran as separate operations, and
+    `fused_quantisers` those that ran compiled. Both include discarded calls of the step. `vector_bits` are the vector
+    widths of compiled quantisers, if several exist. With several ranks, `steps` holds the slowest rank of each call,
+    and `ranks` has every rank.
     """
 
     steps: tuple[RawStep, ...]

@@ -1,4 +1,6 @@
-"""Values of samplers: a reading with unit and source, or the reason for its absence. An unknown value is never 0."""
+"""Values of samplers: a reading with its unit and source, or the reason for a missing reading. An unknown value is
+never 0.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,7 @@ from fp8bench.model import Scalar
 
 @dataclass(frozen=True)
 class Reading:
-    """A value in its unit ('J', 'W', 's', 'B', 'Hz', 'degC', 'share', 'mask', '' for words), and where it comes
-    from."""
+    """A value, its unit ('J', 'W', 's', 'B', 'Hz', 'degC', 'share', 'mask', '' for a text), and its source."""
 
     value: Scalar
     unit: str
@@ -20,14 +21,14 @@ class Reading:
 
     @property
     def number(self) -> float:
-        """The value of a quantity; words have none."""
-        assert not isinstance(self.value, str), f"{self.value!r} is no quantity"
+        """The value of a quantity as a number. A text has none."""
+        assert not isinstance(self.value, str), f"{self.value!r} is not a quantity"
         return float(self.value)
 
 
 @dataclass(frozen=True)
 class Unavailable:
-    """The reason for a missing value, in words that can follow 'unavailable: '."""
+    """The reason for a missing value, as a text that can follow 'unavailable: '."""
 
     reason: str
 
@@ -37,9 +38,9 @@ Readings = Mapping[str, Read]
 
 
 class NoReading(Exception):
-    """Raised inside the samplers without a value; callers from outside get an Unavailable.
+    """Raised inside samplers if there is no value. Callers outside get an Unavailable instead.
 
-    `code` is the driver's status, where it gave one.
+    `code` is the status of the driver, if it gave one.
     """
 
     def __init__(self, reason: str, code: int | None = None) -> None:
@@ -49,6 +50,7 @@ class NoReading(Exception):
 
 
 def attempt(read: Callable[[], Reading]) -> Read:
+    """Returns a reading, or Unavailable if `read` raises NoReading."""
     try:
         return read()
     except NoReading as failure:
@@ -56,7 +58,7 @@ def attempt(read: Callable[[], Reading]) -> Read:
 
 
 def reasons_of(*several: Readings) -> list[str]:
-    """Why values are missing, by reason: 'ecc, mig: not supported'."""
+    """Returns why values are missing. Names with the same reason are joined, such as 'ecc, mig: not supported'."""
     names: dict[str, dict[str, None]] = {}
     for readings in several:
         for name, read in readings.items():
@@ -66,7 +68,7 @@ def reasons_of(*several: Readings) -> list[str]:
 
 
 def first_of(*reads: Callable[[], Reading]) -> Reading:
-    """The first of several functions that works; raises NoReading with all their reasons if none does."""
+    """Returns the result of the first function that succeeds. Raises NoReading with all reasons if none does."""
     reasons = []
     for read in reads:
         try:
@@ -77,23 +79,28 @@ def first_of(*reads: Callable[[], Reading]) -> Reading:
 
 
 def positive(value: float, unit: str, source: str) -> Reading:
-    """A reading of what is never 0 where it is known: power, a clock, a size. Raises NoReading for other values."""
+    """Returns a reading of a quantity that is always above 0, such as power, a clock or a size. Raises NoReading for
+    zero, negative or infinite values and NaN.
+    """
     if not math.isfinite(value) or value <= 0:
-        raise NoReading(f"{source} said {value} {unit}, which cannot be")
+        raise NoReading(f"{source} reported {value} {unit}, which is impossible")
     return Reading(value, unit, source)
 
 
 def grown(earlier: Readings, later: Readings) -> Readings:
-    """Returns the growth of counters from one reading to a later one, for all names in `later`."""
-    return {name: _growth(earlier.get(name, Unavailable("it was not read before")), later[name]) for name in later}
+    """Returns how much counters grew between two readings, for all names in `later`."""
+    return {
+        name: _subtract_readings(earlier.get(name, Unavailable("it was not read before")), later[name])
+        for name in later
+    }
 
 
-def _growth(earlier: Read, later: Read) -> Read:
+def _subtract_readings(earlier: Read, later: Read) -> Read:
     if isinstance(earlier, Unavailable):
         return earlier
     if isinstance(later, Unavailable):
         return later
-    # A counter that went back was reset, and the growth since is unknown.
+    # A counter with a smaller value than before was reset, so its growth is unknown.
     if later.number < earlier.number:
         return Unavailable(f"{later.source} went back from {earlier.value} to {later.value} {later.unit}")
     return Reading(later.number - earlier.number, later.unit, later.source)

@@ -1,4 +1,4 @@
-"""The user's request, and its checks."""
+"""The request of a user (what to measure, and how), its options, and its checks."""
 
 from __future__ import annotations
 
@@ -10,17 +10,17 @@ from typing import Any
 from fp8bench.errors import UsageError
 from fp8bench.units import size
 
-# Largest magnitudes by precision, layer and role.
+# The largest magnitudes of tensors, by precision, layer and role.
 KnownScales = tuple[tuple[str, str, str, float], ...]
 
 
 @dataclass(frozen=True)
 class StaticScales:
-    """Scales from data, where a tensor has one float32 scale: from the largest magnitudes in `batches` untimed steps,
-    or from those `known` of the run `source`.
+    """The rule for scales derived from data, for formats with one float32 scale per tensor. The scales come from the
+    largest magnitudes in `batches` untimed steps, or from the magnitudes `known` of the run `source`.
 
-    All are renewed in every `refresh`-th step (0: never), a tensor's also when more than the share `bound` of its
-    values would saturate (None: not checked).
+    All scales are renewed in every `refresh`-th step (0: never). A tensor's scale is also renewed if more than the
+    share `bound` of its values would saturate (None: not checked).
     """
 
     batches: int
@@ -29,19 +29,21 @@ class StaticScales:
     source: str = ""
     known: KnownScales = ()
 
-    def known_for(self, mode: str) -> dict[tuple[str, str], float]:
-        """Magnitudes by layer and role for a precision; where the source has none of it, the largest of all."""
-        modes = {scaled_mode for scaled_mode, *_ in self.known}
+    def find_magnitudes(self, mode: str) -> dict[tuple[str, str], float]:
+        """Returns the known magnitudes for a precision, by layer and role. If the source has none for this precision,
+        returns the largest magnitudes over all precisions.
+        """
+        known_modes = {scaled_mode for scaled_mode, *_ in self.known}
         largest: dict[tuple[str, str], float] = {}
-        # For a precision that the source lacks, the largest of all modes is safe against overflow.
+        # If the source does not have a precision, the largest magnitude over all precisions is safe against overflow.
         for scaled_mode, layer, role, amax in self.known:
-            if scaled_mode == mode or mode not in modes:
+            if scaled_mode == mode or mode not in known_modes:
                 largest[layer, role] = max(amax, largest.get((layer, role), 0.0))
         return largest
 
     @property
     def words(self) -> str:
-        """For example 'static=8:refresh=100:bound=0.001'."""
+        """The rule as a text, such as 'static=8:refresh=100:bound=0.001'."""
         refresh = f":refresh={self.refresh}" if self.refresh else ""
         bound = f":bound={self.bound:g}" if self.bound is not None else ""
         return f"static={self.source or self.batches}{refresh}{bound}"
@@ -49,27 +51,27 @@ class StaticScales:
 
 @dataclass(frozen=True)
 class Rule:
-    """The requirement of a request's value, in words, and its test."""
+    """The requirement for a value of a request: a description, and a function that tests the value."""
 
     words: str
     holds: Callable[[object], bool]
 
 
 def whole_number(low: int, high: int = (1 << 31) - 1, words: str = "") -> Rule:
-    """A whole number within bounds; True does not count as one."""
-    most = f" to {high}" if high < 1 << 30 else ""
+    """Returns a rule for a whole number within bounds. True does not count as a number."""
+    upper_text = f" to {high}" if high < 1 << 30 else ""
     return Rule(
-        words or f"a whole number from {low}{most}",
+        words or f"a whole number from {low}{upper_text}",
         lambda value: isinstance(value, int) and not isinstance(value, bool) and low <= value <= high,
     )
 
 
 def number(words: str, holds: Callable[[float], bool]) -> Rule:
-    """A number for which `holds` is true; True does not count as one."""
+    """Returns a rule for a number for which `holds` is true. True does not count as a number."""
     return Rule(words, lambda value: isinstance(value, int | float) and not isinstance(value, bool) and holds(value))
 
 
-def _texts(words: str, of: Callable[[object], bool] = lambda value: isinstance(value, str)) -> Rule:
+def _make_tuple_rule(words: str, of: Callable[[object], bool] = lambda value: isinstance(value, str)) -> Rule:
     return Rule(words, lambda value: isinstance(value, tuple) and all(map(of, value)))
 
 
@@ -81,30 +83,32 @@ def _is_axis(value: object) -> bool:
     return isinstance(value, tuple) and isinstance(value[0], str) and bool(value[1])
 
 
-_MOST_BYTES = 100 << 40
-# The limit of memory that is the device's own, and its name.
+_MAX_BYTES = 100 << 40
+# The memory limit that means all of a device's memory, and the word for it on the command line.
 ALL_MEMORY = 0
 ALL_MEMORY_WORD = "device"
-_SIZE_WORDS = f"a size above 0 and up to {size(_MOST_BYTES)}, like 2GiB"
-MEMORY_SIZE = whole_number(ALL_MEMORY + 1, _MOST_BYTES, _SIZE_WORDS)
-_SECONDS = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
+_SIZE_WORDS = f"a size above 0 and up to {size(_MAX_BYTES)}, like 2GiB"
+MEMORY_SIZE = whole_number(ALL_MEMORY + 1, _MAX_BYTES, _SIZE_WORDS)
+_SECONDS_RULE = number("a number of seconds above 0", lambda value: 0 < value < 1e7)
 PERCENT = number("a percentage from 0 to below 100", lambda value: 0 <= value < 100)
-KNOWN_SCALES = _texts(
+KNOWN_SCALES = _make_tuple_rule(
     "magnitudes by precision, layer and role",
     lambda scale: isinstance(scale, tuple) and len(scale) == 4 and scale[3] >= 0,
 )
-_NAMES = _texts("a list of names")
-_FLAG = Rule("True or False", lambda value: isinstance(value, bool))
-_TEXT = Rule("a path", lambda value: isinstance(value, str) and bool(value))
+_NAMES_RULE = _make_tuple_rule("a list of names")
+_FLAG_RULE = Rule("True or False", lambda value: isinstance(value, bool))
+_PATH_RULE = Rule("a path", lambda value: isinstance(value, str) and bool(value))
 
 
 @dataclass(frozen=True)
 class RequestOption:
-    """How a field is asked for: the command line, option files, Python and the checks read this declaration.
+    """Declares how a field of a request is set. The command line, option files, Python calls and the checks all read
+    this declaration.
 
-    `group` is where the command line lists the option, '' for not at all; `called` its name where that is not the
-    field's; `metavar` stands for a value; `parse` names the parser in cli/option_types where the type does not
-    determine it; `choices` are the only values.
+    `group` is the section of the command line's help that lists the option, '' if the field is not an option.
+    `called` is the option's name if it differs from the field's. `metavar` is the value's placeholder in the help.
+    `parse` names the parser in cli/option_types if the type does not determine it. `choices` are the only allowed
+    values.
     """
 
     rule: Rule
@@ -130,16 +134,18 @@ def option(
     parse: str = "",
     choices: tuple[str, ...] = (),
 ) -> Any:
-    declared = RequestOption(rule, words, group, metavar, called, parse, choices)
-    return field(default=default, metadata={"option": declared})
+    request_option = RequestOption(rule, words, group, metavar, called, parse, choices)
+    return field(default=default, metadata={"option": request_option})
 
 
 def options_of(kind: type) -> dict[str, RequestOption]:
     return {field.name: field.metadata["option"] for field in fields(kind) if "option" in field.metadata}
 
 
-def words_of(kind: type) -> dict[str, str]:
-    """Python's name of each field: the command line's, unless that is a keyword or another field's."""
+def name_fields(kind: type) -> dict[str, str]:
+    """Returns the name of each field in Python calls. This is the option's name on the command line, unless that is a
+    keyword or the name of a different field.
+    """
     names = [field.name for field in fields(kind)]
     called = {
         name: request_option.called
@@ -150,26 +156,26 @@ def words_of(kind: type) -> dict[str, str]:
 
 
 def check_fields(request: Any, rules: Mapping[str, Rule]) -> None:
-    """Raises UsageError for the first field that breaks its rule; None is allowed where it is the default."""
+    """Raises UsageError for the first field that breaks its rule. None is allowed if it is the default."""
     defaults = {field.name: field.default for field in fields(request)}
-    words = words_of(type(request))
+    option_names = name_fields(type(request))
     for name, rule in rules.items():
         value = getattr(request, name)
-        left_out = value is None and defaults[name] is None
-        if not left_out and not rule.holds(value):
-            raise UsageError(f"{words[name]} must be {rule.words}, got {value!r:.80}.")
+        is_omitted = value is None and defaults[name] is None
+        if not is_omitted and not rule.holds(value):
+            raise UsageError(f"{option_names[name]} must be {rule.words}, got {value!r:.80}.")
 
 
-# Energy of the whole step only, or of its phases too.
+# The energy of complete steps only, or also of each phase.
 ENERGY_OF = (STEP_ENERGY, PHASE_ENERGY) = ("step", "phases")
 
 
 @dataclass(frozen=True)
 class Request:
-    """The user's request; independent of the machine. An impossible request raises UsageError.
+    """The request of a user, independent of the machine. Creating an impossible request raises UsageError.
 
-    `case_timeout` and `sustained` are seconds, `saturation_bound` is a percentage, `memory_limit` are bytes
-    that the largest batch has to fit into, ALL_MEMORY for all that the device has.
+    `case_timeout` and `sustained` are in seconds, and `saturation_bound` is a percentage. `memory_limit` is the
+    number of bytes into which the largest batch must fit. ALL_MEMORY means all memory of the device.
     """
 
     suite: str = option(
@@ -177,18 +183,20 @@ class Request:
         Rule("a suite's name, several with commas, 'all', or a .py file", lambda value: isinstance(value, str)),
         group="",
     )
-    dtypes: tuple[str, ...] = option((), _NAMES, "precisions; default fp32,bf16,fp8", "A,B", WHAT)
-    devices: tuple[str, ...] = option((), _NAMES, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT)
+    dtypes: tuple[str, ...] = option((), _NAMES_RULE, "precisions; default fp32,bf16,fp8", "A,B", WHAT)
+    devices: tuple[str, ...] = option(
+        (), _NAMES_RULE, "cpu, cuda, cuda:1; default the first GPU, else cpu", "A,B", WHAT
+    )
     reference: str | None = option(
         None,
         Rule("a dtype's name", lambda value: isinstance(value, str)),
-        "what the others are compared with; default the highest precision",
+        "the precision that others are compared with; default the highest",
         "DTYPE",
         WHAT,
     )
     axes: tuple[tuple[str, tuple[str, ...]], ...] = option(
         (),
-        _texts("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
+        _make_tuple_rule("a mapping of axes to values, at least one each, like {'shape': [64, 128]}", _is_axis),
         "values of an axis; `fp8bench list NAME` names the axes of a suite",
         "AXIS=A,B",
         WHAT,
@@ -197,51 +205,51 @@ class Request:
     )
     precision_map: tuple[tuple[str, str], ...] = option(
         (),
-        _texts("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
+        _make_tuple_rule("a mapping of layers, or kinds of them, to dtypes, like {'mlp': 'fp8'}", _is_pair),
         (
-            "layers with another precision than the case's: a kind (mlp), a name (blocks.0.mlp.up) or the "
-            "beginning of names (blocks.0); or a file with one per line; the reference ignores it"
+            "layers in a different precision than the case: a kind (mlp), a name (blocks.0.mlp.up) or the "
+            "beginning of names (blocks.0); or a file with one such entry per line; the reference ignores it"
         ),
         "LAYER=DTYPE,...",
         WHAT,
         parse="precision_map",
     )
-    data: str | None = option(None, _TEXT, "text to train on; default Python's own sources", "FILE", WHAT)
-    quick: bool = option(False, _FLAG, "smoke test: a few rounds")
+    data: str | None = option(None, _PATH_RULE, "text to train on; default Python's own sources", "FILE", WHAT)
+    quick: bool = option(False, _FLAG_RULE, "quick test with few rounds")
     brisk: bool = option(
         False,
-        _FLAG,
+        _FLAG_RULE,
         (
-            "about 10 s a group, for a GPU rented by the minute: fewer rounds, two short energy windows a case, "
-            "idle power once; default if --budget leaves less than 20 s a group"
+            "about 10 s per group, for a GPU rented by the minute: fewer rounds, two short energy windows per case, "
+            "idle power once; default if --budget allows less than 20 s per group"
         ),
     )
-    budget: float | None = option(None, _SECONDS, "time for the whole run; default about 6 s a group", "SECONDS")
-    rounds: int | None = option(None, whole_number(1), "number of rounds, without early stop", "N")
-    seed: int = option(0, whole_number(0), "for data, weights and order; default 0", "N")
+    budget: float | None = option(None, _SECONDS_RULE, "time for the whole run; default about 6 s per group", "SECONDS")
+    rounds: int | None = option(None, whole_number(1), "the number of rounds, without an early stop", "N")
+    seed: int = option(0, whole_number(0), "the seed of data, weights and order; default 0", "N")
     threads: int = option(1, whole_number(1, 1024), "CPU threads of torch; default 1", "N")
     imports: tuple[str, ...] = option(
         (),
-        _NAMES,
-        "module or .py file that registers your workloads, precisions or devices",
+        _NAMES_RULE,
+        "a module or .py file that registers your workloads, precisions or devices",
         "MODULE",
         WHAT,
         called="import",
         parse="each",
     )
-    isolation: bool = option(True, _FLAG, "measure in this process, without a worker")
+    isolation: bool = option(True, _FLAG_RULE, "measure in this process, without a worker")
     case_timeout: float | None = option(
         None,
-        _SECONDS,
-        "longest time to prepare a case or run one slot of it; default 60, more for large cases",
+        _SECONDS_RULE,
+        "the longest time to prepare a case or run one slot of it; default 60, more for large cases",
         "SECONDS",
     )
     grid: bool = option(
-        False, _FLAG, "the cases of the history, as `asv run` measures them; --set overrides them", "", WHAT
+        False, _FLAG_RULE, "measure the cases of the history, as `asv run` does; --set overrides them", "", WHAT
     )
     trace: str | None = option(
         None,
-        _TEXT,
+        _PATH_RULE,
         (
             "DIR: also record a few untimed steps of each case, as traces for Perfetto and TensorBoard. nsys, "
             "ncu: run under that profiler (--dry-run prints the command); nvtx: mark a slot of each case"
@@ -252,11 +260,11 @@ class Request:
     static_scales: int | None = option(
         None,
         whole_number(1, 100_000),
-        "fix each tensor's float32 scale from the data of N untimed steps",
+        "set the float32 scale of each tensor from the data of N untimed steps",
         "N",
         WHAT,
     )
-    refresh_scales: int | None = option(None, whole_number(1), "renew these scales every M steps", "M", WHAT)
+    refresh_scales: int | None = option(None, whole_number(1), "renew static scales every M steps", "M", WHAT)
     saturation_bound: float | None = option(
         None,
         PERCENT,
@@ -265,19 +273,21 @@ class Request:
         WHAT,
     )
     energy: bool = option(
-        True, _FLAG, "skip energy; it is measured where the device has a counter, in windows of a second or more"
+        True,
+        _FLAG_RULE,
+        "do not measure energy; by default it is measured if the device has a counter, in windows of a second or more",
     )
     energy_of: str = option(
         STEP_ENERGY,
         Rule(f"one of {', '.join(ENERGY_OF)}", lambda value: value in ENERGY_OF),
-        "phases: also measure the energy of each phase, in windows that repeat this phase alone",
+        "phases: also measure the energy of each phase, in windows that only repeat this phase",
         "OF",
         called="energy",
         choices=ENERGY_OF,
     )
     memory_limit: int | None = option(
         None,
-        whole_number(ALL_MEMORY, _MOST_BYTES, f"{_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
+        whole_number(ALL_MEMORY, _MAX_BYTES, f"{_SIZE_WORDS}, or {ALL_MEMORY_WORD}"),
         f"also find the largest batch of each precision in SIZE of memory, like 2GiB, or {ALL_MEMORY_WORD} (all of a "
         "GPU), by running it and the next one; and compare precisions at their largest batches",
         "SIZE",
@@ -287,7 +297,7 @@ class Request:
     backend: str = option(
         "auto",
         Rule("a backend's name", lambda value: isinstance(value, str) and bool(value)),
-        "library for low-precision products: {backends} (default auto: torch where it can, else emulated); for one "
+        "the library for low-precision products: {backends} (default auto: torch if it can, else emulated); for one "
         "dtype: fp8:backend=torchao",
         "NAME",
         WHAT,
@@ -295,23 +305,23 @@ class Request:
     sustained: float | None = option(
         None,
         number("a number of seconds from 1 to 600", lambda value: 1 <= value <= 600),
-        "also run each case for SECONDS without a break, after it has settled: its sustained time",
+        "also run each case for SECONDS without a break, after the device has settled, for its sustained time",
         "SECONDS",
     )
     tape: bool = option(
         False,
-        _FLAG,
+        _FLAG_RULE,
         (
             "with --quick: also count operators of compiled steps, repeat steps after timing, and check whether "
             "memory grows; always done without --quick"
         ),
     )
     shares: bool = option(
-        False, _FLAG, "also measure the share of each module and each kind of work in a step, in an untimed pass"
+        False, _FLAG_RULE, "also measure the share of each module and each kind of work in a step, in an untimed pass"
     )
     counters: bool = option(
         False,
-        _FLAG,
+        _FLAG_RULE,
         "also count a step's allocations, their time, and its page faults, in an untimed pass",
     )
     ranks: int | None = option(
@@ -322,40 +332,40 @@ class Request:
     )
 
     scales_from: str | None = option(
-        None, _TEXT, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT
+        None, _PATH_RULE, "use the scales stored in a run instead: its id, its file, or last", "RUN", WHAT
     )
-    # The scales of the run `scales_from`, once it was read.
+    # The scales that were read from the run `scales_from`.
     known_scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
 
     def __post_init__(self) -> None:
         check_fields(self, REQUEST_RULES)
-        # Options that contradict each other are refused before anything is measured.
+        # Refuse contradictory options before anything is measured.
         if self.case_timeout is not None and not self.isolation:
             raise UsageError(
-                "--case-timeout cannot be kept with --no-isolation: only a worker in a process of its own can be "
-                "ended. Leave one out."
+                "--case-timeout is impossible with --no-isolation: only a worker in a separate process can be "
+                "ended. Omit one."
             )
         if self.counters and not self.isolation:
             raise UsageError(
-                "--counters puts a library ahead of the allocator of a worker of its own, and --no-isolation allows "
-                "none. Leave one of them out."
+                "--counters replaces the allocator in a separate worker process, and --no-isolation has none. Omit one."
             )
         if self.energy_of == PHASE_ENERGY and not self.energy:
-            raise UsageError("--energy phases asks for energy, which --no-energy leaves out. Leave one of them out.")
+            raise UsageError("--energy phases measures energy, but --no-energy does not. Omit one.")
         if self.ranks is not None:
             self._check_ranks()
         for option, value in (("--refresh-scales", self.refresh_scales), ("--saturation-bound", self.saturation_bound)):
             if value is not None and self.static_scales is None and self.scales_from is None:
                 raise UsageError(
-                    f"{option} says when scales from data are renewed, and there are none. Add --static-scales N, or "
-                    f"leave {option} out."
+                    f"{option} renews scales from data, but the request has none. Add --static-scales N, or "
+                    f"omit {option}."
                 )
         if self.static_scales is not None and self.scales_from is not None:
-            raise UsageError("--static-scales finds scales, and --scales-from has them. Leave one of them out.")
+            raise UsageError("--static-scales measures scales, but --scales-from reads them from a run. Omit one.")
 
     def _check_ranks(self) -> None:
-        # All of these time or count one process; with several the figures could be anyone's.
-        alone = {
+        # These options time or count a single process. With several ranks, it would be unclear to which rank the
+        # figures belong.
+        single_process_options = {
             "--no-isolation": not self.isolation,
             "--energy phases": self.energy_of == PHASE_ENERGY,
             "--sustained": self.sustained is not None,
@@ -365,9 +375,9 @@ class Request:
             "--counters": self.counters,
             "--trace": self.trace is not None,
         }
-        for option, is_asked in alone.items():
+        for option, is_asked in single_process_options.items():
             if is_asked:
-                raise UsageError(f"{option} is of one process, and --ranks asks for several. Leave one of them out.")
+                raise UsageError(f"{option} measures a single process, but --ranks starts several. Omit one.")
 
     @property
     def scales(self) -> StaticScales | None:
@@ -378,7 +388,7 @@ class Request:
         return StaticScales(self.static_scales or 0, self.refresh_scales or 0, bound, source, self.known_scales)
 
 
-# Values of --trace other than a folder: ranges for a profiler that was started already, and those profilers.
+# Values of --trace that are not folders: marks for a profiler that already runs (NVTX), and profilers to start.
 NVTX = "nvtx"
 PROFILERS = ("nsys", "ncu")
 

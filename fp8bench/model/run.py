@@ -1,4 +1,6 @@
-"""A run, its environment, and findings from its samples; and the cells of a fleet's plan, each of them a run."""
+"""A run, its environment, and the findings from its samples. Also the cells of a fleet's plan: each cell is measured
+as a run.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,26 @@ from fp8bench.model.planned import Case, DeviceFacts, Plan, Scalar
 from fp8bench.model.request import Request
 from fp8bench.model.words import OF_ANOTHER_KIND, Label, Status, Verdict
 
-# The origin of runs of a user's model.
+# The origin of runs that profile a user's model.
 PROFILE = "profile"
-# The origin, and the workload, of runs that compare callables.
+# The origin of runs that compare callables, and the name of their workload.
 BENCH = "bench"
 
 CEILINGS = "ceilings"
-# An effect this many times the floor outweighs labels of disturbances.
-_LARGE = 3
+# If an effect is this many times the noise floor, labels of disturbances do not cast doubt on it.
+_LARGE_EFFECT = 3
 
 
-# On a GPU stamps may take this share of a step; with more, only one step in several has its phases marked.
+# The share of a step's time that time stamps may take on a GPU. If they would take more, phases are marked in only
+# one of several steps.
 MARKS_SHARE = 0.005
 
 
 @dataclass(frozen=True)
 class Overheads:
-    """The cost of measuring on this machine, in seconds; None where it could not be measured.
+    """The cost of measuring on this machine in seconds; None if it could not be measured.
 
-    `why_idle` is the reason if a GPU idles, and does not work, while its queue is filled; '' elsewhere.
+    `why_idle` is the reason if a GPU is idle while its queue is filled, although it should work; otherwise ''.
     """
 
     marker_on: float
@@ -42,13 +45,13 @@ class Overheads:
 
     @property
     def stamp_cost(self) -> float:
-        """The cost of a stamp on the host or on the device, whichever is more."""
+        """The cost of a time stamp on the host or on the device, whichever is larger."""
         return max(self.stamp, self.event_pair or 0.0)
 
 
 @dataclass(frozen=True)
 class Environment:
-    """Machine, software and settings of a run: names to plain values."""
+    """The machine, software and settings of a run, by name."""
 
     facts: Mapping[str, Scalar | None]
 
@@ -61,7 +64,7 @@ class Environment:
 
 @dataclass(frozen=True)
 class Resumption:
-    """When, and in which environment, an unfinished run was resumed."""
+    """Describes how an unfinished run was resumed: when, and in which environment."""
 
     started: str
     command: str
@@ -70,10 +73,9 @@ class Resumption:
 
 @dataclass(frozen=True)
 class Run:
-    """One run: header and records. `path` is where it is stored, '' if it is not; `origin` the command that made it.
-
-    `cell` names the part of a fleet's plan ('8f3a2c1d/4'), '' for none. `notes` were taken while it ran; `troubles`
-    were met when its file was read.
+    """One run: its header and records. `path` is its file, '' if it is not stored. `origin` is the command that made
+    it. `cell` names its part of a fleet's plan, such as '8f3a2c1d/4', or ''. `notes` were written during the run.
+    `troubles` were found when its file was read.
     """
 
     id: str
@@ -105,10 +107,10 @@ class Run:
 
 @dataclass(frozen=True)
 class PhaseGain:
-    """Seconds of one phase in a step of the case and of its reference.
+    """The seconds of one phase in a step of the case, and in a step of its reference.
 
-    `saved` is positive where the case is faster; `low` and `high` bound it. `control` is how far reference and control,
-    which run the same code, differ.
+    `saved_seconds` is positive if the case is faster. `low` and `high` are the bounds of the saved seconds. `control`
+    is the difference between the reference and its control, which run the same code.
     """
 
     phase: str
@@ -124,19 +126,21 @@ class PhaseGain:
 
     @property
     def is_clear(self) -> bool:
-        """Whether the interval excludes 0 and identical code differs by less."""
+        """Whether the interval excludes 0, and the gain is larger than the difference between two copies of the same
+        code.
+        """
         return (self.low > 0 or self.high < 0) and abs(self.saved_seconds) > self.control
 
 
 @dataclass(frozen=True)
 class Finding:
-    """The finding from the samples of one case; computed from the record whenever it is needed.
+    """The conclusions from the samples of one case. They are computed from its record whenever they are needed.
 
-    `phases` are best-case seconds that sum to `best_seconds`; those in `below_floor` are too short to distinguish from
-    the cost of their markers. `ratio` is that of best cases, `typical` that of the means over all calls. `floor` is how
-    far the A/A interval reaches from 1. `why` is the reason for a missing verdict, or against it. `label_reasons`
-    explain some labels of this case; `hard` are those of it or of its reference that exclude a verdict. `gains` sum to
-    the difference that `ratio` measures.
+    `phases` are the best-case seconds of each phase, which sum to `best_seconds`. Phases in `below_floor` are too
+    short to be distinguished from the cost of their markers. `ratio` compares best cases, and `typical` compares
+    means over all calls. `floor` is the distance from 1 that the A/A interval reaches. `why` is the reason why there
+    is no verdict, or an objection to the verdict. `label_reasons` explain some labels. `hard` are labels of this case
+    or its reference that prevent a verdict. `gains` sum to the difference that `ratio` measures.
     """
 
     case: Case
@@ -160,15 +164,16 @@ class Finding:
         return self.doubts(self.ratio)
 
     def doubts(self, ratio: Interval | None) -> bool:
-        """Whether a label forbids showing a verdict by that ratio as a plain fact. A large effect outweighs
-        disturbances."""
+        """Returns whether a label casts doubt on a verdict by this ratio. A large effect outweighs labels of
+        disturbances.
+        """
         labels = {label for label in self.labels if label.casts_doubt}
         return bool(labels & OF_ANOTHER_KIND) or (bool(labels) and not self._outweighs(ratio))
 
     def _outweighs(self, ratio: Interval | None) -> bool:
         if ratio is None or self.floor is None or not 0 < ratio.point < math.inf:
             return False
-        return abs(math.log(ratio.point)) >= _LARGE * math.log1p(self.floor)
+        return abs(math.log(ratio.point)) >= _LARGE_EFFECT * math.log1p(self.floor)
 
     @property
     def is_judged(self) -> bool:
@@ -176,16 +181,16 @@ class Finding:
 
     @property
     def verdict_words(self) -> str:
-        """Returns the verdict in words: 'faster', or 'perhaps faster' where a label casts doubt on it."""
+        """The verdict as a text: 'faster', or 'perhaps faster' if a label casts doubt on it."""
         return f"perhaps {self.verdict}" if self.is_judged and self.doubtful else self.verdict.value
 
 
 @dataclass(frozen=True)
 class Cell:
-    """One group of a fleet's plan: its cases are measured together, by one process. `cases` names them.
+    """One group of a fleet's plan. One process measures its `cases` together.
 
-    `kind` is the device it was planned for, 'cpu' or 'h200', '' if unknown; a machine needs `gpus` GPUs to have that
-    device.
+    `kind` is the kind of device for which the cell was planned, such as 'cpu' or 'h200', '' if unknown. A machine
+    needs `gpus` GPUs to have that device.
     """
 
     setting: str
@@ -196,7 +201,7 @@ class Cell:
 
 @dataclass(frozen=True)
 class FleetPlan:
-    """A request, and the cells it was cut into, by the named version of fp8bench."""
+    """A request, and the cells into which this version of fp8bench divided it."""
 
     id: str
     created: str
@@ -211,7 +216,7 @@ class FleetPlan:
 
 @dataclass(frozen=True)
 class Attempt:
-    """A worker's attempt at a cell: where, when, and the exit code of the process; None while it runs."""
+    """A worker's attempt to measure a cell: where, when, and the exit code of the process (None while it runs)."""
 
     host: str
     process: int
@@ -221,8 +226,9 @@ class Attempt:
 
 
 class CellStatus(StrEnum):
-    """DONE has a complete run; BEGUN was cut off; FAILED ended without one. The files of a DAMAGED cell were altered,
-    so its state is unknown."""
+    """The status of a cell. DONE: it has a complete run. BEGUN: it was interrupted. FAILED: it ended without a
+    complete run. DAMAGED: its files were changed, so its state is unknown.
+    """
 
     DONE = "done"
     RUNNING = "running"
@@ -234,8 +240,10 @@ class CellStatus(StrEnum):
 
 @dataclass(frozen=True)
 class CellState:
-    """Where a cell stands. `run` is its newest run, `machine` where that was measured; `why` the cell failed, or which
-    cases did. `cases` counts that run's cases by status. `damage` names altered files."""
+    """The progress of a cell. `run` is its newest run, and `machine` the machine of that run. `why` explains why the
+    cell failed, or which of its cases failed. `cases` counts the cases of that run by status. `damage` names changed
+    files.
+    """
 
     number: int
     cell: Cell
@@ -248,7 +256,7 @@ class CellState:
     damage: tuple[str, ...] = ()
 
 
-# Variables that the user may set for torch and the libraries below it, without those that these set themselves.
+# Environment variables that users may set for torch and its libraries. Variables that torch itself sets are left out.
 READ_BY_TORCH = (
     "OMP_NUM_THREADS", "OMP_WAIT_POLICY", "OMP_PROC_BIND", "OMP_PLACES", "OMP_DYNAMIC", "OMP_SCHEDULE",
     "GOMP_CPU_AFFINITY", "GOMP_SPINCOUNT", "KMP_AFFINITY", "KMP_BLOCKTIME", "MKL_NUM_THREADS", "MKL_DYNAMIC",
@@ -265,14 +273,14 @@ READ_BY_TORCH = (
     "PYTORCH_TUNABLEOP_HIPBLASLT_ENABLED", "PYTORCH_TUNABLEOP_ROCBLAS_ENABLED", "MALLOC_ARENA_MAX", "MALLOC_CONF",
     "LD_PRELOAD",
 )  # fmt: skip
-# Variables that lower the precision of products whatever the case's precision.
+# Environment variables that lower the precision of products, whatever the precision of the case is.
 LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
-# Prefix of a switch's fact in a run's environment; and the fact that lists switches changed from a fresh process.
+# Names in the environment of a run: the begin of the name of a switch, and the fact that lists changed switches.
 SWITCH = "switch "
 SWITCHES_SET = "switches_set"
-# How many cores others kept busy when a run began.
+# The name of the fact how many cores other processes used when a run began.
 BUSY_CORES = "busy_cores"
-# Software and settings that times depend on: neither a comparison nor a history judges across them.
+# Software and settings that affect times. Comparisons and histories give no verdict if they differ.
 CONDITIONS = (
     "fp8bench",
     "python",
@@ -289,16 +297,15 @@ CONDITIONS = (
     "smt",
     "cgroup_cpu_max",
 )
-# Settings of a device, by its driver.
+# The settings of a device that its driver reports.
 DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig")
 
 
 def is_on(variable: str, environment: Mapping[str, str], on: str, off: str, purpose: str) -> bool:
-    """Whether an environment variable is `on` or unset. Raises UsageError for anything but `on` and `off`; `purpose`
-    completes 'Set it to `off` ...'."""
+    """Returns whether an environment variable has the value `on` or is unset. Raises UsageError for values other than
+    `on` and `off`. `purpose` completes the sentence 'Set it to `off` ...' of the error.
+    """
     value = environment.get(variable, "") or on
     if value not in (on, off):
-        raise UsageError(
-            f"{variable} is {value!r:.80}. Set it to {off} {purpose}, or to {on}, which is what is done without it."
-        )
+        raise UsageError(f"{variable} is {value!r:.80}. Set it to {off} {purpose}, or to {on}, which is the default.")
     return value == on

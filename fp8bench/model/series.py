@@ -1,7 +1,7 @@
-"""The values of a history: series of points, one per run; a commit's figures; changes; and faults of a store.
+"""The values of a history: series of points (one point per run), figures of commits, changes, and faults of a store.
 
-Also comparisons of a figure on two sides (runs, interpreters or commits), and acknowledged changes. Lower is better
-everywhere here.
+This module also has comparisons of a figure between two sides (runs, interpreters or commits), and acknowledged
+changes. In all figures, lower is better.
 """
 
 from __future__ import annotations
@@ -16,18 +16,18 @@ from fp8bench.model.planned import Scalar
 from fp8bench.model.words import Status
 
 Cell = tuple[Scalar, ...]
-# Software, settings and device of a measurement, by name.
+# The software, settings and device of a measurement, by name.
 Conditions = tuple[tuple[str, Scalar | None], ...]
-# The condition without whose equality joules do not compare at all.
+# The condition that must be equal to compare joules at all.
 ENERGY_SOURCE = "energy_source"
 
 
 @dataclass(frozen=True)
 class Series:
-    """One metric of a workload over its declared grid: what asv calls a benchmark.
+    """One metric of a workload for all its combinations of parameters. asv calls this a benchmark.
 
-    `name` is asv's ('gemm.Gemm.track_time'). `params` are the values of each parameter, the dtype first; a cell has one
-    of each. Points of different versions do not compare.
+    `name` is asv's name, such as 'gemm.Gemm.track_time'. `params` are the values of each parameter, the dtype first.
+    A cell has one value of each parameter. Points of different versions cannot be compared.
     """
 
     name: str
@@ -41,11 +41,11 @@ class Series:
 
 @dataclass(frozen=True)
 class Point:
-    """One run's samples for one cell of a series, in the series' unit.
+    """The samples of one run for one cell of a series, in the unit of the series.
 
-    OK without samples means that the case has no such number (an emulated one no speed); `reason` is why a case was
-    skipped or failed. A `hasty` one comes from a few rounds, as with --quick. Samples are pooled only with those
-    measured `under` the same conditions; `runs` counts the pooled runs.
+    OK without samples means that the case has no such number: for example, an emulated case has no speed. `reason` is
+    why a case was skipped or failed. A `hasty` point comes from only a few rounds, as with --quick. `under` are the
+    conditions of the measurement, and samples are pooled only if these are equal. `runs` counts the pooled runs.
     """
 
     series: str
@@ -61,10 +61,11 @@ class Point:
 
 @dataclass(frozen=True)
 class Figure:
-    """A commit's figure in one cell of a series: the median of the samples of `runs` runs, and asv's interval.
+    """The figure of a commit in one cell of a series: the median over the samples of `runs` runs, with an interval
+    for asv.
 
-    `date` is the commit's author date, in ms since 1970. `value` is None without a number; then `status` and `reason`
-    explain it. `low` and `high` are the ends of a 99% interval, None where samples are too few.
+    `date` is the author date of the commit in ms since 1970. If `value` is None, `status` and `reason` explain why.
+    `low` and `high` are the ends of a 99% interval; None if there are too few samples.
     """
 
     commit: str
@@ -82,16 +83,16 @@ class Figure:
 
     @property
     def source(self) -> Scalar | None:
-        """The source of joules, which only compare within one source; None for other figures."""
+        """The source of joules; None for other figures. Joules of different sources cannot be compared."""
         return dict(self.under).get(ENERGY_SOURCE)
 
 
 @dataclass(frozen=True)
 class Trend:
-    """One cell of a series from commit to commit, on one machine and under one interpreter.
+    """One cell of a series over commits, on one machine and with one interpreter.
 
-    `machine` is what asv knows of the machine, its name under 'machine'. `figures` are in the order of their commits'
-    dates.
+    `machine` is asv's description of the machine, with its name under 'machine'. `figures` are ordered by the dates
+    of their commits.
     """
 
     series: Series
@@ -102,7 +103,7 @@ class Trend:
 
     @property
     def name(self) -> str:
-        """For example 'gemm.Gemm.track_time(bf16, 512)'."""
+        """The name of the trend, such as 'gemm.Gemm.track_time(bf16, 512)'."""
         return trend_name(self.series.name, self.cell)
 
     @property
@@ -111,15 +112,15 @@ class Trend:
 
     @property
     def ending(self) -> Ending:
-        # Points without a figure, as of a build that failed, do not end a trend.
+        # A figure without a number, such as that of a failed build, does not end a trend.
         earlier = [figure for figure in self.figures[:-1] if figure.value is not None]
         return Ending(self, self.figures[-1], earlier[-1] if earlier else None, len(self.measured_figures))
 
 
 class Ending(NamedTuple):
-    """The end of a trend: its last figure, the previous figure that has a number, and how many have one.
+    """The end of a trend: its last figure, the last earlier figure with a number, and how many figures have numbers.
 
-    In lists of endings the trends have no figures.
+    In lists of endings, the trends are stored without their figures.
     """
 
     trend: Trend
@@ -134,9 +135,9 @@ def trend_name(series: str, cell: Cell) -> str:
 
 @dataclass(frozen=True)
 class Fault:
-    """Something that a person should know about a file of a store: where, what, and what to do about it.
+    """A fault of a file in a store, or a remark about a file: the file, what is wrong, and what to do.
 
-    `broken` means that something is lost, wrong or hidden from readers; else it is a remark.
+    `broken` is true for a fault, by which something is lost, wrong or hidden from readers. It is false for a remark.
     """
 
     path: str
@@ -146,9 +147,8 @@ class Fault:
 
 
 class Direction(StrEnum):
-    """The direction of a figure from the first side to the second. DIFFERS: the sides were measured under different
-    conditions, which `why` names, so that a ratio judges nothing. NONE: nothing can be compared, for the reason in
-    `why`.
+    """How a figure changes from the first side to the second. DIFFERS: the sides were measured under different
+    conditions, named in `why`, so the ratio proves nothing. NONE: nothing can be compared, for the reason in `why`.
     """
 
     BETTER = "better"
@@ -160,19 +160,19 @@ class Direction(StrEnum):
 
 
 class Evidence(StrEnum):
-    """How the two sides were measured, the most reliable way first; a gate decides by it."""
+    """How the two sides were measured, the most reliable way first. A gate decides by it."""
 
-    PAIRED = "paired"  # in the same rounds
-    CROSS_RUN = "cross-run"  # at different times
-    HISTORY = "history"  # a step in a series of commits
+    PAIRED = "paired"  # measured in the same rounds
+    CROSS_RUN = "cross-run"  # measured at different times
+    HISTORY = "history"  # measured as a step in a series of commits
 
 
 @dataclass(frozen=True)
 class Noise:
-    """The standard error of a ratio's logarithm, with its degrees of freedom.
+    """The standard error of the logarithm of a ratio, and its degrees of freedom.
 
-    `before` and `after` are the runs of each side that it rests on, 0 in a duel. With no freedom it is the error within
-    runs only, and how far runs lie apart is unknown.
+    `before` and `after` are the numbers of runs on each side, 0 in a duel. With 0 degrees of freedom, `error` is only
+    the error within runs, because the difference between runs is unknown.
     """
 
     error: float
@@ -183,12 +183,13 @@ class Noise:
 
 @dataclass(frozen=True)
 class Comparison:
-    """One figure of one case on both sides.
+    """One figure of one case on both compared sides (runs, interpreters or commits).
 
-    `before` and `after` are in `unit`, None where that side has no value; `ratio` is after over before. `p_value` is
-    the chance of such a difference or a greater one if nothing had changed, None where unknown. `since` and `until` are
-    the commits between which a step of a series lies, '' elsewhere. `failed`: the case failed on the second side only.
-    `noise` is None where unknown. Other processes may have made a time `others` times as long on one side.
+    `before` and `after` are in `unit`, None if that side has no value. `ratio` is after / before. `p_value` is the
+    probability of at least this difference if nothing had changed, None if unknown. If the figure is from a series,
+    the change happened after the commit `since`, and at the latest with `until`; otherwise these are ''. `failed`
+    means that the case failed only on the second side. `noise` is None if unknown. `others` is the factor by which
+    other processes may have lengthened a time on one side.
     """
 
     case: str
@@ -212,10 +213,10 @@ class Comparison:
 
 @dataclass(frozen=True)
 class Ack:
-    """An acknowledged change of one cell of a series on one machine and under one interpreter.
+    """An acknowledged change in one cell of a series, on one machine and with one interpreter.
 
-    It lies after the commit `since` and not after `until`; `before` and `after` are levels in the series' unit. `when`
-    it was acknowledged, and `because` of what.
+    The change happened after the commit `since`, at the latest with the commit `until`. `before` and `after` are
+    levels in the unit of the series. `when` is the time of the acknowledgement, and `because` its reason.
     """
 
     id: str

@@ -1,5 +1,8 @@
-"""The contents of one untimed step: its operators, their shares of it, and which products can be converted. A workload
-does not declare them. Shares are never times, because observing makes a step slower.
+"""The contents of one untimed step: its operators, how much of its time they take, and which of its products can be
+converted.
+
+They are observed, and not declared by a workload. Only shares of the time are stored, and no times, because
+observation makes a step slower.
 """
 
 from __future__ import annotations
@@ -12,12 +15,12 @@ from typing import TypeVar
 
 @dataclass(frozen=True)
 class OperatorCount:
-    """An operator, and how often a step calls it with tensors of the same shapes in one phase, forward or backward.
+    """An operator, and how often a step calls it with tensors of these shapes, in one phase, forward or backward.
 
-    `inputs` and `outputs` are its tensors, like 'bf16[128,256]'. `flops`, `bytes` and `launches` are those of one call:
-    `flops` is None without a formula, 0 for what multiplies nothing; `bytes` are read and written, each tensor once;
-    `launches` are the fewest kernels it starts. `path` is the dtype in which a product multiplies, '' for other
-    operators. Views move nothing, and are left out.
+    `inputs` and `outputs` are its tensors, such as 'bf16[128,256]'. `flops`, `bytes` and `launches` are those of one
+    call. `flops` is None if the operator has no formula, and 0 if nothing is multiplied. `bytes` are read and
+    written, each tensor counted once. `launches` is the smallest possible number of kernels. `path` is the dtype in
+    which a product multiplies, '' for other operators. Views move no data and are not listed.
     """
 
     phase: str
@@ -34,8 +37,10 @@ class OperatorCount:
 
 @dataclass(frozen=True)
 class PhaseCount:
-    """The sums of a phase, forward and backward. `by_path` are its FLOPs by the dtype that they multiply in, `by_dtype`
-    its bytes by that of the tensors; `unknown` counts calls without a formula, which are in no sum of FLOPs."""
+    """The sums over the operators of a phase, forward and backward. `by_path` divides its FLOPs by the dtype that
+    multiplies, and `by_dtype` its bytes by the dtype of the tensors. `unknown` counts calls of operators without a
+    formula, whose FLOPs are not included.
+    """
 
     phase: str
     flops: int = 0
@@ -50,9 +55,9 @@ class PhaseCount:
 class Tape:
     """The operators of one step, and their sums by phase.
 
-    `unwritten` counts memory that was made in the step and read, or left behind, though no operator wrote to it: some
-    kernel outside of torch must have. `fused` names a compiled function that ran, whose operators are listed as without
-    a compiler; '' if none did.
+    `unwritten` counts tensors that were made in the step, and then read or returned, although no operator wrote to
+    them. A kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. Its
+    operators are listed as they run without a compiler.
     """
 
     operators: tuple[OperatorCount, ...] = ()
@@ -78,7 +83,7 @@ class Tape:
 
     @property
     def complete(self) -> bool:
-        """Tells whether `flops` are all that the step did."""
+        """Whether `flops` includes all that the step multiplied."""
         return not self.unknown and not self.unwritten
 
     @property
@@ -95,14 +100,15 @@ class Tape:
 
 @dataclass(frozen=True)
 class LateSteps:
-    """Observations of a timed state's steps in slots after the timing, while their operators were recorded.
+    """Observations of steps that ran after the timing, in slots of a timed state, while their operators were
+    recorded.
 
-    `told_apart` describes how timed slots differ from recorded ones, '' if they do not. `by_path` are a step's FLOPs on
-    average, by the dtype that they multiply in, of compiled ones uncompiled; None if an operator has no formula.
-    `varies` means that steps differ in how much they multiply. `switches` are those of arithmetic that a step sets and
-    puts back; `subnormal` is the share of subnormal numbers in the results of its operators. `in_operators` are the
-    seconds of a step's operators on average, `seconds` those of the slowest, by name: by the thread's own clock, and on
-    a processor only. `waits` is how often a step left its core by itself.
+    `told_apart` describes how timed slots differ from recorded ones, or ''. `by_path` is the mean FLOPs of a step by
+    the dtype that multiplies (compiled steps run uncompiled); None if an operator has no formula. `varies` means that
+    the FLOPs differ from step to step. `switches` are the arithmetic switches that a step sets and restores.
+    `subnormal` is the share of subnormal numbers in the results of its operators. `in_operators` is the mean seconds
+    of all operators of a step, and `seconds` has the seconds of the slowest operators by name. Both are measured by
+    the clock of the thread, and only on a CPU. `waits` is how often a step gave up its core.
     """
 
     told_apart: str = ""
@@ -123,7 +129,7 @@ Key = TypeVar("Key")
 
 
 class ShareKind(StrEnum):
-    """The purpose of an operator, or of a kernel. UNKNOWN matches no rule, and is shown by its name."""
+    """The purpose of an operator or kernel. UNKNOWN has no known purpose, and is shown by its name."""
 
     GEMM = "gemm"
     ATTENTION = "attention"
@@ -138,8 +144,9 @@ class ShareKind(StrEnum):
 
 
 class SharesFrom(StrEnum):
-    """The source of shares: operators on a processor, or kernels of a device by the operator that launched them. Older
-    runs also have kernels of compiled steps, of no module."""
+    """The source of time shares: operators on a CPU, or kernels of a device, assigned to the operator that launched
+    them. Older runs also have kernels of compiled steps, which belong to no module.
+    """
 
     OPERATORS = "operators"
     KERNELS = "kernels"
@@ -148,10 +155,11 @@ class SharesFrom(StrEnum):
 
 @dataclass(frozen=True)
 class Share:
-    """Work of one kind in one module, forward or backward, in an untimed pass.
+    """The time that one kind of operators takes in one module, forward or backward, in an untimed pass.
 
-    `module` is its path in the model, the model's class for work between its modules, '' outside of any. `what` refines
-    the kind: 'conv' for a product, the name of what is unknown.
+    `module` is the path of the module. For work between the modules of a model it is the model's class, and outside
+    of the model it is ''. `what` refines the kind, such as 'conv' for a product, or is the name of an unknown
+    operator.
     """
 
     kind: ShareKind
@@ -164,10 +172,10 @@ class Share:
 
 @dataclass(frozen=True)
 class Shares:
-    """The parts of a step. `step` are its unobserved seconds in the same pass.
+    """The parts of a step's time. `step` is the time in seconds of an unobserved step in the same pass.
 
-    The remainder is the host's time between operators: 'unattributed'. Where they sum to more than the step, because
-    clocks vary, they are shares of their sum.
+    The rest of the time is the host's time between operators, called 'unattributed'. If the parts sum to more than
+    the step, because clocks vary, they are divided by their sum.
     """
 
     parts: tuple[Share, ...] = ()
@@ -189,7 +197,7 @@ class Shares:
 
     @property
     def by_module(self) -> dict[str, float]:
-        """Shares of the step by module, the largest first."""
+        """The share of the step by module, the largest first."""
         shares = self.sum_by(lambda part: part.module)
         return dict(sorted(shares.items(), key=lambda part: (-part[1], part[0])))
 
@@ -203,7 +211,9 @@ class Shares:
 
 @dataclass(frozen=True)
 class HeldProduct:
-    """A product of a layer in a step: (m, k) times (k, n), `times` times; `backward`: for a gradient."""
+    """A product of a layer in a step: a matrix (m, k) times a matrix (k, n), repeated `times` times. `backward` marks
+    a product that computes a gradient.
+    """
 
     m: int
     n: int
@@ -216,7 +226,8 @@ class HeldProduct:
         return 2 * self.m * self.n * self.k * self.times
 
 
-# Marks of a transformer's parts in paths; the first that fits counts: BERT also has an attention.output.dense.
+# Words in module paths that identify a part of a transformer. The first match counts, because some paths match several
+# parts, such as BERT's attention.output.dense.
 _PARTS = {
     "attn": ("attn", "attention"),
     "mlp": (
@@ -237,19 +248,20 @@ _PARTS = {
 
 
 def part_of(path: str) -> str:
-    """The part of a transformer that a layer's path names: 'attn', 'mlp' or ''."""
+    """Returns the part of a transformer that a layer's path names: 'attn', 'mlp' or ''."""
     return next((part for part, marks in _PARTS.items() if any(mark in path.lower() for mark in marks)), "")
 
 
 @dataclass(frozen=True)
 class Holder:
-    """A weight that products are made with: a whole module, or one parameter of a module that has several.
+    """A weight that is multiplied: that of a module, or one parameter of a module with several.
 
-    `name` is its path in the model, `also` the other paths of the same module; `kind` is 'linear', 'conv1d' (GPT-2's),
-    'conv2d', 'experts' (a matrix for each expert) or 'head' where it can be converted, else the name of its class.
-    `weight` is the weight's shape, `flops` those of all its products in a step, forward and backward. A weight that is
-    not converted has a `reason`, a sentence, and a `rule`, a word for it ('skipped', 'kept', 'class', 'forward',
-    'shape', 'not-called'). `native` names the requirements of native products that its shapes break, on any device.
+    `name` is its path in the model, and `also` are further paths of the same module. If the weight can be converted,
+    `kind` is 'linear', 'conv1d' (of GPT-2), 'conv2d', 'experts' (one matrix per expert) or 'head'; otherwise it is
+    the name of the class. `weight` is the shape of the weight, and `flops` counts all of its products in a step,
+    forward and backward. A weight that is not converted has a `reason` (a sentence) and a `rule` (one of 'skipped',
+    'kept', 'class', 'forward', 'shape', 'not-called'). `native` names requirements of native products that its shapes
+    break on every device.
     """
 
     name: str
@@ -271,9 +283,10 @@ class Holder:
 
 @dataclass(frozen=True)
 class OtherProduct:
-    """Products outside of all holders: `operator` is torch's name for it, `module` the path of the module that runs it,
-    '' for none. `weight` is the parameter that it multiplies by, '' without one or if unknown. `flops` is None without
-    a formula for the operator."""
+    """Products whose operands are not weights of a `Holder`. `operator` is torch's name, and `module` the path of the
+    module that runs it, or ''. `weight` is the parameter that is multiplied, '' if none or unknown. `flops` is None
+    if the operator has no formula.
+    """
 
     operator: str
     module: str = ""
@@ -285,10 +298,11 @@ class OtherProduct:
 
 @dataclass(frozen=True)
 class Coverage:
-    """The products of one step: those in holders, and all others. `flops` are those of the whole step.
+    """The products of one step: those of the model's weights (`holders`), and all others. `flops` counts the complete
+    step.
 
-    `loss` is a sentence about the tensor that backward began from, `remarks` are differences of other steps from this
-    one.
+    `loss` is a sentence about the tensor from which backward started. `remarks` describe how other steps differ from
+    this one.
     """
 
     holders: tuple[Holder, ...] = ()
@@ -308,13 +322,15 @@ class Coverage:
 
     @property
     def unknown(self) -> int:
-        """Calls of operators without a formula, which are in no sum."""
+        """The number of calls of operators for which no formula counts FLOPs. No sum includes them."""
         return sum(product.calls for product in self.others if product.flops is None)
 
     def by_kind(self) -> dict[str, tuple[int, int]]:
-        """FLOPs of each kind of holder, the most first: all, and the converted ones."""
+        """Returns two numbers for each kind of holder, the largest first: all FLOPs of the kind, and its converted
+        FLOPs.
+        """
         flops_by_kind: dict[str, tuple[int, int]] = {}
         for holder in self.holders:
-            every, converted = flops_by_kind.get(holder.kind, (0, 0))
-            flops_by_kind[holder.kind] = every + holder.flops, converted + holder.flops * holder.converted
+            all_flops, converted = flops_by_kind.get(holder.kind, (0, 0))
+            flops_by_kind[holder.kind] = all_flops + holder.flops, converted + holder.flops * holder.converted
         return dict(sorted(flops_by_kind.items(), key=lambda item: -item[1][0]))

@@ -1,15 +1,15 @@
-"""Closed sets of names."""
+"""Names from closed sets: phases, levels, statuses, labels, roles of memory, and verdicts."""
 
 from __future__ import annotations
 
 from enum import StrEnum
 
-# The notice to an observer while a device's ceilings are measured, which a run does once a week.
+# The text that is shown while a run measures the ceilings of a device, which happens once a week.
 MEASURING_CEILINGS = "measuring what this machine can do, once a week"
 
 
 class Phase(StrEnum):
-    """The purpose of a stretch of a step. The set is closed, so that workloads compare."""
+    """The purpose of a part of a step. Suites cannot add phases, so that workloads can be compared."""
 
     DATA_LOAD = "data_load"
     DECODE = "decode"
@@ -23,14 +23,14 @@ class Phase(StrEnum):
 
 
 UNATTRIBUTED = "unattributed"
-# The precision of a user's unchanged model.
+# The precision name of a user's unchanged model.
 UNTOUCHED = "untouched"
-# MS-AMP's optimisation levels: arms of a training, not precisions.
+# The optimization levels of MS-AMP. They are arms of a training, and not precisions.
 MSAMP_LEVELS = ("msamp-o1", "msamp-o2", "msamp-o3")
 PHASES: tuple[str, ...] = tuple(Phase)
 # Phases that load data, outside of tensor operations.
 LOADING = frozenset({Phase.DATA_LOAD, Phase.DECODE})
-# The order of phases in clocks, cells and tables; unattributed time is what a step leaves over.
+# The order of phases in clocks, cells and tables. Unattributed time is the part of a step outside of all phases.
 CELL_PHASES: tuple[str, ...] = (*PHASES, UNATTRIBUTED)
 
 
@@ -51,7 +51,7 @@ class Status(StrEnum):
 
 
 class Provenance(StrEnum):
-    """Where a number comes from."""
+    """How a number was obtained."""
 
     MEASURED = "measured"
     ESTIMATED = "estimated"
@@ -59,7 +59,7 @@ class Provenance(StrEnum):
 
 
 class Label(StrEnum):
-    """A machine-readable reason for doubt."""
+    """A machine-readable reason to doubt a result."""
 
     NOISY = "noisy"
     AA_FAILED = "aa-failed"
@@ -100,10 +100,10 @@ class Label(StrEnum):
         return self not in REMARKS
 
 
-# Labels that cast no doubt on a speed.
+# Labels that do not cast doubt on a speed.
 REMARKS = frozenset({Label.POWER_CAPPED, Label.WHOLE_STEPS, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# The timed work may not be what its name promises, or what it was compared with: even a large effect does not outweigh
-# that.
+# Labels of work that may be different from what its name promises, or from the work of the reference. Even a large
+# effect does not outweigh them.
 OF_ANOTHER_KIND = frozenset(
     {
         Label.ABOVE_CEILING, Label.WORK_MISMATCH, Label.FALLBACK, Label.FLAT_TIME, Label.NO_WORK, Label.NOT_FINITE,
@@ -113,7 +113,7 @@ OF_ANOTHER_KIND = frozenset(
 
 
 class MemoryRole(StrEnum):
-    """The purpose of bytes of a step's memory."""
+    """The purpose of bytes in the memory of a step."""
 
     WEIGHTS = "weights"
     LOW_WEIGHTS = "low_precision_weights"
@@ -127,7 +127,7 @@ class MemoryRole(StrEnum):
 
 
 class Verdict(StrEnum):
-    """The answer to 'is it faster than the reference?'."""
+    """The answer to the question 'is it faster than the reference?'."""
 
     FASTER = "faster"
     SLOWER = "slower"

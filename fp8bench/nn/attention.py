@@ -1,7 +1,8 @@
-"""Self-attention: the core in several forms, and the layer of products around it.
+"""Self-attention: several forms of its core, and the layer with the products around the core.
 
-A core takes queries (batch, heads, tokens, head width), keys and values (batch, key heads, tokens, head width), and
-returns the mixed values in the queries' shape and dtype. Where there are fewer key heads, neighbouring heads share one.
+A core takes queries (batch, heads, tokens, head width), and keys and values (batch, key heads, tokens, head width).
+It returns the mixed values in the shape and dtype of the queries. If there are fewer key heads than heads,
+neighbouring heads share a key head.
 """
 
 from __future__ import annotations
@@ -21,20 +22,24 @@ from fp8bench.nn.linear import Choose, Linear, region
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
-Core = Callable[[Tensor, Tensor, Tensor], Tensor]
+AttentionCore = Callable[[Tensor, Tensor, Tensor], Tensor]
 
 
 class Cache(Protocol):
-    """Keys and values of all tokens up to the current ones, and the core that attends to them, for one layer."""
+    """The cache of one layer: stores keys and values of all tokens up to the current ones, and computes attention
+    over them.
+    """
 
     def store(self, k: Tensor, v: Tensor, phase: Phases) -> tuple[Tensor, Tensor]:
-        """Add keys and values of new tokens; return those of all tokens, as the cache keeps them."""
+        """Adds keys and values of new tokens. Returns those of all tokens as the cache stores them."""
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor: ...
 
 
-def attention_by(name: str) -> AbstractContextManager[None]:
-    """Selects attention's kernel in the body, which has to include backward: recomputed blocks choose again there."""
+def select_attention_kernel(name: str) -> AbstractContextManager[None]:
+    """Makes torch use the named attention kernel inside the body. The body must include the backward pass, because
+    recomputed blocks choose a kernel there.
+    """
     if name == "auto":
         return nullcontext()
     return sdpa_kernel(SDPBackend.MATH if name == "math" else getattr(SDPBackend, f"{name.upper()}_ATTENTION"))
@@ -42,21 +47,22 @@ def attention_by(name: str) -> AbstractContextManager[None]:
 
 @dataclass(frozen=True)
 class FusedCore:
-    """torch's scaled dot-product attention, in the dtype of its inputs.
+    """torch's scaled dot-product attention in the dtype of its inputs.
 
-    In fp32 the one GPU kernel that does not store the scores takes no grouped queries. Keys and values are repeated for
-    it, which costs their size; the scores of 16384 tokens would take 1 GiB a head.
+    In fp32 on a GPU, only one kernel does not store the scores, and that kernel needs as many key heads as query
+    heads. So keys and values are repeated, which needs memory of their size. Stored scores of 16384 tokens would need
+    1 GiB for each head.
     """
 
     causal: bool = True
     kernel: str = "auto"
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        with attention_by(self.kernel):
-            return fused_attention(q, k, v, self.causal)
+        with select_attention_kernel(self.kernel):
+            return compute_fused_attention(q, k, v, self.causal)
 
 
-def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
+def compute_fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor | None = None) -> Tensor:
     grouped = q.shape[1] != k.shape[1]
     if grouped and q.dtype == torch.float32 and q.device.type != "cpu":
         k, v = (tensor.repeat_interleave(q.shape[1] // k.shape[1], 1) for tensor in (k, v))
@@ -64,16 +70,17 @@ def fused_attention(q: Tensor, k: Tensor, v: Tensor, causal: bool, mask: Tensor 
     return F.scaled_dot_product_attention(q, k, v, mask, is_causal=causal, enable_gqa=grouped)
 
 
-class WrittenScores(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Detects attention kernels that store their scores: only these run a separate softmax. `most` is the size of the
-    largest in bytes, 0 without any."""
+class StoredScores(OperatorWatch):  # type: ignore[no-untyped-call]
+    """Detects attention kernels that store their scores. Only such kernels run a separate softmax. `largest_bytes` is
+    the size in bytes of the largest scores, or 0 if no scores were stored.
+    """
 
-    most = 0
+    largest_bytes = 0
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
         if func._schema.name in ("aten::_softmax", "aten::_safe_softmax"):
-            self.most = max(self.most, result.nbytes)
+            self.largest_bytes = max(self.largest_bytes, result.nbytes)
         return result
 
 
@@ -88,81 +95,87 @@ class _Recomputed(torch.autograd.Function):
     def backward(ctx: Any, gradient: Tensor) -> Any:
         inputs = [tensor.detach().requires_grad_(tensor.requires_grad) for tensor in ctx.saved_tensors]
         with torch.enable_grad():
-            # Bit-identical to backward(gradient), which would import sympy to inspect the gradient. Parameters that
-            # `run` holds get their gradients.
+            # This gives the same bits as backward(gradient), which would import sympy to inspect the gradient.
+            # Parameters that `run` uses also get their gradients here.
             (ctx.run(*inputs) * gradient.detach()).sum().backward()
         return None, *(leaf.grad for leaf in inputs)
 
 
 def recompute(run: Callable[..., Tensor], *inputs: Tensor) -> Tensor:
-    """Returns run(*inputs), keeping only the inputs for backward, which runs it again. Nothing in `run` may be random.
+    """Returns run(*inputs), but keeps only the inputs for backward, which calls `run` again. `run` must be
+    deterministic.
 
-    For references, which nobody times: torch's checkpoints, which timed steps take, import the compiler.
+    Untimed references use it. Timed steps use torch's checkpoints, which import the compiler.
     """
     return _Recomputed.apply(run, *inputs)  # type: ignore[no-untyped-call]
 
 
 @dataclass(frozen=True)
 class HeadwiseCore:
-    """Runs another core one head of queries of one sequence at a time, recomputed in backward.
+    """Runs another attention core for one query head of one sequence at a time, and computes it again in backward.
 
-    For fp64 references, which no fused GPU kernel computes: all scores at once would not fit into memory, nor would
-    those of all heads that share a key head.
+    fp64 references use it, because no fused GPU kernel computes fp64. Without it the fp64 scores of all heads would
+    not fit into memory.
     """
 
-    inner: Core
+    inner: AttentionCore
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        group = q.shape[1] // k.shape[1]
-        mixed = []
+        heads_per_key_head = q.shape[1] // k.shape[1]
+        mixed_values = []
         for i in range(q.shape[0]):
             for j in range(q.shape[1]):
-                head = slice(j, j + 1)
-                key_head = slice(j // group, j // group + 1)
-                sequence = slice(i, i + 1)
-                parts = q[sequence, head], k[sequence, key_head], v[sequence, key_head]
-                mixed.append(recompute(self.inner, *parts))
-        return torch.cat(mixed).view(q.shape)
+                head_slice = slice(j, j + 1)
+                key_head_slice = slice(j // heads_per_key_head, j // heads_per_key_head + 1)
+                sequence_slice = slice(i, i + 1)
+                head_inputs = (
+                    q[sequence_slice, head_slice],
+                    k[sequence_slice, key_head_slice],
+                    v[sequence_slice, key_head_slice],
+                )
+                mixed_values.append(recompute(self.inner, *head_inputs))
+        return torch.cat(mixed_values).view(q.shape)
 
 
 @dataclass(frozen=True)
 class EmulatedCore:
-    """Attention written out, with operands and scores of both products rounded to the arithmetic's precision.
+    """Attention in separate operations, which rounds the scores and the operands of both products to a precision.
 
     Queries and keys are cast along the head width, probabilities and values along the keys, with the precision's
-    scales; sums, mask and softmax are fp32. Scores are rounded without a scale: a kernel makes them tile by tile, and
-    their largest magnitude is not known when the first is written. So scores beyond the format's range are lost, and it
-    matters whether the factor 1 / sqrt(head width) is applied to the rounded scores or, `prescaled`, to the queries; a
-    scale would cancel that factor. A value's scale may depend on later tokens.
-    Backward ignores all rounding: it multiplies the rounded values by fp32 gradients.
+    scales. Sums, mask and softmax are fp32. Scores have no scale, because a kernel computes them tile by tile and
+    cannot know their largest magnitude. So scores beyond the format's range saturate. For the same reason results
+    depend on where the factor 1 / sqrt(head width) is applied: to the scores or, if `prescaled`, to the queries.
+
+    A value's scale may depend on later tokens. Backward rounds nothing: gradients stay fp32 and pass each rounding
+    unchanged.
     """
 
     arithmetic: Arithmetic
     prescaled: bool = False
     causal: bool = True
-    # Each tensor that is cast has its own arithmetic, because remembered scales belong to one tensor.
+    # Each tensor has its own arithmetic, because delayed scales belong to one tensor.
     parts: dict[str, Arithmetic] = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
-        parts = ("queries", "keys", "scores", "probabilities", "values")
-        object.__setattr__(self, "parts", {part: self.arithmetic.layer(f"core.{part}") for part in parts})
+        tensor_names = ("queries", "keys", "scores", "probabilities", "values")
+        object.__setattr__(self, "parts", {part: self.arithmetic.layer(f"core.{part}") for part in tensor_names})
 
     def __call__(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         factor = 1 / math.sqrt(q.shape[-1])
-        scores = self._round(self.scores(q, k), "scores", scaled=False)
+        scores = self._round(self.compute_scores(q, k), "scores", scaled=False)
         if not self.prescaled:
             scores = scores * factor
-        # The mask comes after rounding: no format of scores needs an infinity.
+        # The mask is applied after rounding, because not every format of scores has infinities.
         if self.causal:
-            hidden = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
-            scores = scores.masked_fill(hidden, -math.inf)
+            is_masked = torch.ones(scores.shape[-2:], dtype=torch.bool, device=q.device).triu(1)
+            scores = scores.masked_fill(is_masked, -math.inf)
         probabilities = self._round(scores.softmax(-1), "probabilities")
         values = self._round(v.transpose(-1, -2), "values")
         mixed = _join_heads(probabilities, values) @ values.transpose(-1, -2)
         return mixed.view(q.shape).to(q.dtype)
 
-    def scores(self, q: Tensor, k: Tensor) -> Tensor:
-        """The product of queries and keys in fp32, not yet rounded, masked entries included."""
+    def compute_scores(self, q: Tensor, k: Tensor) -> Tensor:
+        """Returns the fp32 product of rounded queries and keys, before the scores are rounded or masked."""
         if self.prescaled:
             q = q.to(torch.float32) / math.sqrt(q.shape[-1])
         queries = self._round(q, "queries")
@@ -176,7 +189,7 @@ class EmulatedCore:
 
 
 class _StraightThrough(torch.autograd.Function):
-    """The fp32 values that a cast leaves of a tensor; the gradient passes unchanged."""
+    """Returns the rounded values of a tensor in fp32. The gradient passes unchanged."""
 
     @staticmethod
     def forward(ctx: Any, x: Tensor, arithmetic: Arithmetic, cast: Callable[[Tensor, Role], Operand]) -> Tensor:
@@ -190,14 +203,16 @@ class _StraightThrough(torch.autograd.Function):
 
 
 def _join_heads(x: Tensor, shared: Tensor) -> Tensor:
-    """(batch, heads, tokens, n) with the heads that share a key head joined along the tokens."""
+    """Joins query heads that share a key head into one matrix. `x` is (batch, heads, tokens, n), and the joined heads
+    follow each other along the tokens.
+    """
     return x.reshape(*shared.shape[:2], -1, x.shape[-1])
 
 
 class BareAttention(nn.Module):
-    """A core alone, under its phase."""
+    """Runs an attention core alone, in the attention phase."""
 
-    def __init__(self, core: Core) -> None:
+    def __init__(self, core: AttentionCore) -> None:
         super().__init__()
         self.core = core
 
@@ -206,9 +221,11 @@ class BareAttention(nn.Module):
 
 
 class SelfAttention(nn.Module):
-    """A fused input product, the core, and the output product."""
+    """Self-attention with one product for queries, keys and values, the core, and the output product."""
 
-    def __init__(self, width: int, heads: int, key_heads: int, gain: float, choose: Choose, core: Core) -> None:
+    def __init__(
+        self, width: int, heads: int, key_heads: int, gain: float, choose: Choose, core: AttentionCore
+    ) -> None:
         super().__init__()
         self.head_width = width // heads
         self.sizes = (width, key_heads * self.head_width, key_heads * self.head_width)
@@ -217,32 +234,32 @@ class SelfAttention(nn.Module):
         self.out = Linear(width, width, choose("out"), gain)
 
     def forward(self, x: Tensor, phase: Phases, rotation: Tensor | None = None, cache: Cache | None = None) -> Tensor:
-        q, k, v = self.heads(x, phase)
+        q, k, v = self.project_heads(x, phase)
         if rotation is not None:
-            rotation = rotation.to(q.dtype)  # the stream's dtype may differ from the model's
-            q = rotate(q, rotation)
-            k = rotate(k, rotation)
+            rotation = rotation.to(q.dtype)  # the stream may have another dtype than the model
+            q = apply_rotary(q, rotation)
+            k = apply_rotary(k, rotation)
         if cache is not None:
             k, v = cache.store(k, v, phase)
         mixed = region(phase.attention, cache or self.core, q, k, v)
         y: Tensor = self.out(mixed.transpose(1, 2).flatten(2), phase)
         return y.to(x.dtype)
 
-    def heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
-        """Queries, keys and values of (batch, tokens, width), each (batch, heads, tokens, head width)."""
-        # Layers may return different carriers; the core works in the dtype of the stream.
-        parts = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
-        return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in parts]
+    def project_heads(self, x: Tensor, phase: Phases) -> list[Tensor]:
+        """Returns queries, keys and values of (batch, tokens, width), each as (batch, heads, tokens, head width)."""
+        # The product may return a different carrier. The core works in the dtype of the stream.
+        projections = self.qkv(x, phase).to(x.dtype).split(self.sizes, dim=-1)
+        return [part.view(*part.shape[:2], -1, self.head_width).transpose(1, 2) for part in projections]
 
 
-def rotations(context: int, head_width: int) -> Tensor:
-    """Cosines and sines of rotary positions, (context, 2, head_width / 2)."""
+def make_rotary_table(context: int, head_width: int) -> Tensor:
+    """Returns the cosines and sines of rotary positions, as (context, 2, head_width / 2)."""
     frequencies = 1.0 / 500000.0 ** (torch.arange(0, head_width, 2) / head_width)
     angles = torch.outer(torch.arange(context), frequencies)
     return torch.stack((angles.cos(), angles.sin()), dim=1)
 
 
-def rotate(x: Tensor, rotation: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, rotation: Tensor) -> Tensor:
     cosine = rotation[:, 0]
     sine = rotation[:, 1]
     first, second = x.chunk(2, dim=-1)

@@ -1,6 +1,7 @@
-"""Batches of the text: windows of tokens, and records as data loaders find them (compressed) or keep them (decoded).
+"""Loads batches of a text: windows of tokens, and records that stand for images.
 
-A record stands for an image: bytes that become normalised floats. The caller chooses the records of a batch.
+A record is a piece of the text whose bytes become normalised floats, like the pixels of an image. Records are stored
+compressed, as on a disk, or decoded in memory. The caller chooses the records of a batch.
 """
 
 from __future__ import annotations
@@ -18,27 +19,27 @@ from torch import Tensor
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Operand, Setup
 
-BYTES = 256
+BYTE_VALUES = 256
 
 
-def loader_for(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> TokenLoader:
+def make_loader(setup: Setup, batch: int, config: GPTConfig, draw: int = 0) -> TokenLoader:
     assert setup.corpus is not None
     return TokenLoader(setup.corpus, batch, config.sequence, setup.facts.key, setup.seed + draw, config.vocabulary)
 
 
 class TokenLoader:
-    """Random windows of the token file, the same for the same seed. Each batch is copied to the device at once.
+    """Loads random windows of the token file, the same for the same seed. Each batch is copied to the device
+    immediately.
 
-    A token of the file is a byte. Where a vocabulary has more than bytes, an id combines a byte with the one after it,
-    so that some thousand ids occur: with 256 of 50304, nearly all gradients of an embedding would be zero, and the
-    others would all be added up in a few rows.
+    A token of the file is a byte. For a vocabulary of more than 256 ids, an id combines a byte with the next one, so
+    that some thousand ids occur. With only 256 of 50304 ids nearly all rows of an embedding's gradient would be zero.
     """
 
     def __init__(self, path: str, batch: int, length: int, device: str, seed: int, vocabulary: int) -> None:
         self._tokens = np.memmap(path, dtype=np.uint16, mode="r")
-        # Bytes in one id.
-        self._span = 2 if vocabulary > BYTES else 1
-        if len(self._tokens) < length + self._span:
+        # The number of bytes that make up one token id.
+        self._tokens_per_id = 2 if vocabulary > BYTE_VALUES else 1
+        if len(self._tokens) < length + self._tokens_per_id:
             raise ValueError(f"the token file has {len(self._tokens)} tokens; a sequence of {length} needs more")
         self._batch = batch
         self._length = length
@@ -46,42 +47,45 @@ class TokenLoader:
         self._random = np.random.default_rng(seed)
         self._vocabulary = vocabulary
         self._pin = device != "cpu"
-        self._ahead: list[Tensor] = []
-        self._turns: Iterator[Tensor] = iter(())
+        self._loaded: list[Tensor] = []
+        self._loaded_cycle: Iterator[Tensor] = iter(())
 
     def next(self) -> tuple[Tensor, Tensor]:
-        """Tokens and the tokens that follow them, (batch, length) each, on the device. Takes turns through the batches
-        that were loaded ahead, if any were."""
-        if self._ahead:
-            ids = next(self._turns)
+        """Returns the tokens of a batch, and the same tokens shifted by one as targets. Each result is (batch,
+        length) on the device. If batches were loaded ahead, `next` returns them in turn.
+        """
+        if self._loaded:
+            ids = next(self._loaded_cycle)
         else:
-            ids = self._draw()
+            ids = self._draw_windows()
             ids = ids.pin_memory().to(self._device, non_blocking=True) if self._pin else ids
         return ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
 
     def load_ahead(self, batches: int) -> None:
-        """Loads this many batches, each into the memory of its predecessor; `next` then takes turns."""
-        for place in range(batches):
-            host = self._draw()
-            if place == len(self._ahead):
-                self._ahead.append(torch.empty_like(host, device=self._device))
-            self._ahead[place].copy_(host.pin_memory() if self._pin else host, non_blocking=self._pin)
-        self._turns = cycle(self._ahead)
+        """Copies this many batches to the device. They overwrite batches that were loaded before. `next` then returns
+        them in turn.
+        """
+        for index in range(batches):
+            host_batch = self._draw_windows()
+            if index == len(self._loaded):
+                self._loaded.append(torch.empty_like(host_batch, device=self._device))
+            self._loaded[index].copy_(host_batch.pin_memory() if self._pin else host_batch, non_blocking=self._pin)
+        self._loaded_cycle = cycle(self._loaded)
 
-    def _draw(self) -> Tensor:
-        size = self._length + self._span
-        starts = self._random.integers(0, len(self._tokens) - size + 1, self._batch)
-        ids = np.stack([self._tokens[start : start + size] for start in starts]).astype(np.int64)
-        if self._span == 2:
-            ids = ids[:, :-1] * BYTES + ids[:, 1:]
+    def _draw_windows(self) -> Tensor:
+        window_length = self._length + self._tokens_per_id
+        starts = self._random.integers(0, len(self._tokens) - window_length + 1, self._batch)
+        ids = np.stack([self._tokens[start : start + window_length] for start in starts]).astype(np.int64)
+        if self._tokens_per_id == 2:
+            ids = ids[:, :-1] * BYTE_VALUES + ids[:, 1:]
         return torch.from_numpy(ids % self._vocabulary)
 
 
-# PNG writers' default compression.
-_LEVEL = 6
-# Images are normalised by the middle of a byte's range and a quarter of it.
-_MEAN = 127.5
-_DEVIATION = 63.75
+# zlib's default compression level, which PNG writers use.
+_ZLIB_LEVEL = 6
+# The normalisation of bytes: the middle of their range becomes 0, and a distance of 63.75 becomes 1.
+_BYTE_MEAN = 127.5
+_BYTE_DEVIATION = 63.75
 
 SINGLE = np.dtype(np.float32)
 DOUBLE = np.dtype(np.float64)
@@ -89,7 +93,7 @@ Bytes = NDArray[np.uint8]
 Indices = NDArray[np.int64]
 
 
-def text_records(path: str, count: int, size: int, random: np.random.Generator) -> Bytes:
+def draw_text_records(path: str, count: int, size: int, random: np.random.Generator) -> Bytes:
     tokens = np.memmap(path, dtype=np.uint16, mode="r")
     if len(tokens) < size:
         raise ValueError(f"the token file has {len(tokens)} bytes of text; a record of {size} needs more")
@@ -99,61 +103,65 @@ def text_records(path: str, count: int, size: int, random: np.random.Generator) 
 
 def normalise_bytes(values: Bytes, dtype: np.dtype[np.floating] = SINGLE) -> NDArray[np.floating]:
     result = values.astype(dtype)
-    result -= _MEAN
-    result /= _DEVIATION
+    result -= _BYTE_MEAN
+    result /= _BYTE_DEVIATION
     return result
 
 
 class CompressedRecords:
-    """Records in an unnamed temporary file, each compressed by itself as PNG does it.
+    """Records in an unnamed temporary file. Each record is compressed separately, like an image in a PNG file.
 
-    A batch holds the records of the given numbers as normalised fp32 on the host, (batch, size).
+    A batch is a tensor (batch, size) of normalised fp32 numbers on the host.
     """
 
     def __init__(self, records: Bytes) -> None:
-        packed = [zlib.compress(record.tobytes(), _LEVEL) for record in records]
-        ends = np.cumsum([len(content) for content in packed])
-        self._places = [slice(end - len(content), end) for end, content in zip(ends.tolist(), packed, strict=True)]
+        compressed = [zlib.compress(record.tobytes(), _ZLIB_LEVEL) for record in records]
+        record_ends = np.cumsum([len(content) for content in compressed])
+        self._record_slices = [
+            slice(end - len(content), end) for end, content in zip(record_ends.tolist(), compressed, strict=True)
+        ]
         self._size = records.shape[1]
         with tempfile.TemporaryFile() as file:
-            file.write(b"".join(packed))
+            file.write(b"".join(compressed))
             file.flush()
-            # The mapping keeps the file, which was unlinked when it was made, until the array goes.
+            # The file has no name. It exists as long as this mapping.
             self._file = np.memmap(file, dtype=np.uint8, mode="r")
 
-    def batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
-        """Writes to `into`, an earlier batch of the same size, if given."""
+    def read_batch(self, indices: Indices, into: Tensor | None = None) -> Tensor:
+        """Decodes the records with these indices. If `into`, an earlier batch of the same size, is given, they are
+        written to it.
+        """
         batch = torch.empty(len(indices), self._size) if into is None else into
         for row, index in zip(batch.numpy(), indices, strict=True):
-            record = zlib.decompress(self._file[self._places[index]], bufsize=self._size)
+            record = zlib.decompress(self._file[self._record_slices[index]], bufsize=self._size)
             row[:] = np.frombuffer(record, dtype=np.uint8)
-        batch.numpy()[:] -= _MEAN
-        batch.numpy()[:] /= _DEVIATION
+        batch.numpy()[:] -= _BYTE_MEAN
+        batch.numpy()[:] /= _BYTE_DEVIATION
         return batch
 
 
 class DecodedRecords:
-    """Records kept decoded in memory."""
+    """Records that are stored decoded in memory."""
 
     def __init__(self, records: Bytes) -> None:
         self._values = torch.from_numpy(normalise_bytes(records))
 
-    def batch(self, indices: Indices) -> Tensor:
+    def read_batch(self, indices: Indices) -> Tensor:
         return self._values.index_select(0, torch.from_numpy(indices))
 
 
 Records = CompressedRecords | DecodedRecords
 
 
-class Destination:
-    """Buffers on a device that take one batch, and its scale if it has one.
+class DeviceBuffers:
+    """Buffers on a device for one batch, and for the batch's scale if it has one.
 
-    A batch goes to a GPU from pinned memory, so that the host need not wait.
+    Copies to a GPU come from pinned memory, so that the host need not wait.
     """
 
-    def __init__(self, like: Operand, device: str) -> None:
+    def __init__(self, example: Operand, device: str) -> None:
         self._pin = device != "cpu"
-        self.buffers = [torch.empty_like(part, device=device) for part in like.tensors]
+        self.buffers = [torch.empty_like(part, device=device) for part in example.tensors]
 
     def take(self, operand: Operand) -> None:
         for buffer, part in zip(self.buffers, operand.tensors, strict=True):

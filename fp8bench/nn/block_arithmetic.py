@@ -1,4 +1,4 @@
-"""Native products of recipes whose scales belong to blocks: FP8 in blocks of 128, MX and NVFP4."""
+"""Native products of recipes with block scales: FP8 in blocks of 128, MX and NVFP4."""
 
 from __future__ import annotations
 
@@ -10,32 +10,35 @@ from torch.nn.functional import ScalingType, SwizzleType
 from fp8bench.formats.codes import decode, unpack
 from fp8bench.formats.grids import E2M1, E4M3, E8M0, Format
 from fp8bench.formats.native_codes import codes, row_codes, row_codes_both, square_codes, transpose_codes
-from fp8bench.formats.scale_layouts import TILE_ROWS, of_squares, squares, unswizzle
+from fp8bench.formats.scale_layouts import TILE_ROWS, read_square_scales, store_square_scales, unswizzle
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from fp8bench.nn.arithmetics import RecipeArithmetic
-from fp8bench.nn.rotations import rotation
-from fp8bench.numerics.products import in_dtype
+from fp8bench.nn.rotations import rotate_and_find_amaxes
+from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Operand, Role
 
-_ROWS = ScalingType.BlockWise1x128.value
-_SQUARES = ScalingType.BlockWise128x128.value
-_BLOCK = 128
-_MX = 32
-_NVFP4 = 16
+_ROW_SCALING = ScalingType.BlockWise1x128.value
+_SQUARE_SCALING = ScalingType.BlockWise128x128.value
+_FP8_BLOCK = 128
+_MX_BLOCK = 32
+_NVFP4_BLOCK = 16
 
 
 class BlockArithmetic(RecipeArithmetic):
-    """Codes along the contraction of each product, and scales laid out as its kernel wants them.
+    """Casts operands to codes along the contraction of each product, with block scales in the layout that the kernel
+    requires.
 
-    An operand's scales are one tensor. Blocks of 128 have float32 scales, column-major, or turned for squares
-    (scale_layouts.py). MX has swizzled bytes; so has NVFP4, with the tensor's own float32 scale in the last four.
+    All scales of an operand are in one tensor. Blocks of 128 elements have float32 scales, stored column by column.
+    Scales of 128x128 squares are transposed as well (scale_layouts.py). MX has bytes as scales, in swizzled order.
+    NVFP4 has such bytes too, and the tensor's float32 scale in the last four bytes.
     """
 
-    # With parts of whole tiles, the scales of all rows are the scales of each part, one after the other.
+    # In a grouped product, each part's rows must fill whole tiles of scales. Then the scales of all parts simply
+    # follow each other.
     part_rows = TILE_ROWS
 
     @property
-    def _looks_at_amax(self) -> bool:
+    def _cast_reads_amax(self) -> bool:
         scaling = self.recipe.weight.scaling
         return scaling is not None and scaling.scale is E4M3
 
@@ -47,93 +50,95 @@ class BlockArithmetic(RecipeArithmetic):
             if treatment.scaling.rows > 1:
                 cast = square_codes(tensor, treatment.fmt, rounding)[0]
             else:
-                cast = row_codes(tensor, treatment.fmt, rounding, _BLOCK)
+                cast = row_codes(tensor, treatment.fmt, rounding, _FP8_BLOCK)
             return Operand(*cast, role is Role.GRADIENT)
-        return self._tile(tensor, role, repeat)
+        return self._cast_to_tiles(tensor, role, repeat)
 
     def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
         fmt = self.treatments[role].fmt
         return Operand(unscaled_codes(tensor) if fmt is E2M1 else codes(tensor, fmt), columns=tensor.shape[1])
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        if not self._rotates(role) or not self._in_tiles(role):
+        if not self._is_rotated(role) or not self._has_tiled_scales(role):
             return super().cast_transpose(source, role)
-        rotated = rotation(source, self._signs)
-        return self._tile(rotated.values, role, repeat=False, amaxes=rotated.amaxes)
+        rotated = rotate_and_find_amaxes(source, self._signs)
+        return self._cast_to_tiles(rotated.values, role, repeat=False, amaxes=rotated.amaxes)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
         treatment = self.treatments[role]
-        # One launch where both casts share their kernel; else one after the other.
-        if self._in_tiles(role) and self._can_cast_both_at_once(role):
-            return self._tiled_both(tensor, role, amax)
-        if treatment.scaling is None or treatment.scaling.scale is not None or not self._cast_alike(role):
+        # Cast both orientations in one launch if they share a kernel, otherwise one after the other.
+        if self._has_tiled_scales(role) and self._can_cast_both_at_once(role):
+            return self._cast_both_to_tiles(tensor, role, amax)
+        if treatment.scaling is None or treatment.scaling.scale is not None or not self._has_equal_casts(role):
             return super().cast_both(tensor, role, amax)
         if treatment.scaling.rows > 1:
             straight, turned = square_codes(tensor, treatment.fmt, treatment.scaling.rounding, both=True)
         else:
-            straight, turned = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding, _BLOCK)
+            straight, turned = row_codes_both(tensor, treatment.fmt, treatment.scaling.rounding, _FP8_BLOCK)
         return Operand(*straight, role is Role.GRADIENT), Operand(*turned, role is Role.GRADIENT)
 
-    def _tile(self, tensor: Tensor, role: Role, repeat: bool, amaxes: Tensor | None = None) -> Operand:
+    def _cast_to_tiles(self, tensor: Tensor, role: Role, repeat: bool, amaxes: Tensor | None = None) -> Operand:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
-        draw = self._draws[role].draw(tensor.device, 1, repeat) if role in self._draws else None
-        codes_and_scale = tiled_codes(tensor, treatment.fmt, treatment.scaling, draw, amaxes)
+        seeds = self._seeds[role].reserve_seeds(tensor.device, 1, repeat) if role in self._seeds else None
+        codes_and_scale = tiled_codes(tensor, treatment.fmt, treatment.scaling, seeds, amaxes)
         return Operand(*codes_and_scale, role is Role.GRADIENT, tensor.shape[1])
 
-    def _tiled_both(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
+    def _cast_both_to_tiles(self, tensor: Tensor, role: Role, amax: Tensor | None) -> tuple[Operand, Operand]:
         treatment = self.treatments[role]
         assert treatment.scaling is not None
         turned = tensor.t()
         amaxes = [] if amax is None else [amax]
-        # A rotated transpose has a different largest magnitude than the matrix.
-        if self._rotates(role):
-            turned, *amaxes_found = rotation(turned, self._signs)
+        # A rotated transpose has a different largest magnitude from the matrix.
+        if self._is_rotated(role):
+            turned, *amaxes_found = rotate_and_find_amaxes(turned, self._signs)
             amaxes = amaxes_found[::-1]
-        draw = self._draws[role].draw(tensor.device, 2) if role in self._draws else None
-        both = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, draw, amaxes)
+        seeds = self._seeds[role].reserve_seeds(tensor.device, 2) if role in self._seeds else None
+        both_casts = tiled_codes_both(tensor, turned, treatment.fmt, treatment.scaling, seeds, amaxes)
         rows, columns = tensor.shape
         gradient = role is Role.GRADIENT
-        return Operand(*both[0], gradient, columns), Operand(*both[1], gradient, rows)
+        return Operand(*both_casts[0], gradient, columns), Operand(*both_casts[1], gradient, rows)
 
-    def _in_tiles(self, role: Role) -> bool:
+    def _has_tiled_scales(self, role: Role) -> bool:
         scaling = self.treatments[role].scaling
         return scaling is not None and scaling.scale is not None
 
-    def _rotates(self, role: Role) -> bool:
+    def _is_rotated(self, role: Role) -> bool:
         return role is not Role.WEIGHT and self.recipe.hadamard
 
     def _can_cast_both_at_once(self, role: Role) -> bool:
-        """Whether casting both orientations together draws seeds in the same order as casting them one by one.
-
-        The two casts of a gradient follow each other anyway; those of other operands do not.
+        """Returns whether one cast of both orientations draws the same seeds as two separate casts. It does for
+        gradients, whose two casts always follow each other directly. An operand of a different role may have other
+        casts between its two.
         """
-        high = role is not Role.WEIGHT and self.recipe.high_weight_gradient
-        return not high and (role is Role.GRADIENT or not self.treatments[role].stochastic)
+        keeps_carrier = role is not Role.WEIGHT and self.recipe.high_weight_gradient
+        return not keeps_carrier and (role is Role.GRADIENT or not self.treatments[role].stochastic)
 
-    def _cast_serves_both(self, role: Role) -> bool:
-        # Two 4-bit codes share a byte, which no transposition takes apart.
-        return self.treatments[role].fmt is not E2M1 and super()._cast_serves_both(role)
+    def _can_share_cast(self, role: Role) -> bool:
+        # Two 4-bit codes share a byte, so codes cannot be transposed.
+        return self.treatments[role].fmt is not E2M1 and super()._can_share_cast(role)
 
     def transpose(self, operand: Operand) -> Operand:
         assert operand.scale is not None
-        across = -(-operand.data.shape[1] // _BLOCK)
-        turned = squares(of_squares(operand.scale, across).t())
+        column_blocks = -(-operand.data.shape[1] // _FP8_BLOCK)
+        turned = store_square_scales(read_square_scales(operand.scale, column_blocks).t())
         return Operand(transpose_codes(operand.data), turned, operand.gradient)
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         if a.data.dtype == b.data.dtype == self.carrier:
             return super().product(a, b, dtype)
-        scales_a, kinds_a, swizzles = _scales_of(a)
-        scales_b, kinds_b, _ = _scales_of(b)
-        # Never fast accumulation: kernels with block scales refuse it, or add their parts in float32 anyway.
+        scales_a, kinds_a, swizzles = _unpack_scales(a)
+        scales_b, kinds_b, _ = _unpack_scales(b)
+        # Fast accumulation is off. Kernels with block scales either refuse it, or add their parts in float32 anyway.
         product: Tensor = torch.ops.aten._scaled_mm_v2.default(
             a.data, b.data.t(), scales_a, kinds_a, swizzles, scales_b, kinds_b, swizzles, None, dtype, [], False
         )
-        return in_dtype(product, dtype)
+        return to_dtype(product, dtype)
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """MX only: the scales of each part are whole tiles, which follow those of the part before."""
+        """Multiplies groups. Only MX operands and operands in the carrier's dtype are possible. The scales of each
+        part fill whole tiles, and parts follow each other.
+        """
         b_turned = b.data.transpose(-2, -1)
         if a.scale is None or b.scale is None:
             return F.grouped_mm(a.data, b_turned, offs=ends)
@@ -141,22 +146,27 @@ class BlockArithmetic(RecipeArithmetic):
         for operand in (a, b):
             assert operand.scale is not None
             rows = len(operand.data)
-            flat = operand.data.dim() == 2
-            # A matrix of codes needs a matrix of scales; their order in memory does not change.
-            scales.append(operand.scale.view(rows + -rows % TILE_ROWS, -1) if flat else operand.scale)
+            is_matrix = operand.data.dim() == 2
+            # torch wants a matrix of scales for a matrix of codes. `view` does not change the order of the scales in
+            # memory.
+            scales.append(operand.scale.view(rows + -rows % TILE_ROWS, -1) if is_matrix else operand.scale)
         return torch.ops.aten._scaled_grouped_mm.default(
             a.data, b_turned, *scales, ends, None, None, self.carrier, False
         )
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
-        values = _elements(operand.data) if operand.scale is None else _values(operand.data, operand.scale)
+        values = (
+            _decode_codes(operand.data) if operand.scale is None else _decode_and_scale(operand.data, operand.scale)
+        )
         return values[:, : operand.columns].to(dtype)
 
 
 class DeepGemmArithmetic(BlockArithmetic):
-    """Products by DeepGEMM, on capability 9.0, of the same casts: rows of 1x128 times squares of 128x128, in bfloat16.
+    """Makes the same casts, and multiplies them with DeepGEMM on compute capability 9.0. The first operand has scales
+    of 1x128 blocks and the second of 128x128 squares. Results are bfloat16.
 
-    Rows times rows, a weight gradient, are only added to a float32 sum there: to zeros.
+    In the weight gradient both operands have 1x128 blocks. For such products DeepGEMM can only add to a float32 sum,
+    so the sum starts at zero.
     """
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
@@ -167,65 +177,71 @@ class DeepGemmArithmetic(BlockArithmetic):
         shape = (len(a.data), len(b.data))
         device = a.data.device
         first = a.data, a.scale
-        if _by_rows(b.data, b.scale):
-            total = torch.zeros(shape, dtype=torch.float32, device=device)
-            deep_gemm.fp8_gemm_nt(first, (b.data, b.scale), total, c=total, recipe=(1, 1, _BLOCK))
+        if _has_row_scales(b.data, b.scale):
+            output = torch.zeros(shape, dtype=torch.float32, device=device)
+            deep_gemm.fp8_gemm_nt(first, (b.data, b.scale), output, c=output, recipe=(1, 1, _FP8_BLOCK))
         else:
-            across = -(-b.data.shape[1] // _BLOCK)
-            total = torch.empty(shape, dtype=torch.bfloat16, device=device)
-            second = b.data, of_squares(b.scale, across).contiguous()
-            deep_gemm.fp8_gemm_nt(first, second, total, recipe=(1, _BLOCK, _BLOCK))
-        return in_dtype(total, dtype)
+            column_blocks = -(-b.data.shape[1] // _FP8_BLOCK)
+            output = torch.empty(shape, dtype=torch.bfloat16, device=device)
+            second = b.data, read_square_scales(b.scale, column_blocks).contiguous()
+            deep_gemm.fp8_gemm_nt(first, second, output, recipe=(1, _FP8_BLOCK, _FP8_BLOCK))
+        return to_dtype(output, dtype)
 
 
-def _scales_of(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
+def _unpack_scales(operand: Operand) -> tuple[list[Tensor], list[int], list[int]]:
     scale = operand.scale
     if scale is None:
-        raise ValueError("codes with scales of blocks need their scales")
-    # float32 scales are ordered by rows or squares, those of MX and NVFP4 by the tiles that units read.
+        raise ValueError("an operand has codes but no block scales: cast it with this arithmetic")
+    # float32 scales are stored by rows or squares, and those of MX and NVFP4 in the tiles that the tensor cores read.
     if scale.dtype == torch.float32:
-        return [scale], [_ROWS if _by_rows(operand.data, scale) else _SQUARES], []
+        return [scale], [_ROW_SCALING if _has_row_scales(operand.data, scale) else _SQUARE_SCALING], []
     tiles = SwizzleType.SWIZZLE_32_4_4.value
     if scale.dtype == torch.float8_e8m0fnu:
         return [scale], [ScalingType.BlockWise1x32.value], [tiles]
-    of_blocks, of_tensor = _nvfp4_scales(scale)
+    block_scales, tensor_scale = _split_nvfp4_scales(scale)
     kinds = [ScalingType.BlockWise1x16.value, ScalingType.TensorWise.value]
-    return [of_blocks.view(torch.float8_e4m3fn), of_tensor], kinds, [tiles, SwizzleType.NO_SWIZZLE.value]
+    return [block_scales.view(torch.float8_e4m3fn), tensor_scale], kinds, [tiles, SwizzleType.NO_SWIZZLE.value]
 
 
-def _nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
+def _split_nvfp4_scales(scale: Tensor) -> tuple[Tensor, Tensor]:
     return scale[:-FLOAT_BYTES], scale[-FLOAT_BYTES:].view(torch.float32)
 
 
-def _by_rows(data: Tensor, scale: Tensor) -> bool:
-    """Whether float32 scales are those of 1x128 blocks; squares have another shape wherever a product takes them."""
-    return tuple(scale.shape) == (data.shape[0], -(-data.shape[1] // _BLOCK))
+def _has_row_scales(data: Tensor, scale: Tensor) -> bool:
+    """Returns whether float32 scales belong to 1x128 blocks. If not, they belong to 128x128 squares and have another
+    shape.
+    """
+    return tuple(scale.shape) == (data.shape[0], -(-data.shape[1] // _FP8_BLOCK))
 
 
-def _values(data: Tensor, scale: Tensor) -> Tensor:
+def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
     if scale.dtype == torch.float32:
-        across = -(-data.shape[1] // _BLOCK)
-        matrix = scale if _by_rows(data, scale) else of_squares(scale, across).repeat_interleave(_BLOCK, 0)
-        return data.to(torch.float32) * _each(matrix, _BLOCK, data.shape)
-    elements = _elements(data)
+        column_blocks = -(-data.shape[1] // _FP8_BLOCK)
+        matrix = (
+            scale
+            if _has_row_scales(data, scale)
+            else read_square_scales(scale, column_blocks).repeat_interleave(_FP8_BLOCK, 0)
+        )
+        return data.to(torch.float32) * _repeat_scales(matrix, _FP8_BLOCK, data.shape)
+    elements = _decode_codes(data)
     if scale.dtype == torch.float8_e8m0fnu:
-        matrix = _bytes(scale.view(torch.uint8), elements.shape, _MX, E8M0)
-        block = _MX
+        matrix = _decode_block_scales(scale.view(torch.uint8), elements.shape, _MX_BLOCK, E8M0)
+        block = _MX_BLOCK
     else:
-        of_blocks, of_tensor = _nvfp4_scales(scale)
-        matrix = _bytes(of_blocks, elements.shape, _NVFP4, E4M3) * of_tensor
-        block = _NVFP4
-    return elements * _each(matrix, block, elements.shape)
+        block_scales, tensor_scale = _split_nvfp4_scales(scale)
+        matrix = _decode_block_scales(block_scales, elements.shape, _NVFP4_BLOCK, E4M3) * tensor_scale
+        block = _NVFP4_BLOCK
+    return elements * _repeat_scales(matrix, block, elements.shape)
 
 
-def _elements(data: Tensor) -> Tensor:
+def _decode_codes(data: Tensor) -> Tensor:
     packed = data.dtype == torch.float4_e2m1fn_x2
     return decode(unpack(data.view(torch.uint8), E2M1), E2M1, checked=False) if packed else data.to(torch.float32)
 
 
-def _bytes(laid: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
-    return decode(unswizzle(laid, shape[0], -(-shape[1] // block)), fmt, checked=False)
+def _decode_block_scales(swizzled: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
+    return decode(unswizzle(swizzled, shape[0], -(-shape[1] // block)), fmt, checked=False)
 
 
-def _each(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
+def _repeat_scales(scales: Tensor, block: int, shape: torch.Size) -> Tensor:
     return scales.repeat_interleave(block, 1)[: shape[0], : shape[1]]

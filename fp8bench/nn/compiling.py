@@ -1,4 +1,4 @@
-"""A model through torch.compile, as one graph forward and one backward."""
+"""Compiles a model with torch.compile, as one graph for forward and one for backward."""
 
 from __future__ import annotations
 
@@ -15,33 +15,37 @@ Forward = Callable[[Tensor, Tensor, Phases], Tensor]
 
 
 def copy_function(function: Callable[..., Any]) -> FunctionType:
-    """Copies a function with its code object: torch keeps graphs by that, for at most eight models, and silently shares
-    or replaces them."""
+    """Copies a function together with its code object. torch stores compiled graphs by code object, for at most eight
+    models. Without a copy, models would share or replace each other's graphs.
+    """
     assert isinstance(function, FunctionType) and function.__closure__ is None
     return FunctionType(function.__code__.replace(), function.__globals__, function.__name__, function.__defaults__)
 
 
 def compile_model(model: nn.Module, tokens: Tensor, targets: Tensor) -> Forward:
-    """The model's loss, compiled forward and backward by a first call with tensors like these.
+    """Compiles the forward and backward pass of a model's loss by a first call with these tensors. Returns the
+    compiled loss.
 
-    A compiled graph gets no phases: the parts of a step are fused and reordered inside. Raises where the model does
-    not become one graph, or torch.compile is switched off.
+    A compiled graph has no phases, because parts of a step are fused and reordered in it. Raises an error if the
+    model does not become one graph, or if torch.compile is switched off.
     """
-    from torch._dynamo.utils import counters  # imports the compiler, so not at the top
+    from torch._dynamo.utils import counters  # imports the compiler, which is slow
 
-    # 1. Make the graph of a copy of its forward pass.
-    graph = torch.compile(MethodType(copy_function(type(model).forward), model), fullgraph=True, dynamic=False)
+    # 1. Make a graph of a copy of the model's forward pass.
+    compiled_forward = torch.compile(
+        MethodType(copy_function(type(model).forward), model), fullgraph=True, dynamic=False
+    )
 
-    # 2. Compile by one pass, and leave no gradients of it.
-    unmarked = SilentPhases()  # torch.compile can trace its null contexts
-    graphs = counters["stats"]["unique_graphs"]
-    graph(tokens, targets, unmarked).backward()
+    # 2. Compile by running it once, and drop that run's gradients.
+    silent_phases = SilentPhases()  # torch.compile can trace these markers, because they do nothing
+    graphs_before = counters["stats"]["unique_graphs"]
+    compiled_forward(tokens, targets, silent_phases).backward()
     for parameter in model.parameters():
         parameter.grad = None
-    if counters["stats"]["unique_graphs"] != graphs + 1:
-        raise RuntimeError("torch.compile compiled nothing: is it switched off by TORCH_COMPILE_DISABLE?")
+    if counters["stats"]["unique_graphs"] != graphs_before + 1:
+        raise RuntimeError("torch.compile compiled no graph: is it switched off by TORCH_COMPILE_DISABLE?")
 
     def forward(tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
-        return graph(tokens, targets, unmarked)
+        return compiled_forward(tokens, targets, silent_phases)
 
     return forward

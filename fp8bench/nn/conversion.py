@@ -1,9 +1,10 @@
-"""Temporarily computes some layers of any model in a different arithmetic.
+"""Temporarily computes some layers of a model in a different arithmetic.
 
-The forward pass of such a layer is replaced on the instance: its class, parameters, hooks and state do not change, nor
-do tied weights and existing optimizers. Undoing it removes the replacement. The result has the dtype that the
-layer's own forward pass would give: the input's, or autocast's. Accelerate, which replaces layers itself, prepares a
-whole model instead (`AcceleratedModel`).
+The forward pass of such a layer is replaced on the instance. The layer's class, parameters, hooks and state do not
+change. Tied weights and existing optimizers do not change either. To undo the conversion, the replacement is removed.
+The result has the dtype of the layer's original forward pass, which is the input's or autocast's.
+
+Accelerate replaces layers itself, so `AcceleratedModel` lets it prepare the whole model instead.
 """
 
 from __future__ import annotations
@@ -24,43 +25,44 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.around import rounded_forward, rounded_head
+from fp8bench.nn.around import make_rounded_forward, make_rounded_head_forward
 from fp8bench.nn.convolution import Windows, convolve
 from fp8bench.nn.holders import (
     EXPERTS,
     LINEAR,
     ProductWeight,
-    Stacked,
+    StackedWeightWatch,
     check_map,
-    kind_of,
-    layers_around,
+    classify_module,
+    find_product_weights,
+    get_weight,
+    list_surrounding_layers,
     refuse_meta,
-    weight_of,
-    weights_of,
 )
 from fp8bench.nn.linear import grouped_linear, linear, region
 from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Layer, Phases, SilentPhases, key_of
 
-# Returns the arithmetic of a layer, or None to leave it unchanged.
+# A function that returns the arithmetic of a layer, or None if the layer shall not change.
 Choose = Callable[[Layer], Arithmetic | None]
 
 
 class Conversion:
-    """While it is entered, layers of a model compute in the arithmetics that `choose` gives them.
+    """A context in which layers of a model compute in the arithmetics that `choose` returns for them.
 
         with Conversion(model, setup.layer, skip=["head"]) as conversion:
             conversion.phase = phase
             loss = model(**batch).loss
 
-    `held` are all weights of products, with the reason where one is left unchanged. `multiples` are what native
-    products of the device require of contractions and columns: a layer whose sides do not fit is left unchanged, and
-    rows are padded. With `shown` each converted module has its arithmetic as an attribute, for whoever watches casts.
-    `keys` are those of the precision map behind `choose`: a layer with two paths is asked for by the one that the map
-    names.
+    `held` lists all weights that the model multiplies by, with a reason for each that is not converted. `multiples`
+    are the multiples that native products on this device require of K and N: a layer whose sides do not fit is not
+    converted, and rows are padded. With `shown` each converted module gets its arithmetic as an attribute, so that
+    other code can watch its casts. `keys` are the keys of the precision map behind `choose`. A layer with two paths
+    is looked up by the path that the map names.
 
-    Raises UsageError if nothing would be converted, UnknownName for a pattern or key that names no layer; the model is
-    untouched until this is entered. Copy a model before it is converted: replacements refer to the original.
+    Raises UsageError if no layer would be converted, and UnknownName for a pattern or key that matches no layer. The
+    model does not change until the context is entered. Copy a model before converting it, because replacements refer
+    to the original.
     """
 
     def __init__(
@@ -78,31 +80,32 @@ class Conversion:
         self.phase: Phases = SilentPhases()
         self._rows = multiples[0]
         self._replaced: list[nn.Module] = []
-        # 1. Find all products, and the layers around them that the map names.
-        holders = weights_of(model, skip)
-        parts = layers_around(model, holders)
-        check_map(keys, holders, [layer for layer, _ in parts])
+        # 1. Find all weights of products, and the layers around them that the map names.
+        holders = find_product_weights(model, skip)
+        surrounding_layers = list_surrounding_layers(model, holders)
+        check_map(keys, holders, [layer for layer, _ in surrounding_layers])
         self._around: list[tuple[nn.Module, Arithmetic]] = []
-        for layer, module in parts:
+        for layer, module in surrounding_layers:
             arithmetic = None if key_of(layer, keys) is None else choose(layer)
             if isinstance(arithmetic, WholeLayers):
                 raise UsageError(
-                    f"{layer.name} has no product, and a backend of whole layers has nothing else. Give {layer.kind} "
+                    f"{layer.name} has no matrix product, and this backend only has layers with one. Give {layer.kind} "
                     "another precision in --precision-map."
                 )
             if arithmetic is not None:
                 self._around.append((module, arithmetic))
-        # 2. Choose an arithmetic for each, and a reason for each that is left unchanged.
-        chosen = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
-        self.held = tuple(_decide(held, arithmetic, multiples) for held, arithmetic in chosen)
+        # 2. Choose an arithmetic for each weight, or a reason why it is not converted.
+        arithmetics = [(held, None if held.reason else choose(held.layer(keys))) for held in holders]
+        self.held = tuple(_apply_rules(held, arithmetic, multiples) for held, arithmetic in arithmetics)
         self._arithmetics = {
             id(held): arithmetic
-            for held, (_, arithmetic) in zip(self.held, chosen, strict=True)
+            for held, (_, arithmetic) in zip(self.held, arithmetics, strict=True)
             if arithmetic is not None and not held.reason
         }
-        # 3. A conversion that changes nothing would report the carrier's figures under the precision's name.
+        # 3. Refuse a conversion that converts nothing. It would report the carrier's figures under the precision's
+        # name.
         if not self._arithmetics:
-            raise UsageError(f"nothing of {type(model).__name__} can be converted ({_reasons(self.held)})")
+            raise UsageError(f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.held)})")
 
     @property
     def converted_weights(self) -> tuple[ProductWeight, ...]:
@@ -111,7 +114,7 @@ class Conversion:
     def __enter__(self) -> Self:
         try:
             stacks: dict[nn.Module, list[ProductWeight]] = {}
-            # Experts of one module share its forward pass, so they are replaced together.
+            # All experts of a module share the module's forward pass, so they are replaced together.
             for held in self.converted_weights:
                 if held.kind == EXPERTS:
                     stacks.setdefault(held.module, []).append(held)
@@ -119,13 +122,13 @@ class Conversion:
                     if self._shown:
                         self._replaced.append(held.module)
                         vars(held.module)["arithmetic"] = self._arithmetics[id(held)]
-                    self._replace(held.module, forward_of(held.module, held.kind, self._products(held)))
-            # A listening forward pass recognises products with stacked weights as they happen.
+                    self._replace(held.module, make_forward(held.module, held.kind, self._make_products(held)))
+            # The new forward pass recognises products with stacked weights at the moment of their calls.
             for module, parameters in stacks.items():
-                self._replace(module, self._listening(module, parameters))
+                self._replace(module, self._make_stacked_forward(module, parameters))
             for module, arithmetic in self._around:
                 self._replace_around(module, arithmetic)
-        # A conversion that fails half way must not leave a model half converted.
+        # If a replacement fails, undo all of them, so that no model stays half converted.
         except BaseException:
             self.undo()
             raise
@@ -141,170 +144,183 @@ class Conversion:
             self._replaced.pop()
 
     def _replace(self, module: nn.Module, forward: Callable[..., Any]) -> None:
-        self._replaced.append(module)  # first, so that an interrupt in between is undone
+        self._replaced.append(module)  # first of all, so that an interrupt before the next line can be undone
         vars(module)["forward"] = forward
 
     def _replace_around(self, module: nn.Module, arithmetic: Arithmetic) -> None:
-        """For an embedding or a norm, all that it computes; for the head, the only other module, its output."""
-        around = rounded_forward if isinstance(module, nn.Embedding) or not kind_of(module)[0] else rounded_head
-        self._replace(module, around(module, arithmetic))
-        if self._shown and around is rounded_forward:
+        """Replaces the forward pass of an embedding or a norm by one in this arithmetic. A head keeps its forward
+        pass, and only its output is rounded.
+        """
+        make_replacement = (
+            make_rounded_forward
+            if isinstance(module, nn.Embedding) or not classify_module(module)[0]
+            else make_rounded_head_forward
+        )
+        self._replace(module, make_replacement(module, arithmetic))
+        if self._shown and make_replacement is make_rounded_forward:
             vars(module)["arithmetic"] = arithmetic
 
-    def _products(self, held: ProductWeight) -> LayerProducts:
-        home = held.module if self._shown and held.kind != EXPERTS else None
-        return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows, home)
+    def _make_products(self, held: ProductWeight) -> LayerProducts:
+        arithmetic_module = held.module if self._shown and held.kind != EXPERTS else None
+        return LayerProducts(self._arithmetics[id(held)], lambda: self.phase, self._rows, arithmetic_module)
 
-    def _listening(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
-        products = {parameter.parameter: self._products(parameter) for parameter in parameters}
+    def _make_stacked_forward(self, module: nn.Module, parameters: Sequence[ProductWeight]) -> Callable[..., Any]:
+        products = {parameter.parameter: self._make_products(parameter) for parameter in parameters}
         plain_forward = module.forward
 
         def forward(*arguments: Any, **options: Any) -> Any:
-            with Stacked({name: getattr(module, name) for name in products}, products):
+            with StackedWeightWatch({name: getattr(module, name) for name in products}, products):
                 return plain_forward(*arguments, **options)
 
         return forward
 
 
-def _decide(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
+def _apply_rules(held: ProductWeight, arithmetic: Arithmetic | None, multiples: tuple[int, int]) -> ProductWeight:
     if held.reason:
         return held
     if arithmetic is None:
-        return replace(held, rule="kept", reason="kept as it is by the precision map")
+        return replace(held, rule="kept", reason="the precision map leaves it unconverted")
     if isinstance(arithmetic, WholeLayers) and held.kind != LINEAR:
-        return replace(held, rule="backend", reason=f"the backend has whole linear layers, and none for {held.kind}")
-    wrong = misfit(held, multiples)
-    return replace(held, rule="shape", reason=wrong) if wrong else held
+        return replace(held, rule="backend", reason=f"the backend has linear layers only, and none for {held.kind}")
+    misfit_text = explain_misfit(held, multiples)
+    return replace(held, rule="shape", reason=misfit_text) if misfit_text else held
 
 
-def misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
-    """Returns why native products refuse a layer's sides, or ''. Rows do not matter, because they can be padded."""
-    least = max(multiples)  # each side is contracted in one product of the layer, and gives the columns of the next
+def explain_misfit(held: ProductWeight, multiples: tuple[int, int]) -> str:
+    """Returns why native products refuse a layer, because of its numbers of inputs and outputs. Returns '' if they
+    accept it. The number of rows is not checked, because rows can be padded.
+    """
+    multiple = max(multiples)  # inputs and outputs are each K of one product of the layer and N of another
     outputs, inputs = held.sides
-    wrong = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % least]
-    verb = "is no multiple" if len(wrong) == 1 else "are no multiples"
-    return f"{' and '.join(wrong)} {verb} of {least}, as native products want" if wrong else ""
+    misfits = [f"{name}={size}" for name, size in (("N", outputs), ("K", inputs)) if size % multiple]
+    verb_text = "is no multiple" if len(misfits) == 1 else "are no multiples"
+    return f"{' and '.join(misfits)} {verb_text} of {multiple}, as native products require" if misfits else ""
 
 
-def _reasons(held: Sequence[ProductWeight]) -> str:
+def _list_reasons(held: Sequence[ProductWeight]) -> str:
     counts = Counter(holder.reason for holder in held)
-    words = [f"{count} weight{'s' if count > 1 else ''}: {reason}" for reason, count in counts.most_common(3)]
-    return "; ".join(words) or "it has no layer that multiplies by weights"
+    reasons = [f"{count} weight{'s' if count > 1 else ''}: {reason}" for reason, count in counts.most_common(3)]
+    return "; ".join(reasons) or "it has no layer with a matrix product"
 
 
-# x (..., K) times a weight (N, K) transposed, as (..., N).
+# A function that multiplies x (..., K) by a transposed weight (N, K). The result is (..., N).
 Multiply = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclass(eq=False)
 class LayerProducts:
-    """Products of one layer in one arithmetic. `phase` gives the markers of the running step.
+    """Computes the products of one layer in one arithmetic. `phase` returns the phase markers of the running step.
 
-    `rows` is what native products contract over in multiples of. Weight gradients contract over rows, which are padded
-    with zeros: these change no product and no scale. `home` is the module that shows the arithmetic, if any.
+    Native products require K to be a multiple of `rows`. A weight gradient sums over the rows of its input, so these
+    rows are padded with zeros, which change no product and no scale. If the arithmetic is shown as an attribute of a
+    module, `arithmetic_module` is that module.
     """
 
     chosen: Arithmetic
     phase: Callable[[], Phases]
     rows: int = 1
-    home: nn.Module | None = None
+    arithmetic_module: nn.Module | None = None
 
     @property
     def arithmetic(self) -> Arithmetic:
-        return self.chosen if self.home is None else vars(self.home)["arithmetic"]
+        return self.chosen if self.arithmetic_module is None else vars(self.arithmetic_module)["arithmetic"]
 
     def linear(self, x: Tensor, weight: Tensor) -> Tensor:
-        dtype = _own_dtype(x)
-        if not x.numel():  # an expert without tokens
+        dtype = _get_result_dtype(x)
+        if not x.numel():  # no rows: an expert without tokens
             return F.linear(x, weight.to(x.dtype)).to(dtype)
-        with _without_autocast(x):
-            weight = self._master(weight)
-            missing = -(x.numel() // x.shape[-1]) % self.rows
-            if not missing:
+        with _disable_autocast(x):
+            weight = self._limit_to_fp32(weight)
+            padding_rows = -(x.numel() // x.shape[-1]) % self.rows
+            if not padding_rows:
                 return linear(x, weight, self.arithmetic, self.phase()).to(dtype)
             flat = x.reshape(-1, x.shape[-1])
-            y = linear(F.pad(flat, (0, 0, 0, missing)), weight, self.arithmetic, self.phase())
+            y = linear(F.pad(flat, (0, 0, 0, padding_rows)), weight, self.arithmetic, self.phase())
             return y[: len(flat)].view(*x.shape[:-1], -1).to(dtype)
 
     def multiply_groups(self, x: Tensor, weights: Sequence[Tensor], sizes: Sequence[int]) -> Tensor:
-        """Multiplies parts of x (M, K) by their weights (N, K) transposed: the first sizes[0] rows by the first weight.
+        """Multiplies parts of x (M, K) by transposed weights (N, K). The first sizes[0] rows are multiplied by the
+        first weight, and so on.
 
-        It is one grouped product, its parts padded with zeros, if the arithmetic has one and most rows are not padding.
+        All parts run as one grouped product if the arithmetic has one and if at least half of the padded rows hold
+        tokens.
         """
         multiple = self.arithmetic.groups
-        own_rows = self.arithmetic.part_rows
-        filled = [max(own_rows, -(-size // own_rows) * own_rows) for size in sizes]
-        parts = torch.split_with_sizes(x, list(sizes))
-        sides = {side for weight in weights for side in weight.shape}
-        # Mostly padding, or sides that its kernel refuses: one product a part is quicker.
-        if not multiple or sum(filled) > 2 * len(x) or any(side % multiple for side in sides):
-            pairs = zip(parts, weights, strict=True)
+        part_rows = self.arithmetic.part_rows
+        padded_sizes = [max(part_rows, -(-size // part_rows) * part_rows) for size in sizes]
+        row_parts = torch.split_with_sizes(x, list(sizes))
+        weight_sides = {side for weight in weights for side in weight.shape}
+        # If most rows would be padding, or the kernel refuses the sides, one product for each part is faster.
+        if not multiple or sum(padded_sizes) > 2 * len(x) or any(side % multiple for side in weight_sides):
+            pairs = zip(row_parts, weights, strict=True)
             products = [self.linear(part, weight) for part, weight in pairs if len(part)]
             return torch.cat(products) if products else self.linear(x, weights[0])
-        rows = torch.cat([F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(parts, filled, strict=True)])
-        ends = torch.tensor(filled, device=x.device).cumsum(0).to(torch.int32)
-        masters = [self._master(weight) for weight in weights]
-        dtype = _own_dtype(x)
-        with _without_autocast(x):
-            y = grouped_linear(rows, masters, filled, ends, self.arithmetic, self.phase(), [None] * len(masters)).to(
-                dtype
-            )
-        # Cut off the rows that filled up the parts.
-        cut = zip(torch.split_with_sizes(y, filled), sizes, strict=True)
-        return torch.cat([part[:size] for part, size in cut])
+        rows = torch.cat(
+            [F.pad(part, (0, 0, 0, size - len(part))) for part, size in zip(row_parts, padded_sizes, strict=True)]
+        )
+        ends = torch.tensor(padded_sizes, device=x.device).cumsum(0).to(torch.int32)
+        limited_weights = [self._limit_to_fp32(weight) for weight in weights]
+        dtype = _get_result_dtype(x)
+        with _disable_autocast(x):
+            y = grouped_linear(
+                rows, limited_weights, padded_sizes, ends, self.arithmetic, self.phase(), [None] * len(limited_weights)
+            ).to(dtype)
+        # Remove the padding rows of each part.
+        results = zip(torch.split_with_sizes(y, padded_sizes), sizes, strict=True)
+        return torch.cat([part[:size] for part, size in results])
 
-    def _master(self, weight: Tensor) -> Tensor:
-        wider = weight.dtype == torch.float64 != self.arithmetic.carrier
-        return weight.to(torch.float32) if wider else weight
+    def _limit_to_fp32(self, weight: Tensor) -> Tensor:
+        is_wider = weight.dtype == torch.float64 != self.arithmetic.carrier
+        return weight.to(torch.float32) if is_wider else weight
 
-    def whole(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
+    def run_library_layer(self, multiply: Callable[[Tensor], Tensor], x: Tensor, weight: Tensor) -> Tensor:
         phase = self.phase()
-        dtype = _own_dtype(x)
-        with _without_autocast(x):
-            carried = x.to(self.arithmetic.carrier)
-            if carried.requires_grad:
-                return region(phase.gemm, multiply, carried).to(dtype)
+        dtype = _get_result_dtype(x)
+        with _disable_autocast(x):
+            x_carrier = x.to(self.arithmetic.carrier)
+            if x_carrier.requires_grad:
+                return region(phase.gemm, multiply, x_carrier).to(dtype)
             with phase.gemm:
-                return multiply(carried).to(dtype)
+                return multiply(x_carrier).to(dtype)
 
-    def convolution(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
-        # torch keeps the layout of its input, and a layer after this one may rely on that.
+    def convolve_images(self, x: Tensor, weight: Tensor, geometry: Windows, groups: int) -> Tensor:
+        # torch gives the result the memory layout of the input, and a later layer may rely on it. So do the same.
         channels_last = any(
             tensor.is_contiguous(memory_format=torch.channels_last) and not tensor.is_contiguous()
             for tensor in (x, weight)
         )
-        dtype = _own_dtype(x)
-        with _without_autocast(x):
+        dtype = _get_result_dtype(x)
+        with _disable_autocast(x):
             pixels = x.permute(0, 2, 3, 1)
-            rows = self._master(weight).permute(0, 2, 3, 1).flatten(1)
-            parts = [
+            rows = self._limit_to_fp32(weight).permute(0, 2, 3, 1).flatten(1)
+            group_outputs = [
                 convolve(part, filters, geometry, self.arithmetic, self.phase())
                 for part, filters in zip(pixels.chunk(groups, -1), rows.chunk(groups), strict=True)
             ]
-            y = (parts[0] if groups == 1 else torch.cat(parts, -1)).permute(0, 3, 1, 2).to(dtype)
-        return y if channels_last else y.contiguous()  # the next layer may take it for rows
+            y = (group_outputs[0] if groups == 1 else torch.cat(group_outputs, -1)).permute(0, 3, 1, 2).to(dtype)
+        return y if channels_last else y.contiguous()  # the next layer may view it as rows
 
 
-def forward_of(module: nn.Module, kind: str, products: LayerProducts) -> Callable[..., Any]:
+def make_forward(module: nn.Module, kind: str, products: LayerProducts) -> Callable[..., Any]:
     if kind == "linear":
         multiply = products.linear
-        if isinstance(weight := weight_of(module), nn.Parameter):
+        if isinstance(weight := get_weight(module), nn.Parameter):
             whole_layer = products.arithmetic.whole(weight)
-            multiply = multiply if whole_layer is None else partial(products.whole, whole_layer)
+            multiply = multiply if whole_layer is None else partial(products.run_library_layer, whole_layer)
         return partial(_linear_forward, module, multiply)
-    return partial(_conv1d if kind == "conv1d" else _conv2d, module, products)
+    return partial(_conv1d_forward if kind == "conv1d" else _conv2d_forward, module, products)
 
 
-# Argument names are those of the forward passes that these replace.
+# Parameter names are those of the forward passes that these functions replace.
 def _linear_forward(module: Any, multiply: Multiply, input: Tensor) -> Tensor:  # noqa: A002
-    return _with_bias(multiply(input, module.weight), module.bias)
+    return _add_bias(multiply(input, module.weight), module.bias)
 
 
-def _conv1d(module: Any, products: LayerProducts, x: Tensor) -> Tensor:
-    return _with_bias(products.linear(x, module.weight.t()), module.bias)
+def _conv1d_forward(module: Any, products: LayerProducts, x: Tensor) -> Tensor:
+    return _add_bias(products.linear(x, module.weight.t()), module.bias)
 
 
-def _conv2d(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # noqa: A002
+def _conv2d_forward(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # noqa: A002
     images = input if input.dim() == 4 else input[None]
     padding = module.padding
     if isinstance(padding, str) or module.padding_mode != "zeros":
@@ -312,34 +328,34 @@ def _conv2d(module: Any, products: LayerProducts, input: Tensor) -> Tensor:  # n
         images = F.pad(images, module._reversed_padding_repeated_twice, mode)
         padding = (0, 0)
     geometry = Windows(tuple(module.kernel_size), tuple(module.stride), tuple(padding), tuple(module.dilation))
-    y = products.convolution(images, module.weight, geometry, module.groups)
+    y = products.convolve_images(images, module.weight, geometry, module.groups)
     if module.bias is not None:
         y = y + module.bias.to(y.dtype)[:, None, None]
     return y if input.dim() == 4 else y[0]
 
 
-def _with_bias(y: Tensor, bias: Tensor | None) -> Tensor:
+def _add_bias(y: Tensor, bias: Tensor | None) -> Tensor:
     return y if bias is None else y + bias.to(y.dtype)
 
 
-def _own_dtype(x: Tensor) -> torch.dtype:
-    kind = x.device.type
-    return torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else x.dtype
+def _get_result_dtype(x: Tensor) -> torch.dtype:
+    device_type = x.device.type
+    return torch.get_autocast_dtype(device_type) if torch.is_autocast_enabled(device_type) else x.dtype
 
 
-def _without_autocast(x: Tensor) -> AbstractContextManager[None]:
-    kind = x.device.type
-    return torch.autocast(kind, enabled=False) if torch.is_autocast_enabled(kind) else nullcontext()
+def _disable_autocast(x: Tensor) -> AbstractContextManager[None]:
+    device_type = x.device.type
+    return torch.autocast(device_type, enabled=False) if torch.is_autocast_enabled(device_type) else nullcontext()
 
 
-OptimizerOf = Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]
-# Class names of the layers that Accelerate puts in: torchao's, and MS-AMP's.
-_CONVERTED = ("Float8Linear", "FP8Linear")
-_TRANSFORMER_ENGINE = "transformer_engine"
+MakeOptimizer = Callable[[list[nn.Parameter]], torch.optim.Optimizer | None]
+# Class names of FP8 layers that Accelerate inserts: torchao's and MS-AMP's.
+_FP8_LAYER_CLASSES = ("Float8Linear", "FP8Linear")
+_TE_PACKAGE = "transformer_engine"
 
 
 class AcceleratedModel(PlainArithmetic):
-    """bf16 as under Accelerate's autocast, for a model that Accelerate prepares by a recipe."""
+    """Lets Accelerate prepare a model with an FP8 recipe, and runs the model in bf16 as under Accelerate's autocast."""
 
     def __init__(self, recipe: str, level: str, facts: DeviceFacts) -> None:
         super().__init__(torch.bfloat16)
@@ -348,17 +364,18 @@ class AcceleratedModel(PlainArithmetic):
         self._facts = facts
 
     def prepare_model(
-        self, model: nn.Module, optimizer_of: OptimizerOf
+        self, model: nn.Module, optimizer_of: MakeOptimizer
     ) -> tuple[nn.Module, torch.optim.Optimizer | None]:
-        """The prepared model and its optimizer.
+        """Returns the model that Accelerate has prepared, and its optimizer.
 
-        Raises UsageError where Accelerate refuses, or would change nothing. torchao's layers get new parameters, and an
-        optimizer made before would never move them, so it is made afterwards. The other recipes want both at once.
+        torchao's layers get new parameters, which an existing optimizer would never update. So with torchao the
+        optimizer is made afterwards. The other recipes need model and optimizer together. Raises UsageError if
+        Accelerate refuses, or would convert no layer.
         """
         name = type(model).__name__
-        apart = self._recipe == "ao"
-        # Its packages warn about versions whenever they are imported.
-        with _quiet():
+        makes_optimizer_afterwards = self._recipe == "ao"
+        # Accelerate's packages warn about versions on every import.
+        with _silence_warnings():
             try:
                 from accelerate import Accelerator
                 from accelerate.utils import AORecipeKwargs, MSAMPRecipeKwargs, TERecipeKwargs
@@ -368,55 +385,57 @@ class AcceleratedModel(PlainArithmetic):
                     "te": TERecipeKwargs,
                     "msamp": partial(MSAMPRecipeKwargs, opt_level=self._level),
                 }
-                # The model is on its device already.
+                # The model is already on its device, so Accelerate must not move it.
                 accelerator = Accelerator(
                     mixed_precision="fp8",
                     kwargs_handlers=[recipes[self._recipe]()],
                     cpu=not self._facts.accelerated,
                     device_placement=False,
                 )
-                prepared = accelerator.prepare(model) if apart else model
+                prepared = accelerator.prepare(model) if makes_optimizer_afterwards else model
                 optimizer = optimizer_of([parameter for parameter in prepared.parameters() if parameter.requires_grad])
                 if optimizer is not None:
-                    optimizer = accelerator.prepare(optimizer) if apart else optimizer
-                if not apart:
+                    optimizer = accelerator.prepare(optimizer) if makes_optimizer_afterwards else optimizer
+                if not makes_optimizer_afterwards:
                     prepared, optimizer = accelerator.prepare(prepared, optimizer)
-            # Refusals of Accelerate come as any of these; what is wrong is in the text.
+            # Accelerate refuses with any of these errors. The text has the reason.
             except (ImportError, ValueError, RuntimeError, NotImplementedError) as error:
-                words = " ".join(str(error).split())
-                raise UsageError(f"Accelerate prepares no {name} by recipe={self._recipe}: {words}") from error
-        if not converted_in(prepared):
+                error_text = " ".join(str(error).split())
+                raise UsageError(
+                    f"Accelerate cannot prepare {name} with recipe={self._recipe}: {error_text}"
+                ) from error
+        if not find_converted_layers(prepared):
             raise UsageError(
-                f"Accelerate converts nothing of {name}: it leaves the first and the last linear layer, and those "
-                "whose sides are no multiples of 16, as they are. Choose fp8, or a model with more linear layers."
+                f"Accelerate converts no layer of {name}: it skips the first and the last linear layer, and layers "
+                "whose sides are not multiples of 16. Choose fp8, or a model with more linear layers."
             )
         return prepared, optimizer
 
 
-def converted_in(model: nn.Module) -> frozenset[str]:
+def find_converted_layers(model: nn.Module) -> frozenset[str]:
     return frozenset(
         name
         for name, module in model.named_modules()
-        if type(module).__name__ in _CONVERTED or type(module).__module__.partition(".")[0] == _TRANSFORMER_ENGINE
+        if type(module).__name__ in _FP8_LAYER_CLASSES or type(module).__module__.partition(".")[0] == _TE_PACKAGE
     )
 
 
 def explain_unchanged(held: ProductWeight) -> ProductWeight:
     if held.kind != LINEAR:
-        return replace(held, rule="class", reason="Accelerate converts nn.Linear alone")
+        return replace(held, rule="class", reason="Accelerate converts nn.Linear only")
     if any(side % 16 for side in held.sides):
-        return replace(held, rule="shape", reason="Accelerate leaves layers whose sides are no multiples of 16")
-    return replace(held, rule="kept", reason="Accelerate leaves the first and the last linear layer as they are")
+        return replace(held, rule="shape", reason="Accelerate skips layers whose sides are not multiples of 16")
+    return replace(held, rule="kept", reason="Accelerate skips the first and the last linear layer")
 
 
 @contextmanager
-def _quiet() -> Iterator[None]:
-    """Silences warnings about kernels built for other versions, and about deprecations in Accelerate's packages."""
-    level = logging.root.manager.disable
+def _silence_warnings() -> Iterator[None]:
+    """Silences warnings of Accelerate's packages about kernels for other versions and about deprecations."""
+    previous_level = logging.root.manager.disable
     logging.disable(logging.WARNING)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             yield
     finally:
-        logging.disable(level)
+        logging.disable(previous_level)

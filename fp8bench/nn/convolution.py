@@ -1,13 +1,14 @@
-"""Convolutions whose three products run in a chosen arithmetic, and residual blocks of 3x3 ones.
+"""Convolutions whose three products run in a chosen arithmetic, and residual blocks of 3x3 convolutions.
 
-Images are (batch, height, width, channels): every operand is a matrix with its contraction last, as in a linear layer,
-without a copy. Forward contracts over window and input channels, the input gradient over output channels, the weight
-gradient over batch and positions. Arithmetics that round have their operands rounded along these dimensions and
-convolved in fp32, pixel by pixel along the channels, as a kernel would read them; torch convolves nothing narrower than
-16 bits. Arithmetics whose products are more than products of values get the windows written out as a matrix instead.
+Images are (batch, height, width, channels), so every operand is a matrix whose last dimension is the contraction,
+without a copy. Forward contracts over window and input channels, the input gradient over output channels, and the
+weight gradient over batch and positions. An arithmetic that rounds its operands rounds them along these dimensions.
+The rounded values are convolved in fp32, because torch has no convolution below 16 bits. An arithmetic that needs its
+own products (`explicit`) gets the windows copied into a matrix, and multiplies as in a linear layer.
 
-The order of dimensions is the same in every layout. In memory channels are last too, unless the layout is torch's
-contiguous one: then a conversion between dtypes keeps the strides, and rounding along the channels restores them.
+The order of the dimensions is the same for every memory layout. In memory, channels are last too, unless the layout
+is torch's contiguous one. In the contiguous layout a conversion between dtypes keeps the strides, and after rounding
+along the channels the strides are restored.
 """
 
 from __future__ import annotations
@@ -20,8 +21,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import cast_to, wide_dtype
-from fp8bench.nn.linear import Both, Choose, cast_marker, let_go, linear, refuse_twice, region
+from fp8bench.nn.around import cast_to, widen_dtype
+from fp8bench.nn.linear import Choose, OperandPair, cast_marker, free_weight, linear, refuse_double_backward, region
 from fp8bench.nn.parts import Norm
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
@@ -36,112 +37,124 @@ class Windows(NamedTuple):
     padding: Sides = (1, 1)
     dilation: Sides = (1, 1)
 
-    def places(self, image: Sequence[int]) -> Sides:
-        places = []
+    def count_positions(self, image: Sequence[int]) -> Sides:
+        positions = []
         for side, size, stride, padding, dilation in zip(image, *self, strict=True):
-            places.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
-        return places[0], places[1]
+            positions.append((side + 2 * padding - dilation * (size - 1) - 1) // stride + 1)
+        return positions[0], positions[1]
 
 
-_USUAL = Windows()
+_DEFAULT_WINDOWS = Windows()
 Layout = torch.memory_format
 
 
-def casts_whole(arithmetic: Arithmetic, layout: Layout) -> bool:
-    """Whether casts take images and weights in the order of memory, element by element, instead of as rows."""
+def casts_in_memory_order(arithmetic: Arithmetic, layout: Layout) -> bool:
+    """Returns whether casts of images and weights work element by element, in the order of memory. Otherwise casts
+    work row by row.
+    """
     return arithmetic.plain and layout == torch.contiguous_format
 
 
-def _images(matrix: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
-    """Rows of pixels as torch's images, (batch, channels, height, width), with the strides of `layout`."""
+def _shape_images(matrix: Tensor, shape: Sequence[int], layout: Layout) -> Tensor:
+    """Reshapes rows of pixels to images in torch's shape (batch, channels, height, width), with the strides of
+    `layout`.
+    """
     images = matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2)
-    # 1x1 windows fit both layouts, and torch chooses by their strides: `view` makes these unambiguous.
+    # torch chooses a kernel by strides, and the strides of 1x1 images fit both layouts. `view` makes them
+    # unambiguous.
     return images if layout == torch.channels_last else images.contiguous().view(-1).view(images.shape)
 
 
-def _windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) -> Tensor:
-    return _images(matrix, (matrix.shape[0], *size), layout)
+def _shape_windows(matrix: Tensor, size: Sides, layout: Layout = torch.channels_last) -> Tensor:
+    return _shape_images(matrix, (matrix.shape[0], *size), layout)
 
 
-def in_layout(images: Tensor, layout: Layout) -> Tensor:
-    """Returns torch's images with channels last, in the layout's order of memory."""
+def apply_layout(images: Tensor, layout: Layout) -> Tensor:
+    """Returns torch's images with channels as the last dimension, stored in the layout's memory order."""
     if layout == torch.contiguous_format:
         return images.contiguous().permute(0, 2, 3, 1)
     return images.permute(0, 2, 3, 1).contiguous()
 
 
-class _Form(NamedTuple):
-    """How a convolution's operands are cast and laid out."""
+class _OperandForm(NamedTuple):
+    """How a convolution casts its operands and lays them out in memory."""
 
     arithmetic: Arithmetic
     geometry: Windows
     layout: Layout
 
     @property
-    def casts_whole(self) -> bool:
-        return casts_whole(self.arithmetic, self.layout)
+    def casts_in_memory_order(self) -> bool:
+        return casts_in_memory_order(self.arithmetic, self.layout)
 
     def to_rows(self, images: Tensor) -> Tensor:
-        return images if self.casts_whole else images.reshape(-1, images.shape[-1])
+        return images if self.casts_in_memory_order else images.reshape(-1, images.shape[-1])
 
-    def images(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
-        return _images(matrix, shape, self.layout)
+    def to_images(self, matrix: Tensor, shape: Sequence[int]) -> Tensor:
+        return _shape_images(matrix, shape, self.layout)
 
-    def windows(self, matrix: Tensor) -> Tensor:
-        return _windows(matrix, self.geometry.size, self.layout)
+    def to_windows(self, matrix: Tensor) -> Tensor:
+        return _shape_windows(matrix, self.geometry.size, self.layout)
 
-    def values(self, operand: Operand) -> Tensor:
+    def decode_values(self, operand: Operand) -> Tensor:
         return operand.data if operand.scale is None else self.arithmetic.restore(operand, torch.float32)
 
-    def turned_values(self, operand: Operand, source: Tensor, role: Role) -> Tensor:
-        if self.casts_whole:
+    def decode_transpose(self, operand: Operand, source: Tensor, role: Role) -> Tensor:
+        if self.casts_in_memory_order:
             return operand.data
-        return self.values(self.arithmetic.turn(operand, source, role)).t()
+        return self.decode_values(self.arithmetic.turn(operand, source, role)).t()
 
-    def gradient(self, g: Tensor, images: Tensor, windows: Tensor, by_windows: bool) -> Tensor:
-        """Returns the gradient by images or windows, channels last. It reads only the shape of that operand."""
+    def compute_gradient(self, output_gradient: Tensor, images: Tensor, windows: Tensor, for_windows: bool) -> Tensor:
+        """Returns the gradient of the images, or of the windows if `for_windows`, with channels last. It reads only
+        the shape of that operand.
+        """
         stride, padding, dilation = self.geometry[1:]
-        mask = [not by_windows, by_windows, False]
+        mask = [not for_windows, for_windows, False]
         gradients = torch.ops.aten.convolution_backward(
-            g, images, windows, None, stride, padding, dilation, False, [0, 0], 1, mask
+            output_gradient, images, windows, None, stride, padding, dilation, False, [0, 0], 1, mask
         )
-        return gradients[by_windows].permute(0, 2, 3, 1)
+        return gradients[for_windows].permute(0, 2, 3, 1)
 
 
 def _write_out_windows(x: Tensor, geometry: Windows) -> Tensor:
-    """The window of each output position of (B, H, W, I) as a row: (B, places up, places across, window x I).
+    """Copies the window of each output position of (B, H, W, I) into a row: (B, output height, output width, window x
+    I).
 
-    Copied in at least fp32: backward adds up all windows of a pixel in that dtype.
+    The copy is in fp32 or wider, because backward adds up all windows of a pixel in that dtype.
     """
-    up, across = geometry.places(x.shape[1:3])
-    (along_up, along_across) = geometry.stride
+    output_height, output_width = geometry.count_positions(x.shape[1:3])
+    (stride_height, stride_width) = geometry.stride
     (top, side) = geometry.padding
-    padded = F.pad(x.to(wide_dtype(x.dtype)), (0, 0, side, side, top, top))
-    shifts = []
-    # One shifted copy for each place of the window, which together are what im2col gives.
+    padded = F.pad(x.to(widen_dtype(x.dtype)), (0, 0, side, side, top, top))
+    shifted_copies = []
+    # One shifted copy for each position in the window. Together they are what im2col returns.
     for row in range(geometry.size[0]):
         for column in range(geometry.size[1]):
-            i = row * geometry.dilation[0]
-            j = column * geometry.dilation[1]
-            rows = slice(i, i + along_up * (up - 1) + 1, along_up)
-            columns = slice(j, j + along_across * (across - 1) + 1, along_across)
-            shifts.append(padded[:, rows, columns])
-    return torch.cat(shifts, dim=-1).to(x.dtype)
+            row_offset = row * geometry.dilation[0]
+            column_offset = column * geometry.dilation[1]
+            rows = slice(row_offset, row_offset + stride_height * (output_height - 1) + 1, stride_height)
+            columns = slice(column_offset, column_offset + stride_width * (output_width - 1) + 1, stride_width)
+            shifted_copies.append(padded[:, rows, columns])
+    return torch.cat(shifted_copies, dim=-1).to(x.dtype)
 
 
 class _ConvolvedProduct(torch.autograd.Function):
-    """Images (B, H, W, I) convolved with (O, window x I). It marks its backward, which may run on another thread."""
+    """Convolves images (B, H, W, I) with weights (O, window x I). It marks phases in backward, which may run on
+    another thread.
+    """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, form: _Form, phase: Phases, operands: Both | None) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, weight: Tensor, form: _OperandForm, phase: Phases, operands: OperandPair | None
+    ) -> Tensor:
         arithmetic = form.arithmetic
         geometry = form.geometry
         with cast_marker(arithmetic, phase):
             pixels = form.to_rows(x)
             a = arithmetic.cast(pixels, Role.INPUT)
             b = operands[0] if operands else arithmetic.cast(weight, Role.WEIGHT)
-            images = form.images(form.values(a), x.shape)
-            windows = form.windows(form.values(b))
+            images = form.to_images(form.decode_values(a), x.shape)
+            windows = form.to_windows(form.decode_values(b))
         sources = (pixels, weight) if arithmetic.keeps_source else (None, None)
         ctx.save_for_backward(a.data, a.scale, b.data, b.scale, *sources)
         ctx.form = form
@@ -150,11 +163,11 @@ class _ConvolvedProduct(torch.autograd.Function):
         ctx.weight_shape = weight.shape
         with phase.gemm:
             y = F.conv2d(images, windows, None, geometry.stride, geometry.padding, geometry.dilation)
-            return in_layout(y.to(arithmetic.carrier), form.layout)
+            return apply_layout(y.to(arithmetic.carrier), form.layout)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_twice()
+        refuse_double_backward()
         form = ctx.form
         phase = ctx.phase
         arithmetic = ctx.form.arithmetic
@@ -163,33 +176,41 @@ class _ConvolvedProduct(torch.autograd.Function):
         b = Operand(b_data, b_scale)
         casting = cast_marker(arithmetic, phase)
 
-        # 1. Cast the incoming gradient, and restore what forward multiplied: its shapes are needed below.
+        # 1. Cast the incoming gradient. Restore the forward operands, whose shapes are needed below.
         with casting:
-            places = gradients[0].shape
+            output_shape = gradients[0].shape
             gradient = form.to_rows(gradients[0])
-            g = arithmetic.cast(gradient, Role.GRADIENT)
-            images = form.images(form.values(a), ctx.shape)
-            windows = form.windows(form.values(b))
+            gradient_operand = arithmetic.cast(gradient, Role.GRADIENT)
+            images = form.to_images(form.decode_values(a), ctx.shape)
+            windows = form.to_windows(form.decode_values(b))
 
         # 2. The input gradient contracts over output channels.
         input_gradient = weight_gradient = None
         if ctx.needs_input_grad[0]:
             with casting:
-                b_turned = form.windows(form.turned_values(b, weight, Role.WEIGHT))
-                g_images = form.images(form.values(g), places)
+                transposed_windows = form.to_windows(form.decode_transpose(b, weight, Role.WEIGHT))
+                gradient_images = form.to_images(form.decode_values(gradient_operand), output_shape)
             with phase.gemm:
-                input_gradient = form.gradient(g_images, images, b_turned, False).to(arithmetic.carrier)
+                input_gradient = form.compute_gradient(gradient_images, images, transposed_windows, False).to(
+                    arithmetic.carrier
+                )
 
         # 3. The weight gradient contracts over batch and positions.
         if ctx.needs_input_grad[1]:
             with casting:
-                g_turned = form.images(form.turned_values(g, gradient, Role.GRADIENT), places)
-                a_turned = form.images(form.turned_values(a, pixels, Role.INPUT), ctx.shape)
+                transposed_gradient = form.to_images(
+                    form.decode_transpose(gradient_operand, gradient, Role.GRADIENT), output_shape
+                )
+                transposed_images = form.to_images(form.decode_transpose(a, pixels, Role.INPUT), ctx.shape)
             with phase.gemm:
-                like = windows.to(g_turned.dtype)
-                weight_gradient = form.gradient(g_turned, a_turned, like, True).reshape(ctx.weight_shape)
-            with casting:  # the master weight is fp32, and autograd would convert outside any phase
-                weight_gradient = weight_gradient.to(wide_dtype(arithmetic.carrier))
+                weight_like = windows.to(transposed_gradient.dtype)
+                weight_gradient = form.compute_gradient(
+                    transposed_gradient, transposed_images, weight_like, True
+                ).reshape(ctx.weight_shape)
+            # the master weight is fp32: without this conversion, autograd would convert the gradient outside of any
+            # phase
+            with casting:
+                weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None
 
 
@@ -200,32 +221,34 @@ def convolve(
     arithmetic: Arithmetic,
     phase: Phases,
     layout: Layout = torch.channels_last,
-    operands: Both | None = None,
+    operands: OperandPair | None = None,
 ) -> Tensor:
-    """(B, H, W, I) convolved with windows (O, window x I), channels adjacent: (B, places up, places across, O).
+    """Convolves images (B, H, W, I) with weights (O, window x I). Returns (B, output height, output width, O).
 
-    In the contiguous layout images come and go with torch's strides, and windows that are taken whole are
-    (O, height, width, I). `operands` are those of the weight, if it was cast already.
+    In the contiguous layout, images have torch's strides. If casts then work in the order of memory
+    (`casts_in_memory_order`), weights are (O, height, width, I). If the weight was already cast, `operands` are its
+    operands.
     """
     x = x.to(arithmetic.carrier)
-    # Without an explicit product torch's own convolution takes rounded operands.
+    # Without rotations or short sums, the convolution can be torch's own, on the rounded values of the operands.
     if not arithmetic.explicit:
-        form = _Form(arithmetic, geometry, layout)
+        form = _OperandForm(arithmetic, geometry, layout)
         return _ConvolvedProduct.apply(x, weight, form, phase, operands)  # type: ignore[no-untyped-call]
-    # A product of a linear layer, with a row for each position.
+    # Other arithmetics only have matrix products. So copy the windows into a matrix, with one row for each output
+    # position, and multiply as in a linear layer.
     if x.requires_grad:
         windows = region(phase.gemm, _write_out_windows, x, geometry=geometry)
     else:
         with phase.gemm:
             windows = _write_out_windows(x, geometry)
-    places = linear(windows, weight, arithmetic, phase, operands)
-    return places if layout == torch.channels_last else in_layout(places.permute(0, 3, 1, 2), layout)
+    outputs = linear(windows, weight, arithmetic, phase, operands)
+    return outputs if layout == torch.channels_last else apply_layout(outputs.permute(0, 3, 1, 2), layout)
 
 
 class Convolution(nn.Module):
-    """Without bias; 3x3 with stride 1 and padding 1 by default.
+    """A convolution without bias, by default 3x3 with stride 1 and padding 1.
 
-    The fp32 master weight is (outputs, window x inputs), or torch's shape where the layout is contiguous.
+    The fp32 master weight is (outputs, window x inputs), or has torch's shape if the layout is contiguous.
     """
 
     def __init__(
@@ -233,39 +256,41 @@ class Convolution(nn.Module):
         inputs: int,
         outputs: int,
         arithmetic: Arithmetic,
-        geometry: Windows = _USUAL,
+        geometry: Windows = _DEFAULT_WINDOWS,
         layout: Layout = torch.channels_last,
     ) -> None:
         super().__init__()
         self.arithmetic = arithmetic
         self.geometry = geometry
         self.layout = layout
-        self.operands: Both | None = None
+        self.operands: OperandPair | None = None
         weight = torch.empty(outputs, math.prod(geometry.size) * inputs)
         nn.init.normal_(weight, std=math.sqrt(2 / weight.shape[1]))
-        self.weight = nn.Parameter(weight if layout == torch.channels_last else _windows(weight, geometry.size, layout))
+        self.weight = nn.Parameter(
+            weight if layout == torch.channels_last else _shape_windows(weight, geometry.size, layout)
+        )
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        return convolve(x, self.windows(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
+        return convolve(x, self.shape_weight(), self.geometry, self.arithmetic, phase, self.layout, self.operands)
 
     def cast_once(self) -> None:
-        """Does for a convolution what `linear.cast_once` does."""
-        operand = self.arithmetic.cast(self.windows().detach(), Role.WEIGHT)
+        """Casts the weight once for all later forward passes and frees the original, as `linear.cast_once` does."""
+        operand = self.arithmetic.cast(self.shape_weight().detach(), Role.WEIGHT)
         self.operands = operand, operand
-        let_go(self.weight)
+        free_weight(self.weight)
 
-    def windows(self) -> Tensor:
+    def shape_weight(self) -> Tensor:
         if self.layout == torch.channels_last:
             return self.weight
         windows = self.weight.permute(0, 2, 3, 1)
-        return windows if casts_whole(self.arithmetic, self.layout) else windows.flatten(1)
+        return windows if casts_in_memory_order(self.arithmetic, self.layout) else windows.flatten(1)
 
 
 class BatchNorm(nn.Module):
-    """Batch norm in at least fp32, or in its arithmetic; the result has the input's dtype.
+    """Batch norm in fp32 or wider, or in its own arithmetic. The result has the input's dtype.
 
-    It normalises by the batch's statistics. A `running` one keeps a mean of them in training, as torch's does, and
-    normalises by that in eval mode; the mean is kept in the arithmetic too.
+    It normalises by the batch's statistics. With `running` it also updates running means in training, as torch does,
+    and normalises by these in eval mode. The running means are stored in the arithmetic too.
     """
 
     arithmetic: Arithmetic | None = None
@@ -283,21 +308,24 @@ class BatchNorm(nn.Module):
         arithmetic = self.arithmetic
         weight = cast_to(self.weight, arithmetic, Role.WEIGHT)
         bias = cast_to(self.bias, arithmetic, Role.WEIGHT)
-        wide = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        x_cast = cast_to(x, arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
         statistics = [tensor for tensor in (self.running_mean, self.running_var) if tensor is not None]
-        by_batch = self.training or not statistics
-        # Backward keeps the tensors that it is given: with an arithmetic these are copies, which are rounded below.
-        running = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
-        mean, variance = running or (None, None)
-        y = F.batch_norm(wide, mean, variance, weight, bias, by_batch, momentum=0.1, eps=1e-5)
+        uses_batch_statistics = self.training or not statistics
+        # Backward refers to these statistics. If there is an arithmetic, use copies, because the originals are
+        # rounded below.
+        running_statistics = statistics if arithmetic is None else [tensor.clone() for tensor in statistics]
+        mean, variance = running_statistics or (None, None)
+        y = F.batch_norm(x_cast, mean, variance, weight, bias, uses_batch_statistics, momentum=0.1, eps=1e-5)
         if arithmetic is not None and self.training:
-            for statistic, tensor in zip(statistics, running, strict=True):
+            for statistic, tensor in zip(statistics, running_statistics, strict=True):
                 statistic.copy_(cast_to(tensor, arithmetic).detach())
         return y.permute(0, 2, 3, 1).to(x.dtype)
 
 
 class ResidualBlock(nn.Module):
-    """ResNet's basic block: convolution and norm twice, ReLU after each, the input added before the last."""
+    """ResNet's basic block: two convolutions with norms, ReLU after each norm, and the input added before the last
+    ReLU.
+    """
 
     def __init__(self, channels: int, choose: Choose, layer_norm: bool = False, running: bool = False) -> None:
         super().__init__()
@@ -308,5 +336,5 @@ class ResidualBlock(nn.Module):
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         hidden = F.relu(self.norm_first(self.first(x, phase)))
-        # Layers may return different carriers; the block keeps the dtype of its input.
+        # A layer may return a different carrier. The block keeps the dtype of its input.
         return F.relu(x + self.norm_second(self.second(hidden, phase)).to(x.dtype))

@@ -1,8 +1,9 @@
-"""Denoisers on random weights, a DiT and a UNet.
+"""Denoisers with random weights: a DiT and a UNet.
 
-Latents are (batch, height, width, channels). A time step becomes sinusoids; together with the condition, which stands
-for an image's text or class, it shifts and scales the stream of every block. Time steps come in fp32, or rounded to the
-carrier, as in a model that is moved to bf16 whole: then 750 is 752.
+Latents are (batch, height, width, channels). A time step is encoded as sines and cosines. The condition stands for an
+image's text or class. Time step and condition together shift and scale the stream of every block. Time steps are
+fp32. In a model that is converted to bf16 as a whole they are rounded to the carrier, so that time step 750 becomes
+752.
 """
 
 from __future__ import annotations
@@ -14,51 +15,55 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import cast_to, start_stream, wide_dtype
-from fp8bench.nn.attention import Core, SelfAttention
+from fp8bench.nn.around import cast_to, start_stream, widen_dtype
+from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.block import ModulatedNorm, Modulation, build_blocks
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.linear import Choose, Linear, prefix_names
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, heads_of
+from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, count_heads
 from fp8bench.protocols import Arithmetic, Phases, Role
 
-_GROUPS = 8
+_NORM_GROUPS = 8
 
 
 class TimeEmbedding(nn.Module):
-    """Turns times and conditions into vectors. `clock` is the dtype of time steps; angles are at least fp32."""
+    """Turns time steps and conditions into vectors. `time_dtype` is the dtype of the time steps. The angles of their
+    sines and cosines are computed in fp32 or wider.
+    """
 
-    def __init__(self, width: int, clock: torch.dtype, choose: Choose) -> None:
+    def __init__(self, width: int, time_dtype: torch.dtype, choose: Choose) -> None:
         super().__init__()
-        self.clock = clock
+        self.time_dtype = time_dtype
         self.up = Linear(FREQUENCIES, width, choose("up"))
         self.down = Linear(width, width, choose("down"))
 
     def forward(self, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
-        hidden = self.down(F.silu(self.up(sinusoids(times.to(self.clock)), phase)), phase)
+        hidden = self.down(F.silu(self.up(encode_times(times.to(self.time_dtype)), phase)), phase)
         return F.silu(hidden + condition.to(hidden.dtype))
 
 
-def sinusoids(times: Tensor) -> Tensor:
-    wide = times.to(wide_dtype(times.dtype))
-    half = FREQUENCIES // 2
-    steps = torch.arange(half, dtype=wide.dtype, device=wide.device)
-    angles = wide[:, None] * torch.exp(-math.log(10_000) / half * steps)
+def encode_times(times: Tensor) -> Tensor:
+    wide_times = times.to(widen_dtype(times.dtype))
+    frequency_count = FREQUENCIES // 2
+    frequency_indices = torch.arange(frequency_count, dtype=wide_times.dtype, device=wide_times.device)
+    angles = wide_times[:, None] * torch.exp(-math.log(10_000) / frequency_count * frequency_indices)
     return torch.cat((angles.cos(), angles.sin()), dim=-1)
 
 
 class DiT(nn.Module):
-    """Patches of 2x2 as tokens, through blocks that time modulates; its positions count as its embedding."""
+    """A diffusion transformer. Its tokens are 2x2 patches of a latent, and the time step modulates each block. In a
+    precision map its positions have the name of the embedding.
+    """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "residual"))
 
     def __init__(
-        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, clock: torch.dtype, core: Core
+        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, time_dtype: torch.dtype, core: AttentionCore
     ) -> None:
         super().__init__()
         self.carrier = carrier
         self.side = sizes.image // PATCH
-        self.time = TimeEmbedding(sizes.width, clock, prefix_names(choose, "time"))
+        self.time = TimeEmbedding(sizes.width, time_dtype, prefix_names(choose, "time"))
         self.first = Linear(PATCH * PATCH * CHANNELS, sizes.width, choose("first"))
         self.positions = nn.Parameter(torch.randn(self.side * self.side, sizes.width))
         self.blocks = build_blocks(sizes.blocks, choose, core, adaptive=True)
@@ -67,28 +72,28 @@ class DiT(nn.Module):
         self.last = Linear(sizes.width, PATCH * PATCH * CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
-        # 1. Patches as tokens.
+        # 1. Turn patches into tokens.
         batch = len(latent)
         side = self.side
-        grid = latent.view(batch, side, PATCH, side, PATCH, CHANNELS)
-        patches = grid.transpose(2, 3).reshape(batch, side * side, -1)
+        patch_grid = latent.view(batch, side, PATCH, side, PATCH, CHANNELS)
+        patches = patch_grid.transpose(2, 3).reshape(batch, side * side, -1)
 
-        # 2. The stream through all blocks, which time and condition modulate.
-        time = self.time(times, condition, phase)
+        # 2. Run the stream through all blocks, modulated by time and condition.
+        time_vector = self.time(times, condition, phase)
         positions = cast_to(self.positions, self.around["embedding"], Role.WEIGHT).to(self.carrier)
         x = self.first(patches, phase).to(self.carrier) + positions
         x = start_stream(x, self.carrier, self.around["residual"])
         for block in self.blocks:
-            x = block(x, phase, time=time)
+            x = block(x, phase, time=time_vector)
 
-        # 3. Tokens as patches.
-        y = self.last(self.norm(x, *self.modulation(time, phase, x.dtype)), phase)
+        # 3. Turn tokens back into patches.
+        y = self.last(self.norm(x, *self.modulation(time_vector, phase, x.dtype)), phase)
         y = y.view(batch, side, side, PATCH, PATCH, CHANNELS)
         return y.transpose(2, 3).reshape(latent.shape)
 
 
 class GroupNorm(nn.Module):
-    """Group norm in at least fp32, or in its arithmetic; the result has the input's dtype."""
+    """Group norm in fp32 or wider, or in its arithmetic. The result has the input's dtype."""
 
     arithmetic: Arithmetic | None = None
 
@@ -99,12 +104,12 @@ class GroupNorm(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         weight, bias = (cast_to(parameter, self.arithmetic, Role.WEIGHT) for parameter in (self.weight, self.bias))
-        wide = cast_to(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
-        return F.group_norm(wide, _GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
+        x_cast = cast_to(x, self.arithmetic).to(weight.dtype).permute(0, 3, 1, 2)
+        return F.group_norm(x_cast, _NORM_GROUPS, weight, bias).permute(0, 2, 3, 1).to(x.dtype)
 
 
 class TimedResidual(nn.Module):
-    """Two 3x3 convolutions behind norms, the time added between them, and a shortcut."""
+    """A residual block of two 3x3 convolutions after norms. The time vector is added between them."""
 
     residual: Arithmetic | None = None
 
@@ -124,12 +129,14 @@ class TimedResidual(nn.Module):
 
 
 class UNet(nn.Module):
-    """Residual blocks at full resolution, at half of it with attention and twice the channels, and at full again."""
+    """Residual blocks at three stages: at full resolution, at half resolution with twice the channels and attention,
+    and at full resolution again.
+    """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("residual",))
 
     def __init__(
-        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, clock: torch.dtype, core: Core
+        self, sizes: DenoiserSizes, choose: Choose, carrier: torch.dtype, time_dtype: torch.dtype, core: AttentionCore
     ) -> None:
         super().__init__()
         self.carrier = carrier
@@ -138,16 +145,16 @@ class UNet(nn.Module):
         def block(inputs: int, outputs: int, name: str) -> TimedResidual:
             return TimedResidual(inputs, outputs, width, prefix_names(choose, name))
 
-        # Every block reads the time, so that one network serves all steps of the noise.
-        self.time = TimeEmbedding(width, clock, prefix_names(choose, "time"))
+        # Every block reads the time step, so that one network serves all noise levels.
+        self.time = TimeEmbedding(width, time_dtype, prefix_names(choose, "time"))
         self.first = Convolution(CHANNELS, width, choose("first"))
         self.down = nn.ModuleList(block(width, width, f"down.{number}") for number in range(sizes.layers))
         self.middle = nn.ModuleList((block(width, 2 * width, "middle.0"), block(2 * width, 2 * width, "middle.1")))
-        # Attention only at the lowest resolution, where it is cheapest.
-        heads = heads_of(2 * width)
+        # Attention runs only at the lowest resolution, where it is cheapest.
+        heads = count_heads(2 * width)
         self.attn = SelfAttention(2 * width, heads, heads, 1.0, prefix_names(choose, "attn"), core)
         self.attn_norm = GroupNorm(2 * width)
-        # The way up also reads what the way down passed on, hence the wider inputs.
+        # The blocks on the way up also read the output of the way down. So the first of them has more inputs.
         self.up = nn.ModuleList(
             block(3 * width if number == 0 else width, width, f"up.{number}") for number in range(sizes.layers)
         )
@@ -155,21 +162,25 @@ class UNet(nn.Module):
         self.last = Convolution(width, CHANNELS, choose("last"))
 
     def forward(self, latent: Tensor, times: Tensor, condition: Tensor, phase: Phases) -> Tensor:
-        # 1. The stream begins at full resolution.
-        time = self.time(times, condition, phase)
+        # 1. Start the stream at full resolution.
+        time_vector = self.time(times, condition, phase)
         residual = self.around["residual"]
         x = start_stream(self.first(latent, phase), self.carrier, residual)
         for block in self.down:
-            x = block(x, time, phase)
-        # 2. The middle runs at half the resolution, where attention is affordable.
+            x = block(x, time_vector, phase)
+        # 2. Run the middle blocks and attention at half the resolution.
         enter, leave = self.middle
-        inner = enter(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time, phase)
-        mixed = self.attn(self.attn_norm(inner).flatten(1, 2), phase)
-        inner = leave(cast_to(inner + mixed.view(inner.shape).to(inner.dtype), residual), time, phase)
-        # 3. Back at full resolution, next to what the way down passed on.
-        x = torch.cat((inner.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
+        half_resolution = enter(F.avg_pool2d(x.permute(0, 3, 1, 2), 2).permute(0, 2, 3, 1), time_vector, phase)
+        mixed = self.attn(self.attn_norm(half_resolution).flatten(1, 2), phase)
+        half_resolution = leave(
+            cast_to(half_resolution + mixed.view(half_resolution.shape).to(half_resolution.dtype), residual),
+            time_vector,
+            phase,
+        )
+        # 3. Return to full resolution, and append the output of the way down.
+        x = torch.cat((half_resolution.repeat_interleave(2, 1).repeat_interleave(2, 2), x), dim=-1)
         for block in self.up:
-            x = block(x, time, phase)
+            x = block(x, time_vector, phase)
         return self.last(F.silu(self.norm(x)), phase)
 
 

@@ -1,8 +1,8 @@
-"""Sampling by a denoiser, with the latent's error after each step, and a training step of one.
+"""Sampling with a denoiser, the error of the latent after each sampling step, and a training step of a denoiser.
 
-The sampler is deterministic DDIM for a denoiser that predicts velocity: with a = cos and b = sin of an angle that
-moves with time, x = a image + b noise and v = a noise - b image. Latents stay in fp32; every precision begins with the
-same noise.
+The sampler is deterministic DDIM, and the denoiser predicts velocity. The time step determines an angle. With a = cos
+and b = sin of that angle, x = a image + b noise and v = a noise - b image. Latents stay in fp32, and every precision
+starts with the same noise.
 """
 
 from __future__ import annotations
@@ -15,80 +15,84 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.around import wide_dtype
-from fp8bench.nn.attention import Core, FusedCore, HeadwiseCore, attention_by
+from fp8bench.nn.around import widen_dtype
+from fp8bench.nn.attention import AttentionCore, FusedCore, HeadwiseCore, select_attention_kernel
 from fp8bench.nn.convolution import Convolution
 from fp8bench.nn.denoisers import DENOISERS
-from fp8bench.nn.exercise import Exercise, exercise
-from fp8bench.nn.linear import Choose, Linear, let_go
+from fp8bench.nn.exercise import Exercise, make_exercise
+from fp8bench.nn.linear import Choose, Linear, free_weight
 from fp8bench.nn.sizes import CHANNELS, TIME_STEPS, DenoiserSizes, SamplerPlan
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.numerics.products import in_dtype
+from fp8bench.numerics.products import to_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role, Setup, SilentPhases
 
-# The weight of the condition in a guided prediction.
-GUIDANCE = 4.0
-_Multiplier = dict[str, object]
+# The weight of the condition in classifier-free guidance.
+GUIDANCE_WEIGHT = 4.0
+_LayerAttributes = dict[str, object]
 
 
-class OtherKernel(PlainArithmetic):
-    """The same products by other kernels of torch: operands swapped, and convolutions as a product of windows."""
+class AlternativeKernels(PlainArithmetic):
+    """Computes the same products with other torch kernels. The two operands are swapped, and convolutions become
+    products of windows.
+    """
 
     explicit = True
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return in_dtype(torch.mm(b.data, a.data.t()).t().contiguous(), dtype)
+        return to_dtype(torch.mm(b.data, a.data.t()).t().contiguous(), dtype)
 
 
-def angle(time: int) -> float:
+def compute_noise_angle(time: int) -> float:
     return math.pi / 2 * (time + 1) / (TIME_STEPS + 1)
 
 
 @dataclass
 class Sampling(Exercise):
-    """All steps from noise to image. `inputs` are the noise and the conditions; `high` is the arithmetic of all layers
-    in the plan's high steps. Weights are cast once, ahead of all steps, as in serving."""
+    """Samples an image from noise in several steps. `inputs` are the noise and the conditions. In the high-precision
+    steps of the `plan`, all layers use the arithmetic `high`. Weights are cast once before all steps, as in serving.
+    """
 
     plan: SamplerPlan
     high: Arithmetic
-    # Layers that change from step to step: what they multiply by otherwise, and in high steps.
-    switched: list[tuple[nn.Module, _Multiplier, _Multiplier]] = field(default_factory=list)
+    # The layers whose arithmetic changes between steps. Each has its attributes for low-precision steps, then those
+    # for high-precision steps.
+    switched_layers: list[tuple[nn.Module, _LayerAttributes, _LayerAttributes]] = field(default_factory=list)
 
     def __post_init__(self) -> None:
         for layer in self.layer.modules():
             if not isinstance(layer, Linear | Convolution):
                 continue
-            # Plain products multiply by weights in the carrier, so that no step casts them again.
+            # Convert the weights of plain products to the carrier now, so that no step casts them again.
             if layer.arithmetic.plain:
                 layer.weight.data = layer.weight.data.to(layer.arithmetic.carrier)
                 continue
-            low = _multiplier(layer, layer.arithmetic)
-            vars(layer).update(low)
-            # The first and last steps may run in high precision: both multipliers are kept ready.
+            low_attributes = _cast_layer_weight(layer, layer.arithmetic)
+            vars(layer).update(low_attributes)
+            # The first and last steps may run in high precision, so prepare both casts of the weight.
             if self.plan.first + self.plan.last:
-                self.switched.append((layer, low, _multiplier(layer, self.high)))
-            let_go(layer.weight)
+                self.switched_layers.append((layer, low_attributes, _cast_layer_weight(layer, self.high)))
+            free_weight(layer.weight)
 
     def step(self, phase: Phases) -> None:
-        """Runs all steps. ACCUMULATE ends each, so that the clock can separate them."""
+        """Runs all sampling steps. Each of them ends with the phase ACCUMULATE, so that the clock can separate them."""
         with phase.elementwise:
-            for _ in self.latents(phase):
+            for _ in self.sample_latents(phase):
                 pass
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        *_, last = self.latents(SilentPhases())
+        *_, last = self.sample_latents(SilentPhases())
         return last, ()
 
-    def latents(self, phase: Phases) -> Iterator[Tensor]:
+    def sample_latents(self, phase: Phases) -> Iterator[Tensor]:
         latent = self.inputs[0]
         for step in range(self.plan.steps):
-            latent = self.after(latent, step, phase)
+            latent = self.take_sampling_step(latent, step, phase)
             yield latent
 
     @torch.no_grad()
-    def after(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
-        for layer, low, high in self.switched:
-            vars(layer).update(high if self.plan.high(step) else low)
+    def take_sampling_step(self, latent: Tensor, step: int, phase: Phases) -> Tensor:
+        for layer, low, high in self.switched_layers:
+            vars(layer).update(high if self.plan.is_high(step) else low)
         time = self.plan.time(step)
         next_time = self.plan.time(step + 1)
 
@@ -96,70 +100,82 @@ class Sampling(Exercise):
             times = torch.full((len(latent),), float(time), dtype=latent.dtype, device=latent.device)
             return self.layer(latent, times, condition, phase)
 
-        # 1. The velocity, by one or two evaluations.
+        # 1. Predict the velocity with one or two evaluations of the denoiser.
         condition = self.inputs[1]
         if self.plan.guidance == "none":
             velocity = predict(latent, condition)
         else:
-            without = torch.zeros_like(condition)
+            no_condition = torch.zeros_like(condition)
             if self.plan.guidance == "twice":
                 conditioned = predict(latent, condition)
-                free = predict(latent, without)
+                unconditioned = predict(latent, no_condition)
             else:
-                conditioned, free = predict(torch.cat((latent, latent)), torch.cat((condition, without))).chunk(2)
-            velocity = free + GUIDANCE * (conditioned - free)
+                conditioned, unconditioned = predict(
+                    torch.cat((latent, latent)), torch.cat((condition, no_condition))
+                ).chunk(2)
+            velocity = unconditioned + GUIDANCE_WEIGHT * (conditioned - unconditioned)
 
-        # 2. Image and noise as latent and velocity imply them, mixed for the next time.
+        # 2. Mix the image and noise that latent and velocity imply for the next time step.
         velocity = velocity.to(latent.dtype)
         with phase.accumulate:
-            turn = angle(time) - angle(next_time)
-            return math.cos(turn) * latent - math.sin(turn) * velocity
+            angle_change = compute_noise_angle(time) - compute_noise_angle(next_time)
+            return math.cos(angle_change) * latent - math.sin(angle_change) * velocity
 
 
-def _multiplier(layer: Linear | Convolution, arithmetic: Arithmetic) -> _Multiplier:
-    weight = layer.windows() if isinstance(layer, Convolution) else layer.weight
+def _cast_layer_weight(layer: Linear | Convolution, arithmetic: Arithmetic) -> _LayerAttributes:
+    weight = layer.shape_weight() if isinstance(layer, Convolution) else layer.weight
     operand = arithmetic.cast(weight.detach(), Role.WEIGHT)
-    return {"arithmetic": arithmetic, "operands": (operand, operand)}  # no gradient needs a turned one
+    # sampling needs no gradient, so the operand is not transposed
+    return {"arithmetic": arithmetic, "operands": (operand, operand)}
 
 
-def errors_by_step(low: Sampling, exact: Sampling, usual: Sampling, variant: Sampling) -> dict[str, float]:
-    """Errors of the latent after each step, relative to the exact one: sampled from the noise ('free'), and of one step
-    from the exact latent before it ('single'). The floor of each is what other kernels (`variant`) change in the
-    carrier's own products (`usual`), relative to the exact latent as well.
+def measure_step_errors(
+    low: Sampling, exact: Sampling, carrier_sampling: Sampling, variant: Sampling
+) -> dict[str, float]:
+    """Returns the relative error of the latent after each step, compared with the exact sampling. Each error is
+    measured in two ways: 'free' for a whole sampling from noise, and 'single' for one step that starts at the exact
+    latent.
+
+    Each error has a floor: the difference that a change of kernels alone makes. `carrier_sampling` and `variant`
+    compute the same products by different kernels. The floor is the difference between their latents, relative to the
+    exact latent.
     """
-    silent = SilentPhases()
-    exact_latents = list(exact.latents(silent))
+    phases = SilentPhases()
+    exact_latents = list(exact.sample_latents(phases))
     starts = [exact.inputs[0], *exact_latents[:-1]]
 
     def sample_both_ways(sampling: Sampling) -> dict[str, list[Tensor]]:
-        free = list(sampling.latents(silent))
-        single = []
+        latents_from_noise = list(sampling.sample_latents(phases))
+        latents_after_one_step = []
         for step, start in enumerate(starts):
-            single.append(sampling.after(start.to(sampling.inputs[0].dtype), step, silent))
-        return {"free": free, "single": single}
+            latents_after_one_step.append(sampling.take_sampling_step(start.to(sampling.inputs[0].dtype), step, phases))
+        return {"free": latents_from_noise, "single": latents_after_one_step}
 
-    # 1. Sample by all arithmetics; the variant also has a different kernel for attention.
-    with attention_by("math"):
-        variants = sample_both_ways(variant)
-    lows = sample_both_ways(low)
-    usuals = sample_both_ways(usual)
+    # 1. Sample in all arithmetics. The variant also uses a different attention kernel.
+    with select_attention_kernel("math"):
+        variant_latents = sample_both_ways(variant)
+    low_latents = sample_both_ways(low)
+    carrier_latents = sample_both_ways(carrier_sampling)
 
-    # 2. Compare step by step.
+    # 2. Compare the latents after each step.
     errors: dict[str, float] = {}
     for name in ("free", "single"):
         for number, exact_latent in enumerate(exact_latents):
             prefix = f"step{number + 1}_error"
-            floor = exact_latent + variants[name][number] - usuals[name][number]
-            errors[f"{name}_{prefix}"] = relative_frobenius(lows[name][number], exact_latent)
-            errors[f"{name}_floor_{prefix}"] = relative_frobenius(floor, exact_latent)
+            floor_latent = exact_latent + variant_latents[name][number] - carrier_latents[name][number]
+            errors[f"{name}_{prefix}"] = relative_frobenius(low_latents[name][number], exact_latent)
+            errors[f"{name}_floor_{prefix}"] = relative_frobenius(floor_latent, exact_latent)
     return {"latent_error": errors[f"free_step{len(exact_latents)}_error"], **errors}
 
 
 @dataclass
 class DenoiserTraining(Exercise):
-    """Noise is added to images, each at its own time step, and the velocity predicted; the squared error is halved and
-    summed, so that gradients are of order one. `inputs` are images, noise, conditions and times, `pull` the shares of
-    images and noise at these times."""
+    """A training step of a denoiser. It adds noise to images, each at its own time step, and predicts the velocity.
+    The loss is half the summed squared error, so that gradients are of order one.
+
+    `inputs` are images, noise, conditions and times. `output_gradient` holds the factors of image and noise at these
+    times.
+    """
 
     def step(self, phase: Phases) -> None:
         with phase.elementwise:
@@ -177,36 +193,41 @@ class DenoiserTraining(Exercise):
 
     def _predict(self, phase: Phases) -> tuple[Tensor, Tensor]:
         image, noise, condition, times = self.inputs
-        assert self.pull is not None
-        a, b = self.pull
+        assert self.output_gradient is not None
+        a, b = self.output_gradient
         output = self.layer(a * image + b * noise, times, condition, phase)
         return output, (output.to(noise.dtype) - (a * noise - b * image)).square().sum() / 2
 
 
-def denoiser_state(
+def make_denoiser_state(
     setup: Setup, sizes: DenoiserSizes, plan: SamplerPlan | None, choose: Choose, carrier: torch.dtype, rounded: bool
 ) -> Sampling | DenoiserTraining:
-    """Makes a sampling by the plan, or a training step without one, from the case's seed: the same noise, images,
-    conditions and times for every precision. Time steps are rounded to the carrier if `rounded`."""
-    wide = wide_dtype(carrier)
-    core: Core = FusedCore(causal=False)
-    if carrier is torch.float64:  # no fused GPU kernel takes it
+    """Makes a sampling if there is a plan, and otherwise a training step. Noise, images, conditions and times come
+    from the case's seed and are the same for every precision. With `rounded`, time steps are rounded to the carrier.
+    """
+    input_dtype = widen_dtype(carrier)
+    core: AttentionCore = FusedCore(causal=False)
+    if carrier is torch.float64:  # no fused GPU kernel computes fp64
         core = HeadwiseCore(core)
         rounded = False
-    clock = carrier if rounded else wide
+    time_dtype = carrier if rounded else input_dtype
     latents = (sizes.batch, sizes.image, sizes.image, CHANNELS)
     shapes = [latents, (sizes.batch, sizes.width), *([] if plan else [latents])]
-    # The layer and its inputs are drawn alike for every precision; only the arithmetic differs.
-    state = exercise(
-        setup, lambda: DENOISERS[sizes.denoiser](sizes, choose, carrier, clock, core), shapes, wide, training=False
+    # The layer and its inputs are the same for every precision. Only the arithmetic differs.
+    state = make_exercise(
+        setup,
+        lambda: DENOISERS[sizes.denoiser](sizes, choose, carrier, time_dtype, core),
+        shapes,
+        input_dtype,
+        training=False,
     )
     if plan is not None:
         return Sampling(state.layer, state.inputs, None, plan, setup.high)
-    # Times come from a generator of the CPU, whose numbers are the same on every device.
+    # Draw times on the CPU, whose random numbers are the same for every device.
     noise, condition, image = state.inputs
-    chance = torch.Generator("cpu").manual_seed(setup.seed)
-    times = torch.randint(TIME_STEPS, (sizes.batch,), generator=chance, device="cpu")
-    angles = torch.tensor([angle(time) for time in times.tolist()], dtype=torch.float64, device="cpu")
-    mixed = torch.stack((angles.cos(), angles.sin())).to(noise)
+    time_generator = torch.Generator("cpu").manual_seed(setup.seed)
+    times = torch.randint(TIME_STEPS, (sizes.batch,), generator=time_generator, device="cpu")
+    angles = torch.tensor([compute_noise_angle(time) for time in times.tolist()], dtype=torch.float64, device="cpu")
+    image_and_noise_shares = torch.stack((angles.cos(), angles.sin())).to(noise)
     inputs = image, noise, condition, times.to(noise)
-    return DenoiserTraining(state.layer, inputs, mixed[..., None, None, None])
+    return DenoiserTraining(state.layer, inputs, image_and_noise_shares[..., None, None, None])

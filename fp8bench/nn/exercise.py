@@ -1,4 +1,4 @@
-"""Runs one layer by itself: forward, or forward and backward, with random tensors around it."""
+"""Runs one layer alone, forward or forward and backward, on random inputs."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model import MemoryRole
-from fp8bench.nn.whole_layers import surround
-from fp8bench.numerics.distributions import drawn
+from fp8bench.nn.whole_layers import wrap_model_forward
+from fp8bench.numerics.distributions import draw_values
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_frobenius
 from fp8bench.protocols import Phases, Setup, SilentPhases
 from fp8bench.protocols.axes import VALUES
@@ -18,82 +18,86 @@ from fp8bench.protocols.axes import VALUES
 
 @dataclass
 class Exercise:
-    """A layer and its inputs. `pull` is the gradient of its output; None means forward only."""
+    """A layer with its inputs. `output_gradient` is the incoming gradient, or None to run forward only."""
 
     layer: nn.Module
     inputs: tuple[Tensor, ...]
-    pull: Tensor | None
+    output_gradient: Tensor | None
 
     def step(self, phase: Phases) -> None:
-        """Runs one pass. Work that the layer does not mark is ELEMENTWISE; all memory is freed inside."""
-        if self.pull is None:
+        """Runs one pass. Work outside of the layer's own phases counts as ELEMENTWISE. All memory of the pass is
+        freed before it returns.
+        """
+        if self.output_gradient is None:
             with phase.elementwise, torch.no_grad():
                 self.layer(*self.inputs, phase)
             return
         with phase.elementwise:
             output = self.layer(*self.inputs, phase)
         with phase.elementwise:
-            # Not backward(): it would copy gradients that a layer passes on unchanged, those of a sum.
-            torch.autograd.grad(output, self.leaves(), self.pull)
+            # autograd.grad, because backward() would copy gradients that a layer passes on unchanged.
+            torch.autograd.grad(output, self.leaves(), self.output_gradient)
             del output
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MemoryRole.ACTIVATIONS: self.inputs, MemoryRole.GRADIENTS: self.pull}
+        return {MemoryRole.ACTIVATIONS: self.inputs, MemoryRole.GRADIENTS: self.output_gradient}
 
     def leaves(self) -> list[Tensor]:
         return [*self.inputs, *self.layer.parameters()]
 
     def outcome(self) -> tuple[Tensor, tuple[Tensor, ...]]:
-        if self.pull is None:
+        if self.output_gradient is None:
             with torch.no_grad():
                 return self.layer(*self.inputs, SilentPhases()), ()
         output: Tensor = self.layer(*self.inputs, SilentPhases())
-        return output.detach(), torch.autograd.grad(output, self.leaves(), self.pull)
+        return output.detach(), torch.autograd.grad(output, self.leaves(), self.output_gradient)
 
-    def errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
-        """Errors of output and gradients against `exact`, taken in a second pass if the arithmetic `settles`."""
+    def measure_errors(self, exact: Exercise, settles: bool = False) -> dict[str, float]:
+        """Returns the relative errors of output and gradients compared with `exact`. With `settles`, a pass runs
+        before the measured one, because the arithmetic's scales come from earlier casts.
+        """
         if settles:
             self.outcome()
         output, gradients = self.outcome()
         reference, reference_gradients = exact.outcome()
         figures = {"output_error": relative_frobenius(output, reference)}
-        if self.pull is not None:
+        if self.output_gradient is not None:
             figures["gradient_error"] = joint_relative_frobenius(gradients, reference_gradients)
         return figures
 
 
-def exercise(
+def make_exercise(
     setup: Setup,
     build: Callable[[], nn.Module],
     shapes: Sequence[tuple[int, ...]],
     dtype: torch.dtype,
     training: bool,
-    spread: float = 1.0,
+    deviation: float = 1.0,
 ) -> Exercise:
-    """A layer and inputs in `dtype` on the case's device, from its seed: the same values for every dtype.
+    """Makes a layer and its inputs in `dtype` on the case's device, from the case's seed.
 
-    Inputs are Gaussian with standard deviation `spread`, unless the case asks for other values. The incoming gradient
-    is of order one, as with loss scaling.
+    The same values are drawn for every dtype. Inputs are Gaussian with the standard deviation `deviation`, unless the
+    case asks for other values. The incoming gradient is of order one, as with loss scaling.
     """
     params = setup.params
-    # fork_rng restores the process's own random state.
+    # fork_rng restores the process's random state afterwards.
     gpus = [setup.facts.index] if setup.facts.accelerated else []
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
         torch.manual_seed(setup.seed)
         layer = build()
-        surround(layer)
+        wrap_model_forward(layer)
         if VALUES.of(params) != "normal":
             with torch.no_grad():
                 for weight in layer.parameters():
                     if weight.dim() > 1:
-                        weight.copy_(drawn(params, weight.shape) * weight.square().mean().sqrt())
-        # Weights are drawn in float32 and widened, so that a reference has the same ones.
+                        weight.copy_(draw_values(params, weight.shape) * weight.square().mean().sqrt())
+        # Weights are drawn in float32 and then widened, so that a float64 reference has the same weights.
         if dtype is torch.float64:
             layer = layer.double()
-        inputs = tuple((spread * drawn(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
+        inputs = tuple((deviation * draw_values(params, shape)).to(dtype).requires_grad_(training) for shape in shapes)
         if not training:
             return Exercise(layer, inputs, None)
-        # The gradient needs the shape of the output, which only a forward pass knows.
+        # The gradient has the shape of the output, which only a forward pass shows.
         with torch.no_grad():
             output = layer(*inputs, SilentPhases())
-        return Exercise(layer, inputs, drawn(params, output.shape).to(output.dtype))
+        return Exercise(layer, inputs, draw_values(params, output.shape).to(output.dtype))

@@ -1,11 +1,12 @@
-"""A decoder-only transformer in the manner of GPT-2 or Llama, its parts under their phases; with experts if asked to.
+"""A decoder-only transformer like GPT-2 or Llama, which marks the phases of its parts. It has experts if its config
+has experts.
 
-The caller chooses the arithmetic of each layer by its path in the model: `blocks.0.attn.qkv`, `blocks.0.attn.out`,
-`blocks.0.mlp.up`, `blocks.0.mlp.down`, and so on to `head`. Attention scores, softmax and loss stay in high precision;
-so do embedding, norms, logits and the residual stream unless `around` gives them another one. The stream has the
-carrier's dtype; norms and loss are computed in fp32 (fp64 for the reference).
+The caller chooses each layer's arithmetic by its path in the model: `blocks.0.attn.qkv`, `blocks.0.attn.out`,
+`blocks.0.mlp.up`, `blocks.0.mlp.down` and so on to `head`. Attention scores, softmax and loss stay in high precision.
+Embedding, norms, logits and the residual stream stay in high precision too, unless `around` gives them another
+arithmetic. The stream has the carrier's dtype. Norms and loss are computed in fp32, or in fp64 for the reference.
 
-Also here: `take_blocks`, whole blocks by a backend.
+`fuse_blocks` replaces whole blocks by a backend's layers.
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.nn.around import cast_to, start_stream
-from fp8bench.nn.attention import Core, FusedCore, recompute, rotations
+from fp8bench.nn.attention import AttentionCore, FusedCore, make_rotary_table, recompute
 from fp8bench.nn.block import Block, build_blocks
 from fp8bench.nn.experts import Experts, add_balance
 from fp8bench.nn.linear import Choose, Linear
@@ -30,20 +31,21 @@ from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class ScaledStream(Protocol):
-    """The constants of unit scaling at the beginning and the end of a model's stream."""
+    """The constants that unit scaling applies at the start and the end of a model's residual stream."""
 
-    def begin(self, tokens: int) -> None:
-        """Prepare for a batch with this number of tokens."""
+    def set_token_count(self, tokens: int) -> None:
+        """Prepares for a batch with this number of tokens."""
 
     def scale_embedding(self, x: Tensor) -> Tensor: ...
     def scale_logits(self, logits: Tensor) -> Tensor: ...
 
 
 class LanguageModel(nn.Module):
-    """Tokens and targets in, mean loss out; with reduction 'none' the loss of each token, (batch x tokens).
+    """Maps tokens and targets to the mean loss. With reduction 'none' it returns the loss of each token (batch x
+    tokens).
 
-    `around` has the arithmetics of what the model holds in addition to its modules; None is high precision. In
-    training, `dropout` is the share of values that `drop` sets to zero.
+    `around` has the arithmetics of parts that are not modules. None means high precision. `dropout` is the fraction
+    of values that training sets to zero.
     """
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
@@ -53,7 +55,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.carrier = carrier
         self.dropout = dropout
-        # Learned tables begin small: the first logits are then nearly the same for all tokens.
+        # Embeddings start small, so that the first logits are nearly the same for all tokens.
         self.embedding = nn.Parameter(torch.randn(config.vocabulary, config.width) * 0.02)
 
     def drop(self, x: Tensor) -> Tensor:
@@ -61,15 +63,17 @@ class LanguageModel(nn.Module):
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
         if self.unit is not None:
-            self.unit.begin(tokens.numel())
-        return self.loss_of(self.logits(tokens, phase), targets, reduction)
+            self.unit.set_token_count(tokens.numel())
+        return self.compute_loss(self.logits(tokens, phase), targets, reduction)
 
-    def loss_of(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
+    def compute_loss(self, logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
         logits = cast_to(logits, self.around["logits"]) if self.unit is None else self.unit.scale_logits(logits)
         return cross_entropy(logits, targets, reduction)
 
-    def look_up(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
-        """Returns the stream's first values: rows of the embedding, with the first of the positions added."""
+    def look_up_embedding(self, tokens: Tensor, positions: Tensor | None = None) -> Tensor:
+        """Returns the start of the residual stream: the rows of the embedding for these tokens. If `positions` are
+        given, each token's position is added.
+        """
         arithmetic = self.around["embedding"]
         x = F.embedding(tokens, cast_to(self.embedding, arithmetic, Role.WEIGHT))
         if positions is not None:
@@ -77,15 +81,17 @@ class LanguageModel(nn.Module):
         return start_stream(x, self.carrier, self.around["residual"])
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        """Logits of the token that follows each, (batch, tokens, vocabulary)."""
+        """Returns the logits of each next token, as (batch, tokens, vocabulary)."""
         raise NotImplementedError
 
 
 class GPT(LanguageModel):
-    """With `checkpointing` each block keeps only its input, and is computed again in backward, phases and all.
+    """A GPT. With `checkpointing` each block keeps only its input. Backward then computes the block again, and marks
+    its phases again.
 
-    In training, `dropout` is the share of what embedding and layers add to the stream that is dropped. With experts
-    the balancing loss enters the gradients, not the value of the loss.
+    `dropout` is the fraction of values that training drops: from the embedding, and from each layer's output before
+    it is added to the stream. Experts have a balancing loss, which changes the gradients but not the value of the
+    loss.
     """
 
     rotation: Tensor | None
@@ -96,7 +102,7 @@ class GPT(LanguageModel):
         choose: Choose,
         carrier: torch.dtype,
         checkpointing: bool = False,
-        core: Core | None = None,
+        core: AttentionCore | None = None,
         dropout: float = 0.0,
     ) -> None:
         super().__init__(config, carrier, dropout)
@@ -104,10 +110,12 @@ class GPT(LanguageModel):
         self.positions = None if config.modern else nn.Parameter(torch.randn(config.sequence, config.width) * 0.01)
         self.blocks = build_blocks(config, choose, core or FusedCore(), dropout)
         self.norm = Norm(config.width, config.modern)
-        # A tied head multiplies by the embedding itself, so that both gradients add up in one tensor.
+        # A tied head multiplies by the embedding itself, so that both gradients are summed in one tensor.
         tied = self.embedding if config.tied else None
         self.head = Linear(config.width, config.vocabulary, choose("head"), weight=tied)
-        self.register_buffer("rotation", rotations(config.sequence, config.head_width) if config.modern else None)
+        self.register_buffer(
+            "rotation", make_rotary_table(config.sequence, config.head_width) if config.modern else None
+        )
         self.has_experts = config.experts > 0
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases, reduction: str = "mean") -> Tensor:
@@ -121,18 +129,18 @@ class GPT(LanguageModel):
         return self.read_logits(self.run_blocks(self.embed(tokens), phase, tokens.shape[1]), phase)
 
     def embed(self, tokens: Tensor) -> Tensor:
-        x = self.look_up(tokens, self.positions)
+        x = self.look_up_embedding(tokens, self.positions)
         return self.drop(x if self.unit is None else self.unit.scale_embedding(x))
 
     def run_blocks(self, x: Tensor, phase: Phases, length: int) -> Tensor:
         rotation = None if self.rotation is None else self.rotation[:length].to(self.carrier)
-        # Recomputing without a record suits references; it forgets dropout's random states and what experts balance by.
+        # References use `recompute`. It restores neither dropout's random states nor the experts' balancing losses.
         recomputes = self.checkpointing and self.carrier is torch.float64 and not (self.dropout or self.has_experts)
         for block in self.blocks:
             if recomputes:
                 x = recompute(partial(block, phase=phase, rotation=rotation), x)
             elif self.checkpointing:
-                # Random states need be kept only for dropout.
+                # Random states must be restored only for dropout.
                 x = checkpoint(block, x, phase, rotation, use_reentrant=False, preserve_rng_state=self.dropout > 0)
             else:
                 x = block(x, phase, rotation)
@@ -142,8 +150,8 @@ class GPT(LanguageModel):
         return self.head(self.norm(x), phase)
 
 
-def take_blocks(model: GPT, heads: int) -> None:
-    """Let a backend compute each block as one layer, where it can."""
+def fuse_blocks(model: GPT, heads: int) -> None:
+    """Lets a backend compute each block as one layer, if the backend has such a layer."""
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
         assert isinstance(block.norm_attn, Norm) and isinstance(block.norm_mlp, Norm)
@@ -154,5 +162,5 @@ def take_blocks(model: GPT, heads: int) -> None:
             vars(block)["forward"] = lambda x, phase, rotation, layer=layer: layer(x)
 
 
-def blocks_are_taken(model: GPT) -> bool:
+def has_fused_blocks(model: GPT) -> bool:
     return any("forward" in vars(block) for block in model.blocks)

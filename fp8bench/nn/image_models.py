@@ -1,8 +1,10 @@
-"""Models of images: ResNet's stem and first stage, a vision transformer, and a model of images and text.
+"""Image models: ResNet's stem and first stage, a vision transformer, and a model of images and text. Images are
+(batch, height, width, channels).
 
-Images are (batch, height, width, channels). Patches are embedded by a convolution. The model of two inputs puts the
-tokens that a vision transformer makes of an image before the text's, and predicts the text. Batch norm uses its batch
-in training, else statistics that were drawn with the weights.
+A convolution embeds patches. The model of images and text first reads the tokens that a vision transformer makes of
+the image, and then the text's tokens. It predicts the text.
+
+Batch norm uses the batch's statistics in training, and otherwise random statistics that are drawn with the weights.
 """
 
 from __future__ import annotations
@@ -22,30 +24,32 @@ from fp8bench.nn.parts import Norm, cross_entropy
 from fp8bench.nn.sizes import CLASSES, VisionSizes
 from fp8bench.protocols import Arithmetic, Phases, Role
 
-_POINT = Windows((1, 1), padding=(0, 0))
-_STEM = Windows((7, 7), (2, 2), (3, 3))
+_POINTWISE_WINDOWS = Windows((1, 1), padding=(0, 0))
+_STEM_WINDOWS = Windows((7, 7), (2, 2), (3, 3))
 Inputs = Sequence[Tensor]
 
 
 class Bottleneck(nn.Module):
-    """1x1, 3x3 and 1x1 convolutions, each with batch norm, and a shortcut, convolved where channels change."""
+    """ResNet's bottleneck: 1x1, 3x3 and 1x1 convolutions, each with batch norm, and a shortcut. The shortcut is a
+    convolution if the number of channels changes.
+    """
 
     residual: Arithmetic | None = None
 
     def __init__(self, inputs: int, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        inner = sizes.inner
+        inner_width = sizes.inner_width
         width = sizes.width
-        parts = {
-            "reduce": (inputs, inner, _POINT),
-            "spatial": (inner, inner, Windows()),
-            "expand": (inner, width, _POINT),
+        convolutions = {
+            "reduce": (inputs, inner_width, _POINTWISE_WINDOWS),
+            "spatial": (inner_width, inner_width, Windows()),
+            "expand": (inner_width, width, _POINTWISE_WINDOWS),
         }
-        # A shortcut is a product only where the widths differ.
+        # The shortcut is a convolution only if the widths differ.
         if inputs != width:
-            parts["shortcut"] = (inputs, width, _POINT)
-        self.norms = nn.ModuleDict({name: _drawn_norm(outputs) for name, (_, outputs, _) in parts.items()})
-        for name, (channels, outputs, geometry) in parts.items():
+            convolutions["shortcut"] = (inputs, width, _POINTWISE_WINDOWS)
+        self.norms = nn.ModuleDict({name: _make_random_norm(outputs) for name, (_, outputs, _) in convolutions.items()})
+        for name, (channels, outputs, geometry) in convolutions.items():
             self.add_module(name, Convolution(channels, outputs, choose(name), geometry, layout))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -59,8 +63,8 @@ class Bottleneck(nn.Module):
         return y.to(x.dtype)
 
 
-def _drawn_norm(channels: int) -> BatchNorm:
-    """A batch norm with random statistics, as a trained one has some."""
+def _make_random_norm(channels: int) -> BatchNorm:
+    """Returns a batch norm with random statistics, to resemble a trained one."""
     norm = BatchNorm(channels, running=True)
     assert norm.running_mean is not None and norm.running_var is not None
     norm.running_mean.normal_(std=0.1)
@@ -69,7 +73,7 @@ def _drawn_norm(channels: int) -> BatchNorm:
 
 
 class ImageModel(nn.Module):
-    """Maps images (with text for some models) and targets to the mean loss; `around` is as in LanguageModel."""
+    """Maps images (and for some models text) and targets to the mean loss. `around` is the same as in LanguageModel."""
 
     around: Mapping[str, Arithmetic | None] = dict.fromkeys(("embedding", "logits", "residual"))
     blocks: nn.ModuleList
@@ -94,15 +98,15 @@ class ImageModel(nn.Module):
 
 
 class ResNet(ImageModel):
-    """A 7x7 stem with pooling, a stage of bottlenecks, a mean over positions, a head."""
+    """A 7x7 stem with pooling, one stage of bottlenecks, a mean over positions, and a classifier head."""
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        self.stem = Convolution(3, sizes.inner, choose("stem"), _STEM, layout)
-        self.norm = _drawn_norm(sizes.inner)
+        self.stem = Convolution(3, sizes.inner_width, choose("stem"), _STEM_WINDOWS, layout)
+        self.norm = _make_random_norm(sizes.inner_width)
         self.blocks = nn.ModuleList()
         for number in range(sizes.layers):
-            inputs = sizes.width if number else sizes.inner
+            inputs = sizes.width if number else sizes.inner_width
             self.blocks.append(Bottleneck(inputs, sizes, prefix_names(choose, f"blocks.{number}"), layout))
         self.head = Linear(sizes.width, CLASSES, choose("head"))
 
@@ -113,32 +117,36 @@ class ResNet(ImageModel):
 
 
 class VisionTransformer(ImageModel):
-    """Patches, blocks, a norm, and a head on the mean over tokens, unless another model takes the tokens."""
+    """A vision transformer: patches, blocks, a norm, and a head on the mean over tokens. The head is left out if
+    another model reads the tokens.
+    """
 
-    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout, headed: bool = True) -> None:
+    def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout, has_head: bool = True) -> None:
         super().__init__()
         side = (sizes.patch, sizes.patch)
         self.patches = Convolution(3, sizes.width, choose("patches"), Windows(side, side, (0, 0)), layout)
         self.positions = nn.Parameter(torch.randn(sizes.patches, sizes.width) * 0.01)
         self.blocks = build_blocks(sizes.blocks, choose, FusedCore(causal=False))
         self.norm = Norm(sizes.width, False)
-        self.head = Linear(sizes.width, CLASSES, choose("head")) if headed else None
+        self.head = Linear(sizes.width, CLASSES, choose("head")) if has_head else None
 
-    def tokens(self, images: Tensor, phase: Phases) -> Tensor:
+    def encode_image(self, images: Tensor, phase: Phases) -> Tensor:
         x = self.add_positions(self.patches(images, phase).flatten(1, 2), self.positions)
         return self.norm(self.run_blocks(x, images.dtype, phase))
 
     def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
         assert self.head is not None
-        return self.head(self.tokens(inputs[0], phase).mean(1), phase)
+        return self.head(self.encode_image(inputs[0], phase).mean(1), phase)
 
 
 class TwoInput(ImageModel):
-    """An image's projected tokens before a text's; causal blocks over both predict each next token of the text."""
+    """Reads an image's projected tokens and then a text's tokens. Causal blocks over all tokens predict each next
+    token of the text.
+    """
 
     def __init__(self, sizes: VisionSizes, choose: Choose, layout: Layout) -> None:
         super().__init__()
-        self.image = VisionTransformer(sizes, prefix_names(choose, "image"), layout, headed=False)
+        self.image = VisionTransformer(sizes, prefix_names(choose, "image"), layout, has_head=False)
         self.project = Linear(sizes.width, sizes.width, choose("project"))
         self.embedding = nn.Parameter(torch.randn(sizes.vocabulary, sizes.width) * 0.02)
         self.positions = nn.Parameter(torch.randn(sizes.text, sizes.width) * 0.01)
@@ -148,9 +156,9 @@ class TwoInput(ImageModel):
 
     def compute_logits(self, inputs: Inputs, phase: Phases) -> Tensor:
         images, text = inputs
-        image_tokens = self.project(self.image.tokens(images, phase), phase)
-        words = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
-        x = torch.cat((image_tokens, self.add_positions(words, self.positions)), 1)
+        image_tokens = self.project(self.image.encode_image(images, phase), phase)
+        text_embeddings = F.embedding(text, cast_to(self.embedding, self.around["embedding"], Role.WEIGHT))
+        x = torch.cat((image_tokens, self.add_positions(text_embeddings, self.positions)), 1)
         x = self.run_blocks(x, images.dtype, phase)
         return self.head(self.norm(x[:, -text.shape[1] :]), phase)
 

@@ -1,11 +1,11 @@
-"""Bases of workloads that run one layer. No torch here: plans read it."""
+"""Base classes of workloads that run one layer. This module must not import torch, because planning imports it."""
 
 from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
 from fp8bench.model import Scalars, TensorStatistics
-from fp8bench.nn.shared_workloads import is_training, why_no_errors
+from fp8bench.nn.shared_workloads import explain_missing_errors, is_training
 from fp8bench.protocols import Arithmetic, Phases, Setup, Workload
 
 if TYPE_CHECKING:
@@ -18,24 +18,26 @@ if TYPE_CHECKING:
 
 
 class LayerWorkload(Workload):
-    """One layer on random inputs, forward alone or forward and backward.
+    """Runs one layer on random inputs, forward only or forward and backward.
 
-    A subclass makes the layer (`layer`) and has the `shapes` of its inputs, or makes both (`exercise`).
+    A subclass makes the layer (`layer`) and returns the `shapes` of its inputs, or makes both (`exercise`).
     """
 
     def layer(self, params: Scalars, choose: Choose) -> nn.Module:
-        """Makes the layer; `choose` gives each product its arithmetic by name."""
+        """Makes the layer. `choose` returns the arithmetic of each product by name."""
         raise NotImplementedError
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
         raise NotImplementedError
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        """Makes the layer with inputs in the carrier's dtype."""
-        from fp8bench.nn.exercise import exercise
+        """Makes the layer and its inputs in the carrier."""
+        from fp8bench.nn.exercise import make_exercise
 
         params = setup.params
-        return exercise(setup, lambda: self.layer(params, choose), self.shapes(params), carrier, is_training(params))
+        return make_exercise(
+            setup, lambda: self.layer(params, choose), self.shapes(params), carrier, is_training(params)
+        )
 
     def prepare(self, setup: Setup) -> Exercise:
         state = self.exercise(setup, self.arithmetics(setup), setup.arithmetic.carrier)
@@ -49,19 +51,19 @@ class LayerWorkload(Workload):
         state.step(phase)
 
     def error_refused(self, params: Scalars) -> str:
-        return why_no_errors(params)
+        return explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        return self.prepare(setup).errors(self.exact(setup), setup.settles)
+        return self.prepare(setup).measure_errors(self.exact(setup), setup.settles)
 
     def exact(self, setup: Setup) -> Exercise:
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        return self.all_in(setup, PlainArithmetic(torch.float64))
+        return self.make_in_arithmetic(setup, PlainArithmetic(torch.float64))
 
-    def all_in(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
+    def make_in_arithmetic(self, setup: Setup, arithmetic: Arithmetic) -> Exercise:
         return self.exercise(setup, lambda name: arithmetic, arithmetic.carrier)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
@@ -69,7 +71,7 @@ class LayerWorkload(Workload):
 
         ledger = Ledger()
         state = self.exercise(setup, self.count_operands(setup, ledger), setup.arithmetic.carrier)
-        ledger.tallies.clear()  # the tallies of the forward pass in preparing
+        ledger.tallies.clear()  # preparing runs a forward pass, which does not count
         state.outcome()
         return ledger.statistics()
 
@@ -81,17 +83,21 @@ class LayerWorkload(Workload):
 
 
 class ConvolvedWorkload(LayerWorkload):
-    """A workload with convolutions: operands are counted by the kind of their layer."""
+    """A workload whose layers include convolutions. Its casts are counted by the kind of layer."""
 
     def count_operands(self, setup: Setup, ledger: Ledger) -> Choose:
-        """Counts only the source image of windows that are written out: each pixel once."""
+        """Counts the values of the operands. Each pixel of an image counts once, even if an arithmetic copies
+        overlapping windows.
+        """
         from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 
         choose = self.arithmetics(setup)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
 
         def choose_counted_values(name: str) -> Arithmetic:
-            inner = choose(name)
-            return count_casts(PlainArithmetic(inner.carrier) if inner.explicit else inner, kinds[name], ledger)
+            arithmetic = choose(name)
+            return count_casts(
+                PlainArithmetic(arithmetic.carrier) if arithmetic.explicit else arithmetic, kinds[name], ledger
+            )
 
         return choose_counted_values

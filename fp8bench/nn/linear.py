@@ -1,19 +1,19 @@
-"""Products and phase regions that mark their own backward pass, and the linear layer made of them.
+"""Products and phase regions that mark their own backward pass, and the linear layer that uses them.
 
-A linear layer's three products run in a chosen arithmetic, its casts and products under their phases. Forward contracts
-inputs and weights over the input features, the input gradient contracts gradients and weights over the output features,
-the weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the dimension that its
-product contracts. The master weight stays fp32 and is cast in every forward pass, as under autocast, unless the layer
-holds operands of it.
+A linear layer has three products, which run in a chosen arithmetic with casts and products in their phases. Forward
+contracts inputs and weights over the input features. The input gradient contracts gradients and weights over the
+output features. The weight gradient contracts gradients and inputs over the tokens. Each operand is cast along the
+dimension that its product contracts. The master weight stays fp32. It is cast in every forward pass, as under
+autocast, unless the layer already has its operands.
 
-A region is a phase around operators that torch differentiates itself. Identity Functions surround it: the one after it
-runs first in backward and opens the phase, the one before it closes it. If an input needs no gradient the closing one
-might never run, so that is refused.
+A region is a phase around operators that torch differentiates itself. It has an identity Function at each end. In
+backward the Function at the end runs first and opens the phase. The Function at the beginning runs last and closes
+it. If an input needs no gradient, the closing Function might never run, so such inputs are refused.
 
-A grouped product is one product for many weights, each with its own rows: that of a block's experts. Each weight has
-the operands that it would have by itself. Rows of inputs and gradients are cast in one call, since every row has its
-own scale or no row has one; weights and transposes are cast one by one. For the weight gradient the codes of all parts
-are adjacent along the contraction, which ends with each part.
+A grouped product is one product for many weights, each with its own rows, for example the experts of a block. The
+operands of each weight are the same as in a separate product. Rows of inputs and gradients are cast in one call.
+Weights and transposes are cast separately. For the weight gradient, the codes of all parts are adjacent along the
+contraction, and each part contracts only over its own codes.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.around import wide_dtype
+from fp8bench.nn.around import widen_dtype
 from fp8bench.protocols import Arithmetic, Operand, Phases, Role
 
 Marker = AbstractContextManager[None]
@@ -60,57 +60,61 @@ class _RegionEnd(torch.autograd.Function):
 
 
 def region(marker: Marker, function: Callable[..., Tensor], *tensors: Tensor, **options: Any) -> Tensor:
-    """Returns function(*tensors, **options) with `marker` around both its forward and its backward pass.
+    """Returns function(*tensors, **options), with `marker` around its forward and its backward pass.
 
-    A null context marks nothing; while a graph is compiled, no marker reaches the backward pass.
+    A null context as `marker` marks nothing. While a graph is being compiled, the backward pass is not marked.
     """
     if torch.compiler.is_compiling() or isinstance(marker, nullcontext) or not torch.is_grad_enabled():
         with marker:
             return function(*tensors, **options)
     if not all(tensor.requires_grad for tensor in tensors):
         raise ValueError(
-            "a phase region was given a tensor that needs no gradient: its backward marker would never fire. Pass "
+            "a phase region got a tensor that needs no gradient, so its backward marker would never run. Pass "
             "such tensors as options, or run the region under torch.no_grad()."
         )
-    inside = _RegionBegin.apply(marker, *tensors)  # type: ignore[no-untyped-call]
-    return _RegionEnd.apply(marker, function(*inside, **options))  # type: ignore[no-untyped-call]
+    marked_tensors = _RegionBegin.apply(marker, *tensors)  # type: ignore[no-untyped-call]
+    return _RegionEnd.apply(marker, function(*marked_tensors, **options))  # type: ignore[no-untyped-call]
 
 
-# Returns the arithmetic of the layer with that name.
+# A function that returns the arithmetic of the layer with a given name.
 Choose = Callable[[str], Arithmetic]
 
-_NOTHING: AbstractContextManager[None] = nullcontext()
+_NO_PHASE: AbstractContextManager[None] = nullcontext()
 
 
 def prefix_names(choose: Choose, part: str) -> Choose:
-    """`choose` for the layers of a part, which name themselves by their path inside it."""
+    """Returns a function that chooses arithmetics for the layers inside a part of a model. It calls `choose` with the
+    part's name before each layer's name.
+    """
     return lambda name: choose(f"{part}.{name}")
 
 
 def cast_marker(arithmetic: Arithmetic, phase: Phases) -> AbstractContextManager[None]:
-    return phase.cast if arithmetic.casts else _NOTHING
+    return phase.cast if arithmetic.casts else _NO_PHASE
 
 
-def refuse_twice() -> None:
-    """Raises UsageError in a backward pass that autograd records: what is differentiated again would silently lack
-    these products."""
+def refuse_double_backward() -> None:
+    """Raises UsageError if autograd records this backward pass, because a second derivative would silently miss these
+    products.
+    """
     if torch.is_grad_enabled() and not torch.compiler.is_compiling():
         raise UsageError(
-            "a converted layer is differentiated twice (create_graph=True, as for a gradient penalty or forces), and "
-            "its products have one derivative: leave such layers out by --skip"
+            "a converted layer is differentiated twice (create_graph=True, as for a gradient penalty or forces), but "
+            "its products have only a first derivative: exclude such layers with --skip"
         )
 
 
-# The operands of a weight in both orientations.
-Both = tuple[Operand, Operand]
+# A weight's two operands: one for the forward product, and a transposed one for the input gradient.
+OperandPair = tuple[Operand, Operand]
 
 
 class _LinearProduct(torch.autograd.Function):
-    """x (T, I) times w (O, I) transposed. It marks its own backward, which autograd may run on another thread.
+    """Returns x (T, I) times transposed w (O, I). It marks phases in backward, which autograd may run on another
+    thread.
 
-    For backward it keeps one orientation of each operand: the turned one if it was cast together with the other, else
-    the one of forward, with the source where the arithmetic has to cast that again. Operands that no gradient needs are
-    not kept.
+    For backward it keeps one orientation of each operand that some gradient needs. That is the transposed one if both
+    were cast together. Otherwise it is the forward one. If the arithmetic must cast again, it also keeps the tensor
+    that the operand was cast from.
     """
 
     @staticmethod
@@ -121,17 +125,17 @@ class _LinearProduct(torch.autograd.Function):
         arithmetic: Arithmetic,
         phase: Phases,
         training: bool,
-        operands: Both | None,
+        operands: OperandPair | None,
     ) -> Tensor:
-        # Transposed operands are kept only for gradients that will be asked for.
-        for_x, for_weight = (training and needed for needed in ctx.needs_input_grad[:2])
+        # Cast transposes only for gradients that will be computed.
+        needs_x_gradient, needs_weight_gradient = (training and needed for needed in ctx.needs_input_grad[:2])
         with cast_marker(arithmetic, phase):
-            a, a_turned = _operands(arithmetic, x, Role.INPUT, for_weight)
-            b, b_turned = operands or _operands(arithmetic, weight, Role.WEIGHT, for_x)
-        # Tensors that autograd saves count as memory of the step: save codes instead of sources where they suffice.
+            a, a_turned = _cast_operands(arithmetic, x, Role.INPUT, needs_weight_gradient)
+            b, b_turned = operands or _cast_operands(arithmetic, weight, Role.WEIGHT, needs_x_gradient)
+        # Saved tensors count as memory of the step. So save codes, and sources only if codes do not suffice.
         ctx.save_for_backward(
-            *_keep(arithmetic, a, a_turned, x, for_weight),
-            *_keep(arithmetic, b, b_turned, weight, for_x),
+            *_select_saved_tensors(arithmetic, a, a_turned, x, needs_weight_gradient),
+            *_select_saved_tensors(arithmetic, b, b_turned, weight, needs_x_gradient),
         )
         ctx.input_is_turned = a_turned is not None
         ctx.weight_is_turned = b_turned is not None
@@ -142,43 +146,43 @@ class _LinearProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_twice()
+        refuse_double_backward()
         gradient = gradients[0]
         arithmetic = ctx.arithmetic
         phase = ctx.phase
         a_data, a_scale, x, b_data, b_scale, weight = ctx.saved_tensors
-        for_x, for_weight = ctx.needs_input_grad[:2]
-        # 1. Cast the gradient, and turn what forward has not turned.
+        needs_x_gradient, needs_weight_gradient = ctx.needs_input_grad[:2]
+        # 1. Cast the gradient, and transpose the operands that forward has not transposed.
         with cast_marker(arithmetic, phase):
-            g, g_turned = _operands(arithmetic, gradient, Role.GRADIENT, for_weight)
+            g, g_turned = _cast_operands(arithmetic, gradient, Role.GRADIENT, needs_weight_gradient)
             b = Operand(b_data, b_scale)
             a = Operand(a_data, a_scale)
-            if for_x and not ctx.weight_is_turned:
+            if needs_x_gradient and not ctx.weight_is_turned:
                 b = arithmetic.turn(b, weight, Role.WEIGHT)
-            if for_weight and g_turned is None:
+            if needs_weight_gradient and g_turned is None:
                 g_turned = arithmetic.turn(g, gradient, Role.GRADIENT)
-            if for_weight and not ctx.input_is_turned:
+            if needs_weight_gradient and not ctx.input_is_turned:
                 a = arithmetic.turn(a, x, Role.INPUT)
         input_gradient = weight_gradient = None
-        # 2. Multiply for each gradient that is asked for.
-        if for_x:
+        # 2. Compute each gradient that autograd asks for.
+        if needs_x_gradient:
             with phase.gemm:
                 input_gradient = arithmetic.product(g, b, arithmetic.carrier)
-        if for_weight:
+        if needs_weight_gradient:
             assert g_turned is not None
             with phase.gemm:
                 weight_gradient = arithmetic.product(g_turned, a, arithmetic.carrier)
-            # The master weight is fp32, and autograd would convert outside any phase.
+            # The master weight is fp32. Without this conversion autograd would convert outside of any phase.
             with cast_marker(arithmetic, phase):
-                weight_gradient = weight_gradient.to(wide_dtype(arithmetic.carrier))
+                weight_gradient = weight_gradient.to(widen_dtype(arithmetic.carrier))
         return input_gradient, weight_gradient, None, None, None, None
 
 
-def _operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: bool) -> tuple[Operand, Operand | None]:
+def _cast_operands(arithmetic: Arithmetic, tensor: Tensor, role: Role, both: bool) -> tuple[Operand, Operand | None]:
     return arithmetic.cast_both(tensor, role) if both else (arithmetic.cast(tensor, role), None)
 
 
-def _keep(
+def _select_saved_tensors(
     arithmetic: Arithmetic, operand: Operand, turned: Operand | None, source: Tensor, needed: bool
 ) -> tuple[Tensor | None, Tensor | None, Tensor | None]:
     if not needed:
@@ -188,22 +192,29 @@ def _keep(
     return operand.data, operand.scale, source if arithmetic.keeps_source else None
 
 
-def linear(x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: Both | None = None) -> Tensor:
-    """x (..., I) times w (O, I) transposed: (..., O) in the carrier. `operands` are those of w if already cast."""
+def linear(
+    x: Tensor, weight: Tensor, arithmetic: Arithmetic, phase: Phases, operands: OperandPair | None = None
+) -> Tensor:
+    """Returns x (..., I) times transposed w (O, I), as (..., O) in the carrier. If the weight was already cast,
+    `operands` are its operands.
+    """
     flat = x.reshape(-1, x.shape[-1]).to(arithmetic.carrier)
-    training = torch.is_grad_enabled()  # a Function cannot know: weights need gradients under no_grad as well
-    y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, training, operands)  # type: ignore[no-untyped-call]
+    # Ask here whether gradients are recorded. The Function itself cannot see it, because weights require gradients
+    # under no_grad too.
+    records_gradients = torch.is_grad_enabled()
+    y: Tensor = _LinearProduct.apply(flat, weight, arithmetic, phase, records_gradients, operands)  # type: ignore[no-untyped-call]
     return y.view(*x.shape[:-1], -1)
 
 
-# Attributes that hold what a layer multiplies by. A convolution lacks `_whole`.
-_MULTIPLIER = ("arithmetic", "operands", "_whole")
+# Attributes of a layer that determine its product. A convolution has no `_library_forward`.
+_MULTIPLIER_ATTRIBUTES = ("arithmetic", "operands", "_library_forward")
 
 
 class Linear(nn.Module):
-    """y = x W^T without bias. `operands` of W are used while they exist; unit scaling (`unit`) casts `factor` W.
+    """Computes y = x W^T without bias. If the layer has `operands`, they are used in place of W. Unit scaling
+    (`unit`) casts W times `factor`.
 
-    A shared `weight` keeps the values that the first module drew.
+    If several layers share a `weight`, it keeps the values that the first layer has drawn.
     """
 
     unit: Callable[[Linear, Tensor, Phases], Tensor] | None = None
@@ -219,54 +230,61 @@ class Linear(nn.Module):
     ) -> None:
         super().__init__()
         self.arithmetic = arithmetic
-        self.operands: Both | None = None
+        self.operands: OperandPair | None = None
         if weight is None:
             weight = nn.Parameter(torch.empty(outputs, inputs))
             nn.init.normal_(weight, std=gain / math.sqrt(inputs))
         self.weight = weight
-        self._whole = arithmetic.whole(self.weight)
+        self._library_forward = arithmetic.whole(self.weight)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
-        if self._whole is not None:  # it casts inside, where no phase can be opened
-            return region(phase.gemm, self._whole, x.to(self.arithmetic.carrier))
+        if self._library_forward is not None:  # the library casts inside its layer, where no phase can be opened
+            return region(phase.gemm, self._library_forward, x.to(self.arithmetic.carrier))
         if self.unit is not None:
             return self.unit(self, x, phase)
         return linear(x, self.weight, self.arithmetic, phase, self.operands)
 
 
 def cast_once(model: nn.Module) -> None:
-    """Casts weights for all passes to come, forward alone, and lets go of what they were made of, as in serving."""
+    """Casts the weights once for all later forward passes and frees the originals, as in serving."""
     for layer in model.modules():
-        if isinstance(layer, Linear) and layer.arithmetic.casts and layer._whole is None and layer.unit is None:
+        if (
+            isinstance(layer, Linear)
+            and layer.arithmetic.casts
+            and layer._library_forward is None
+            and layer.unit is None
+        ):
             operand = layer.arithmetic.cast(layer.weight.detach(), Role.WEIGHT)
-            layer.operands = operand, operand  # no gradient needs a turned one
-            let_go(layer.weight)
+            layer.operands = operand, operand  # without gradients no product needs a transpose
+            free_weight(layer.weight)
 
 
-def let_go(weight: nn.Parameter) -> None:
-    """Keeps a weight's shape and dtype without its memory."""
+def free_weight(weight: nn.Parameter) -> None:
+    """Frees a weight's memory but keeps its shape and dtype."""
     weight.data = weight.new_zeros(()).expand(weight.shape)
 
 
 @contextmanager
-def multiplied_by(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
-    """Layers of a model, by path, multiply in other arithmetics in the body; each casts its own weight."""
-    usual: list[tuple[nn.Module, dict[str, Any]]] = []
+def use_arithmetics(model: nn.Module, arithmetics: Mapping[str, Arithmetic]) -> Iterator[None]:
+    """Makes the layers at these paths multiply in other arithmetics inside the body. Each of these layers casts its
+    own weight there.
+    """
+    original_attributes: list[tuple[nn.Module, dict[str, Any]]] = []
     try:
         for path, arithmetic in arithmetics.items():
             layer = model.get_submodule(path)
-            # Only what the layer itself has is put back; the rest it has from its class.
-            multiplier = {name: vars(layer)[name] for name in _MULTIPLIER if name in vars(layer)}
-            usual.append((layer, multiplier))
+            # Save and restore only attributes of the instance. The others come from its class.
+            multiplier = {name: vars(layer)[name] for name in _MULTIPLIER_ATTRIBUTES if name in vars(layer)}
+            original_attributes.append((layer, multiplier))
             vars(layer).update(dict.fromkeys(multiplier), arithmetic=arithmetic)
         yield
     finally:
-        for layer, multiplier in usual:
+        for layer, multiplier in original_attributes:
             vars(layer).update(multiplier)
 
 
 class _GroupedProduct(torch.autograd.Function):
-    """Parts of x (T, I) times their weights (O, I) transposed; marks its own backward."""
+    """Multiplies parts of x (T, I) by transposed weights (O, I), one for each part. It marks phases in backward."""
 
     @staticmethod
     def forward(
@@ -276,17 +294,19 @@ class _GroupedProduct(torch.autograd.Function):
         phase: Phases,
         sizes: Sequence[int],
         ends: Tensor,
-        operands: Sequence[Both | None],
+        operands: Sequence[OperandPair | None],
         *weights: Tensor,
     ) -> Tensor:
         with cast_marker(arithmetic, phase):
-            # All experts' weights are one stacked operand, but each is cast under its own scales.
+            # All experts' weights form one stacked operand, but each weight has its own scales.
             a = arithmetic.cast(x, Role.INPUT)
-            both = [pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(operands, weights, strict=True)]
-            b = stack_operands([operand for operand, _ in both])
-        # The transposes are taken now: the weights may have changed before the backward pass.
+            operand_pairs = [
+                pair or cast_both_ways(arithmetic, weight) for pair, weight in zip(operands, weights, strict=True)
+            ]
+            b = stack_operands([operand for operand, _ in operand_pairs])
+        # Transpose now, because the weights may change before the backward pass.
         turned_parts: list[Tensor | None] = []
-        for _, operand in both:
+        for _, operand in operand_pairs:
             turned_parts += (operand.data, operand.scale)
         source = x if arithmetic.keeps_source else a.data
         ctx.save_for_backward(source, ends, *turned_parts)
@@ -298,7 +318,7 @@ class _GroupedProduct(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        refuse_twice()
+        refuse_double_backward()
         arithmetic = ctx.arithmetic
         phase = ctx.phase
         (gradient,) = gradients
@@ -307,14 +327,14 @@ class _GroupedProduct(torch.autograd.Function):
         with casting:
             g = arithmetic.cast(gradient, Role.GRADIENT)
             b = stack_operands([Operand(*pair) for pair in zip(turned[::2], turned[1::2], strict=True)])
-            g_turned = turn_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
-            a_turned = turn_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
+            g_turned = transpose_parts(arithmetic, g, gradient, Role.GRADIENT, ctx.sizes)
+            a_turned = transpose_parts(arithmetic, Operand(source), source, Role.INPUT, ctx.sizes)
         with phase.gemm:
             input_gradient = arithmetic.multiply_groups(g, b, ends)
             weight_gradients = arithmetic.multiply_groups(g_turned, a_turned, ends)
-        with casting:  # as in a linear product
-            wide = weight_gradients.to(wide_dtype(arithmetic.carrier))
-        return input_gradient, None, None, None, None, None, *wide.unbind()
+        with casting:  # autograd would convert outside of any phase, as in a linear product
+            widened_gradients = weight_gradients.to(widen_dtype(arithmetic.carrier))
+        return input_gradient, None, None, None, None, None, *widened_gradients.unbind()
 
 
 def grouped_linear(
@@ -324,17 +344,18 @@ def grouped_linear(
     ends: Tensor,
     arithmetic: Arithmetic,
     phase: Phases,
-    operands: Sequence[Both | None],
+    operands: Sequence[OperandPair | None],
 ) -> Tensor:
-    """x (T, I), its first sizes[0] rows times the first of the weights (O, I) transposed, and so on: (T, O).
+    """Multiplies the rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows are
+    multiplied by the first weight, and so on.
 
-    `ends` are the rows at which parts end, int32 on the device. Sides and parts must be multiples of what the
-    arithmetic `groups` by. `operands` are operands of weights that were cast already.
+    `ends` (int32 on the device) are the rows at which the parts end. Inputs, outputs and the rows of parts must be
+    multiples of the arithmetic's `groups`. `operands` are those of weights that were already cast.
     """
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 
 
-def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> Both:
+def cast_both_ways(arithmetic: Arithmetic, weight: Tensor, amax: Tensor | None = None) -> OperandPair:
     operand, turned = arithmetic.cast_both(weight, Role.WEIGHT, amax)
     return operand, turned or arithmetic.turn(operand, weight, Role.WEIGHT)
 
@@ -344,11 +365,15 @@ def stack_operands(operands: Sequence[Operand]) -> Operand:
     return Operand(torch.stack([operand.data for operand in operands]), torch.stack(scales) if scales else None)
 
 
-def turn_parts(arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]) -> Operand:
-    """Each part turned by itself and joined along the columns: (columns, rows of all parts), scales part after part."""
+def transpose_parts(
+    arithmetic: Arithmetic, operand: Operand, source: Tensor, role: Role, sizes: Sequence[int]
+) -> Operand:
+    """Transposes each part separately, and joins the results side by side. The joined matrix is (columns, rows of all
+    parts). The scales of the parts follow each other.
+    """
     if not arithmetic.keeps_source:
         return arithmetic.turn(operand, source, role)
-    parts = [arithmetic.turn(operand, part, role) for part in torch.split_with_sizes(source, list(sizes))]
-    scales = [part.scale for part in parts if part.scale is not None]
-    data = torch.cat([part.data for part in parts], dim=1)
-    return Operand(data, torch.cat(scales) if scales else None, role is Role.GRADIENT)
+    transposed_parts = [arithmetic.turn(operand, part, role) for part in torch.split_with_sizes(source, list(sizes))]
+    scales = [part.scale for part in transposed_parts if part.scale is not None]
+    joined_codes = torch.cat([part.data for part in transposed_parts], dim=1)
+    return Operand(joined_codes, torch.cat(scales) if scales else None, role is Role.GRADIENT)

@@ -1,6 +1,6 @@
-"""AdamW with its moments kept in some precision between steps.
+"""AdamW whose moments are stored in a chosen precision between steps.
 
-Weights, gradients and the step itself are fp32: low-precision moments are restored before the step and cast after it.
+Weights, gradients and the step itself are fp32. Low-precision moments are decoded before the step and cast after it.
 """
 
 from __future__ import annotations
@@ -28,10 +28,10 @@ WEIGHT_DECAY = 0.1
 
 @dataclass(frozen=True)
 class Storage:
-    """How a moment is kept between steps. `casts` is False where it stays the fp32 tensor that the step writes.
+    """How one of AdamW's moments is stored between steps. `casts` is False if the moment stays an fp32 tensor.
 
-    `of(name)` gives one tensor its own storage, where a storage remembers what it kept. `settles` means that a storage
-    suits a tensor only after it has kept one like it.
+    `of(name)` returns a separate storage for one tensor. It is None if the storage has no state. `settles` means that
+    the scale depends on earlier tensors, so that a storage fits only after its first cast.
     """
 
     keep: Callable[[Tensor], Operand]
@@ -44,7 +44,7 @@ class Storage:
         return self if self.of is None else self.of(name)
 
 
-def scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
+def make_scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -> Storage:
 
     def keep(x: Tensor) -> Operand:
         scale, inverse = current_scale(largest_magnitude(x), fmt, rounding)
@@ -57,33 +57,37 @@ def scaled_storage(fmt: Format, rounding: ScaleRounding = ScaleRounding.EXACT) -
     return Storage(keep, restore)
 
 
-def in_arithmetic(arithmetic: Arithmetic) -> Storage:
-    """The precision's own cast and its way back. A moment has its weight's layout, and is rounded as one."""
+def make_arithmetic_storage(arithmetic: Arithmetic) -> Storage:
+    """Returns a storage with an arithmetic's cast and its inverse. A moment has its weight's layout and is rounded
+    like a weight.
+    """
     return Storage(
         partial(arithmetic.cast, role=Role.WEIGHT),
         partial(arithmetic.restore, dtype=torch.float32),
         arithmetic.casts,
         arithmetic.settles,
-        lambda name: in_arithmetic(arithmetic.layer(name)),
+        lambda name: make_arithmetic_storage(arithmetic.layer(name)),
     )
 
 
 def storages(arithmetic: Arithmetic, same: bool) -> tuple[Storage, Storage]:
-    """The storages of the first and the second moment.
+    """Returns the storages of the first and the second moment. fp32 and bf16 store both moments without a scale. fp16
+    needs a scale because of its short range.
 
-    fp32 and bf16 keep both unchanged. fp16 has too little range and needs a scale. Below that the first moment has the
-    precision's own format and the second is scaled fp16, as in FP8-LM, unless it shall be the `same`: a second moment
-    that a short range flushes to zero divides the update by epsilon.
+    In lower precisions only the first moment is stored in the precision. The second is stored in scaled fp16, as in
+    FP8-LM. A shorter range would round small second moments to zero, and the update would be divided by epsilon. With
+    `same`, both moments have the precision nevertheless.
     """
     if arithmetic.plain and arithmetic.carrier is torch.float16:
-        return scaled_storage(FP16), scaled_storage(FP16)
-    storage = in_arithmetic(arithmetic)
-    return storage, storage if same or arithmetic.plain else scaled_storage(FP16)
+        return make_scaled_storage(FP16), make_scaled_storage(FP16)
+    storage = make_arithmetic_storage(arithmetic)
+    return storage, storage if same or arithmetic.plain else make_scaled_storage(FP16)
 
 
 class Bucket:
-    """Matrices with all that AdamW keeps for them. `plain` holds the moments where they are kept in fp32, so that a
-    step has nothing to restore or cast."""
+    """Matrices with their gradients and AdamW's moments. `plain` holds the moments if they are stored in fp32. A step
+    then neither decodes nor casts.
+    """
 
     def __init__(
         self,
@@ -95,20 +99,20 @@ class Bucket:
         steps: int,
         fused: bool,
     ) -> None:
-        """All tensors are fp32 and belong to the bucket from now on; `steps` have been taken before."""
+        """Takes ownership of the tensors, which are all fp32. `steps` is the number of previous steps."""
         self.parameters = parameters
         self.gradients = gradients
-        # Moments that are stored unchanged need no cast, and torch updates them in place.
+        # Moments in fp32 need no cast, and torch updates them in place.
         self.plain = None if any(storage.casts for storage in storages) else (first, second)
         self._fused = fused
         indices = range(len(parameters))
         self._first = [storages[0].for_tensor(f"moment.first.{index}") for index in indices]
         self._second = [storages[1].for_tensor(f"moment.second.{index}") for index in indices]
-        self._kept: tuple[list[Operand], list[Operand]] = ([], [])
-        # torch reads the count of an unfused step on the host, and of a fused one on the device.
-        place = parameters[0].device if fused else torch.device("cpu")
-        self._steps = [torch.tensor(float(steps), device=place) for _ in parameters]
-        # Delayed scales settle only once they have seen the values; a second pass has them settled.
+        self._stored: tuple[list[Operand], list[Operand]] = ([], [])
+        # torch reads the step count on the host, or on the device if the step is fused.
+        count_device = parameters[0].device if fused else torch.device("cpu")
+        self._steps = [torch.tensor(float(steps), device=count_device) for _ in parameters]
+        # A delayed scale fits only after the cast before it has seen such values. So store the moments twice.
         if self.plain is None:
             self.keep(first, second)
         if any(storage.settles for storage in storages):
@@ -118,28 +122,29 @@ class Bucket:
         return {
             MemoryRole.WEIGHTS: self.parameters,
             MemoryRole.GRADIENTS: self.gradients,
-            MemoryRole.OPTIMIZER: (self.plain, self._kept, self._steps),
+            MemoryRole.OPTIMIZER: (self.plain, self._stored, self._steps),
         }
 
     def restore(self) -> tuple[list[Tensor], list[Tensor]]:
         if self.plain is not None:
             return self.plain
-        first, second = self._kept
+        first, second = self._stored
         return _restore_all(self._first, first), _restore_all(self._second, second)
 
     def keep(self, first: list[Tensor], second: list[Tensor]) -> None:
-        self._kept = _keep_all(self._first, first), _keep_all(self._second, second)
+        self._stored = _store_all(self._first, first), _store_all(self._second, second)
 
     def stored_tensors(self) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        first, second = self.plain or map(_tensors_of, self._kept)
+        first, second = self.plain or map(_list_tensors, self._stored)
         return first, second, self._steps
 
     def update(self, first: list[Tensor], second: list[Tensor]) -> None:
-        """One step of torch's AdamW, which writes weights and both moments in place.
+        """Runs one step of torch's AdamW, which changes the weights and both moments in place.
 
-        Unfused, torch takes whole lists (foreach) on a GPU, and tensor by tensor on a CPU.
+        If the step is not fused, torch processes whole lists of tensors at once (foreach) on a GPU, and one tensor at
+        a time on a CPU.
         """
-        # The functional form takes lists, so that a bucket needs no optimizer object.
+        # The functional form takes lists of tensors, so a bucket needs no optimizer object.
         adamw(
             self.parameters,
             self.gradients,
@@ -158,7 +163,7 @@ class Bucket:
         )
 
 
-def _keep_all(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
+def _store_all(storages: list[Storage], moments: list[Tensor]) -> list[Operand]:
     return [storage.keep(moment) for storage, moment in zip(storages, moments, strict=True)]
 
 
@@ -166,18 +171,20 @@ def _restore_all(storages: list[Storage], operands: list[Operand]) -> list[Tenso
     return [storage.restore(operand) for storage, operand in zip(storages, operands, strict=True)]
 
 
-def _tensors_of(operands: list[Operand]) -> list[Tensor]:
+def _list_tensors(operands: list[Operand]) -> list[Tensor]:
     tensors: list[Tensor] = []
     for operand in operands:
         tensors += operand.tensors
     return tensors
 
 
-def split_into_buckets(elements: Sequence[int], most: int) -> Iterator[slice]:
-    """Slices of consecutive tensors with at most `most` elements together, or with one larger tensor."""
+def split_into_buckets(elements: Sequence[int], max_elements: int) -> Iterator[slice]:
+    """Yields slices of consecutive tensors. The tensors of a slice have at most `max_elements` elements together. A
+    tensor that is larger gets a separate slice.
+    """
     start = total = 0
     for index, count in enumerate(elements):
-        if total and total + count > most:
+        if total and total + count > max_elements:
             yield slice(start, index)
             start = index
             total = 0

@@ -1,10 +1,11 @@
 """Serves any causal model of a user with a static cache.
 
-`OwnDecoder` gives it the interface of `Decoder`. Its forward pass takes token ids and `past_key_values` like Hugging
-Face's models, which get their own StaticCache. Others get StaticKeys: they call `past_key_values.update(keys, values,
-layer)` with new ones (batch, heads, new tokens, width), get back all of them, and ask for the position of their first
-token: `past_key_values.get_seq_length()`. Keys and values are rounded to their format before they are put into the
-cache, which stays in the carrier.
+`OwnDecoder` gives the model the interface of `Decoder`. The model's forward pass takes token ids and
+`past_key_values`, as Hugging Face's models do. Hugging Face's models get their own StaticCache. Other models get a
+StaticKeys object and call two of its methods. `past_key_values.update(keys, values, layer)` stores new keys and
+values (batch, heads, new tokens, width), and returns those of all tokens. `past_key_values.get_seq_length()` returns
+the position of their first token. Keys and values are rounded to their format before they are stored in the cache,
+whose dtype is the carrier.
 """
 
 from __future__ import annotations
@@ -24,29 +25,29 @@ from torch.overrides import TorchFunctionMode
 
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts
-from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, weights_of
+from fp8bench.nn.holders import CONV1D, EXPERTS, LINEAR, ProductWeight, find_product_weights
 from fp8bench.nn.kept import (
     DTYPES,
-    KeptHeads,
-    KeptWeight,
+    CachedHeads,
+    StoredWeight,
     draw_cached_values,
-    kept_weight,
+    store_weight,
 )
-from fp8bench.nn.model_calls import short_words
+from fp8bench.nn.model_calls import shorten_error
 from fp8bench.nn.own_model import seed_generators
 from fp8bench.nn.served import ServedArm, ServedShape
 from fp8bench.protocols import Phases, SilentPhases
 
-_LONGEST = 1 << 20
-_TRIED = 8
-_CLOSE = 1e-3
+_DEFAULT_POSITIONS = 1 << 20
+_CHECKED_TOKENS = 8
+_LOGITS_TOLERANCE = 1e-3
 
 
-_CACHE = "past_key_values"
+_CACHE_ARGUMENT = "past_key_values"
 
 
-class OwnLayer:
-    """The cache of one layer of a user's own model; `at` is where new keys and values go."""
+class StaticLayerCache:
+    """The cache of one layer of a user's model. `at` is the position of the next keys and values."""
 
     def __init__(self, positions: int) -> None:
         self.positions = positions
@@ -66,47 +67,50 @@ class OwnLayer:
 
 @dataclass(eq=False)
 class StaticKeys:
-    """The `past_key_values` of a user's own model."""
+    """The `past_key_values` argument of a user's model."""
 
     positions: int
     at: int = 0
-    layers: list[OwnLayer] = field(default_factory=list)
+    layers: list[StaticLayerCache] = field(default_factory=list)
 
     def get_seq_length(self, layer: int = 0) -> int:
         return self.at
 
     def update(self, keys: Tensor, values: Tensor, layer: int, *_: Any) -> tuple[Tensor, Tensor]:
         while len(self.layers) <= layer:
-            self.layers.append(OwnLayer(self.positions))
+            self.layers.append(StaticLayerCache(self.positions))
         return self.layers[layer].update(keys, values)
 
 
 def make_model(maker: Callable[[], Any], name: str, seed: int, facts: DeviceFacts) -> tuple[nn.Module, Tensor | None]:
-    """A maker's model, drawn from the seed, and its tokens (texts, positions), if it gives any."""
-    # The maker is foreign code: whatever it raises is reported with its name.
+    """Calls a user's function with seeded random generators. Returns the model that it makes, and its tokens (texts,
+    positions) if it makes any.
+    """
+    # The function is the user's code, so report any error of it with its name.
     try:
         with seed_generators(seed, facts):
             answer = maker()
     except Fp8benchError:
         raise
     except Exception as error:
-        raise UsageError(f"{name} fails: {short_words(error)}.") from error
+        raise UsageError(f"{name} fails: {shorten_error(error)}.") from error
     model, ids = (*answer, None)[:2] if isinstance(answer, tuple) else (answer, None)
     if not isinstance(model, nn.Module):
-        raise UsageError(f"{name} gives {type(model).__name__}. Let it return a model, or (model, token ids).")
+        raise UsageError(f"{name} returns {type(model).__name__}. It must return a model, or (model, token ids).")
     if ids is not None and not (
         isinstance(ids, Tensor) and ids.dim() == 2 and not ids.is_floating_point() and len(ids) and ids.shape[1] > 2
     ):
         raise UsageError(
-            f"{name} gives no tokens with its model. Give whole numbers of shape (texts, positions), with 3 "
-            "positions or more."
+            f"{name} returns invalid tokens with its model. They must be integers of shape (texts, positions), with 3 "
+            "or more positions."
         )
     return model, ids
 
 
 class OwnDecoder:
-    """A user's own model behind a cache. `sizes` are the number of sequences, and of positions in each one's cache.
-    Raises UsageError for a model that takes no cache."""
+    """A user's model with a static cache. The two `sizes` are the number of sequences and the number of positions in
+    each sequence's cache. Raises UsageError for a model that takes no cache.
+    """
 
     def __init__(self, name: str, model: nn.Module, arm: ServedArm, sizes: tuple[int, int], device: str) -> None:
         self.name = name
@@ -115,25 +119,28 @@ class OwnDecoder:
         self.model = model.to(device, self.carrier).eval().requires_grad_(False)
         self.phase: Phases = SilentPhases()
         self.calibrates = False
-        # Without a cache argument every token would read the whole prompt again, unlike a server.
-        self._asks = inspect.signature(model.forward).parameters
-        if _CACHE not in self._asks:
+        # Without a cache every token would read the whole prompt again, unlike on a server.
+        self._forward_parameters = inspect.signature(model.forward).parameters
+        if _CACHE_ARGUMENT not in self._forward_parameters:
             raise UsageError(
-                f"{name}: forward of {type(model).__name__} takes no {_CACHE}, and a model without a cache is not "
-                f"served. Let it call {_CACHE}.update(keys, values, layer), as Hugging Face's causal models do."
+                f"{name}: forward of {type(model).__name__} takes no {_CACHE_ARGUMENT}, and a model without a cache "
+                f"cannot be served. Call {_CACHE_ARGUMENT}.update(keys, values, layer) in forward, as Hugging Face's "
+                "causal models do."
             )
-        self.held = kept_layers(name, model)
-        theirs: Any = sys.modules.get("transformers")
-        is_theirs = theirs is not None and isinstance(model, theirs.PreTrainedModel)
-        # Hugging Face's models take their own kind of cache.
-        self.cache: Any = theirs.StaticCache(model.config, sizes[1]) if is_theirs else StaticKeys(sizes[1])
-        self.vocabulary = self._begin(sizes[0])
-        self.kept: dict[str, KeptWeight] = {}
-        self._keep_weights(arm)
-        self._keep_keys(arm)
+        self.held = find_linear_weights(name, model)
+        transformers: Any = sys.modules.get("transformers")
+        is_transformers_model = transformers is not None and isinstance(model, transformers.PreTrainedModel)
+        # Hugging Face's models require their own cache class.
+        self.cache: Any = (
+            transformers.StaticCache(model.config, sizes[1]) if is_transformers_model else StaticKeys(sizes[1])
+        )
+        self.vocabulary = self._start_cache(sizes[0])
+        self.stored: dict[str, StoredWeight] = {}
+        self._store_weights(arm)
+        self._store_keys(arm)
 
     def forward(self, tokens: Tensor, at: int, phase: Phases, every: bool = False) -> Tensor:
-        # 1. The cache begins at this position again: Hugging Face's layers count in a tensor, ours in a number.
+        # 1. Set the position in the cache: Hugging Face's layers store it in a tensor, StaticKeys in a number.
         self.phase = phase
         for part in (self.cache, *self.cache.layers):
             if isinstance(length := getattr(part, "cumulative_length", None), Tensor):
@@ -141,105 +148,111 @@ class OwnDecoder:
             elif hasattr(part, "at"):
                 part.at = at
 
-        # 2. Call the model with what its forward takes.
-        named: dict[str, Any] = {_CACHE: self.cache, "use_cache": True, "logits_to_keep": 0 if every else 1}
-        if "cache_position" in self._asks:
+        # 2. Call the model with the arguments that its forward accepts.
+        named: dict[str, Any] = {_CACHE_ARGUMENT: self.cache, "use_cache": True, "logits_to_keep": 0 if every else 1}
+        if "cache_position" in self._forward_parameters:
             named["cache_position"] = torch.arange(at, at + tokens.shape[1], device=tokens.device)
         try:
-            out = self.model(tokens, **{name: value for name, value in named.items() if name in self._asks})
+            out = self.model(
+                tokens, **{name: value for name, value in named.items() if name in self._forward_parameters}
+            )
         except IndexError as error:
             raise UsageError(
-                f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {short_words(error)}. It "
-                "has fewer positions or ids: give shorter --contexts, and (model, token ids) with texts of its own."
+                f"{self.name}: tokens at positions {at} to {at + tokens.shape[1] - 1} fail: {shorten_error(error)}. It "
+                "has fewer positions or ids: choose shorter --contexts, or return (model, token ids) with valid ids."
             ) from error
 
-        # 3. Find the logits in what it gives.
+        # 3. Find the logits in the result.
         if isinstance(out, Mapping):
             if "logits" not in out:
                 raise UsageError(
-                    f"{self.name} gives {', '.join(map(str, out))}. Let it give logits: a tensor, a tuple that begins "
-                    "with it, or the name 'logits'."
+                    f"{self.name} returns {', '.join(map(str, out))}. It must return logits: as a tensor, as the first "
+                    "item of a tuple, or under the name 'logits'."
                 )
             out = out["logits"]
         logits: Tensor = out if isinstance(out, Tensor) else out.logits if hasattr(out, "logits") else out[0]
         return logits if every else logits[:, -1:]
 
-    def _begin(self, batch: int) -> int:
-        """Runs one token, so that the cache has its tensors; returns the number of ids."""
+    def _start_cache(self, batch: int) -> int:
+        """Runs one token, so that the cache allocates its tensors. Returns the size of the vocabulary."""
         tokens = torch.zeros(batch, 1, dtype=torch.int64, device=self.device)
         try:
-            # A first token shows the vocabulary, and that the cache is written.
+            # A first token shows the size of the vocabulary, and whether the model writes to the cache.
             with torch.no_grad():
                 vocabulary = self.forward(tokens, 0, self.phase).shape[2]
         except (torch.OutOfMemoryError, UsageError):
             raise
         except Exception as error:
-            raise UsageError(f"{self.name}: a token with a cache fails: {short_words(error)}.") from error
+            raise UsageError(f"{self.name}: running one token with a cache fails: {shorten_error(error)}.") from error
         layers = self.cache.layers
         if not layers or not all(isinstance(layer.keys, Tensor) and layer.keys.numel() for layer in layers):
-            raise UsageError(f"{self.name}: forward puts nothing into the cache that it gets. Call {_CACHE}.update.")
-        # Sliding windows drop keys, so that the bytes of the cache depend on more than the context.
+            raise UsageError(
+                f"{self.name}: forward puts nothing into the cache that it gets. Call {_CACHE_ARGUMENT}.update."
+            )
+        # Sliding windows drop keys, so the cache's bytes would depend on more than the context.
         if any(getattr(layer, "is_sliding", False) for layer in layers):
-            raise UsageError(f"{self.name}: some layers see a sliding window alone, whose bytes are not counted here.")
+            raise UsageError(f"{self.name}: some layers have a sliding window, whose bytes `infer` cannot count.")
         return vocabulary
 
-    def _keep_weights(self, arm: ServedArm) -> None:
+    def _store_weights(self, arm: ServedArm) -> None:
         for held in self.held:
             module = held.module
-            # A layer that the map leaves out keeps the carrier's product.
-            format_of = arm.carrier if self.layer_of(held) is None else arm.weight_format
-            if format_of in DTYPES:
-                vars(module)["forward"] = self._product(module.forward)
+            # A layer outside of all blocks is not stored in a format: it multiplies in the carrier.
+            format_name = arm.carrier if self.find_block_number(held) is None else arm.weight_format
+            if format_name in DTYPES:
+                vars(module)["forward"] = self._make_product(module.forward)
                 continue
             weight = held.weight.float()
-            stored = kept_weight(weight.t() if held.kind == CONV1D else weight, format_of, arm.low_inputs)
-            self.kept[held.name] = stored
-            vars(module)["forward"] = self._product(stored, getattr(module, "bias", None))
+            stored_weight = store_weight(weight.t() if held.kind == CONV1D else weight, format_name, arm.low_inputs)
+            self.stored[held.name] = stored_weight
+            vars(module)["forward"] = self._make_product(stored_weight, getattr(module, "bias", None))
 
-    def layer_of(self, held: ProductWeight) -> int | None:
-        """The number of the block that a linear layer is in, if it is in any."""
-        # The first number in its path is the layer's, as in Hugging Face's names.
-        match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
-        if match is None:
+    def find_block_number(self, held: ProductWeight) -> int | None:
+        """Returns the number of the block that contains a linear layer, or None."""
+        # The first number in the path is the block's number, as in Hugging Face's names.
+        path_match = None if held.head else re.search(r"(?:^|\.)(\d+)(?:\.|$)", held.name)
+        if path_match is None:
             return None
-        number = int(match[1])
+        number = int(path_match[1])
         layers = len(self.cache.layers)
         if number >= layers:
             raise UsageError(
-                f"{self.name}: {held.name} would be in layer {number}, and the cache has layers 0 to {layers - 1}. "
-                "Keep the blocks, and nothing else, in a list: each calls the cache once."
+                f"{self.name}: by its path {held.name} is in block {number}, but the cache has {layers} layers. "
+                "Only the blocks may be in a list, and each block must call the cache once."
             )
         return number
 
-    def _product(self, by: Callable[[Tensor], Tensor] | KeptWeight, bias: Tensor | None = None) -> Callable[..., Any]:
+    def _make_product(
+        self, multiplier: Callable[[Tensor], Tensor] | StoredWeight, bias: Tensor | None = None
+    ) -> Callable[..., Any]:
         def product(x: Tensor) -> Tensor:
-            if callable(by):
+            if callable(multiplier):
                 with self.phase.gemm:
-                    return by(x)
-            y = by.times(x.reshape(-1, x.shape[-1]), self.phase).view(*x.shape[:-1], -1)
+                    return multiplier(x)
+            y = multiplier.multiply(x.reshape(-1, x.shape[-1]), self.phase).view(*x.shape[:-1], -1)
             return y if bias is None else y + bias
 
         return product
 
-    def _keep_keys(self, arm: ServedArm) -> None:
-        self.heads: list[tuple[KeptHeads, KeptHeads]] = []
+    def _store_keys(self, arm: ServedArm) -> None:
+        self.heads: list[tuple[CachedHeads, CachedHeads]] = []
         for layer in self.cache.layers:
-            keys = KeptHeads(arm.kv_format, (*layer.keys.shape,), self.carrier, self.device)
-            values = KeptHeads(arm.kv_format, (*layer.values.shape,), self.carrier, self.device)
+            keys = CachedHeads(arm.kv_format, (*layer.keys.shape,), self.carrier, self.device)
+            values = CachedHeads(arm.kv_format, (*layer.values.shape,), self.carrier, self.device)
             self.heads.append((keys, values))
-            if keys.restores:
+            if keys.needs_decoding:
                 layer.update = self._round_update(layer.update, (keys, values))
 
-    def _round_update(self, update: Callable[..., Any], pair: tuple[KeptHeads, KeptHeads]) -> Callable[..., Any]:
+    def _round_update(self, update: Callable[..., Any], pair: tuple[CachedHeads, CachedHeads]) -> Callable[..., Any]:
         def update_rounded_values(keys: Tensor, values: Tensor, *more: Any, **named: Any) -> Any:
             with self.phase.cast:
                 for heads, new in zip(pair, (keys, values), strict=True):
                     if self.calibrates:
                         heads.calibrate(new)
-                    heads.put(new, 0)
-                # Attention reads what the cache would give back, not what was written.
-                both = [heads.read(keys.shape[2]) for heads in pair]
-            return update(*both, *more, **named)
+                    heads.write(new, 0)
+                # Attention must read the rounded values that the cache returns.
+                rounded = [heads.read(keys.shape[2]) for heads in pair]
+            return update(*rounded, *more, **named)
 
         return update_rounded_values
 
@@ -250,37 +263,43 @@ class OwnDecoder:
                 for at, drawn in draw_cached_values(shape, generator, tensor is layer.keys):
                     if at == 0:
                         heads.calibrate(drawn)
-                    heads.put(drawn.to(self.carrier), 0)
+                    heads.write(drawn.to(self.carrier), 0)
                     tensor[:, :, at : at + drawn.shape[2]] = heads.read(drawn.shape[2])
 
     def weight_bytes(self) -> int:
-        replaced = {id(held.weight) for held in self.held if held.name in self.kept}
-        tensors: list[Tensor] = [parameter for parameter in self.model.parameters() if id(parameter) not in replaced]
-        for weight in self.kept.values():
+        replaced_weight_ids = {id(held.weight) for held in self.held if held.name in self.stored}
+        tensors: list[Tensor] = [
+            parameter for parameter in self.model.parameters() if id(parameter) not in replaced_weight_ids
+        ]
+        for weight in self.stored.values():
             tensors += weight.tensors()
         return sum(tensor.nbytes for tensor in tensors)
 
     def weight_count(self) -> int:
         return sum(parameter.numel() for parameter in self.model.parameters())
 
-    def weights_and_cache(self) -> tuple[object, object]:
-        return (list(self.model.parameters()), self.kept), [(layer.keys, layer.values) for layer in self.cache.layers]
+    def list_weights_and_cache(self) -> tuple[object, object]:
+        return (list(self.model.parameters()), self.stored), [(layer.keys, layer.values) for layer in self.cache.layers]
 
 
-def kept_layers(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
-    """The linear layers that are called as such. Raises UsageError for experts, whose reads are not counted."""
-    held = weights_of(model)
+def find_linear_weights(name: str, model: nn.Module) -> tuple[ProductWeight, ...]:
+    """Returns the weights of linear layers that the model calls as layers. Raises UsageError for experts, because
+    nobody can count the bytes that these read.
+    """
+    held = find_product_weights(model)
     if any(holder.kind == EXPERTS for holder in held):
-        raise UsageError(f"{name} has a stack of experts, and which of them a step reads is not counted here.")
+        raise UsageError(f"{name} has stacked experts, and `infer` cannot count which of them a step reads.")
     return tuple(holder for holder in held if holder.kind in (LINEAR, CONV1D) and not holder.reason)
 
 
-def served_positions(model: nn.Module) -> int:
-    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _LONGEST)
+def count_positions(model: nn.Module) -> int:
+    return int(getattr(getattr(model, "config", None), "max_position_embeddings", None) or _DEFAULT_POSITIONS)
 
 
 class QueryHeads(TorchFunctionMode):
-    """Sees how many heads the queries of torch's attention have, which may be more than keys have; 0 before a call."""
+    """Watches torch's attention and records its number of query heads, which may exceed the number of key heads. The
+    number is 0 until attention was called.
+    """
 
     heads = 0
 
@@ -293,49 +312,59 @@ class QueryHeads(TorchFunctionMode):
         return func(*args, **named)
 
 
-def shape_of_own(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
-    """Returns the shape of a model after checking its cache: token by token must give the logits of a whole prompt."""
-    decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _TRIED), facts.key)
+def check_user_model(name: str, model: nn.Module, seed: int, facts: DeviceFacts) -> ServedShape:
+    """Checks that a model's cache works, and returns the shape of the model. The cache works if a prompt gives the
+    same logits token by token and as a whole.
+    """
+    decoder = OwnDecoder(name, model, ServedArm("fp32"), (1, _CHECKED_TOKENS), facts.key)
     generator = torch.Generator(facts.key).manual_seed(seed)
-    # Without gradients, and on one text: whether the cache is right needs no statistics.
-    tokens = torch.randint(decoder.vocabulary, (1, _TRIED), generator=generator, device=facts.key)
+    # One text without gradients suffices to check the cache.
+    tokens = torch.randint(decoder.vocabulary, (1, _CHECKED_TOKENS), generator=generator, device=facts.key)
     with torch.no_grad():
         with QueryHeads() as query:
-            at_once = decoder.forward(tokens, 0, SilentPhases(), every=True)
-        parts = [decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_TRIED)]
-    # 1. Finite logits, or any comparison would fail for another reason.
-    if bool(at_once.isnan().any()):
+            prompt_logits = decoder.forward(tokens, 0, SilentPhases(), every=True)
+        logits_of_tokens = [
+            decoder.forward(tokens[:, at : at + 1], at, SilentPhases()) for at in range(_CHECKED_TOKENS)
+        ]
+    # 1. Refuse NaN, because comparisons with NaN always fail.
+    if bool(prompt_logits.isnan().any()):
         raise UsageError(f"{name}: its logits have NaN in fp32: are its weights finite?")
-    one_by_one = torch.cat(parts, 1)
-    finite = at_once.isfinite()  # models mask ids that they have not by -inf
-    # 2. The same logits token by token as at once, up to rounding.
-    same = torch.equal(one_by_one[~finite], at_once[~finite])
-    off = float((one_by_one - at_once)[finite].norm() / at_once[finite].norm()) if same else math.inf
-    if not off <= _CLOSE:
+    token_logits = torch.cat(logits_of_tokens, 1)
+    is_finite = prompt_logits.isfinite()  # models mask unused ids with -inf
+    # 2. Compare the logits of single tokens with those of the whole prompt, up to rounding.
+    has_equal_infinities = torch.equal(token_logits[~is_finite], prompt_logits[~is_finite])
+    relative_error = (
+        float((token_logits - prompt_logits)[is_finite].norm() / prompt_logits[is_finite].norm())
+        if has_equal_infinities
+        else math.inf
+    )
+    if not relative_error <= _LOGITS_TOLERANCE:
         raise UsageError(
-            f"{name}: token by token its logits are {off:.2g} off those of the same prompt at once: its cache does not "
-            "keep what a prompt gives, or its tokens see later ones."
+            f"{name}: token by token the logits differ by {relative_error:.2g} from those of the whole prompt: "
+            "the cache does not return what it stored, or tokens attend to later tokens."
         )
     keys = decoder.cache.layers[0].keys
     layers = len(decoder.cache.layers)
     heads = getattr(getattr(model, "config", None), "num_attention_heads", None) or query.heads or keys.shape[1]
-    shapes = tuple(_shapes(model, decoder))
-    return ServedShape(decoder.vocabulary, served_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
+    shapes = tuple(_list_shapes(model, decoder))
+    return ServedShape(decoder.vocabulary, count_positions(model), layers, heads, keys.shape[1], keys.shape[3], shapes)
 
 
-def _shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
-    """Lists parameters by the names that bytes are counted by. A head tied to the embedding counts in addition."""
-    held_by = {id(held.weight): held for held in decoder.held}
-    tables = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
+def _list_shapes(model: nn.Module, decoder: OwnDecoder) -> list[tuple[str, tuple[int, ...]]]:
+    """Lists the shapes of parameters under the names by which their bytes are counted. If the head is tied to the
+    embedding, both are listed.
+    """
+    holders = {id(held.weight): held for held in decoder.held}
+    embedding_ids = [id(module.weight) for module in model.modules() if isinstance(module, nn.Embedding)]
     shapes = []
     for name, parameter in model.named_parameters():
-        held = held_by.get(id(parameter))
+        held = holders.get(id(parameter))
         shape = tuple(parameter.shape)
-        if id(parameter) in tables:
-            shapes.append((f"{'embedding' if id(parameter) == tables[0] else 'positions'}.{name}", shape))
-        if held is None and id(parameter) not in tables:
+        if id(parameter) in embedding_ids:
+            shapes.append((f"{'embedding' if id(parameter) == embedding_ids[0] else 'positions'}.{name}", shape))
+        if held is None and id(parameter) not in embedding_ids:
             shapes.append((f"other.{name}", shape))
         elif held is not None:
-            layer = decoder.layer_of(held)
+            layer = decoder.find_block_number(held)
             shapes.append((f"head.{name}" if layer is None else f"blocks.{layer}.{name}", held.sides))
     return shapes

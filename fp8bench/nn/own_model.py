@@ -1,4 +1,4 @@
-"""Steps of a copy of a user's own model, unchanged or converted, and the results of one step."""
+"""Runs steps of a copy of a user's model, unchanged or converted, and collects the results of a step."""
 
 from __future__ import annotations
 
@@ -17,20 +17,30 @@ from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.compiling import copy_function
 from fp8bench.nn.conversion import AcceleratedModel, Conversion
-from fp8bench.nn.model_calls import loss_of, on_device, short_words, shown_type, tensors_in, was_changed, way_of
-from fp8bench.nn.training_step import adamw, eager
+from fp8bench.nn.model_calls import (
+    choose_call_style,
+    describe_type,
+    loss_of,
+    on_device,
+    shorten_error,
+    tensors_in,
+    was_changed,
+)
+from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
 from fp8bench.numerics.norms import joint_relative_frobenius, relative_error
 from fp8bench.protocols import Arithmetic, Layer, Phases, Setup, SilentPhases, key_of
 
-# Small, so that thousands of steps on one batch leave the model about where it began.
-_RATE = 1e-5
+# The learning rate is small, so that thousands of steps on one batch hardly change the model.
+_LEARNING_RATE = 1e-5
 
 
 class Given(NamedTuple):
-    """The result of a maker: a model, a batch, and a function of the output for the loss, None if the output has it.
+    """The result of a user's function: a model, a batch, and a loss function of the output. The loss function is None
+    if the output contains the loss.
 
-    For a training alone: `batches`, an iterable or a function of step and seed, whose first is `batch`; `held_out`,
-    batches that are never trained on; `optimizer`, a function of the model; `schedule`, a function of the optimizer.
+    The other fields are only for a training. `batches` is an iterable, or a function of step and seed. `batch` is its
+    first batch. `held_out` are batches that are never trained on. `optimizer` is a function of the model, and
+    `schedule` a function of the optimizer.
     """
 
     model: nn.Module
@@ -43,57 +53,59 @@ class Given(NamedTuple):
 
 
 def parse_given(name: str, answer: object, seed: int = 0) -> Given:
-    # Tuples by position, dictionaries by name.
+    # A tuple's items are known by position, a dictionary's by name.
     match answer:
         case (nn.Module() as model, batch):
-            return _make_given(name, seed, model=model, **_one_or_many(batch))
+            return _make_given(name, seed, model=model, **_classify_batch(batch))
         case (nn.Module() as model, batch, loss) if callable(loss):
-            return _make_given(name, seed, model=model, loss=loss, **_one_or_many(batch))
+            return _make_given(name, seed, model=model, loss=loss, **_classify_batch(batch))
         case Mapping() if isinstance(answer.get("model"), nn.Module) and {"batch", "batches"} & answer.keys():
-            # A name that nobody reads is a typing error.
+            # An unknown name is probably a typing error.
             for word in answer:
                 if word not in Given._fields:
                     raise UnknownName(f"name in what {name} gives", str(word), Given._fields)
             return _make_given(name, seed, **answer)
-    words = (
+    given_types = (
         f"({', '.join(type(part).__name__ for part in answer)})" if isinstance(answer, tuple) else type(answer).__name__
     )
     raise UsageError(
-        f"{name} gives {words}; expected (model, batch), (model, batch, loss) with a callable loss, or a dict with "
-        f"'model', 'batch' or 'batches', and more of {', '.join(Given._fields[2:])}."
+        f"{name} returns {given_types}; expected (model, batch), (model, batch, loss) with a callable loss, or a dict "
+        f"with 'model', 'batch' or 'batches', and optionally {', '.join(Given._fields[2:])}."
     )
 
 
-def _one_or_many(batch: Any) -> dict[str, Any]:
-    """Names one batch as forward takes it, or several: a function, or an iterable other than a tensor or container."""
-    several = callable(batch) or (
+def _classify_batch(batch: Any) -> dict[str, Any]:
+    """Returns the second result of a user's function under its name. The name is 'batches' for a function, and for an
+    iterable that is neither a tensor nor a container. For anything else it is 'batch'.
+    """
+    is_iterable = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
     )
-    return {"batches" if several else "batch": batch}
+    return {"batches" if is_iterable else "batch": batch}
 
 
 def _make_given(name: str, seed: int, **parts: Any) -> Given:
     for word in ("loss", "optimizer", "schedule"):
         if parts.get(word) is not None and not callable(parts[word]):
-            raise UsageError(f"{name}: its {word} is {shown_type(parts[word])}. Give a function.")
+            raise UsageError(f"{name}: its {word} is {describe_type(parts[word])}, but must be a function.")
     if parts.get("schedule") is not None and parts.get("optimizer") is None:
-        raise UsageError(f"{name} gives a schedule and no optimizer that it could be of. Give both.")
-    # A single batch is its own first one; of several the first is drawn.
+        raise UsageError(f"{name} returns a schedule without an optimizer. Return both, or neither.")
+    # A single batch is used directly. If there are several batches, read the first.
     if "batch" in parts:
         return Given(**parts)
     batches = parts["batches"]
     try:
         return Given(batch=batches(0, seed) if callable(batches) else next(iter(batches)), **parts)
     except Exception as error:
-        reason = "there is none" if isinstance(error, StopIteration) else short_words(error)
-        raise UsageError(f"{name}: its batches give no first one: {reason}.") from error
+        reason = "there is none" if isinstance(error, StopIteration) else shorten_error(error)
+        raise UsageError(f"{name}: the first of its batches cannot be read: {reason}.") from error
 
 
 @contextmanager
 def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
-    """Seeds all random generators for the body, and restores the process's own states afterwards."""
+    """Seeds all random generators for the body, and restores their previous states afterwards."""
     numpy = sys.modules.get("numpy")
-    # Random states outside of torch are the user's: they are put back at the end.
+    # Python's and numpy's random states belong to the user, so restore them too.
     states = random.getstate(), numpy and numpy.random.get_state()
     gpus = [facts.index] if facts.accelerated else []
     with torch.random.fork_rng(gpus, device_type=facts.kind):
@@ -112,12 +124,12 @@ def seed_generators(seed: int, facts: DeviceFacts) -> Iterator[None]:
 Call = Callable[[nn.Module, Any, Any], Any]
 
 
-def call_model(model: nn.Module, places: Any, named: Any) -> Any:
-    return model(*places, **named)
+def call_model(model: nn.Module, positional: Any, named: Any) -> Any:
+    return model(*positional, **named)
 
 
 class Outcome(NamedTuple):
-    """The results of one step: floating-point outputs in order, the loss, and gradients by parameter's name."""
+    """The results of one step: floating-point outputs in order, the loss, and gradients by parameter name."""
 
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
@@ -125,11 +137,11 @@ class Outcome(NamedTuple):
 
 
 class OwnModel:
-    """A copy of a user's model, converted for its case, with an optimizer for training.
+    """A copy of a user's model, converted for its case. It has an optimizer if it trains.
 
-    `doing` names the current part of a step, for messages about failures; `loss_words` describe the source of its loss.
-    `multiples` are what native products of the device require. With `draws_alike` a compiled step draws the same random
-    numbers as an uncompiled one, which is slower.
+    `doing` is the current part of a step, for error messages. `loss_words` describes where the loss comes from.
+    `multiples` are the multiples that native products on this device require. With `draws_alike` a compiled step
+    draws the same random numbers as an uncompiled step, which makes it slower.
     """
 
     def __init__(
@@ -145,36 +157,39 @@ class OwnModel:
         params = setup.params
         self.model, batch, self._loss = parts[:3]
         self._batch = batch
-        self._arguments_of = way_of(self.model, batch)
-        # Until a step has shown that it does not change its batch. A device copies a batch of the host anyway.
+        self._make_arguments = choose_call_style(self.model, batch)
+        # Each step gets a copy of the batch, until a step has shown that it does not change the batch. Moving a batch
+        # to a different device copies it anyway.
         self._copies = True
         for name, tensor in tensors_in(batch):
             if tensor.device.type not in ("cpu", setup.facts.kind):
                 raise UsageError(
-                    f"{name or 'the batch'} is on {tensor.device}, and the model is measured on {setup.facts.key}: put "
-                    "it there, or on the CPU."
+                    f"{name or 'the batch'} is on {tensor.device}, but the model is measured on {setup.facts.key}: "
+                    "move it there, or to the CPU."
                 )
-        # A conversion comes first: an optimizer must get the parameters that are in use afterwards.
+        # Convert before the optimizer is made, because it must get the parameters of the converted model.
         self.loss_words = ""
         self._facts = setup.facts
         self._seed = setup.seed
         self._loss_scale = setup.loss_scale
         self.training = params["pass"] == "training"
         self.doing = "conversion"
-        prepares = setup.arithmetic if isinstance(setup.arithmetic, AcceleratedModel) and converts else None
-        self.conversion = conversion_of(self.model, setup, multiples) if converts and prepares is None else None
+        accelerated_model = setup.arithmetic if isinstance(setup.arithmetic, AcceleratedModel) and converts else None
+        self.conversion = (
+            make_conversion(self.model, setup, multiples) if converts and accelerated_model is None else None
+        )
         if self.conversion is not None:
-            self.conversion.__enter__()  # for as long as this copy lives
-        self.parameters = _trained_in(self.model)
+            self.conversion.__enter__()  # never exited: this copy stays converted
+        self.parameters = _find_trained_parameters(self.model)
         if self.training and not self.parameters:
-            raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Profile its --forward.")
-        # Accelerate makes new parameters, so it also makes the optimizer.
-        optimizer_of = partial(_optimizer, str(params["optimizer"]), facts=setup.facts)
-        if prepares is None:
+            raise UsageError(f"{params['make']}: no parameter of its model needs a gradient. Use --forward.")
+        # Accelerate creates new parameters, so it also makes the optimizer.
+        optimizer_of = partial(_make_optimizer, str(params["optimizer"]), facts=setup.facts)
+        if accelerated_model is None:
             self.optimizer = optimizer_of(list(self.parameters.values()))
         else:
-            self.model, self.optimizer = prepares.prepare_model(self.model, optimizer_of)
-            self.parameters = _trained_in(self.model)
+            self.model, self.optimizer = accelerated_model.prepare_model(self.model, optimizer_of)
+            self.parameters = _find_trained_parameters(self.model)
         self._call: Call = call_model
         if compiles and params["compile"] == "yes":
             self._call = self._compile(draws_alike)
@@ -183,29 +198,29 @@ class OwnModel:
         return {MemoryRole.WEIGHTS: list(self.model.parameters()), MemoryRole.DATA: self._batch}
 
     def step(self, phase: Phases) -> object:
-        self._mark(phase)
+        self._set_phase(phase)
         self.doing = "loading its batch"
-        # 1. Load the batch, a copy until a step has shown that it does not change it.
+        # 1. Load the batch. Copy it until a step has shown that steps do not change it.
         with phase.data_load:
             batch = on_device(self._batch, self._facts.key, copy=self._copies)
-            places, named = self._arguments_of(batch)
-        # 2. Forward; inference ends here.
+            positional, named = self._make_arguments(batch)
+        # 2. Run forward. Inference ends after it.
         self.doing = "forward"
         if not self.training:
             with torch.no_grad():
-                output = self._call(self.model, places, named)
+                output = self._call(self.model, positional, named)
             self._copies = self._copies and was_changed(batch)
             return output
-        loss = self._loss_of(self._call(self.model, places, named), batch)
+        loss = self._compute_loss(self._call(self.model, positional, named), batch)
         self._copies = self._copies and was_changed(batch)
-        # 3. Backward, and take the loss scale out of the gradients.
+        # 3. Run backward, and divide the gradients by the loss scale.
         self.doing = "backward"
         (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         if self._loss_scale != 1.0:
             with phase.accumulate:
                 gradients = [parameter.grad for parameter in self.parameters.values() if parameter.grad is not None]
                 torch._foreach_mul_(gradients, 1.0 / self._loss_scale)
-        # 4. Step the optimizer, and drop the gradients.
+        # 4. Run the optimizer's step, and drop the gradients.
         self.doing = "the optimizer"
         if self.optimizer is not None:
             with phase.optimizer_step:
@@ -218,18 +233,20 @@ class OwnModel:
         return [float(cast(Tensor, self.step(SilentPhases()))) for _ in range(steps)]
 
     def outcome(self) -> Outcome:
-        """Returns the results of a step before the optimizer, with the same random numbers every time."""
-        self._mark(SilentPhases())
+        """Returns the results of a step without the optimizer. Every call draws the same random numbers."""
+        self._set_phase(SilentPhases())
         batch = on_device(self._batch, self._facts.key, copy=True)
-        places, named = self._arguments_of(batch)
+        positional, named = self._make_arguments(batch)
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
-            output = self._call(self.model, places, named)
+            output = self._call(self.model, positional, named)
             outputs = tuple(tensor.detach() for _, tensor in tensors_in(output) if tensor.is_floating_point())
             if not self.training:
                 return Outcome(outputs, None, {})
-            loss = self._loss_of(output, batch)
+            loss = self._compute_loss(output, batch)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
-        gradients = {  # zeros of what a step did not reach, as an expert without tokens: a copy's step may reach it
+        # parameters without a gradient count as zero, because another copy's step may use them (experts without
+        # tokens)
+        gradients = {
             name: torch.zeros_like(parameter) if parameter.grad is None else parameter.grad / self._loss_scale
             for name, parameter in self.parameters.items()
         }
@@ -237,42 +254,45 @@ class OwnModel:
             parameter.grad = None
         return Outcome(outputs, loss.detach(), gradients)
 
-    def _loss_of(self, output: Any, batch: Any) -> Tensor:
+    def _compute_loss(self, output: Any, batch: Any) -> Tensor:
         loss, self.loss_words = loss_of(self.model, batch, output, self._loss)
         return loss
 
-    def _mark(self, phase: Phases) -> None:
+    def _set_phase(self, phase: Phases) -> None:
         if self.conversion is not None:
             self.conversion.phase = phase if self._call is call_model else SilentPhases()
 
     def _compile(self, draws_alike: bool) -> Call:
-        """Compiles the call by a first step. Its code object is a copy: see `nn.compiling.compile_model`."""
-        # Imported here, because they bring the compiler.
+        """Compiles the model's call by running a first step. It compiles a copy of the function, for the reason that
+        `nn.compiling.copy_function` gives.
+        """
+        # These imports load the compiler, which is slow.
         from torch._dynamo.utils import counters
         from torch._inductor import config
 
         graph: Call = torch.compile(copy_function(call_model))
-        graphs = counters["stats"]["unique_graphs"]
-        # The first call compiles; without its optimizer, so that the weights do not change.
+        graphs_before = counters["stats"]["unique_graphs"]
+        # The first call compiles. It runs without the optimizer, so that the weights do not change.
         self._call = graph
         optimizer = self.optimizer
         self.optimizer = None
         with config.patch(fallback_random=True) if draws_alike else nullcontext():
             self.step(SilentPhases())
         self.optimizer = optimizer
-        if counters["stats"]["unique_graphs"] == graphs:
+        if counters["stats"]["unique_graphs"] == graphs_before:
             raise RuntimeError(
-                "torch.compile compiled nothing of the model (0 frames), which would be timed uncompiled: is it "
-                "switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Leave --compile out"
+                "torch.compile compiled no part of the model (0 frames), so it would be timed uncompiled: is it "
+                "switched off (TORCH_COMPILE_DISABLE, torch.compiler.disable)? Remove --compile"
             )
         return graph
 
 
-def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:
+def compute_errors(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     errors = {}
     shapes = [tensor.shape for tensor in outcome.outputs]
     expected_shapes = [tensor.shape for tensor in reference.outputs]
-    if shapes == expected_shapes and shapes:  # other shapes, as of the rows above a threshold, cannot be compared
+    # outputs whose shape changes cannot be compared, for example rows above a threshold
+    if shapes == expected_shapes and shapes:
         errors["output_error"] = joint_relative_frobenius(outcome.outputs, reference.outputs)
     if outcome.loss is not None and reference.loss is not None:
         errors["loss_error"] = relative_error(float(outcome.loss), float(reference.loss))
@@ -283,22 +303,26 @@ def errors_between(outcome: Outcome, reference: Outcome) -> dict[str, float]:
     return errors
 
 
-def _trained_in(model: nn.Module) -> dict[str, nn.Parameter]:
+def _find_trained_parameters(model: nn.Module) -> dict[str, nn.Parameter]:
     return {name: parameter for name, parameter in model.named_parameters() if parameter.requires_grad}
 
 
-def _optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFacts) -> torch.optim.Optimizer | None:
+def _make_optimizer(name: str, parameters: list[nn.Parameter], facts: DeviceFacts) -> torch.optim.Optimizer | None:
     if name == "none":
         return None
-    return adamw(parameters, _RATE, facts) if name == "adamw" else eager(torch.optim.SGD)(parameters, lr=_RATE)
+    return (
+        make_adamw(parameters, _LEARNING_RATE, facts)
+        if name == "adamw"
+        else skip_compiler_wrappers(torch.optim.SGD)(parameters, lr=_LEARNING_RATE)
+    )
 
 
-def conversion_of(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:
-    words = dict(setup.case.precision_map)
+def make_conversion(model: nn.Module, setup: Setup, multiples: tuple[int, int]) -> Conversion:
+    precision_map = dict(setup.case.precision_map)
     skip = [word for word in str(setup.params.get("skip", "")).split(";") if word]
 
     def choose(layer: Layer) -> Arithmetic | None:
-        key = key_of(layer, words)
-        return None if key is not None and words[key] == UNTOUCHED else setup.layer(layer)
+        key = key_of(layer, precision_map)
+        return None if key is not None and precision_map[key] == UNTOUCHED else setup.layer(layer)
 
-    return Conversion(model, choose, skip=skip, keys=words, multiples=multiples)
+    return Conversion(model, choose, skip=skip, keys=precision_map, multiples=multiples)

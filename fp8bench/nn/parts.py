@@ -1,4 +1,4 @@
-"""Parts that many models share: norms, the feed-forward part, the loss, and single operations between two products."""
+"""Parts of many models: norms, the feed-forward part, the loss, and single operations between two products."""
 
 from __future__ import annotations
 
@@ -8,15 +8,15 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.nn.around import cast_to, wide_dtype
+from fp8bench.nn.around import cast_to, widen_dtype
 from fp8bench.nn.linear import Choose, Linear, region
 from fp8bench.protocols import Arithmetic, Fused, Phases, Role
 
 
 class Norm(nn.Module):
-    """Layer norm or RMS norm in at least fp32, or in its arithmetic; the result has x's dtype.
+    """Layer norm or RMS norm, in fp32 or wider or in its own arithmetic. The result has the dtype of x.
 
-    `unit` rescales the weight of a unit-scaled model.
+    In a unit-scaled model, `unit` rescales the weight.
     """
 
     arithmetic: Arithmetic | None = None
@@ -31,8 +31,8 @@ class Norm(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         weight = self.weight if self.unit is None else self.unit(self.weight)
         weight = cast_to(weight, self.arithmetic, Role.WEIGHT)
-        wide = cast_to(x, self.arithmetic).to(weight.dtype)
-        return normalise(wide, weight, self.root_mean_square, self.epsilon).to(x.dtype)
+        x_cast = cast_to(x, self.arithmetic).to(weight.dtype)
+        return normalise(x_cast, weight, self.root_mean_square, self.epsilon).to(x.dtype)
 
 
 def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float) -> Tensor:
@@ -42,7 +42,9 @@ def normalise(x: Tensor, weight: Tensor, root_mean_square: bool, epsilon: float)
 
 
 class FeedForward(nn.Module):
-    """GELU between two products, or Llama's gated form. `unit` replaces the pass of a unit-scaled block."""
+    """A feed-forward part: two products with GELU between them, or Llama's gated form. In a unit-scaled model, `unit`
+    replaces the forward pass.
+    """
 
     unit: Callable[[FeedForward, Tensor, Phases], Tensor] | None = None
 
@@ -62,7 +64,9 @@ class FeedForward(nn.Module):
 
 
 class NormedFeedForward(nn.Module):
-    """RMS norm, up, activation, down. Where it can, norm and up are one layer, or all is (`both_products`)."""
+    """RMS norm, up product, activation and down product. A backend may compute norm and up product as one layer. With
+    `both_products` it computes all four as one layer.
+    """
 
     def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, both_products: bool) -> None:
         super().__init__()
@@ -71,25 +75,25 @@ class NormedFeedForward(nn.Module):
         up = self.block.up
         down = self.block.down
         weights = (up.weight, down.weight) if both_products else (up.weight,)
-        self._whole = both_products
-        # A library may fuse the norm, the first product and, with the second one, the activation.
+        self._fuses_all = both_products
+        # A library may fuse the norm and the first product. Some also fuse the activation and the second product.
         self._fused = up.arithmetic.fuse(Fused((self.norm.weight,), weights, gated))
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
         if self._fused is None:
             return self.block(self.norm(x), phase)
         product = region(phase.gemm, self._fused, x)
-        return product if self._whole else self.block.down(self.block.activate(product), phase)
+        return product if self._fuses_all else self.block.down(self.block.activate(product), phase)
 
 
 def cross_entropy(logits: Tensor, targets: Tensor, reduction: str = "mean") -> Tensor:
-    """The loss of (batch, tokens, vocabulary), computed in at least fp32."""
-    wide = logits.reshape(-1, logits.shape[-1]).to(wide_dtype(logits.dtype))
-    return F.cross_entropy(wide, targets.reshape(-1), reduction=reduction)
+    """Returns the loss of logits (batch, tokens, vocabulary), computed in fp32 or wider."""
+    wide_logits = logits.reshape(-1, logits.shape[-1]).to(widen_dtype(logits.dtype))
+    return F.cross_entropy(wide_logits, targets.reshape(-1), reduction=reduction)
 
 
-def drop(x: Tensor, share: float) -> Tensor:
-    return F.dropout(x, share) if share else x
+def drop(x: Tensor, fraction: float) -> Tensor:
+    return F.dropout(x, fraction) if fraction else x
 
 
 def gelu(x: Tensor) -> Tensor:
@@ -101,11 +105,11 @@ def silu_gate(gate: Tensor, value: Tensor) -> Tensor:
 
 
 def softmax(x: Tensor) -> Tensor:
-    return torch.softmax(x, -1, dtype=wide_dtype(x.dtype)).to(x.dtype)
+    return torch.softmax(x, -1, dtype=widen_dtype(x.dtype)).to(x.dtype)
 
 
 class SummedCrossEntropy(nn.Module):
-    """Cross entropy with random targets; summed, because the gradients of a mean would vanish in fp16."""
+    """Summed cross entropy with random targets. It is a sum, because the gradients of a mean would vanish in fp16."""
 
     targets: Tensor
 
@@ -114,10 +118,10 @@ class SummedCrossEntropy(nn.Module):
         self.register_buffer("targets", torch.randint(width, (tokens,)))
 
     def forward(self, logits: Tensor) -> Tensor:
-        return F.cross_entropy(logits.to(wide_dtype(logits.dtype)), self.targets, reduction="sum")
+        return F.cross_entropy(logits.to(widen_dtype(logits.dtype)), self.targets, reduction="sum")
 
 
-# Each makes its operation for inputs of (tokens, width).
+# Maps an operation's name to a function that makes it for inputs of (tokens, width).
 OPERATIONS: dict[str, Callable[[int, int], Callable[..., Tensor]]] = {
     "layer_norm": lambda tokens, width: Norm(width, root_mean_square=False),
     "rms_norm": lambda tokens, width: Norm(width, root_mean_square=True),
@@ -130,7 +134,7 @@ OPERATIONS: dict[str, Callable[[int, int], Callable[..., Tensor]]] = {
 
 
 class Operation(nn.Module):
-    """One of `OPERATIONS` as a layer, which accepts a phase recorder and records nothing."""
+    """One of `OPERATIONS` as a layer. It accepts phase markers but does not use them."""
 
     def __init__(self, name: str, tokens: int, width: int) -> None:
         super().__init__()

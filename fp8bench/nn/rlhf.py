@@ -1,8 +1,10 @@
-"""RLHF's four models in memory at once: actor and critic train, reference and reward model only run forward.
+"""The four models of RLHF in memory at once. Actor and critic are trained. The reference and the reward model only
+run forward.
 
-All have the same size. The reference starts with the actor's weights, the reward model with others; both are kept in a
-format like a served model's. No text is generated and no policy loss computed: in a step the frozen models score every
-token of the batches, and the other two train on these batches.
+All models have the same size. The reference starts with the actor's weights and the reward model with different
+weights. Reference and reward model are stored in a format, like a served model. No text is generated and no policy
+loss is computed. In a step the reference and the reward model score every token of the batches, and then actor and
+critic train on these batches.
 """
 
 from __future__ import annotations
@@ -19,31 +21,31 @@ from fp8bench.model import MemoryRole
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.kept import DTYPES, KeptWeight, OwnWeight, draw_weights, kept_weight
+from fp8bench.nn.kept import DTYPES, CastWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.parts import cross_entropy
-from fp8bench.nn.served import served_shapes
+from fp8bench.nn.served import list_weight_shapes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.nn.training_step import Loader, TrainingState
 from fp8bench.protocols import Phases, SilentPhases
 
 
 @dataclass(eq=False)
-class ReadBatches:
-    """Hands the `count` batches of the last `read` to several trainings, in turn."""
+class SharedBatches:
+    """Reads `count` batches from a loader, and hands the same batches to several trainings, one after the other."""
 
     loader: Loader
     count: int
     batches: list[tuple[Any, Tensor]] = field(default_factory=list)
-    turns: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
+    batch_cycle: Iterator[tuple[Any, Tensor]] = field(default_factory=lambda: iter(()))
 
     def read(self, phase: Phases) -> list[tuple[Any, Tensor]]:
         with phase.data_load:
             self.batches = [self.loader.next() for _ in range(self.count)]
-            self.turns = cycle(self.batches)
+            self.batch_cycle = cycle(self.batches)
         return self.batches
 
     def next(self) -> tuple[Any, Tensor]:
-        return next(self.turns)
+        return next(self.batch_cycle)
 
     def load_ahead(self, batches: int) -> None:
         self.loader.load_ahead(batches)
@@ -51,12 +53,14 @@ class ReadBatches:
 
 @dataclass
 class FourModels:
-    """`scores` are the frozen models' log-probabilities of the last step's tokens, a row for each micro-batch."""
+    """The state of an RLHF step. `scores` are the log-probabilities that reference and reward model gave to the
+    tokens of the last step, with one row for each micro-batch.
+    """
 
     actor: TrainingState
     critic: TrainingState
     frozen: dict[str, Decoder]
-    loader: ReadBatches
+    loader: SharedBatches
     micro_batches: int
     scores: dict[str, list[Tensor]]
 
@@ -73,43 +77,48 @@ class FourModels:
         self.critic.step(phase)
 
     def losses(self, steps: int) -> list[float]:
-        """Losses of the actor."""
+        """Returns the actor's losses."""
         self.loader.read(SilentPhases())
         return self.actor.losses(steps)
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        weights, caches = zip(*(model.weights_and_cache() for model in self.frozen.values()), strict=True)
+        weights, caches = zip(*(model.list_weights_and_cache() for model in self.frozen.values()), strict=True)
         return {MemoryRole.WEIGHTS: weights, MemoryRole.ACTIVATIONS: (caches, self.scores)}
 
     def figures(self) -> dict[str, float]:
-        """Bytes between two steps: trained models have weights, gradients, moments; frozen ones weights and scales."""
-        trained = {"actor": _trained_bytes(self.actor), "critic": _trained_bytes(self.critic)}
+        """Returns the bytes of each model between two steps. A trained model has weights, gradients and moments. The
+        other models have weights and scales.
+        """
+        trained = {"actor": _count_trained_bytes(self.actor), "critic": _count_trained_bytes(self.critic)}
         frozen = {name: model.weight_bytes() for name, model in self.frozen.items()}
         return {f"{name}_bytes": float(size) for name, size in (trained | frozen).items()}
 
 
-def _trained_bytes(state: TrainingState) -> int:
+def _count_trained_bytes(state: TrainingState) -> int:
     tensors = [*state.parameters, *state.buffers]
     for moments in state.optimizer.state.values():
-        # A step count has no dimension.
+        # A tensor without dimensions is a step count, which is left out.
         tensors += [tensor for tensor in moments.values() if isinstance(tensor, Tensor) and tensor.dim()]
     return sum(tensor.nbytes for tensor in tensors)
 
 
-def frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format: str, seed: int) -> dict[str, Decoder]:
+def make_frozen_models(actor: GPT, config: GPTConfig, batch: int, weight_format: str, seed: int) -> dict[str, Decoder]:
     carrier = DTYPES.get(weight_format, torch.bfloat16)
     initial = {name: parameter.detach() for name, parameter in actor.named_parameters()}
-    reward = draw_weights(served_shapes(config), seed + 1, str(next(iter(initial.values())).device))
+    draw_reward_weight = draw_weights(list_weight_shapes(config), seed + 1, str(next(iter(initial.values())).device))
 
-    def keep(name: str, weight: Tensor) -> KeptWeight:
+    def store(name: str, weight: Tensor) -> StoredWeight:
         if weight_format in DTYPES or name == "head":
-            return OwnWeight(weight, PlainArithmetic(carrier))
-        return kept_weight(weight, weight_format, False)
+            return CastWeight(weight, PlainArithmetic(carrier))
+        return store_weight(weight, weight_format, False)
 
-    def model(weight: Callable[[str], Tensor]) -> Decoder:
+    def make_decoder(weight: Callable[[str], Tensor]) -> Decoder:
         kv = "fp32" if carrier is torch.float32 else "bf16"
-        return Decoder(config, weight, keep, kv, carrier, (batch, config.sequence))
+        return Decoder(config, weight, store, kv, carrier, (batch, config.sequence))
 
-    # The reference begins with the actor's weights, the reward model with different ones.
+    # The reference starts with the actor's weights, the reward model with different ones.
     with torch.no_grad():
-        return {"reference": model(lambda name: initial[name].clone()), "reward": model(reward)}
+        return {
+            "reference": make_decoder(lambda name: initial[name].clone()),
+            "reward": make_decoder(draw_reward_weight),
+        }

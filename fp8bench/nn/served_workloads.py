@@ -1,4 +1,6 @@
-"""The base of workloads that run a served model. No torch here: plans read it."""
+"""The base class of workloads that run a served model. This module must not import torch, because planning imports
+it.
+"""
 
 from __future__ import annotations
 
@@ -13,11 +15,11 @@ from fp8bench.nn.served import (
     OWN,
     WEIGHT_FORMATS,
     ServedArm,
-    arm_of,
-    forward_flops,
-    served_memory,
-    served_shape,
-    served_support,
+    check_served_support,
+    choose_arm,
+    count_forward_flops,
+    estimate_min_memory,
+    find_served_shape,
 )
 from fp8bench.nn.sizes import SERVED_SIZES, gpt_around, gpt_layers
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
@@ -28,8 +30,12 @@ if TYPE_CHECKING:
 
 
 class ServedWorkload(Workload):
-    """A model with a static cache. A step is `new` tokens at the end of the context, by default all of it. `usual` are
-    size and context on a CPU and on a GPU, and `context_words` explain a context."""
+    """Runs a model with a static cache. A step runs the last `new` tokens of the context. If `new` is None, it runs
+    all tokens.
+
+    `usual` has two default pairs of size and context, one for a CPU and one for a GPU. `context_words` is the help
+    text of the context.
+    """
 
     dtypes = ("fp32", "bf16")
     layer_kinds = ("attn", "mlp", "head")
@@ -38,48 +44,48 @@ class ServedWorkload(Workload):
     usual: ClassVar[tuple[tuple[str, str], tuple[str, str]]]
     context_words: ClassVar[str]
     new: ClassVar[int | None] = None
-    # Finds the function that makes a user's own model, by its name.
+    # Finds the function that makes a user's model, by name.
     named: Callable[[str], Callable[[], Any]]
 
     @abstractmethod
     def precision(self, setup: Setup) -> Precision:
-        """The case's precision."""
+        """Returns the case's precision."""
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        # The usual sizes depend on the device: a CPU takes minutes for a GPU's.
+        # Default sizes depend on the device: a CPU would take minutes for those of a GPU.
         size, context = self.usual[facts.accelerated]
         return (
-            Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), _model_name),
+            Axis("size", f"the model: {', '.join(SERVED_SIZES)}", (size,), _parse_model_name),
             Axis.count("batch", "sequences that are served together", "1", high=1 << 14),
             Axis.count("context", self.context_words, context, high=1 << 20),
-            _format_axis("kv", "keys and values", KV_FORMATS),
-            _format_axis("weights", "its blocks' weights", WEIGHT_FORMATS),
+            _make_format_axis("kv", "keys and values", KV_FORMATS),
+            _make_format_axis("weights", "its blocks' weights", WEIGHT_FORMATS),
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         size = str(params["size"])
         context = int(params["context"])
-        model = served_shape(size)
+        model = find_served_shape(size)
         if context > model.sequence:
-            raise UsageError(f"context={context} is too long: {size} has positions for {model.sequence}. Choose less.")
+            raise UsageError(f"context={context} is too long: {size} has {model.sequence} positions. Choose fewer.")
         return super().expand(params)
 
     def work(self, params: Scalars) -> Work:
-        model = served_shape(str(params["size"]))
+        model = find_served_shape(str(params["size"]))
         batch = int(params["batch"])
         context = int(params["context"])
-        new = self.new or context
-        flops = forward_flops(model, batch, new, context)
-        return Work(flops, batch * new, least_memory=served_memory(model, batch, context))
+        new_tokens = self.new or context
+        flops = count_forward_flops(model, batch, new_tokens, context)
+        return Work(flops, batch * new_tokens, least_memory=estimate_min_memory(model, batch, context))
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        return served_support(params, precision, facts)
+        return check_served_support(params, precision, facts)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return precision.support(facts)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        """Returns no layers for a user's own model, which takes no precision map."""
+        """Returns the layers of the model. A user's model has none, because it takes no precision map."""
         config = SERVED_SIZES.get(str(params["size"]))
         return gpt_layers(config.layers, config.experts) if config else ()
 
@@ -88,28 +94,28 @@ class ServedWorkload(Workload):
         return gpt_around(config.layers) if config else ()
 
     def prepare(self, setup: Setup) -> ServedState:
-        from fp8bench.nn.serving import served_state
+        from fp8bench.nn.serving import make_served_state
 
-        return served_state(setup, *self._served_arguments(setup), self.named)
+        return make_served_state(setup, *self._served_arguments(setup), self.named)
 
     def step(self, state: ServedState, phase: Phases) -> None:
         state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        from fp8bench.nn.serving import logits_error
+        from fp8bench.nn.serving import measure_logits_error
 
-        return logits_error(setup, *self._served_arguments(setup), self.named)
+        return measure_logits_error(setup, *self._served_arguments(setup), self.named)
 
     def _served_arguments(self, setup: Setup) -> tuple[ServedArm, tuple[Layer, ...], int]:
         params = setup.params
-        return arm_of(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
+        return choose_arm(params, self.precision(setup)), self.layers(params), self.new or int(params["context"])
 
 
-def _format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:
-    words = f"what {tensors} are kept in: {', '.join(formats)}; {OWN}: as the dtype says"
-    return Axis.choice(name, words, OWN, *formats)
+def _make_format_axis(name: str, tensors: str, formats: Iterable[str]) -> Axis:
+    help_text = f"the format of {tensors}: {', '.join(formats)}; {OWN}: that of the dtype"
+    return Axis.choice(name, help_text, OWN, *formats)
 
 
-def _model_name(text: str) -> str:
-    """The name of a model, or of a function that makes one, which only `fp8bench infer` can have introduced."""
+def _parse_model_name(text: str) -> str:
+    """Parses the name of a model, or of a function that makes one, which only `fp8bench infer` registers."""
     return text if ":" in text and text.isprintable() else one_of(*SERVED_SIZES)(text)

@@ -1,4 +1,4 @@
-"""Bases and options that precisions share. No torch here: plans read it."""
+"""Base classes and options that precisions share. This module must not import torch, because planning imports it."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import Format
 from fp8bench.formats.hardware import refused
 from fp8bench.formats.product_rules import grouped_multiple, rows_give_float32
-from fp8bench.formats.recipe_support import kept_by_nobody, on_device, recipe_support
+from fp8bench.formats.recipe_support import explain_unknown_layout, recipe_on_device, recipe_support
 from fp8bench.formats.recipes import (
     FORMATS_BY_ROLE,
-    HOPPER_BITS,
-    SHORT_BITS,
+    HOPPER_SUM_BITS,
+    SHORT_SUM_BITS,
     Accumulator,
     Delayed,
     Recipe,
@@ -30,28 +30,30 @@ from fp8bench.protocols.axes import Option, one_of
 
 HIGH_WEIGHT_GRADIENT = Option(
     "weight-gradient",
-    "low, or bf16: the product of gradients and inputs is left in bf16",
+    "low, or bf16: the weight gradient's product is computed in bf16",
     "low",
     one_of("low", "bf16"),
     ("gw",),
 )
 
 
-def _accumulator(text: str) -> str:
-    """'fp32', 'short', 'promoted', or the bits of a short sum; Hopper's bits are 'short'."""
-    if text.isascii() and text.isdigit() and int(text) in SHORT_BITS:
-        return Accumulator.SHORT.value if int(text) == HOPPER_BITS else str(int(text))
+def _parse_accumulator(text: str) -> str:
+    """Returns how a product sums, as one of the words 'fp32', 'short' and 'promoted', or as the number of bits of a
+    short sum. The number of bits that Hopper has is returned as 'short'.
+    """
+    if text.isascii() and text.isdigit() and int(text) in SHORT_SUM_BITS:
+        return Accumulator.SHORT.value if int(text) == HOPPER_SUM_BITS else str(int(text))
     try:
         return one_of(*Accumulator)(text)
     except ValueError as error:
-        raise ValueError(f"{error}; or a number of bits from {SHORT_BITS[0]} to {SHORT_BITS[-1]}") from None
+        raise ValueError(f"{error}; or a number of bits from {SHORT_SUM_BITS[0]} to {SHORT_SUM_BITS[-1]}") from None
 
 
 ACCUMULATOR = Option(
     "accumulator",
-    "fp32, short: 14 bits as Hopper sums, or so many; promoted: short, added to fp32 every 128 elements",
+    "fp32; short: 14-bit sums as on Hopper, or a number of bits; promoted: short, added to fp32 every 128 elements",
     "fp32",
-    _accumulator,
+    _parse_accumulator,
 )
 CASTS = Option(
     "casts",
@@ -61,7 +63,7 @@ CASTS = Option(
 )
 MX_SCALE = Option(
     "scale",
-    "rceil: up, nothing saturates; floor: OCP's; even: after rounding the amax; ceil: the amax up to a power",
+    "rceil: quotient rounded up; floor: down, as OCP; even: down, after rounding the amax; ceil: amax rounded up first",
     ScaleRounding.RCEIL.value,
     one_of(ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL),
 )
@@ -79,7 +81,7 @@ def formats_option(default: str) -> Option:
 def float_scale_option(default: ScaleRounding) -> Option:
     return Option(
         "scale",
-        "exact: largest / amax; pow2: the next power of two below, so that nothing saturates",
+        "exact: largest / amax; pow2: the next lower power of two, so that no value saturates",
         default.value,
         one_of(ScaleRounding.EXACT, ScaleRounding.POWER_OF_TWO),
     )
@@ -99,7 +101,7 @@ def hadamard_option(default: str) -> Option:
 
 
 class PlainPrecision(Precision):
-    """One of torch's dtypes for every tensor and product."""
+    """A precision that uses one of torch's dtypes for every tensor and product."""
 
     dtype: ClassVar[str]
 
@@ -112,16 +114,16 @@ class PlainPrecision(Precision):
 
 
 class RecipePrecision(Precision):
-    """A precision whose options make a recipe at once: an impossible one is refused before anything is planned.
+    """A precision whose options make a recipe. An impossible recipe is refused before anything is planned.
 
-    `words` names its formats where a device has no units for them. Unless `make_recipe` is overridden, all roles are
-    scaled alike: `block` has the rows and columns that share a scale, kept in `scale_format`, and `element` is the
-    format of every role, None where options choose it.
+    `words` names the formats in messages about devices that do not support them. All roles have the same scaling,
+    unless `make_recipe` is overridden. `block` has the rows and columns that share a scale, and `scale_format` is the
+    format of that scale. `element` is the format of every role, or None if options choose it.
     """
 
     carried_by = "bf16"
     takes_backend = True
-    # The multiples of every scaled product; those of blocks need larger ones.
+    # K and N of scaled products must be multiples of 16. Recipes with block scales require larger multiples.
     multiples = (16, 16)
     words: ClassVar[str]
     block: ClassVar[tuple[int, int]] = (0, 0)
@@ -161,10 +163,10 @@ class RecipePrecision(Precision):
         if self.backend is None:
             return self.own_support(facts)
         support = self.backend.support(self, facts)
-        if support.level is Level.REFUSED:  # refusals that no installation would lift come first
+        if support.level is Level.REFUSED:  # A refusal that no other installation would lift comes first.
             return support
-        missing = self.backend.missing(facts.version_of(self.backend.package))
-        return refused(missing) if missing else support
+        missing_text = self.backend.missing(facts.version_of(self.backend.package))
+        return refused(missing_text) if missing_text else support
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.backend is not None:
@@ -180,8 +182,8 @@ class RecipePrecision(Precision):
         if self.support(facts).is_native:
             return self.arithmetic(facts)
         if self.whole_layers:
-            return f"{self.mode} is emulated by layers of another library, whose stored tensors cannot be seen"
-        return kept_by_nobody(self.recipe) or self.native(facts)
+            return f"{self.mode} is emulated inside a library's layers, whose stored tensors cannot be observed"
+        return explain_unknown_layout(self.recipe) or self.native(facts)
 
     def recipe_of(self, treatments: Iterable[Treatment], delayed: Delayed | None = None) -> Recipe:
         inputs, weight, gradient = treatments
@@ -194,7 +196,7 @@ class RecipePrecision(Precision):
             hadamard=self.chosen.get("hadamard") == "on",
             high_weight_gradient=self.chosen.get("weight-gradient") == "bf16",
             accumulator=Accumulator.SHORT if sums.isdigit() else Accumulator(sums),
-            accumulator_bits=int(sums) if sums.isdigit() else HOPPER_BITS,
+            accumulator_bits=int(sums) if sums.isdigit() else HOPPER_SUM_BITS,
         )
 
     @property
@@ -210,9 +212,9 @@ def native_arithmetic(recipe: Recipe, facts: DeviceFacts) -> Arithmetic:
     from fp8bench.nn.arithmetics import ScaledArithmetic, WideScaledArithmetic
     from fp8bench.nn.block_arithmetic import BlockArithmetic
 
-    device_recipe = on_device(recipe, facts)
-    of_rows = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
-    arithmetic = (BlockArithmetic if device_recipe.in_blocks else of_rows)(device_recipe)
+    device_recipe = recipe_on_device(recipe, facts)
+    row_arithmetic = WideScaledArithmetic if rows_give_float32(facts) else ScaledArithmetic
+    arithmetic = (BlockArithmetic if device_recipe.in_blocks else row_arithmetic)(device_recipe)
     arithmetic.groups = grouped_multiple(device_recipe.products, facts)
     return arithmetic
 
@@ -222,7 +224,7 @@ def recipe_of(precision: Precision) -> Recipe:
     return precision.recipe
 
 
-def wrong_pairing(backend: str, precision: Precision, modes_of_backend: Iterable[str]) -> Support:
+def refuse_pairing(backend: str, precision: Precision, modes_of_backend: Iterable[str]) -> Support:
     modes = list(modes_of_backend)
     nearest = precision.name if precision.name in modes else difflib.get_close_matches(precision.name, modes, 1, 0.0)[0]
     return refused(f"{backend} has no recipe {precision.plain_mode}, only {', '.join(modes)}: the nearest is {nearest}")

@@ -1,5 +1,6 @@
-"""Helpers of workloads: limits of precisions and devices other than products', and the base of trainings. No torch
-here."""
+"""Helpers of workloads: which precisions and devices they support, and the base class of trainings. This module must
+not import torch.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +10,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 from fp8bench.formats.hardware import emulated, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Scalars, Support
-from fp8bench.nn.sizes import GPTConfig, features_in
+from fp8bench.nn.sizes import GPTConfig, list_features
 from fp8bench.protocols import Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import VALUES, Axis
 
@@ -18,16 +19,15 @@ if TYPE_CHECKING:
 
 
 def storage_support(precision: Precision, facts: DeviceFacts, without: str) -> Support:
-    """Returns the precision's support, refused for one that changes products only; `without` names what the case then
-    lacks."""
+    """Returns how a device supports storing tensors in this precision. A precision that changes only products is
+    refused. The message ends with `without`, which names what the case would lack.
+    """
     if precision.float32_products != "highest":
-        return refused(
-            f"{precision.name} changes what products read and leaves tensors float32: {without}, and fp32 is that case"
-        )
+        return refused(f"{precision.name} only changes how products read float32 tensors: {without}, so choose fp32")
     return precision.support(facts)
 
 
-# Kernels of attention.
+# torch's attention kernels.
 BACKENDS = ("math", "flash", "efficient", "cudnn")
 
 
@@ -35,47 +35,45 @@ def carrier_bytes(precision: Precision) -> float:
     return 4.0 if (precision.carried_by or precision.name) in ("fp32", "tf32") else 2.0
 
 
-# Float32 copies of the scores in a kernel that stores them, for any input: in forward alone, kept for backward, and in
-# addition while backward runs.
+# How many float32 copies of the scores a kernel has that stores them. There are three numbers: in a forward pass
+# alone, those that are kept for backward, and those that backward needs in addition.
 SCORES_FORWARD = 2.5
 SCORES_KEPT = 1.0
-SCORES_BESIDE = 2.2
+SCORES_IN_BACKWARD = 2.2
 
 
-def uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
-    """Why a native model's products would stay out of a compiled graph; '' if they would not."""
-    along = precision.compiled_multiple
+def explain_uncompilable(precision: Precision, config: GPTConfig, tokens: int) -> str:
+    """Returns why torch cannot compile a model whose products run natively in this precision, or ''."""
+    multiple = precision.compiled_multiple
     sizes = {tokens}
-    for name, sides in features_in(config).items():
+    for name, sides in list_features(config).items():
         if name != "head":
             sizes.update(sides)
-    wrong = sorted(size for size in sizes if size % along)
-    if not wrong:
+    misfits = sorted(size for size in sizes if size % multiple)
+    if not misfits:
         return ""
-    verb = "is no multiple" if len(wrong) == 1 else "are no multiples"
+    verb = "is no multiple" if len(misfits) == 1 else "are no multiples"
     return (
-        f"in a compiled graph torch takes products of {precision.name} whose contraction and columns are multiples of "
-        f"{along}, weight gradients contract over the tokens, and {', '.join(map(str, wrong))} {verb}: choose "
+        f"in a compiled graph K and N of {precision.name} products must be multiples of {multiple}, and weight "
+        f"gradients contract over the tokens, but {', '.join(map(str, misfits))} {verb}: choose "
         "compile=no, or other sizes"
     )
 
 
-def missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:
+def explain_missing_kernel(attention: str, grouped: bool, precision: Precision, facts: DeviceFacts) -> str:
     if not facts.accelerated and attention in ("efficient", "cudnn"):
         return f"torch has no {attention} attention on a CPU: choose auto, math or flash"
     if facts.hip and attention == "cudnn":
         return "cuDNN is NVIDIA's: choose auto, math, flash or efficient"
-    fp32 = (precision.carried_by or precision.name) == "fp32"
-    if facts.accelerated and attention == "efficient" and grouped and not fp32:
+    is_fp32 = (precision.carried_by or precision.name) == "fp32"
+    if facts.accelerated and attention == "efficient" and grouped and not is_fp32:
         return "torch's efficient attention takes no grouped queries on a GPU, as this size has: choose auto or flash"
-    if facts.accelerated and attention in ("flash", "cudnn") and fp32:
+    if facts.accelerated and attention in ("flash", "cudnn") and is_fp32:
         return f"torch's {attention} attention takes no float32 on a GPU: choose auto, math or efficient"
     return ""
 
 
-PASS = Axis.choice(
-    "pass", "forward alone, or training: forward and backward", "forward", "training", default="training"
-)
+PASS = Axis.choice("pass", "forward only, or training: forward and backward", "forward", "training", default="training")
 
 
 def is_training(params: Scalars) -> bool:
@@ -83,42 +81,47 @@ def is_training(params: Scalars) -> bool:
 
 
 def convolution_support(precision: Precision, facts: DeviceFacts) -> Support:
-    """The precision's support, emulated where torch has no convolution of its rounded values.
+    """Returns how a device supports convolutions in this precision. They are emulated if torch has no convolution of
+    the rounded values.
 
-    TF32 is a switch of torch. Rotated operands are windows written out as matrices, multiplied as in linear layers.
+    TF32 is a switch of torch's own convolution. If operands are rotated, windows are copied into a matrix and
+    multiplied as in linear layers.
     """
     support = precision.support(facts)
-    rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+    rounds_values = bool(precision.carried_by) and precision.float32_products == "highest"
     recipe = getattr(precision, "recipe", None)
-    if not support.is_native or not rounded or (isinstance(recipe, Recipe) and recipe.hadamard):
+    if not support.is_native or not rounds_values or (isinstance(recipe, Recipe) and recipe.hadamard):
         return support
     return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
 
 
 def require_fit(
-    support: Support, precision: Precision, rows: int, features: Sequence[int], training: bool, shown: str
+    support: Support, precision: Precision, rows: int, features: Sequence[int], training: bool, sizes_text: str
 ) -> Support:
-    """Returns the support, refused where a native precision does not take a layer's products. `shown` are the sizes in
-    words."""
+    """Returns `support` unchanged, or a refusal if a native precision does not accept the sizes of a layer's
+    products. `sizes_text` names the sizes in the message.
+    """
     along_k, along_n = precision.multiples
-    fits = not any(size % along_k or size % along_n for size in features) and not (training and rows % along_k)
-    if fits or not support.is_native:
+    sizes_fit = not any(size % along_k or size % along_n for size in features) and not (training and rows % along_k)
+    if sizes_fit or not support.is_native:
         return support
     return refused(
-        f"native {precision.name} contracts in multiples of {along_k} and gives columns in multiples of {along_n}, and "
-        f"weight gradients contract over the tokens; here {shown}: choose other sizes"
+        f"native {precision.name} products require K in multiples of {along_k} and N in multiples of {along_n}, and "
+        f"weight gradients contract over the tokens; here {sizes_text}: choose other sizes"
     )
 
 
-def why_no_errors(params: Scalars) -> str:
-    """Why a case has no numerical errors: with zeros every ratio is 0 over 0, and ones are on every grid."""
+def explain_missing_errors(params: Scalars) -> str:
+    """Returns why a case has no numerical errors, or ''. A case has none if its input data are constant. With zeros
+    an error would be 0 divided by 0, and ones are exact in every format.
+    """
     kind = VALUES.of(params)
-    constant = kind in ("ones", "zeros")
-    return f"values={kind} are constant, so that a relative error would say nothing" if constant else ""
+    is_constant = kind in ("ones", "zeros")
+    return f"values={kind} are constant, so a relative error would have no meaning" if is_constant else ""
 
 
 def make_gpt(workload: Workload, setup: Setup, config: GPTConfig) -> GPT:
-    """Makes a GPT from the case's seed, its layers in the case's arithmetics."""
+    """Makes a GPT from the case's seed, with its layers in the case's arithmetics."""
     from fp8bench.nn.around import set_around
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.training_step import seed_weights
@@ -130,7 +133,7 @@ def make_gpt(workload: Workload, setup: Setup, config: GPTConfig) -> GPT:
 
 
 class TrainingWorkload(Workload):
-    """Training steps on text; the state is a TrainingState."""
+    """Runs training steps on text. Its state is a TrainingState."""
 
     uses_corpus = True
     loads = "its batches"

@@ -1,4 +1,6 @@
-"""Sizes of models, layers of named models, and the tensors captured from a training. No torch here: plans read it."""
+"""Sizes of models, the layers of named models, and the list of tensors that are captured from a training. This module
+must not import torch, because planning imports it.
+"""
 
 from __future__ import annotations
 
@@ -8,12 +10,12 @@ from typing import NamedTuple
 
 from fp8bench.protocols import Layer, Role
 
-# The default number of experts that each token goes through.
-CHOSEN = 2
+# The default number of experts that each token uses.
+EXPERTS_PER_TOKEN = 2
 
 
 class MoeSizes(NamedTuple):
-    """A layer of gated experts, of which each token takes `top_k`."""
+    """The sizes of a layer of gated experts, of which each token uses `top_k`."""
 
     width: int
     hidden: int
@@ -21,17 +23,19 @@ class MoeSizes(NamedTuple):
     top_k: int
 
 
-# A latent's channels, the side of a DiT's patches, and the sinusoids of a time step.
+# The channels of a latent, the side of a DiT's patches, and the number of sines and cosines that encode a time step.
 CHANNELS = 4
 PATCH = 2
 FREQUENCIES = 256
-# The width of a head, where it divides the width.
+# The width of an attention head, if it divides the width.
 HEAD_WIDTH = 64
 TIME_STEPS = 1000
 
 
 class DenoiserSizes(NamedTuple):
-    """Latents of image x image. `layers` are a DiT's blocks, or a UNet's at full resolution on each way."""
+    """The sizes of a denoiser for latents of image x image. `layers` is the number of a DiT's blocks. In a UNet it is
+    the number of blocks at full resolution on the way down, and again on the way up.
+    """
 
     denoiser: str
     batch: int
@@ -41,17 +45,19 @@ class DenoiserSizes(NamedTuple):
 
     @property
     def blocks(self) -> GPTConfig:
-        heads = heads_of(self.width)
+        heads = count_heads(self.width)
         tokens = (self.image // PATCH) ** 2
         return GPTConfig(0, self.width, self.layers, heads, heads, 4 * self.width, self.batch, tokens)
 
 
-def heads_of(width: int) -> int:
+def count_heads(width: int) -> int:
     return 1 if width % HEAD_WIDTH else width // HEAD_WIDTH
 
 
 class SamplerPlan(NamedTuple):
-    """Steps of a sampler, its guidance, and the numbers of first and last steps in high precision."""
+    """How a sampler runs: its number of steps, its guidance, and how many of the first and of the last steps run in
+    high precision.
+    """
 
     steps: int
     guidance: str
@@ -63,18 +69,22 @@ class SamplerPlan(NamedTuple):
         return self.steps * (2 if self.guidance == "twice" else 1)
 
     def time(self, step: int) -> int:
-        """Times fall evenly from the noisiest; after the last step comes -1, the image."""
+        """Returns the time at which a sampling step starts. Times fall evenly. The first is the noisiest one. The
+        time after the last step is -1, which stands for the image.
+        """
         return round(TIME_STEPS * (self.steps - step) / self.steps) - 1
 
-    def high(self, step: int) -> bool:
+    def is_high(self, step: int) -> bool:
         return step < self.first or step >= self.steps - self.last
 
 
 @dataclass(frozen=True)
 class GPTConfig:
-    """A model, and the batch and sequence of its default step. `modern` is Llama's manner: RMS norm, rotary positions,
-    gates. Each feed-forward block has `experts`, if any, of which each token goes through `top_k`. The head of a `tied`
-    model multiplies with the embedding's weights.
+    """The sizes of a model, with the batch and sequence of its default step.
+
+    `modern` means Llama's form: RMS norm, rotary positions and gates. `experts` is the number of experts in each
+    feed-forward part, or 0. Each token uses `top_k` of them. The head of a `tied` model multiplies by the embedding's
+    weights.
     """
 
     vocabulary: int
@@ -87,7 +97,7 @@ class GPTConfig:
     sequence: int
     modern: bool = False
     experts: int = 0
-    top_k: int = CHOSEN
+    top_k: int = EXPERTS_PER_TOKEN
     tied: bool = False
 
     @property
@@ -112,20 +122,23 @@ class GPTConfig:
 
     @property
     def weights(self) -> int:
-        """All trained weights but those of norms and positions."""
+        """The number of trained weights, without norms and positions."""
         return self.layers * self.block_weights + (1 if self.tied else 2) * self.vocabulary * self.width
 
     def step_flops(self, sequences: int, length: int) -> float:
-        """Forward and backward: 6 FLOPs for each token and weight on its way, and causal attention's products."""
+        """Counts the FLOPs of forward and backward: 6 for each token and each weight that it uses, and the products
+        of causal attention.
+        """
         tokens = sequences * length
         block = self._attention_weights + (self.top_k if self.experts else 1) * self._expert_weights
         linear = 6.0 * tokens * (self.layers * block + self.vocabulary * self.width)
-        # Scores and their product with the values: 4 T^2 w a sequence forward, twice that backward, half of it masked.
+        # Scores, and their product with the values, take 4 T^2 w FLOPs for each sequence in forward and twice that in
+        # backward. Half of it is masked.
         attention = 12.0 * sequences * self.layers * length * length * self.width / 2
         return linear + attention
 
 
-def feed_parts(experts: int) -> tuple[str, ...]:
+def list_feed_forward_paths(experts: int) -> tuple[str, ...]:
     parts: list[str] = []
     for owner in [f"mlp.experts.{number}" for number in range(experts)] or ["mlp"]:
         parts += (f"{owner}.up", f"{owner}.down")
@@ -136,7 +149,7 @@ def gpt_layers(blocks: int, experts: int = 0) -> tuple[Layer, ...]:
     layers = []
     for block in range(blocks):
         layers += [Layer(f"blocks.{block}.{part}", "attn") for part in ("attn.qkv", "attn.out")]
-        layers += [Layer(f"blocks.{block}.{part}", "mlp") for part in feed_parts(experts)]
+        layers += [Layer(f"blocks.{block}.{part}", "mlp") for part in list_feed_forward_paths(experts)]
     return (*layers, Layer("head", "head", high=True))
 
 
@@ -145,7 +158,9 @@ CLASSES = 1000
 
 @dataclass(frozen=True)
 class VisionSizes:
-    """A model of square images: `resnet`, `vit`, or `two-input`, which reads `text` tokens with each image."""
+    """The sizes of a model of square images. The model is `resnet`, `vit`, or `two-input`, which also reads `text`
+    tokens with each image.
+    """
 
     model: str
     image: int
@@ -155,11 +170,11 @@ class VisionSizes:
     text: int = 0
 
     @property
-    def inner(self) -> int:
+    def inner_width(self) -> int:
         return self.width // 4
 
     @property
-    def stage(self) -> int:
+    def stage_side(self) -> int:
         return ((self.image - 1) // 2) // 2 + 1
 
     @property
@@ -177,57 +192,63 @@ class VisionSizes:
         return GPTConfig(self.vocabulary, self.width, self.layers, heads, heads, 4 * self.width, 1, tokens)
 
     def products(self) -> tuple[tuple[str, int, int], ...]:
-        """For each kind of layer the rows of one image, and the weights that each row goes through."""
+        """Returns two numbers for each kind of layer: how many rows it has for one image, and by how many weights
+        each row is multiplied.
+        """
         width = self.width
-        inner = self.inner
-        every = self.layers * self.blocks.block_weights
-        if self.model == "resnet":  # a bottleneck's three convolutions, and the first one's shortcut
-            stage = self.layers * (2 * width * inner + 9 * inner**2) + inner**2
-            stem = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner
-            return ("stem", *stem), ("block", self.stage**2, stage), ("head", 1, width * CLASSES)
-        stem = self.patches, 3 * self.patch**2 * width
+        inner_width = self.inner_width
+        block_weights = self.layers * self.blocks.block_weights
+        if self.model == "resnet":  # three convolutions in each bottleneck, and the shortcut of the first one
+            stage_weights = self.layers * (2 * width * inner_width + 9 * inner_width**2) + inner_width**2
+            stem_product = ((self.image - 1) // 2 + 1) ** 2, 49 * 3 * inner_width
+            return ("stem", *stem_product), ("block", self.stage_side**2, stage_weights), ("head", 1, width * CLASSES)
+        stem_product = self.patches, 3 * self.patch**2 * width
         if self.model == "vit":
-            return ("stem", *stem), ("block", self.patches, every), ("head", 1, width * CLASSES)
-        joint = ("block", self.patches + self.text, every), ("head", self.text, width * self.vocabulary)
-        return ("stem", *stem), ("block", self.patches, every + width**2), *joint
+            return ("stem", *stem_product), ("block", self.patches, block_weights), ("head", 1, width * CLASSES)
+        text_products = ("block", self.patches + self.text, block_weights), ("head", self.text, width * self.vocabulary)
+        return ("stem", *stem_product), ("block", self.patches, block_weights + width**2), *text_products
 
     def attention_flops(self) -> float:
-        """FLOPs of an image, forward: 4 T^2 w a block, half of it masked where text is read."""
-        joint = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
-        return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + joint)
+        """Counts the FLOPs of attention in the forward pass of one image: 4 T^2 w for each block. If text is read,
+        half of that is masked.
+        """
+        text_flops = 2.0 * (self.patches + self.text) ** 2 if self.model == "two-input" else 0.0
+        return 0.0 if self.model == "resnet" else self.layers * self.width * (4.0 * self.patches**2 + text_flops)
 
     def around(self) -> tuple[Layer, ...]:
-        """A vision transformer's positions count as its embedding; a ResNet has none."""
+        """Returns the layers around products. A vision transformer's positions count as its embedding. A ResNet has
+        no embedding.
+        """
         if self.model == "resnet":
-            return layers_around(("norm", *self._convolutions("norms.")), "residual", "logits")
+            return make_surrounding_layers(("norm", *self._list_convolutions("norms.")), "residual", "logits")
         norms = [layer.name for layer in gpt_around(self.layers) if layer.kind == "norm"]
-        image = [f"image.{name}" for name in norms] if self.model == "two-input" else []
-        return layers_around((*image, *norms), *_BESIDE_NORMS)
+        image_norms = [f"image.{name}" for name in norms] if self.model == "two-input" else []
+        return make_surrounding_layers((*image_norms, *norms), *_OTHER_KINDS)
 
     def low_layers(self) -> tuple[str, ...]:
         if self.model == "resnet":
-            return self._convolutions()
+            return self._list_convolutions()
         blocks = tuple(layer.name for layer in gpt_layers(self.layers) if not layer.high)
         return blocks if self.model == "vit" else (*(f"image.{name}" for name in blocks), "project", *blocks)
 
-    def _convolutions(self, before_name: str = "") -> tuple[str, ...]:
-        """A ResNet's convolutions by path; the first block has one more, as its shortcut."""
+    def _list_convolutions(self, before_name: str = "") -> tuple[str, ...]:
+        """Returns the paths of a ResNet's convolutions. The first block has one more, the shortcut."""
         paths = [f"blocks.0.{before_name}shortcut"]
         for block in range(self.layers):
             paths += [f"blocks.{block}.{before_name}{part}" for part in ("reduce", "spatial", "expand")]
         return tuple(paths)
 
 
-_BESIDE_NORMS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
+_OTHER_KINDS = {"embedding": "embed", "residual": "residual", "logits": "logits"}
 
 
-def layers_around(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
-    named = (*((part, _BESIDE_NORMS[part]) for part in parts), *((name, "norm") for name in norms))
-    return tuple(Layer(name, kind, product=False) for name, kind in named)
+def make_surrounding_layers(norms: Iterable[str], *parts: str) -> tuple[Layer, ...]:
+    kinds_by_name = (*((part, _OTHER_KINDS[part]) for part in parts), *((name, "norm") for name in norms))
+    return tuple(Layer(name, kind, product=False) for name, kind in kinds_by_name)
 
 
 def around(norms: Iterable[str]) -> tuple[Layer, ...]:
-    return layers_around((*norms, "norm"), *_BESIDE_NORMS)
+    return make_surrounding_layers((*norms, "norm"), *_OTHER_KINDS)
 
 
 def gpt_around(blocks: int) -> tuple[Layer, ...]:
@@ -237,11 +258,11 @@ def gpt_around(blocks: int) -> tuple[Layer, ...]:
     return around(norms)
 
 
-# Tokens that an MLP sees before the predicted one, and tokens in a line of a convolved text.
+# How many tokens an MLP reads for each prediction, and how many tokens a line of text has for convolutions.
 CONTEXT = 8
 LINE = 16
 
-# Named ones are tied where the models of that name are.
+# A size that is named after a published model has a tied head if that model has one.
 SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=2, sequence=96),
     "micro": GPTConfig(256, 256, 4, 4, 4, 1024, batch=8, sequence=128),
@@ -250,9 +271,9 @@ SIZES = {
     "llama-1b": GPTConfig(128256, 2048, 16, 32, 8, 8192, batch=2, sequence=2048, modern=True, tied=True),
 }
 
-# Shipped with weights that were trained on Python's own sources: ids are ASCII.
+# The sizes of the model that fp8bench contains. It was trained on Python's source code, and its ids are ASCII.
 NANO_PYTHON = GPTConfig(128, 64, 4, 2, 1, 160, batch=8, sequence=256, modern=True)
-# Served models, each with its longest context as its sequence.
+# Served models. The sequence of each is its longest context.
 SERVED_SIZES = {
     "nano": GPTConfig(256, 192, 2, 4, 4, 768, batch=1, sequence=16384),
     "nano-llama": GPTConfig(256, 192, 2, 6, 2, 512, batch=1, sequence=16384, modern=True),
@@ -268,16 +289,17 @@ SERVED_SIZES = {
 }
 
 
-# (output features, input features), by layer.
+# Maps a layer's name to its output features and input features.
 Features = dict[str, tuple[int, int]]
 
 
-def block_features(
+def list_block_features(
     width: int, hidden: int, heads: int, key_heads: int = 0, head: int = 0, gated: bool = True
 ) -> Features:
-    """Returns the layers of a decoder's block. Attention's input products are fused, and so are gate and up.
+    """Returns the layers of a decoder's block. Attention has one product for queries, keys and values, and gate and
+    up are one product too.
 
-    By default each query head has a key head, and heads divide the width.
+    By default each query head has its own key head, and heads divide the width.
     """
     head = head or width // heads
     up = {"gate_up": (2 * hidden, width)} if gated else {"up": (hidden, width)}
@@ -289,22 +311,22 @@ def block_features(
     }
 
 
-# Sizes as in the models' published configurations.
+# These sizes are from the models' published configurations.
 MODELS: dict[str, Features] = {
-    "gpt2": block_features(768, 3072, 12, gated=False),
-    "gpt3-175b": block_features(12288, 49152, 96, gated=False),
-    "llama3-8b": block_features(4096, 14336, 32, 8),
-    "llama3-70b": block_features(8192, 28672, 64, 8),
-    "llama3-405b": block_features(16384, 53248, 128, 8),
-    "qwen2.5-7b": block_features(3584, 18944, 28, 4),
-    "qwen3-8b": block_features(4096, 12288, 32, 8),
-    "qwen3-32b": block_features(5120, 25600, 64, 8, head=128),
+    "gpt2": list_block_features(768, 3072, 12, gated=False),
+    "gpt3-175b": list_block_features(12288, 49152, 96, gated=False),
+    "llama3-8b": list_block_features(4096, 14336, 32, 8),
+    "llama3-70b": list_block_features(8192, 28672, 64, 8),
+    "llama3-405b": list_block_features(16384, 53248, 128, 8),
+    "qwen2.5-7b": list_block_features(3584, 18944, 28, 4),
+    "qwen3-8b": list_block_features(4096, 12288, 32, 8),
+    "qwen3-32b": list_block_features(5120, 25600, 64, 8, head=128),
     "deepseek-v3": {
         "q_a_kv_a": (2112, 7168), "q_b": (24576, 1536), "kv_b": (32768, 512), "out": (7168, 16384),
         "expert_gate_up": (4096, 7168), "expert_down": (7168, 2048),
     },
 }  # fmt: skip
-# The layer above all blocks: (ids of the vocabulary, width).
+# The (vocabulary, width) of each model's output layer, which comes after all blocks.
 HEADS: dict[str, tuple[int, int]] = {
     "gpt2": (50257, 768),
     "gpt3-175b": (50257, 12288),
@@ -316,38 +338,42 @@ HEADS: dict[str, tuple[int, int]] = {
     "qwen3-32b": (151936, 5120),
     "deepseek-v3": (129280, 7168),
 }
-# The names of a model's sizes, the required ones first.
-_SIZE_NAMES = ("hidden", "ffn", "heads", "kv", "head", "tokens")
+# The keys of a model's sizes. The first three are required.
+_SIZE_KEYS = ("hidden", "ffn", "heads", "kv", "head", "tokens")
 _LARGEST_SIZE = 1 << 18
 
 
 class ModelProducts(NamedTuple):
-    """The layers of a model's block, and the tokens that its sizes name; None where they name none."""
+    """The layers of a model's block, with their sizes. `tokens` is None if the model's name or sizes do not specify
+    it.
+    """
 
     features: Features
     tokens: int | None = None
 
 
-def model_products(text: str) -> ModelProducts:
-    """Reads a name of MODELS, or sizes such as hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384. Raises ValueError."""
+def parse_model_products(text: str) -> ModelProducts:
+    """Parses a name of MODELS, or sizes such as hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384. Raises ValueError."""
     if text in MODELS:
         return ModelProducts(MODELS[text])
     sizes: dict[str, int] = {}
     for word in text.split("/"):
         name, _, digits = word.partition(":")
-        if name not in _SIZE_NAMES or name in sizes:
-            raise ValueError(f"{word!r} is not one of {', '.join(f'{size}:N' for size in _SIZE_NAMES)}, each once")
+        if name not in _SIZE_KEYS or name in sizes:
+            raise ValueError(
+                f"{word!r} is not a size: use each of {', '.join(f'{size}:N' for size in _SIZE_KEYS)} at most once"
+            )
         if not (digits.isascii() and digits.isdigit() and 1 <= int(digits) <= _LARGEST_SIZE):
             raise ValueError(f"expected {name}: and a number from 1 to {_LARGEST_SIZE}, not {word!r}")
         sizes[name] = int(digits)
-    if missing := [name for name in _SIZE_NAMES[:3] if name not in sizes]:
+    if missing := [name for name in _SIZE_KEYS[:3] if name not in sizes]:
         raise ValueError(f"a model's sizes need {missing[0]}:N, as in hidden:4096/ffn:14336/heads:32/kv:8")
-    hidden, ffn, heads = (sizes[name] for name in _SIZE_NAMES[:3])
+    hidden, ffn, heads = (sizes[name] for name in _SIZE_KEYS[:3])
     if "head" not in sizes and hidden % heads:
         raise ValueError(f"{heads} heads do not divide hidden:{hidden}; give the width of a head, as in head:128")
     if heads % sizes.get("kv", heads):
         raise ValueError(f"kv:{sizes['kv']} does not divide heads:{heads}")
-    features = block_features(hidden, ffn, heads, sizes.get("kv", 0), sizes.get("head", 0))
+    features = list_block_features(hidden, ffn, heads, sizes.get("kv", 0), sizes.get("head", 0))
     return ModelProducts(features, sizes.get("tokens"))
 
 
@@ -356,7 +382,8 @@ PRODUCTS: dict[str, tuple[Role, Role]] = {
     "input-gradient": (Role.GRADIENT, Role.WEIGHT),
     "weight-gradient": (Role.GRADIENT, Role.INPUT),
 }
-# The operands that are turned for a product, where recipes may rotate them, or leave them in high precision.
+# For each product: the roles of the operands that are transposed for it. A recipe may rotate such operands or keep
+# them in high precision.
 TURNED: dict[str, tuple[Role, ...]] = {
     "forward": (),
     "input-gradient": (Role.WEIGHT,),
@@ -364,7 +391,7 @@ TURNED: dict[str, tuple[Role, ...]] = {
 }
 
 
-def sides_of(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
+def get_product_sides(product: str, tokens: int, outputs: int, inputs: int) -> tuple[int, int, int]:
     if product == "forward":
         return tokens, outputs, inputs
     if product == "input-gradient":
@@ -376,34 +403,36 @@ def models() -> tuple[str, ...]:
     return (*MODELS, *SIZES)
 
 
-def features_of(model: str) -> Features:
+def list_model_features(model: str) -> Features:
     if model in SIZES:
-        return features_in(SIZES[model])
+        return list_features(SIZES[model])
     return {**MODELS[model], "head": HEADS[model]}
 
 
-def usual_tokens(model: str) -> int:
-    """Rows of activations in a step: a trained model's own batch, else the suite gemm's default on a GPU."""
+def default_tokens(model: str) -> int:
+    """Returns the rows of activations in a step. A model that can be trained has those of its batch. Other models
+    have the default of the suite gemm on a GPU.
+    """
     return SIZES[model].batch * SIZES[model].sequence if model in SIZES else 8192
 
 
-def features_in(config: GPTConfig) -> Features:
-    layers = block_features(config.width, config.hidden, config.heads, config.key_heads, gated=config.modern)
+def list_features(config: GPTConfig) -> Features:
+    layers = list_block_features(config.width, config.hidden, config.heads, config.key_heads, gated=config.modern)
     qkv, out, up, down = layers.values()
     return {"qkv": qkv, "out": out, "up": up, "down": down, "head": (config.vocabulary, config.width)}
 
 
-# A small model, trained until its loss is well below chance.
+# The small model whose tensors are captured. It is trained until its loss is well below that of guessing.
 TRAINED_SIZE = "nano"
 TRAINED_BATCH = 4
 TRAINING_STEPS = 40
-# The number of last steps that are captured: delayed scales need earlier ones.
+# The tensors of this many last steps are captured, because delayed scales need several steps.
 CAPTURED_STEPS = 8
 
 
 @dataclass(frozen=True)
 class CapturedTensor:
-    """One operand of one layer. Its shape has the contraction last."""
+    """One operand of one layer, with its shape. The last dimension is the contraction."""
 
     kind: str
     layer: str
@@ -416,7 +445,8 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
     config = SIZES[TRAINED_SIZE]
     tokens = TRAINED_BATCH * config.sequence
     block = f"blocks.{config.layers - 1}"
-    # For each kind the layer whose input is most typical: attention behind a norm, feed-forward behind the activation.
+    # The layer with the most typical input of its kind. For attention that is the input after a norm, and for
+    # feed-forward the input after the activation.
     layers = (
         ("attn", f"{block}.attn.qkv", config.width, 3 * config.width),
         ("mlp", f"{block}.mlp.down", config.hidden, config.width),
@@ -430,5 +460,5 @@ def _list_captured_tensors() -> dict[str, CapturedTensor]:
     return captured
 
 
-# 'attn-input' and so on.
+# The names are 'attn-input', 'attn-weight' and so on.
 CAPTURED = _list_captured_tensors()

@@ -1,7 +1,7 @@
-"""Models of text besides the transformer: an MLP on windows of tokens, and causal convolutions with batch norm.
+"""Text models other than the transformer: an MLP on windows of tokens, and causal convolutions with batch norm.
 
-Like a GPT they take tokens and targets, give the mean loss, and get the arithmetic of each layer by its name; width and
-depth are those of a GPT's config.
+Like a GPT they map tokens and targets to the mean loss, and the caller chooses each layer's arithmetic by name. They
+have the width and depth of a GPT's config.
 """
 
 from __future__ import annotations
@@ -20,22 +20,24 @@ from fp8bench.protocols import Arithmetic, Phases
 
 
 class WindowMLP(LanguageModel):
-    """The last CONTEXT tokens concatenated, one product of them, then feed-forward blocks with residuals."""
+    """An MLP: concatenates the last CONTEXT tokens, multiplies them once, and runs feed-forward blocks with
+    residuals.
+    """
 
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
         self.window = Linear(CONTEXT * config.width, config.width, choose("window"))
         gain = config.layers**-0.5
-        parts = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in parts)
+        block_choices = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
+        self.norms = nn.ModuleList(Norm(config.width, config.modern) for _ in block_choices)
         self.blocks = nn.ModuleList(
-            FeedForward(config.width, config.hidden, config.modern, gain, part) for part in parts
+            FeedForward(config.width, config.hidden, config.modern, gain, part) for part in block_choices
         )
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        x = self.look_up(tokens)
+        x = self.look_up_embedding(tokens)
         windows = F.pad(x, (0, 0, CONTEXT - 1, 0)).unfold(1, CONTEXT, 1).transpose(2, 3).flatten(2)
         residual = self.around["residual"]
         x = cast_to(self.drop(self.window(windows, phase).to(x.dtype)), residual)
@@ -45,17 +47,19 @@ class WindowMLP(LanguageModel):
 
 
 class CausalBlock(ResidualBlock):
-    """Two convolutions, each with batch norm or layer norm, ReLU between them, added to the input.
+    """A residual block of two convolutions with batch norm or layer norm, and ReLU between them.
 
-    The text is an image in lines. Shifted down and right by one, each place sees in its 3x3 window itself and places to
-    its left, in its own line and the two above: nothing that comes later.
+    The text is an image whose rows are lines of text. The input is shifted down and right by one. So the 3x3 window
+    of a position covers the position itself and positions to its left, in its line and in the two lines above. It
+    never covers a later token.
     """
 
     residual: Arithmetic | None = None
 
     def __init__(self, channels: int, choose: Choose) -> None:
         super().__init__(channels, choose, running=True)
-        # A block begins by adding about as much as the stream holds: at full size it would drown the tokens for long.
+        # Start small. At full size a new block would add as much as the stream holds, and hide the tokens for many
+        # steps.
         nn.init.constant_(self.norm_second.weight, 0.02)
 
     def forward(self, x: Tensor, phase: Phases) -> Tensor:
@@ -64,23 +68,27 @@ class CausalBlock(ResidualBlock):
 
 
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
-    """A causal 3x3 convolution of (batch, lines, places, channels): each place sees only earlier ones."""
+    """Returns a causal 3x3 convolution of (batch, lines, positions, channels), in which each position reads only
+    earlier ones.
+    """
     shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
     return convolution(shifted, phase)[:, :-1, :-1]
 
 
 class TextCNN(LanguageModel):
-    """Convolutions over a text in lines of LINE tokens; in eval mode batch norm uses its kept statistics."""
+    """Convolutions over a text that is divided into lines of LINE tokens. In eval mode batch norm uses its running
+    statistics.
+    """
 
     def __init__(self, config: GPTConfig, choose: Choose, carrier: torch.dtype, dropout: float = 0.0) -> None:
         super().__init__(config, carrier, dropout)
-        parts = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
-        self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in parts)
+        block_choices = [prefix_names(choose, f"blocks.{number}") for number in range(config.layers)]
+        self.blocks = nn.ModuleList(CausalBlock(config.width, part) for part in block_choices)
         self.norm = Norm(config.width, config.modern)
         self.head = Linear(config.width, config.vocabulary, choose("head"))
 
     def logits(self, tokens: Tensor, phase: Phases) -> Tensor:
-        x = self.look_up(tokens.reshape(len(tokens), -1, LINE))
+        x = self.look_up_embedding(tokens.reshape(len(tokens), -1, LINE))
         for block in self.blocks:
             x = self.drop(block(x, phase))
         return self.head(self.norm(x).flatten(1, 2), phase)

@@ -1,4 +1,4 @@
-"""A training step: micro-batches forward and backward, their gradients added up, the optimizer."""
+"""A training step: micro-batches forward and backward, summed gradients, and the optimizer's step."""
 
 from __future__ import annotations
 
@@ -14,66 +14,71 @@ import torch
 from torch import Tensor
 
 from fp8bench.model import DeviceFacts, MemoryRole
-from fp8bench.nn.attention import attention_by
+from fp8bench.nn.attention import select_attention_kernel
 from fp8bench.protocols import Phases, Setup, SilentPhases
 
-# Opens a context in which layers multiply by weights that were cast once.
-Cast = Callable[[Phases], AbstractContextManager[None]]
+# Opens a context in which layers use weights that were cast once. The argument is the phase markers.
+CastOnce = Callable[[Phases], AbstractContextManager[None]]
 
 
 class Loader(Protocol):
-    """The source of a training's batches."""
+    """A source of a training's batches."""
 
     def next(self) -> tuple[Any, Tensor]:
-        """Inputs and targets of a batch, on the device."""
+        """Returns the inputs and targets of a batch on the device."""
 
     def load_ahead(self, batches: int) -> None:
-        """Loads this many batches, each into the memory of its predecessor; `next` then takes turns."""
+        """Loads this many batches and replaces those that were loaded before. `next` then returns them in turn."""
 
 
-# Spreads the seeds of other draws of the weights; a CPU generator takes 32 bits of them.
-_DRAWS_APART = 0x9E3779B9
+# The distance between the seeds of two draws of the weights. A CPU generator has seeds of 32 bits.
+_SEED_STRIDE = 0x9E3779B9
 
 
 @contextmanager
 def seed_weights(setup: Setup) -> Iterator[None]:
-    """Weights made in the body are drawn from the case's seed and draw, on its device."""
+    """Seeds torch's generators in the body, so that weights made there follow from the case's seed and draw. The
+    weights are made on the case's device.
+    """
     gpus = [setup.facts.index] if setup.facts.accelerated else []
-    # fork_rng restores the process's random state: without isolation it is the user's.
+    # fork_rng restores the random state afterwards. Without process isolation that state belongs to the user.
     with torch.random.fork_rng(gpus, device_type=setup.facts.kind), torch.device(setup.facts.key):
-        torch.manual_seed((setup.seed + setup.draw * _DRAWS_APART) % (1 << 32))
+        torch.manual_seed((setup.seed + setup.draw * _SEED_STRIDE) % (1 << 32))
         yield
 
 
-# Methods besides `step` that torch wraps for its compiler.
-_WRAPPED = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
+# The methods besides `step` that torch wraps for its compiler.
+_WRAPPED_METHODS = ("add_param_group", "zero_grad", "state_dict", "load_state_dict")
 
 
 @cache
-def eager(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
-    """One of torch's optimizers, the same to the bit, without the wrappers for torch's compiler.
+def skip_compiler_wrappers(optimizer: type[torch.optim.Optimizer]) -> Callable[..., torch.optim.Optimizer]:
+    """Returns a class like one of torch's optimizers, but without torch's wrappers for its compiler. Results are
+    bit-identical.
 
-    The first call of each wrapper imports the compiler: 1.4 s of a processor and 75 MB in every process. The class
-    keeps its name, which traces show.
+    The first call of each wrapper would import the compiler, which takes 1.4 s of CPU time and 75 MB in every
+    process. The class keeps its name, because traces show it.
     """
-    methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED)}
+    methods: dict[str, Any] = {name: unwrap(getattr(optimizer, name)) for name in ("step", *_WRAPPED_METHODS)}
     return type(optimizer.__name__, (optimizer,), {**methods, "step": torch.no_grad()(methods["step"])})
 
 
-def adamw(
+def make_adamw(
     parameters: list[torch.nn.Parameter], rate: float, facts: DeviceFacts, fused: bool = True
 ) -> torch.optim.Optimizer:
-    """torch's AdamW. On a GPU it may be captured in a graph; a fused one keeps its step count there anyway."""
-    kind = eager(torch.optim.AdamW)
-    return kind(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
+    """Makes torch's AdamW. On a GPU its steps can be captured in a CUDA graph. A fused AdamW keeps its step count on
+    the GPU in any case.
+    """
+    optimizer_class = skip_compiler_wrappers(torch.optim.AdamW)
+    return optimizer_class(parameters, lr=rate, weight_decay=0.1, fused=fused, capturable=facts.accelerated)
 
 
 @dataclass
 class TrainingState:
-    """All that one arm trains: model, optimizer, fp32 gradient buffers, data.
+    """The state of one arm's training: model, optimizer, fp32 gradient buffers and data.
 
-    `forward` gives the loss; it is the model, or a compiled function. `weights` is entered once a step around all
-    micro-batches, and casts the weights.
+    `forward` returns the loss. It is the model itself or a compiled function. `weights` opens a context around all
+    micro-batches of a step. If weights are cast once for a step, they are cast there.
     """
 
     model: torch.nn.Module
@@ -86,15 +91,15 @@ class TrainingState:
     loader: Loader
     micro_batches: int
     loss_scale: float
-    weights: Cast
+    weights: CastOnce
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         return {MemoryRole.GRADIENTS: self.buffers}
 
     def step(self, phase: Phases) -> None:
-        with attention_by(self.attention), self.weights(phase):
+        with select_attention_kernel(self.attention), self.weights(phase):
             for micro_batch in range(self.micro_batches):
-                self._micro_batch(phase, first=micro_batch == 0)
+                self._run_micro_batch(phase, first=micro_batch == 0)
         with phase.optimizer_step:
             for parameter, buffer in zip(self.parameters, self.buffers, strict=True):
                 parameter.grad = buffer
@@ -103,51 +108,52 @@ class TrainingState:
                 parameter.grad = None
 
     def losses(self, steps: int) -> list[float]:
-        """The mean loss of each of the next steps, up to the first that is not finite."""
-        inner = self.forward
-        losses_of_step: list[Tensor] = []
+        """Runs training steps and returns the mean loss of each. It stops after the first loss that is not finite."""
+        original_forward = self.forward
+        step_losses: list[Tensor] = []
         losses: list[float] = []
 
-        # A wrapper notes the losses, so that the step needs no code for it.
+        # Wrap `forward` to record the losses, so that the timed step needs no code for them.
         def forward(tokens: Any, targets: Tensor, phase: Phases) -> Tensor:
-            loss = inner(tokens, targets, phase)
-            losses_of_step.append(loss.detach())
+            loss = original_forward(tokens, targets, phase)
+            step_losses.append(loss.detach())
             return loss
 
         self.forward = forward
-        # A loss that is not finite never recovers: further steps would only take time.
+        # Stop at a loss that is not finite, because later losses are not finite either.
         while len(losses) < steps and all(map(math.isfinite, losses[-1:])):
             self.step(SilentPhases())
-            losses.append(sum(map(float, losses_of_step)) / len(losses_of_step))
-            losses_of_step.clear()
-        self.forward = inner
+            losses.append(sum(map(float, step_losses)) / len(step_losses))
+            step_losses.clear()
+        self.forward = original_forward
         return losses
 
-    def _micro_batch(self, phase: Phases, first: bool) -> None:
+    def _run_micro_batch(self, phase: Phases, first: bool) -> None:
         with phase.data_load:
             tokens, targets = self.loader.next()
-        unmarked = nullcontext() if self.compiled else phase.elementwise
-        with unmarked:
+        phase_marker = nullcontext() if self.compiled else phase.elementwise
+        with phase_marker:
             loss = self.forward(tokens, targets, phase) * self.loss_scale
-        with unmarked:
+        with phase_marker:
             loss.backward()  # type: ignore[no-untyped-call]
             del loss
         with phase.accumulate:
-            # Added by hand: autograd would add the second micro-batch's gradients inside whatever phase is open then.
+            # Add the gradients here. From the second micro-batch on, autograd would add them inside whatever phase is
+            # open then.
             gradients = [parameter.grad for parameter in self.parameters if parameter.grad is not None]
-            share = 1.0 / (self.loss_scale * self.micro_batches)
+            gradient_factor = 1.0 / (self.loss_scale * self.micro_batches)
             if first:
                 torch._foreach_zero_(self.buffers)
-            torch._foreach_add_(self.buffers, gradients, alpha=share)
+            torch._foreach_add_(self.buffers, gradients, alpha=gradient_factor)
             for parameter in self.parameters:
                 parameter.grad = None
 
 
-def new_state(
+def make_training_state(
     setup: Setup,
     model: torch.nn.Module,
     loader: Loader,
-    weights: Cast,
+    weights: CastOnce,
     *,
     attention: str = "auto",
     rate: float = 3e-4,
@@ -157,9 +163,9 @@ def new_state(
     micro_batches: int = 1,
 ) -> TrainingState:
     parameters = list(model.parameters())
-    # Gradients are summed over micro-batches here, so that the optimizer may change the model's.
+    # The gradients of all micro-batches are summed in these buffers.
     buffers = [torch.zeros_like(parameter) for parameter in parameters]
-    optimizer = adamw(parameters, rate, setup.facts, fused)
+    optimizer = make_adamw(parameters, rate, setup.facts, fused)
     return TrainingState(
         model,
         forward or model,

@@ -1,18 +1,19 @@
-"""Unit scaling (Blake et al., 2023): constants derived from a model's shapes keep its tensors near a deviation of 1.
+"""Unit scaling (Blake et al., 2023): constants that depend on a model's shapes keep its tensors' standard deviation
+near 1.
 
-Every operation is followed by one constant in forward and another in backward, so that activations, weights and
-gradients have a deviation near 1 when a training begins, whatever the widths: casts to FP8 then need no scale. A
-product over n inputs is divided by root(n), its input gradient by the root of its outputs, GELU by its deviation for a
-Gaussian; a residual is a sum whose weights' squares add up to 1; the gradient of the loss is multiplied by tokens x
-vocabulary / root(vocabulary - 1).
+Every operation is followed by one constant in forward and another in backward. So activations, weights and gradients
+have a deviation near 1 when a training starts, for any widths, and casts to FP8 need no scale. A product over n
+inputs is divided by root(n), and its input gradient by the root of its outputs. GELU is divided by its deviation for
+a Gaussian. In a residual sum the squares of both weights add up to 1. The gradient of the loss is multiplied by
+tokens x vocabulary / root(vocabulary - 1).
 
-The constants leave the model the same function of the same weights: weights are stored as in every other precision and
-scaled to unit just before their cast, and each weight gets its true gradient. Under AdamW this equals training unit
-weights at rates divided by the initial deviations. So arms share weights, rates, clipping and checkpoints, and differ
-only in what is rounded.
+With these constants the model is still the same function of the same weights. Weights are stored as in every other
+precision, and are multiplied just before their cast to get a deviation of 1. Each weight gets its true gradient.
+Under AdamW this equals a training of unit weights whose rates are divided by the initial deviations. So all arms have
+the same weights, rates, clipping and checkpoints, and differ only in rounding.
 
-`behind` is the factor between the gradient of an output as it comes back and the true one, without the factor of the
-loss, which depends on a batch.
+`gradient_factor` is the ratio of an output's scaled gradient to its true gradient. It leaves out the factor of the
+loss, which depends on the batch.
 """
 
 from __future__ import annotations
@@ -32,14 +33,15 @@ from fp8bench.nn.linear import Linear, cast_marker, linear
 from fp8bench.nn.parts import FeedForward
 from fp8bench.protocols import Phases
 
-# The deviation of GELU and of Llama's gate for a Gaussian, and the root mean square of their slopes.
-GELU = 0.588
+# The standard deviations of GELU and of Llama's gate if their inputs are Gaussian, and the root mean squares of their
+# slopes.
+GELU_DEVIATION = 0.588
 GELU_SLOPE = 0.675
-GATED = 0.596
+GATED_DEVIATION = 0.596
 GATED_SLOPE = 0.606
-# Initial deviations of a GPT's embeddings and positions.
-_EMBEDDING = 0.02
-_PLACES = 0.01
+# The initial standard deviations of a GPT's embeddings and positions.
+_EMBEDDING_DEVIATION = 0.02
+_POSITION_DEVIATION = 0.01
 _NORM_EPSILON = 1e-5
 
 
@@ -55,7 +57,7 @@ class _Rescaled(torch.autograd.Function):
 
 
 def rescale(x: Tensor, forward: float, backward: float) -> Tensor:
-    """`forward` times x; its gradient is `backward` times that of the result."""
+    """Multiplies x by `forward`, and its gradient by `backward`."""
     if forward == backward == 1.0:
         return x
     return _Rescaled.apply(x, forward, backward)  # type: ignore[no-untyped-call]
@@ -63,79 +65,94 @@ def rescale(x: Tensor, forward: float, backward: float) -> Tensor:
 
 @dataclass
 class LossGradient:
-    """The factor of the loss's gradient, for the number of tokens in the current batch."""
+    """The factor by which the gradient of the loss is multiplied. It depends on the number of tokens in the current
+    batch.
+    """
 
     vocabulary: int
     factor: float = 1.0
 
-    def begin(self, tokens: int) -> None:
+    def set_token_count(self, tokens: int) -> None:
         self.factor = tokens * self.vocabulary / math.sqrt(max(1, self.vocabulary - 1))
 
 
 @dataclass
 class UnitWeight:
-    """A norm's weight, whose gradient becomes the true one."""
+    """Returns a norm's weight unchanged. In backward it turns the scaled gradient of the weight into the true one."""
 
-    behind: float
+    gradient_factor: float
     loss: LossGradient
 
     def __call__(self, weight: Tensor) -> Tensor:
-        return rescale(weight, 1.0, 1 / (self.behind * self.loss.factor))
+        return rescale(weight, 1.0, 1 / (self.gradient_factor * self.loss.factor))
 
 
 @dataclass
 class UnitProduct:
-    """The product of a linear layer whose weight begins with this deviation."""
+    """Computes the unit-scaled product of a linear layer. `deviation` is the initial standard deviation of its
+    weight.
+    """
 
     deviation: float
-    behind: float
+    gradient_factor: float
     loss: LossGradient
 
     def __call__(self, layer: Linear, x: Tensor, phase: Phases) -> Tensor:
         outputs, inputs = layer.weight.shape
-        root = math.sqrt(inputs)
-        total = self.behind * root * self.loss.factor
-        # A weight that was cast already is not read again.
-        ahead = 1.0 if layer.operands is not None else layer.factor
-        with cast_marker(layer.arithmetic, phase):  # the phase that casts weights for all micro-batches
-            weight = rescale(layer.weight, ahead, 1 / (self.deviation * total))
+        root_of_inputs = math.sqrt(inputs)
+        total = self.gradient_factor * root_of_inputs * self.loss.factor
+        # A weight that was already cast is not read here, so it needs no factor.
+        weight_factor = 1.0 if layer.operands is not None else layer.factor
+        # the same phase in which weights are cast once for all micro-batches
+        with cast_marker(layer.arithmetic, phase):
+            weight = rescale(layer.weight, weight_factor, 1 / (self.deviation * total))
         y = linear(rescale(x, 1.0, outputs**-0.5), weight, layer.arithmetic, phase, layer.operands)
-        return rescale(y, 1 / root, 1.0)
+        return rescale(y, 1 / root_of_inputs, 1.0)
 
 
-def make_layer_unit(layer: Linear, gain: float, behind: float, loss: LossGradient) -> float:
-    """Makes a layer's product unit-scaled; returns the factor of its input's gradient against the true one."""
+def scale_layer(layer: Linear, gain: float, gradient_factor: float, loss: LossGradient) -> float:
+    """Makes the product of a layer unit-scaled. Returns the ratio of its scaled input gradient to its true input
+    gradient.
+    """
     outputs, inputs = layer.weight.shape
     deviation = gain / math.sqrt(inputs)
-    layer.unit = UnitProduct(deviation, behind, loss)
+    layer.unit = UnitProduct(deviation, gradient_factor, loss)
     layer.factor = 1 / deviation
-    return behind * math.sqrt(inputs / outputs)
+    return gradient_factor * math.sqrt(inputs / outputs)
 
 
 @dataclass
-class UnitFeed:
-    """A feed-forward block: deviation and slope of its activation for a Gaussian, and factors at both ends."""
+class UnitFeedForward:
+    """The forward pass of a unit-scaled feed-forward part. `deviation` and `slope` are those of the activation for a
+    Gaussian. `enter` and `leave` are the factors at the two ends, each for forward and for backward.
+    """
 
     deviation: float
     slope: float
     enter: tuple[float, float] = (1.0, 1.0)
     leave: tuple[float, float] = (1.0, 1.0)
 
-    def __call__(self, feed: FeedForward, x: Tensor, phase: Phases) -> Tensor:
-        hidden = rescale(feed.up(rescale(x, *self.enter), phase), 1.0, 1 / self.slope)
-        y: Tensor = feed.down(rescale(feed.activate(hidden), 1 / self.deviation, 1.0), phase)
+    def __call__(self, feed_forward: FeedForward, x: Tensor, phase: Phases) -> Tensor:
+        hidden = rescale(feed_forward.up(rescale(x, *self.enter), phase), 1.0, 1 / self.slope)
+        y: Tensor = feed_forward.down(rescale(feed_forward.activate(hidden), 1 / self.deviation, 1.0), phase)
         return rescale(y, *self.leave)
 
 
-def make_feed_unit(feed: FeedForward, gain: float, behind: float, loss: LossGradient) -> float:
-    feed.unit = unit = UnitFeed(GATED, GATED_SLOPE) if feed.gated else UnitFeed(GELU, GELU_SLOPE)
-    between = make_layer_unit(feed.down, gain, behind, loss) * unit.deviation / unit.slope
-    return make_layer_unit(feed.up, 1.0, between, loss)
+def scale_feed_forward(feed_forward: FeedForward, gain: float, gradient_factor: float, loss: LossGradient) -> float:
+    feed_forward.unit = unit = (
+        UnitFeedForward(GATED_DEVIATION, GATED_SLOPE)
+        if feed_forward.gated
+        else UnitFeedForward(GELU_DEVIATION, GELU_SLOPE)
+    )
+    hidden_factor = scale_layer(feed_forward.down, gain, gradient_factor, loss) * unit.deviation / unit.slope
+    return scale_layer(feed_forward.up, 1.0, hidden_factor, loss)
 
 
 @dataclass(frozen=True)
 class UnitCore:
-    """Divides attention's core by the deviation of its result; gradients of queries, keys and values shrink alike."""
+    """Divides the result of an attention core by its standard deviation. The gradients of queries, keys and values
+    are divided by the same number.
+    """
 
     inner: Callable[[Tensor, Tensor, Tensor], Tensor]
     deviation: float
@@ -144,13 +161,17 @@ class UnitCore:
         return self.inner(q, k, v) * (1 / self.deviation)
 
 
-def attention_deviation(tokens: int) -> float:
-    """The deviation of causal attention with random scores of deviation 1: token t mixes 1 + (t - 1) / e values."""
-    return math.sqrt(sum(1 / (1 + place / math.e) for place in range(tokens)) / tokens)
+def compute_attention_deviation(tokens: int) -> float:
+    """Returns the standard deviation of the result of causal attention, for random scores of deviation 1. Token t
+    then mixes about 1 + (t - 1) / e values.
+    """
+    return math.sqrt(sum(1 / (1 + position / math.e) for position in range(tokens)) / tokens)
 
 
 class UnitSum(NamedTuple):
-    """The weights of stream and branch in one of a block's sums, and the factor that ends the branch's gradient."""
+    """The factors of a residual sum in a block: of the stream (`skip`), of the branch, and of the gradient that
+    leaves the branch (`backward`).
+    """
 
     skip: float
     branch: float
@@ -159,89 +180,99 @@ class UnitSum(NamedTuple):
 
 @dataclass(frozen=True)
 class UnitResidual:
-    """A unit-scaled block's pass: both sums."""
+    """The forward pass of a unit-scaled block, with the factors of its two residual sums."""
 
     attn: UnitSum
     mlp: UnitSum
 
     def __call__(self, block: Block, x: Tensor, phase: Phases, rotation: Tensor | None) -> Tensor:
         change = block.attn(block.norm_attn(rescale(x, 1.0, self.attn.backward)), phase, rotation)
-        x = x * self.attn.skip + rescale(block.in_stream(change, x.dtype), self.attn.branch, 1.0)
+        x = x * self.attn.skip + rescale(block.convert_change(change, x.dtype), self.attn.branch, 1.0)
         change = block.mlp(block.norm_mlp(rescale(x, 1.0, self.mlp.backward)), phase)
-        return x * self.mlp.skip + rescale(block.in_stream(change, x.dtype), self.mlp.branch, 1.0)
+        return x * self.mlp.skip + rescale(block.convert_change(change, x.dtype), self.mlp.branch, 1.0)
 
 
 @dataclass
 class UnitStream:
-    """Scales a model's stream at its beginning and at the loss, where logits get the head's `gain`."""
+    """Scales the start of a model's stream, and the gradient that comes from the loss. Logits are multiplied by
+    `gain`.
+    """
 
     deviation: float
-    behind: float
+    gradient_factor: float
     loss: LossGradient
     gain: float
 
-    def begin(self, tokens: int) -> None:
-        self.loss.begin(tokens)
+    def set_token_count(self, tokens: int) -> None:
+        self.loss.set_token_count(tokens)
 
     def scale_embedding(self, x: Tensor) -> Tensor:
-        return rescale(x, 1 / self.deviation, 1 / (self.deviation * self.behind * self.loss.factor))
+        return rescale(x, 1 / self.deviation, 1 / (self.deviation * self.gradient_factor * self.loss.factor))
 
     def scale_logits(self, logits: Tensor) -> Tensor:
         return rescale(logits, self.gain, self.loss.factor)
 
 
 def scale_to_unit(model: nn.Module, tokens: int = 0) -> None:
-    """Makes a built model unit-scaled, for sequences of this length. Raises UsageError for other kinds of models before
-    it changes anything."""
+    """Makes a model unit-scaled, for sequences of `tokens` tokens. Raises UsageError, before it changes anything, if
+    this kind of model has no constants.
+    """
     if type(model) is FeedForward:
-        # Its inputs and incoming gradients have a deviation of 1 already.
-        deviation = GATED if model.gated else GELU
-        factor = make_feed_unit(model, 1.0, 1 / deviation, LossGradient(2))
-        assert isinstance(model.unit, UnitFeed)
+        # A feed-forward part alone has inputs and incoming gradients with a deviation of 1.
+        deviation = GATED_DEVIATION if model.gated else GELU_DEVIATION
+        factor = scale_feed_forward(model, 1.0, 1 / deviation, LossGradient(2))
+        assert isinstance(model.unit, UnitFeedForward)
         model.unit.enter = (1.0, 1 / factor)
         model.unit.leave = (deviation, 1.0)
     elif type(model) is GPT and all(type(block.mlp) is FeedForward for block in model.blocks):
-        _scale_gpt(model, tokens)
+        _scale_gpt_to_unit(model, tokens)
     else:
         name = "a GPT with experts" if type(model) is GPT else type(model).__name__
         raise UsageError(
-            f"unit scaling has constants for a GPT and for a feed-forward block, and none for {name}: "
+            f"unit scaling has constants for a GPT and for a feed-forward block, but none for {name}: "
             "choose fp8, whose scales come from the tensors."
         )
 
 
-def _scale_gpt(model: GPT, tokens: int) -> None:
-    # 1. The head; a tied one begins with the embedding's deviation.
+def _scale_gpt_to_unit(model: GPT, tokens: int) -> None:
+    # 1. Scale the head. The weights of a tied head have the deviation of the embedding at first.
     loss = LossGradient(model.head.weight.shape[0])
-    head = _EMBEDDING * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0
-    behind = make_layer_unit(model.head, head, 1 / head, loss)
+    head_gain = (
+        _EMBEDDING_DEVIATION * math.sqrt(model.embedding.shape[1]) if model.head.weight is model.embedding else 1.0
+    )
+    gradient_factor = scale_layer(model.head, head_gain, 1 / head_gain, loss)
 
-    # 2. Both parts of each block. The stream grows with each: `size` is its deviation before the next part.
+    # 2. Scale both branches of each block. Each branch makes the stream's deviation larger. `stream_deviation` is the
+    # deviation before the next branch.
     gain = 1 / math.sqrt(2 * len(model.blocks))
-    first = _EMBEDDING if model.positions is None else math.hypot(_EMBEDDING, _PLACES)
-    size = first
-    mixed = attention_deviation(tokens)
+    initial_deviation = (
+        _EMBEDDING_DEVIATION if model.positions is None else math.hypot(_EMBEDDING_DEVIATION, _POSITION_DEVIATION)
+    )
+    stream_deviation = initial_deviation
+    core_deviation = compute_attention_deviation(tokens)
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.mlp, FeedForward)
-        feed_deviation = GATED if block.mlp.gated else GELU
+        feed_deviation = GATED_DEVIATION if block.mlp.gated else GELU_DEVIATION
         sums = []
-        for norm, deviation in ((block.norm_attn, mixed), (block.norm_mlp, feed_deviation)):
-            next_size = math.hypot(size, gain * deviation)
-            skip = size / next_size
-            branch = gain * deviation / next_size
-            inside = behind / branch
+        for norm, deviation in ((block.norm_attn, core_deviation), (block.norm_mlp, feed_deviation)):
+            next_deviation = math.hypot(stream_deviation, gain * deviation)
+            skip = stream_deviation / next_deviation
+            branch_share = gain * deviation / next_deviation
+            branch_factor = gradient_factor / branch_share
             if norm is block.norm_mlp:
-                inside = make_feed_unit(block.mlp, gain, inside, loss)
+                branch_factor = scale_feed_forward(block.mlp, gain, branch_factor, loss)
             else:
-                inside = make_layer_unit(block.attn.qkv, 1.0, make_layer_unit(block.attn.out, gain, inside, loss), loss)
-            norm.unit = UnitWeight(inside, loss)
-            norm.epsilon = _NORM_EPSILON / size**2
-            sums.append(UnitSum(skip, branch, behind / inside))
-            size = next_size
-        block.attn.core = UnitCore(block.attn.core, mixed)
+                branch_factor = scale_layer(
+                    block.attn.qkv, 1.0, scale_layer(block.attn.out, gain, branch_factor, loss), loss
+                )
+            norm.unit = UnitWeight(branch_factor, loss)
+            norm.epsilon = _NORM_EPSILON / stream_deviation**2
+            sums.append(UnitSum(skip, branch_share, gradient_factor / branch_factor))
+            stream_deviation = next_deviation
+        block.attn.core = UnitCore(block.attn.core, core_deviation)
         block.unit = UnitResidual(*sums)
 
-    # 3. The last norm, and both ends of the stream.
-    model.norm.unit = UnitWeight(behind, loss)
-    model.norm.epsilon = _NORM_EPSILON / size**2
-    model.unit = UnitStream(first, behind, loss, head)
+    # 3. Scale the last norm, and both ends of the stream.
+    model.norm.unit = UnitWeight(gradient_factor, loss)
+    model.norm.epsilon = _NORM_EPSILON / stream_deviation**2
+    model.unit = UnitStream(initial_deviation, gradient_factor, loss, head_gain)

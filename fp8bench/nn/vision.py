@@ -1,6 +1,6 @@
-"""Batches of images and states of models that take them, and checks of a step's layouts and batch norms.
+"""Batches of images, states of image models, and checks of a step's memory layouts and batch norms.
 
-The order of images in memory is the model's layout throughout its convolutions, which `fault_of` checks.
+All convolutions of a model keep images in the model's memory layout, which `find_fault` checks.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, in_layout
+from fp8bench.nn.convolution import BatchNorm, Convolution, Layout, apply_layout
 from fp8bench.nn.image_models import ImageModel, Inputs
 from fp8bench.nn.linear import cast_once
 from fp8bench.nn.sizes import CLASSES, VisionSizes
@@ -21,17 +21,19 @@ from fp8bench.nn.training_step import TrainingState
 from fp8bench.numerics.operands import OperatorWatch
 from fp8bench.protocols import Phases, SilentPhases
 
-# The number of batches kept ready on the host.
-POOL = 4
-# Means and deviations of the colours' bytes in ImageNet's images.
-MEANS = (123.675, 116.28, 103.53)
-DEVIATIONS = (58.395, 57.12, 57.375)
+# The number of batches in the host's pool.
+POOL_BATCHES = 4
+# Means and standard deviations of the colour bytes of ImageNet's images.
+COLOUR_AVERAGES = (123.675, 116.28, 103.53)
+COLOUR_DEVIATIONS = (58.395, 57.12, 57.375)
 LAYOUTS = {"contiguous": torch.contiguous_format, "channels_last": torch.channels_last}
 
 
 class ImageLoader:
-    """Batches of a pool on the host, in turn and the same for the same seed: images as bytes, channels last as decoders
-    give them, and their classes or text. A batch goes to the device as bytes, and is normalised and laid out there.
+    """Goes through a pool of batches on the host again and again. The pool is the same for the same seed.
+
+    It has images and their classes or text. Images are bytes with channels last, as decoders write them. A batch is
+    copied to the device as bytes. The device normalises it and changes its memory layout.
     """
 
     def __init__(
@@ -43,46 +45,49 @@ class ImageLoader:
         self._has_text = sizes.text > 0
         self._pin = device != "cpu"
 
-        # 1. Draw the pool.
+        # 1. Draw the batches.
         generator = torch.Generator("cpu").manual_seed(seed)
-        sides = (POOL, batch, sizes.image, sizes.image, 3)
+        sides = (POOL_BATCHES, batch, sizes.image, sizes.image, 3)
         images = torch.randint(256, sides, generator=generator, dtype=torch.uint8, device="cpu")
-        high, length = (sizes.vocabulary, (sizes.text + 1,)) if self._has_text else (CLASSES, ())
-        words = torch.randint(high, (POOL, batch, *length), generator=generator, dtype=torch.int64, device="cpu")
+        value_count, length = (sizes.vocabulary, (sizes.text + 1,)) if self._has_text else (CLASSES, ())
+        labels = torch.randint(
+            value_count, (POOL_BATCHES, batch, *length), generator=generator, dtype=torch.int64, device="cpu"
+        )
 
-        # 2. Keep it where copies to the device are fast.
+        # 2. Pin their memory, so that copies to the device are fast.
         if self._pin:
             images = images.pin_memory()
-            words = words.pin_memory()
-        self._pool = cycle(zip(images, words, strict=True))
-        self._means = torch.tensor(MEANS, device=device)
-        self._deviations = torch.tensor(DEVIATIONS, device=device)
-        self._ahead: list[tuple[Tensor, Tensor]] = []
-        self._turns: Iterator[tuple[Tensor, Tensor]] = iter(())
+            labels = labels.pin_memory()
+        self._pool = cycle(zip(images, labels, strict=True))
+        self._means = torch.tensor(COLOUR_AVERAGES, device=device)
+        self._deviations = torch.tensor(COLOUR_DEVIATIONS, device=device)
+        self._loaded: list[tuple[Tensor, Tensor]] = []
+        self._loaded_cycle: Iterator[tuple[Tensor, Tensor]] = iter(())
 
     def next(self) -> tuple[Inputs, Tensor]:
-        images, words = next(self._turns) if self._ahead else self._next_on_device()
+        images, labels = next(self._loaded_cycle) if self._loaded else self._next_on_device()
         images = images.to(torch.float32).sub_(self._means).div_(self._deviations).to(self._dtype)
-        images = in_layout(images.permute(0, 3, 1, 2), self._layout)
-        return ((images, words[:, :-1]), words[:, 1:]) if self._has_text else ((images,), words)
+        images = apply_layout(images.permute(0, 3, 1, 2), self._layout)
+        return ((images, labels[:, :-1]), labels[:, 1:]) if self._has_text else ((images,), labels)
 
     def load_ahead(self, batches: int) -> None:
-        for place in range(batches):
-            images, words = self._next_on_device()
-            if place == len(self._ahead):
-                self._ahead.append((images.clone(), words.clone()))  # on a CPU it is the pool's memory
-            self._ahead[place][0].copy_(images)
-            self._ahead[place][1].copy_(words)
-        self._turns = cycle(self._ahead)
+        for index in range(batches):
+            images, labels = self._next_on_device()
+            if index == len(self._loaded):
+                # on a CPU, `to` copies nothing, so copy the pool's tensors here
+                self._loaded.append((images.clone(), labels.clone()))
+            self._loaded[index][0].copy_(images)
+            self._loaded[index][1].copy_(labels)
+        self._loaded_cycle = cycle(self._loaded)
 
     def _next_on_device(self) -> tuple[Tensor, Tensor]:
-        images, words = next(self._pool)
-        return images.to(self._device, non_blocking=self._pin), words.to(self._device, non_blocking=self._pin)
+        images, labels = next(self._pool)
+        return images.to(self._device, non_blocking=self._pin), labels.to(self._device, non_blocking=self._pin)
 
 
 @dataclass
 class InferenceState:
-    """A model in eval mode, its weights cast once."""
+    """An image model in eval mode, with weights that were cast once."""
 
     model: ImageModel
     loader: ImageLoader
@@ -95,7 +100,7 @@ class InferenceState:
             self.model.logits(inputs, phase)
 
 
-def inference(model: ImageModel, loader: ImageLoader) -> InferenceState:
+def make_inference_state(model: ImageModel, loader: ImageLoader) -> InferenceState:
     for layer in model.modules():
         if isinstance(layer, Convolution) and layer.arithmetic.casts:
             layer.cast_once()
@@ -103,15 +108,17 @@ def inference(model: ImageModel, loader: ImageLoader) -> InferenceState:
     return InferenceState(model.eval(), loader)
 
 
-def outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
-    """The loss of the first batch and all gradients, or its logits alone; from a second pass where casts settle."""
-    state.loader.load_ahead(1)  # the same batch again
+def compute_outcome(state: TrainingState | InferenceState, settles: bool) -> tuple[Tensor, list[Tensor]]:
+    """Returns the loss of the first batch and all gradients. For inference it returns the logits. With `settles` a
+    pass runs before the measured one, because scales come from earlier casts.
+    """
+    state.loader.load_ahead(1)  # both passes read the same batch
     if settles:
-        _pass(state)
-    return _pass(state)
+        _run_pass(state)
+    return _run_pass(state)
 
 
-def _pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tensor]]:
+def _run_pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tensor]]:
     inputs, targets = state.loader.next()
     if isinstance(state, InferenceState):
         with torch.no_grad():
@@ -121,59 +128,61 @@ def _pass(state: TrainingState | InferenceState) -> tuple[Tensor, list[Tensor]]:
     return loss.detach(), [gradient / state.loss_scale for gradient in gradients]
 
 
-def fault_of(state: TrainingState | InferenceState) -> str:
-    """Takes a step and returns its fault: a wrong layout of images, batch norm in the wrong mode; '' if it is right.
+def find_fault(state: TrainingState | InferenceState) -> str:
+    """Runs a step and returns a sentence about its fault, or ''. A fault is an image in the wrong memory layout, or a
+    batch norm in the wrong mode.
 
-    Layouts do not matter where convolutions run on rounded values, which are put into rows and back.
+    If convolutions run on rounded values, layouts are not checked, because such values are converted to rows and
+    back.
     """
-    # 1. Remember the statistics of batch norms, and watch the layout of every image.
+    # 1. Copy the statistics of batch norms, and watch the layout of every image.
     training = isinstance(state, TrainingState)
     convolutions = [layer for layer in state.model.modules() if isinstance(layer, Convolution)]
     norms: dict[str, tuple[BatchNorm, Tensor]] = {}
     for name, norm in state.model.named_modules():
         if isinstance(norm, BatchNorm) and norm.running_mean is not None:
             norms[name] = norm, norm.running_mean.clone()
-    watch = _LayoutWatch(convolutions[0].layout)
-    watched = [*convolutions, *(norm for norm, _ in norms.values())]
-    hooks = [layer.register_forward_hook(watch.look_at_layer) for layer in watched]
+    layout_watch = _LayoutWatch(convolutions[0].layout)
+    watched_layers = [*convolutions, *(norm for norm, _ in norms.values())]
+    hooks = [layer.register_forward_hook(layout_watch.check_layer) for layer in watched_layers]
 
-    # 2. Take the step.
-    with watch:
+    # 2. Run the step.
+    with layout_watch:
         state.step(SilentPhases())
     for hook in hooks:
         hook.remove()
 
-    # 3. Compare.
-    if watch.fault and all(layer.arithmetic.plain for layer in convolutions):
-        return watch.fault
+    # 3. Check layouts and statistics.
+    if layout_watch.fault and all(layer.arithmetic.plain for layer in convolutions):
+        return layout_watch.fault
     for name, (norm, mean) in norms.items():
         if torch.equal(norm.running_mean, mean) == training:  # type: ignore[arg-type]
-            return f"batch norm {name} goes by {'kept statistics' if training else 'its batch'} in this pass"
+            return f"batch norm {name} uses {'its running statistics' if training else 'the batch'} in this pass"
     return ""
 
 
 class _LayoutWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Checks the layout of images that convolutions and norms take and give, and of what is convolved."""
+    """Checks the memory layout of images at the inputs and outputs of convolutions and norms, and inside convolution
+    operators.
+    """
 
     def __init__(self, layout: Layout) -> None:
         super().__init__()
         self.layout = layout
         self.fault = ""
 
-    def look_at_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
-        self._look(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])
+    def check_layer(self, layer: nn.Module, inputs: tuple[Any, ...], output: Tensor) -> None:
+        self._check_layouts(type(layer).__name__, [image.permute(0, 3, 1, 2) for image in (inputs[0], output)])
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = super().see(func, args, named)
         name = func.overloadpacket.__name__
         if "convolution" in name:
-            self._look(name, [*args, *(result if isinstance(result, tuple) else (result,))])
+            self._check_layouts(name, [*args, *(result if isinstance(result, tuple) else (result,))])
         return result
 
-    def _look(self, source: str, images: Sequence[object]) -> None:
+    def _check_layouts(self, source: str, images: Sequence[object]) -> None:
         for image in images:
             if isinstance(image, Tensor) and image.dim() == 4 and not image.is_contiguous(memory_format=self.layout):
                 expected = next(name for name, layout in LAYOUTS.items() if layout == self.layout)
-                self.fault = (
-                    f"a tensor of {source} lies by strides {image.stride()}, and this case is layout={expected}"
-                )
+                self.fault = f"a tensor of {source} has strides {image.stride()}, but this case has layout={expected}"

@@ -1,7 +1,8 @@
-"""Layers that cast more than one operand at a time: another library's, and weights that are cast once for many passes.
+"""Layers of other libraries, each of which casts and multiplies in one call. Also: weights that are cast once for
+many passes.
 
-A library's layer casts and multiplies in one: it has no separate cast or product. Weights are cast once for all
-micro-batches of a step, as in Transformer Engine.
+A library's layer has no separate cast or product. As in Transformer Engine, its weights are cast once for all
+micro-batches of a step.
 """
 
 from __future__ import annotations
@@ -23,10 +24,11 @@ from fp8bench.protocols import Arithmetic, Fused, Operand, Phases, Role
 
 
 class WholeLayer(NamedTuple):
-    """A library's layer: `multiply` its inputs by its weights, and `scales` (part, role, largest magnitude, scale).
+    """A library's layer.
 
-    `in_step` multiplies within a step; its second argument is whether this is the step's first pass, which casts the
-    weights. None where the library casts them in each pass.
+    `multiply` multiplies inputs by its weights. `scales` lists its scales as (part, role, largest magnitude, scale).
+    `in_step` also multiplies, in a step with several passes. Its second argument is whether this is the first pass of
+    the step, which casts the weights. `in_step` is None if the library casts weights in each pass.
     """
 
     multiply: Callable[[Tensor], Tensor]
@@ -34,14 +36,16 @@ class WholeLayer(NamedTuple):
     in_step: Callable[[Tensor, bool], Tensor] | None = None
 
 
-# Makes a layer around a float32 weight.
-Build = Callable[[nn.Parameter], WholeLayer]
+# Makes a library's layer that uses a given float32 weight.
+BuildLayer = Callable[[nn.Parameter], WholeLayer]
 
 
 class WholeLayers(Arithmetic):
-    """A backend's layers as an arithmetic: `whole` makes one for each weight, which must not be cast before.
+    """An arithmetic that uses a library's layers. `whole` makes a layer for each weight, which must not be cast
+    before.
 
-    A model's forward pass must run inside `around`, if given; `fuse` makes layers of more than one product.
+    If `around` is given, a model's forward pass must run inside this context. `fuse` makes layers with several
+    products.
     """
 
     casts = False
@@ -50,7 +54,7 @@ class WholeLayers(Arithmetic):
         self,
         backend: str,
         carrier: torch.dtype,
-        build: Build,
+        build: BuildLayer,
         around: Callable[[], AbstractContextManager[None]] | None = None,
         fuse: Callable[[Fused], WholeLayer] | None = None,
         separate: Callable[[], Arithmetic] | None = None,
@@ -63,42 +67,43 @@ class WholeLayers(Arithmetic):
         self._fuse = fuse
         self._name = ""
         self._layers: dict[str, WholeLayer] = {}
-        # The layers that the open step has passed; None between steps. In a list, so that copies share it.
-        self._passed: list[set[int] | None] = [None]
+        # Ids of the layers that have run in the current step, or None between steps. The set is in a list, so that
+        # copies of this object share it.
+        self._passed_layers: list[set[int] | None] = [None]
 
     @contextmanager
     def step(self) -> Iterator[None]:
-        """Makes passes in the body one step: layers that can cast their weights in its first pass only."""
-        self._passed[0] = set()
+        """Marks all passes in the body as one step. Layers may cast their weights in the first pass of a step only."""
+        self._passed_layers[0] = set()
         try:
             yield
         finally:
-            self._passed[0] = None
+            self._passed_layers[0] = None
 
     def layer(self, name: str) -> Arithmetic:
-        named = copy.copy(self)  # shares _layers and _passed
-        named._name = name
-        return named
+        named_copy = copy.copy(self)  # the copy shares _layers and _passed_layers
+        named_copy._name = name
+        return named_copy
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor]:
-        return self._remember(self._build(weight))
+        return self._register_layer(self._build(weight))
 
     def separate(self) -> Arithmetic:
         return self if self._separate is None else self._separate()
 
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
-        return None if self._fuse is None else self._remember(self._fuse(layers))
+        return None if self._fuse is None else self._register_layer(self._fuse(layers))
 
-    def _remember(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
+    def _register_layer(self, layer: WholeLayer) -> Callable[[Tensor], Tensor]:
         self._layers[self._name] = layer
 
-        def multiply(x: Tensor) -> Tensor:  # a function: a module inside a module would list its weight twice
-            passed = self._passed[0]
-            if layer.in_step is None or passed is None:
+        def multiply(x: Tensor) -> Tensor:  # a function, because a module inside a module would list its weight twice
+            passed_layers = self._passed_layers[0]
+            if layer.in_step is None or passed_layers is None:
                 return layer.multiply(x)
-            first = id(layer) not in passed
-            passed.add(id(layer))
-            return layer.in_step(x, first)
+            is_first_pass = id(layer) not in passed_layers
+            passed_layers.add(id(layer))
+            return layer.in_step(x, is_first_pass)
 
         return multiply
 
@@ -117,15 +122,16 @@ class WholeLayers(Arithmetic):
 
     @property
     def _refusal(self) -> str:
-        return f"{self._backend} has whole layers only, and no separate cast or product. Use `whole`."
+        return f"{self._backend} has no separate cast or product, only layers that do both. Use `whole`."
 
 
 @dataclass(eq=False)
 class SingleProducts(Arithmetic):
-    """A library's casts and products, called one by one. The data of operands are the library's own tensors.
+    """An arithmetic that calls a library's casts and products separately. The data of its operands are tensors of the
+    library.
 
-    The last argument of `quantise` is whether the role is turned for its product; `multiply` (a, b, dtype, whether a
-    gradient is among them) gives a times b transposed.
+    The last argument of `quantise` is whether the operand is transposed for its product. `multiply` returns a
+    times b transposed. Its last arguments are the dtype of the result, and whether a or b is a gradient.
     """
 
     keeps_source = True
@@ -147,9 +153,9 @@ class SingleProducts(Arithmetic):
         return self.dequantise(operand.data).to(dtype)
 
 
-def surround(model: nn.Module) -> None:
-    """Makes each forward pass of a model run in what its whole layers need around it: once, not once a layer."""
-    # A library's context goes around the whole forward pass, or each layer would enter it again.
+def wrap_model_forward(model: nn.Module) -> None:
+    """Runs each forward pass of a model inside the context that its library's layers need."""
+    # Enter the context once around the whole forward pass, or each layer would enter it again.
     arithmetics = (module.arithmetic for module in model.modules() if isinstance(module, Linear))
     around = next(
         (arithmetic.around for arithmetic in arithmetics if isinstance(arithmetic, WholeLayers) and arithmetic.around),
@@ -157,11 +163,11 @@ def surround(model: nn.Module) -> None:
     )
     if around is None:
         return
-    inner = model.forward
+    original_forward = model.forward
 
     def forward(*arguments: Any, **options: Any) -> Any:
         with around():
-            return inner(*arguments, **options)
+            return original_forward(*arguments, **options)
 
     model.forward = forward
 
@@ -169,41 +175,43 @@ def surround(model: nn.Module) -> None:
 class CachedWeights:
     """Casts the weights of a model's linear layers once for many passes.
 
-    Other libraries' layers cast their own weights, and only learn which pass is the first of a step.
+    Layers of other libraries cast their own weights. They only learn which pass is the first of a step.
     """
 
     def __init__(self, model: nn.Module) -> None:
         linear = [module for module in model.modules() if isinstance(module, Linear)]
         self._layers = [layer for layer in linear if layer.arithmetic.casts]
-        self._whole = [layer.arithmetic for layer in linear if isinstance(layer.arithmetic, WholeLayers)]
+        self._library_arithmetics = [layer.arithmetic for layer in linear if isinstance(layer.arithmetic, WholeLayers)]
 
     @contextmanager
     def cast(self, phase: Phases) -> Iterator[None]:
-        """Casts every weight in both orientations; in the body layers multiply by these operands.
+        """Casts every weight in both orientations. In the body, layers multiply by these operands.
 
-        Weights may not change in the body, and the operands are dropped at its end, so that none can be stale.
+        Weights must not change in the body. At its end the operands are dropped, because the weights may change then.
         """
         with ExitStack() as steps:
-            for whole_layer in self._whole:
+            for whole_layer in self._library_arithmetics:
                 steps.enter_context(whole_layer.step())
             try:
-                # Layers multiply by what was cast here, so that a step with several micro batches casts once.
+                # Cast all weights here, before the first of the step's micro-batches.
                 if self._layers:
                     with phase.cast, torch.no_grad():
-                        self._cast()
+                        self._cast_weights()
                 yield
             finally:
                 for layer in self._layers:
                     layer.operands = None
 
-    def _cast(self) -> None:
-        taking = []
+    def _cast_weights(self) -> None:
+        layers_without_amax = []
         for layer in self._layers:
-            # A cast with a delayed scale finds the magnitude while it casts.
-            finds = layer.arithmetic.settles and casts_in_one_call(layer.weight)
-            if layer.arithmetic.takes_amax and not finds:
-                taking.append(layer)
-        amaxes = dict(zip(taking, largest_magnitudes([linear.weight for linear in taking]), strict=True))
+            # A cast with a delayed scale finds the largest magnitude itself.
+            finds_amax = layer.arithmetic.settles and casts_in_one_call(layer.weight)
+            if layer.arithmetic.takes_amax and not finds_amax:
+                layers_without_amax.append(layer)
+        amaxes = dict(
+            zip(layers_without_amax, largest_magnitudes([linear.weight for linear in layers_without_amax]), strict=True)
+        )
         for layer in self._layers:
             weight = layer.weight if layer.unit is None else layer.weight * layer.factor
             layer.operands = cast_both_ways(layer.arithmetic, weight, amaxes.get(layer))

@@ -1,10 +1,12 @@
-"""Collectives in a dtype of torch or composed in FP8, what each rank must receive, and means in few bits.
+"""Collectives in a dtype of torch or composed in FP8, the results that each rank must receive, and means in few bits.
 
-Reductions are means, so that a step can be repeated. Each rank contributes a whole vector; for `all_gather` one part of
-it, and for `broadcast` only rank 0's vector counts. FP8 means are composed in three ways. `fp8_gather`: all ranks get
-all codes and add them up in float32; that costs no more accuracy than the format, and n - 1 times the bytes.
-`fp8_twoshot`: codes of each part go to its owner, which adds them up in float32 and sends codes of the mean.
-`fp8_ring`: a sum travels around and is rounded to the format at every hop, as in a ring of NCCL.
+Reductions are means, so that a step can be repeated. Each rank contributes a whole vector. For `all_gather` a rank
+contributes one part, and for `broadcast` only rank 0 contributes.
+
+FP8 means are composed in three ways. In `fp8_gather`, all ranks get all codes and sum them in float32. This costs no
+accuracy beyond the format, but n - 1 times the bytes. In `fp8_twoshot`, each part of the vector has a rank that owns
+it. This rank receives the codes of its part, sums them in float32 and sends codes of the mean. In `fp8_ring`, a sum
+travels around the ranks and is rounded to the format at every hop, as in a ring of NCCL.
 """
 
 from __future__ import annotations
@@ -22,39 +24,41 @@ from fp8bench.numerics.rank_programs import (
     AllGather,
     AllToAll,
     BegunExchange,
-    Counted,
     FromFirst,
     Largest,
     Program,
     RowsToRanks,
+    SentBytes,
     Shift,
-    on_this_rank,
+    run_on_this_rank,
     simulate,
-    start,
+    start_program,
 )
 
 E4M3_LARGEST = 448.0
 _LARGEST_CODE = 0x7E
-WAYS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
+FP8_MEAN_METHODS = (GATHER, TWOSHOT, RING) = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 PRE = "pre"
 POST = "post"
 MS_AMP = "ms_amp"
 FP8LM_AUTO = "fp8lm_auto"
-# FP8-LM, equations 2 and 3: mu is halved after a step in which more than 0.001% of the values are the largest code,
-# else it grows by a factor of 2 in 1,000 steps, up to 2.
-MOST_SATURATED = 1e-5
+# mu in equations 2 and 3 of FP8-LM: it is halved after a step in which more than 0.001% of the values have the
+# largest code. Otherwise it grows, by a factor of 2 in 1,000 steps, up to 2.
+MAX_SATURATED_SHARE = 1e-5
 _GROWTH_STEPS = 1000
 
 
 class Wire(Protocol):
-    """How values of a format are packed into a tensor to be sent."""
+    """Packs values of a format into a tensor for sending, and unpacks them."""
 
     def encode(self, values: Tensor) -> Tensor: ...
     def decode(self, payload: Tensor) -> Tensor: ...
 
 
 class E4M3:
-    """E4M3 codes as bytes. Larger values are clamped here, because torch's casts have not always saturated."""
+    """Packs E4M3 codes as bytes. Values beyond the largest one are clamped, because the casts of older torch versions
+    do not saturate.
+    """
 
     def encode(self, values: Tensor) -> Tensor:
         return values.clamp(-E4M3_LARGEST, E4M3_LARGEST).to(torch.float8_e4m3fn).view(torch.uint8)
@@ -65,96 +69,110 @@ class E4M3:
 
 @dataclass
 class AutoScale:
-    """FP8-LM's mu, which lasts from step to step. It depends on what all ranks received, so it is equal on all. It is a
-    tensor, so that a step need not wait."""
+    """FP8-LM's scaling factor mu, which persists between steps.
+
+    mu is equal on all ranks, because it depends on the values that all ranks received. It is a tensor, so that a step
+    need not wait for its value.
+    """
 
     mu: Tensor = field(default_factory=lambda: torch.ones(1))
 
-    def after(self, saturated_share: Tensor) -> None:
-        grown = (self.mu.to(saturated_share.device) * 2 ** (1 / _GROWTH_STEPS)).clamp(max=2.0)
-        self.mu = torch.where(saturated_share > MOST_SATURATED, self.mu.to(saturated_share.device) / 2, grown)
+    def update(self, saturated_share: Tensor) -> None:
+        grown_mu = (self.mu.to(saturated_share.device) * 2 ** (1 / _GROWTH_STEPS)).clamp(max=2.0)
+        self.mu = torch.where(saturated_share > MAX_SATURATED_SHARE, self.mu.to(saturated_share.device) / 2, grown_mu)
 
 
 class Reduced(NamedTuple):
-    """A mean over ranks, or one part of it, and the codes with a common scale from which it was computed."""
+    """A mean over ranks, or one part of this mean, and the codes from which it was computed. All these codes have one
+    scale.
+    """
 
     values: Tensor
     codes: Tensor
 
 
-def largest_scale(amax: Tensor) -> Tensor:
-    """Returns the largest power of two that keeps the largest magnitude within E4M3, as in MS-AMP; 1 for zeros.
+def compute_largest_scale(amax: Tensor) -> Tensor:
+    """Returns the largest power of two that keeps `amax` within E4M3, as in MS-AMP. Returns 1 if `amax` is zero.
 
-    NaN for a magnitude that is not finite: E4M3 has no infinity, and 448 in its place would hide an overflow.
+    Returns NaN if `amax` is not finite: E4M3 has no infinity, and replacing it by 448 would hide an overflow.
     """
     scale = torch.exp2(torch.floor(torch.log2(E4M3_LARGEST / amax)))
-    sound = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
-    return torch.where(torch.isfinite(amax), sound, torch.full_like(scale, math.nan))
+    valid_scale = torch.where((amax > 0) & torch.isfinite(scale), scale, torch.ones_like(scale))
+    return torch.where(torch.isfinite(amax), valid_scale, torch.full_like(scale, math.nan))
 
 
-def factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
-    """Returns a further factor of the scale that makes an overflow of the sum over ranks less likely."""
+def overflow_factor_of(scaling: str, size: int, auto: AutoScale) -> float | Tensor:
+    """Returns a factor for the scale that makes an overflow of the sum over ranks less likely."""
     if scaling == FP8LM_AUTO:
         return auto.mu
     return {PRE: 1 / size, POST: 1.0, MS_AMP: 1 / math.sqrt(size)}[scaling]
 
 
-def cast_scale(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
-    """Returns values as all ranks cast them, and their scale.
+def scale_for_cast(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[tuple[Tensor, Tensor]]:
+    """Returns the scaled values, and the scale that all ranks use.
 
-    MS-AMP scales by the largest magnitude of all ranks. FP8-LM stores gradients in FP8 with each rank's own scale,
-    takes the smallest of these scales, and casts again; the scale is that of gradients before mu, which it would
-    otherwise cancel.
+    MS-AMP computes the scale from the largest magnitude of all ranks. In FP8-LM, each rank first stores its gradients
+    in FP8 with its own scale. Then all ranks cast them again with the smallest of these scales. This smallest scale
+    is computed before mu is applied, because it would otherwise cancel mu.
     """
     amax = values.abs().amax().reshape(1)
     if scaling == FP8LM_AUTO:
-        scale_of_rank = largest_scale(amax)
+        scale_of_rank = compute_largest_scale(amax)
         scale = -(yield Largest(-scale_of_rank))
         values = E4M3().decode(E4M3().encode(values * scale_of_rank)) / scale_of_rank
     else:
-        scale = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
-    scale = scale * factor_of(scaling, size, auto)
+        scale = compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    scale = scale * overflow_factor_of(scaling, size, auto)
     return values * scale, scale
 
 
-def mean_in_fp8(
-    way: str, values: Tensor, scaling: str, rank: int, size: int, auto: AutoScale, whole: bool = True
+def compute_fp8_mean(
+    way: str, values: Tensor, scaling: str, rank: int, size: int, auto: AutoScale, whole_vector: bool = True
 ) -> Program[Reduced]:
-    """Returns the mean of a vector whose length is a multiple of the ranks, or (not `whole`) this rank's part of it."""
-    shifted, scale = yield from cast_scale(values, scaling, size, auto)
+    """Returns the mean of a vector over all ranks. Without `whole_vector`, returns only this rank's part of the mean.
+
+    The length of the vector must be a multiple of the number of ranks.
+    """
+    scaled_values, scale = yield from scale_for_cast(values, scaling, size, auto)
     wire = E4M3()
     if way == RING:
-        codes = yield from ring(shifted, wire, rank, size, whole)
+        codes = yield from sum_in_ring(scaled_values, wire, rank, size, whole_vector)
         reduced = Reduced(wire.decode(codes) / (scale * size), codes)
     elif way == GATHER:
-        everybody = yield AllGather(wire.encode(shifted))
-        mean = _add_up([wire.decode(codes_of_rank) for codes_of_rank in everybody]) / (scale * size)
-        reduced = Reduced(mean if whole else mean.chunk(size)[rank], torch.cat(everybody))
+        codes_of_ranks = yield AllGather(wire.encode(scaled_values))
+        mean_values = _sum_in_rank_order([wire.decode(codes_of_rank) for codes_of_rank in codes_of_ranks]) / (
+            scale * size
+        )
+        reduced = Reduced(mean_values if whole_vector else mean_values.chunk(size)[rank], torch.cat(codes_of_ranks))
     elif way == TWOSHOT:
-        rows = yield AllToAll(wire.encode(shifted).reshape(size, -1))
-        reduced = Reduced(_add_up([wire.decode(row) for row in rows]) / (scale * size), rows)
-        if whole:
-            # Codes of the mean have separate scales: saturation by the common scale is visible in the sent codes.
-            reduced = (yield from transport(reduced.values))._replace(codes=rows)
+        rows = yield AllToAll(wire.encode(scaled_values).reshape(size, -1))
+        reduced = Reduced(_sum_in_rank_order([wire.decode(row) for row in rows]) / (scale * size), rows)
+        if whole_vector:
+            # Count saturation in the codes that were sent, because they share one scale. The codes of the mean have
+            # separate scales.
+            reduced = (yield from gather_parts(reduced.values))._replace(codes=rows)
     else:
-        raise ValueError(f"expected one of {', '.join(WAYS)}, got {way!r}")
+        raise ValueError(f"expected one of {', '.join(FP8_MEAN_METHODS)}, got {way!r}")
     if scaling == FP8LM_AUTO:
-        # With a part, or in two shots, each rank has different codes, but all ranks need the same mu.
+        # Each rank has other codes if it has only a part of the vector, or with `fp8_twoshot`. The maximum over ranks
+        # gives all of them the same mu.
         share = saturated_share(reduced.codes).reshape(1)
-        auto.after(share if whole and way != TWOSHOT else (yield Largest(share)))
+        auto.update(share if whole_vector and way != TWOSHOT else (yield Largest(share)))
     return reduced
 
 
-def transport(part: Tensor) -> Program[Reduced]:
-    own_scale = largest_scale(part.abs().amax().reshape(1))
-    codes = yield AllGather(E4M3().encode(part * own_scale))
-    scales = yield AllGather(own_scale)
+def gather_parts(part: Tensor) -> Program[Reduced]:
+    scale_of_rank = compute_largest_scale(part.abs().amax().reshape(1))
+    codes = yield AllGather(E4M3().encode(part * scale_of_rank))
+    scales = yield AllGather(scale_of_rank)
     values = [E4M3().decode(code) / scale for code, scale in zip(codes, scales, strict=True)]
     return Reduced(torch.cat(values), torch.cat(codes))
 
 
 class Pieces(NamedTuple):
-    """Whole tensors in a vector, each with a scale; `most` is the largest number on any rank."""
+    """The tensors of one rank, concatenated in a vector. Each tensor has its own scale. `lengths` has the number of
+    elements of each tensor. `most` is the largest number of tensors on any rank.
+    """
 
     lengths: Sequence[int]
     most: int
@@ -167,71 +185,92 @@ class Pieces(NamedTuple):
         amaxes = torch.stack([piece.abs().amax() for piece in torch.split(values, list(self.lengths))])
         return torch.nn.functional.pad(amaxes, (0, self.most - len(self.lengths)))
 
-    def each(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Yields tensors with their scales, one at a time, so that no second vector of that length is needed."""
+    def iterate_tensors(self, values: Tensor, scales: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
+        """Yields each tensor with its scale. Callers scale one tensor at a time, without a vector that repeats the
+        scale for each element.
+        """
         return zip(torch.split(values, list(self.lengths)), scales[: len(self.lengths)], strict=True)
 
-    def encoded(self, values: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([E4M3().encode(piece * scale) for piece, scale in self.each(values, scales)])
+    def encode_tensors(self, values: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([E4M3().encode(piece * scale) for piece, scale in self.iterate_tensors(values, scales)])
 
-    def decoded(self, codes: Tensor, scales: Tensor) -> Tensor:
-        return torch.cat([E4M3().decode(piece) / scale for piece, scale in self.each(codes, scales)])
-
-
-def transport_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """All ranks' tensors in their order, as codes with a scale for each; `pieces` has one entry a rank."""
-    scales_of_rank = largest_scale(pieces[rank].amax(part))
-    mine = pieces[rank].encoded(part, scales_of_rank)
-    codes = yield RowsToRanks(mine.repeat(len(pieces)), rank, [len(mine)] * len(pieces), [some.size for some in pieces])
-    scales = yield AllGather(scales_of_rank)
-    return torch.cat([some.decoded(*theirs) for some, *theirs in zip(pieces, codes, scales, strict=True)])
+    def decode_tensors(self, codes: Tensor, scales: Tensor) -> Tensor:
+        return torch.cat([E4M3().decode(piece) / scale for piece, scale in self.iterate_tensors(codes, scales)])
 
 
-def mean_of_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
-    """Returns the mean of this rank's tensors, from all ranks' codes with a common scale per tensor; `values` has the
-    tensors of all ranks in order."""
-    sizes = [some.size for some in pieces]
-    rows = torch.split(values, sizes)
-    amax = torch.stack([some.amax(row) for some, row in zip(pieces, rows, strict=True)])
-    scales = largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
-    codes = torch.cat(
-        [some.encoded(*row_and_scales) for some, *row_and_scales in zip(pieces, rows, scales, strict=True)]
+def gather_tensors(part: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """Returns the tensors of all ranks in the order of ranks. They are sent as codes with a scale per tensor.
+    `pieces` has one entry per rank.
+    """
+    scales_of_rank = compute_largest_scale(pieces[rank].amax(part))
+    codes_of_rank = pieces[rank].encode_tensors(part, scales_of_rank)
+    codes = yield RowsToRanks(
+        codes_of_rank.repeat(len(pieces)),
+        rank,
+        [len(codes_of_rank)] * len(pieces),
+        [rank_pieces.size for rank_pieces in pieces],
     )
-    arrived = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
-    total = _add_up([E4M3().decode(row) for row in arrived])
-    return torch.cat([piece / (scale * len(pieces)) for piece, scale in pieces[rank].each(total, scales[rank])])
+    scales = yield AllGather(scales_of_rank)
+    return torch.cat(
+        [rank_pieces.decode_tensors(*theirs) for rank_pieces, *theirs in zip(pieces, codes, scales, strict=True)]
+    )
 
 
-def exchange(values: Tensor, size: int) -> Program[Reduced]:
-    operands = largest_scale(values.abs().amax().reshape(1))
-    codes = yield AllToAll(E4M3().encode(values * operands).reshape(size, -1))
-    scales = yield AllToAll(operands.repeat(size, 1))
+def average_tensors(values: Tensor, rank: int, pieces: Sequence[Pieces]) -> Program[Tensor]:
+    """Returns the mean of this rank's tensors over all ranks. Ranks send codes, and all ranks use the same scale for
+    a tensor.
+
+    `values` has the tensors of all ranks in order.
+    """
+    sizes = [rank_pieces.size for rank_pieces in pieces]
+    rows = torch.split(values, sizes)
+    amax = torch.stack([rank_pieces.amax(row) for rank_pieces, row in zip(pieces, rows, strict=True)])
+    scales = compute_largest_scale((yield Largest(torch.nan_to_num(amax, nan=math.inf, posinf=math.inf))))
+    codes = torch.cat(
+        [
+            rank_pieces.encode_tensors(*row_and_scales)
+            for rank_pieces, *row_and_scales in zip(pieces, rows, scales, strict=True)
+        ]
+    )
+    received = yield RowsToRanks(codes, rank, sizes, [sizes[rank]] * len(pieces))
+    total_values = _sum_in_rank_order([E4M3().decode(row) for row in received])
+    return torch.cat(
+        [piece / (scale * len(pieces)) for piece, scale in pieces[rank].iterate_tensors(total_values, scales[rank])]
+    )
+
+
+def exchange_parts(values: Tensor, size: int) -> Program[Reduced]:
+    scale = compute_largest_scale(values.abs().amax().reshape(1))
+    codes = yield AllToAll(E4M3().encode(values * scale).reshape(size, -1))
+    scales = yield AllToAll(scale.repeat(size, 1))
     return Reduced((E4M3().decode(codes) / scales).reshape(-1), codes)
 
 
-def sent_round(values: Tensor) -> Program[Reduced]:
-    scale = largest_scale(values.abs().amax().reshape(1))
+def broadcast_from_first(values: Tensor) -> Program[Reduced]:
+    scale = compute_largest_scale(values.abs().amax().reshape(1))
     codes = yield FromFirst(E4M3().encode(values * scale))
     scale = yield FromFirst(scale)
     return Reduced(E4M3().decode(codes) / scale, codes)
 
 
-def ring(values: Tensor, wire: Wire, rank: int, size: int, all_parts: bool = True) -> Program[Tensor]:
-    """The sum of a vector that travels: part k begins at the rank after its owner, which is rank k, is rounded to the
-    wire's format at every hop, and ends at its owner. Returns that part alone, or all parts."""
-    parts = [wire.encode(part) for part in values.reshape(size, -1)]
-    travelling = parts[rank - 1]
+def sum_in_ring(values: Tensor, wire: Wire, rank: int, size: int, all_parts: bool = True) -> Program[Tensor]:
+    """Returns the sum of a vector over ranks as codes: of all parts of the vector, or of this rank's part.
+
+    Part k starts at the rank after rank k, is rounded to the wire's format at every hop, and ends at rank k.
+    """
+    encoded_parts = [wire.encode(part) for part in values.reshape(size, -1)]
+    partial_sum = encoded_parts[rank - 1]
     for hop in range(1, size):
-        arrived = yield Shift(travelling)
-        travelling = wire.encode(wire.decode(arrived) + wire.decode(parts[rank - 1 - hop]))
+        received = yield Shift(partial_sum)
+        partial_sum = wire.encode(wire.decode(received) + wire.decode(encoded_parts[rank - 1 - hop]))
     if not all_parts:
-        return travelling
-    everybody = yield AllGather(travelling)
-    return torch.cat(everybody)
+        return partial_sum
+    all_sums = yield AllGather(partial_sum)
+    return torch.cat(all_sums)
 
 
-def _add_up(values: list[Tensor]) -> Tensor:
-    """Adds in the order of ranks, in float32, so that all ranks get the same bits."""
+def _sum_in_rank_order(values: list[Tensor]) -> Tensor:
+    """Sums in the order of ranks, in float32, so that all ranks get identical bits."""
     total = values[0].clone()
     for value in values[1:]:
         total += value
@@ -243,9 +282,9 @@ def saturated_share(codes: Tensor) -> Tensor:
 
 
 def flushed_share(values: Tensor, scaling: str, size: int, auto: AutoScale) -> Program[Tensor]:
-    shifted, _ = yield from cast_scale(values, scaling, size, auto)
-    flushed = (E4M3().decode(E4M3().encode(shifted)) == 0) & (values != 0)
-    return flushed.float().mean()
+    scaled_values, _ = yield from scale_for_cast(values, scaling, size, auto)
+    is_flushed = (E4M3().decode(E4M3().encode(scaled_values)) == 0) & (values != 0)
+    return is_flushed.float().mean()
 
 
 ALL_REDUCE = "all_reduce"
@@ -255,22 +294,27 @@ Marker = AbstractContextManager[object]
 
 
 class SelfCheckFailed(RuntimeError):
-    """The result of adding up, or sending, ones was wrong."""
+    """The check of a collective failed. It gave a wrong mean of ones over all ranks, or changed the ones that were
+    sent.
+    """
 
 
 def bus_factor(collective: str, size: int) -> float:
-    """Returns the factor by which nccl-tests multiplies bytes over time, to compare with a link's rate. The bytes are
-    those of the whole vector, of all ranks."""
+    """Returns nccl-tests' factor for a collective. Bytes over time, multiplied by the factor, can be compared with
+    the rate of a link.
+
+    The bytes are those of the whole vector of all ranks.
+    """
     if collective == BROADCAST:
         return 1.0
     return (2.0 if collective == ALL_REDUCE else 1.0) * (size - 1) / size
 
 
-def rank_values(seed: int, rank: int, count: int) -> Tensor:
+def draw_rank_values(seed: int, rank: int, count: int) -> Tensor:
     return torch.randn(count, generator=torch.Generator().manual_seed(seed * 4099 + rank + 1))
 
 
-def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
+def compute_expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
     exact = [source.double() for source in sources]
     size = len(exact)
     match collective:
@@ -287,51 +331,51 @@ def expected(collective: str, sources: Sequence[Tensor], rank: int) -> Tensor:
 
 @dataclass
 class Plain:
-    """A collective of torch in one dtype."""
+    """A collective of torch.distributed that sends values in one dtype."""
 
     collective: str
     dtype: torch.dtype
 
-    def given(self, values: Tensor, size: int) -> Tensor:
-        """Returns the tensor that a rank sends; a mean overwrites it."""
-        whole = values if self.collective != ALL_GATHER else values.chunk(size)[0]
-        return whole.to(self.dtype, copy=True)
+    def make_payload(self, values: Tensor, size: int) -> Tensor:
+        """Returns the tensor that a rank sends. A collective that computes a mean overwrites this tensor."""
+        sent_values = values if self.collective != ALL_GATHER else values.chunk(size)[0]
+        return sent_values.to(self.dtype, copy=True)
 
-    def __call__(self, given: Tensor, size: int, communicating: Marker) -> Tensor:
+    def __call__(self, payload: Tensor, size: int, communicating: Marker) -> Tensor:
         with communicating:
-            return self._asked(given, size, False)[1]
+            return self._call_torch(payload, size, False)[1]
 
-    def begun(self, given: Tensor, size: int) -> Any:
-        return self._asked(given, size, True)[0]
+    def start_async(self, payload: Tensor, size: int) -> Any:
+        return self._call_torch(payload, size, True)[0]
 
-    def _asked(self, given: Tensor, size: int, alone: bool) -> tuple[Any, Tensor]:
+    def _call_torch(self, payload: Tensor, size: int, asynchronous: bool) -> tuple[Any, Tensor]:
         import torch.distributed as dist
 
         match self.collective:
             case "all_reduce":
-                return dist.all_reduce(given, dist.ReduceOp.AVG, async_op=alone), given
+                return dist.all_reduce(payload, dist.ReduceOp.AVG, async_op=asynchronous), payload
             case "broadcast":
-                return dist.broadcast(given, 0, async_op=alone), given
+                return dist.broadcast(payload, 0, async_op=asynchronous), payload
             case "all_gather":
-                received = given.new_empty(given.numel() * size)
-                gather = newest("all_gather_single", "all_gather_into_tensor")
-                return gather(received, given, async_op=alone), received
+                received = payload.new_empty(payload.numel() * size)
+                gather = newest_function("all_gather_single", "all_gather_into_tensor")
+                return gather(received, payload, async_op=asynchronous), received
             case "reduce_scatter":
-                received = given.new_empty(given.numel() // size)
-                scatter = newest("reduce_scatter_single", "reduce_scatter_tensor")
-                return scatter(received, given, op=dist.ReduceOp.AVG, async_op=alone), received
-        received = torch.empty_like(given)
-        return dist.all_to_all_single(received, given, async_op=alone), received
+                received = payload.new_empty(payload.numel() // size)
+                scatter = newest_function("reduce_scatter_single", "reduce_scatter_tensor")
+                return scatter(received, payload, op=dist.ReduceOp.AVG, async_op=asynchronous), received
+        received = torch.empty_like(payload)
+        return dist.all_to_all_single(received, payload, async_op=asynchronous), received
 
-    def sent(self, given: Tensor, size: int) -> float:
-        whole = given.numel() * given.element_size() * (size if self.collective == ALL_GATHER else 1)
+    def count_sent_bytes(self, payload: Tensor, size: int) -> float:
+        total_bytes = payload.numel() * payload.element_size() * (size if self.collective == ALL_GATHER else 1)
         factor = bus_factor(self.collective, size) if self.collective != BROADCAST else (size - 1) / size
-        return whole * factor
+        return total_bytes * factor
 
 
 @dataclass
 class InFP8:
-    """A collective composed of exchanges of codes; `auto` carries its state from step to step."""
+    """A collective composed of exchanges of FP8 codes. `auto` keeps its scale between steps."""
 
     collective: str
     way: str = ""
@@ -341,50 +385,57 @@ class InFP8:
     def program(self, values: Tensor, rank: int, size: int) -> Program[Reduced]:
         match self.collective:
             case "all_gather":
-                return transport(values.chunk(size)[0])
+                return gather_parts(values.chunk(size)[0])
             case "all_to_all":
-                return exchange(values, size)
+                return exchange_parts(values, size)
             case "broadcast":
-                return sent_round(values)
-        return mean_in_fp8(self.way, values, self.scaling, rank, size, self.auto, self.collective == ALL_REDUCE)
+                return broadcast_from_first(values)
+        return compute_fp8_mean(self.way, values, self.scaling, rank, size, self.auto, self.collective == ALL_REDUCE)
 
-    def __call__(self, values: Tensor, rank: int, size: int, around: Marker, counted: Counted | None = None) -> Reduced:
-        return on_this_rank(self.program(values, rank, size), counted, around)
+    def __call__(
+        self, values: Tensor, rank: int, size: int, around: Marker, counted: SentBytes | None = None
+    ) -> Reduced:
+        return run_on_this_rank(self.program(values, rank, size), counted, around)
 
-    def begun(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
-        return start(self.program(values, rank, size))
+    def start_async(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
+        return start_program(self.program(values, rank, size))
 
-    def alone(self, sources: Sequence[Tensor]) -> list[Reduced]:
-        """Returns what each rank receives, by the same programs in this process; this rank's mu does not change."""
+    def simulate_ranks(self, sources: Sequence[Tensor]) -> list[Reduced]:
+        """Returns what each rank receives, by running the programs of all ranks in this process. The mu of this rank
+        stays unchanged.
+        """
         collectives = [InFP8(self.collective, self.way, self.scaling, AutoScale(self.auto.mu)) for _ in sources]
         pairs = enumerate(zip(collectives, sources, strict=True))
         return simulate([in_fp8.program(values, rank, len(sources)) for rank, (in_fp8, values) in pairs])
 
 
-def check_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:
-    """Adds up ones before anything is timed: some backends added up unknown dtypes as integers.
+def check_mean_of_ones(kind: Plain | InFP8, count: int, rank: int, size: int, device: str) -> None:
+    """Checks the mean of ones before anything is timed, because some backends add dtypes that they do not know as
+    integers.
 
-    In FP8 the mean need not be 1, because a ring's sum may saturate, but it is bit for bit what one process computes.
+    In FP8 the mean need not be 1, because the sum in a ring may saturate. It must equal the simulation bit for bit.
     """
     ones = torch.ones(count, device=device)
     if isinstance(kind, Plain):
-        sums = kind(kind.given(ones, size), size, nullcontext()).float()
-        correct = torch.ones_like(sums)
+        measured_values = kind(kind.make_payload(ones, size), size, nullcontext()).float()
+        expected_sums = torch.ones_like(measured_values)
     else:
-        alone = kind.alone([torch.ones(count) for _ in range(size)])
-        fresh = InFP8(kind.collective, kind.way, kind.scaling)
-        sums = fresh(ones, rank, size, nullcontext()).values.cpu()
-        correct = alone[rank].values
-    if not torch.equal(sums, correct):
-        at = int((sums != correct).nonzero()[0])
+        simulated = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
+        new_collective = InFP8(kind.collective, kind.way, kind.scaling)
+        measured_values = new_collective(ones, rank, size, nullcontext()).values.cpu()
+        expected_sums = simulated[rank].values
+    if not torch.equal(measured_values, expected_sums):
+        first_wrong_index = int((measured_values != expected_sums).nonzero()[0])
         raise SelfCheckFailed(
-            f"the self-check of {kind.collective} over {size} ranks: ones came to {float(sums[at])!r}, and must be "
-            f"{float(correct[at])!r} (1 + ... + 1 over {size}); so it was not timed"
+            f"the self-check of {kind.collective} over {size} ranks failed, so it was not timed: the mean of ones is "
+            f"{float(measured_values[first_wrong_index])!r} instead of {float(expected_sums[first_wrong_index])!r}"
         )
 
 
-def newest(*names: str) -> Callable[..., object]:
-    """Returns the newest of these functions that torch has: 2.13 renamed some, and warns of the old names."""
+def newest_function(*names: str) -> Callable[..., object]:
+    """Returns the first of these functions of torch.distributed that this version of torch has. torch 2.13 renamed
+    some of them, and warns about the old names.
+    """
     import torch.distributed as dist
 
     return next(getattr(dist, name) for name in names if hasattr(dist, name))

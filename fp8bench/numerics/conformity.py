@@ -1,13 +1,13 @@
-"""Explains how one result differs from another: the order of a sum, its rounding, a layout, a scale.
+"""Explains how one result of a product differs from another: by the order of its sums, by rounding, layout or scale.
 
-The oracle is the float64 product of the operands' values. A sum of K products in any order, each step rounded to p
-bits, is within K * 2^-p of the sum of their magnitudes; an explanation must hold for every element. That bound alone is
-too wide for sums: rounding steps are unbiased, and their mean square grows only with K, so sums in fewer bits are
-recognised long before they exceed the bound.
+Results are compared with the float64 product of the operands' values. A sum of K products in any order, with each
+step rounded to p bits, is within K * 2^-p times the sum of the products' magnitudes. An explanation must hold for
+every element. This bound alone would also accept sums in fewer bits. So the mean square of the errors is checked too,
+which grows only with K, because rounding errors are unbiased.
 
-The numbers also show in which precision a product was really computed: it is nearest to the exact product of operands
-rounded as that precision rounds them, because sums and the result's rounding add far less than another rounding of the
-operands. So of several guesses the nearest is taken, and the distance of the others shows how certain that is.
+The numbers also show the precision in which a product was computed. Operands are rounded to several precisions, and
+their exact products are compared with the result. The nearest one shows the precision, because sums and the rounding
+of the result add much smaller errors. The distances of the other precisions show how certain this is.
 """
 
 from __future__ import annotations
@@ -22,61 +22,69 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import Format
-from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
+from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.model.promises import Difference
-from fp8bench.numerics.products import INSTRUCTION, PROMOTION, short_product, unit_sums
+from fp8bench.numerics.products import INSTRUCTION_LENGTH, PROMOTION_LENGTH, short_product, sum_like_hopper_units
 
 FLOAT32_BITS = 24
-# Roundings of a float32 sum in addition to its additions: of both operands' values, their scales, and the result.
-_OTHER_ROUNDINGS = 4
-# No hardware sums in fewer bits.
-_FEWEST_BITS = 8
-# A bias within this many standard errors is chance; mean squares of one kind agree within the factor.
-_CHANCE = 6.0
-_SAME_SPREAD = 3.0
-# A factor nearer to 1 is not a scale, nor is one within a result's own rounding.
-_NO_SCALE = 2.0**-7
-_LINES = (
+# A float32 sum has these roundings besides its additions: of the two operands' values, of their scales, and of the
+# result.
+_EXTRA_ROUNDINGS = 4
+# The fewest bits of a sum that are considered. No hardware is known to use fewer.
+_MIN_SUM_BITS = 8
+# A bias within this many standard errors may be chance. Two results of the same kind of sum have mean square errors
+# within a factor of _MEAN_SQUARE_RATIO.
+_BIAS_ERRORS = 6.0
+_MEAN_SQUARE_RATIO = 3.0
+# A factor is not a scale if it is nearer to 1 than this, or within the rounding of the result.
+_SCALE_TOLERANCE = 2.0**-7
+_SCALED_PARTS = (
     ("the tensor", False, False),
     ("rows", True, False),
     ("columns", False, True),
     ("rows and columns", True, True),
 )
-_BLOCKS = (128, 32, 16)
-# Results for each fitted factor, and the number of turns between rows and columns.
-_EQUATIONS = 8
-_TURNS = 30
-# The length of runs that share a scale, and the number of runs that are examined.
-_RUN = 128
-_LOOKED_AT = 32
-# The float32 error of a value that is divided by its scale and multiplied by it again.
-_SLACK = 2.0**-18
-_BITS = {2: torch.int16, 4: torch.int32}
+_BLOCK_SIZES = (128, 32, 16)
+# Each fitted factor needs this many results. The factors of rows and columns are fitted in turn, in this many
+# iterations.
+_RESULTS_PER_FACTOR = 8
+_FIT_ITERATIONS = 30
+# How many values share a scale in a run of values, and how many runs are examined at most.
+_RUN_LENGTH = 128
+_MAX_EXAMINED_RUNS = 32
+# The relative float32 error of a value that was divided by its scale and multiplied by it again.
+_VALUE_TOLERANCE = 2.0**-18
+_INTEGER_BY_BYTES = {2: torch.int16, 4: torch.int32}
 
-Explained = tuple[Difference, str]
-
-
-def differing_bits(native: Tensor, emulated: Tensor) -> Tensor:
-    bits = _BITS[native.element_size()]
-    same = native.contiguous().view(bits) == emulated.contiguous().view(bits)
-    return ~(same | (native.isnan() & emulated.isnan()))
+Explanation = tuple[Difference, str]
 
 
-def steps_between(native: Tensor, emulated: Tensor) -> Tensor:
-    """Returns how many numbers of the dtype are between two results; infinite if they differ and one is not finite."""
-    places = []
+def have_different_bits(native: Tensor, emulated: Tensor) -> Tensor:
+    bits = _INTEGER_BY_BYTES[native.element_size()]
+    has_equal_bits = native.contiguous().view(bits) == emulated.contiguous().view(bits)
+    return ~(has_equal_bits | (native.isnan() & emulated.isnan()))
+
+
+def count_steps_between(native: Tensor, emulated: Tensor) -> Tensor:
+    """Returns for each element how many numbers of the dtype are between two results.
+
+    Returns infinity where the results differ and one of them is not finite.
+    """
+    ordinals = []
     for tensor in (native, emulated):
-        bits = tensor.contiguous().view(_BITS[tensor.element_size()]).to(torch.int64)
+        bits = tensor.contiguous().view(_INTEGER_BY_BYTES[tensor.element_size()]).to(torch.int64)
         magnitude = bits & ((1 << (8 * tensor.element_size() - 1)) - 1)
-        places.append(torch.where(bits < 0, -magnitude, magnitude))
-    distance = (places[0] - places[1]).abs().to(torch.float64)
-    finite = native.isfinite() & emulated.isfinite()
-    return torch.where(finite, distance, torch.where(differing_bits(native, emulated), math.inf, 0.0))
+        ordinals.append(torch.where(bits < 0, -magnitude, magnitude))
+    distance = (ordinals[0] - ordinals[1]).abs().to(torch.float64)
+    both_finite = native.isfinite() & emulated.isfinite()
+    return torch.where(both_finite, distance, torch.where(have_different_bits(native, emulated), math.inf, 0.0))
 
 
 @dataclass(frozen=True)
 class ConformitySums:
-    """The exact product of a (M, K) and b (N, K) in float64, and the error that sums of `bits` may have."""
+    """The exact float64 product of the matrices a (M, K) and b (N, K), with b transposed. Also gives the largest
+    error that a sum in `bits` bits may have.
+    """
 
     a: Tensor
     b: Tensor
@@ -93,116 +101,144 @@ class ConformitySums:
 
     @property
     def bound(self) -> Tensor:
-        return self.reach(self.bits) * self.magnitude
+        return self.relative_bound(self.bits) * self.magnitude
 
-    def reach(self, bits: int) -> float:
-        """Returns `bound` relative to the magnitude. Short sums are truncated once per instruction."""
+    def relative_bound(self, bits: int) -> float:
+        """Returns the largest error of sums in `bits` bits, divided by the sum of magnitudes. Sums of fewer bits than
+        float32 are truncated once per instruction.
+        """
         length = self.a.shape[1]
-        float32 = (length + _OTHER_ROUNDINGS) * 2.0**-FLOAT32_BITS
-        return float32 if bits == FLOAT32_BITS else float32 + (math.ceil(length / INSTRUCTION) + 1) * 2.0 ** (1 - bits)
+        float32_bound = (length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS
+        return (
+            float32_bound
+            if bits == FLOAT32_BITS
+            else float32_bound + (math.ceil(length / INSTRUCTION_LENGTH) + 1) * 2.0 ** (1 - bits)
+        )
 
-    def holds(self, result: Tensor, cut: bool = False) -> bool:
-        """Whether every element is a sum within the bound, rounded to nearest or (`cut`) toward 0."""
-        rounded = self._round_toward_zero if cut else self._nearest
-        low = rounded(self.exact - self.bound)
-        high = rounded(self.exact + self.bound)
-        return bool(((result >= low) & (result <= high)).all())
+    def is_within_bound(self, result: Tensor, toward_zero: bool = False) -> bool:
+        """Returns whether every element could result from a sum within the bound by rounding to nearest, or toward 0
+        if `toward_zero`.
+        """
+        round_values = self._round_toward_zero if toward_zero else self._round_to_nearest
+        smallest_result = round_values(self.exact - self.bound)
+        largest_result = round_values(self.exact + self.bound)
+        return bool(((result >= smallest_result) & (result <= largest_result)).all())
 
-    def near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
-        """Whether every element is a neighbour of a sum within the bound, however it was rounded."""
-        return bool(((result - exact).abs() <= bound + self.step(exact.abs() + bound)).all())
+    def is_near(self, result: Tensor, exact: Tensor, bound: Tensor) -> bool:
+        """Returns whether every element could result from a sum within the bound by rounding up or down."""
+        return bool(((result - exact).abs() <= bound + self.spacing(exact.abs() + bound)).all())
 
-    def step(self, values: Tensor) -> Tensor:
-        info = torch.finfo(self.dtype)
-        return torch.exp2(values.abs().clamp(min=info.smallest_normal).log2().floor()) * info.eps
+    def spacing(self, values: Tensor) -> Tensor:
+        float_info = torch.finfo(self.dtype)
+        return torch.exp2(values.abs().clamp(min=float_info.smallest_normal).log2().floor()) * float_info.eps
 
-    def _nearest(self, values: Tensor) -> Tensor:
+    def _round_to_nearest(self, values: Tensor) -> Tensor:
         return values.to(self.dtype).to(torch.float64)
 
     def _round_toward_zero(self, values: Tensor) -> Tensor:
         nearest = values.to(self.dtype)
-        bits = _BITS[nearest.element_size()]
-        below = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
-        return torch.where(self._nearest(values).abs() > values.abs(), below, nearest).to(torch.float64)
+        bits = _INTEGER_BY_BYTES[nearest.element_size()]
+        next_smaller = (nearest.view(bits) - (nearest != 0).to(bits)).view(self.dtype)
+        return torch.where(self._round_to_nearest(values).abs() > values.abs(), next_smaller, nearest).to(torch.float64)
 
     def is_unbiased(self, result: Tensor) -> bool:
-        """Whether the errors look like rounded steps: no more on one side than chance allows."""
-        if self.bits < FLOAT32_BITS:  # short sums are truncated, so all errors are on one side
+        """Returns whether the errors are as small as rounding makes them, and centred around 0. Small deviations may
+        be chance.
+        """
+        if self.bits < FLOAT32_BITS:  # sums in fewer bits are truncated, which biases all errors
             return True
-        steady = 2.0**-self.bits * math.sqrt(self.a.shape[1])
-        biased = abs(self.lost(result)) > steady + _CHANCE * math.sqrt(self.chance / result.numel())
-        return not biased and self.spread(result) <= 4 * (steady**2 + self.chance)
+        step_error = 2.0**-self.bits * math.sqrt(self.a.shape[1])
+        is_biased = abs(self.mean_magnitude_loss(result)) > step_error + _BIAS_ERRORS * math.sqrt(
+            self.rounding_variance / result.numel()
+        )
+        return not is_biased and self.mean_square_error(result) <= 4 * (step_error**2 + self.rounding_variance)
 
     @cached_property
-    def chance(self) -> float:
-        return float(((self.step(self.exact) / self.magnitude) ** 2).mean()) / 12
+    def rounding_variance(self) -> float:
+        return float(((self.spacing(self.exact) / self.magnitude) ** 2).mean()) / 12
 
-    def spread(self, result: Tensor) -> float:
+    def mean_square_error(self, result: Tensor) -> float:
         return float((((result - self.exact) / self.magnitude) ** 2).mean())
 
-    def lost(self, result: Tensor) -> float:
-        """Returns by how much results are smaller than exact ones on average, relative to the magnitude."""
+    def mean_magnitude_loss(self, result: Tensor) -> float:
+        """Returns by how much results are smaller than the exact ones on average, divided by the magnitude."""
         return -float(((result - self.exact) / self.magnitude * self.exact.sign()).mean())
 
 
-def explain_product(result: Tensor, sums: ConformitySums) -> Explained:
-    """Explains why a product, in the result's dtype, differs in bits from another of the same operands."""
-    wide = result.to(torch.float64)
-    if not bool(sums.exact.isfinite().all()) or not bool(wide.any()):
-        return Difference.UNEXPLAINED, "all results are 0" if sums.exact.isfinite().all() else "operands are no numbers"
-    infinite = ~wide.isfinite()
-    if bool(infinite.any()):
-        beyond = sums.exact.abs() > torch.finfo(sums.dtype).max
-        if bool((beyond | ~infinite).all()):
+def explain_product(result: Tensor, sums: ConformitySums) -> Explanation:
+    """Explains why a product differs in bits from another product of the same operands."""
+    result64 = result.to(torch.float64)
+    if not bool(sums.exact.isfinite().all()) or not bool(result64.any()):
+        return (
+            Difference.UNEXPLAINED,
+            "all results are 0" if sums.exact.isfinite().all() else "operands have NaN or infinity",
+        )
+    is_not_finite = ~result64.isfinite()
+    if bool(is_not_finite.any()):
+        overflows = sums.exact.abs() > torch.finfo(sums.dtype).max
+        if bool((overflows | ~is_not_finite).all()):
             return Difference.OVERFLOW, "sums beyond the largest number"
-        return Difference.UNEXPLAINED, f"{int(infinite.sum())} results are no numbers"
-    if sums.holds(wide) and sums.is_unbiased(wide):
-        return Difference.ORDER, f"within {sums.reach(sums.bits):.1e} of the sum of the products' magnitudes"
-    if sums.holds(wide, cut=True):
-        return Difference.ROUNDING, "the result is cut off toward 0, not rounded to nearest"
-    for words, exact in _laid_otherwise(wide, sums):
-        if exact.shape == wide.shape and sums.near(wide, exact, sums.reach(sums.bits) * sums.magnitude.max()):
-            return Difference.LAYOUT, words
-    for fit in _scaled_otherwise(wide, sums):
-        if sums.near(wide, fit.scaled, (sums.reach(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude):
+        return Difference.UNEXPLAINED, f"{int(is_not_finite.sum())} results are NaN or infinite"
+    if sums.is_within_bound(result64) and sums.is_unbiased(result64):
+        return Difference.ORDER, f"within {sums.relative_bound(sums.bits):.1e} of the sum of the products' magnitudes"
+    if sums.is_within_bound(result64, toward_zero=True):
+        return Difference.ROUNDING, "the result is truncated toward 0, not rounded to nearest"
+    for description, exact in _iterate_layouts(result64, sums):
+        if exact.shape == result64.shape and sums.is_near(
+            result64, exact, sums.relative_bound(sums.bits) * sums.magnitude.max()
+        ):
+            return Difference.LAYOUT, description
+    for fit in _iterate_scaled_fits(result64, sums):
+        if sums.is_near(
+            result64, fit.scaled, (sums.relative_bound(sums.bits) + torch.finfo(sums.dtype).eps / 4) * fit.magnitude
+        ):
             return Difference.SCALE, fit.words
-    bits = kept_bits(wide, sums)
-    if _FEWEST_BITS <= bits < sums.bits and sums.near(wide, sums.exact, sums.reach(bits - 1) * sums.magnitude):
-        return Difference.ACCUMULATION, f"sums as if kept in about {bits} bits, where {sums.bits} are expected"
-    if sums.near(wide, sums.exact, sums.bound):
-        return Difference.ROUNDING, "each result is a neighbour of the exact one, and not always the nearest"
+    bits = estimate_sum_bits(result64, sums)
+    if _MIN_SUM_BITS <= bits < sums.bits and sums.is_near(
+        result64, sums.exact, sums.relative_bound(bits - 1) * sums.magnitude
+    ):
+        return Difference.ACCUMULATION, f"sums seem to be kept in about {bits} bits, where {sums.bits} are expected"
+    if sums.is_near(result64, sums.exact, sums.bound):
+        return Difference.ROUNDING, "each result is a neighbour of the exact value, but not always the nearest"
     return Difference.UNEXPLAINED, ""
 
 
 def are_short_sums(result: Tensor, sums: ConformitySums) -> bool:
-    """Whether results are no further from the exact ones than sums of 14 bits: each of them, and in the mean square.
+    """Returns whether a result is as exact as sums of 14 bits, both in each element and in the mean square of its
+    errors.
 
-    No units are known to have shorter sums than these, which are Hopper's.
+    Hopper's units sum in 14 bits, and no unit is known to use fewer.
     """
-    wide = result.to(torch.float64)
-    model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    within = sums.near(wide, sums.exact, sums.reach(HOPPER_BITS) * sums.magnitude)
-    return within and sums.spread(wide) <= _SAME_SPREAD * (sums.spread(model) + sums.chance)
+    result64 = result.to(torch.float64)
+    short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
+    is_within_bound = sums.is_near(result64, sums.exact, sums.relative_bound(HOPPER_SUM_BITS) * sums.magnitude)
+    return is_within_bound and sums.mean_square_error(result64) <= _MEAN_SQUARE_RATIO * (
+        sums.mean_square_error(short_sums) + sums.rounding_variance
+    )
 
 
-def kept_bits(result: Tensor, sums: ConformitySums) -> int:
-    """Returns the bits that sums seem to have; 24 if nothing indicates fewer.
+def estimate_sum_bits(result: Tensor, sums: ConformitySums) -> int:
+    """Returns the number of bits in which sums seem to be kept. Returns 24, those of float32, if nothing indicates
+    fewer.
 
-    Truncation makes all results smaller. A model of 14 bits shows by how much for these operands, and how far single
-    results are off.
+    Truncation makes all results smaller. The same product is computed with sums of 14 bits. It shows how much smaller
+    they become for these operands, and how large the errors of single results are.
     """
-    model = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
-    lost = sums.lost(result)
-    expected = sums.lost(model)
-    if not (0 < lost < math.inf and expected > 0):  # NaN or infinite, if a result is not 0 although its products are
+    short_sums = short_product(sums.a, sums.b, Accumulator.SHORT).to(torch.float64)
+    loss = sums.mean_magnitude_loss(result)
+    short_sums_loss = sums.mean_magnitude_loss(short_sums)
+    # The loss is NaN or infinite if a result is not 0 but its products are.
+    if not (0 < loss < math.inf and short_sums_loss > 0):
         return FLOAT32_BITS
-    ratio = lost / expected
-    if sums.spread(result) > _SAME_SPREAD * (ratio**2 * sums.spread(model) + sums.chance):
+    ratio = loss / short_sums_loss
+    if sums.mean_square_error(result) > _MEAN_SQUARE_RATIO * (
+        ratio**2 * sums.mean_square_error(short_sums) + sums.rounding_variance
+    ):
         return FLOAT32_BITS
-    return min(FLOAT32_BITS, round(HOPPER_BITS - math.log2(ratio)))
+    return min(FLOAT32_BITS, round(HOPPER_SUM_BITS - math.log2(ratio)))
 
 
-def _laid_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor]]:
+def _iterate_layouts(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor]]:
     a = sums.a
     b = sums.b
     if a.shape[0] == b.shape[0]:
@@ -212,74 +248,88 @@ def _laid_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str,
     if a.shape[0] == a.shape[1]:
         yield "the first operand is read transposed", a.t() @ b.t()
     if a.shape[1] % 2 == 0:
-        exchanged = a.view(a.shape[0], -1, 2).flip(-1).reshape(a.shape)
-        yield "every two neighbours of one operand are exchanged", exchanged @ b.t()
-    yield from permutations(result, sums.exact)
+        with_pairs_exchanged = a.view(a.shape[0], -1, 2).flip(-1).reshape(a.shape)
+        yield "neighbouring elements of one operand are exchanged in pairs", with_pairs_exchanged @ b.t()
+    yield from find_permutations(result, sums.exact)
 
 
-def permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the correct values with rows, or columns, in the order nearest to the result, if that is a permutation."""
+def find_permutations(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the correct values after rearranging their rows or columns to fit the result. Yields nothing for rows or
+    columns that are already in order, or of which several are nearest to the same correct one.
+    """
     for words, lines, correct_lines in (("rows", result, correct), ("columns", result.t(), correct.t())):
         order = torch.cdist(lines, correct_lines).argmin(dim=1).tolist()
         if sorted(order) == list(range(len(order))) != order:
-            moved = correct_lines[order]
-            yield f"{words} are permuted", moved if words == "rows" else moved.t()
+            permuted = correct_lines[order]
+            yield f"{words} are permuted", permuted if words == "rows" else permuted.t()
 
 
-def match_units(result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool) -> bool:
-    """Whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), with a scale per element.
+def matches_hopper_units(
+    result: Tensor, codes: tuple[Tensor, Tensor], scales: tuple[Tensor, Tensor], promoted: bool
+) -> bool:
+    """Returns whether every element is what Hopper's FP8 units compute from codes (M, K) and (N, K), which have a
+    scale per element.
 
-    Their sums are known to the bit; scales and promotions enter in float32 in an unknown order.
+    The sums of these units are known to the bit. Unknown is the order in which scales and promotions to float32 are
+    applied.
     """
-    length = PROMOTION if promoted else codes[0].shape[1]
+    length = PROMOTION_LENGTH if promoted else codes[0].shape[1]
     total = magnitude = torch.zeros((), dtype=torch.float64)
     for start in range(0, codes[0].shape[1], length):
-        part = slice(start, start + length)
-        down, across = (scale[:, part].to(torch.float64) for scale in scales)
-        if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (down, across)):
+        piece = slice(start, start + length)
+        row_scales, column_scales = (scale[:, piece].to(torch.float64) for scale in scales)
+        if not all(bool((tensor == tensor[:, :1]).all()) for tensor in (row_scales, column_scales)):
             return False
-        scaled = unit_sums(*(code[:, part] for code in codes)) * down[:, :1] * across[:, :1].t()
+        scaled = (
+            sum_like_hopper_units(*(code[:, piece] for code in codes)) * row_scales[:, :1] * column_scales[:, :1].t()
+        )
         total = total + scaled
         magnitude = magnitude + scaled.abs()
-    bound = (codes[0].shape[1] // length + _OTHER_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
+    bound = (codes[0].shape[1] // length + _EXTRA_ROUNDINGS) * 2.0**-FLOAT32_BITS * magnitude
     low, high = ((total + side * bound).to(result.dtype) for side in (-1, 1))
     return bool(((result >= low) & (result <= high)).all())
 
 
 class _Fit(NamedTuple):
-    """A product with other factors, described in words, and its magnitude."""
+    """A product after multiplication by fitted factors. Has a description of the factors, the scaled product, and its
+    magnitude.
+    """
 
     words: str
     scaled: Tensor
     magnitude: Tensor
 
 
-def _scaled_otherwise(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
-    """Yields fits with factors other than 1 for the tensor, for rows and columns, or for blocks along the
-    contraction."""
-    no_scale = max(_NO_SCALE, 4 * torch.finfo(sums.dtype).eps)
+def _iterate_scaled_fits(result: Tensor, sums: ConformitySums) -> Iterator[_Fit]:
+    """Yields products with fitted factors that are not 1. A factor belongs to the tensor, to a row or column, or to a
+    block along the contraction.
+    """
+    tolerance = max(_SCALE_TOLERANCE, 4 * torch.finfo(sums.dtype).eps)
     fits = []
-    for words, by_row, by_column in _LINES:
-        down, across = _factors(result, sums.exact, by_row, by_column)
-        factor = down * across
+    for words, by_row, by_column in _SCALED_PARTS:
+        row_factors, column_factors = _fit_factors(result, sums.exact, by_row, by_column)
+        factor = row_factors * column_factors
         fits.append((words, factor, factor * sums.exact, factor.abs() * sums.magnitude))
-    fits += _scaled_blocks(result, sums)
+    fits += _fit_block_scales(result, sums)
     for words, factors, scaled, magnitude in fits:
-        least = float(factors.min())
-        most = float(factors.max())
-        if max(abs(least - 1), abs(most - 1)) > no_scale:
-            several = f" to {most:.3g}" if most - least > no_scale else ""
-            yield _Fit(f"{words} scaled by {least:.3g}{several}", scaled, magnitude)
+        smallest_factor = float(factors.min())
+        largest_factor = float(factors.max())
+        if max(abs(smallest_factor - 1), abs(largest_factor - 1)) > tolerance:
+            range_text = f" to {largest_factor:.3g}" if largest_factor - smallest_factor > tolerance else ""
+            yield _Fit(f"{words} scaled by {smallest_factor:.3g}{range_text}", scaled, magnitude)
 
 
-def _scaled_blocks(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
-    for size in _BLOCKS:
+def _fit_block_scales(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, Tensor, Tensor, Tensor]]:
+    for size in _BLOCK_SIZES:
         count = sums.a.shape[1] // size
-        if sums.a.shape[1] % size or not 1 < count <= min(result.shape) // _EQUATIONS:
+        if sums.a.shape[1] % size or not 1 < count <= min(result.shape) // _RESULTS_PER_FACTOR:
             continue
         a, b = (tensor.reshape(len(tensor), count, size) for tensor in (sums.a, sums.b))
-        parts = torch.einsum("mcs,ncs->mnc", a, b)
-        for operand, target, pieces in (("first", result, parts), ("second", result.t(), parts.transpose(0, 1))):
+        block_products = torch.einsum("mcs,ncs->mnc", a, b)
+        for operand, target, pieces in (
+            ("first", result, block_products),
+            ("second", result.t(), block_products.transpose(0, 1)),
+        ):
             factors = torch.linalg.lstsq(pieces, target[:, :, None]).solution
             scaled = (pieces @ factors)[:, :, 0]
             magnitude = (pieces.abs() @ factors.abs())[:, :, 0]
@@ -289,111 +339,129 @@ def _scaled_blocks(result: Tensor, sums: ConformitySums) -> Iterator[tuple[str, 
             yield f"blocks of {size} of the {operand} operand", factors, scaled, magnitude
 
 
-def _factors(result: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
-    down = ((result * exact).sum() / (exact**2).sum()).expand(result.shape[0], 1)
-    across = exact.new_ones(1, result.shape[1])
-    for _ in range(_TURNS if by_row and by_column else 1):
+def _fit_factors(result: Tensor, exact: Tensor, by_row: bool, by_column: bool) -> tuple[Tensor, Tensor]:
+    row_factors = ((result * exact).sum() / (exact**2).sum()).expand(result.shape[0], 1)
+    column_factors = exact.new_ones(1, result.shape[1])
+    for _ in range(_FIT_ITERATIONS if by_row and by_column else 1):
         if by_row:
-            down = _ratios(result, exact * across, 1)
+            row_factors = _fit_ratios(result, exact * column_factors, 1)
         if by_column:
-            down = down if by_row else torch.ones_like(down)
-            across = _ratios(result, exact * down, 0)
-    return down, across
+            row_factors = row_factors if by_row else torch.ones_like(row_factors)
+            column_factors = _fit_ratios(result, exact * row_factors, 0)
+    return row_factors, column_factors
 
 
-def _ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
-    squares = (exact**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
-    return (result * exact).sum(dimension, keepdim=True) / squares
+def _fit_ratios(result: Tensor, exact: Tensor, dimension: int) -> Tensor:
+    sum_of_squares = (exact**2).sum(dimension, keepdim=True).clamp(min=torch.finfo(torch.float64).tiny)
+    return (result * exact).sum(dimension, keepdim=True) / sum_of_squares
 
 
-def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> Explained:
-    """Explains why the values of a cast of `source` differ in bits from the correct ones; all are float32 matrices."""
-    # 1. Values beyond the largest number of the format.
-    differ = differing_bits(result, correct)
-    top = correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
-    beyond = ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == top) & (source.abs() > top))
-    if bool((beyond | ~differ).all()):
-        first = tuple(int(place) for place in differ.nonzero()[0])
-        became = f"{float(result[first]):g}, not {float(correct[first]):g}"
-        return Difference.OVERFLOW, f"what lies beyond the largest becomes {became}"
+def explain_cast(result: Tensor, correct: Tensor, source: Tensor, fmt: Format) -> Explanation:
+    """Explains why a cast of `source` differs in bits from the correct cast. All tensors are float32 matrices."""
+    # 1. Check values beyond the largest number of the format.
+    is_different = have_different_bits(result, correct)
+    largest_value = correct.abs().nan_to_num(0.0, 0.0, 0.0).max()
+    overflows = (
+        ~result.isfinite() | ~correct.isfinite() | ((correct.abs() == largest_value) & (source.abs() > largest_value))
+    )
+    if bool((overflows | ~is_different).all()):
+        first_index = tuple(int(place) for place in is_different.nonzero()[0])
+        example = f"{float(result[first_index]):g}, not {float(correct[first_index]):g}"
+        return Difference.OVERFLOW, f"a value above the format's largest becomes {example}"
     if not bool(result.any()):
         return Difference.UNEXPLAINED, "all values are 0"
-    # 2. The same values in a different order, or times a scale.
-    wide = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
-    values, expected, original = wide
-    layouts = list(permutations(values, expected))
+    # 2. Check for the same values in a different order, or multiplied by a scale.
+    float64_tensors = [tensor.to(torch.float64).nan_to_num(0.0, 0.0, 0.0) for tensor in (result, correct, source)]
+    values, expected, original = float64_tensors
+    layouts = list(find_permutations(values, expected))
     if expected.shape[0] == expected.shape[1]:
         layouts.insert(0, ("the values are transposed", expected.t()))
     for words, arranged in layouts:
         if torch.equal(arranged, values):
             return Difference.LAYOUT, words
-    for words, ratio in _cast_ratios(values, expected):
-        if bool(((values - ratio * expected).abs() <= _SLACK * values.abs()).all()):
+    for words, ratio in _iterate_cast_ratios(values, expected):
+        if bool(((values - ratio * expected).abs() <= _VALUE_TOLERANCE * values.abs()).all()):
             return Difference.SCALE, f"{words} scaled by {float(ratio.min()):.8g} to {float(ratio.max()):.8g}"
-    bits = mantissa_bits(result)
-    if bits < min(fmt.mantissa_bits, mantissa_bits(correct)):
-        return Difference.UNEXPLAINED, f"values of {bits} bits of mantissa, where {fmt.name} has {fmt.mantissa_bits}"
-    # 3. A neighbour on the grid, beyond the value that was cast: anything nearer is on no grid.
-    steps = most_steps(torch.maximum(values.abs(), expected.abs()), fmt, float(top))
+    bits = estimate_mantissa_bits(result)
+    if bits < min(fmt.mantissa_bits, estimate_mantissa_bits(correct)):
+        return Difference.UNEXPLAINED, f"values have {bits} mantissa bits, where {fmt.name} has {fmt.mantissa_bits}"
+    # 3. Check for a wrong neighbour on the grid. The source value must then be between the result and the correct
+    # value. If the result is nearer to the source than the correct value is, it is not on the grid.
+    steps = largest_grid_steps(torch.maximum(values.abs(), expected.abs()), fmt, float(largest_value))
     distance = (values - expected).abs() / steps
-    least = torch.where(steps > steps.min(), 0.5 - _SLACK, 0.0)
-    around = ((values - original) * (expected - original) <= 0) & (distance > least) & (distance < 1 + _SLACK)
-    if not bool((around | ~differ).all()):
+    min_distance = torch.where(steps > steps.min(), 0.5 - _VALUE_TOLERANCE, 0.0)
+    is_neighbour = (
+        ((values - original) * (expected - original) <= 0)
+        & (distance > min_distance)
+        & (distance < 1 + _VALUE_TOLERANCE)
+    )
+    if not bool((is_neighbour | ~is_different).all()):
         return Difference.UNEXPLAINED, ""
-    cut = bool((values.abs() <= original.abs())[differ].all())
-    return Difference.ROUNDING, "cut off toward 0" if cut else "to a neighbour that is not the nearest"
+    is_truncated = bool((values.abs() <= original.abs())[is_different].all())
+    return Difference.ROUNDING, "truncated toward 0" if is_truncated else "to a neighbour that is not the nearest"
 
 
-def _cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
-    """Yields the result over the correct values, as the median over the tensor, its rows, columns and blocks."""
+def _iterate_cast_ratios(result: Tensor, correct: Tensor) -> Iterator[tuple[str, Tensor]]:
+    """Yields the ratio of the result to the correct values. It is the median over the tensor, then over each row,
+    each column and each block.
+    """
     ratio = torch.where(correct != 0, result / correct, torch.nan)
     yield "the tensor", ratio.nanmedian().nan_to_num(1.0)
     yield "rows", ratio.nanmedian(dim=1, keepdim=True).values.nan_to_num(1.0)
     yield "columns", ratio.nanmedian(dim=0, keepdim=True).values.nan_to_num(1.0)
-    for size in _BLOCKS:
+    for size in _BLOCK_SIZES:
         if result.shape[1] % size == 0:
             blocks = ratio.view(len(ratio), -1, size).nanmedian(dim=2).values.nan_to_num(1.0)
             yield f"blocks of {size}", blocks.repeat_interleave(size, 1)
 
 
-def mantissa_bits(values: Tensor) -> int:
-    """Returns the mantissa bits of values, from their number within an octave, whatever the scale of each run of 128.
-
-    The result is too small if there are not enough values to cover an octave.
+def estimate_mantissa_bits(values: Tensor) -> int:
+    """Returns the mantissa bits of values. They are estimated from the number of distinct magnitudes between a number
+    and its double. Each run of 128 values may have its own scale. The estimate is too small if the values do not
+    cover such a range.
     """
-    length = _RUN if values.shape[-1] % _RUN == 0 else values.shape[-1]
+    length = _RUN_LENGTH if values.shape[-1] % _RUN_LENGTH == 0 else values.shape[-1]
     runs = values.detach().abs().reshape(-1, length)
-    most = 1
-    for run in runs[:: max(1, len(runs) // _LOOKED_AT)]:
-        kinds = torch.tensor(sorted({size for size in run.tolist() if 0 < size < math.inf}), dtype=torch.float64)
-        if len(kinds):
-            beyond = torch.searchsorted(kinds, kinds * (2 - _SLACK))
-            most = max(most, int((beyond - torch.arange(len(kinds))).max()))
-    return math.ceil(math.log2(most))
+    values_per_octave = 1
+    for run in runs[:: max(1, len(runs) // _MAX_EXAMINED_RUNS)]:
+        magnitudes = torch.tensor(sorted({size for size in run.tolist() if 0 < size < math.inf}), dtype=torch.float64)
+        if len(magnitudes):
+            octave_ends = torch.searchsorted(magnitudes, magnitudes * (2 - _VALUE_TOLERANCE))
+            values_per_octave = max(values_per_octave, int((octave_ends - torch.arange(len(magnitudes))).max()))
+    return math.ceil(math.log2(values_per_octave))
 
 
-def most_steps(values: Tensor, fmt: Format, top: float) -> Tensor:
-    """Returns the largest distance between a format's neighbours about each value, whatever its scale. `top` is the
-    format's largest value times the largest scale."""
-    return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * top / fmt.largest)
+def largest_grid_steps(values: Tensor, fmt: Format, largest_value: float) -> Tensor:
+    """Returns, for each value, the largest possible distance between two neighbouring numbers of a format. The scale
+    may be any number.
+
+    `largest_value` is the format's largest value times the largest scale.
+    """
+    return (values.abs() * 2.0**-fmt.mantissa_bits).clamp(min=fmt.smallest_subnormal * largest_value / fmt.largest)
 
 
-# Both operands' values, by the name of the precision that they would indicate.
+# Maps the name of a precision to both operands as this precision would round them.
 Guesses = Mapping[str, tuple[Tensor, Tensor]]
-# A mean square this many times smaller indicates another precision. Sums in few bits and a library's own rounding make
-# less of a difference; a bfloat16 result of bfloat16 copies of FP8 values has three times the error of its rounding.
-_NEARER = 2.0
+# A product was computed in the nearest precision if its mean square error there is smaller than in the promised
+# precision by this factor. Sums in few bits and a library's rounding change the error by less. A bfloat16 result from
+# bfloat16 copies of FP8 values has three times the error of its rounding.
+_NEARER_RATIO = 2.0
 
 
-def looks_like(product: Tensor, promised: str, guesses: Guesses) -> str:
-    """Returns the guess that a product (M, N) of operands (M, K) and (N, K) clearly fits better than the promise; '' if
-    none does."""
+def find_nearest_guess(product: Tensor, promised: str, guesses: Guesses) -> str:
+    """Returns the precision that a product (M, N) of operands (M, K) and (N, K) fits clearly better than the promised
+    precision.
+
+    Returns '' if no precision fits better.
+    """
     if not bool(product.isfinite().all()):
         return ""
     result = product.detach().to(torch.float64)
-    errors = {
-        name: ConformitySums(a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype).spread(result)
+    mean_square_errors = {
+        name: ConformitySums(
+            a.detach().to(torch.float64), b.detach().to(torch.float64), product.dtype
+        ).mean_square_error(result)
         for name, (a, b) in guesses.items()
     }
-    nearest = min(errors, key=lambda name: errors[name])
-    return nearest if errors[nearest] * _NEARER < errors[promised] else ""
+    nearest_guess = min(mean_square_errors, key=lambda name: mean_square_errors[name])
+    return nearest_guess if mean_square_errors[nearest_guess] * _NEARER_RATIO < mean_square_errors[promised] else ""

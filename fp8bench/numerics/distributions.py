@@ -1,5 +1,7 @@
-"""Random tensors that are hard for low precision, among them gradients, whose magnitudes differ by layer and row; and
-`drawn`, the operands of suites."""
+"""Random tensors that are difficult for low precision, such as gradients with different magnitudes per layer and row.
+
+`draw_values` draws the operands of suites.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +13,14 @@ from torch import Tensor
 from fp8bench.model import Scalars
 from fp8bench.protocols.axes import CONTIGUOUS, PADDED, STRIDED, TRANSPOSED, VALUES
 
-# Student's t with this many degrees of freedom has a variance and no kurtosis: its largest values grow with the count.
-DEGREES = 3
-# One channel in this many is an outlier, by this factor, as in a trained model's activations.
-OUTLIER_EVERY = 128
+# The heavy tail of Student's t with 3 degrees of freedom: it has a variance but no kurtosis, so its largest values
+# grow with the number of values.
+DEGREES_OF_FREEDOM = 3
+# One of this many channels is an outlier. Its values are larger by OUTLIER_FACTOR, as in activations of a trained
+# model.
+CHANNELS_PER_OUTLIER = 128
 OUTLIER_FACTOR = 50.0
-# Magnitudes of gradients are log-normal about this median, with this deviation in powers of e.
+# Magnitudes of gradients are log-normal with this median and this standard deviation of the natural logarithm.
 GRADIENT_MEDIAN = 1e-4
 GRADIENT_DEVIATION = 2.0
 
@@ -25,63 +29,65 @@ def seeded_generator(device: str, seed: int) -> torch.Generator:
     return torch.Generator(device).manual_seed(seed)
 
 
-def gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+def draw_gaussian(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
     return torch.randn(shape, generator=generator, device=generator.device)
 
 
-def student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    normal, *normals = (gaussian(shape, generator) for _ in range(1 + DEGREES))
+def draw_student_t(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    normal, *normals = (draw_gaussian(shape, generator) for _ in range(1 + DEGREES_OF_FREEDOM))
     squares = torch.stack(normals).square_().sum(0)
-    return normal.div_(squares.div_(DEGREES).sqrt_())
+    return normal.div_(squares.div_(DEGREES_OF_FREEDOM).sqrt_())
 
 
-def outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    """Returns standard normal values with a few much larger columns, the same in every row."""
-    values = gaussian(shape, generator)
-    count = max(1, shape[1] // OUTLIER_EVERY)
-    chosen = torch.randperm(shape[1], generator=generator, device=generator.device)[:count]
-    values[:, chosen] *= OUTLIER_FACTOR
+def draw_outlier_channels(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    """Returns standard normal values in which a few columns are much larger. Each row has these outliers in the same
+    columns.
+    """
+    values = draw_gaussian(shape, generator)
+    count = max(1, shape[1] // CHANNELS_PER_OUTLIER)
+    outlier_columns = torch.randperm(shape[1], generator=generator, device=generator.device)[:count]
+    values[:, outlier_columns] *= OUTLIER_FACTOR
     return values
 
 
-def log_normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
-    signs = gaussian(shape, generator).sign_()
-    return gaussian(shape, generator).mul_(GRADIENT_DEVIATION).exp_().mul_(GRADIENT_MEDIAN).mul_(signs)
+def draw_log_normal(shape: tuple[int, int], generator: torch.Generator) -> Tensor:
+    signs = draw_gaussian(shape, generator).sign_()
+    return draw_gaussian(shape, generator).mul_(GRADIENT_DEVIATION).exp_().mul_(GRADIENT_MEDIAN).mul_(signs)
 
 
 DISTRIBUTIONS: dict[str, Callable[[tuple[int, int], torch.Generator], Tensor]] = {
-    "gaussian": gaussian,
-    "student-t": student_t,
-    "outliers": outlier_channels,
-    "log-normal": log_normal,
+    "gaussian": draw_gaussian,
+    "student-t": draw_student_t,
+    "outliers": draw_outlier_channels,
+    "log-normal": draw_log_normal,
 }
 
 
-# Ranges of powers of ten. A network's layers differ by some orders of magnitude, as do rows of one layer; with equal
-# magnitudes, a single scale per tensor would look better than it is.
+# Ranges of the powers of ten by which matrices and their rows are scaled. Layers of a network differ by orders of
+# magnitude, as do the rows of one layer. With equal magnitudes, one scale per tensor would look better than it is in
+# training.
 _TENSOR_EXPONENTS = (-6.0, -2.0)
 _ROW_EXPONENTS = (-1.5, 1.5)
 
 
 class GradientSource:
-    """Sets of gradients of matrices: Gaussian values, each row and each matrix with its own scale, the same in all
-    sets.
+    """Draws sets of gradients: Gaussian matrices with a scale per matrix and per row. All sets have the same scales.
 
-    `scales` has a column for each matrix: the standard deviations of its rows.
+    `scales` has the standard deviations of each matrix's rows as a column.
     """
 
     def __init__(self, shapes: Sequence[tuple[int, int]], generator: torch.Generator) -> None:
         self._shapes = tuple(shapes)
         self._generator = generator
-        self.scales = [self._scale(rows) for rows, _ in self._shapes]
+        self.scales = [self._draw_row_scales(rows) for rows, _ in self._shapes]
 
     def draw(self) -> list[Tensor]:
-        return [tensor.mul_(scale) for tensor, scale in zip(self.normal(), self.scales, strict=True)]
+        return [tensor.mul_(scale) for tensor, scale in zip(self.draw_unscaled(), self.scales, strict=True)]
 
-    def normal(self) -> list[Tensor]:
-        return [gaussian(shape, self._generator) for shape in self._shapes]
+    def draw_unscaled(self) -> list[Tensor]:
+        return [draw_gaussian(shape, self._generator) for shape in self._shapes]
 
-    def _scale(self, rows: int) -> Tensor:
+    def _draw_row_scales(self, rows: int) -> Tensor:
         generator = self._generator
         tensor, row = (
             torch.rand(count, generator=generator, device=generator.device) * (high - low) + low
@@ -90,15 +96,17 @@ class GradientSource:
         return torch.pow(10.0, tensor + row).unsqueeze(1)
 
 
-# Every format can represent integers up to this, FP4 too.
+# Every format represents integers up to this one exactly, even FP4.
 _LARGEST_INTEGER = 4
 
 
-def drawn(params: Scalars, shape: Sequence[int], generator: torch.Generator | None = None, device: str = "") -> Tensor:
-    """Returns float32 values of the case's kind; without a generator from torch's own state, on its default device.
+def draw_values(
+    params: Scalars, shape: Sequence[int], generator: torch.Generator | None = None, device: str = ""
+) -> Tensor:
+    """Returns float32 values of the kind that the case's parameters name.
 
-    The kind can change speed: constants switch fewer wires of the multipliers than random numbers do, so that a GPU at
-    its power limit keeps a higher clock.
+    Without a generator, torch's global one is used. The kind of values can change speed: constants switch fewer wires
+    in the multipliers than random numbers, so a GPU at its power limit keeps a higher clock.
     """
     kind = VALUES.of(params)
     empty = torch.empty(tuple(shape), device=device or None, dtype=torch.float32)
@@ -111,20 +119,21 @@ def drawn(params: Scalars, shape: Sequence[int], generator: torch.Generator | No
     return empty.fill_(float(kind == "ones"))
 
 
-# Elements between one row and the next in a padded layout.
-GAP = 64
+# The number of padding elements between rows in a padded layout.
+PADDING_COLUMNS = 64
 
 
-def laid_out(matrix: Tensor, layout: str) -> Tensor:
-    """Returns the matrix with other strides. The gaps between its elements repeat its numbers: zeros would take less
-    power."""
+def apply_layout(matrix: Tensor, layout: str) -> Tensor:
+    """Returns the matrix with the strides of a layout. Gaps between elements have copies of its values, because zeros
+    would take less power.
+    """
     if layout == CONTIGUOUS:
         return matrix
     if layout == TRANSPOSED:
         return matrix.t().contiguous().t()
     columns = matrix.shape[1]
     if layout == PADDED:
-        wide = torch.cat([matrix, matrix[:, torch.arange(GAP, device=matrix.device) % columns]], 1)
-        return wide[:, :columns]
+        padded = torch.cat([matrix, matrix[:, torch.arange(PADDING_COLUMNS, device=matrix.device) % columns]], 1)
+        return padded[:, :columns]
     assert layout == STRIDED, layout
     return matrix.repeat_interleave(2, 1)[:, ::2]

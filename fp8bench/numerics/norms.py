@@ -1,4 +1,6 @@
-"""Errors of a result against its reference. Sums are in fp64, piece by piece, so that no whole fp64 copy is needed."""
+"""Errors of a result against its reference. Sums are computed in fp64 tile by tile, without an fp64 copy of the whole
+tensor.
+"""
 
 from __future__ import annotations
 
@@ -8,57 +10,62 @@ from collections.abc import Iterator, Sequence
 import torch
 from torch import Tensor
 
-# Elements of a piece: 8 MiB in fp64, and a multiple of every scaling's blocks, so that none is cut.
-TILE = 1 << 20
+# The elements of a tile, which take 8 MiB in fp64. The number is a multiple of every scaling's block size, so that no
+# block is cut.
+TILE_ELEMENTS = 1 << 20
 
 
 def as_rows(x: Tensor) -> Tensor:
-    """Returns `x` without its gradient, as rows of its last dimension; a number is one row of one."""
+    """Returns `x` without gradient, as rows of its last dimension. A scalar becomes one row with one element."""
     width = x.shape[-1] if x.dim() else 1
     return x.detach().reshape(x.numel() // width if width else 0, width)
 
 
-def tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
+def iterate_tiles(height: int, width: int) -> Iterator[tuple[slice, slice]]:
     if not height or not width:
         return
-    rows = max(1, TILE // width)
+    rows = max(1, TILE_ELEMENTS // width)
     for top in range(0, height, rows):
-        for column in range(0, width, TILE):
-            yield slice(top, min(top + rows, height)), slice(column, min(column + TILE, width))
+        for column in range(0, width, TILE_ELEMENTS):
+            yield slice(top, min(top + rows, height)), slice(column, min(column + TILE_ELEMENTS, width))
 
 
 def relative_frobenius(value: Tensor, reference: Tensor) -> float:
     """Returns ||value - reference|| / ||reference|| in Frobenius norms.
 
-    For a zero reference it is 0 for a zero value, else infinity; NaN if the difference has one. Shapes must agree,
-    because broadcasting would give a meaningless number.
+    If the reference is zero, the result is 0 for a zero value, else infinity. If the difference has a NaN,
+    the result is NaN. Shapes must agree, because broadcasting would give a meaningless number.
     """
     return joint_relative_frobenius([value], [reference])
 
 
 def joint_relative_frobenius(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    difference = size = 0.0
+    error_squares = reference_squares = 0.0
     for value, reference in zip(values, references, strict=True):
-        noise, signal = _squares(value, reference)
-        difference = difference + noise
-        size = size + signal
-    return math.sqrt(_share(difference, size))
+        noise, signal = _sum_squares(value, reference)
+        error_squares = error_squares + noise
+        reference_squares = reference_squares + signal
+    return math.sqrt(_divide_or_infinite(error_squares, reference_squares))
 
 
 def relative_error(value: float, reference: float) -> float:
-    """Returns |value - reference| / |reference| of numbers, with zero treated as in `relative_frobenius`."""
-    return _share(abs(value - reference), abs(reference))
+    """Returns |value - reference| / |reference| of two numbers. A reference of zero is treated as in
+    `relative_frobenius`.
+    """
+    return _divide_or_infinite(abs(value - reference), abs(reference))
 
 
-def _share(difference: float, size: float) -> float:
+def _divide_or_infinite(difference: float, size: float) -> float:
     if size == 0:
         return math.nan if math.isnan(difference) else (math.inf if difference else 0.0)
     return difference / size
 
 
-def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
-    """Returns the share of all values that are zero but not in the reference; 0 without values. Norms depend only on
-    the largest values, and would not show that most others are gone."""
+def compute_vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> float:
+    """Returns the share of values that are zero in the result but not in the reference, or 0 without values.
+
+    Norms depend on the largest values, so they would not show that most small values vanished.
+    """
     vanished = count = 0
     for value, reference in zip(values, references, strict=True):
         _check_shapes(value, reference)
@@ -67,16 +74,16 @@ def vanished_share(values: Sequence[Tensor], references: Sequence[Tensor]) -> fl
     return vanished / count if count else 0.0
 
 
-def _squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
+def _sum_squares(value: Tensor, reference: Tensor) -> tuple[float, float]:
     _check_shapes(value, reference)
     rows = as_rows(value)
     reference_rows = as_rows(reference)
-    difference = size = torch.zeros((), dtype=torch.float64, device=reference.device)
-    for place in tiles(*reference_rows.shape):
-        exact = reference_rows[place].to(torch.float64)
-        difference = difference + (rows[place].to(torch.float64) - exact).square().sum()
-        size = size + exact.square().sum()
-    return float(difference), float(size)
+    error_squares = reference_squares = torch.zeros((), dtype=torch.float64, device=reference.device)
+    for tile in iterate_tiles(*reference_rows.shape):
+        exact = reference_rows[tile].to(torch.float64)
+        error_squares = error_squares + (rows[tile].to(torch.float64) - exact).square().sum()
+        reference_squares = reference_squares + exact.square().sum()
+    return float(error_squares), float(reference_squares)
 
 
 def _check_shapes(value: Tensor, reference: Tensor) -> None:

@@ -1,5 +1,7 @@
-"""Watches operators: the operands of products, whether values are on a format's grid, and whether a step needs the host
-and so cannot be replayed."""
+"""Watches the operators of torch. It finds operands of products, and checks whether values are on a format's grid.
+
+It also explains why a step depends on the host, so that a recording of the step cannot be replayed.
+"""
 
 from __future__ import annotations
 
@@ -13,31 +15,31 @@ from torch.utils._pytree import tree_leaves
 
 from fp8bench.formats.grids import Format
 
-# The arguments of an operator that are multiplied with each other. Attention's operators are found by their prefix.
-# Some operators (linear, matmul) are decomposed earlier unless gradients are off.
-_TWO = slice(0, 2)
-_AFTER_ONE = slice(1, 3)
-_ATTENTION = "_scaled_dot_product_"
-_OPERANDS: Mapping[str, slice] = {
+# For each operator, its arguments that are multiplied with each other. Operators of attention are found by their
+# prefix. While gradients are on, some operators (linear, matmul) are decomposed before a watch sees them.
+_FIRST_TWO = slice(0, 2)
+_SECOND_AND_THIRD = slice(1, 3)
+_ATTENTION_PREFIX = "_scaled_dot_product_"
+_OPERANDS_BY_OPERATOR: Mapping[str, slice] = {
     **dict.fromkeys(
         ("mm", "bmm", "mv", "dot", "vdot", "matmul", "linear", "einsum", "_int_mm", "_scaled_mm", "_scaled_mm_v2",
          "_grouped_mm", "_scaled_grouped_mm", "_scaled_grouped_mm_v2", "convolution", "_convolution", "conv1d",
          "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "mkldnn_convolution",
-         "cudnn_convolution", "mkldnn_linear", "short_product"), _TWO),
-    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), _AFTER_ONE),
+         "cudnn_convolution", "mkldnn_linear", "short_product"), _FIRST_TWO),
+    **dict.fromkeys(("addmm", "baddbmm", "addbmm", "addmv", "addr", "_addmm_activation"), _SECOND_AND_THIRD),
     "convolution_backward": slice(0, 3),
     "scaled_dot_product_attention": slice(0, 3),
 }  # fmt: skip
 
-_SIGNIFICANT = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
-# torch's names of formats, some of which only newer versions have.
-_DTYPES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
+_SIGNIFICANT_BITS = {torch.float64: 53, torch.float32: 24, torch.float16: 11, torch.bfloat16: 8}
+# torch's names of formats. Some exist only in newer versions.
+_TORCH_NAMES = {"bf16": "bfloat16", "fp16": "float16", "e2m1": "float4_e2m1fn_x2"}
 
 
 class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """Watches the operators that run in its body without changing them: each is passed to `see`, which runs it.
+    """Watches the operators that run in its context. Each operator is passed to `see`, which runs it unchanged.
 
-    With `unwraps`, an operator on a tensor subclass is replaced by its inner operators.
+    With `unwraps`, an operator on a subclass of Tensor is replaced by the operators that this subclass runs.
     """
 
     unwraps: ClassVar[bool] = True
@@ -45,13 +47,18 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        """torch's hook: skipping its compiler here would import it, which takes a second and 60 MB."""
+        """Called by torch. Returns False, because skipping torch's compiler would import it, which takes a second and
+        60 MB.
+        """
         return False
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns True, so that compiled functions stay compiled, and show the products that they leave to a library.
-        If this returns False, torch 2.13 never compiles a function that is first called under the mode."""
+        """Called by torch. Returns True, so that compiled functions stay compiled and show the products that they
+        leave to a library.
+
+        With False, torch 2.13 never compiles a function that is first called in this context.
+        """
         return True
 
     def __init__(self) -> None:
@@ -70,7 +77,9 @@ class OperatorWatch(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
 
 class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Counts operators, names the kernels of attention, and calls `looks` with the operands of each product."""
+    """Counts operators, collects the names of attention kernels, and passes the operands of each product to the
+    functions in `looks`.
+    """
 
     unwraps = False
 
@@ -82,113 +91,135 @@ class ProductWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         name = getattr(func, "overloadpacket", func).__name__
-        place = slice(0, 4) if name.startswith(_ATTENTION) else _OPERANDS.get(name)
+        operand_slice = slice(0, 4) if name.startswith(_ATTENTION_PREFIX) else _OPERANDS_BY_OPERATOR.get(name)
         self.operators += 1
-        if kernel := _attention(name):
+        if kernel := _attention_kernel_of(name):
             self.attention[kernel] = None
-        if place is not None:
-            self._looks(tuple(_tensors(args[place])))
+        if operand_slice is not None:
+            self._looks(tuple(_flatten_tensors(args[operand_slice])))
         return func(*args, **named)
 
 
-def _attention(operator: str) -> str:
-    """Returns 'flash', 'efficient', 'cudnn', or 'math' if torch decomposes attention; '' for other operators."""
-    if operator == "_safe_softmax":  # only attention calls it
+def _attention_kernel_of(operator: str) -> str:
+    """Returns the attention kernel of an operator: 'flash', 'efficient', 'cudnn', or 'math' if torch decomposes
+    attention.
+
+    Returns '' for other operators.
+    """
+    if operator == "_safe_softmax":  # only the attention operator calls it
         return "math"
-    kernel, named, _ = operator.removeprefix(_ATTENTION).partition("_attention")
-    return kernel if named and operator.startswith(_ATTENTION) else ""
+    kernel, named, _ = operator.removeprefix(_ATTENTION_PREFIX).partition("_attention")
+    return kernel if named and operator.startswith(_ATTENTION_PREFIX) else ""
 
 
-def _tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
+def _flatten_tensors(arguments: Sequence[Any]) -> Iterator[Tensor]:
     for argument in arguments:
         if isinstance(argument, list | tuple):
-            yield from _tensors(argument)
+            yield from _flatten_tensors(argument)
         elif isinstance(argument, Tensor):
             flatten = getattr(type(argument), "__tensor_flatten__", None)
             yield from (
-                (argument,) if flatten is None else _tensors([getattr(argument, name) for name in flatten(argument)[0]])
+                (argument,)
+                if flatten is None
+                else _flatten_tensors([getattr(argument, name) for name in flatten(argument)[0]])
             )
 
 
-# The number of lines of an operand that are examined, their length, and lengths of runs that may share a scale.
-_LINES = 8
-_LONGEST = 1024
-_RUNS = (_LONGEST, 128, 32, 16)
-# At least this many values per distinct magnitude indicate a coarse grid: bfloat16's own has 1.2 in 128 values.
-_CROWD = 1.5
-_BYTE = 8
-# The float32 error of a scaled value against its grid.
-_CLOSE = 1e-5
+# How many lines of an operand are examined, how long they may be, and how long the runs are that may share a scale.
+_MAX_EXAMINED_LINES = 8
+_MAX_LINE_LENGTH = 1024
+_RUN_LENGTHS = (_MAX_LINE_LENGTH, 128, 32, 16)
+# With at least this many values per distinct magnitude, the grid of values is coarser than that of bfloat16, which
+# has 1.2 in 128 values.
+_MIN_VALUES_PER_MAGNITUDE = 1.5
+_MAX_SCALED_FORMAT_BITS = 8
+# The float32 error of a scaled value, as a share of the distance between neighbours on its grid.
+_GRID_TOLERANCE = 1e-5
 
 
 def has_dtype_of(tensor: Tensor, fmt: Format) -> bool:
-    return bool(tensor.dtype == getattr(torch, _DTYPES.get(fmt.name, f"float8_{fmt.name}"), None))
+    return bool(tensor.dtype == getattr(torch, _TORCH_NAMES.get(fmt.name, f"float8_{fmt.name}"), None))
 
 
 def has_format(tensor: Tensor, fmt: Format) -> bool:
-    """Whether a tensor has the format's dtype, or values on its grid in a wider dtype, with any scale.
+    """Returns whether a tensor has the format's dtype, or has a wider dtype but only values on the format's grid. The
+    grid may have any scale.
 
-    Values on a grid have few significant bits if their scale is a power of two, and few distinct magnitudes otherwise;
-    or they are on the grid once the largest of those that share a scale is mapped to the format's largest.
+    If the scale is a power of two, values on the grid have few significant bits. With other scales, they have few
+    distinct magnitudes. Values also count if they are on the grid whose largest number is the largest value of their
+    run.
     """
     if has_dtype_of(tensor, fmt):
         return True
-    if _SIGNIFICANT.get(tensor.dtype, 0) <= fmt.mantissa_bits + 1 or tensor.numel() < 2:
+    if _SIGNIFICANT_BITS.get(tensor.dtype, 0) <= fmt.mantissa_bits + 1 or tensor.numel() < 2:
         return False
-    return _on_grid(tensor.detach(), fmt)
+    return _is_on_grid(tensor.detach(), fmt)
 
 
-def _on_grid(tensor: Tensor, fmt: Format) -> bool:
+def _is_on_grid(tensor: Tensor, fmt: Format) -> bool:
     for dimension in {tensor.dim() - 1, max(tensor.dim() - 2, 0), min(1, tensor.dim() - 1)}:
-        moved = tensor.movedim(dimension, -1)
-        count = moved.numel() // moved.shape[-1]
-        # Some lines along the dimension, evenly spread.
-        lines = moved[..., :_LONGEST].reshape(count, -1)[:: max(1, count // _LINES)][:_LINES].to(torch.float32)
-        if not bool(lines.isfinite().all()):
+        with_dimension_last = tensor.movedim(dimension, -1)
+        line_count = with_dimension_last.numel() // with_dimension_last.shape[-1]
+        # Examine a few evenly spaced lines along the dimension.
+        examined_lines = (
+            with_dimension_last[..., :_MAX_LINE_LENGTH]
+            .reshape(line_count, -1)[:: max(1, line_count // _MAX_EXAMINED_LINES)][:_MAX_EXAMINED_LINES]
+            .to(torch.float32)
+        )
+        if not bool(examined_lines.isfinite().all()):
             return False
         unused_bits = (1 << (23 - fmt.mantissa_bits)) - 1
-        if not bool((lines.contiguous().view(torch.int32) & unused_bits).any()):
+        if not bool((examined_lines.contiguous().view(torch.int32) & unused_bits).any()):
             return True
-        if fmt.bits > _BYTE:  # 16-bit formats are never scaled
+        if fmt.bits > _MAX_SCALED_FORMAT_BITS:  # 16-bit formats are never scaled
             continue
-        if _few_magnitudes(lines.reshape(1, -1), fmt):
+        if _has_few_magnitudes(examined_lines.reshape(1, -1), fmt):
             return True
-        for length in _RUNS:
-            runs = lines[:, : lines.shape[1] // length * length].reshape(-1, length) if length < _LONGEST else lines
-            if runs.numel() and (_few_magnitudes(runs, fmt) or _fits(runs, fmt)):
+        for length in _RUN_LENGTHS:
+            runs = (
+                examined_lines[:, : examined_lines.shape[1] // length * length].reshape(-1, length)
+                if length < _MAX_LINE_LENGTH
+                else examined_lines
+            )
+            if runs.numel() and (_has_few_magnitudes(runs, fmt) or _fits_scaled_grid(runs, fmt)):
                 return True
     return False
 
 
-def _few_magnitudes(runs: Tensor, fmt: Format) -> bool:
-    """Whether every run has no more magnitudes than the format, and many values for each. Zeros do not count, because
-    activations have many."""
-    ordered = runs.abs().sort(dim=1).values
-    new = torch.ones_like(ordered, dtype=torch.bool)
-    new[:, 1:] = ordered[:, 1:] != ordered[:, :-1]
-    kinds = (new & (ordered > 0)).sum(dim=1)
-    crowded = int((ordered > 0).sum()) >= _CROWD * int(kinds.sum())
-    return crowded and int(kinds.max()) < 1 << (fmt.bits - 1)
+def _has_few_magnitudes(runs: Tensor, fmt: Format) -> bool:
+    """Returns whether every run of values has at most as many magnitudes as the format, and many values for each
+    magnitude. Zeros are not counted, because activations have many zeros.
+    """
+    sorted_magnitudes = runs.abs().sort(dim=1).values
+    is_new_magnitude = torch.ones_like(sorted_magnitudes, dtype=torch.bool)
+    is_new_magnitude[:, 1:] = sorted_magnitudes[:, 1:] != sorted_magnitudes[:, :-1]
+    magnitude_counts = (is_new_magnitude & (sorted_magnitudes > 0)).sum(dim=1)
+    has_many_values_each = int((sorted_magnitudes > 0).sum()) >= _MIN_VALUES_PER_MAGNITUDE * int(magnitude_counts.sum())
+    return has_many_values_each and int(magnitude_counts.max()) < 1 << (fmt.bits - 1)
 
 
-def _fits(runs: Tensor, fmt: Format) -> bool:
+def _fits_scaled_grid(runs: Tensor, fmt: Format) -> bool:
     largest = runs.abs().amax(dim=1, keepdim=True)
     scaled = runs / torch.where(largest > 0, largest, 1.0) * fmt.largest
-    step = torch.exp2(scaled.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
-    steps = scaled / step
-    return bool(((steps - steps.round()).abs() <= _CLOSE * steps.abs().clamp(min=1)).all())
+    grid_spacing = torch.exp2(scaled.abs().clamp(min=fmt.smallest_normal).log2().floor() - fmt.mantissa_bits)
+    grid_multiples = scaled / grid_spacing
+    return bool(
+        ((grid_multiples - grid_multiples.round()).abs() <= _GRID_TOLERANCE * grid_multiples.abs().clamp(min=1)).all()
+    )
 
 
-def needs_host(step: Callable[[], object]) -> str:
-    """Runs a step and returns why it cannot be replayed; '' if no reason was found."""
-    parts = _HostParts()
-    with parts:
+def explain_host_dependence(step: Callable[[], object]) -> str:
+    """Runs a step and returns why it cannot be replayed without the host, or '' if no reason was found."""
+    watch = _HostParts()
+    with watch:
         step()
-    return parts.why
+    return watch.why
 
 
 class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Finds values that are moved to the device or from it: a replay repeats those of the recorded step."""
+    """Finds values that move between host and device in a step. A replay of the step would repeat the values of the
+    recorded step.
+    """
 
     unwraps = False
 
@@ -198,19 +229,22 @@ class _HostParts(OperatorWatch):  # type: ignore[no-untyped-call]
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         result = func(*args, **named)
-        self.why = self.why or transfer(str(func), tensors_within((args, named)), tensors_within(result))
+        self.why = self.why or find_transfer(str(func), tensors_within((args, named)), tensors_within(result))
         return result
 
 
-def transfer(operator: str, given: Iterable[Any], results: Iterable[Any]) -> str:
-    """Returns what an operator moved between host and device, if anything. A kernel's number arguments do not count,
-    nor does a number that comes with results on the device: the seed of attention's dropout."""
-    places = {tensor.device.type for tensor in given if tensor.dim() or "copy" in operator}
-    result_places = {result.device.type for result in results}
-    if "cpu" in places and result_places - {"cpu"}:
-        return f"its step takes data from the host ({operator}), and a replay would take the same again"
-    if places - {"cpu"} and (result_places == {"cpu"} or "_local_scalar_dense" in operator):
-        return f"its step waits for a value of the device ({operator})"
+def find_transfer(operator: str, arguments: Iterable[Any], results: Iterable[Any]) -> str:
+    """Describes an operator that moves values between host and device. Returns '' for other operators.
+
+    Scalar arguments of a kernel do not count. A scalar result next to results on the device does not count either,
+    such as the seed of attention's dropout.
+    """
+    device_types = {tensor.device.type for tensor in arguments if tensor.dim() or "copy" in operator}
+    result_device_types = {result.device.type for result in results}
+    if "cpu" in device_types and result_device_types - {"cpu"}:
+        return f"its step takes data from the host ({operator}), and a replay would repeat the same data"
+    if device_types - {"cpu"} and (result_device_types == {"cpu"} or "_local_scalar_dense" in operator):
+        return f"its step waits for a value from the device ({operator})"
     return ""
 
 

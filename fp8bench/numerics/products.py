@@ -1,13 +1,14 @@
-"""Reference products: exact ones for chosen rows, those of emulated precisions, and sums in few bits.
+"""Reference products: exact ones for chosen rows, products of emulated precisions, and sums in few bits.
 
-All take b as (N, K), contraction last, like the weights of linear layers. They show the error of a product in low
-precision, and how much of that the kernel added to the casts.
+All functions take b as (N, K), with the contraction last, like the weight of a linear layer. The products show the
+error of a product in low precision. They also show how much of this error the kernel adds to the errors of the casts.
 
-Short sums are those of Hopper's FP8 units, plain or promoted to float32 periodically. `unit_sums` equals an H200 to the
-bit (in all of 143,360 sums of 16 to 2,048 products): an instruction contracts 32 elements; their products and the
-previous sum are truncated 13 bits below the largest exponent among them, where a product's exponent is the sum of its
-factors', and so is their sum. `short_product` emulates this at the cost of a matrix product: an instruction's numbers
-are added exactly, and the result keeps that many significant bits (14 on Hopper).
+Short sums are the sums of Hopper's FP8 units, either plain or promoted to float32 periodically.
+`sum_like_hopper_units` equals an H200 to the bit, in all of 143,360 sums of 16 to 2,048 products. An instruction
+contracts 32 elements. It truncates their products and the previous sum 13 bits below the largest exponent among them.
+The exponent of a product is the sum of its factors' exponents. The new sum is truncated in the same way.
+`short_product` emulates this at the cost of a matrix product: it adds the numbers of an instruction exactly and keeps
+14 significant bits of the result, as on Hopper.
 """
 
 from __future__ import annotations
@@ -17,27 +18,32 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
+from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.numerics.norms import relative_frobenius
 
-# About half a second of one CPU core in fp64.
+# By default, exact rows cost at most this many FLOPs, about half a second of one CPU core in fp64.
 FLOPS_CAP = 4e9
 _CHUNK_COLUMNS = 1024
 
 
-def rows_within(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
-    """Returns rows of an (m, k) by (n, k) product, evenly spread, at least one, that together cost at most `flops_cap`.
-    They depend only on the sizes, so that errors of different runs compare."""
+def choose_rows(m: int, n: int, k: int, flops_cap: float = FLOPS_CAP) -> tuple[int, ...]:
+    """Returns evenly spaced rows of an (m, k) by (n, k) product: at least one row, and otherwise as many as
+    `flops_cap` FLOPs allow.
+
+    The rows depend only on the sizes, so that errors of different runs are comparable.
+    """
     if m == 0:
         return ()
-    affordable = int(flops_cap // max(2 * n * k, 1))
-    count = min(max(affordable, 1), m)
-    return tuple((2 * i + 1) * m // (2 * count) for i in range(count))
+    affordable_rows = int(flops_cap // max(2 * n * k, 1))
+    row_count = min(max(affordable_rows, 1), m)
+    return tuple((2 * i + 1) * m // (2 * row_count) for i in range(row_count))
 
 
 def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
-    """Returns the chosen rows of a (M, K) times b (N, K) transposed, in fp64: (len(rows), N). `b` is widened in chunks,
-    because a float64 copy of a large weight would take four times its memory."""
+    """Returns the chosen rows of a (M, K) times b (N, K) transposed in fp64, with shape (len(rows), N).
+
+    `b` is converted in chunks, because a float64 copy of a large weight would take four times its memory.
+    """
     index = torch.tensor(rows, dtype=torch.int64, device=a.device)
     wide_a = a.detach().index_select(0, index).to(torch.float64)
     result = wide_a.new_empty((len(rows), b.shape[0]))
@@ -47,90 +53,97 @@ def exact_product(a: Tensor, b: Tensor, rows: Sequence[int]) -> Tensor:
     return result
 
 
-def in_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
-    """Returns the tensor in that dtype, untouched if it has it: in torch 2.11's compiled graphs gradients are zero
-    behind a Function that ends in a `.to` that converts nothing."""
+def to_dtype(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """Returns the tensor in the dtype. A tensor that already has the dtype is returned unchanged.
+
+    In compiled graphs of torch 2.11, a Function that ends in a `.to` without effect gets zero gradients.
+    """
     return tensor if tensor.dtype == dtype else tensor.to(dtype)
 
 
-def values_product(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
-    return in_dtype(a.to(torch.float32) @ b.to(torch.float32).t(), dtype)
+def multiply_in_float32(a: Tensor, b: Tensor, dtype: torch.dtype) -> Tensor:
+    return to_dtype(a.to(torch.float32) @ b.to(torch.float32).t(), dtype)
 
 
-def product_errors(
+def measure_product_errors(
     product: Tensor, operands: tuple[Tensor, Tensor], cast: tuple[Tensor, Tensor], rows: Sequence[int]
 ) -> tuple[float, float]:
-    """Returns relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed: the total, and the
-    kernel's.
+    """Returns two relative Frobenius errors of some rows of a (M, K) times b (N, K) transposed: the total error and
+    the kernel's error.
 
-    The first is against the fp64 product of the original `operands`, the second against that of `cast`, their values
-    after the casts: what summing and rounding the result add. If errors are independent their squares add up, and the
-    casts' own error is sqrt(total^2 - kernel^2).
+    The total error is relative to the fp64 product of the original `operands`. The kernel's error is relative to the
+    fp64 product of `cast`, the values after casting. It comes from summing and from rounding the result. If errors
+    are independent, their squares add up, and the error of the casts is sqrt(total^2 - kernel^2).
     """
-    picked = product[list(rows)]
-    first, second = (relative_frobenius(picked, exact_product(*pair, rows)) for pair in (operands, cast))
+    chosen_rows = product[list(rows)]
+    first, second = (relative_frobenius(chosen_rows, exact_product(*pair, rows)) for pair in (operands, cast))
     return first, second
 
 
-INSTRUCTION = 32
-PROMOTION = 128
+INSTRUCTION_LENGTH = 32
+PROMOTION_LENGTH = 128
 
-_DOUBLE_BITS = 53
+_FLOAT64_BITS = 53
 
 
-def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HOPPER_BITS) -> Tensor:
-    """Returns values a (M, K) times b (N, K) transposed, in float32, with short sums.
+def short_product(a: Tensor, b: Tensor, accumulator: Accumulator, bits: int = HOPPER_SUM_BITS) -> Tensor:
+    """Returns a (M, K) times b (N, K) transposed in float32, computed with short sums.
 
-    SHORT sums all of K like this. PROMOTED adds the short sum of every 128 elements to a float32 sum. Inside an
-    instruction float64 replaces exact sums: those of FP8 values have no more than 53 bits.
+    With SHORT, all of K is summed in few bits. With PROMOTED, the short sum of every 128 elements is added to a
+    float32 sum. Within an instruction, float64 sums of FP8 values are exact, because they need at most 53 bits.
     """
     return _sum_pieces(a, b, accumulator is Accumulator.PROMOTED, bits)
 
 
-def unit_sums(a: Tensor, b: Tensor) -> Tensor:
-    """Returns a (M, K) times b (N, K) transposed, for FP8 values without scales, exactly as Hopper's FP8 units sum;
-    float64. A step takes M * N * 32 numbers, so this is for small products."""
-    wide = (a.to(torch.float64), b.to(torch.float64))
+def sum_like_hopper_units(a: Tensor, b: Tensor) -> Tensor:
+    """Returns a (M, K) times b (N, K) transposed for unscaled FP8 values, exactly as Hopper's FP8 units sum, in
+    float64.
+
+    Each step takes M * N * 32 numbers, so this is only for small products.
+    """
+    float64_operands = (a.to(torch.float64), b.to(torch.float64))
     total = a.new_zeros(len(a), len(b), dtype=torch.float64)
-    for start in range(0, a.shape[1], INSTRUCTION):
-        first, second = (tensor[:, start : start + INSTRUCTION] for tensor in wide)
+    for start in range(0, a.shape[1], INSTRUCTION_LENGTH):
+        first, second = (tensor[:, start : start + INSTRUCTION_LENGTH] for tensor in float64_operands)
         terms = torch.cat([first[:, None] * second[None], total[:, :, None]], 2)
-        added = _exponents(first)[:, None] + _exponents(second)[None]
-        exponents = torch.cat([added, _exponents(total)[:, :, None]], 2).where(terms != 0, _NOTHING)
-        total = _cut_off(_cut_off(terms, exponents.amax(2, keepdim=True)).sum(2), None)
+        exponent_sums = _exponents_of(first)[:, None] + _exponents_of(second)[None]
+        exponents = torch.cat([exponent_sums, _exponents_of(total)[:, :, None]], 2).where(terms != 0, _EXPONENT_OF_ZERO)
+        total = _truncate(_truncate(terms, exponents.amax(2, keepdim=True)).sum(2), None)
     return total
 
 
-_NOTHING = -1000
+_EXPONENT_OF_ZERO = -1000
 
 
-def _exponents(values: Tensor) -> Tensor:
+def _exponents_of(values: Tensor) -> Tensor:
     return torch.frexp(values).exponent - 1
 
 
-def _cut_off(values: Tensor, exponents: Tensor | None) -> Tensor:
-    """Truncates values HOPPER_BITS - 1 bits below an exponent, by default each value's exponent."""
-    exponent = _exponents(values) if exponents is None else exponents
-    last = torch.exp2((exponent - (HOPPER_BITS - 1)).to(torch.float64))
-    return (values / last).trunc() * last
+def _truncate(values: Tensor, exponents: Tensor | None) -> Tensor:
+    """Truncates each value at the bit that is HOPPER_SUM_BITS - 1 places below an exponent. Without `exponents`, it
+    is the exponent of the value itself.
+    """
+    exponent = _exponents_of(values) if exponents is None else exponents
+    last_bit = torch.exp2((exponent - (HOPPER_SUM_BITS - 1)).to(torch.float64))
+    return (values / last_bit).trunc() * last_bit
 
 
-# An operator, so that a compiled graph does not unroll its loop over K.
+# A custom operator, so that a compiled graph does not unroll the loop over K.
 @torch.library.custom_op("fp8bench::short_product", mutates_args=())
 def _sum_pieces(a: Tensor, b: Tensor, promoted: bool, bits: int) -> Tensor:
     wide_a = a.to(torch.float64)
     wide_b = b.to(torch.float64)
-    length = PROMOTION if promoted else max(a.shape[1], 1)
-    total = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
+    length = PROMOTION_LENGTH if promoted else max(a.shape[1], 1)
+    promoted_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float32, device=a.device)
     for start in range(0, a.shape[1], length):
         short_sum = torch.zeros(a.shape[0], b.shape[0], dtype=torch.float64, device=a.device)
-        for first in range(start, min(start + length, a.shape[1]), INSTRUCTION):
-            part = slice(first, min(first + INSTRUCTION, start + length))
-            short_sum.addmm_(wide_a[:, part], wide_b[:, part].t())
-            # Truncate after every instruction. Infinities and NaN stay.
-            short_sum.view(torch.int64).bitwise_and_(-(1 << (_DOUBLE_BITS - bits)))
-        total += short_sum
-    return total
+        for first in range(start, min(start + length, a.shape[1]), INSTRUCTION_LENGTH):
+            instruction = slice(first, min(first + INSTRUCTION_LENGTH, start + length))
+            short_sum.addmm_(wide_a[:, instruction], wide_b[:, instruction].t())
+            # Truncate after every instruction. Infinities and NaN are unchanged.
+            short_sum.view(torch.int64).bitwise_and_(-(1 << (_FLOAT64_BITS - bits)))
+        promoted_sum += short_sum
+    return promoted_sum
 
 
 @_sum_pieces.register_fake

@@ -1,8 +1,9 @@
-"""Programs of ranks that declare their exchanges: the same code for processes and for a simulation.
+"""Programs of ranks. Each yields its exchanges with other ranks, so that the same code runs in processes and in a
+simulation.
 
-The program of one rank is a generator. It yields each exchange, is sent the answer, and returns its result. `simulated`
-runs the programs of all ranks in this process, `on_this_rank` runs one of them in a process group. FP8 payloads are
-sent as bytes (uint8), which every backend of torch accepts.
+The program of one rank is a generator. It yields each exchange, receives the answer, and returns its result.
+`simulate` runs the programs of all ranks in this process. `run_on_this_rank` runs the program of this process in a
+process group. FP8 payloads are sent as bytes (uint8), which every backend of torch accepts.
 """
 
 from __future__ import annotations
@@ -23,12 +24,14 @@ T = TypeVar("T")
 
 @dataclass(frozen=True)
 class Exchange:
-    """A rank's payload, and how much of it the rank sends to others."""
+    """The data that a rank sends in one exchange with other ranks."""
 
     payload: Tensor
 
     def sent(self, size: int) -> float:
-        """Returns the bytes of one round of a ring, in which all ranks but the last pass on a part."""
+        """Returns the bytes that a rank sends in the exchange. By default it is a round of a ring, in which all but
+        the last rank pass on a part.
+        """
         return self.bytes * (size - 1) / size
 
     @property
@@ -37,20 +40,21 @@ class Exchange:
 
 
 class AllGather(Exchange):
-    """Every rank gets all payloads, in their order."""
+    """Every rank receives the payloads of all ranks, in rank order."""
 
     def sent(self, size: int) -> float:
         return self.bytes * (size - 1)
 
 
 class AllToAll(Exchange):
-    """Row n goes to rank n; every rank gets one row from each, in their order."""
+    """Row n of the payload goes to rank n. Every rank receives one row from each rank, in rank order."""
 
 
 @dataclass(frozen=True)
 class RowsToRanks(Exchange):
-    """Rows of different sizes: `to` counts the adjacent numbers for each rank, `given` those that come from each, in
-    order."""
+    """Sends each rank a piece of the payload, in rank order. `to` has the length of the piece for each rank, `given`
+    the length of the piece from each rank.
+    """
 
     rank: int
     to: Sequence[int]
@@ -64,29 +68,31 @@ class RowsToRanks(Exchange):
 
 
 class Shift(Exchange):
-    """The payload goes to the next rank; the answer is that of the previous rank."""
+    """The payload goes to the next rank, and each rank receives the payload of the previous one."""
 
     def sent(self, size: int) -> float:
         return self.bytes
 
 
 class Largest(Exchange):
-    """The maximum over all ranks, element by element."""
+    """Every rank receives the maximum of the payloads over all ranks, element by element."""
 
     def sent(self, size: int) -> float:
         return 2 * super().sent(size)
 
 
 class FromFirst(Exchange):
-    """Rank 0's payload, for all ranks."""
+    """Every rank receives the payload of rank 0."""
 
 
 Program = Generator[Exchange, Any, T]
 
 
 @dataclass
-class Counted:
-    """The bytes that a rank has sent to others; for a maximum, what a ring would send, which backends need not use."""
+class SentBytes:
+    """The bytes that a rank has sent to other ranks. For a maximum over ranks, the bytes of a ring are counted,
+    although backends need not use a ring.
+    """
 
     size: int
     bytes: float = field(default=0.0)
@@ -95,8 +101,10 @@ class Counted:
         self.bytes += exchange.sent(self.size)
 
 
-def simulate(programs: Sequence[Program[T]], counted: Counted | None = None) -> list[T]:
-    """Returns the results of all ranks, run in lockstep; `counted` counts what rank 0 sends."""
+def simulate(programs: Sequence[Program[T]], counted: SentBytes | None = None) -> list[T]:
+    """Returns the results of the programs of all ranks, run in lockstep in this process. `counted` counts the bytes
+    that rank 0 sends.
+    """
     answers: list[Any] = [None] * len(programs)
     while True:
         requests = []
@@ -108,15 +116,15 @@ def simulate(programs: Sequence[Program[T]], counted: Counted | None = None) -> 
                 results.append(end.value)
         if results:
             if requests:
-                raise RuntimeError(f"{len(results)} of {len(programs)} ranks have ended, and the others wait for them")
+                raise RuntimeError(f"{len(results)} of {len(programs)} ranks have ended while the others wait for them")
             return results
         if counted is not None:
             counted.add(requests[0])
-        answers = _answers(requests)
+        answers = _answer_exchanges(requests)
 
 
-def _answers(requests: Sequence[Exchange]) -> list[Any]:
-    """Returns what each rank receives."""
+def _answer_exchanges(requests: Sequence[Exchange]) -> list[Any]:
+    """Returns for each rank what it receives in the exchange that all ranks have requested."""
     payloads = [request.payload for request in requests]
     ranks = range(len(requests))
     match requests[0]:
@@ -125,8 +133,8 @@ def _answers(requests: Sequence[Exchange]) -> list[Any]:
         case AllToAll():
             return list(torch.stack(payloads).unbind(1))
         case RowsToRanks():
-            parts = [request.split() for request in requests if isinstance(request, RowsToRanks)]
-            return [list(received) for received in zip(*parts, strict=True)]
+            rows_by_rank = [request.split() for request in requests if isinstance(request, RowsToRanks)]
+            return [list(received) for received in zip(*rows_by_rank, strict=True)]
         case Shift():
             return [payloads[rank - 1] for rank in ranks]
         case FromFirst():
@@ -135,14 +143,16 @@ def _answers(requests: Sequence[Exchange]) -> list[Any]:
 
 
 class Waits(Protocol):
-    """Something that runs asynchronously until it is waited for."""
+    """An asynchronous operation of torch.distributed, with the method `wait`."""
 
     def wait(self) -> object: ...
 
 
 @dataclass(frozen=True)
 class BegunExchange(Generic[T]):
-    """A program whose first exchange of codes has been started; the rest runs when it is waited for."""
+    """A program of a rank whose first exchange of codes was started asynchronously. `wait` runs the remaining part of
+    the program.
+    """
 
     program: Program[T]
     sent: Sequence[Waits]
@@ -151,29 +161,32 @@ class BegunExchange(Generic[T]):
     def wait(self) -> T:
         for waits in self.sent:
             waits.wait()
-        return on_this_rank(self.program, answer=self.answer)
+        return run_on_this_rank(self.program, answer=self.answer)
 
 
-def start(program: Program[T]) -> BegunExchange[T]:
+def start_program(program: Program[T]) -> BegunExchange[T]:
     answer = None
     while True:
         exchange = program.send(answer)
-        alone = not isinstance(exchange, Largest)
-        sent, answer = _start_exchange(exchange, None, alone)
-        if alone:
+        asynchronous = not isinstance(exchange, Largest)
+        sent, answer = _start_exchange(exchange, None, asynchronous)
+        if asynchronous:
             return BegunExchange(program, sent, answer)
 
 
-def on_this_rank(
+def run_on_this_rank(
     program: Program[T],
-    counted: Counted | None = None,
-    around: AbstractContextManager[object] | None = None,
+    counted: SentBytes | None = None,
+    marker: AbstractContextManager[object] | None = None,
     group: ProcessGroup | None = None,
     answer: Any = None,
 ) -> T:
-    """Returns the result of this process's rank in a group, by default all ranks; `around` is entered for each
-    exchange. For a program that has begun, `answer` is the answer to its last exchange."""
-    around = around or nullcontext()
+    """Returns the result of the program of this process's rank. The ranks are those of `group`, or all ranks.
+
+    `marker` is entered for each exchange. If the program was already started, `answer` is the answer to its last
+    exchange.
+    """
+    marker = marker or nullcontext()
     while True:
         try:
             exchange = program.send(answer)
@@ -181,44 +194,46 @@ def on_this_rank(
             return end.value
         if counted is not None:
             counted.add(exchange)
-        with around:
+        with marker:
             sent, answer = _start_exchange(exchange, group, False)
             for waits in sent:
                 waits.wait()
 
 
-def _start_exchange(exchange: Exchange, group: ProcessGroup | None, alone: bool) -> tuple[Sequence[Waits], Any]:
-    """Starts an exchange; returns what to wait for, and the answer. If not `alone`, torch waits itself."""
+def _start_exchange(exchange: Exchange, group: ProcessGroup | None, asynchronous: bool) -> tuple[Sequence[Waits], Any]:
+    """Starts an exchange. Returns the operations to wait for, and the tensor that will hold the answer. Unless
+    `asynchronous`, the exchange is already complete on return.
+    """
     import torch.distributed as dist
 
     rank = dist.get_rank(group)
     size = dist.get_world_size(group)
     payload = exchange.payload
-    sent = payload.contiguous()
-    work: Waits | None
+    contiguous_payload = payload.contiguous()
+    pending: Waits | None
     answer: Any
     match exchange:
         case AllGather():
             answer = [torch.empty_like(payload) for _ in range(size)]
-            work = dist.all_gather(answer, sent, group, alone)
+            pending = dist.all_gather(answer, contiguous_payload, group, asynchronous)
         case AllToAll():
             answer = torch.empty_like(payload)
-            work = dist.all_to_all_single(answer, sent, group=group, async_op=alone)
+            pending = dist.all_to_all_single(answer, contiguous_payload, group=group, async_op=asynchronous)
         case RowsToRanks(to=to, given=given):
             received = payload.new_empty(sum(given))
-            work = dist.all_to_all_single(received, sent, list(given), list(to), group, alone)
+            pending = dist.all_to_all_single(received, contiguous_payload, list(given), list(to), group, asynchronous)
             answer = torch.split(received, list(given))
         case Shift():
             answer = torch.empty_like(payload)
-            both = [
-                dist.P2POp(dist.isend, sent, group=group, group_peer=(rank + 1) % size),
+            send_and_receive = [
+                dist.P2POp(dist.isend, contiguous_payload, group=group, group_peer=(rank + 1) % size),
                 dist.P2POp(dist.irecv, answer, group=group, group_peer=(rank - 1) % size),
             ]
-            return dist.batch_isend_irecv(both), answer
+            return dist.batch_isend_irecv(send_and_receive), answer
         case FromFirst():
             answer = payload.clone()
-            work = dist.broadcast(answer, group=group, group_src=0, async_op=alone)
+            pending = dist.broadcast(answer, group=group, group_src=0, async_op=asynchronous)
         case _:
             answer = payload.clone()
-            work = dist.all_reduce(answer, dist.ReduceOp.MAX, group, alone)
-    return () if work is None else (work,), answer
+            pending = dist.all_reduce(answer, dist.ReduceOp.MAX, group, asynchronous)
+    return () if pending is None else (pending,), answer

@@ -16,61 +16,67 @@ ALL = "all"
 
 
 def known_suites() -> list[str]:
-    """Returns all names that `suite` accepts: also suites of several ranks and the ceilings, which `all` leaves out."""
-    several = (name for name in workloads.names(hidden=True) if workloads.get(name).least_ranks > 1)
-    return sorted({*workloads.names(), *several, CEILINGS})
+    """Returns all names that `fp8bench suite` accepts. This includes suites that `all` leaves out, namely those of
+    several ranks and `ceilings`.
+    """
+    suites_of_several_ranks = (name for name in workloads.names(hidden=True) if workloads.get(name).least_ranks > 1)
+    return sorted({*workloads.names(), *suites_of_several_ranks, CEILINGS})
 
 
-def suites_of(request: Request) -> tuple[Workload, ...]:
-    """Returns the suites that a request names: names with commas between them, `all`, or a file that registers some."""
-    words = _words(request.suite)
-    if not all(words):
+def find_suites(request: Request) -> tuple[Workload, ...]:
+    """Returns the suites of a request. The request has names with commas between them, `all`, or a file that
+    registers suites.
+    """
+    suite_names = _split_names(request.suite)
+    if not all(suite_names):
         raise UsageError(f"the suite {request.suite!r} has an empty name. Give NAME, NAME,NAME, all, or a .py file.")
     names: dict[str, None] = {}
-    for word in words:
-        names |= dict.fromkeys(_suites(word))
+    for suite_name in suite_names:
+        names |= dict.fromkeys(_find_named_suites(suite_name))
     suites = tuple(workloads.get(name) for name in names)
     if not request.grid:
         return suites
-    tracked = tuple(suite for suite in suites if suite.history is not None)
-    if not tracked:
+    suites_with_history = tuple(suite for suite in suites if suite.history is not None)
+    if not suites_with_history:
         raise UsageError(f"the suite {request.suite} declares no grid with a history. Leave --grid out.")
-    return tracked
+    return suites_with_history
 
 
-def files_of(suite: str) -> tuple[str, ...]:
-    """Returns the files among the words of a suite. They must be imported before their suites are known."""
-    return tuple(word for word in _words(suite) if word.endswith(".py"))
+def suite_files(suite: str) -> tuple[str, ...]:
+    """Returns the .py files among the names of a suite. These files must be imported first, because they register
+    suites.
+    """
+    return tuple(name for name in _split_names(suite) if name.endswith(".py"))
 
 
-def _words(suite: str) -> list[str]:
-    return [word.strip() for word in suite.split(",")]
+def _split_names(suite: str) -> list[str]:
+    return [name.strip() for name in suite.split(",")]
 
 
-def _suites(word: str) -> Sequence[str]:
-    if word == ALL:
+def _find_named_suites(name: str) -> Sequence[str]:
+    if name == ALL:
         return workloads.names()
-    if word.endswith(".py"):
-        names = workloads.names_in(user_module(word))
+    if name.endswith(".py"):
+        names = workloads.names_in(user_module(name))
         if not names:
             raise UsageError(
-                f"{word} registers no suite. Put @workloads.register('NAME') before a class in it, or load it with "
+                f"{name} registers no suite. Put @workloads.register('NAME') before a class in it, or load it with "
                 "--import and name a suite."
             )
         return names
-    if word not in workloads.names(hidden=True) or word.startswith("_"):
-        if ":" in word:
+    if name not in workloads.names(hidden=True) or name.startswith("_"):
+        if ":" in name:
             raise UsageError(
-                f"the suite {word!r} looks like a model: `fp8bench profile {word}` and `fp8bench train {word}` "
+                f"the suite {name!r} looks like a model: `fp8bench profile {name}` and `fp8bench train {name}` "
                 "take models. Give a suite's name, or a file that ends in .py."
             )
-        file = f"{word}.py"
-        if "/" in word or Path(word).exists() or Path(file).is_file():
+        file = f"{name}.py"
+        if "/" in name or Path(name).exists() or Path(file).is_file():
             raise UsageError(
-                f"the suite {word!r} is a path. Give a name, or a file that ends in .py.",
-                word,
+                f"the suite {name!r} is a path. Give a name, or a file that ends in .py.",
+                name,
                 file if Path(file).is_file() else None,
             )
-        known = sorted([*known_suites(), ALL])
-        raise UnknownName("suite", word, known, f"{', '.join(known)}; or a .py file with your suites")
-    return [word]
+        known_names = sorted([*known_suites(), ALL])
+        raise UnknownName("suite", name, known_names, f"{', '.join(known_names)}; or a .py file with your suites")
+    return [name]

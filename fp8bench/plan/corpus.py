@@ -1,7 +1,8 @@
-"""Prepares the text that a run trains on: a token file to map into memory, with one 16-bit token per byte.
+"""Prepares the text that a run trains on. The result is a file of tokens, a 16-bit token for each byte, which is
+mapped into memory.
 
-The default text is the source of Python's standard library: real text that is the same on every machine with this
-version of Python. Its hash is part of every case that reads it.
+The default text is the source of Python's standard library, which is equal on all machines with this version of
+Python. The hash of the text is part of every case that reads it.
 """
 
 from __future__ import annotations
@@ -18,11 +19,12 @@ from pathlib import Path
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import open_file, read_file, write_whole
 
-MOST_BYTES = 8 << 20
-LEAST_BYTES = 64 << 10
-# Prose has hardly any control characters except tabs and line ends; in compressed data they are a tenth of all bytes.
-_CONTROLS = bytes({*range(32), 127} - set(b"\t\n\r\f\b"))
-_MOST_CONTROLS = 0.02
+MAX_BYTES = 8 << 20
+MIN_BYTES = 64 << 10
+# A file with a larger share of control characters is not text. Text has hardly any, except tabs and line ends. In
+# compressed data they are a tenth of all bytes.
+_CONTROL_CHARACTERS = bytes({*range(32), 127} - set(b"\t\n\r\f\b"))
+_MAX_CONTROL_SHARE = 0.02
 
 
 @dataclass(frozen=True)
@@ -36,44 +38,44 @@ class Corpus:
 
     @property
     def identity(self) -> str:
-        """The text's name in a case, like 'python-3.11.7:1a2b3c4d'."""
+        """The name of the text in a case, like 'python-3.11.7:1a2b3c4d'."""
         return f"{self.name}:{self.digest[:8]}"
 
 
 def standard_library_text() -> bytes:
-    """Returns the first 8 MiB of the standard library's modules, in the order of their names."""
+    """Returns the first 8 MiB of the standard library's modules, sorted by file name."""
     root = Path(sysconfig.get_paths()["stdlib"])
     parts, total = [], 0
     for path in sorted(root.glob("*.py")) + sorted(root.glob("asyncio/*.py")) + sorted(root.glob("email/*.py")):
         parts.append(path.read_bytes())
         total += len(parts[-1])
-        if total >= MOST_BYTES:
+        if total >= MAX_BYTES:
             break
-    return b"".join(parts)[:MOST_BYTES]
+    return b"".join(parts)[:MAX_BYTES]
 
 
-def given_text(path: Path, most: int | None = None) -> bytes:
-    """Reads a user's text, at most `most` bytes. Raises UsageError for what is not text, or too short to train on."""
+def read_user_text(path: Path, max_bytes: int | None = None) -> bytes:
+    """Reads at most `max_bytes` of a user's text file. Raises UsageError if it is not text, or too short."""
     try:
         with open_file(path, most=None) as file:
-            text = file.read(most or MOST_BYTES)
+            text = file.read(max_bytes or MAX_BYTES)
     except OSError as error:
         raise UsageError(f"--data {path} cannot be read ({error.strerror}). Give a text file.") from None
-    if len(text) < LEAST_BYTES:
-        raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {LEAST_BYTES} bytes.")
+    if len(text) < MIN_BYTES:
+        raise UsageError(f"--data {path} has {len(text)} bytes. Give a text of at least {MIN_BYTES} bytes.")
     if b"\0" in text:
         raise UsageError(f"--data {path} contains zero bytes, so it is not text. Give a text file.")
-    if reason := _find_binary(text):
+    if reason := _explain_binary(text):
         raise UsageError(f"--data {path} is not text: {reason}. Give a text file, best in UTF-8.")
     return text
 
 
-def named_text(data: str | None, most: int | None = None) -> tuple[bytes, str]:
+def read_named_text(data: str | None, max_bytes: int | None = None) -> tuple[bytes, str]:
     """Returns the text of a run and its name: the user's file, or the sources of Python's standard library."""
     if data is not None:
-        return given_text(Path(data), most=most), name_of(data)
+        return read_user_text(Path(data), max_bytes=max_bytes), name_of(data)
     text = standard_library_text()
-    if len(text) < LEAST_BYTES:
+    if len(text) < MIN_BYTES:
         raise UsageError(
             f"the sources of Python's standard library were not found ({len(text)} bytes). Give --data FILE."
         )
@@ -81,24 +83,24 @@ def named_text(data: str | None, most: int | None = None) -> tuple[bytes, str]:
 
 
 def name_of(data: str) -> str:
-    """Returns a file's name for use in case ids: characters that cannot be printed become '?'."""
+    """Returns the name of a file for case ids. Characters that cannot be printed become '?'."""
     return "".join(letter if letter.isprintable() else "?" for letter in Path(data).stem)
 
 
-def _find_binary(text: bytes) -> str:
-    """Returns why these bytes are not text in any language; '' if they may be."""
-    controls = len(text) - len(text.translate(None, _CONTROLS))
-    if controls > _MOST_CONTROLS * len(text):
-        return f"{controls} of {len(text)} bytes are control characters"
-    undecodable = text.decode("utf-8", errors="replace").count("\ufffd")
-    if undecodable > len(text) / 2:
-        return f"{undecodable} of {len(text)} bytes are not valid UTF-8"
+def _explain_binary(text: bytes) -> str:
+    """Returns why these bytes cannot be text in any language; '' if they can."""
+    control_character_count = len(text) - len(text.translate(None, _CONTROL_CHARACTERS))
+    if control_character_count > _MAX_CONTROL_SHARE * len(text):
+        return f"{control_character_count} of {len(text)} bytes are control characters"
+    undecodable_count = text.decode("utf-8", errors="replace").count("\ufffd")
+    if undecodable_count > len(text) / 2:
+        return f"{undecodable_count} of {len(text)} bytes are not valid UTF-8"
     return ""
 
 
 def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus:
-    """Returns the corpus for a run. With `write`, creates its token file in `folder` unless it exists."""
-    text, name = named_text(data)
+    """Returns the text of a run as a Corpus. With `write`, also writes its token file to `folder`, unless it exists."""
+    text, name = read_named_text(data)
     digest = hashlib.sha256(text).hexdigest()
     path = folder / f"{digest[:16]}.tokens"
     if write:
@@ -106,19 +108,19 @@ def prepare_corpus(data: str | None, folder: Path, write: bool = True) -> Corpus
     return Corpus(str(path.resolve()), name, digest, len(text))
 
 
-def default_identity() -> str:
+def default_corpus_identity() -> str:
     return prepare_corpus(None, Path(), write=False).identity
 
 
 def byte_tokens(text: bytes) -> bytes:
-    """Returns a token of 16 bits for each byte, in the machine's byte order."""
-    plain = bytearray(2 * len(text))
-    plain[0 if sys.byteorder == "little" else 1 :: 2] = text
-    return bytes(plain)
+    """Returns a 16-bit token for each byte, in the byte order of this machine."""
+    tokens = bytearray(2 * len(text))
+    tokens[0 if sys.byteorder == "little" else 1 :: 2] = text
+    return bytes(tokens)
 
 
 def write_tokens(path: Path, tokens: Callable[[], bytes]) -> None:
-    """Creates a token file and its digest, unless an undamaged one exists."""
+    """Writes a token file and its digest, unless an undamaged token file exists."""
     digest_file = path.with_suffix(".sha256")
     with contextlib.suppress(OSError):
         if read_file(digest_file).decode() == hashlib.sha256(read_file(path)).hexdigest():
@@ -129,8 +131,8 @@ def write_tokens(path: Path, tokens: Callable[[], bytes]) -> None:
 
 
 def replace_tokens(path: Path, tokens: bytes) -> None:
-    """Replaces a token file. Runs that have the old one open keep reading it."""
+    """Replaces a token file. Runs that have the old file open can still read it."""
     try:
-        write_whole(path, tokens, sync=False)  # replaces it in one step: other runs may read or create the same file
+        write_whole(path, tokens, sync=False)  # replaced atomically, because other runs may read or write the same file
     except OSError as error:
         raise StoreError(f"the token file {path} cannot be written: {error.strerror}. Choose --store DIR.") from None

@@ -1,6 +1,6 @@
-"""Resolves a request before anything slow starts: its suites, its text, and the switches of environment variables.
+"""Resolves a request before anything slow starts: its suites, its text, and switches from environment variables.
 
-All names and variables are read here once, so that a wrong one is refused before a worker starts.
+All names and variables are read here, so that a wrong one is refused before a worker starts.
 """
 
 from __future__ import annotations
@@ -21,14 +21,17 @@ CEILINGS_VARIABLE = "FP8BENCH_CEILINGS"
 TAPE_VARIABLE = "FP8BENCH_TAPE"
 WARM_UP_VARIABLE = "FP8BENCH_WARM_UP"
 SECOND_VARIABLE = "FP8BENCH_SECOND_WORKER"
-WARM_UP_SECONDS, WARM_UP_SECONDS_HURRIED = 30.0, 5.0
+WARM_UP_SECONDS, SHORT_WARM_UP_SECONDS = 30.0, 5.0
 
 
 @dataclass(frozen=True)
 class Switches:
-    """Settings of a run from environment variables. `why_eager` is the reason for not compiling quantisers, or ''.
-    `ceilings` measures peaks that are not known yet. `warm_up_seconds` limits the time that a device gets to settle.
-    `tapes` records operators; with `tapes_apart` a separate worker does, which takes seconds to start.
+    """Settings of a run from environment variables.
+
+    `why_eager` is the reason why quantisers are not compiled, or ''. With `ceilings`, the highest rates of a device
+    are measured if they are not stored yet. `warm_up_seconds` limits how long a device may take to settle. With
+    `tapes`, operators are recorded. With `tapes_apart`, this happens in a separate worker, which takes seconds to
+    start. With `second`, a second worker starts.
     """
 
     why_eager: str
@@ -48,37 +51,39 @@ class Resolved:
     switches: Switches
 
     def corpus(self, store: Path, write: bool = True) -> Corpus | None:
-        """Returns the text that the suites read, or None. With `write` its tokens are written into the store."""
+        """Returns the text that the suites read, or None. With `write`, also writes its tokens into the store."""
         reads_text = any(suite.uses_corpus for suite in self.suites)
         return prepare_corpus(self.request.data, store / "data", write) if reads_text else None
 
 
 def resolve(request: Request, environ: Mapping[str, str]) -> Resolved:
-    """Checks a request. Raises UsageError for impossible values and UnknownName for unknown names."""
+    """Checks a request. Raises UsageError for impossible values, and UnknownName for unknown names."""
     import_user_modules(request.imports)
     suites = check_names(request)
-    hurried = request.brisk or request.budget is not None
-    switches = switches_of(environ, request.quick, hurried, request.tape)
-    if request.brisk:  # measuring ceilings takes longer than a group
+    is_hurried = request.brisk or request.budget is not None
+    switches = read_switches(environ, request.quick, is_hurried, request.tape)
+    if request.brisk:  # measuring ceilings would take longer than measuring a brisk group
         switches = replace(switches, ceilings=False)
     return Resolved(request, suites, switches)
 
 
-def switches_of(
+def read_switches(
     environ: Mapping[str, str], quick: bool = False, budgeted: bool = False, tape: bool = False
 ) -> Switches:
-    """Reads the switches from environment variables. Quick and budgeted runs do less; `tape` always records."""
-    compiled = is_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
-    eager = "--quick compiles none" if quick else ""
+    """Returns the switches from environment variables. Quick runs and runs with a budget measure less. With `tape`,
+    operators are recorded regardless of the variables.
+    """
+    compiles_quantisers = is_on(QUANTISERS_VARIABLE, environ, "compiled", "eager", "to compile no quantisers")
+    eager_reason = "--quick compiles none" if quick else ""
     ceilings = is_on(CEILINGS_VARIABLE, environ, "measured", "off", "to measure no ceilings")
     warms_up = is_on(WARM_UP_VARIABLE, environ, "on", "off", "to begin without warming up")
-    tapes = is_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
-    warm_up_seconds = WARM_UP_SECONDS_HURRIED if quick or budgeted else WARM_UP_SECONDS
+    records_tapes = is_on(TAPE_VARIABLE, environ, "recorded", "off", "to record no tapes")
+    warm_up_seconds = SHORT_WARM_UP_SECONDS if quick or budgeted else WARM_UP_SECONDS
     return Switches(
-        why_eager=eager if compiled else f"{QUANTISERS_VARIABLE}=eager compiles none",
+        why_eager=eager_reason if compiles_quantisers else f"{QUANTISERS_VARIABLE}=eager compiles none",
         ceilings=ceilings and not quick,
         warm_up_seconds=warm_up_seconds if warms_up else 0.0,
-        tapes=tape or tapes,
+        tapes=tape or records_tapes,
         tapes_apart=tape or not quick,
         second=is_on(SECOND_VARIABLE, environ, "on", "off", "to measure with one worker"),
     )

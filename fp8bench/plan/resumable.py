@@ -1,4 +1,4 @@
-"""Checks that a run can be resumed here: its second half must be measured under the conditions of the first."""
+"""Checks that a run can be resumed here. All parts of a run must be measured under the same conditions."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Environment, Plan, PlannedCase, Run, Scalar
 from fp8bench.model.run import SWITCHES_SET
 
-# Facts of the environment that must be equal, with their names in a sentence.
-_SAME = {
+# Facts of the environment that must be equal to resume a run, with their names in messages.
+_REQUIRED_FACTS = {
     "machine": "machine",
     "fp8bench": "fp8bench",
     "python": "python",
@@ -22,51 +22,55 @@ _SAME = {
     "commit": "the commit",
     "dirty": "whether files differ from the commit",
     "imports_sha256": "the code of --import",
-    SWITCHES_SET: "what is set in the process",
+    SWITCHES_SET: "the setting of switches",
 }
 
 
-def refuse_lost(run: Run) -> None:
+def refuse_lost_header(run: Run) -> None:
     """Raises UsageError if the run's file has lost its header."""
     if not run.devices:
-        reason = "its header is lost, so what is missing is not known"
-        raise cannot_resume(f"the run {run.id}", reason, "Start a new run.")
+        reason = "its header is lost, so it is unknown which cases are missing"
+        raise resume_error(f"the run {run.id}", reason, "Start a new run.")
 
 
-def refuse_elsewhere(run: Run) -> None:
-    """Raises UsageError if a file that the run names by a relative path is not found from this folder."""
-    refuse_files_elsewhere(f"the run {run.id}", run.request.imports, run.request.data)
+def refuse_missing_files(run: Run) -> None:
+    """Raises UsageError if a file that the run names by a relative path does not exist in this folder."""
+    check_files_exist(f"the run {run.id}", run.request.imports, run.request.data)
 
 
-def refuse_files_elsewhere(what: str, imports: Sequence[str], *texts: str | None) -> None:
-    """Raises UsageError if code or a text that `what` reads is missing here, or if the code may be somebody else's."""
-    refuse_code_of_others(what, imports)
+def check_files_exist(subject: str, imports: Sequence[str], *texts: str | None) -> None:
+    """Raises UsageError if code or a text that `subject` reads does not exist here, or if another user may have
+    replaced the code.
+    """
+    refuse_code_of_others(subject, imports)
     for name in texts:
         if name and not Path(name).is_absolute() and not Path(name).exists():
-            raise _not_here(what, name)
+            raise _missing_file_error(subject, name)
 
 
-def refuse_code_of_others(what: str, imports: Sequence[str]) -> None:
-    """Raises UsageError before importing a file that another user may have replaced."""
+def refuse_code_of_others(subject: str, imports: Sequence[str]) -> None:
+    """Raises UsageError if a file to import does not exist, or if another user may have replaced it."""
     for name in imports:
         file = Path(name)
         if file.suffix != ".py":
             continue
         if not file.exists():
-            raise _not_here(what, name)
-        if _is_from_others(file):
+            raise _missing_file_error(subject, name)
+        if _is_owned_by_others(file):
             reason = f"{file} belongs to another user, in a folder where every user may create files"
-            raise cannot_resume(what, reason, "It may be other code than before; start a new run.")
+            raise resume_error(subject, reason, "The code may have been replaced; start a new run.")
 
 
-def _not_here(what: str, name: str) -> UsageError:
-    return cannot_resume(what, f"it reads {name}, which does not exist here", "Resume it in the folder where it began.")
+def _missing_file_error(subject: str, name: str) -> UsageError:
+    return resume_error(
+        subject, f"it reads {name}, which does not exist here", "Resume it in the folder where it was started."
+    )
 
 
-def _is_from_others(file: Path) -> bool:
-    """Whether another user owns the file, or a folder above it that is below a world-writable folder like /tmp.
-
-    A temporary folder is deleted after its run, and then any user can create one with the same name.
+def _is_owned_by_others(file: Path) -> bool:
+    """Returns whether a different user owns the file or one of the folders around it. Only folders below one like
+    /tmp are checked, in which every user may create files. When a temporary folder there is deleted after its run,
+    any user can create a folder with the same name.
     """
     has_other_owner = False
     path = Path(os.path.abspath(file))  # noqa: PTH100 - does not follow links, which other users may have made
@@ -78,57 +82,59 @@ def _is_from_others(file: Path) -> bool:
     return False
 
 
-def cannot_resume(what: str, reason: str, advice: str) -> UsageError:
-    return UsageError(f"{what} cannot be resumed here: {reason}. {advice}")
+def resume_error(subject: str, reason: str, advice: str) -> UsageError:
+    return UsageError(f"{subject} cannot be resumed here: {reason}. {advice}")
 
 
-def refuse_foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
-    """Raises UsageError if machine, software, devices or plan differ from those that the run began with."""
-    if difference := foreign(run, plan, facts, environment):
-        raise cannot_resume(f"the run {run.id}", difference, "Its halves could not be compared; start a new run.")
+def refuse_changed_conditions(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> None:
+    """Raises UsageError if the machine, software, devices or plan differ from those at the start of the run."""
+    if difference := find_difference(run, plan, facts, environment):
+        raise resume_error(f"the run {run.id}", difference, "Its two parts would not be comparable; start a new run.")
 
 
-def foreign(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
-    """Returns the first difference from the conditions that the run began with; '' if all are equal."""
-    return next(iter(_differences(run, plan, facts, environment)), "")
+def find_difference(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> str:
+    """Compares the present conditions with those at the start of the run. Returns the first difference; '' if nothing
+    differs.
+    """
+    return next(_list_differences(run, plan, facts, environment), "")
 
 
-def _differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterable[str]:
-    yield from surroundings_differ(run.environment, environment)
-    here = {fact.key: fact for fact in facts}
+def _list_differences(run: Run, plan: Plan, facts: Sequence[DeviceFacts], environment: Environment) -> Iterator[str]:
+    yield from describe_environment_changes(run.environment, environment)
+    current = {fact.key: fact for fact in facts}
     previous = {fact.key: fact for fact in run.devices}
-    for key in dict.fromkeys(planned.case.device for planned in _planned_cases(run.plan)):
-        if key not in previous or key not in here:
+    for key in dict.fromkeys(planned.case.device for planned in _list_planned_cases(run.plan)):
+        if key not in previous or key not in current:
             yield f"there is no device {key}"
-        elif previous[key].name != here[key].name:
-            yield f"{key} was {previous[key].name} and is {here[key].name}"
-    yield from _plan_differences(run.plan, plan)
+        elif previous[key].name != current[key].name:
+            yield f"{key} was {previous[key].name} and is {current[key].name}"
+    yield from _list_plan_differences(run.plan, plan)
 
 
-def surroundings_differ(first: Environment, second: Environment) -> Iterable[str]:
-    """Yields a sentence for each fact of the environment that differs."""
-    for fact, name in _SAME.items():
+def describe_environment_changes(first: Environment, second: Environment) -> Iterable[str]:
+    """Yields a sentence for each difference between two environments, among the facts that must be equal."""
+    for fact, name in _REQUIRED_FACTS.items():
         previous, current = first.get(fact), second.get(fact)
         if previous != current:
             yield f"{name} was {_describe_value(previous)} and is {_describe_value(current)}"
 
 
-def _plan_differences(previous: Plan, current: Plan) -> Iterable[str]:
-    old = {planned.case.id: planned for planned in _planned_cases(previous)}
-    new = {planned.case.id: planned for planned in _planned_cases(current)}
-    changed = [name for name in old if name not in new] or [name for name in new if name not in old]
-    if changed:
-        yield f"it would be planned differently today ({changed[0]})"
+def _list_plan_differences(previous: Plan, current: Plan) -> Iterable[str]:
+    old = {planned.case.id: planned for planned in _list_planned_cases(previous)}
+    new = {planned.case.id: planned for planned in _list_planned_cases(current)}
+    unmatched = [name for name in old if name not in new] or [name for name in new if name not in old]
+    if unmatched:
+        yield f"it would be planned differently now ({unmatched[0]})"
     for name in (name for name in old if name in new):
         backend, new_backend = old[name].support.backend, new[name].support.backend
         if backend and new_backend != backend:
-            yield f"{name} was multiplied by {backend} and would be by {new_backend or 'nobody'}"
+            yield f"{name} was multiplied by {backend} and would now be by {new_backend or 'no backend'}"
         version, new_version = old[name].case.version, new[name].case.version
         if version != new_version:
             yield f"the workload {old[name].case.workload} was version {version} and is {new_version}"
 
 
-def _planned_cases(plan: Plan) -> Iterator[PlannedCase]:
+def _list_planned_cases(plan: Plan) -> Iterator[PlannedCase]:
     for group in plan:
         yield from group.cases
 

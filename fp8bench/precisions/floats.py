@@ -1,4 +1,6 @@
-"""torch's own dtypes: fp32, the reference; tf32; fp16 with loss scaling; bf16; and an unchanged model."""
+"""Precisions that are torch's own dtypes: fp32 (the reference), tf32, fp16 with loss scaling, and bf16. Also the
+precision of an unchanged model.
+"""
 
 from __future__ import annotations
 
@@ -20,7 +22,7 @@ if TYPE_CHECKING:
 
 @precisions.register("bf16")
 class Bf16(PlainPrecision):
-    """bfloat16: float32's exponents with seven mantissa bits."""
+    """bfloat16: the exponent range of float32 with seven mantissa bits."""
 
     name = "bf16"
     summary = "bfloat16 for every tensor and product, no scaling."
@@ -29,9 +31,9 @@ class Bf16(PlainPrecision):
 
     def support(self, facts: DeviceFacts) -> Support:
         cpu = hardware.native("torch's CPU kernels")
-        gpu = hardware.native("bfloat16 products")
-        nvidia = hardware.from_capability(facts, hardware.AMPERE, "bf16")
-        return hardware.of_vendor(facts, "bf16", cpu, gpu, nvidia, intel=gpu)
+        gpu_support = hardware.native("bfloat16 products")
+        nvidia = hardware.support_from_capability(facts, hardware.AMPERE, "bf16")
+        return hardware.select_by_vendor(facts, "bf16", cpu, gpu_support, nvidia, intel=gpu_support)
 
 
 @precisions.register("fp16")
@@ -47,12 +49,12 @@ class Fp16(PlainPrecision):
     def support(self, facts: DeviceFacts) -> Support:
         cpu = hardware.native("torch's CPU kernels, slow where the CPU has no float16 products")
         gpu = hardware.native("float16 products")
-        return hardware.of_vendor(facts, "fp16", cpu, gpu, gpu, intel=gpu)
+        return hardware.select_by_vendor(facts, "fp16", cpu, gpu, gpu, intel=gpu)
 
 
 @precisions.register("fp32")
 class Fp32(PlainPrecision):
-    """IEEE single precision, products included: TF32 is switched off."""
+    """IEEE single precision, in products too: TF32 is switched off."""
 
     name = "fp32"
     summary = "IEEE float32 for every tensor and product, TF32 off."
@@ -65,25 +67,26 @@ class Fp32(PlainPrecision):
 
 @precisions.register("tf32")
 class Tf32(PlainPrecision):
-    """A switch rather than a format: tensors stay float32, and tensor cores round what they read."""
+    """TF32 is a switch, not a format: tensors stay float32, and tensor cores round their inputs."""
 
     name = "tf32"
     summary = "float32 tensors, products of TF32 values (10 mantissa bits, to nearest even where emulated), fp32 sums."
     rank = 10
     dtype = "float32"
     carried_by = "fp32"
-    # The switch is the process's: on a GPU the head takes it too. On a CPU it changes no product of TF32 values.
+    # torch's switch is for the whole process, so on a GPU fp32 layers use TF32 too. On a CPU it does not change
+    # products of values that TF32 can hold.
     float32_products = "high"
 
     def support(self, facts: DeviceFacts) -> Support:
         cpu = hardware.emulated("no hardware for TF32: inputs rounded to 10 mantissa bits, products in fp32")
-        amd = hardware.refused("torch gives no TF32 on AMD devices")
-        intel = hardware.refused("torch's switch for TF32 on XPUs is not handled here")
-        nvidia = hardware.from_capability(facts, hardware.AMPERE, "TF32")
-        return hardware.of_vendor(facts, "TF32", cpu, amd, nvidia, intel)
+        amd_support = hardware.refused("torch gives no TF32 on AMD devices")
+        intel_support = hardware.refused("torch's switch for TF32 on XPUs is not handled here")
+        nvidia = hardware.support_from_capability(facts, hardware.AMPERE, "TF32")
+        return hardware.select_by_vendor(facts, "TF32", cpu, amd_support, nvidia, intel_support)
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        return super().arithmetic(facts)  # the hardware rounds what it reads, and stores nothing of it
+        return super().arithmetic(facts)  # The hardware rounds what it reads. Tensors stay float32.
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         if self.support(facts).is_native:
@@ -101,7 +104,7 @@ class Tf32(PlainPrecision):
 
 @precisions.register("untouched")
 class Untouched(PlainPrecision):
-    """A model's own dtypes, autocast and switches."""
+    """A user's unchanged model, with its own dtypes, autocast and switches."""
 
     name = "untouched"
     summary = "An unchanged model, in its own dtypes."
@@ -110,7 +113,7 @@ class Untouched(PlainPrecision):
     listed = False
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused; the workload `model` alone overrides that."""
+        """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
         return refused("untouched is a model of your own as it came, and only `fp8bench profile` has one")
 
     @contextmanager

@@ -1,4 +1,6 @@
-"""Precisions that are recipes: FP8 with float32 scales; OCP's MX in blocks of 32; NVIDIA's NVFP4; and custom ones."""
+"""Precisions that are recipes of casts and scales: FP8 with float32 scales, OCP's MX formats in blocks of 32
+elements, NVIDIA's NVFP4, and custom recipes.
+"""
 
 from __future__ import annotations
 
@@ -6,8 +8,8 @@ from fp8bench.errors import RecipeRefused
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, FORMATS, Format
 from fp8bench.formats.recipes import (
+    LARGEST_MARGIN,
     LONGEST_HISTORY,
-    MOST_MARGIN,
     TENSOR,
     Amax,
     Delayed,
@@ -28,13 +30,15 @@ from fp8bench.nn.shared_precisions import (
     hadamard_option,
     stochastic_option,
 )
-from fp8bench.protocols.axes import Option, one_of, whole_number
+from fp8bench.protocols.axes import Option, one_of, read_integers, whole_number
 from fp8bench.registry import precisions
 
 
 @precisions.register("fp8")
 class Fp8(RecipePrecision):
-    """FP8 with one current scale a tensor: more mantissa in forward, more exponent for gradients."""
+    """FP8 with one current scale for each tensor. E4M3 has more mantissa bits for the forward pass, and E5M2 more
+    range for gradients.
+    """
 
     name = "fp8"
     summary = (
@@ -54,7 +58,9 @@ class Fp8(RecipePrecision):
 
 @precisions.register("fp8-block")
 class Fp8Block(RecipePrecision):
-    """FP8 in blocks small enough for outliers, and large enough to scale where sums are promoted anyway."""
+    """FP8 with a scale for each block of 128. Such blocks are small enough to isolate outliers. They are as long as
+    the partial sums that Hopper kernels add up in float32 anyway.
+    """
 
     name = "fp8-block"
     summary = (
@@ -63,19 +69,21 @@ class Fp8Block(RecipePrecision):
     )
     rank = 43
     words = "block-scaled FP8"
-    compiled_multiple = 128  # torch's shape function wants whole blocks, its kernels do not
+    compiled_multiple = 128  # torch's compiler needs whole blocks, while its kernels also accept parts of blocks
     options = (float_scale_option(ScaleRounding.POWER_OF_TWO), ACCUMULATOR, HIGH_WEIGHT_GRADIENT, CASTS)
 
     def make_recipe(self) -> Recipe:
-        # As DeepSeek-V3: parts of rows for inputs and gradients, squares for weights.
-        rows = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
-        squares = Treatment(E4M3, Scaling(128, 128, rounding=self.scale))
-        return self.recipe_of((rows, squares, rows))
+        # As in DeepSeek-V3, a scale of inputs and gradients belongs to a part of a row, and a scale of weights to a
+        # square.
+        row_parts = Treatment(E4M3, Scaling(1, 128, rounding=self.scale))
+        return self.recipe_of((row_parts, Treatment(E4M3, Scaling(128, 128, rounding=self.scale)), row_parts))
 
 
 @precisions.register("fp8-delayed")
 class Fp8Delayed(RecipePrecision):
-    """FP8 with a scale that is known before the tensor: nothing is read twice, and larger values saturate."""
+    """FP8 with a scale that comes from earlier tensors. So a tensor is not read twice. Values above the earlier
+    maximum saturate.
+    """
 
     name = "fp8-delayed"
     summary = (
@@ -85,9 +93,11 @@ class Fp8Delayed(RecipePrecision):
     rank = 41
     words = "FP8"
     options = (
-        Option("history", "amaxes that a scale comes from", "1024", whole_number(1, LONGEST_HISTORY)),
-        Option("algorithm", "what of them: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)),
-        Option("margin", "scales are divided by 2^margin", "0", whole_number(0, MOST_MARGIN)),
+        Option("history", "earlier amaxes that a scale is computed from", "1024", whole_number(1, LONGEST_HISTORY)),
+        Option(
+            "algorithm", "which of these amaxes is used: the max, or the most_recent", Amax.MAX.value, one_of(*Amax)
+        ),
+        Option("margin", "scales are divided by 2^margin", "0", whole_number(0, LARGEST_MARGIN)),
         Option("interval", "casts between two scales", "1", whole_number(1, LONGEST_HISTORY)),
         formats_option("hybrid"),
         HIGH_WEIGHT_GRADIENT,
@@ -96,15 +106,15 @@ class Fp8Delayed(RecipePrecision):
     )
 
     def make_recipe(self) -> Recipe:
-        history, margin, interval = (int(self.chosen[name]) for name in ("history", "margin", "interval"))
+        history, margin, interval = read_integers(self.chosen, "history", "margin", "interval")
         delayed = Delayed(history, Amax(str(self.chosen["algorithm"])), margin, interval)
-        # The scale is known before the tensor, so that rounding and history are all that there is to choose.
+        # A delayed scale exists before its tensor is read. So only the formats and the history can be chosen.
         return self.recipe_of((Treatment(fmt, TENSOR) for fmt in self.formats), delayed)
 
 
 @precisions.register("fp8-e4m3")
 class Fp8E4M3(RecipePrecision):
-    """E4M3 for gradients too, if a tensor's scale covers their range."""
+    """FP8 with E4M3 for gradients too. That is enough if one scale covers a tensor's range."""
 
     name = "fp8-e4m3"
     summary = "E4M3 for every tensor, gradients included, one current float32 scale a tensor, elements to nearest even."
@@ -116,7 +126,9 @@ class Fp8E4M3(RecipePrecision):
 
 @precisions.register("fp8-e5m2")
 class Fp8E5M2(RecipePrecision):
-    """Shows the cost of two mantissa bits. NVIDIA's devices have no product of two E5M2 tensors."""
+    """FP8 with E5M2 for all tensors. It shows what two mantissa bits alone cost. NVIDIA's GPUs have no product of two
+    E5M2 tensors.
+    """
 
     name = "fp8-e5m2"
     summary = (
@@ -131,7 +143,7 @@ class Fp8E5M2(RecipePrecision):
 
 @precisions.register("fp8-unit")
 class Fp8Unit(RecipePrecision):
-    """FP8 without scales, for a unit-scaled model, whose tensors stay near a deviation of 1."""
+    """FP8 without scales, for unit-scaled models, whose tensors keep a standard deviation near 1."""
 
     name = "fp8-unit"
     summary = (
@@ -149,7 +161,7 @@ class Fp8Unit(RecipePrecision):
 
 @precisions.register("fp8-rowwise")
 class Fp8Rowwise(RecipePrecision):
-    """FP8 with a scale a row: an outlier spoils only its row, so no role needs E5M2's range."""
+    """FP8 with a scale for each row. An outlier spoils only its row, so even gradients need no E5M2."""
 
     name = "fp8-rowwise"
     summary = (
@@ -162,7 +174,7 @@ class Fp8Rowwise(RecipePrecision):
     options = (formats_option("e4m3"), float_scale_option(ScaleRounding.POWER_OF_TWO), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
-_MX_WORDS = (
+_MX_SUMMARY = (
     "elements for every tensor in blocks of 32 along the contraction, E8M0 block scales rounded up (RCEIL), elements "
     "to nearest even."
 )
@@ -170,31 +182,32 @@ _MX_WORDS = (
 
 @precisions.register("mxfp4")
 class MxFp4(RecipePrecision):
-    """OCP MXFP4, by default without the help (rotations, stochastic rounding) that training in it may need."""
+    """OCP MXFP4. Training may need rotations and stochastic rounding, which are off by default."""
 
     name = "mxfp4"
-    summary = f"E2M1 {_MX_WORDS}"
+    summary = f"E2M1 {_MX_SUMMARY}"
     rank = 70
     words = "MXFP4"
     options = (MX_SCALE, stochastic_option("off"), hadamard_option("off"), HIGH_WEIGHT_GRADIENT)
 
     def make_recipe(self) -> Recipe:
         scaling = Scaling(1, 32, E8M0, self.scale)
-        # Only gradients are rounded stochastically: their errors add up over a training, those of weights do not.
-        plain = Treatment(E2M1, scaling)
-        return self.recipe_of((plain, plain, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
+        # Only gradients are rounded stochastically. Their rounding errors would add up during a training. Rounding
+        # errors of weights do not.
+        nearest = Treatment(E2M1, scaling)
+        return self.recipe_of((nearest, nearest, Treatment(E2M1, scaling, self.chosen["stochastic"] == "on")))
 
 
-# Input, weight and gradient.
+# The formats of input, weight and gradient for each value of the option.
 _MXFP6_FORMATS = {"e3m2": (E3M2, E3M2, E3M2), "e2m3": (E2M3, E2M3, E2M3), "hybrid": (E2M3, E2M3, E3M2)}
 
 
 @precisions.register("mxfp6")
 class MxFp6(RecipePrecision):
-    """OCP MXFP6: three quarters of MXFP8's bytes, at its speed where there are units for it."""
+    """OCP MXFP6. It takes three quarters of MXFP8's bytes. On hardware with FP6 units it is as fast as MXFP8."""
 
     name = "mxfp6"
-    summary = f"E3M2 {_MX_WORDS}"
+    summary = f"E3M2 {_MX_SUMMARY}"
     rank = 55
     words = "MXFP6"
     block = (1, 32)
@@ -218,10 +231,12 @@ class MxFp6(RecipePrecision):
 
 @precisions.register("mxfp8")
 class MxFp8(RecipePrecision):
-    """OCP MXFP8; E4M3 in every role, because blocks of 32 make E5M2's range unnecessary."""
+    """OCP MXFP8 with E4M3 in every role. Each block of 32 elements has a scale, so that the range of E5M2 is not
+    needed.
+    """
 
     name = "mxfp8"
-    summary = f"E4M3 {_MX_WORDS}"
+    summary = f"E4M3 {_MX_SUMMARY}"
     rank = 50
     words = "MXFP8"
     multiples = (32, 16)
@@ -230,13 +245,13 @@ class MxFp8(RecipePrecision):
     options = (MX_SCALE, formats_option("e4m3"), HIGH_WEIGHT_GRADIENT, CASTS)
 
 
-# The number of elements with one E4M3 scale, as the units of Blackwell multiply them.
+# In the tensor cores of Blackwell this many elements share one E4M3 scale.
 _NVFP4_BLOCK = 16
 
 
 @precisions.register("nvfp4", "fp4")
 class NvFp4(RecipePrecision):
-    """NVFP4 with all parts of NVIDIA's training recipe, each of which can be switched off."""
+    """NVFP4 with all parts of NVIDIA's training recipe. Options can switch off each part."""
 
     name = "nvfp4"
     aliases = ("fp4",)
@@ -249,7 +264,10 @@ class NvFp4(RecipePrecision):
     multiples = (32, 16)
     options = (
         Option(
-            "weights", "2d: blocks of 16x16, the same values in both directions; 1d: of 16", "2d", one_of("2d", "1d")
+            "weights",
+            "2d: blocks of 16x16, the same values in both directions; 1d: blocks of 16",
+            "2d",
+            one_of("2d", "1d"),
         ),
         stochastic_option("on"),
         hadamard_option("on"),
@@ -263,20 +281,21 @@ class NvFp4(RecipePrecision):
     )
 
     def make_recipe(self) -> Recipe:
-        rows = _NVFP4_BLOCK if self.chosen["weights"] == "2d" else 1
+        weight_rows = _NVFP4_BLOCK if self.chosen["weights"] == "2d" else 1
         stochastic = self.chosen["stochastic"] == "on"
-        # Where scales are rounded down, a block's largest values saturate, and stochastic rounding becomes biased.
-        upward = ScaleRounding.UP if stochastic else self.scale
+        # If a scale is rounded down, the largest values of its block saturate. That would bias stochastic rounding.
+        gradient_rounding = ScaleRounding.UP if stochastic else self.scale
         return self.recipe_of(
             (
                 Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, self.scale)),
-                Treatment(E2M1, Scaling(rows, _NVFP4_BLOCK, E4M3, self.scale)),
-                Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, upward), stochastic),
+                Treatment(E2M1, Scaling(weight_rows, _NVFP4_BLOCK, E4M3, self.scale)),
+                Treatment(E2M1, Scaling(1, _NVFP4_BLOCK, E4M3, gradient_rounding), stochastic),
             )
         )
 
 
-# Rows and columns of a block, the format of its scale, and the default rounding of the scale.
+# For each value of `scaling`: the rows and columns of a block, the format of its scale, and the default rounding of
+# that scale.
 _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "tensor": (0, 0, None, ScaleRounding.EXACT),
     "row": (1, 0, None, ScaleRounding.EXACT),
@@ -285,28 +304,33 @@ _SCALINGS: dict[str, tuple[int, int, Format | None, ScaleRounding]] = {
     "mx": (1, 32, E8M0, ScaleRounding.RCEIL),
     "nvfp4": (1, 16, E4M3, ScaleRounding.NEAREST),
 }
-# Words of options that stand for no scaling, the usual rounding, and the common format.
-_NONE = "none"
-_AUTO = "auto"
-_SAME = "same"
-# E8M0 has powers of two only: it is for scales, and no element format.
-_ELEMENTS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
+# Values of options. They stand for no scaling, for the default rounding of the scaling, and for the format that the
+# option `format` names.
+_NO_SCALING = "none"
+_DEFAULT_ROUNDING = "auto"
+_COMMON_FORMAT = "same"
+# All formats but E8M0. It has only powers of two, and only scales use it.
+_ELEMENT_FORMATS = tuple(name for name, fmt in FORMATS.items() if fmt is not E8M0)
 
 
-def _element(text: str) -> str:
-    """The name of an element format. e4m3 means e4m3fn, which all hardware but MI300 has."""
-    return one_of(*_ELEMENTS)(E4M3.name if text == "e4m3" else text)
+def _parse_element_format(text: str) -> str:
+    """Returns the name of an element format. 'e4m3' stands for e4m3fn, the variant of all hardware except MI300."""
+    return one_of(*_ELEMENT_FORMATS)(E4M3.name if text == "e4m3" else text)
 
 
-def _own(role: str) -> Option:
+def _make_role_format_option(role: str) -> Option:
+    """Makes the option that chooses the element format of one role."""
     return Option(
-        role, f"the format of {role}s, or the {_SAME}", _SAME, lambda text: _SAME if text == _SAME else _element(text)
+        role,
+        f"element format of {role}s; {_COMMON_FORMAT}: that of option format",
+        _COMMON_FORMAT,
+        lambda text: _COMMON_FORMAT if text == _COMMON_FORMAT else _parse_element_format(text),
     )
 
 
 @precisions.register("custom")
 class Custom(RecipePrecision):
-    """Any format under any scaling; not a recipe that anybody trains with."""
+    """Any element format with any scaling, for comparisons. Nobody trains with such recipes."""
 
     name = "custom"
     summary = (
@@ -316,38 +340,52 @@ class Custom(RecipePrecision):
     rank = 90
     words = "custom formats"
     options = (
-        Option("format", f"of all tensors: {', '.join(_ELEMENTS)}", E4M3.name, _element),
-        _own("input"),
-        _own("weight"),
-        _own("gradient"),
-        Option("scaling", f"what shares a scale: {_NONE}, {', '.join(_SCALINGS)}", "tensor", one_of(_NONE, *_SCALINGS)),
+        Option(
+            "format", f"element format of all tensors: {', '.join(_ELEMENT_FORMATS)}", E4M3.name, _parse_element_format
+        ),
+        _make_role_format_option("input"),
+        _make_role_format_option("weight"),
+        _make_role_format_option("gradient"),
+        Option(
+            "scaling",
+            f"the values that share a scale: {_NO_SCALING}, {', '.join(_SCALINGS)}",
+            "tensor",
+            one_of(_NO_SCALING, *_SCALINGS),
+        ),
         Option(
             "scale",
-            f"how scales are rounded; {_AUTO}: exact, rceil for mx, nearest for nvfp4",
-            _AUTO,
-            one_of(_AUTO, *ScaleRounding),
+            f"how scales are rounded; {_DEFAULT_ROUNDING}: exact, rceil for mx, nearest for nvfp4",
+            _DEFAULT_ROUNDING,
+            one_of(_DEFAULT_ROUNDING, *ScaleRounding),
         ),
         HIGH_WEIGHT_GRADIENT,
     )
 
     def make_recipe(self) -> Recipe:
-        # A role without a separate format has the common one.
-        words = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
-        common = str(self.chosen["format"])
-        return self.recipe_of(Treatment(FORMATS[common if word == _SAME else word], self._scaling()) for word in words)
+        # A role without a separate format gets the format of all tensors.
+        role_formats = [str(self.chosen[role]) for role in ("input", "weight", "gradient")]
+        common_format = str(self.chosen["format"])
+        return self.recipe_of(
+            Treatment(
+                FORMATS[common_format if role_format == _COMMON_FORMAT else role_format], self._make_chosen_scaling()
+            )
+            for role_format in role_formats
+        )
 
     def own_support(self, facts: DeviceFacts) -> Support:
-        """Emulated even where it equals a recipe that has units."""
+        """Emulates the recipe, even if the device has hardware for an equal recipe."""
         return hardware.emulated_everywhere(facts, self.words)
 
-    def _scaling(self) -> Scaling | None:
-        extent = str(self.chosen["scaling"])
+    def _make_chosen_scaling(self) -> Scaling | None:
+        scaling = str(self.chosen["scaling"])
         rounding = str(self.chosen["scale"])
-        # No scaling leaves nothing to round, so a rounding that was asked for would be ignored.
-        if extent == _NONE:
-            if rounding != _AUTO:
-                raise RecipeRefused(f"scaling={_NONE} leaves scale={rounding} nothing to round: leave one out.")
+        # Without scaling no scale is rounded. So refuse a chosen rounding instead of ignoring it.
+        if scaling == _NO_SCALING:
+            if rounding != _DEFAULT_ROUNDING:
+                raise RecipeRefused(f"scaling={_NO_SCALING} leaves scale={rounding} nothing to round: leave one out.")
             return None
-        # Each scaling has the rounding that its hardware uses unless another one is chosen.
-        rows, columns, scale_format, usual = _SCALINGS[extent]
-        return Scaling(rows, columns, scale_format, usual if rounding == _AUTO else ScaleRounding(rounding))
+        # By default scales are rounded as hardware rounds them for this scaling.
+        rows, columns, scale_format, default_rounding = _SCALINGS[scaling]
+        return Scaling(
+            rows, columns, scale_format, default_rounding if rounding == _DEFAULT_ROUNDING else ScaleRounding(rounding)
+        )

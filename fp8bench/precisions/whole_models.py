@@ -1,4 +1,6 @@
-"""Precisions of whole models: Accelerate's conversion of a user's model, and a served model with separate formats."""
+"""Precisions of whole models: a user's model that Accelerate converts, and a served model with separate formats for
+weights and KV cache.
+"""
 
 from __future__ import annotations
 
@@ -13,20 +15,22 @@ from fp8bench.protocols import Arithmetic, Precision
 from fp8bench.protocols.axes import Option, one_of
 from fp8bench.registry import precisions
 
-NAME = "accelerate-fp8"
-# The package that each recipe needs besides Accelerate, and how to get it.
-_PACKAGES = {
+ACCELERATE_FP8 = "accelerate-fp8"
+# For each recipe: the package that it needs besides Accelerate, and how to install that package.
+_RECIPE_PACKAGES = {
     "ao": ("torchao", "pip install torchao"),
     "te": ("transformer_engine", "pip install 'transformer-engine[pytorch]'"),
     "msamp": ("msamp", "no registry has it, so that it is built from github.com/Azure/MS-AMP"),
 }
 
 
-@precisions.register(NAME)
+@precisions.register(ACCELERATE_FP8)
 class AccelerateFp8(PlainPrecision):
-    """Accelerate's `prepare` converts the model, runs it under bf16's autocast, and wraps the optimizer."""
+    """Converts a model with Accelerate's `prepare`. That also wraps the optimizer and runs the model under bf16
+    autocast.
+    """
 
-    name = NAME
+    name = ACCELERATE_FP8
     summary = (
         "Accelerator(mixed_precision='fp8').prepare of a model of your own, in the recipe that is chosen, under bf16's "
         "autocast; `fp8bench profile` alone."
@@ -36,12 +40,12 @@ class AccelerateFp8(PlainPrecision):
     dtype = "bfloat16"
     carried_by = "bf16"
     options = (
-        Option("recipe", "ao: torchao's, te: Transformer Engine's, msamp: MS-AMP's", "ao", one_of(*_PACKAGES)),
-        Option("level", "of msamp", "O2", one_of("O1", "O2")),
+        Option("recipe", "ao: torchao's, te: Transformer Engine's, msamp: MS-AMP's", "ao", one_of(*_RECIPE_PACKAGES)),
+        Option("level", "optimization level of msamp", "O2", one_of("O1", "O2")),
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused; the workload `model` alone overrides that."""
+        """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
         return refused(f"{self.mode} is a whole model of your own by Accelerate: fp8bench profile MODULE:FUNCTION")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
@@ -52,28 +56,28 @@ class AccelerateFp8(PlainPrecision):
     def prepares(self, facts: DeviceFacts) -> Support:
         recipe = str(self.chosen["recipe"])
         nvidia = is_nvidia(facts) and facts.capability is not None
-        package, how = _PACKAGES[recipe]
-        # 1. Packages come first: everything else needs them.
-        for needed, command in (("accelerate", "pip install accelerate"), (package, how)):
+        package, install_command = _RECIPE_PACKAGES[recipe]
+        # 1. Look for missing packages first, because everything else needs the packages.
+        for required_package, command in (("accelerate", "pip install accelerate"), (package, install_command)):
             if recipe != "ao" and not nvidia:
-                break  # installing a package would not help there
-            if facts.version_of(needed) is None:
-                return refused(f"{needed} is not installed here: {command}")
-        # 2. Options that belong to other recipes.
+                break  # The device cannot run this recipe, so installing a package would not help.
+            if facts.version_of(required_package) is None:
+                return refused(f"{required_package} is not installed here: {command}")
+        # 2. Refuse an option that only another recipe has.
         if self.chosen["level"] != "O2" and recipe != "msamp":
             return refused(f"level={self.chosen['level']} is MS-AMP's: choose recipe=msamp, or leave it out")
-        # 3. Devices that the recipe does not run on.
+        # 3. Refuse devices that cannot run the recipe.
         if recipe != "ao" and not nvidia:
-            words = {"te": "Transformer Engine", "msamp": "MS-AMP"}[recipe]
+            library = {"te": "Transformer Engine", "msamp": "MS-AMP"}[recipe]
             return refused(
-                f"Accelerate's recipe {recipe} is {words}'s, which needs an NVIDIA GPU with FP8 units (compute "
+                f"Accelerate's recipe {recipe} is {library}'s, which needs an NVIDIA GPU with FP8 units (compute "
                 "capability 8.9 or later): choose recipe=ao, or another device"
             )
         if nvidia and facts.capability is not None and facts.capability < (8, 9):
             return refused("Accelerate refuses FP8 on GPUs below compute capability 8.9: choose another device")
         if facts.accelerated and facts.index:
             return refused(f"Accelerate takes a process's first GPU, not {facts.key}: choose {facts.kind}:0")
-        # 4. All other cases run, natively or by torch's kernels for CPUs.
+        # 4. All other cases run, with native products or with torch's CPU kernels.
         if nvidia:
             return hardware.native(f"Accelerate's recipe {recipe}")
         if facts.accelerated:
@@ -81,35 +85,35 @@ class AccelerateFp8(PlainPrecision):
         return hardware.emulated("torchao's layers by Accelerate, on torch's CPU kernels: a CPU has no FP8 units")
 
 
-def _format_of(names: Collection[str]) -> Callable[[str], str]:
-    """Returns a parser of a format's name; '' is the carrier."""
+def _make_format_parser(names: Collection[str]) -> Callable[[str], str]:
+    """Returns a parser for the name of a format. An empty text stands for the carrier's dtype."""
     parse = one_of(*names)
     return lambda text: parse(text) if text else ""
 
 
 @precisions.register(SERVED)
 class Served(Precision):
-    """An arm of inference: formats of the cache and the weights; everything else is in the carrier."""
+    """A served model whose KV cache and weights have chosen formats. Everything else has the carrier's dtype."""
 
     name = SERVED
-    summary = "bf16 or fp32, with keys and values, and weights, kept in formats of their own."
+    summary = "bf16 or fp32, with separate formats for the KV cache and for weights."
     rank = 35
     listed = False
     options = (
-        Option("carrier", f"what all else is in: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
-        Option("kv", "the format of keys and values", "", _format_of(KV_FORMATS)),
-        Option("weights", "the format of the blocks' weights", "", _format_of(WEIGHT_FORMATS)),
+        Option("carrier", f"dtype of everything else: {', '.join(CARRIERS)}", "bf16", one_of(*CARRIERS)),
+        Option("kv", "the format of keys and values", "", _make_format_parser(KV_FORMATS)),
+        Option("weights", "the format of the blocks' weights", "", _make_format_parser(WEIGHT_FORMATS)),
         Option(
             "activations",
-            "low: inputs of those layers are rounded to their weights' format too",
+            "low: inputs of these layers are rounded to the format of their weights; high: they are not",
             "high",
             one_of("high", "low"),
         ),
     )
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Refused; the workloads that serve a model override that."""
-        return refused("served keeps a model's cache and weights: only prefill, decode and gemm have such")
+        """Refuses this precision. The workloads that serve a model allow it, in their own `support`."""
+        return refused("served describes only a model's cache and weights: choose suite prefill, decode or gemm")
 
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
         import torch

@@ -1,4 +1,6 @@
-"""torch's profiler, silenced on stderr: events of some work as in a trace, and whether torch is called at all."""
+"""Uses torch's profiler without its output on stderr. It records the events of a function, and finds out whether the
+function calls operators of torch.
+"""
 
 from __future__ import annotations
 
@@ -10,31 +12,36 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-_LEVEL = "KINETO_LOG_LEVEL"
+_LOG_LEVEL_VARIABLE = "KINETO_LOG_LEVEL"
 
 
 @contextmanager
-def quiet() -> Iterator[None]:
-    """Keeps Kineto, torch's profiler, from reporting to stderr; takes effect when a process first uses it."""
-    level = os.environ.get(_LEVEL)
-    os.environ[_LEVEL] = level or "6"
+def silence_kineto() -> Iterator[None]:
+    """Keeps Kineto, the library inside torch's profiler, from writing to stderr. It works only before the first
+    profile of a process.
+    """
+    level = os.environ.get(_LOG_LEVEL_VARIABLE)
+    os.environ[_LOG_LEVEL_VARIABLE] = level or "6"
     try:
         yield
     finally:
         if level is None:
-            del os.environ[_LEVEL]
+            del os.environ[_LOG_LEVEL_VARIABLE]
 
 
 def record_events(work: Callable[[], None], kind: str) -> list[dict[str, Any]]:
-    """Returns the events of some work on a device of that kind, or on the host if torch cannot profile the device."""
+    """Returns the trace events of a function on a device of this kind. If torch cannot profile the device, returns
+    those on the host.
+    """
     from torch.profiler import profile
 
-    with quiet(), profile(activities=activities_of(kind), acc_events=True) as profiler:
+    with silence_kineto(), profile(activities=list_activities(kind), acc_events=True) as profiler:
         work()
     return list(export_trace(profiler)["traceEvents"])
 
 
-def activities_of(kind: str) -> list[Any]:
+def list_activities(kind: str) -> list[Any]:
+    """Returns the activities of torch's profiler for the host and for a kind of device."""
     from torch.profiler import ProfilerActivity
 
     activities = ProfilerActivity.__members__
@@ -42,23 +49,25 @@ def activities_of(kind: str) -> list[Any]:
 
 
 def export_trace(profile: Any) -> dict[str, Any]:
+    """Returns a profile as the dictionary of a Chrome trace."""
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "trace.json"
         profile.export_chrome_trace(str(path))
-        # Names of operators are foreign text: a wrong byte must not cost the trace.
-        read = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
-    if not isinstance(read, dict) or not isinstance(read.get("traceEvents"), list):
+        # Names of operators may have invalid bytes. They must not make the whole trace unreadable.
+        trace = json.loads(path.read_text(encoding="utf-8", errors="replace"), strict=False)
+    if not isinstance(trace, dict) or not isinstance(trace.get("traceEvents"), list):
         raise RuntimeError("torch's profiler wrote a file that is not a trace")
-    return read
+    return trace
 
 
 def calls_operators(work: Callable[[], None]) -> bool | None:
-    """Tells whether some work calls operators of torch; None if its profiler records nothing. It records on the host:
-    nothing is attached to a GPU."""
+    """Returns whether a function calls operators of torch. Returns None if torch's profiler records nothing. It
+    records on the host only, so the profiler is not attached to a GPU.
+    """
     from torch.autograd.profiler import profile
 
     profiler = profile(use_kineto=True)
-    with quiet():
+    with silence_kineto():
         profiler.__enter__()  # type: ignore[no-untyped-call]
     try:
         work()

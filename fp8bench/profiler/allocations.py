@@ -1,10 +1,11 @@
-"""Follows every allocation and release of one device, to the byte, as torch's allocators report them to its profiler.
+"""Follows every allocation and release on a device, to the byte. torch's allocators report them to torch's profiler.
 
-For a series of events it returns the peak, and the allocations held at it.
+From these events it computes the peak of memory, and the allocations that are held at the peak.
 """
 
 from __future__ import annotations
 
+import math
 from bisect import bisect_right
 from collections.abc import Iterable, Iterator, Sequence
 from contextlib import ExitStack
@@ -14,16 +15,18 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import HeldBlock, MemoryCourse, MemoryRole, PhaseMemory
 from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
-from fp8bench.profiler import quiet
+from fp8bench.profiler import silence_kineto
+from fp8bench.protocols import MemoryMeter
 
 if TYPE_CHECKING:
     import torch
 
 
 @dataclass(frozen=True)
-class Sized:
-    """Bytes that are allocated at an address, or freed if they are negative. `node` numbers the node of a backward pass
-    that does it, 0 outside of any."""
+class MemoryChange:
+    """An allocation at an address. If `size` is negative, it is a release. `node` is the number of the autograd node
+    that caused it, or 0 outside of backward passes.
+    """
 
     address: int
     size: int
@@ -31,14 +34,14 @@ class Sized:
 
 
 @dataclass(frozen=True)
-class Begun:
-    """The step enters that phase. The first one begins the stretch."""
+class PhaseStart:
+    """The step enters a phase. The peak is searched from the first such event on."""
 
     phase: str
 
 
 @dataclass(frozen=True)
-class Said:
+class RoleNote:
     """Assigns a role to the allocations at these addresses."""
 
     addresses: tuple[int, ...]
@@ -46,242 +49,258 @@ class Said:
 
 
 @dataclass(frozen=True)
-class Live:
-    """The addresses that the allocator itself counts as allocated. If others are held, their release went unheard."""
+class LiveAddresses:
+    """The addresses that are allocated according to torch's allocator. Allocations at other addresses were released
+    without an event.
+    """
 
     addresses: frozenset[int]
 
 
-Note = Begun | Said | Live | DeviceNote
-Event = Sized | Note
+Note = PhaseStart | RoleNote | LiveAddresses | DeviceNote
+Event = MemoryChange | Note
 
 
 @dataclass
-class _HeldStretch:
-    """An allocation in the stream: `born` and `gone` are numbers of events, `piece` is the number of its phase."""
+class _Allocation:
+    """An allocation in the stream of events. `start_event` and `end_event` are the indices of its two events.
+    `is_brief` means that it ends in the same phase and autograd node in which it began.
+    """
 
     address: int
     size: int
     phase: str
-    born: int
-    piece: int
+    start_event: int
+    phase_number: int
     node: int
-    gone: int | None = None
-    brief: bool = False
-    said: dict[MemoryRole, None] = field(default_factory=dict)
+    end_event: float = math.inf
+    is_brief: bool = False
+    roles: dict[MemoryRole, None] = field(default_factory=dict)
 
-    def end(self, number: int, piece: int, node: int) -> None:
-        self.gone = number
-        self.brief = (piece, node) == (self.piece, self.node)
+    def end(self, event_number: int, phase_number: int, node: int) -> None:
+        self.end_event = event_number
+        self.is_brief = (phase_number, node) == (self.phase_number, self.node)
 
 
-class _Stretch:
-    """Reads events one by one. Addresses connect them: the release of something allocated earlier does not count, and
-    an allocation at an address that is held means that its release went unheard."""
+class _PeakFinder:
+    """Reads events one by one and finds the peak of memory. It ignores the release of an allocation that is older
+    than the events. If an allocation has an address that is still held, the release before it had no event.
+    """
 
     def __init__(self) -> None:
-        self.blocks: list[_HeldStretch] = []
-        self.backwards: list[int] = []
+        self.blocks: list[_Allocation] = []
+        self.backward_events: list[int] = []
         self.peak: int | None = None
-        self.at = 0
+        self.peak_event = 0
         self.phases: dict[str, int] = {}
-        self.begun: int | None = None
-        self._held: dict[int, _HeldStretch] = {}
-        self._now = 0
+        self.first_phase_event: int | None = None
+        self._held: dict[int, _Allocation] = {}
+        self._current_bytes = 0
         self._phase = ""
-        self._piece = 0
+        self._phase_number = 0
         self._node = 0
 
     def read(self, number: int, event: Event) -> None:
         match event:
-            case Sized():
-                self._change(number, event)
-            case Begun():
-                self.begun = number if self.begun is None else self.begun
+            case MemoryChange():
+                self._apply_change(number, event)
+            case PhaseStart():
+                self.first_phase_event = number if self.first_phase_event is None else self.first_phase_event
                 self._phase = event.phase
-                self._piece += 1
-            case Said():
+                self._phase_number += 1
+            case RoleNote():
                 for address in event.addresses:
                     if address in self._held:
-                        self._held[address].said.setdefault(event.role)
-            case Live():
+                        self._held[address].roles.setdefault(event.role)
+            case LiveAddresses():
                 for address in self._held.keys() - event.addresses:
-                    self._end(address, number, self._node)
+                    self._end_allocation(address, number, self._node)
         if self._phase:
-            self.phases[self._phase] = max(self._now, self.phases.get(self._phase, 0))
-            if self.peak is None or self._now > self.peak:
-                self.peak, self.at = self._now, number
+            self.phases[self._phase] = max(self._current_bytes, self.phases.get(self._phase, 0))
+            if self.peak is None or self._current_bytes > self.peak:
+                self.peak, self.peak_event = self._current_bytes, number
 
-    def _change(self, number: int, change: Sized) -> None:
+    def _apply_change(self, number: int, change: MemoryChange) -> None:
         if change.node and not self._node:
-            self.backwards.append(number)
+            self.backward_events.append(number)
         self._node = change.node
         if change.address in self._held:
-            self._end(change.address, number, change.node)
+            self._end_allocation(change.address, number, change.node)
         if change.size > 0:
-            block = _HeldStretch(change.address, change.size, self._phase, number, self._piece, change.node)
+            block = _Allocation(change.address, change.size, self._phase, number, self._phase_number, change.node)
             self._held[change.address] = block
             self.blocks.append(block)
-            self._now += change.size
+            self._current_bytes += change.size
 
-    def _end(self, address: int, number: int, node: int) -> None:
+    def _end_allocation(self, address: int, number: int, node: int) -> None:
         block = self._held.pop(address)
-        block.end(number, self._piece, node)
-        self._now -= block.size
+        block.end(number, self._phase_number, node)
+        self._current_bytes -= block.size
 
-    def held_after(self, number: int) -> tuple[HeldBlock, ...]:
-        """Returns what is held after an event; needs all events to be read."""
-        held = (block for block in self.blocks if block.born <= number and (block.gone is None or block.gone > number))
-        return tuple(map(self._as_held, held))
+    def list_held_blocks(self, number: int) -> tuple[HeldBlock, ...]:
+        """Returns the allocations that are held after the event with this index. It can be called after all events
+        were read.
+        """
+        held = (block for block in self.blocks if block.start_event <= number < block.end_event)
+        return tuple(map(self._describe_block, held))
 
-    def _as_held(self, block: _HeldStretch) -> HeldBlock:
-        following = bisect_right(self.backwards, block.born)
-        awaited = following < len(self.backwards) and (block.gone is None or block.gone > self.backwards[following])
-        inside = bool(block.phase)
+    def _describe_block(self, block: _Allocation) -> HeldBlock:
+        next_backward = bisect_right(self.backward_events, block.start_event)
+        is_awaited = next_backward < len(self.backward_events) and block.end_event > self.backward_events[next_backward]
+        is_in_phase = bool(block.phase)
         return HeldBlock(
             block.address,
             block.size,
             block.phase,
             block.node > 0,
-            inside and not block.node and awaited,
-            inside and block.brief,
-            block.gone is None,
-            tuple(block.said),
+            is_in_phase and not block.node and is_awaited,
+            is_in_phase and block.is_brief,
+            block.end_event == math.inf,
+            tuple(block.roles),
         )
 
 
 @dataclass(slots=True)
 class _DeviceBlock:
-    """Memory that a device holds for `users`: who allocated it, and what was laid out in it."""
+    """Memory on a device. It is held as long as one of its `users` needs it: the allocation itself, or codes that are
+    stored in it.
+    """
 
     size: int
     counts: bool = True
     users: int = 1
 
 
-class _DeviceCount:
-    """Counts what a device with the formats would hold: the same events, with notes in place of an emulation's."""
+class _DevicePeakFinder:
+    """Finds the peak of memory as it would be on a device that has the formats in hardware. It reads the same events.
+    The emulation's own allocations are replaced by those in the notes.
+    """
 
     def __init__(self) -> None:
         self.peak: int | None = None
-        self.noted = False
+        self.has_notes = False
         self._held: dict[int, _DeviceBlock] = {}
-        self._laid: dict[int, _DeviceBlock] = {}
-        self._aside: dict[int, _DeviceBlock] | None = None
-        self._now = 0
-        self._begun = False
+        self._layouts: dict[int, _DeviceBlock] = {}
+        self._emulation_blocks: dict[int, _DeviceBlock] | None = None
+        self._current_bytes = 0
+        self._has_begun = False
 
     def read(self, event: Event) -> None:
-        # Events come in the order of the device's stream, so that the state after each is the device's.
+        # Events come in the order of execution. So after each event the state is that of the device.
         match event:
-            case Sized():
-                self._change(event)
-            case Begun():
-                self._begun = True
-            # Blocks whose release was not observed are missing from the allocator's addresses.
-            case Live():
+            case MemoryChange():
+                self._apply_change(event)
+            case PhaseStart():
+                self._has_begun = True
+            # A block that was released without an event is missing from the allocator's addresses.
+            case LiveAddresses():
                 for address in self._held.keys() - event.addresses:
-                    self._let_go(self._held.pop(address))
-            # A device would not need an emulation's memory: it is counted separately.
+                    self._release(self._held.pop(address))
+            # Hardware does not need the memory of an emulation. So that memory is counted separately.
             case Emulating():
-                self._aside, self.noted = {}, True
+                self._emulation_blocks, self.has_notes = {}, True
             case EmulationEnd():
-                self._end(event.replaced)
+                self._end_allocation(event.replaced)
             case Laid() if not event.address:
-                self._laid[event.key] = _DeviceBlock(event.size)
-                self._now += event.size
+                self._layouts[event.key] = _DeviceBlock(event.size)
+                self._current_bytes += event.size
             case Laid() if event.address in self._held:
-                block = self._laid[event.key] = self._held[event.address]
+                block = self._layouts[event.key] = self._held[event.address]
                 block.users += 1
             case Lifted():
-                if event.key in self._laid:
-                    self._let_go(self._laid.pop(event.key))
-        if self._begun and self._aside is None:  # an emulation's memory is not part of a device's peak
-            self.peak = max(self._now, self.peak or 0)
+                if event.key in self._layouts:
+                    self._release(self._layouts.pop(event.key))
+        # memory of the emulation is not a part of the device's peak
+        if self._has_begun and self._emulation_blocks is None:
+            self.peak = max(self._current_bytes, self.peak or 0)
 
-    def _change(self, change: Sized) -> None:
+    def _apply_change(self, change: MemoryChange) -> None:
         if change.address in self._held:
-            self._let_go(self._held.pop(change.address))
+            self._release(self._held.pop(change.address))
         if change.size <= 0:
             return
-        block = self._held[change.address] = _DeviceBlock(change.size, self._aside is None)
-        if self._aside is None:
-            self._now += block.size
+        block = self._held[change.address] = _DeviceBlock(change.size, self._emulation_blocks is None)
+        if self._emulation_blocks is None:
+            self._current_bytes += block.size
         else:
-            self._aside[change.address] = block
+            self._emulation_blocks[change.address] = block
 
-    def _end(self, replaced: Sequence[int]) -> None:
-        for address, block in (self._aside or {}).items():
+    def _end_allocation(self, replaced: Sequence[int]) -> None:
+        for address, block in (self._emulation_blocks or {}).items():
             if self._held.get(address) is block and address not in replaced:
                 block.counts = True
-                self._now += block.size
-        self._aside = None
+                self._current_bytes += block.size
+        self._emulation_blocks = None
 
-    def _let_go(self, block: _DeviceBlock) -> None:
+    def _release(self, block: _DeviceBlock) -> None:
         block.users -= 1
         if not block.users and block.counts:
-            self._now -= block.size
+            self._current_bytes -= block.size
 
 
-def course(events: Iterable[Event]) -> MemoryCourse | None:
-    """Returns the peak of a stretch and what is held there; None if no phase begins it."""
-    stretch, device = _Stretch(), _DeviceCount()
+def find_memory_course(events: Iterable[Event]) -> MemoryCourse | None:
+    """Returns the peak of memory since the first phase, and what is held at the peak. Returns None if no phase
+    begins.
+    """
+    finder, device_finder = _PeakFinder(), _DevicePeakFinder()
     for number, event in enumerate(events):
-        stretch.read(number, event)
-        device.read(event)
-    if stretch.peak is None or stretch.begun is None:
+        finder.read(number, event)
+        device_finder.read(event)
+    if finder.peak is None or finder.first_phase_event is None:
         return None
-    begun = stretch.begun
-    turn = next((number for number in stretch.backwards if number > begun), 0)
-    phases = tuple(PhaseMemory(phase, most) for phase, most in stretch.phases.items())
-    held, forward = stretch.held_after(stretch.at), stretch.held_after(turn - 1)
-    on_device = device.peak if device.noted else None
-    return MemoryCourse(stretch.peak, held, phases, on_device=on_device, forward=forward)
+    first_phase_event = finder.first_phase_event
+    backward_start = next((number for number in finder.backward_events if number > first_phase_event), 0)
+    phases = tuple(PhaseMemory(phase, peak) for phase, peak in finder.phases.items())
+    held, forward = finder.list_held_blocks(finder.peak_event), finder.list_held_blocks(backward_start - 1)
+    on_device = device_finder.peak if device_finder.has_notes else None
+    return MemoryCourse(finder.peak, held, phases, on_device=on_device, forward=forward)
 
 
-def live_at_turns(events: Iterable[Event]) -> list[int]:
-    """Returns the bytes held whenever a phase begins, beyond what was held before the events."""
-    live, turns = 0, []
+def list_bytes_at_phase_starts(events: Iterable[Event]) -> list[int]:
+    """Returns the bytes that are held at the start of each phase. Allocations from before the events do not count."""
+    held_bytes, bytes_at_starts = 0, []
     for event in events:
         match event:
-            case Sized():
-                live += event.size
-            case Begun():
-                turns.append(live)
-    return turns
+            case MemoryChange():
+                held_bytes += event.size
+            case PhaseStart():
+                bytes_at_starts.append(held_bytes)
+    return bytes_at_starts
 
 
-# The profiler's names of an allocation or release, and of a node of a backward pass; and our prefix of notes.
-_CHANGE = "[memory]"
-_NODE = "autograd::engine::evaluate_function"
-_NOTE = "fp8bench: note "
+# Names in torch's profiler: of an allocation or release, and of a node of a backward pass. The prefix is that of
+# fp8bench's notes.
+_MEMORY_EVENT = "[memory]"
+_BACKWARD_EVENT = "autograd::engine::evaluate_function"
+_NOTE_PREFIX = "fp8bench: note "
 
 
 class AllocationStream:
-    """The events of some devices ('cpu', 'cuda:1'), with our notes in between.
+    """Records the memory events of some devices ('cpu', 'cuda:1'), with fp8bench's notes between them.
 
-    The profiler hears the thread that started it and the threads on which autograd and torch's own operations work for
-    it, not other threads of Python. It only listens on the host: nothing is attached to a GPU. torch keeps a GPU's
-    allocations only if they lie within another event, so a record stays open from start to stop. Autograd's own thread
-    for a GPU frees what a node was given after the node has ended, where nobody hears it.
+    torch's profiler records the thread that started it, and the threads that autograd and torch's operations use for
+    this thread. It records no other Python threads. It records on the host only, and is not attached to a GPU. torch
+    keeps a GPU's memory events only if they lie within another event. So one event is open from start to stop.
+    Autograd's thread for a GPU releases the inputs of a node after the node has ended. Such releases are not
+    recorded.
     """
 
     def __init__(self, *devices: str) -> None:
         self._devices = devices
         self._notes: list[Note] = []
         self._profile: torch.autograd.profiler.profile | None = None
-        self._whole = ExitStack()
+        self._contexts = ExitStack()
 
     def start(self, alone: bool = True) -> None:
-        # Not torch.profiler's, which imports torch's compiler first: 1.4 s.
+        # Do not use torch.profiler.profile. It first imports torch's compiler, which takes 1.4 s.
         from torch.autograd.profiler import profile, record_function
 
         self._notes = []
         profiler = profile(use_kineto=True, profile_memory=True)
-        with quiet():
+        with silence_kineto():
             profiler.__enter__()  # type: ignore[no-untyped-call]
         self._profile = profiler
-        self._whole.enter_context(record_function("fp8bench: whole"))
+        self._contexts.enter_context(record_function("fp8bench: whole"))
         if alone:
             self.alone()
 
@@ -290,63 +309,84 @@ class AllocationStream:
         return self._profile is not None
 
     def alone(self) -> None:
-        """Lets backward passes run in the thread that starts them until `stop`, so that all of them is heard."""
+        """Makes backward passes run in the thread that starts them, until `stop`. So all their events are recorded."""
         import torch
 
-        self._whole.enter_context(torch.autograd.set_multithreading_enabled(False))
+        self._contexts.enter_context(torch.autograd.set_multithreading_enabled(False))
 
     def note(self, note: Note) -> None:
-        """Adds a note at this point of the stream, if it is listening."""
+        """Adds a note at this point of the stream. If the stream is not listening, does nothing."""
         from torch.autograd.profiler import record_function
 
         if self._profile is None:
             return
         self._notes.append(note)
-        with record_function(f"{_NOTE}{len(self._notes) - 1}"):
+        with record_function(f"{_NOTE_PREFIX}{len(self._notes) - 1}"):
             pass
 
     def stop(self) -> list[Event] | None:
-        """Stops listening and returns the events in order; None if nothing was recorded. Safe after exceptions."""
+        """Stops recording and returns the events in order. Returns None if nothing was recorded. It can be called
+        after an exception.
+        """
         profiler, self._profile = self._profile, None
         if profiler is None:
             return None
-        self._whole.close()
+        self._contexts.close()
         profiler.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         if profiler.kineto_results is None:
             return None
         events: list[Event] = []
-        # The sort is stable, so that events within one tick of the clock stay in order.
+        # Sorting keeps the order of events that have the same time stamp.
         for _, name, fields, node in sorted(
-            _changes_and_notes(profiler.kineto_results.experimental_event_tree()), key=itemgetter(0)
+            _iterate_changes_and_notes(profiler.kineto_results.experimental_event_tree()), key=itemgetter(0)
         ):
-            if name != _CHANGE:
-                events.append(self._notes[int(name.removeprefix(_NOTE))])
+            if name != _MEMORY_EVENT:
+                events.append(self._notes[int(name.removeprefix(_NOTE_PREFIX))])
             elif str(fields.device) in self._devices:
-                events.append(Sized(fields.ptr, fields.alloc_size, node))
+                events.append(MemoryChange(fields.ptr, fields.alloc_size, node))
         return events
 
 
-def _changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
-    """Yields the time, name, fields and backward node of changes and notes; children come after their parents. Each
-    access to an event of the profiler is a call of C++, and there are ten times as many events."""
-    waiting = [(event, 0) for event in reversed(tree)]
-    nodes = 0
-    while waiting:
-        event, node = waiting.pop()
+class StreamMeter(MemoryMeter):
+    """A memory meter that adds roles and notes to an allocation stream."""
+
+    def __init__(self, *devices: str) -> None:
+        self._stream = AllocationStream(*devices)
+
+    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
+        self._stream.note(RoleNote(tuple(addresses), role))
+
+    @property
+    def listening(self) -> bool:
+        return self._stream.listening
+
+    def note(self, note: DeviceNote) -> None:
+        self._stream.note(note)
+
+
+def _iterate_changes_and_notes(tree: Sequence[Any]) -> Iterator[tuple[int, str, Any, int]]:
+    """Yields time, name, fields and backward node of memory changes and notes. Children come after their parents. It
+    reads as few attributes as possible. Each read is a call into C++, and there are ten times as many other events.
+    """
+    pending_events = [(event, 0) for event in reversed(tree)]
+    node_count = 0
+    while pending_events:
+        event, node = pending_events.pop()
         name = event.name
-        if name == _CHANGE:
+        if name == _MEMORY_EVENT:
             yield event.start_time_ns, name, event.extra_fields, node
             continue
-        if name.startswith(_NOTE):
+        if name.startswith(_NOTE_PREFIX):
             yield event.start_time_ns, name, None, node
-        elif name.startswith(_NODE):
-            nodes += 1
-            node = nodes
+        elif name.startswith(_BACKWARD_EVENT):
+            node_count += 1
+            node = node_count
         elif node:
-            # A forward operation of a block that is recomputed within backward gets the number of a separate backward
-            # pass; the function of a node itself has the number of its forward.
+            # If backward recomputes a forward operation (checkpointing), that operation counts as forward (node 0),
+            # because it has its own sequence number. The function of a backward node has the sequence number of its
+            # forward operation.
             fields = event.extra_fields
-            scope = getattr(getattr(fields, "scope", None), "name", "")
-            if scope == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:
+            scope_name = getattr(getattr(fields, "scope", None), "name", "")
+            if scope_name == "FUNCTION" and getattr(fields, "sequence_number", -1) >= 0:
                 node = 0
-        waiting.extend([(child, node) for child in reversed(event.children)])
+        pending_events.extend([(child, node) for child in reversed(event.children)])

@@ -1,4 +1,6 @@
-"""Clock and memory of a GPU: events that it records among its work, and the counts of torch's allocator."""
+"""The clock and the memory meter of GPUs. The clock uses events in the GPU's stream, and the meter uses the counters
+of torch's allocator.
+"""
 
 from __future__ import annotations
 
@@ -11,19 +13,27 @@ from itertools import chain, pairwise
 from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import DeviceFacts, MemoryCourse, MemoryRole, PhaseMemory
-from fp8bench.model.consumed import DeviceNote, HeldBlock
-from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
-from fp8bench.protocols import Device, MemoryMeter, Stamper
+from fp8bench.model.consumed import HeldBlock
+from fp8bench.profiler.allocations import (
+    Event,
+    LiveAddresses,
+    MemoryChange,
+    PhaseStart,
+    StreamMeter,
+    find_memory_course,
+)
+from fp8bench.protocols import Device, Stamper
 
 if TYPE_CHECKING:
     import torch
 
 
-def inner_record(event_type: Any) -> Callable[[Any, Any], None]:
-    """Returns the method in C++ by which events of a class are recorded, else the class's own.
+def find_record_method(event_type: Any) -> Callable[[Any, Any], None]:
+    """Returns the C++ method that records an event of this class. Without one, returns the method of the class
+    itself.
 
-    torch's classes wrap it in a Python method that takes longer than it does: 0.86 us a stamp against 0.34, as much as
-    the runtime's cudaEventRecord called through ctypes.
+    torch wraps the C++ method in Python, and the wrapper takes longer than the recording: a stamp takes 0.86 us
+    instead of 0.34 us. That is as much as calling cudaEventRecord through ctypes.
     """
     methods = (vars(base)["record"] for base in event_type.__mro__[1:] if "record" in vars(base))
     record: Callable[[Any, Any], None] = next(methods, event_type.record)
@@ -31,9 +41,12 @@ def inner_record(event_type: Any) -> Callable[[Any, Any], None]:
 
 
 class EventStamper(Stamper):
-    """Stamps are events of `backend` (torch.cuda, torch.xpu), reused because making one costs more than recording it.
-    Every event is recorded on the stream that was current when `source` was called, also from autograd's threads:
-    asking for the current stream at each stamp would cost more than all the rest."""
+    """A clock whose stamps are events of `backend` (torch.cuda, torch.xpu). Events are used again, because making an
+    event costs more than recording it.
+
+    All events are recorded on the stream that was current when `source` was called, even those of autograd's threads.
+    Asking for the current stream at each stamp would cost more than everything else.
+    """
 
     def __init__(self, backend: Any) -> None:
         self._backend = backend
@@ -42,7 +55,7 @@ class EventStamper(Stamper):
 
     def source(self) -> Callable[[], Any]:
         event_type, free, keep = self._backend.Event, self._free, self._used.append
-        stream, record = self._backend.current_stream(), inner_record(self._backend.Event)
+        stream, record = self._backend.current_stream(), find_record_method(self._backend.Event)
 
         def stamp() -> Any:
             event = free.pop() if free else event_type(enable_timing=True)
@@ -55,7 +68,7 @@ class EventStamper(Stamper):
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
         if stamps:
             stamps[-1].synchronize()
-        # Between neighbours, not from the first: elapsed_time is a float32 of milliseconds.
+        # Subtract each event from the next, not all from the first: elapsed_time returns milliseconds as a float32.
         return [round(earlier.elapsed_time(later) * 1e6) for earlier, later in pairwise(stamps)]
 
     def recycle(self) -> None:
@@ -64,7 +77,9 @@ class EventStamper(Stamper):
 
 
 class CapturedStamper(EventStamper):
-    """Stamps that become nodes of the graph that is being captured: on the stream of the capture, and never reused."""
+    """A clock whose stamps become nodes of the CUDA graph that is being captured. They are recorded on the capture's
+    stream and are never used again.
+    """
 
     def source(self) -> Callable[[], Any]:
         def stamp() -> Any:
@@ -75,53 +90,57 @@ class CapturedStamper(EventStamper):
         return stamp
 
 
-_END = Begun("the end")
-_UNHEARD = "torch's profiler reported no allocation"
+_END_NOTE = PhaseStart("the end")
+_NO_ALLOCATIONS = "torch's profiler reported no allocation"
 
 
 class Backward:
-    """A backward pass on autograd's own thread for a device; it allocates nothing after the first time."""
+    """A backward pass of one element on autograd's thread for a device. It allocates only at its first run."""
 
     def __init__(self, device: str) -> None:
         self._device = device
-        self._made: tuple[torch.Tensor, torch.Tensor] | None = None
+        self._graph: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self) -> None:
-        """Waits until that thread is done with what it had to do before."""
+        """Runs the pass. When it returns, autograd's thread has finished all its earlier work."""
         import torch
 
-        if self._made is None:
+        if self._graph is None:
             leaf = torch.zeros(1, device=self._device, requires_grad=True)
-            self._made = leaf.view_as(leaf), torch.zeros(1, device=self._device)
-        root, gradient = self._made
+            self._graph = leaf.view_as(leaf), torch.zeros(1, device=self._device)
+        root, gradient = self._graph
         torch.autograd.backward(root, gradient, retain_graph=True)
 
 
-class AllocatorMeter(MemoryMeter):
-    """Counts what torch's allocator has handed out on one GPU, and what it reserves for that.
+class AllocatorMeter(StreamMeter):
+    """Counts the memory that torch's allocator has given out on one GPU, and the memory that it reserves.
 
-    Sizes are rounded up: to 512 bytes, and by up to 1 MiB where a large block is not worth splitting. Host memory does
-    not count, pinned or not, nor what libraries ask of the driver past torch. Memory is handed out on the host, ahead
-    of the work that uses it, so that the peaks of phases are exact without waiting for the device.
+    The allocator rounds sizes up to multiples of 512 bytes. If splitting a large block is not worth it, the block may
+    be up to 1 MiB larger. Host memory does not count, pinned or not. Memory that libraries take directly from the
+    driver does not count either. The allocator runs on the host, ahead of the work on the device. So the peaks of
+    phases are exact without waiting for the device.
     """
 
     def __init__(self, backend: Any, key: str, index: int, end_workspaces: Callable[[], None]) -> None:
-        """Takes the device's key, and its index for `backend` (torch.cuda, torch.xpu)."""
+        """Takes the device's key, its index in `backend` (torch.cuda, torch.xpu), and a function that frees the
+        workspaces of libraries.
+        """
         self._backend, self._index, self._end_workspaces = backend, index, end_workspaces
-        self._stream, self._backward = AllocationStream(key), Backward(key)
-        self._before = 0
+        super().__init__(key)
+        self._backward = Backward(key)
+        self._bytes_at_start = 0
         self._phase = ""
         self._phases: dict[str, PhaseMemory] = {}
 
     def start(self, blocks: bool = True) -> None:
-        gc.collect()  # what is freed later would be subtracted from the count
+        gc.collect()  # a garbage collection later on would lower the count
         self._backend.synchronize(self._index)
         if blocks:
             self._backward.run()
-        # cuBLAS keeps the workspace of its first product, tens of MiB. It must count for every case, not only for the
-        # first of a process.
+        # cuBLAS keeps the workspace of its first product, which has tens of MiB. Free the workspace, so that it
+        # counts for every case and not only for the first case of a process.
         self._end_workspaces()
-        self._before = self._backend.memory_allocated(self._index)
+        self._bytes_at_start = self._backend.memory_allocated(self._index)
         self._phase, self._phases = "", {}
         if blocks:
             self._stream.start(alone=False)
@@ -130,97 +149,94 @@ class AllocatorMeter(MemoryMeter):
         if not self._phase:
             self._backend.synchronize(self._index)
         if not self._phase and self._stream.listening:
-            # Autograd's own thread has worked by now, so that its cuBLAS workspace counts. Its releases are not all
-            # heard, and may be late; after one more pass they are done.
+            # Autograd's thread has run by now and holds a separate cuBLAS workspace, which counts. Its releases may
+            # be late and have no events. After one more backward pass they are done.
             self._backward.run()
-            self._stream.note(Live(self._live()))
+            self._stream.note(LiveAddresses(self._list_live_addresses()))
             self._stream.alone()
-        self._leave()
+        self._close_phase()
         self._backend.reset_peak_memory_stats(self._index)
         self._phase = phase
-        self._stream.note(Begun(phase))
-
-    def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
-        self._stream.note(Said(tuple(addresses), role))
-
-    @property
-    def listening(self) -> bool:
-        return self._stream.listening
-
-    def note(self, note: DeviceNote) -> None:
-        self._stream.note(note)
+        self._stream.note(PhaseStart(phase))
 
     def stop(self) -> MemoryCourse | None:
         try:
-            # A step that never began has nothing to report.
+            # If a step never entered a phase, there is nothing to report.
             if self._phase:
                 self._backend.synchronize(self._index)
-                self._leave()
-                self._stream.note(_END)
-                self._end_workspaces()  # releases after _END are workspaces
+                self._close_phase()
+                self._stream.note(_END_NOTE)
+                self._end_workspaces()  # what is released after the end note are workspaces
         finally:
             self._phase = ""
             events = self._stream.stop()
         phases = tuple(self._phases.values())
         if not phases:
             return None
-        at_peak = None if events is None else _course_at_peak(events)
-        # Without the allocator's events the peaks of phases still hold; what was held at them is unknown.
-        reserved = max(phase.reserved or 0 for phase in phases)
-        most = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved)
+        at_peak = _find_memory_at_peak(events or [])
+        # Without the allocator's events the peaks are still right. Only what was held at them is unknown.
+        reserved_bytes = max(phase.reserved or 0 for phase in phases)
+        peaks = MemoryCourse(max(phase.allocated for phase in phases), (), phases, reserved_bytes)
         if at_peak is None:
-            return replace(most, why=_UNHEARD)
-        return replace(most, held=at_peak.held, on_device=at_peak.on_device, forward=at_peak.forward)
+            return replace(peaks, why=_NO_ALLOCATIONS)
+        return replace(peaks, held=at_peak.held, on_device=at_peak.on_device, forward=at_peak.forward)
 
-    def _live(self) -> frozenset[int]:
+    def _list_live_addresses(self) -> frozenset[int]:
         segments = self._backend.memory_snapshot()
         blocks = chain.from_iterable(segment["blocks"] for segment in segments if segment["device"] == self._index)
         return frozenset(block["address"] for block in blocks if block["state"] == "active_allocated")
 
-    def _leave(self) -> None:
-        """Assigns the peak since the last turn to the phase that ends."""
+    def _close_phase(self) -> None:
+        """Assigns the peak since the last change of phase to the phase that ends now."""
         if not self._phase:
             return
-        # A phase may come several times in a step: its largest peak counts.
-        allocated = max(0, self._backend.max_memory_allocated(self._index) - self._before)
-        reserved = self._backend.max_memory_reserved(self._index)
-        earlier = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
+        # If a phase occurs several times in a step, keep its highest peak.
+        allocated_bytes = max(0, self._backend.max_memory_allocated(self._index) - self._bytes_at_start)
+        reserved_bytes = self._backend.max_memory_reserved(self._index)
+        previous_peaks = self._phases.get(self._phase, PhaseMemory(self._phase, 0, 0))
         self._phases[self._phase] = PhaseMemory(
-            self._phase, max(allocated, earlier.allocated), max(reserved, earlier.reserved or 0)
+            self._phase,
+            max(allocated_bytes, previous_peaks.allocated),
+            max(reserved_bytes, previous_peaks.reserved or 0),
         )
 
 
-def _course_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
-    """Returns what is held at the peak; what is released after the end is workspace of products."""
-    end = events.index(_END) if _END in events else len(events)
-    at_peak = course(events[:end])
-    released = {event.address for event in events[end:] if isinstance(event, Sized)}
+def _find_memory_at_peak(events: Sequence[Event]) -> MemoryCourse | None:
+    """Returns what is held at the peak of memory. After the step a note is added to the events, and then libraries
+    free their workspaces. So a block that is released after the note is a workspace.
+    """
+    end_index = events.index(_END_NOTE) if _END_NOTE in events else len(events)
+    at_peak = find_memory_course(events[:end_index])
+    released_addresses = {event.address for event in events[end_index:] if isinstance(event, MemoryChange)}
     if at_peak is None:
         return None
-    workspace = (MemoryRole.WORKSPACE,)
 
     def note_role(block: HeldBlock) -> HeldBlock:
-        return replace(block, said=workspace) if block.lasting and block.address in released else block
+        return (
+            replace(block, said=(MemoryRole.WORKSPACE,))
+            if block.lasting and block.address in released_addresses
+            else block
+        )
 
     return replace(at_peak, held=tuple(map(note_role, at_peak.held)), forward=tuple(map(note_role, at_peak.forward)))
 
 
 @contextmanager
-def limit_fraction(backend: Any, index: int, limit: int) -> Iterator[None]:
-    """Ends memory in the body after `limit` more bytes, as torch's allocator reserves them."""
-    fraction = backend.get_per_process_memory_fraction(index)
-    allowed = backend.memory_reserved(index) + limit
+def limit_allocator(backend: Any, index: int, limit: int) -> Iterator[None]:
+    """Limits torch's allocator during the body. It can reserve `limit` bytes more than it has reserved already."""
+    previous_fraction = backend.get_per_process_memory_fraction(index)
+    allowed_bytes = backend.memory_reserved(index) + limit
     total = backend.get_device_properties(index).total_memory
-    # Never above a limit that somebody has set before.
-    backend.set_per_process_memory_fraction(min(fraction, allowed / total), index)
+    # If a limit was set before, never raise it.
+    backend.set_per_process_memory_fraction(min(previous_fraction, allowed_bytes / total), index)
     try:
         yield
     finally:
-        backend.set_per_process_memory_fraction(fraction, index)
+        backend.set_per_process_memory_fraction(previous_fraction, index)
 
 
 class Gpu(Device):
-    """A kind of GPU for which torch has a module of its name, `backend` (torch.cuda, torch.xpu)."""
+    """A kind of GPU. torch reaches it through the module `backend` (torch.cuda, torch.xpu), which has the same name."""
 
     @property
     def backend(self) -> Any:

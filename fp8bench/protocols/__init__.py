@@ -1,10 +1,11 @@
-"""The interfaces a leaf implements, and the small values that pass through them.
+"""The interfaces that suites, precisions, backends and devices implement, and the small values that these interfaces
+pass.
 
-Each has at most four abstract methods. torch appears in annotations only: a leaf imports it inside its methods, so
-that every name can be listed without it.
+Each interface has at most four abstract methods. torch appears in annotations only. Implementations import torch
+inside their methods, so that all their names can be listed without importing it.
 """
 
-from fp8bench.protocols.arithmetic import MEMORY_OF, Arithmetic, Fused, Operand, Role, ScaleBook, WatchedArithmetic
+from fp8bench.protocols.arithmetic import MEMORY_ROLES, Arithmetic, Fused, Operand, Role, ScaleBook, WatchedArithmetic
 from fp8bench.protocols.measuring import (
     CannotCapture,
     CannotLimit,
@@ -14,17 +15,26 @@ from fp8bench.protocols.measuring import (
     MemoryMeter,
     Observer,
     Phases,
+    ReportingMarker,
     SilentObserver,
     SilentPhases,
     Stamper,
-    TellingMarker,
 )
-from fp8bench.protocols.precision import Backend, Precision, TensorScale, float32_products, one_thread
-from fp8bench.protocols.workload import Covered, Grid, Layer, Setup, Workload, around_objection, key_of, keys_of
+from fp8bench.protocols.precision import Backend, Precision, TensorScale, float32_products, limit_to_one_thread
+from fp8bench.protocols.workload import (
+    Covered,
+    Grid,
+    Layer,
+    Setup,
+    Workload,
+    explain_missing_product,
+    key_of,
+    list_map_keys,
+)
 
 __all__ = [
-    "MEMORY_OF", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "CannotMark", "Covered", "Device", "Fused",
-    "Grid", "Layer", "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "Role", "ScaleBook",
-    "Setup", "SilentObserver", "SilentPhases", "Stamper", "TellingMarker", "TensorScale", "WatchedArithmetic",
-    "Workload", "around_objection", "float32_products", "key_of", "keys_of", "one_thread",
+    "MEMORY_ROLES", "Arithmetic", "Backend", "CannotCapture", "CannotLimit", "CannotMark", "Covered", "Device", "Fused",
+    "Grid", "Layer", "Markers", "MemoryMeter", "Observer", "Operand", "Phases", "Precision", "ReportingMarker", "Role",
+    "ScaleBook", "Setup", "SilentObserver", "SilentPhases", "Stamper", "TensorScale", "WatchedArithmetic", "Workload",
+    "explain_missing_product", "float32_products", "key_of", "limit_to_one_thread", "list_map_keys",
 ]  # fmt: skip

@@ -1,5 +1,6 @@
-"""How a precision casts and multiplies, scales from data, and the roles of tensors. torch appears in annotations
-only."""
+"""How a precision casts and multiplies, how it keeps scales that come from data, and which roles tensors have in
+products. torch appears in annotations only.
+"""
 
 from __future__ import annotations
 
@@ -17,7 +18,9 @@ if TYPE_CHECKING:
 
 
 class ScaleState(NamedTuple):
-    """A kept scale: the largest magnitude that it comes from, the scale, and how often it was renewed."""
+    """The state of a static scale: the largest magnitude from which it was computed, the scale, and how often it was
+    computed again.
+    """
 
     amax: float
     scale: float
@@ -25,10 +28,12 @@ class ScaleState(NamedTuple):
 
 
 class ScaleBook:
-    """The scales of all layers of one state.
+    """The static scales of all layers of one model.
 
-    While `watching`, a tensor is cast with its current scale, and its largest magnitude is recorded; otherwise with the
-    recorded scale. A book without known magnitudes always watches: it calibrates.
+    While the book is `watching`, a cast uses the tensor's current scale, and its largest magnitude is recorded. When
+    the book is not watching, a cast uses the scale of the recorded magnitude.
+
+    A book that starts without known magnitudes watches in every step, to calibrate.
     """
 
     def __init__(self, rule: StaticScales, known: Mapping[tuple[str, str], float] | None = None) -> None:
@@ -36,29 +41,31 @@ class ScaleBook:
         self.known = known
         self.watching = known is None
         self._steps = 0
-        self._kept: dict[tuple[str, str], Callable[[], ScaleState | None]] = {}
+        self._readers: dict[tuple[str, str], Callable[[], ScaleState | None]] = {}
 
     def begin_step(self) -> None:
         self._steps += 1
-        # A book that calibrates watches anyway; one with known scales looks again every so many steps.
+        # A book without stored magnitudes watches in every step. A book that has them watches in one of `refresh`
+        # steps.
         if self.known is not None and self.rule.refresh:
             self.watching = self._steps % self.rule.refresh == 0
 
     def keep(self, layer: str, role: str, state: Callable[[], ScaleState | None]) -> None:
-        """Registers a scale; `state` reads it, which waits for the device, and returns None if it cast nothing.
+        """Registers a scale. `state` is a function that reads the scale, which waits for the device. It returns None
+        if nothing was cast with the scale.
 
-        A model that is built again with the same book replaces its earlier scales.
+        If a model is built again with the same book, its scales replace the earlier ones.
         """
-        self._kept[layer, role] = state
+        self._readers[layer, role] = state
 
     def states(self) -> tuple[LayerScale, ...]:
-        # A scale that has cast nothing, as of an expert without tokens, has no state yet.
-        states = ((*key, state()) for key, state in self._kept.items())
-        return tuple(LayerScale(layer, role, *state) for layer, role, state in states if state is not None)
+        # Skip a scale with which nothing was cast, like that of an expert without tokens. It has no state yet.
+        readings = ((key, read_state()) for key, read_state in self._readers.items())
+        return tuple(LayerScale(layer, role, *state) for (layer, role), state in readings if state is not None)
 
 
 class Role(StrEnum):
-    """A tensor's part in a product; recipes give formats by role."""
+    """The role of a tensor in a product. Recipes choose a format for each role."""
 
     INPUT = "input"
     WEIGHT = "weight"
@@ -67,11 +74,11 @@ class Role(StrEnum):
 
 @dataclass(frozen=True)
 class Operand:
-    """A tensor made ready for a product: its codes or rounded values, and the scale that gives the values back.
+    """A tensor that is ready for a product. It has two dimensions, and the product sums over the last one.
 
-    Two dimensions, contraction last. `scale` is None where the data are the values themselves. `gradient`: a gradient
-    was cast, and sums with one may be kept more precisely than those of a forward product. `columns`: how many values a
-    row has, where the codes may have room for one more.
+    `data` are codes or rounded values. `scale` turns codes into values. It is None if `data` are values. `gradient`
+    is True if it is a cast gradient, because hardware may sum the products of gradients more precisely. `columns` is
+    the number of values in a row. It is needed if a row of codes has room for one value more.
     """
 
     data: Tensor
@@ -86,9 +93,11 @@ class Operand:
 
 @dataclass(frozen=True)
 class Fused:
-    """Weights that may be executed as one layer: an RMS norm and the product behind it; an RMS norm and both products
-    of a feed-forward block, with the activation between them (`gated`: Llama's, else GELU); or GPT-2's whole block:
-    both layer norms, and qkv, out, up and down, for `heads` heads."""
+    """The weights of layers that a library may execute as one layer. There are three kinds. The first is an RMS norm
+    and one product. The second is an RMS norm and a feed-forward block: two products with an activation between them
+    (`gated`: SwiGLU as in Llama, otherwise GELU). The third is a GPT-2 block with `heads` heads, which has two layer
+    norms and the weights qkv, out, up and down.
+    """
 
     norms: tuple[nn.Parameter, ...]
     weights: tuple[nn.Parameter, ...]
@@ -99,14 +108,22 @@ class Fused:
 class Arithmetic(ABC):
     """How a precision casts and multiplies on one device.
 
-    `casts` is False where a cast changes nothing, so that no CAST phase is opened. `keeps_source`: the second
-    orientation of an operand must be cast from the source again (block scales run along the contraction), because the
-    codes cannot be transposed. `explicit`: a product is more than one of its operands' values (they are rotated, or
-    summed in few bits), so it exists only as a product of matrices. `settles`: the first casts are unlike later ones,
-    whose scales come from earlier casts. `plain`: operands are torch's own values in the carrier's dtype, without
-    scales. `takes_amax`: `cast_both` can use a tensor's known largest magnitude. Where one product serves several
-    weights (`multiply_groups`), `groups` is what sides must be multiples of, and `part_rows` what the rows of each
-    weight's part must be; else `groups` is 0.
+    `casts` is False if casts change nothing. Then no CAST phase is opened.
+
+    `keeps_source` is True if codes cannot be transposed, because their block scales run along the contraction. Then
+    the source is cast again instead.
+
+    `explicit` is True if a product is more than the product of its operands' values: they are rotated, or sums have
+    few bits. Such a product exists only for two matrices.
+
+    `settles` is True if scales come from earlier casts. Then the first casts differ from later ones.
+
+    `plain` is True if operands are torch tensors in the carrier's dtype, without scales.
+
+    `takes_amax` is True if `cast_both` can use the largest magnitude of a tensor that the caller has computed.
+
+    `groups` is not 0 if one product can serve several weights (`multiply_groups`). Then the sides of weights must be
+    multiples of `groups`, and the rows of each weight's part must be multiples of `part_rows`.
     """
 
     carrier: torch.dtype
@@ -120,82 +137,98 @@ class Arithmetic(ABC):
     part_rows: int = 32
 
     def layer(self, name: str) -> Arithmetic:
-        """The arithmetic of one layer: a separate instance if it has state between casts (scales, seeds)."""
+        """Returns the arithmetic of one layer. It is a separate instance if casts have state (scales, seeds), and
+        otherwise this one.
+        """
         return self
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        """The arithmetic of one layer with scales from data that the book keeps; itself where no tensor has one
-        scale."""
+        """Returns the arithmetic of one layer with static scales that the book keeps. If the recipe does not have one
+        scale for each tensor, returns this arithmetic.
+        """
         return self
 
     def whole(self, weight: nn.Parameter) -> Callable[[Tensor], Tensor] | None:
-        """A function that multiplies inputs by a layer's weight, with casts and gradients; None: use `cast` and
-        `product`."""
+        """Returns a library's layer as a function that multiplies inputs by `weight`. The layer casts, and computes
+        its gradients. Returns None if products consist of `cast` and `product`.
+        """
         return None
 
     def separate(self) -> Arithmetic:
-        """The casts and products of a library's layers, one by one; itself where it has them anyway."""
+        """Returns an arithmetic that calls a library's casts and products separately, where the library's layers call
+        both at once. Returns this one if it does so already.
+        """
         return self
 
     def fuse(self, layers: Fused) -> Callable[[Tensor], Tensor] | None:
-        """Like `whole`, for more than a product; None where there is no such layer."""
+        """Returns a library's layer for several operations, as one function. Returns None if the library has no such
+        layer.
+        """
         return None
 
     def layer_scales(self) -> tuple[LayerScale, ...]:
-        """The present scales of a library's layers that `whole` made. Waits for the device."""
+        """Returns the current scales of the library's layers that this arithmetic has made. Waits for the device."""
         return ()
 
     def memory(self) -> dict[str, Tensor]:
-        """Everything that later casts depend on, by name. A cast may write into these tensors."""
+        """Returns by name all tensors on which later casts depend. A cast may write into these tensors."""
         return {}
 
     def recall(self, memory: Mapping[str, Tensor]) -> None:
-        """Continues from another instance's memory, and takes over its tensors."""
+        """Continues from the tensors that `memory()` returned for an earlier instance. They are used without a copy."""
 
     @abstractmethod
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        """`tensor` (2-D, contraction last) in this precision."""
+        """Casts a tensor of two dimensions to this precision. The last dimension is the contraction."""
 
     @abstractmethod
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        """a (M, K) times b (N, K) transposed, as (M, N) in `dtype`."""
+        """Multiplies a (M, K) by the transpose of b (N, K). Returns (M, N) in `dtype`."""
 
     def multiply_groups(self, a: Operand, b: Operand, ends: Tensor) -> Tensor:
-        """Several products at once, in the carrier's dtype; `ends` (int32) is where their parts end.
+        """Computes several products in one call, in the carrier's dtype. `ends` (int32) holds the index at which each
+        part ends.
 
-        Rows of a (M, K), each part times its own of b (groups, N, K) transposed: (M, N). Or columns of a (N, M) times
-        those of b (K, M) transposed, part by part: (groups, N, K); their scales are then those of every part's rows.
+        If a is (M, K) and b is (groups, N, K), rows of a are grouped. Each part of the rows is multiplied by its own
+        transposed matrix of b, which gives (M, N).
+
+        If a is (N, M) and b is (K, M), columns are grouped. Each part of the columns of a is multiplied by the same
+        transposed columns of b, which gives (groups, N, K). Each row of each part has a scale.
         """
         raise NotImplementedError
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        """Casts `source` (2-D, contraction last) for the product in which its role is transposed.
+        """Casts `source` for the product that needs this role transposed. `source` has two dimensions, and the last
+        is the contraction.
 
-        That is the input gradient for weights, the weight gradient for inputs and gradients. A recipe may treat it
-        differently from `cast`.
+        Weights are transposed in the input gradient. Inputs and gradients are transposed in the weight gradient. A
+        recipe may cast differently here than in `cast`.
         """
         return self.cast(source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        """The operand with its dimensions swapped, for a product that contracts over the other one.
+        """Returns the operand with its dimensions swapped, for a product that sums over the other dimension.
 
-        Without `keeps_source` there may be no source, and one scale is that of all values.
+        `source` may be missing unless `keeps_source`. Without it, the operand has one scale for all values.
         """
         if self.keeps_source:
             return self.cast_transpose(source.t(), role)
         return Operand(operand.data.t(), operand.scale, operand.gradient)
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """The operand, and the transposed one where one pass over the tensor gives both; else None: call `turn` when
-        needed.
+        """Casts a tensor, and possibly also its transpose. The transposed operand is the second result if one pass
+        over the tensor gives both. Otherwise the second result is None, and the caller uses `turn` when it needs the
+        transposed operand. Results have the same bits as those of `cast` and `turn`.
 
-        The bits are those of `cast` and then `turn`. `amax` is the tensor's largest magnitude, float32 on its device,
-        if known; it is used only where the arithmetic `takes_amax`.
+        `amax` is the largest magnitude of the tensor, in float32 on its device, if the caller has it. Only an
+        arithmetic that `takes_amax` uses it.
         """
         return self.cast(tensor, role), None
 
     def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
-        """`tensor` on the elements' own grid, without a scale; `cast` itself where it has none."""
+        """Rounds `tensor` to the element format without a scale. In a precision without scales that is the same as
+        `cast`.
+        """
         return self.cast(tensor, role)
 
     def restore(self, operand: Operand, dtype: torch.dtype) -> Tensor:
@@ -206,12 +239,13 @@ class Arithmetic(ABC):
         return (operand.data.to(torch.float32) * operand.scale).to(dtype)
 
 
-# Receives the operand, its source (None where it was not kept), its role, and the operand that was transposed, if any.
+# A function that is called after each cast. It gets the operand, its source (None if it was not kept), its role, and,
+# after a transposition, the operand before it.
 Watch = Callable[[Operand, "Tensor | None", Role, Operand | None], None]
 
 
-# Attributes that a watched arithmetic takes from the inner one.
-AS_IT_IS = (
+# A watched arithmetic copies these attributes from the arithmetic inside it.
+DELEGATED_ATTRIBUTES = (
     "carrier",
     "casts",
     "keeps_source",
@@ -229,56 +263,58 @@ AS_IT_IS = (
 
 
 class WatchedArithmetic(Arithmetic):
-    """Wraps another arithmetic and its layers, and calls `watch` after each cast."""
+    """Wraps an arithmetic, and the arithmetics of its layers. It calls `watch` after each cast."""
 
     def __init__(self, inner: Arithmetic, watch: Watch, turned: bool = True) -> None:
-        """Without `turned`, `watch` is called for plain casts only, not for transposed ones."""
-        self.inner, self.watch, self.tells_turned = inner, watch, turned
-        vars(self).update({name: getattr(inner, name) for name in AS_IT_IS})
+        """If `turned` is False, `watch` is not called for transposed operands."""
+        self.inner, self.watch, self.reports_transposed = inner, watch, turned
+        vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES})
 
     def layer(self, name: str) -> Arithmetic:
-        return self._around(self.inner.layer(name))
+        return self._wrap(self.inner.layer(name))
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        return self._around(self.inner.scaled_by(book, name))
+        return self._wrap(self.inner.scaled_by(book, name))
 
     def separate(self) -> Arithmetic:
-        return self._around(self.inner.separate())
+        return self._wrap(self.inner.separate())
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self._tell(self.inner.cast(tensor, role), tensor, role)
+        return self._report(self.inner.cast(tensor, role), tensor, role)
 
     def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
-        return self._tell(self.inner.cast_without_scale(tensor, role), tensor, role)
+        return self._report(self.inner.cast_without_scale(tensor, role), tensor, role)
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
         operand = self.inner.cast_transpose(source, role)
-        return self._tell(operand, source, role) if self.tells_turned else operand
+        return self._report(operand, source, role) if self.reports_transposed else operand
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
-        turned = self.inner.turn(operand, source, role)
-        return self._tell(turned, source, role, operand) if self.tells_turned else turned
+        transposed_operand = self.inner.turn(operand, source, role)
+        return (
+            self._report(transposed_operand, source, role, operand) if self.reports_transposed else transposed_operand
+        )
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        operand, turned = self.inner.cast_both(tensor, role, amax)
-        self._tell(operand, tensor, role)
-        if turned is not None and self.tells_turned:
-            self._tell(turned, tensor, role, operand)
-        return operand, turned
+        operand, transposed = self.inner.cast_both(tensor, role, amax)
+        self._report(operand, tensor, role)
+        if transposed is not None and self.reports_transposed:
+            self._report(transposed, tensor, role, operand)
+        return operand, transposed
 
     def product(self, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
         return self.inner.product(a, b, dtype)
 
-    def _around(self, arithmetic: Arithmetic) -> Arithmetic:
-        return self if arithmetic is self.inner else WatchedArithmetic(arithmetic, self.watch, self.tells_turned)
+    def _wrap(self, arithmetic: Arithmetic) -> Arithmetic:
+        return self if arithmetic is self.inner else WatchedArithmetic(arithmetic, self.watch, self.reports_transposed)
 
-    def _tell(self, operand: Operand, source: Tensor, role: Role, earlier: Operand | None = None) -> Operand:
-        self.watch(operand, source, role, earlier)
+    def _report(self, operand: Operand, source: Tensor, role: Role, untransposed: Operand | None = None) -> Operand:
+        self.watch(operand, source, role, untransposed)
         return operand
 
 
-# The memory role of a tensor by its role in products, before it is cast.
-MEMORY_OF: Mapping[Role, MemoryRole] = {
+# The memory role of a tensor that has this role in a product and is not yet cast.
+MEMORY_ROLES: Mapping[Role, MemoryRole] = {
     Role.INPUT: MemoryRole.ACTIVATIONS,
     Role.WEIGHT: MemoryRole.WEIGHTS,
     Role.GRADIENT: MemoryRole.GRADIENTS,

@@ -1,4 +1,4 @@
-"""Parameters of a workload that `--set` varies, options of a precision, and parsers of their values."""
+"""Parameters of a workload that `--set` varies, options of a precision, and the parsers of their values."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from fp8bench.suggestions import meant_name
 
 @dataclass(frozen=True)
 class Axis:
-    """One parameter of a workload that `--set` can vary; `quick` is its default under --quick, where it has another.
-    `--set` knows it by its `alias`, too: values under both names add up.
+    """A parameter of a workload that `--set` can vary.
 
-    The default of a `quiet` axis, of which there is one, is no parameter of a case: so adding an axis to a workload
-    does not change the names and the history of existing cases.
+    `quick` is its default under --quick, if that differs. `alias` is a second name for `--set`. Values that are given
+    under both names are combined. A `quiet` axis has one default value, which is left out of a case's parameters. So
+    a new quiet axis does not change the names and the history of existing cases.
     """
 
     name: str
@@ -29,22 +29,26 @@ class Axis:
 
     @staticmethod
     def count(name: str, description: str, *default: str, quick: tuple[str, ...] = (), **bounds: int) -> Axis:
-        """Makes an axis of whole numbers; also of 'auto' if that is the default."""
-        number = whole_number(**bounds)
-        return Axis(name, description, default, auto_or(number) if default == ("auto",) else number, quick=quick)
+        """Makes an axis whose values are whole numbers. If its default is 'auto', that word is a value too."""
+        parse_number = whole_number(**bounds)
+        return Axis(
+            name, description, default, auto_or(parse_number) if default == ("auto",) else parse_number, quick=quick
+        )
 
     @staticmethod
     def choice(name: str, description: str, *choices: str, default: str = "", quiet: bool = False) -> Axis:
-        """Makes an axis of words; the first choice is the default if none is given."""
+        """Makes an axis whose values are words. Without a `default`, only the first word is measured by default."""
         return Axis(name, description, (default or choices[0],), one_of(*choices), quiet)
 
     @staticmethod
     def each(name: str, description: str, *choices: str, quick: tuple[str, ...] = ()) -> Axis:
-        """Makes an axis of words that are all measured by default."""
+        """Makes an axis whose values are words. By default all of them are measured."""
         return Axis(name, description, choices, one_of(*choices), quick=quick)
 
     def values(self, given: Sequence[str]) -> list[Scalar]:
-        """Parsed values in the order given, without repetitions. Raises UsageError."""
+        """Parses values and drops repetitions. The values stay in their order. Raises UsageError for a value that
+        cannot be parsed.
+        """
         # A dictionary keeps the order and drops repetitions.
         parsed: dict[Scalar, None] = {}
         for text in given:
@@ -55,13 +59,15 @@ class Axis:
         return list(parsed)
 
     def of(self, params: Mapping[str, Scalar]) -> Scalar:
-        """Its value in a case's parameters, in which the default of a quiet axis is left out."""
+        """Returns the value of this axis in a case's parameters. A quiet axis may be left out there. Then its default
+        is returned.
+        """
         return self.parse(self.default[0]) if self.quiet and self.name not in params else params[self.name]
 
 
 @dataclass(frozen=True)
 class Option:
-    """One option of a precision, as in `fp8-delayed:history=16`; `aliases` are other names."""
+    """An option of a precision, such as history in `fp8-delayed:history=16`. `aliases` are other names for it."""
 
     name: str
     description: str
@@ -70,7 +76,7 @@ class Option:
     aliases: tuple[str, ...] = ()
 
     def value(self, mode: str, given: str) -> Scalar:
-        """Parses a value that was given in a mode. Raises UsageError."""
+        """Parses the text of a value. Raises UsageError with a message that names the mode."""
         try:
             return self.parse(given)
         except ValueError as error:
@@ -80,7 +86,7 @@ class Option:
 def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
     def parse(text: str) -> int:
         try:
-            # The message of int() is about literals, which does not help users of an option.
+            # The message of int() explains number literals, which does not help the user of an option.
             value = int(text)
         except ValueError:
             raise ValueError("expected a whole number") from None
@@ -91,24 +97,32 @@ def whole_number(low: int = 1, high: int = 1 << 24) -> Callable[[str], int]:
     return parse
 
 
+def read_integers(params: Mapping[str, Scalar], *names: str) -> list[int]:
+    """Returns the whole numbers of some parameters, in the order of `names`."""
+    return [int(params[name]) for name in names]
+
+
 def auto_or(parse: Callable[[str], Scalar]) -> Callable[[str], Scalar]:
-    """A parser of 'auto', which the workload replaces by what fits the other parameters, or of a value."""
+    """Returns a parser that accepts 'auto' and what `parse` accepts. The workload later replaces 'auto' by a value
+    that fits the other parameters.
+    """
     return lambda text: text if text == "auto" else parse(text)
 
 
 def one_of(*choices: str) -> Callable[[str], str]:
     def parse(text: str) -> str:
         if text not in choices:
-            # A typing error is the usual reason, and its cure is the nearest choice.
-            nearest = meant_name("choice", text, choices)
-            hint = f"; the nearest is {nearest!r}" if nearest else ""
+            # A wrong choice is usually a typing error, so the message suggests the nearest choice.
+            nearest_choice = meant_name("choice", text, choices)
+            hint = f"; the nearest is {nearest_choice!r}" if nearest_choice else ""
             raise ValueError(f"expected one of {', '.join(choices)}{hint}")
         return text
 
     return parse
 
 
-# For every suite that draws its own operands. On a GPU at its power limit they change the clock, and so the time.
+# An axis of every suite that draws its own operands. On a GPU at its power limit, the clock and so the time depend on
+# the values.
 VALUES = Axis.choice(
     "values",
     "what operands are made of: normal (standard), uniform (-1 to 1), integers (-4 to 4), ones or zeros",
@@ -120,9 +134,9 @@ VALUES = Axis.choice(
     quiet=True,
 )
 CONTIGUOUS, TRANSPOSED, PADDED, STRIDED = LAYOUTS = ("contiguous", "transposed", "padded", "strided")
-# The memory that a matrix spans, as a multiple of its elements.
-SPREAD = {STRIDED: 2}
-# For every suite whose operands are single matrices.
+# How many times the bytes of its elements a matrix takes in memory, by layout.
+SPAN_FACTORS = {STRIDED: 2}
+# An axis of every suite whose operands are single matrices.
 LAYOUT = Axis(
     "layout",
     "how matrices lie in memory: contiguous, row by row; transposed, column by column; padded: row by row with gaps "
@@ -134,16 +148,17 @@ LAYOUT = Axis(
 HOT, COLD, ROTATING = "hot", "cold", "rotating"
 CACHE = Axis.choice(
     "cache",
-    "what the last cache holds when a call begins: hot: what the one before left; cold: nothing of the state; "
-    "rotating: other states",
+    "what the last-level cache holds when a call begins: hot: what the previous call left; cold: nothing "
+    "of the state; rotating: other states",
     HOT,
     COLD,
     ROTATING,
     quiet=True,
 )
-# Flushing writes, and rotating states fill, this multiple of the last cache: its replacement need not be by age.
-CACHE_TIMES = 2
-# Axes that every workload has. The worker applies them: workloads never see them.
-COMMON = (CACHE,)
-# Defaults of quiet axes, for cases without such a parameter.
-QUIET: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}
+# To flush the last cache, this many times its size is written. Once is not enough, because caches need not replace
+# their oldest lines first.
+CACHE_FLUSH_FACTOR = 2
+# Axes that every workload has. The worker applies them, and workloads never see them.
+COMMON_AXES = (CACHE,)
+# Default values of quiet axes, for cases whose parameters leave them out.
+QUIET_DEFAULTS: dict[str, Scalar] = {axis.name: axis.default[0] for axis in (VALUES, LAYOUT, CACHE)}

@@ -1,4 +1,6 @@
-"""Interfaces of measuring: kinds of devices, the markers of a step's phases, and the observer of a run."""
+"""Interfaces for measuring: devices with their clocks and memory meters, the markers of a step's phases, and the
+observer of a run.
+"""
 
 from __future__ import annotations
 
@@ -13,71 +15,82 @@ from fp8bench.model.consumed import DeviceNote
 
 
 class Stamper(ABC):
-    """A device's clock. A stamp is cheap to take and may be read only after `intervals_ns`."""
+    """A clock of one device. Taking a time stamp is cheap. `intervals_ns` returns the times between stamps."""
 
     @abstractmethod
     def source(self) -> Callable[[], Any]:
-        """The function that takes a stamp; fetched once, called on the hot path."""
+        """Returns the function that takes a time stamp. The function is called inside the timed code, so call
+        `source` before it, and only once.
+        """
 
     @abstractmethod
     def intervals_ns(self, stamps: Sequence[Any]) -> list[int]:
-        """Nanoseconds between neighbouring stamps; waits for the device if it must."""
+        """Returns the nanoseconds between neighbouring stamps. Waits for the device if it must."""
 
     def recycle(self) -> None:
-        """Declares that no stamp taken until now will be read again."""
+        """Tells the clock that no stamp taken until now will be read again, so that the stamps' events can be used
+        again.
+        """
 
 
 class MemoryMeter(ABC):
-    """The most memory that a stretch of work holds. For untimed passes: it may slow down the work."""
+    """Measures the peak memory of some work. It may slow the work down, so it is for untimed passes only."""
 
     @abstractmethod
     def start(self, blocks: bool = True) -> None:
-        """Counts from here on; what is allocated already is never counted.
+        """Begins to count allocations. Memory that is already allocated never counts.
 
-        Without `blocks` single allocations need not be observed, where that costs more than counting.
+        With `blocks=False` the meter need not observe single allocations, which is cheaper on some devices.
         """
 
     @abstractmethod
     def enter(self, phase: str) -> None:
-        """Says that the work goes on in that phase.
+        """Tells the meter that the work is now in `phase`.
 
-        The first call begins the stretch whose highest point is wanted; what has been allocated since `start` counts in
-        it.
+        The peak is searched from the first call on. It includes what was allocated between `start` and that call.
         """
 
     @abstractmethod
     def stop(self) -> MemoryCourse | None:
-        """Stops counting and returns the stretch, None where none began. Also called after an exception."""
+        """Stops counting and returns the memory of the work. Returns None if `enter` was never called. It is also
+        called after an exception.
+        """
 
     def mark(self) -> None:
         self.enter(UNATTRIBUTED)
 
     def say(self, addresses: Sequence[int], role: MemoryRole) -> None:
-        """Notes the role of what lies at these addresses now; ignored where single allocations are not observed."""
+        """Records the role of the allocations at these addresses. A meter that does not observe single allocations
+        ignores it.
+        """
 
     @property
     def listening(self) -> bool:
-        """Whether single allocations are being observed, so that notes about them have an effect."""
+        """Whether the meter observes single allocations, so that notes about them have an effect."""
         return False
 
     def note(self, note: DeviceNote) -> None:
-        """Records what a device with the formats would do at this point; ignored unless `listening`."""
+        """Records what hardware with the emulated formats would do at this point. A meter that is not `listening`
+        ignores it.
+        """
 
 
 class CannotCapture(RuntimeError):
-    """A step cannot be done again as one launch."""
+    """Raised if a step cannot be captured in a CUDA graph and replayed as one launch."""
 
 
 class CannotMark(RuntimeError):
-    """A device has no ranges that a profiler around the process would see."""
+    """Raised if a device has no named ranges that an external profiler could show."""
 
 
 class CannotLimit(RuntimeError):
-    """The memory of a device cannot be limited here."""
+    """Raised if the memory of a device cannot be limited on this machine."""
 
 
 class Device(ABC):
-    """A kind of device. Measuring reaches CUDA events, synchronising, memory and its errors through this only."""
+    """A kind of device. Only through this interface does measuring code reach CUDA events, synchronisation, memory,
+    and the errors of devices.
+    """
 
     kind: ClassVar[str]
 
@@ -94,71 +107,84 @@ class Device(ABC):
     def is_out_of_memory(self, error: BaseException) -> bool: ...
 
     def select(self, index: int) -> None:
-        """Makes it the calling thread's device; clocks record there."""
+        """Makes device `index` the current device of the calling thread. Clocks then record on this device."""
 
     def occupy(self, index: int, seconds: float) -> None:
-        """Keeps the device busy for about `seconds` without waiting, so that what is enqueued meanwhile runs as fast as
-        the device can. Does nothing where work is not enqueued."""
+        """Fills the device's queue with about `seconds` of work and returns at once. Kernels that are added to the
+        queue afterwards run without gaps, as fast as the device can. A device without a queue does nothing.
+        """
 
     def why_idle(self, index: int) -> str:
-        """Returns why `occupy` has let the device idle instead of work, '' where it has not."""
+        """Returns why `occupy` had to let the device spin without work. Returns '' if it gave the device work."""
         return ""
 
     def captured(self, index: int, step: Callable[[], object]) -> Callable[[], object]:
-        """Returns a function that repeats a step's device work in one launch on the current stream.
+        """Returns a function that repeats a step's work on the device, in one launch on the current stream.
 
-        The host's part is done now and not again. Runs the step a few times. Its memory is its own, until the function
-        is dropped. Raises CannotCapture with the reason.
+        To capture the step, it is run a few times now. A replay does not run the host's part of the step again. The
+        memory of the captured step stays reserved until the function is dropped. Raises CannotCapture with the
+        reason.
         """
         raise CannotCapture(f"steps on {self.kind} devices cannot be replayed")
 
     def collecting(self, index: int) -> AbstractContextManager[Callable[[str], AbstractContextManager[object]]]:
-        """Lets a profiler that was started around this process (nsys, ncu) collect in the body, at whose end the device
-        is done; yields what opens a named range. Raises CannotMark."""
+        """Lets an external profiler of this process (nsys, ncu) collect during the body, and waits for the device at
+        the body's end. Yields a function that opens a named range. Raises CannotMark if the device has no such
+        ranges.
+        """
         raise CannotMark(f"{self.kind} devices have no NVTX ranges")
 
     def captured_stamper(self, index: int) -> Stamper | None:
-        """A clock whose stamps may be taken while a step is captured, and are taken again by each replay; None where
-        there is none."""
+        """Returns a clock whose stamps can be captured together with a step. Each replay takes the stamps again.
+        Returns None if the device has no such clock.
+        """
         return None
 
     def empty_cache(self) -> None:
-        """Gives unused memory back to the driver."""
+        """Gives memory that torch's allocator holds but does not use back to the driver."""
 
     def retried(self, index: int) -> int | None:
-        """How often an allocation succeeded only after unused memory was given back, which waits for the device. None
-        if unknown."""
+        """Returns how many allocations succeeded only at the second try, after torch had returned unused memory to
+        the driver. Such a return waits for the device. The result is None if the number is unknown.
+        """
         return None
 
     def allocations(self, index: int) -> Mapping[str, int] | None:
-        """Returns counts of torch's allocator for that device, by its names; None without an allocator."""
+        """Returns the counters of torch's allocator for the device, by their names in torch. Returns None without an
+        allocator.
+        """
         return None
 
     def memory_meter(self, index: int) -> MemoryMeter | str:
-        """A memory meter for one device, or the reason why the device has no meter."""
+        """Returns a memory meter for the device. If it has none, returns the reason."""
         return f"the memory of {self.kind} devices cannot be counted"
 
     def free_bytes(self) -> int:
-        """Returns what may still be taken without any process being ended for it; 0 if unknown."""
+        """Returns the bytes that can be allocated before the kernel kills a process for lack of memory. Returns 0 if
+        unknown.
+        """
         return 0
 
     def end_where_memory_does(self, shared_by: int = 1) -> None:
-        """Makes this process's allocations fail where free memory ends, so that a case that does not fit gets an
-        answer.
+        """Limits this process to the memory that is free now. So a case that does not fit ends with an error message,
+        and is not killed.
 
-        `shared_by` processes share the memory. Does nothing where that cannot be had.
+        `shared_by` processes share the free memory equally. If no limit can be set, nothing happens.
         """
 
     def memory_limited(self, index: int, limit: int) -> AbstractContextManager[None]:
-        """Limits memory to `limit` more bytes for the body; what then fails is `is_out_of_memory`.
+        """Limits memory to `limit` more bytes during the body. An allocation beyond the limit raises an error that
+        `is_out_of_memory` recognises.
 
-        The limit may be a little later, where more than tensors are counted. Raises CannotLimit.
+        A device that counts more than tensors may set a larger limit. Raises CannotLimit if there can be no limit.
         """
         raise CannotLimit(f"the memory of {self.kind} devices cannot be limited")
 
 
 class Phases(Protocol):
-    """The markers a workload sees: `with phase.gemm: ...`. Time under a nested marker counts for that only."""
+    """The markers of phases that a workload uses: `with phase.gemm: ...`. The time inside a nested marker counts for
+    the nested phase only.
+    """
 
     @property
     def data_load(self) -> AbstractContextManager[None]: ...
@@ -184,19 +210,11 @@ Marker = TypeVar("Marker", bound=AbstractContextManager[None])
 
 
 class Markers(Generic[Marker]):
-    """A marker for each phase, by its name. A plain object, because backward may run on another thread."""
+    """One marker for each phase, as an attribute with the phase's name. Its state is not thread-local, because the
+    backward pass may run on another thread.
+    """
 
-    __slots__ = (
-        "accumulate",
-        "attention",
-        "cast",
-        "communication",
-        "data_load",
-        "decode",
-        "elementwise",
-        "gemm",
-        "optimizer_step",
-    )
+    __slots__ = tuple(map(str, PHASES))
 
     data_load: Marker
     decode: Marker
@@ -214,8 +232,10 @@ class Markers(Generic[Marker]):
 
 
 @dataclass(slots=True, eq=False)
-class TellingMarker:
-    """A phase's context manager that reports which phase a step is in, also when a nested one ends."""
+class ReportingMarker:
+    """The context manager of a phase, which reports the current phase of a step. It reports when the phase starts,
+    and again when a nested phase ends.
+    """
 
     _name: str
     _stack: list[str]
@@ -231,7 +251,7 @@ class TellingMarker:
 
 
 class SilentPhases(Markers[AbstractContextManager[None]]):
-    """Phases that mark nothing, for untimed passes."""
+    """Markers that do nothing, for untimed passes."""
 
     __slots__ = ()
 
@@ -241,18 +261,18 @@ class SilentPhases(Markers[AbstractContextManager[None]]):
 
 
 class Observer(Protocol):
-    """Receives a run's progress; measuring code reports here and never prints."""
+    """An object that receives the progress of a run. Measuring code reports to an observer and never prints."""
 
     def planned(self, plan: Plan) -> None: ...
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        """A case is being worked on; `share` of its group's time has gone."""
+        """Reports which case is being worked on, and which fraction of its group's time has passed."""
 
     def finished(self, record: Record) -> None: ...
 
 
 class SilentObserver:
-    """An observer that ignores everything."""
+    """An observer that ignores all reports."""
 
     def planned(self, plan: Plan) -> None:
         return None

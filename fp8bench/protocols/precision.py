@@ -1,4 +1,6 @@
-"""The interface of precisions: modes with options and global switches; and of backends that multiply in them."""
+"""Interfaces of precisions and backends. A precision is a mode of computing with options, and may switch settings of
+the process. A backend multiplies in such modes.
+"""
 
 from __future__ import annotations
 
@@ -7,6 +9,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from enum import StrEnum
+from itertools import takewhile
 from typing import Any, ClassVar, Self
 
 from fp8bench.model import DeviceFacts, Scalar, Support
@@ -15,7 +18,7 @@ from fp8bench.protocols.axes import Option
 
 
 class TensorScale(StrEnum):
-    """Where the one float32 scale of a tensor comes from; NONE for other scales, or none."""
+    """Where the single float32 scale of a tensor comes from. With NONE the tensor has other scales, or no scale."""
 
     NONE = "none"
     CURRENT = "current"
@@ -23,15 +26,19 @@ class TensorScale(StrEnum):
 
 
 class Precision(ABC):
-    """A mode, not a dtype: formats by role, a scaling, and how a device executes it.
+    """A mode of computing, which is more than a dtype: formats for each role, the kind of scales, and how a device
+    executes them.
 
-    `options` may follow its name (`fp8-delayed:history=16`); an instance holds all their values as `chosen`. An
-    impossible choice raises RecipeRefused. `rank` orders precisions from the highest down: the default reference of a
-    run has the lowest rank. `loss_scale` multiplies the loss of a training step, for formats whose gradients would
-    underflow. `carried_by` names the precision in which values travel between products, '' for this one.
-    `takes_backend`: others than torch may multiply in it; `backend` is the chosen one, None for any. A precision that
-    is not `listed` belongs to one workload. With a `unit_scaled` one a whole model is scaled by constants of its
-    shapes, so that its casts need no scales.
+    `options` may follow the name (`fp8-delayed:history=16`). An instance holds the values of all its options as
+    `chosen`. An impossible choice raises RecipeRefused.
+
+    `rank` orders precisions from the highest down. The default reference of a run is its precision with the lowest
+    rank. `loss_scale` multiplies the loss of a training step, for formats whose gradients would underflow.
+    `carried_by` names the precision of values between products, and is '' for this one.
+
+    `takes_backend` is whether libraries other than torch can multiply in it. `backend` is the one that was chosen,
+    or None for any. A precision that is not `listed` belongs to one workload. With `unit_scaled` the whole model is
+    scaled by constants that follow from its shapes, so that its casts need no scales.
     """
 
     listed: ClassVar[bool] = True
@@ -41,11 +48,12 @@ class Precision(ABC):
     rank: ClassVar[int]
     loss_scale: ClassVar[float] = 1.0
     carried_by: ClassVar[str] = ""
-    # torch's float32 matmul precision while it runs; a switch of the process, so one case cannot mix two.
+    # torch's float32 matmul precision while this precision runs. It is a switch of the whole process, so a case
+    # cannot mix two settings.
     float32_products: ClassVar[str] = "highest"
-    # Dimensions a native product needs as multiples: (of the contraction, of the columns).
+    # A native product needs a contraction and a number of columns that are multiples of these two numbers.
     multiples: ClassVar[tuple[int, int]] = (1, 1)
-    # The same for every contraction and column in a graph that torch compiles.
+    # In a graph that torch compiles, all contractions and columns must be multiples of this number.
     compiled_multiple: ClassVar[int] = 1
     options: ClassVar[tuple[Option, ...]] = ()
     takes_backend: ClassVar[bool] = False
@@ -53,15 +61,15 @@ class Precision(ABC):
     backend: Backend | None = None
 
     def __init__(self, chosen: Mapping[str, Scalar] | None = None) -> None:
-        # An instance has a value for every option, so that no reader has to know defaults.
-        defaults = {option.name: option.parse(option.default) for option in self.options}
-        self.chosen: Mapping[str, Scalar] = {**defaults, **(chosen or {})}
+        # Give every option a value, so that code that reads `chosen` need not know the defaults.
+        default_values = {option.name: option.parse(option.default) for option in self.options}
+        self.chosen: Mapping[str, Scalar] = {**default_values, **(chosen or {})}
 
     def by(self, backend: Backend) -> Self:
-        # A copy: the same precision may take part with several backends.
-        copied = copy.copy(self)
-        copied.backend = backend
-        return copied
+        # Make a copy, because the same precision may be measured with several backends.
+        precision = copy.copy(self)
+        precision.backend = backend
+        return precision
 
     @property
     def whole_layers(self) -> bool:
@@ -73,23 +81,29 @@ class Precision(ABC):
 
     @property
     def plain_mode(self) -> str:
-        choices = [(option, self.chosen[option.name]) for option in self.options]
-        # Only options that differ from their defaults are part of the name, so that one precision has one name.
-        words = [f"{option.name}={value}" for option, value in choices if value != option.parse(option.default)]
-        return ":".join([self.name, *words])
+        chosen_options = [(option, self.chosen[option.name]) for option in self.options]
+        # Leave out options that have their default values, so that a precision has only one name.
+        chosen_texts = [
+            f"{option.name}={value}" for option, value in chosen_options if value != option.parse(option.default)
+        ]
+        return ":".join([self.name, *chosen_texts])
 
     @property
     def tensor_scale(self) -> TensorScale:
-        """Where a tensor's scale comes from; one that is not NONE may come from data instead."""
+        """Where the scale of a tensor comes from. If a precision has one scale for each tensor, static scales from
+        data can replace it.
+        """
         return TensorScale.NONE
 
     @property
     def remembers(self) -> bool:
-        """Whether a cast depends on earlier casts: on their magnitudes, or on how many there were."""
+        """Whether a cast depends on earlier casts, on their magnitudes or on their number."""
         return False
 
     def prepares(self, facts: DeviceFacts) -> Support | None:
-        """How a library converts a whole model for a device; None where layers are converted one by one."""
+        """Returns how a device is supported by a library that converts whole models. Returns None for precisions that
+        convert layer by layer.
+        """
         return None
 
     @abstractmethod
@@ -97,31 +111,32 @@ class Precision(ABC):
 
     @abstractmethod
     def arithmetic(self, facts: DeviceFacts) -> Arithmetic:
-        """The operations for that device; only called where `support` does not refuse."""
+        """Returns the casts and products for a device. It is called only if `support` does not refuse the device."""
 
     def laid_out(self, facts: DeviceFacts) -> Arithmetic | str:
-        """The arithmetic of hardware that stores the precision's codes, used for their layout only: `arithmetic` where
-        nothing is emulated, else the reason why it is unknown."""
-        # A native arithmetic stores codes already, in the layout of the device.
+        """Returns an arithmetic that lays out codes in memory as hardware with these formats would. It only serves to
+        count memory. If that layout is unknown, returns the reason.
+        """
+        # A native arithmetic stores codes in the device's layout already.
         if self.support(facts).is_native:
             return self.arithmetic(facts)
-        return f"{self.mode} is emulated, and says nothing of how hardware would keep it"
+        return f"{self.mode} is emulated, which does not show how hardware would store it"
 
     @contextmanager
     def scope(self) -> Iterator[None]:
-        """Sets the global switches of this precision for the body; plain IEEE fp32 products by default."""
-        # Set for every case, because an earlier one may have left another setting.
+        """Sets the process's switches for this precision during the body. By default products are plain IEEE fp32."""
+        # Set the switch for every case, because an earlier case may have left another setting.
         with float32_products(self.float32_products):
             yield
 
 
 class Backend(ABC):
-    """Who multiplies. `package` is its distribution, `least` the first version that will do; `install` is what pip
-    installs.
+    """A library that multiplies. `package` is the name of its distribution, `least` its first usable version, and
+    `install` the argument for pip.
 
-    `whole_layers`: it has no separate casts and products, but layers that do both; `caches_weights`: these cast their
-    weights in a step's first pass only, where they are told which that is; `refuses` are values of axes that it cannot
-    do, and why.
+    With `whole_layers` it offers layers instead of separate casts and products. With `caches_weights` its layers cast
+    their weights only in the first pass of a step, if the caller marks that pass. `refuses` has the values of axes
+    that it cannot execute, each with the reason.
     """
 
     name: ClassVar[str]
@@ -135,71 +150,77 @@ class Backend(ABC):
 
     @abstractmethod
     def support(self, precision: Precision, facts: DeviceFacts) -> Support:
-        """How it supports a precision on a device, where it is installed; a refusal has the reason and the nearest
-        alternative."""
+        """Returns how the installed library supports a precision on a device. A refusal has the reason and the
+        nearest alternative.
+        """
 
     @abstractmethod
     def arithmetic(self, precision: Precision, facts: DeviceFacts) -> Arithmetic:
-        """The operations; only called where `support` does not refuse. Raises BackendMissing where it cannot run."""
+        """Returns the casts and products of a precision. It is called only if `support` does not refuse the
+        precision. Raises BackendMissing if the library cannot run.
+        """
 
     def why_inseparable(self, precision: Precision) -> str:
-        """Why the arithmetic of whole layers has no casts and products one by one (`separate`); '' if it has."""
+        """Returns why the casts and products inside the library's layers cannot be called separately. Returns '' if
+        they can (`separate`).
+        """
         return f"{self.name} has whole layers, whose casts and products cannot be called one by one"
 
     def imported(self) -> None:
-        """Imports it, in workers. Raises BackendMissing where it is installed and cannot be used."""
+        """Imports the library in a worker process. Raises BackendMissing if the library is installed but cannot be
+        used.
+        """
 
     def missing(self, version: str | None) -> str:
-        """Why the installed version of its package (None: not installed) will not do; '' if it will."""
+        """Returns why this version of the library cannot be used, or ''. `version` is None if the library is not
+        installed.
+        """
         if version is None:
             return f"{self.package} is not installed here: pip install '{self.install}'"
-        if _numbers(version) < _numbers(self.least):
+        if _parse_version(version) < _parse_version(self.least):
             return f"{self.package} {version} is too old: {self.least} or later is needed"
         return ""
 
 
-def _numbers(version: str) -> tuple[int, ...]:
-    """Returns (2, 13, 0) for '2.13.0+cpu', up to the first word that is not a number."""
-    numbers = []
-    for word in version.partition("+")[0].split("."):
-        if not word.isdigit():
-            break
-        numbers.append(int(word))
-    return tuple(numbers)
+def _parse_version(version: str) -> tuple[int, ...]:
+    """Returns (2, 13, 0) for '2.13.0+cpu', up to the first part that is not a number."""
+    return tuple(map(int, takewhile(str.isdigit, version.partition("+")[0].split("."))))
 
 
 @contextmanager
 def float32_products(setting: str) -> Iterator[None]:
+    """Sets torch's float32 matmul precision during the body, and also whether convolutions use TF32."""
     import torch
 
-    products, convolutions = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    # Newer switches, which the older one overwrites, have a value that the older one lacks.
+    matmul_setting, cudnn_tf32 = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    # torch's newer switches have a value that the older switch cannot express. Setting the older switch overwrites
+    # them.
     backends: Any = torch.backends
-    newer = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
+    newer_switches = [(switch, switch.fp32_precision) for switch in (backends.cuda.matmul, backends.mkldnn.matmul)]
     torch.set_float32_matmul_precision(setting)
-    # A switch of its own that is on by default: fp32 convolutions would be TF32's.
+    # cuDNN has its own switch, which is on by default. It would make fp32 convolutions compute in TF32.
     torch.backends.cudnn.allow_tf32 = setting != "highest"
     try:
         yield
     finally:
-        torch.set_float32_matmul_precision(products)
-        torch.backends.cudnn.allow_tf32 = convolutions
-        for switch, setting in newer:
+        torch.set_float32_matmul_precision(matmul_setting)
+        torch.backends.cudnn.allow_tf32 = cudnn_tf32
+        for switch, setting in newer_switches:
             switch.fp32_precision = setting
 
 
 @contextmanager
-def one_thread() -> Iterator[None]:
-    """Limits torch to one CPU thread for the body.
+def limit_to_one_thread() -> Iterator[None]:
+    """Limits torch to one CPU thread during the body.
 
-    torch splits even the smallest tensor, and on a busy machine its threads then wait for each other. Several threads
-    would also sum the same numbers differently.
+    torch divides even the smallest tensor among threads, which then wait for each other on a busy machine. Also,
+    several threads would sum the same numbers in a different order.
     """
     import torch
 
-    threads = torch.get_num_threads()
+    previous_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(threads)
+        torch.set_num_threads(previous_threads)

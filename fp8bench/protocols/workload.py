@@ -1,10 +1,11 @@
-"""Interfaces of workloads: what they provide, what they get, and the layers that a precision map addresses."""
+"""The interface of workloads, the values that they receive and return, and the layers that a precision map can name."""
 
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 from typing import Any, ClassVar, NamedTuple
 
 from fp8bench.model import Case, DeviceFacts, Params, Scalar, StaticScales, Support, TensorStatistics, Work
@@ -16,11 +17,11 @@ from fp8bench.protocols.precision import Precision
 
 
 class Layer(NamedTuple):
-    """A layer whose products run in an arithmetic of its own.
+    """A layer of a model, whose arithmetic can be chosen separately.
 
-    `name` is a path of words with points between ('blocks.0.attn.qkv'); `kind` is common to alike layers ('attn').
-    `high` layers stay in high precision unless a map says otherwise. A layer without a `product` (embeddings, norms)
-    has a precision only where a map has its whole name, or its kind. `group` is one more word for it.
+    `name` is a dotted path ('blocks.0.attn.qkv'). Similar layers have the same `kind` ('attn'). `group` is one more
+    key for several layers. `high` layers stay in high precision unless a precision map names them. Embeddings and
+    norms have no `product`. A map sets their precision only by their full name or their kind.
     """
 
     name: str
@@ -30,38 +31,47 @@ class Layer(NamedTuple):
     group: str = ""
 
 
-# Other words for a kind of layer.
-_ALSO = {"head": "output"}
+# Some kinds of layers have a second key.
+_SECOND_KEY_OF_KIND = {"head": "output"}
 
 
-def words_for(layer: Layer) -> tuple[str, ...]:
-    """Words of a map that mean layers like this one, the most exact first."""
-    return tuple(filter(None, (layer.group, layer.kind, _ALSO.get(layer.kind, ""))))
+def kind_keys(layer: Layer) -> tuple[str, ...]:
+    """Returns the keys by which a precision map can name a set of layers that contains this one. The key of the
+    smallest set comes first.
+    """
+    return tuple(filter(None, (layer.group, layer.kind, _SECOND_KEY_OF_KIND.get(layer.kind, ""))))
 
 
-def keys_of(layers: Iterable[Layer]) -> dict[str, None]:
-    """Every key that a precision map may have for these layers: kinds, prefixes of names, names."""
-    # A dictionary as an ordered set: messages list the keys in the order of the layers.
+def list_map_keys(layers: Iterable[Layer]) -> dict[str, None]:
+    """Returns every key that a precision map may have for these layers. Keys are kinds, names, and beginnings of
+    names.
+    """
+    # A dictionary keeps the order of the layers. Messages list the keys in this order.
     keys: dict[str, None] = {}
     for layer in layers:
-        words = layer.name.split(".")
-        # Every prefix of a product's name means the products below it; a layer without one has its whole name only.
-        fronts = [".".join(words[:count]) for count in range(1, len(words) + 1)]
-        keys.update(dict.fromkeys((*words_for(layer), *(fronts if layer.product else fronts[-1:]))))
+        # The beginning of a name stands for all layers below it that have a product. A layer without a product must
+        # have its full name.
+        prefixes = accumulate(layer.name.split("."), "{}.{}".format)
+        keys.update(dict.fromkeys((*kind_keys(layer), *(prefixes if layer.product else (layer.name,)))))
     return keys
 
 
 def key_of(layer: Layer, keys: Collection[str]) -> str | None:
-    """The key that applies to a layer: the longest that is its name or a prefix of it, else its kind, else None."""
-    fitting = [key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))]
-    if fitting:
-        # The longest prefix is the most exact: 'blocks.0.attn' beats 'blocks.0'.
-        return max(fitting, key=len)
-    return next((word for word in words_for(layer) if word in keys), None)
+    """Returns the one of `keys` that applies to a layer, or None. The longest key that is the layer's name or a
+    beginning of it applies. Without such a key, one for the layer's kind applies.
+    """
+    name_keys = [key for key in keys if layer.name == key or (layer.product and layer.name.startswith(f"{key}."))]
+    if name_keys:
+        # The longest key is the most exact one: 'blocks.0.attn' comes before 'blocks.0'.
+        return max(name_keys, key=len)
+    return next((word for word in kind_keys(layer) if word in keys), None)
 
 
-def around_objection(precision: Precision, key: str) -> str:
-    # Embeddings, norms and sums need a precision that rounds one tensor by itself.
+def explain_missing_product(precision: Precision, key: str) -> str:
+    # Layers without a product need a precision that can round a single tensor.
+    """Returns why a precision cannot be used for the layers that a map's `key` names, or '' if it can. These layers
+    have no product: they are embeddings, norms and sums.
+    """
     if precision.whole_layers:
         return f"{precision.mode} has a library's products only, and {key} multiplies nothing: choose backend=emulated"
     if precision.float32_products != "highest":
@@ -79,13 +89,13 @@ Shared = Callable[[Callable[[], Any]], Any]
 
 @dataclass(frozen=True)
 class Setup:
-    """What a workload gets to prepare a case.
+    """The arguments with which a workload prepares a case.
 
-    `arithmetic` is the case's own precision, `high` the high-precision one that carries activations, `layers` the
-    exceptions of the precision map by its keys; `corpus` is the token file, where the workload reads one. `scales`
-    keeps what layers take from data, where the case asks for it. `draw` chooses other initial weights for the same
-    data. `shared` returns what does not depend on a case's precision: cases whose errors are measured one after another
-    make it once; None without further cases.
+    `arithmetic` is that of the case's precision, and `high` that of values between products. `layers` has the
+    arithmetics that the precision map sets, by its keys. `corpus` is the path of the token file, for workloads that
+    read one. `scales` keeps the static scales, if the case has any. Another `draw` gives other initial weights for
+    the same data. `shared` calls a function whose result does not depend on the precision once for several cases, and
+    returns the result. It is None if there is only one case.
     """
 
     case: Case
@@ -105,34 +115,37 @@ class Setup:
         return dict(self.case.params)
 
     def layer(self, layer: Layer) -> Arithmetic:
-        """The arithmetic of one layer: a separate instance if it has state."""
+        """Returns the arithmetic of one layer. It is a separate instance if casts have state."""
         key = key_of(layer, self.layers)
-        chosen = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
-        arithmetic = chosen.layer(layer.name)
-        # Scales from data are kept for each layer by its name.
+        selected_arithmetic = self.layers[key] if key is not None else self.high if layer.high else self.arithmetic
+        arithmetic = selected_arithmetic.layer(layer.name)
+        # Static scales are stored by the name of their layer.
         return arithmetic if self.scales is None else arithmetic.scaled_by(self.scales, layer.name)
 
     def around(self, layers: Iterable[Layer]) -> dict[str, Arithmetic]:
-        """The arithmetics of layers without products, where the map has one."""
-        keyed = {layer.name: key_of(layer, self.layers) for layer in layers}
-        return {name: self.layers[key] for name, key in keyed.items() if key is not None}
+        """Returns the arithmetics of those layers without products (embeddings, norms) that the precision map names."""
+        return {layer.name: self.layers[key] for layer in layers if (key := key_of(layer, self.layers)) is not None}
 
     @property
     def settles(self) -> bool:
-        """Whether errors are taken from a second pass, because the first one fills what an arithmetic remembers."""
+        """Whether errors are measured in a second pass. That is so if the first pass fills the history from which a
+        precision gets its scales.
+        """
         return any(layer.settles for layer in (self.arithmetic, *self.layers.values()))
 
 
 @dataclass(frozen=True)
 class Grid:
-    """The few cases of a workload whose history is kept, and their figures.
+    """The few cases of a workload that have a history from commit to commit, and their figures.
 
-    `cpu` and `gpu` map axes to the values that are measured on that class of device; other axes have their defaults.
-    Some axis has no value in common, so that a machine that loses its GPU does not go on in the GPU's series. `phases`
-    and `errors` are kept beside a step's time; `per` is the count of Work that time is also given per: 'flops',
-    'tokens', 'bytes' or ''. `energy` says whether joules of a step are kept. `ranks` are the numbers of processes whose
-    cases are kept, each in series of its own; () for one process. With ranks, figures of one process (energy, counts of
-    operators) are left out, and the bytes that a rank sends are kept.
+    `cpu` and `gpu` map axes to the values that are measured on that kind of device. Other axes have their defaults.
+    Some axis must have no value in common in the two maps. Otherwise a machine that loses its GPU would continue the
+    GPU's series.
+
+    `phases` and `errors` are stored besides the time of a step. `per` names the count by which the time is also
+    divided: 'flops', 'tokens', 'bytes' or ''. With `energy` the joules of a step are stored. `ranks` are numbers of
+    processes, each with its own series, or () for one process. With several ranks the bytes that a rank sends are
+    stored, but neither energy nor operator counts.
     """
 
     cpu: Mapping[str, tuple[str, ...]]
@@ -146,9 +159,10 @@ class Grid:
 
 
 class Covered(NamedTuple):
-    """What coverage is counted from: the model as it came, the weights that its products are made with as a conversion
-    holds them, and a step. `multiple` is what sides of native products have to be multiples of; `loss` says, after the
-    step, how its loss was found."""
+    """The data from which FLOP coverage is computed: the unchanged model, the weights of its products as the
+    conversion stores them, and a step. Sides of native products must be multiples of `multiple`. After the step,
+    `loss` describes how its loss was computed.
+    """
 
     model: Any
     held: Sequence[Any]
@@ -158,10 +172,12 @@ class Covered(NamedTuple):
 
 
 class StepParts(NamedTuple):
-    """Parts of a step of several ranks: without what it sends, the sending alone, and both.
+    """Parts of a step of several ranks that are timed separately.
 
-    Without `together` they are products, and a function that begins a communication and returns what to `wait()` for.
-    `sent` is what this rank sends in a step. `alone` are one rank's steps of the whole batch and of its share.
+    `compute` is the step without communication, `communicate` the communication alone, and `together` both of them.
+    `together` may be None. Then `compute` consists of products, and `communicate` starts a transfer and returns a
+    handle with a method `wait()`. `sent` is what this rank sends in a step. `alone` are two steps by one rank, with
+    the whole batch and with one rank's share.
     """
 
     compute: Callable[[], object]
@@ -172,19 +188,24 @@ class StepParts(NamedTuple):
 
 
 class Workload(ABC):
-    """Something to measure. State lives in the worker; `step` is what is timed.
+    """Something to measure. `prepare` makes its state in a worker process, and `step` is timed.
 
-    `layer_kinds` are the kinds of layers in all its cases, `dtypes` the precisions of a run that names none, `history`
-    the cases whose figures are kept from commit to commit. `fused`: quantisers are compiled before they are timed.
-    `batch_axis` is the axis that --max-batch varies, '' for none. `may_diverge`: the state may become infinite or NaN,
-    which labels the case instead of failing it. `linear_layers`: all its products in low precision are those of
-    linear layers, which a backend may replace; `single_products`: it calls casts and products one by one;
-    `unit_scales`: unit scaling knows its model. `loads` says what `load` brings. A workload that is not `listed`
-    has a command of its own, or needs `least_ranks` processes. `part_ends` is the phase that ends each part of a
-    step whose time is shown by itself. `examined`: only a worker knows its possible cases and layers, and is asked
-    beforehand (`examine`). `own_paths`: what a step does depends on its numbers, so precisions may do different
-    work. `numbers_ignore` are axes that change no number of a step. `not_on_device` says why the memory of emulated
-    cases on real hardware is unknown; '' where it is known.
+    `layer_kinds` are the kinds of layers in all its cases. `dtypes` are the precisions of a run that names none.
+    `history` has the cases whose figures are kept from commit to commit. With `fused`, quantisers are compiled before
+    they are timed. `batch_axis` is the axis that --max-batch varies, or ''.
+
+    With `may_diverge`, infinite or NaN state gives a case a label and does not fail it. With `linear_layers`, all
+    low-precision products are those of linear layers, which a backend may replace. With `single_products`, the step
+    calls casts and products separately. With `unit_scales`, the model can be unit-scaled. `loads` describes what
+    `load` copies, or is ''.
+
+    A workload that is not `listed` has a separate command. `least_ranks` is the least number of processes. If a
+    report shows the time of a step's parts, `part_ends` is the phase that ends each part. With `examined`, only a
+    worker knows which cases and layers are possible. So the worker is asked (`examine`) before measuring.
+
+    With `own_paths`, the operations of a step depend on its numbers, so that precisions may do different work.
+    `numbers_ignore` are axes that change no number of a step. `not_on_device` explains why the memory of emulated cases
+    on real hardware is unknown, or is ''.
     """
 
     name: ClassVar[str]
@@ -211,117 +232,135 @@ class Workload(ABC):
 
     @abstractmethod
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        """The parameters, with defaults for that class of device."""
+        """Returns the axes of the workload, with defaults for this kind of device."""
 
     @abstractmethod
     def work(self, params: Mapping[str, Scalar]) -> Work:
-        """The work of one step, counted."""
+        """Returns the operations, bytes and tokens of one step."""
 
     @abstractmethod
     def prepare(self, setup: Setup) -> Any:
-        """Makes tensors and models for one case, from the seed alone."""
+        """Makes the tensors and models of one case. They depend on the seed alone."""
 
     @abstractmethod
     def step(self, state: Any, phase: Phases) -> None:
-        """Runs one step, its parts under their phases."""
+        """Runs one step, each part under the marker of its phase."""
 
     def load(self, state: Any) -> None:
-        """Brings what the next step takes from its host to the device, always to the same place, from which steps take
-        it from now on.
+        """Copies the input of the next step from the host to the device, always to the same addresses.
 
-        Called only where `loads` is not empty, before each step that is replayed without its host.
+        It is called before each step that is replayed as a captured graph. It is needed only if `loads` is not empty.
         """
         raise NotImplementedError
 
     def expand(self, params: Mapping[str, Scalar]) -> tuple[Params, ...]:
-        """The cases that one combination of axis values stands for."""
+        """Returns the cases for which one combination of axis values stands."""
         return (tuple(params.items()),)
 
     def memory(self, params: Mapping[str, Scalar], precision: Precision) -> float:
-        """Estimates the peak bytes of a state and its step; 0 if unknown. A case that needs more than there is is not
-        begun."""
+        """Estimates the peak bytes of a state and its step. 0 means unknown. A case that needs more memory than is
+        free is not started.
+        """
         return 0.0
 
     def support(self, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts) -> Support:
-        """How a device supports these parameters in that precision: never better than the precision itself.
+        """Returns how a device supports a precision with these parameters. The support is never better than that of
+        the precision itself.
 
-        Worse where a shape does not fit, an operation has no such kernel, or the precision would change nothing.
+        It is worse if a shape does not fit, if an operation has no such kernel, or if the precision would change
+        nothing.
         """
         return precision.support(facts)
 
     def layer_support(
         self, kind: str, params: Mapping[str, Scalar], precision: Precision, facts: DeviceFacts
     ) -> Support:
-        """Like `support`, for layers of a kind that a precision map gives another precision."""
+        """Returns how a device supports `precision` for the layers of this kind. It is asked if a precision map gives
+        these layers another precision than the rest of the model.
+        """
         return self.support(params, precision, facts)
 
     def layers(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """The layers that a precision map may name; by default one of each kind."""
+        """Returns the layers that a precision map can name. By default there is one for each kind."""
         return tuple(Layer(kind, kind) for kind in self.layer_kinds)
 
     def around(self, params: Mapping[str, Scalar]) -> tuple[Layer, ...]:
-        """Layers without products that a precision map may name, too: embeddings, norms."""
+        """Returns the layers without products that a precision map can name: embeddings and norms."""
         return ()
 
     def examine(self, setup: Setup) -> Sequence[str]:
-        """Raises UsageError for an impossible case; called in a worker before anything is kept, where `examined`. What
-        it returns becomes notes of the run."""
+        """Raises UsageError for an impossible case, and returns notes for the run. If the workload is `examined`, a
+        worker calls it before anything is measured.
+        """
         return ()
 
     def covered(self, setup: Setup) -> Covered | None:
-        """What coverage is counted from, where a case converts layers of a user's model."""
+        """Returns the data from which FLOP coverage is computed. Returns None unless a case converts layers of a
+        user's model.
+        """
         return None
 
     def arithmetics(self, setup: Setup) -> Callable[[str], Arithmetic]:
-        named = {layer.name: layer for layer in self.layers(setup.params)}
-        return lambda name: setup.layer(named[name])
+        layers_by_name = {layer.name: layer for layer in self.layers(setup.params)}
+        return lambda name: setup.layer(layers_by_name[name])
 
     def scales_refused(self, params: Mapping[str, Scalar], rule: StaticScales) -> str:
-        """Why layers with these parameters cannot take scales from data by this rule; '' where they can."""
+        """Returns why layers with these parameters cannot have static scales by this rule. Returns '' if they can."""
         return ""
 
     def error_refused(self, params: Mapping[str, Scalar]) -> str:
-        """Returns why these parameters have no numerical errors; '' if they have."""
+        """Returns why cases with these parameters have no numerical errors, or '' if they have some."""
         return ""
 
     def error(self, setup: Setup) -> Mapping[str, float]:
-        """Numerical errors of one case, by metric name. One that is not finite fails the case.
+        """Returns numerical errors of one case by metric name. An error that is not finite fails the case.
 
-        The end of a name says the unit (`specs.spec_of`): '_db', '_percent', '_ulp', '_octaves'; else a plain ratio;
-        'relative_loss' is one near 1. Names of fp8bench's own figures and phases (`model.specs`) fail the case, too.
+        The end of a name is its unit (`specs.spec_of`): '_db', '_percent', '_ulp' or '_octaves'. Any other error is a
+        plain ratio, and 'relative_loss' is a ratio near 1. A name that fp8bench's own figures or phases have
+        (`model.specs`) fails the case too.
         """
         return {}
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """The values that a step works on, before any scaling; once a group, in its reference's precision."""
+        """Returns statistics of the tensors in a step before any scaling. They are measured once for each group, in
+        the precision of its reference.
+        """
         return ()
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """The loss of each of `steps` training steps, up to one that is not finite; () where nothing is trained."""
+        """Returns the losses of `steps` training steps, up to the first loss that is not finite. Returns () without
+        training.
+        """
         return ()
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
-        """The relative difference of the first step's gradients from those of another setup; None where there are
-        none."""
+        """Returns the relative difference between the gradients of the first step in two setups. Returns None without
+        gradients.
+        """
         return None
 
     def transfer(self, setup: Setup) -> Transfer | None:
-        """Returns what a step moves between ranks; None except for collectives. Only called with several
-        ranks."""
+        """Returns what a step moves between ranks. Returns None if the workload is not a collective. It is called
+        only with several ranks.
+        """
         return None
 
     def step_parts(self, setup: Setup) -> StepParts | str | None:
-        """The parts of a step of several ranks, one of which may hide the other; the reason where they cannot be had;
-        None for a workload without."""
+        """Returns the parts of a step of several ranks that are timed separately, because communication may hide
+        behind computing. If these cannot be had, returns the reason. Returns None if the workload has no such parts.
+        """
         return None
 
     def sent_by(self, case: Case) -> Params:
-        """The parameters that determine what a case sends: parts are measured once for cases that send the same."""
+        """Returns the parameters that determine what a case sends. Cases whose parameters are equal here share one
+        measurement of their parts.
+        """
         return case.params
 
     def check(self, state: Any) -> str:
-        """What is wrong with a state after all its steps ('the loss went up'); '' if nothing is.
+        """Returns what is wrong with a state after all its steps ('the loss went up'). Returns '' if nothing is
+        wrong.
 
-        That its numbers are finite is checked for every workload.
+        Every workload is also checked for numbers that are not finite, without this method.
         """
         return ""

@@ -1,6 +1,6 @@
-"""How a case compares with its reference, and whether that is certain; all reports use this module.
+"""Judges how a case compares with its reference, and whether this is certain. All reports use this module.
 
-Speed is the inverse of the time ratio: 2x is twice as fast. An emulated case has no speed.
+A speed is the inverse of the ratio of times: 2x is twice as fast. An emulated case has no speed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,9 @@ from fp8bench.report.words.legend import LABELS
 
 
 class Standing(StrEnum):
-    """The status of a case. Only FASTER, SLOWER and SAME are facts; DOUBTED is one of these with a doubtful label."""
+    """The status of a case. FASTER, SLOWER and SAME are certain. If a label casts doubt on one of these, the status
+    is DOUBTED instead.
+    """
 
     FASTER = "faster"
     SLOWER = "slower"
@@ -31,12 +33,13 @@ class Standing(StrEnum):
     FAILED = "failed"
 
 
-# Labels whose reasons are long and the same for many cases, and are therefore reported elsewhere.
-_LONG = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# Statuses that are stated without a "perhaps".
-FACTS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
-# Other statuses are grey: they are doubtful, or not about speed.
-_TONES = {
+# The reasons of these labels are left out here. They are long and equal for many cases, so other parts of the report
+# show them once.
+_LABELS_WITH_LONG_REASONS = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
+# The statuses of certain verdicts. For these verdicts, the words do not begin with "perhaps".
+CERTAIN_STANDINGS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
+# The tone of a status. Other statuses are grey, because they are doubtful or not about speed.
+_STANDING_TONES = {
     Standing.FASTER: Tone.GOOD,
     Standing.SLOWER: Tone.BAD,
     Standing.FAILED: Tone.BAD,
@@ -46,13 +49,15 @@ _TONES = {
 
 
 def cost_tone(result: Result) -> Tone:
-    """Returns grey for figures of emulated cases, which are the cost of emulation."""
+    """Returns the tone of the figures of a case's time and memory. It is grey for an emulated case, because these are
+    the cost of emulation.
+    """
     if result.is_emulated:
         return Tone.DOUBT
     return Tone.PLAIN
 
 
-def standing(result: Result) -> Standing:
+def find_standing(result: Result) -> Standing:
     """Returns the most serious status that applies to a case."""
     if not result.is_ok:
         if result.record.status is Status.FAILED:
@@ -63,44 +68,50 @@ def standing(result: Result) -> Standing:
     if result.is_reference:
         return Standing.REFERENCE
     finding = result.finding
-    if finding is None or finding.verdict not in (*FACTS, Verdict.UNSURE):
+    if finding is None or finding.verdict not in (*CERTAIN_STANDINGS, Verdict.UNSURE):
         return Standing.UNTIMED
     if finding.verdict is Verdict.UNSURE:
         return Standing.UNSURE
     if finding.doubtful:
         return Standing.DOUBTED
-    return FACTS[finding.verdict]
+    return CERTAIN_STANDINGS[finding.verdict]
 
 
-def tone_of(result: Result) -> Tone:
-    """Returns good or bad only without doubt; a failure is always bad."""
-    return _TONES.get(standing(result), Tone.DOUBT)
+def standing_tone(result: Result) -> Tone:
+    """Returns the tone of a case's status. It is green or red only if the verdict is certain, but a failure is always
+    red.
+    """
+    return _STANDING_TONES.get(find_standing(result), Tone.DOUBT)
 
 
 def speed_up(result: Result) -> Interval | None:
-    """Returns how many times as fast as its reference a case is, with an interval; None if it has no speed."""
-    if standing(result) not in (*FACTS.values(), Standing.DOUBTED, Standing.UNSURE):
+    """Returns how many times as fast as its reference a case is, with an interval. Returns None if the case has no
+    speed.
+    """
+    if find_standing(result) not in (*CERTAIN_STANDINGS.values(), Standing.DOUBTED, Standing.UNSURE):
         return None
-    return inverse(result.finding.ratio if result.finding else None)
+    return invert_ratio(result.finding.ratio if result.finding else None)
 
 
-def inverse(ratio: Interval | None) -> Interval | None:
-    """Returns the speed for a ratio of times; None if it is not a positive number."""
+def invert_ratio(ratio: Interval | None) -> Interval | None:
+    """Returns the speed that belongs to a ratio of times. Returns None unless the ratio is positive and finite."""
     if ratio is not None and 0 < ratio.point < math.inf:
         return ratio.inverse
     return None
 
 
 def show_speed(speed: Interval | None) -> str:
-    """Returns '1.62x [1.60, 1.64]'; '' for None."""
+    """Returns a speed with its interval as '1.62x [1.60, 1.64]', or '' for None."""
     if speed:
-        return f"{units.speed_up(speed.point)} {bounds(speed)}"
+        return f"{units.speed_up(speed.point)} {show_bounds(speed)}"
     return ""
 
 
-def bounds(speed: Interval) -> str:
-    """Returns '[1.60, 1.64]', '(1.5 to 1.7)' for the range of few rounds, or '[no interval]'."""
-    # Too few rounds have no interval, and some not even a range.
+def show_bounds(speed: Interval) -> str:
+    """Returns the bounds of a speed: '[1.60, 1.64]' for an interval, '(1.5 to 1.7)' for the range of a few rounds,
+    otherwise '[no interval]'.
+    """
+    # A few rounds have only a range instead of an interval. One or two rounds may not even have a range.
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return "[no interval]"
     low = units.significant(speed.low)
@@ -111,36 +122,41 @@ def bounds(speed: Interval) -> str:
 
 
 def describe_intervals(results: Iterable[Result]) -> str:
-    """Returns what the intervals of some cases are: 'the 99% interval of this run', 'the 99% interval of any run, from
-    12 earlier runs, over 3 sessions'; '' without intervals."""
-    runs = []
-    sessions = []
-    of_rounds = False
+    """Describes what the intervals of these cases cover. Returns '' if no case has an interval.
+
+    An example: 'the 99% interval of any run, from 12 earlier runs, over 3 sessions', or 'the 99% interval of this
+    run'.
+    """
+    earlier_runs = []
+    session_counts = []
+    has_interval_of_rounds = False
     for result in results:
         speed = speed_up(result)
         record = result.record
         if speed is None:
             continue
-        # Intervals that earlier runs widened cover more than this run's rounds.
+        # An interval that earlier runs have widened covers the spread between runs as well.
         if speed.level and record.reruns is not None:
-            runs.append(record.reruns.runs)
+            earlier_runs.append(record.reruns.runs)
         elif speed.level:
-            of_rounds = True
+            has_interval_of_rounds = True
         if record.sessions:
-            sessions.append(1 + len(record.sessions))
-    words = join_parts(
-        f"of any run, from {units.span(runs, '{:.0f}'.format)} earlier runs" if runs else "",
-        "of this run" if of_rounds else "",
-        by=", else ",
+            session_counts.append(1 + len(record.sessions))
+    interval_text = join_parts(
+        f"of any run, from {units.span(earlier_runs, '{:.0f}'.format)} earlier runs" if earlier_runs else "",
+        "of this run" if has_interval_of_rounds else "",
+        separator=", else ",
     )
-    if words:
-        words = f"the 99% interval {words}"
-    return join_parts(words, f"over {units.span(sessions, '{:.0f}'.format)} sessions" if sessions else "")
+    if interval_text:
+        interval_text = f"the 99% interval {interval_text}"
+    return join_parts(
+        interval_text, f"over {units.span(session_counts, '{:.0f}'.format)} sessions" if session_counts else ""
+    )
 
 
 def status_words(result: Result) -> str:
-    """Returns the status of a case: 'perhaps faster', 'FAILED', 'emulated'; '-' without a verdict."""
-    status = standing(result)
+    """Returns the status of a case, as 'perhaps faster', 'FAILED' or 'emulated'. Returns '-' without a verdict."""
+    status = find_standing(result)
     if status is Standing.FAILED:
         return "FAILED"
     if status is Standing.SKIPPED:
@@ -152,31 +168,34 @@ def status_words(result: Result) -> str:
         if result.is_reference:
             return f"{Verdict.REFERENCE}, emulated"
         return status.value
-    # A case without samples, or whose reference was not measured.
+    # The case has no samples, or its reference was not measured.
     if result.finding is None or result.finding.verdict is Verdict.NONE:
         return units.NONE
     return result.finding.verdict_words
 
 
-def doubts(result: Result) -> tuple[str, ...]:
-    """Returns labels with their meanings, then the reason for the verdict."""
-    words = []
+def describe_doubts(result: Result) -> tuple[str, ...]:
+    """Returns the meaning of each label that casts doubt on a case, followed by the reason for the verdict."""
+    sentences = []
     for label in result.labels:
         if label.casts_doubt:
             reason = result.reason(label)
-            words.append(f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}")
+            sentences.append(f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}")
     if result.finding and result.finding.why:
-        words.append(result.finding.why)
-    return tuple(words)
+        sentences.append(result.finding.why)
+    return tuple(sentences)
 
 
-def named_labels(result: Result) -> list[str]:
-    """Returns labels with short reasons: 'noisy', 'throttled (hw-thermal)'; without those that withdrew the verdict."""
-    hard = result.finding.hard if result.finding else ()
-    words = []
+def describe_labels(result: Result) -> list[str]:
+    """Returns the labels of a case with short reasons, as 'noisy' or 'throttled (hw-thermal)'.
+
+    Labels that removed the verdict are left out, because the verdict's reason already names them.
+    """
+    withdrawing_labels = result.finding.hard if result.finding else ()
+    descriptions = []
     for label in result.labels:
-        if label in hard:
+        if label in withdrawing_labels:
             continue
-        reason = "" if label in _LONG else result.reason(label)
-        words.append(f"{label} ({reason})" if reason else label.value)
-    return words
+        reason = "" if label in _LABELS_WITH_LONG_REASONS else result.reason(label)
+        descriptions.append(f"{label} ({reason})" if reason else label.value)
+    return descriptions

@@ -1,6 +1,5 @@
-"""A table is a list of columns over items: each has a heading, and a function for its field of an item.
-
-Figures get columns in the tables that their specs name.
+"""Builds tables from columns. Each column has a heading, and a function that returns its field for an item. The table
+in which a metric gets a column is named by the metric's spec.
 """
 
 from __future__ import annotations
@@ -18,21 +17,24 @@ from fp8bench.report.panels import Cases, Panel
 from fp8bench.report.words.naming import figure_words
 
 T = TypeVar("T")
-# A number is formatted by the column's `show` or unit, and sorts by its value; None is a dash.
-Content = Field | str | float | None
-# Tables that also have other columns.
-TABLES = ("cases", "sustained", "energy", "capacity")
+# The content of a field. A number is formatted by the column, and the table sorts by its value. None is shown as a
+# dash.
+FieldContent = Field | str | float | None
+# These tables are built by a module in `topics`. All other tables that specs name are built by `figure_tables`.
+TABLES_WITH_OWN_COLUMNS = ("cases", "sustained", "energy", "capacity")
 
 
 @dataclass(frozen=True)
 class Col(Generic[T]):
-    """A column: `of` is an attribute of the items, as 'case.mode', or a function of one; `tone` gives its tone.
+    """A column of a table. `of` returns a field for an item: it is a dotted attribute of the item, as 'case.mode', or
+    a function.
 
-    The column is left out unless `when`. One with a unit or with `show` has numbers.
+    `tone` returns the tone of a field. A column with `unit` or `show` has numbers. If `when` is False, the table
+    leaves the column out.
     """
 
     heading: str
-    of: str | Callable[[T], Content]
+    of: str | Callable[[T], FieldContent]
     number: bool = False
     show: Callable[[Any], str] | None = None
     unit: str = ""
@@ -48,7 +50,7 @@ class Col(Generic[T]):
         return Column(self.heading, is_number, self.hint, self.unit, self.shared, self.below)
 
     def field(self, item: T) -> Field:
-        content: Content = attrgetter(self.of)(item) if isinstance(self.of, str) else self.of(item)
+        content: FieldContent = attrgetter(self.of)(item) if isinstance(self.of, str) else self.of(item)
         if isinstance(content, Field):
             return content
         if content is None:
@@ -56,7 +58,7 @@ class Col(Generic[T]):
         tone = self.tone(item) if self.tone is not None else Tone.PLAIN
         if isinstance(content, str):
             return Field(content, tone=tone)
-        # NaN has a text and no value: nothing sorts by it.
+        # NaN is shown as text, but has no value by which the table could sort.
         text = self.show(content) if self.show else units.describe(content, self.unit)
         return Field(text, None if math.isnan(content) else content, tone)
 
@@ -72,10 +74,12 @@ def table(
     *,
     main: bool = False,
     folded: bool = False,
-    required: Collection[str] | None = None,
+    required_headings: Collection[str] | None = None,
 ) -> Table:
-    """Makes a table with a row for each item. With `required`, other columns are left out if all their fields are empty
-    or dashes."""
+    """Makes a table with one row for each item.
+
+    If `required_headings` is given, other columns are left out if all their fields are empty or dashes.
+    """
     items = list(items)
     columns = []
     fields_by_column = []
@@ -83,24 +87,28 @@ def table(
         if not col.when:
             continue
         fields = [col.field(item) for item in items]
-        # A column of dashes would only push the others off a narrow terminal.
+        # A column that has only dashes would push useful columns off a narrow terminal.
         is_empty = all(field.text in ("", units.NONE) for field in fields)
-        if required is None or col.heading in required or not is_empty:
+        if required_headings is None or col.heading in required_headings or not is_empty:
             columns.append(col.column)
             fields_by_column.append(fields)
     rows = tuple(zip(*fields_by_column, strict=True))
     return Table(name, caption, tuple(columns), rows, main, folded)
 
 
-def case_cols(heading: str = "group", path: str = "case.") -> tuple[Col[Any], Col[Any]]:
-    """Returns the columns group and case; `path` leads from a row to its case."""
-    return Col(heading, f"{path}place", shared=True), Col("case", f"{path}mode")
+def case_columns(heading: str = "group", case_path: str = "case.") -> tuple[Col[Any], Col[Any]]:
+    """Returns the columns "group" and "case". `case_path` is the attribute path from a row to its case, as 'case.'."""
+    return Col(heading, f"{case_path}setting_name", shared=True), Col("case", f"{case_path}mode")
 
 
-def with_figures(table: Table, cases: Cases) -> Table:
-    """Adds to a table of these cases, one per row, the figures whose specs name it, if any case has them."""
-    # A new metric needs no change here: its row in specs names the table.
-    specs = in_table(table.name)
+def add_figure_columns(table: Table, cases: Cases) -> Table:
+    """Returns the table with a column for each metric whose spec names this table. Metrics that no case has are left
+    out.
+
+    The table must have one row for each of `cases`, in the same order.
+    """
+    # A new metric is shown if its spec names the table, without any change here.
+    specs = specs_in_table(table.name)
     if not specs:
         return table
     columns = list(table.columns)
@@ -109,28 +117,32 @@ def with_figures(table: Table, cases: Cases) -> Table:
         metrics = [case.figures[spec] for case in cases]
         if all(metric.value is None for metric in metrics):
             continue
-        columns.append(figure_col(spec, "").column)
+        columns.append(figure_column(spec, "").column)
         for row, metric in zip(rows, metrics, strict=True):
             row.append(Field(metric.shown, metric.value))
     return replace(table, columns=tuple(columns), rows=tuple(map(tuple, rows)))
 
 
-def in_table(name: str) -> list[MetricSpec]:
+def specs_in_table(name: str) -> list[MetricSpec]:
     return [spec for spec in METRICS.values() if spec.table == name]
 
 
-def figure_col(spec: MetricSpec, of: str | Callable[[T], Content], tone: Callable[[T], Tone] | None = None) -> Col[T]:
-    return Col(figure_words(spec), of, show=spec.to_text, unit=spec.unit, tone=tone, hint=spec.description)
+def figure_column(
+    spec: MetricSpec, get_value: str | Callable[[T], FieldContent], tone: Callable[[T], Tone] | None = None
+) -> Col[T]:
+    return Col(figure_words(spec), get_value, show=spec.to_text, unit=spec.unit, tone=tone, hint=spec.description)
 
 
-def other_tables(panel: Panel) -> Tables:
-    """Yields a table for each name that specs use and no other table has."""
+def figure_tables(panel: Panel) -> Tables:
+    """Yields the tables that no section builds, because only the specs of metrics name them. A table is left out if
+    no case of the panel has one of its metrics.
+    """
     names = dict.fromkeys(spec.table for spec in METRICS.values())
-    # Some tables exist for the figures of one feature alone.
+    # Such a table has the metrics of a single feature.
     for name in names:
-        if name in ("", *TABLES):
+        if name in ("", *TABLES_WITH_OWN_COLUMNS):
             continue
-        cases = table(name, figure_words(name), case_cols(path=""), panel.members)
-        extended = with_figures(cases, panel.members)
-        if len(extended.columns) > len(cases.columns):
-            yield extended
+        cases_table = table(name, figure_words(name), case_columns(case_path=""), panel.members)
+        extended_table = add_figure_columns(cases_table, panel.members)
+        if len(extended_table.columns) > len(cases_table.columns):
+            yield extended_table

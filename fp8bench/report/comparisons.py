@@ -1,4 +1,4 @@
-"""A comparison of two sides: as a page, and for programs."""
+"""Renders a comparison of two sides, A and B, as a page, as a JSON document and as CSV rows."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.analysis.compare.compare import Compared
-from fp8bench.analysis.compare.interval import ALONE, LEAST_FREEDOM
+from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
 from fp8bench.analysis.compare.sides import Side
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
@@ -22,30 +22,31 @@ from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import many
 
-TONES = {
+DIRECTION_TONES = {
     Direction.BETTER: Tone.GOOD,
     Direction.WORSE: Tone.BAD,
     Direction.UNSURE: Tone.DOUBT,
     Direction.DIFFERS: Tone.DOUBT,
 }
-# These have a verdict; all other figures are listed if they changed.
-TIMES = frozenset({"time", "relative_time"})
-# The CSV has all of them.
-_MOST_CASES = 20
-_HOW_CHANGE = (
+# Times are always listed, because they have a verdict. Other metrics are listed only if they changed.
+TIME_METRICS = frozenset({"time", "relative_time"})
+# A list on the page ends after this many cases. The CSV has all cases.
+_MAX_LISTED = 20
+_CHANGE_LEGEND = (
     "change: of the figure from A to B; less is better everywhere; [low, high]: "
     f"{units.percent(FINAL_LEVEL, 0)} interval, which includes the spread between runs"
 )
-_HOW_TIME = (
+_TIME_LEGEND = (
     "time: the best case of a step, from equally many rounds on both sides; relative_time: the same over the "
     "reference's time in the same rounds, so the speed of the machine does not matter"
 )
-_HOW_VERDICT = (
+_VERDICT_LEGEND = (
     f"verdict: better or worse if the interval excludes 0 and the change is beyond {units.percent(BAND, 0)} "
-    f"({units.percent(ALONE, 0)} where there are fewer than {LEAST_FREEDOM + 2} runs in all), same if it lies within "
-    f"+-{units.percent(SAME, 0)}, else cannot tell; differs if the sides were measured under different conditions"
+    f"({units.percent(MIN_CHANGE_OF_FEW_RUNS, 0)} where there are fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in "
+    f"all), same if it lies within +-{units.percent(SAME, 0)}, else cannot tell; differs if the sides were measured "
+    "under different conditions"
 )
-COLUMNS = (
+CSV_COLUMNS = (
     "case",
     "suite",
     "metric",
@@ -70,19 +71,19 @@ def value(comparison: Comparison, number: float | None) -> str:
 
 
 def show_change(interval: Interval | None) -> str:
-    """Returns the change of a figure as '+4.3% [+2.1%, +6.6%]'; without the interval if that is a point."""
+    """Returns the change of a figure as '+4.3% [+2.1%, +6.6%]'. The interval is left out if its width is zero."""
     if interval is None:
         return units.NONE
     if interval.low == interval.high:
         return units.change(interval.point)
-    # One run on either side has no spread, so no interval.
+    # If each side is a single run, the spread between runs is unknown, and so is the interval.
     if math.isinf(interval.high):
         return f"{units.change(interval.point)} [no interval]"
     return f"{units.change(interval.point)} [{units.change(interval.low)}, {units.change(interval.high)}]"
 
 
-def direction(comparison: Comparison) -> str:
-    """'worse', 'failed', '-'."""
+def describe_direction(comparison: Comparison) -> str:
+    """Returns the direction of a change, as 'worse' or 'FAILED', or '-' if it has none."""
     if comparison.failed:
         return "FAILED"
     if comparison.direction is Direction.NONE:
@@ -90,17 +91,17 @@ def direction(comparison: Comparison) -> str:
     return comparison.direction.value
 
 
-def setting_of(case: str) -> tuple[str, str]:
-    """Splits a case id: 'gemm[m=512]@cpu' and 'bf16', the part shared with its neighbours and the mode."""
-    # The mode follows the device or, without parameters, the last slash.
-    device = case.rfind("]@")  # parameters and callables may be paths, which have slashes too
-    end = case.find("/", device) if device >= 0 else case.rfind("/")
-    return case[: max(end, 0)], case[end + 1 :]
+def split_case_id(case_id: str) -> tuple[str, str]:
+    """Splits 'gemm[m=512]@cpu/bf16' into 'gemm[m=512]@cpu', which all modes share, and the mode 'bf16'."""
+    # In a case's id, the mode follows the device. Without parameters in the id, the mode follows the last slash.
+    device_start = case_id.rfind("]@")  # a parameter may be a path, which contains slashes
+    mode_separator = case_id.find("/", device_start) if device_start >= 0 else case_id.rfind("/")
+    return case_id[: max(mode_separator, 0)], case_id[mode_separator + 1 :]
 
 
 def count_directions(comparisons: Iterable[Comparison]) -> str:
-    """'12 figures: 1 worse, 2 better, 9 same'."""
-    counts = Counter(map(direction, comparisons))
+    """Returns how many figures changed in each direction, as '12 figures: 1 worse, 2 better, 9 same'."""
+    counts = Counter(map(describe_direction, comparisons))
     total = counts.total()
     if not total:
         return "no figures"
@@ -108,122 +109,128 @@ def count_directions(comparisons: Iterable[Comparison]) -> str:
     parts += [f"{counts[word]} {word}" for word in Direction if counts[word] and word is not Direction.NONE]
     if counts[units.NONE]:
         parts.append(f"{counts[units.NONE]} without a ratio")
-    return f"{total} figure{'s' * (total != 1)}: {', '.join(parts)}"
+    return f"{many(total, 'figure')}: {', '.join(parts)}"
 
 
-def label_legend(comparisons: Iterable[Comparison]) -> list[str]:
+def explain_labels(comparisons: Iterable[Comparison]) -> list[str]:
     labels = set().union(*(comparison.labels for comparison in comparisons))
     return [explain_label(label) for label in Label if label.value in labels]
 
 
-def page_of(compared: Compared, everything: bool = False) -> Page:
+def comparison_page(compared: Compared, with_unchanged: bool = False) -> Page:
     comparisons = compared.comparisons
-    # 1. Show the counts, why times are not judged, and a row for each figure that may matter.
-    shown = [
+    # 1. Show the counts, the reason if times have no verdict, and a row for each time and each changed figure.
+    listed = [
         comparison
         for comparison in comparisons
-        if everything or comparison.metric in TIMES or comparison.direction is not Direction.SAME
+        if with_unchanged or comparison.metric in TIME_METRICS or comparison.direction is not Direction.SAME
     ]
     counts = count_directions(comparisons)
-    if len(shown) < len(comparisons):
-        hidden = len(comparisons) - len(shown)
-        counts += f"; {hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
-    elements: list[Element] = [Text(counts, Tone.STRONG), *_differing(compared)]
-    if shown:
-        elements += _table(shown)
-    parts = [Part("sides", *_sides(compared)), Part("comparison", "", tuple(elements))]
-    # 2. List uncertain figures, and those of one side only.
+    if len(listed) < len(comparisons):
+        num_hidden = len(comparisons) - len(listed)
+        counts += f"; {num_hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
+    elements: list[Element] = [Text(counts, Tone.STRONG), *_explain_missing_verdicts(compared)]
+    if listed:
+        elements += _comparison_table(listed)
+    parts = [Part("sides", *_describe_differences(compared)), Part("comparison", "", tuple(elements))]
+    # 2. List uncertain figures, and figures that only one side has.
     unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure if comparison.why)
-    lists = {
+    lines_by_title = {
         "cannot tell, because": [f"{reason} ({count})" for reason, count in reasons.items()],
         "only in A": list(compared.only_before),
         "only in B": list(compared.only_after),
     }
-    for title, lines in lists.items():
-        if len(lines) > _MOST_CASES:
-            lines[_MOST_CASES:] = [f"and {len(lines) - _MOST_CASES} more"]
+    for title, lines in lines_by_title.items():
+        if len(lines) > _MAX_LISTED:
+            lines[_MAX_LISTED:] = [f"and {len(lines) - _MAX_LISTED} more"]
         parts += list_of(title.replace(" ", "-"), title, lines)
-    # 3. How to read it.
+    # 3. Explain how to read the page.
     legend: list[str] = []
     if any(comparison.ratio is not None and comparison.evidence is Evidence.CROSS_RUN for comparison in comparisons):
-        legend += (_HOW_CHANGE, _HOW_TIME, _HOW_VERDICT)
-    legend += label_legend(comparisons)
-    facts = (("A", side_words(compared.before)), ("B", side_words(compared.after)))
-    return Page("B against A", "", tuple(parts), legend, facts)
+        legend += (_CHANGE_LEGEND, _TIME_LEGEND, _VERDICT_LEGEND)
+    legend += explain_labels(comparisons)
+    side_facts = (("A", describe_side(compared.before)), ("B", describe_side(compared.after)))
+    return Page("B against A", "", tuple(parts), legend, side_facts)
 
 
-def _differing(compared: Compared) -> Texts:
-    """Returns why times are not judged, with the range of the ratios."""
-    differing = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
-    ratios = [comparison.ratio.point for comparison in differing if comparison.metric == TIME and comparison.ratio]
-    if differing:
-        span = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
-        words = f"times differ, which is not a regression{span}. Different conditions: {compared.conditions}. "
-        yield Text(f"{words}Measure both sides under the same conditions, or use `fp8bench duel`.", Tone.STRONG)
+def _explain_missing_verdicts(compared: Compared) -> Texts:
+    """If the two sides were measured under different conditions, yields a sentence that explains why times have no
+    verdict. The sentence has the range of their ratios.
+    """
+    unjudged = [comparison for comparison in compared.comparisons if comparison.direction is Direction.DIFFERS]
+    ratios = [comparison.ratio.point for comparison in unjudged if comparison.metric == TIME and comparison.ratio]
+    if unjudged:
+        ratio_text = f": B takes {units.span(ratios, units.ratio)} of A's time" if ratios else ""
+        explanation = (
+            f"times differ, which is not a regression{ratio_text}. Different conditions: {compared.conditions}. "
+        )
+        yield Text(f"{explanation}Measure both sides under the same conditions, or use `fp8bench duel`.", Tone.STRONG)
 
 
-def side_words(side: Side) -> str:
-    """'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c, ...)'."""
+def describe_side(side: Side) -> str:
+    """Returns one side of the comparison with its commits and runs, as 'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c,
+    ...)'.
+    """
     commits: dict[str, None] = {}
     for run in side.runs:
         commit = run.environment.get("commit")
-        words = "of no commit"
+        commit_text = "of no commit"
         if isinstance(commit, str):
             is_clean = run.environment.get("dirty") is False
-            words = f"commit {commit[:8]}{'' if is_clean else ' with other changes'}"
-        commits[words] = None
+            commit_text = f"commit {commit[:8]}{'' if is_clean else ' with other changes'}"
+        commits[commit_text] = None
     ids = [run.id for run in side.runs]
-    shown = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
+    shown_ids = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
     num_unfinished = sum(not run.finished for run in side.runs)
-    unfinished = f"; {num_unfinished} of them unfinished" if num_unfinished else ""
-    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown}){unfinished}"
+    unfinished_text = f"; {num_unfinished} of them unfinished" if num_unfinished else ""
+    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown_ids}){unfinished_text}"
 
 
-def _sides(compared: Compared) -> tuple[str, tuple[Element, ...]]:
+def _describe_differences(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
     lines = (f"{fact.name}: {fact.before:.60} -> {fact.after:.60}" for fact in compared.differing)
     return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
 
 
-def _table(comparisons: Sequence[Comparison]) -> Elements:
-    """Yields a row for each figure; labels that all times share are listed once."""
-    # A label of all times describes the machine, not a case.
-    labels = [times.labels for times in comparisons if times.metric in TIMES and times.ratio is not None]
-    shared = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
-    if shared:
-        yield Text(f"all times: {', '.join(shared)}")
+def _comparison_table(comparisons: Sequence[Comparison]) -> Elements:
+    """Yields a table with a row for each figure. A label that all times share is listed once, above the table."""
+    # A label that all times share describes the machine, not a single case.
+    labels = [times.labels for times in comparisons if times.metric in TIME_METRICS and times.ratio is not None]
+    shared_labels = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
+    if shared_labels:
+        yield Text(f"all times: {', '.join(shared_labels)}")
 
-    def tone(comparison: Comparison) -> Tone:
+    def direction_tone(comparison: Comparison) -> Tone:
         if comparison.failed:
             return Tone.BAD
-        return TONES.get(comparison.direction, Tone.PLAIN)
+        return DIRECTION_TONES.get(comparison.direction, Tone.PLAIN)
 
-    def reason(comparison: Comparison) -> str:
+    def explain_no_direction(comparison: Comparison) -> str:
         has_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
         return comparison.why if has_reason else ""
 
-    def other_labels(comparison: Comparison) -> str | None:
-        return ", ".join(label for label in comparison.labels if label not in shared) or None
+    def labels_of_case(comparison: Comparison) -> str | None:
+        return ", ".join(label for label in comparison.labels if label not in shared_labels) or None
 
     cols: Cols[Comparison] = [
-        Col("setting", lambda comparison: setting_of(comparison.case)[0], shared=True),
-        Col("figure", lambda comparison: f"{setting_of(comparison.case)[1]} {comparison.metric}"),
+        Col("setting", lambda comparison: split_case_id(comparison.case)[0], shared=True),
+        Col("figure", lambda comparison: f"{split_case_id(comparison.case)[1]} {comparison.metric}"),
         Col("A", lambda comparison: value(comparison, comparison.before), number=True),
         Col("B", lambda comparison: value(comparison, comparison.after), number=True),
         Col("change", lambda comparison: show_change(comparison.ratio)),
-        Col("verdict", direction, tone=tone),
-        Col("why", reason, below=True),
-        Col("labels", other_labels, when=any(map(other_labels, comparisons))),
+        Col("verdict", describe_direction, tone=direction_tone),
+        Col("why", explain_no_direction, below=True),
+        Col("labels", labels_of_case, when=any(map(labels_of_case, comparisons))),
     ]
     yield table("comparisons", "", cols, comparisons)
 
 
-def value_of(compared: Compared) -> dict[str, Any]:
+def comparison_document(compared: Compared) -> dict[str, Any]:
     return {
-        "a": _side_value(compared.before),
-        "b": _side_value(compared.after),
+        "a": _side_document(compared.before),
+        "b": _side_document(compared.after),
         "differing": encode(compared.differing),
         "comparisons": encode(compared.comparisons),
         "only_a": list(compared.only_before),
@@ -231,16 +238,16 @@ def value_of(compared: Compared) -> dict[str, Any]:
     }
 
 
-def _side_value(side: Side) -> dict[str, Any]:
+def _side_document(side: Side) -> dict[str, Any]:
     runs = [{"id": run.id, "started": run.started, "commit": run.environment.get("commit")} for run in side.runs]
     return {"name": side.name, "runs": runs}
 
 
-def rows_of(comparisons: Iterable[Comparison]) -> Rows:
-    return COLUMNS, map(_row, comparisons)
+def comparison_rows(comparisons: Iterable[Comparison]) -> Rows:
+    return CSV_COLUMNS, map(_csv_row, comparisons)
 
 
-def _row(comparison: Comparison) -> dict[str, Any]:
+def _csv_row(comparison: Comparison) -> dict[str, Any]:
     row: dict[str, Any] = encode(comparison)
     ratio = row["ratio"] or {}
     row |= ratio

@@ -1,7 +1,7 @@
-"""The elements of a page: its content without its layout.
+"""The elements of a page. They are its content without a layout.
 
-A section builds elements; a renderer turns them into HTML, Markdown or text. Every chart carries its numbers, so that
-renderers and readers can get them as a table.
+A section builds elements, and a renderer turns them into HTML, Markdown or text. Every chart carries its numbers, so
+that renderers can also show them as a table.
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ from enum import StrEnum
 
 
 def printable(text: str) -> str:
-    """Returns the text on one line, with blanks in place of unprintable characters.
+    """Returns the text on one line, with a blank in place of each unprintable character.
 
-    These are control characters, marks that reverse the order of letters, and halves of surrogate pairs: names, errors
-    and files are untrusted, and must not control a terminal.
+    Names, errors and files are untrusted. Their control characters must not reach a terminal, and neither must marks
+    that reverse the order of letters.
     """
     if text.isprintable():
         return text
@@ -23,7 +23,9 @@ def printable(text: str) -> str:
 
 
 class Tone(StrEnum):
-    """The meaning of an element; never expressed by colour alone. DOUBT is grey: labelled or emulated."""
+    """The meaning of an element, such as good or bad. Colour alone never expresses it. DOUBT is for results that are
+    labelled or emulated.
+    """
 
     PLAIN = "plain"
     GOOD = "good"
@@ -49,7 +51,7 @@ class Items:
 
 @dataclass(frozen=True)
 class Facts:
-    """Names and values."""
+    """Pairs of a name and a value."""
 
     pairs: tuple[tuple[str, str], ...]
 
@@ -63,10 +65,10 @@ class Code:
 
 @dataclass(frozen=True)
 class Column:
-    """A column of a table. Numbers are right-aligned and sort by value; `hint` describes the column.
+    """A column of a table. A column of numbers is right-aligned and sorts by value. `hint` describes the column.
 
-    `unit` ('s', 'B', 'x') applies to its fields' values, for readers of values without texts. A terminal prints a
-    `shared` column once above the rows that share it, and one that is `below` under each row.
+    `unit` ('s', 'B', 'x') is the unit of the fields' values. A terminal prints the text of a `shared` column once,
+    above the rows that have the same text. It prints the text of a `below` column under its row.
     """
 
     title: str
@@ -79,9 +81,9 @@ class Column:
 
 @dataclass(frozen=True)
 class Field:
-    """A field of a table: its text, and its sort value if that differs.
+    """A field of a table: its text, and the value to sort by if that is not the text.
 
-    On a page the text is a `link` to a file in the same folder.
+    If there is a `link`, the text is a link to a file in the same folder.
     """
 
     text: str
@@ -92,9 +94,9 @@ class Field:
 
 @dataclass(frozen=True)
 class Table:
-    """Rows under columns. `name` is used in links and files; a `main` table can be filtered and sorted.
+    """Columns and rows. `name` is used in links and file names. Readers can filter and sort a `main` table.
 
-    A `folded` table initially shows only its caption.
+    A `folded` table shows only its caption until a reader opens it.
     """
 
     name: str
@@ -107,10 +109,10 @@ class Table:
 
 @dataclass(frozen=True)
 class Mark:
-    """One value of a chart, with its interval and a hint for hovering.
+    """One value of a chart, with its interval and a hint that is shown on hovering.
 
-    A chart of lines writes the `flag`, an event, next to the mark; one of bars draws each of the `samples` as a stroke
-    below the bar.
+    `flag` is the name of an event, which a line chart writes next to the mark. Below a bar, a bar chart draws a
+    stroke for each of the `samples`.
     """
 
     label: str
@@ -125,9 +127,9 @@ class Mark:
 
 @dataclass(frozen=True)
 class ChartAxis:
-    """The title of an axis, and the unit of its ticks ('s', 'B', 'J', 'x'; '' for plain numbers).
+    """The title of an axis, and the unit of its ticks ('s', 'B', 'J', 'x', or '' for plain numbers).
 
-    `show` formats a value if its unit does not determine that.
+    `show` formats a value if the unit alone does not determine the format.
     """
 
     title: str
@@ -137,8 +139,10 @@ class ChartAxis:
 
 @dataclass(frozen=True)
 class Chart:
-    """The common fields of charts: a name for links and ids, a title, and a description for readers who cannot see
-    it."""
+    """The fields that all charts share: a name for links and ids, a title, and a description.
+
+    Screen readers read the description.
+    """
 
     name: str
     title: str
@@ -148,7 +152,7 @@ class Chart:
 
 @dataclass(frozen=True)
 class Bars(Chart):
-    """Horizontal bars of ratios with intervals, from 1 on a logarithmic axis, in groups with headings."""
+    """Horizontal bars of ratios with intervals, in groups with headings. Bars begin at 1 on a logarithmic axis."""
 
     axis: ChartAxis
     groups: tuple[tuple[str, tuple[Mark, ...]], ...]
@@ -156,9 +160,10 @@ class Bars(Chart):
 
 @dataclass(frozen=True)
 class ChartPoint:
-    """A point of a scatter chart; without x it is in a margin. `series` chooses shape and colour.
+    """A point of a scatter chart, whose `series` determines shape and colour. A point without x is drawn in the
+    margin.
 
-    `x_low` and `x_high` are the interval of x.
+    `x_low` and `x_high` are the bounds of the interval of x.
     """
 
     series: str
@@ -173,7 +178,9 @@ class ChartPoint:
 
 @dataclass(frozen=True)
 class Scatter(Chart):
-    """Points over a linear axis and a logarithmic one, y; `margin` describes points without x."""
+    """Points over a linear x axis and a logarithmic y axis. Points without x are drawn in a margin, which has the
+    title `margin`.
+    """
 
     x: ChartAxis
     y: ChartAxis
@@ -183,10 +190,11 @@ class Scatter(Chart):
 
 @dataclass(frozen=True)
 class Stacks(Chart):
-    """Horizontal bars of parts that sum to a whole; `rows` have each part's value in the order of `parts`.
+    """Horizontal bars, each of which is divided into parts. A row has the value of each part, in the order of
+    `parts`.
 
-    In a timeline each row has `pieces` instead: the numbers and values of parts in sequence, in which a part may occur
-    again.
+    In a timeline, each row also has `pieces` in the order of time: the index of a part, and the length of the piece.
+    A part may occur more than once.
     """
 
     axis: ChartAxis
@@ -195,17 +203,17 @@ class Stacks(Chart):
     pieces: tuple[tuple[tuple[int, float], ...], ...] = ()
 
     @property
-    def present(self) -> tuple[int, ...]:
-        """The numbers of the parts that are not 0 in every row."""
+    def nonzero_parts(self) -> tuple[int, ...]:
+        """The indices of the parts that are not 0 in some row."""
         return tuple(part for part in range(len(self.parts)) if any(values[part] for _, values in self.rows))
 
 
 @dataclass(frozen=True)
 class Lines(Chart):
-    """Series over one row of places (runs, commits): for each place a mark or None.
+    """Series over a common row of places, such as runs or commits. Each series has a mark or None for every place.
 
-    The axis fits the places from `settled` on; earlier ones may lie beyond it. `levels` are labelled horizontal lines,
-    drawn if they are within the axis.
+    The range of the value axis includes the marks from the place with the index `settled` on. Earlier marks may lie
+    beyond it. `levels` are labelled horizontal lines, which are drawn if the axis includes their values.
     """
 
     places: tuple[str, ...]
@@ -215,22 +223,23 @@ class Lines(Chart):
     levels: tuple[tuple[float, str], ...] = field(default=(), kw_only=True)
 
 
-# The file formats of charts. matplotlib has more; these are tested to be reproducible.
+# The file formats of chart pictures. matplotlib has more formats, but tests ensure only for these that the files are
+# reproducible.
 PICTURE_FORMATS = ("png", "svg", "pdf")
 
 AnyChart = Bars | Scatter | Stacks | Lines
 Element = Text | Items | Facts | Code | Table | AnyChart
 
 
-# Return types of generators: elements, tables, texts, sentences.
+# types for the results of generators
 Elements = Iterator[Element]
 Tables = Iterator[Table]
 Texts = Iterator[Text]
 Sentences = Iterator[str]
 
 
-def items_of(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Items]:
-    """Yields a list of these sentences, or nothing."""
+def bullet_list(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Items]:
+    """Yields one list of these sentences, or nothing if the list would be empty."""
     texts = tuple(Text(sentence, tone) for sentence in sentences)
     if texts:
         yield Items(texts)
@@ -238,7 +247,7 @@ def items_of(sentences: Iterable[str], tone: Tone = Tone.PLAIN) -> Iterator[Item
 
 @dataclass(frozen=True)
 class Part:
-    """A section after building: an anchor, a heading, elements, and a `lead` under the heading.
+    """A section that has been built: an anchor, a heading, elements, and a `lead` paragraph under the heading.
 
     A terminal prints a `tight` part without blank lines.
     """
@@ -252,10 +261,10 @@ class Part:
 
 @dataclass(frozen=True)
 class Page:
-    """A whole report. `facts` are on one line under the title.
+    """A whole report. `facts` are shown on one line under the title.
 
-    `kind` is its subject and `command` what measured it, for lists of reports. A browser reloads it every `refresh`
-    seconds if it will be written again.
+    A list of reports shows the `kind` of a page, as 'run', and the `command` that measured the results. With
+    `refresh`, a browser loads the page again after that many seconds.
     """
 
     title: str

@@ -1,4 +1,4 @@
-"""A run in a notebook: short names of cases, and a table."""
+"""Shows a run in a notebook: short names of cases, and its page as HTML."""
 
 from __future__ import annotations
 
@@ -11,27 +11,29 @@ from fp8bench.report.elements import Code, Element, Facts, Items, Page, Table, T
 from fp8bench.report.page.drawing.scale import escape
 from fp8bench.report.panels import FindingsById, join_parts, shared_params, show_params, together
 
-# More names would fill the notebook's cell.
-_MOST_NAMED = 60
+# An error message lists at most this many case names, because more would fill the notebook's cell.
+_MAX_NAMED_CASES = 60
 
 
 def short_names(cases: Sequence[Case]) -> dict[str, str]:
-    """Returns ids by the shortest names that distinguish cases: the mode, and what else differs."""
+    """Returns the id of each case by a short name: the mode, followed by the suite, parameters or device if these
+    differ between cases.
+    """
     params_by_suite = together((case.workload, case.params) for case in cases)
-    # Parameters that all cases of a suite share do not distinguish them.
-    shared = {suite: shared_params(params) for suite, params in params_by_suite.items()}
+    # Parameters that all cases of a suite share do not distinguish its cases.
+    shared_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
     has_devices = len({case.device for case in cases}) > 1
-    names = {}
+    id_by_name = {}
     for case in cases:
-        params = show_params(pair for pair in case.params if pair not in shared[case.workload])
-        suite = case.workload if len(shared) > 1 else ""
-        name = join_parts(case.mode, suite, params, case.device if has_devices else "", by=" ")
-        names[name] = case.id
-    return names
+        params = show_params(pair for pair in case.params if pair not in shared_by_suite[case.workload])
+        suite = case.workload if len(shared_by_suite) > 1 else ""
+        short_name = join_parts(case.mode, suite, params, case.device if has_devices else "", separator=" ")
+        id_by_name[short_name] = case.id
+    return id_by_name
 
 
 class Findings(dict[str, Finding]):
-    """Findings by short names, as 'bf16 shape=64', or by the id of a case."""
+    """Findings by the short names of cases, as 'bf16 shape=64'. The full id of a case works as well."""
 
     def __init__(self, findings: FindingsById) -> None:
         names = short_names([finding.case for finding in findings.values()])
@@ -39,24 +41,24 @@ class Findings(dict[str, Finding]):
         self._by_id = findings
 
     def __missing__(self, name: str) -> Finding:
-        # Older scripts use ids.
+        # Scripts for older versions look up findings by the id of the case.
         if name in self._by_id:
             return self._by_id[name]
-        raise KeyError(f"{name!r:.80} is not a case. Give one of: {', '.join(list(self)[:_MOST_NAMED])}")
+        raise KeyError(f"{name!r:.80} is not a case. Give one of: {', '.join(list(self)[:_MAX_NAMED_CASES])}")
 
 
-def as_html(page: Page, report: str = "") -> str:
-    texts = [page.title, page.subtitle, *(f"{name}: {fact}" for name, fact in page.facts)]
-    blocks = [f"<p>{escape(text)}</p>" for text in texts if text]
+def page_as_html(page: Page, report_path: str = "") -> str:
+    header_texts = [page.title, page.subtitle, *(f"{name}: {fact}" for name, fact in page.facts)]
+    blocks = [f"<p>{escape(text)}</p>" for text in header_texts if text]
     for part in page.parts:
         if part.title:
             blocks.append(f"<h4>{escape(part.title)}</h4>")
         if part.lead:
             blocks.append(f"<p>{escape(part.lead)}</p>")
         blocks += map(_element_html, part.elements)
-    if report:  # a relative address below the notebook's folder, which its server can show; otherwise the file's
-        address = Path(report).as_uri() if Path(report).is_absolute() else quote(report)
-        blocks.append(f'<p><a href="{escape(address)}">{escape(report)}</a></p>')
+    if report_path:  # a notebook server can open a relative address, but an absolute path needs file://
+        address = Path(report_path).as_uri() if Path(report_path).is_absolute() else quote(report_path)
+        blocks.append(f'<p><a href="{escape(address)}">{escape(report_path)}</a></p>')
     return "".join(blocks)
 
 
@@ -73,10 +75,10 @@ def _element_html(element: Element) -> str:
             return f"<pre>{escape(element.text)}</pre>"
         case Table():
             title = f"<p>{escape(element.caption)}</p>" if element.caption else ""
-            head = _row_html("th", [column.title for column in element.columns])
+            header_row = _row_html("th", [column.title for column in element.columns])
             rows = "".join(_row_html("td", [field.text for field in row]) for row in element.rows)
-            return f"{title}<table>{head}{rows}</table>"
-    return ""  # charts are in the report
+            return f"{title}<table>{header_row}{rows}</table>"
+    return ""  # only the report shows charts
 
 
 def _row_html(tag: str, texts: Sequence[str]) -> str:

@@ -1,4 +1,4 @@
-"""Which records a reader sees together: a panel is the groups that share one table."""
+"""Groups the records of a run into panels. A panel is one or more groups of cases that share a table."""
 
 from __future__ import annotations
 
@@ -24,35 +24,35 @@ from fp8bench.model import (
     Scalar,
 )
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
-from fp8bench.protocols.axes import QUIET
+from fp8bench.protocols.axes import QUIET_DEFAULTS
 
-# More places than this are counted in a note.
-_MOST_PLACES = 3
+# If a note applies to more settings than this, the settings are counted instead of named.
+_MAX_NAMED_SETTINGS = 3
 K = TypeVar("K")
 V = TypeVar("V")
-# The error shown first if a workload has several: the most informative.
+# Error metrics by priority. If a workload has several of them, reports show the first one in this list.
 _MAIN_ERRORS = ("gradient_error", "product_error", "update_error", "output_error")
 _ERROR_SUFFIX = "_error"
-# Parameters that are shown without their name, because the value is self-explanatory.
-_BY_VALUE = frozenset({"size", "make", "part", "operation", "limit", "collective"})
+# Parameters that are shown without their name, because their values explain themselves.
+_PARAMS_WITHOUT_NAME = frozenset({"size", "make", "part", "operation", "limit", "collective"})
 
 
 def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
-    """Values by key, in the order in which keys are first met."""
+    """Groups the values of (key, value) pairs by key. Keys are in the order in which they first occur."""
     by_key: dict[K, list[V]] = {}
     for key, value in pairs:
         by_key.setdefault(key, []).append(value)
     return by_key
 
 
-def join_parts(*parts: str, by: str = ", ") -> str:
-    """'a, b' of 'a', '' and 'b'."""
-    return by.join(filter(None, parts))
+def join_parts(*parts: str, separator: str = ", ") -> str:
+    """Joins the texts that are not empty: 'a', '' and 'b' give 'a, b'."""
+    return separator.join(filter(None, parts))
 
 
 @dataclass(frozen=True)
 class Result:
-    """A case's record, and the finding from its samples (None without samples)."""
+    """The record of a case, and the finding from its samples. Without samples, the finding is None."""
 
     record: Record
     finding: Finding | None
@@ -74,7 +74,7 @@ class Result:
         return self.record.support.is_emulated
 
     @property
-    def best(self) -> float | None:
+    def best_seconds(self) -> float | None:
         if self.finding:
             return self.finding.best_seconds
         return None
@@ -99,24 +99,24 @@ class Result:
 
 @dataclass(frozen=True)
 class ResultGroup:
-    """The results of one group, in the order of the plan, and the mode of its reference ('' without one).
+    """The results of one group of cases, in the order of the plan. `reference` is the mode of the reference, or ''.
 
-    `place` are the parameters that distinguish it in its panel, as '256 x 256 x 64'; '' for a single group.
-    `error` is the metric of the error that is shown first; '' if there is none.
+    `setting_name` has the parameters that distinguish this group within its panel, as '256 x 256 x 64'. It is '' if
+    the panel has one group. `error_metric` is the error that reports show first, or ''.
     """
 
     results: tuple[Result, ...]
     reference: str
-    place: str = ""
-    error: str = ""
+    setting_name: str = ""
+    error_metric: str = ""
 
     @property
     def case(self) -> Case:
         return self.results[0].record.case
 
     @property
-    def lead(self) -> Result | None:
-        """The result of the reference."""
+    def reference_result(self) -> Result | None:
+        """The result of the group's reference, or None if the reference has no record."""
         return next((result for result in self.results if result.mode == self.reference), None)
 
     @cached_property
@@ -126,7 +126,7 @@ class ResultGroup:
 
 @dataclass(frozen=True)
 class NamedCase(Result):
-    """A result with its group, its figures, and its name within their panel."""
+    """A result together with its group, its metrics, and its name in the panel."""
 
     group: ResultGroup
 
@@ -135,30 +135,30 @@ class NamedCase(Result):
         return Figures(self)
 
     @property
-    def lead(self) -> Result | None:
-        return self.group.lead
+    def reference_result(self) -> Result | None:
+        return self.group.reference_result
 
     @property
     def suite(self) -> str:
         return self.record.case.workload
 
     @property
-    def error(self) -> float | None:
-        """Its value of the error that is shown first."""
-        return value_of(self.record.measurement(self.group.error))
+    def error_value(self) -> float | None:
+        """The median of the error metric that reports show first."""
+        return median_value(self.record.measurement(self.group.error_metric))
 
     @property
-    def place(self) -> str:
-        return self.group.place
+    def setting_name(self) -> str:
+        return self.group.setting_name
 
     @property
     def name(self) -> str:
-        """'256 x 256 x 64 bf16'; the precision alone if there is one group."""
-        return f"{self.place} {self.mode}".strip()
+        """The setting and the mode, as '256 x 256 x 64 bf16'. If the panel has one group, it is the mode alone."""
+        return f"{self.setting_name} {self.mode}".strip()
 
 
 class CaseValue(NamedTuple, Generic[V]):
-    """A row of a table: a case, and what the table shows of it."""
+    """A row of a table: a case, and the value that the table shows for this case."""
 
     case: NamedCase
     value: V
@@ -170,7 +170,7 @@ FindingsById = Mapping[str, Finding]
 
 @dataclass(frozen=True)
 class Panel:
-    """Neighbouring groups of one workload and device with one reference: they share columns."""
+    """Neighbouring groups with the same workload, device and reference mode. They share the columns of a table."""
 
     groups: tuple[ResultGroup, ...]
 
@@ -191,8 +191,8 @@ class Panel:
         return self.groups[0].reference
 
     @property
-    def error(self) -> str:
-        return self.groups[0].error
+    def error_metric(self) -> str:
+        return self.groups[0].error_metric
 
     @cached_property
     def members(self) -> tuple[NamedCase, ...]:
@@ -205,12 +205,12 @@ class Panel:
             measurements += case.record.measurements
         return measurements
 
-    def find_values(self, of: Callable[[Result], V | None]) -> list[CaseValue[V]]:
-        """Returns the cases that have such a value, with it."""
-        return [CaseValue(case, value) for case in self.members if (value := of(case)) is not None]
+    def find_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
+        """Returns each case with the result of `get_value`. Cases for which the result is None are left out."""
+        return [CaseValue(case, value) for case in self.members if (value := get_value(case)) is not None]
 
     @cached_property
-    def shared(self) -> Params:
+    def common_params(self) -> Params:
         return shared_params([group.case.params for group in self.groups])
 
     @cached_property
@@ -218,26 +218,39 @@ class Panel:
         return tuple(dict.fromkeys(measurement.metric for measurement in self.measurements))
 
 
-def metrics_within(case: NamedCase) -> Iterator[Metric]:
-    from fp8bench.analysis.metrics import metrics_of  # slow to import, and every command imports this module
+def list_cases(panels: Iterable[Panel]) -> list[NamedCase]:
+    return list(chain.from_iterable(panel.members for panel in panels))
 
-    # Ratios are against the group's reference, which may not have been measured.
-    lead = case.lead
-    return metrics_of(case.record, case.finding, Reference(lead.record, lead.labels) if lead is not None else None)
+
+def find_device(devices: Iterable[DeviceFacts], key: str) -> DeviceFacts | None:
+    return next((facts for facts in devices if facts.key == key), None)
+
+
+def list_metrics(case: NamedCase) -> Iterator[Metric]:
+    # this import is slow, and every command imports the present module
+    from fp8bench.analysis.metrics import metrics_of
+
+    # Ratios need the result of the group's reference, which may be missing.
+    result = case.reference_result
+    return metrics_of(
+        case.record, case.finding, Reference(result.record, result.labels) if result is not None else None
+    )
 
 
 class Figures(dict[str, Metric]):
-    """The figures of a case's whole step, those of single ranks left out, by name; missing ones have no value.
+    """The metrics of a case's whole step by name. A metric that the case lacks has no value. Metrics of single ranks
+    are left out.
 
-    A suite's figure may have the name of a built-in one: of energies the one with a source counts, else the first.
+    If two metrics have the same name, the first one counts. An energy counts only if it has a source.
     """
 
     def __init__(self, case: NamedCase) -> None:
         super().__init__()
-        # A rate is unsound if the work was only declared and not checked, or if the check found different work.
+        # Do not show a rate if its work was only declared and never checked, or if the check contradicts the
+        # declaration.
         unchecked = case.record.tape is None and case.record.ceiling is None and Label.FEW_SAMPLES in case.labels
         self._sound = not unchecked and not {Label.WORK_MISMATCH, Label.NO_WORK, Label.ABOVE_CEILING} & {*case.labels}
-        for metric in metrics_within(case):
+        for metric in list_metrics(case):
             if metric.phase == STEP and (metric.name != ENERGY or metric.source):
                 self.setdefault(metric.name, metric)
 
@@ -246,9 +259,8 @@ class Figures(dict[str, Metric]):
 
     @property
     def rate(self) -> Metric:
-        """How much is done in a second of the best case, by the first count that its work has.
-
-        Without a value if that is not sound.
+        """The work per second of the best case, as tokens/s. The metric has no value if the amount of work is in
+        doubt.
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         rate = self[next(rates, "") if self._sound else ""]
@@ -257,133 +269,138 @@ class Figures(dict[str, Metric]):
         return replace(rate, value=rate.best)
 
 
-def panels_of(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
-    # 1. Results by setting, each group with its reference: the planned one if nothing was measured.
-    planned = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
+def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
+    # 1. Group results by setting. If the reference of a group was not measured, take the planned reference.
+    planned_references = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
     by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
     groups = []
     for setting, results in by_setting.items():
         references = (result.mode for result in results if result.record.is_reference)
-        groups.append(ResultGroup(tuple(results), next(references, planned.get(setting, ""))))
-    # 2. Neighbours that can share a table.
+        groups.append(ResultGroup(tuple(results), next(references, planned_references.get(setting, ""))))
+    # 2. Combine neighbouring groups that can share a table.
     panels = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
-    return tuple(Panel(_place_groups(tuple(members))) for _, members in panels)
+    return tuple(Panel(_name_settings(tuple(members))) for _, members in panels)
 
 
-def _place_groups(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
-    """Gives groups their places and error; a quiet axis that other groups set is named, too: 'cache hot'."""
-    # Places depend on the neighbours: a parameter that all share is in the heading.
+def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
+    """Returns the groups with their setting names and their error metric.
+
+    If one group sets an optional parameter such as cache=cold, the other groups name its default as well: 'cache
+    hot'.
+    """
+    # Leave parameters that all groups of the panel share out of the setting names, because the heading has them.
     panel = Panel(tuple(groups))
     errors = [metric for metric in panel.metrics if metric.endswith(_ERROR_SUFFIX)]
-    error = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
+    main_error = next((metric for metric in (*_MAIN_ERRORS, *errors) if metric in errors), "")
     all_params = [dict(group.case.params) for group in groups]
-    names = set().union(*all_params) - dict(panel.shared).keys()
-    placed = []
+    varying_names = set().union(*all_params) - dict(panel.common_params).keys()
+    named_groups = []
     for group, params in zip(groups, all_params, strict=True):
-        specific = [pair for pair in params.items() if pair not in panel.shared]
-        # A quiet axis is only stored where somebody set it: the others have its usual value.
-        usual = [pair for pair in QUIET.items() if pair[0] in names and pair[0] not in params]
-        words = describe_params([*specific, *usual]) or ("as usual" if len(groups) > 1 else "")
-        placed.append(replace(group, place=words, error=error))
-    return tuple(placed)
+        differing_params = [pair for pair in params.items() if pair not in panel.common_params]
+        # Runs store an optional axis only if the user set it. Without a stored value, it has its default value.
+        default_params = [pair for pair in QUIET_DEFAULTS.items() if pair[0] in varying_names and pair[0] not in params]
+        setting_name = describe_params([*differing_params, *default_params]) or ("as usual" if len(groups) > 1 else "")
+        named_groups.append(replace(group, setting_name=setting_name, error_metric=main_error))
+    return tuple(named_groups)
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
-    shared = all_params[0]
+    common = all_params[0]
     for params in all_params[1:]:
-        shared = tuple(pair for pair in shared if pair in params)
-    return shared
+        common = tuple(pair for pair in common if pair in params)
+    return common
 
 
 def show_params(params: Iterable[tuple[str, object]]) -> str:
     return " ".join(f"{name}={value}" for name, value in params)
 
 
-def describe_params(params: Iterable[tuple[str, Scalar]], usual: Collection[tuple[str, Scalar]] = ()) -> str:
-    """'nano, 2 x 96 tokens', '256 x 256 x 64, cache cold': parameters in words, without those that are as usual."""
-    named = {}
-    for name, value in params:
-        if name in _BY_VALUE or (name, value) not in usual:
-            is_path = ":" in str(value)
-            named[name] = str(value) if is_path else str(value).replace("_", " ")
-    words = [named.pop(name) for name in list(named) if name in _BY_VALUE]
-    if {"m", "n", "k"} <= named.keys():
-        words.append(" x ".join(named.pop(name) for name in ("m", "n", "k")))
-    if {"batch", "sequence"} <= named.keys():
-        words.append(f"{named.pop('batch')} x {named.pop('sequence')} tokens")
-    for name, value in named.items():
-        link = "=" if len(name) == 1 else " "
-        label = name.replace("_", " ")
-        words.append(label if value == "yes" else f"{label}{link}{value}")
-    return ", ".join(words)
-
-
-def heading(workload: str, shared: Params, device: str, devices: Sequence[DeviceFacts]) -> str:
-    """'gemm product=forward on cpu (AMD EPYC, torch 2.13.0)'."""
-    place = device
-    for facts in devices:
-        if facts.key == device:
-            place = f"{device} ({facts.name}, torch {facts.torch})"
-    return join_parts(workload, show_params(shared), "on", place, by=" ")
-
-
-def merge_notes(notes: Iterable[tuple[str, str, str]], num_places: int) -> list[str]:
-    """One line for each text, with the places it came from.
-
-    A note is (what it is about, the text, the place).
+def describe_params(params: Iterable[tuple[str, Scalar]], left_out: Collection[tuple[str, Scalar]] = ()) -> str:
+    """Returns parameters in words, as 'nano, 2 x 96 tokens' or '256 x 256 x 64, cache cold', except those in
+    `left_out`.
     """
-    places_by_note = together(((about, text), place) for about, text, place in notes)
+    text_by_name = {}
+    for name, value in params:
+        if name in _PARAMS_WITHOUT_NAME or (name, value) not in left_out:
+            is_path = ":" in str(value)
+            text_by_name[name] = str(value) if is_path else str(value).replace("_", " ")
+    phrases = [text_by_name.pop(name) for name in list(text_by_name) if name in _PARAMS_WITHOUT_NAME]
+    if {"m", "n", "k"} <= text_by_name.keys():
+        phrases.append(" x ".join(text_by_name.pop(name) for name in ("m", "n", "k")))
+    if {"batch", "sequence"} <= text_by_name.keys():
+        phrases.append(f"{text_by_name.pop('batch')} x {text_by_name.pop('sequence')} tokens")
+    for name, value in text_by_name.items():
+        separator = "=" if len(name) == 1 else " "
+        readable_name = name.replace("_", " ")
+        phrases.append(readable_name if value == "yes" else f"{readable_name}{separator}{value}")
+    return ", ".join(phrases)
+
+
+def panel_heading(workload: str, params: Params, device: str, devices: Sequence[DeviceFacts]) -> str:
+    """Returns the workload, parameters and device, as 'gemm product=forward on cpu (AMD EPYC, torch 2.13.0)'."""
+    facts = find_device(devices, device)
+    device_text = f"{device} ({facts.name}, torch {facts.torch})" if facts is not None else device
+    return join_parts(workload, show_params(params), "on", device_text, separator=" ")
+
+
+def merge_notes(notes: Iterable[tuple[str, str, str]], num_settings: int) -> list[str]:
+    """Merges equal notes. Returns a line for each distinct note, with the settings to which it applies. A note is a
+    tuple of its subject, its text and the name of its setting.
+    """
+    settings_by_note = together(((subject, text), setting) for subject, text, setting in notes)
     lines = []
-    for (about, text), places in places_by_note.items():
-        line = f"- {about}{_describe_places(places, num_places)}"
+    for (subject, text), settings in settings_by_note.items():
+        line = f"- {subject}{_describe_settings(settings, num_settings)}"
         lines.append(f"{line}: {text}" if text else line)
     return lines
 
 
-def _describe_places(places: Sequence[str], num_places: int) -> str:
-    if num_places == 1:
+def _describe_settings(settings: Sequence[str], num_settings: int) -> str:
+    if num_settings == 1:
         return ""
-    if len(places) == num_places:
-        return f" in all {num_places} groups"
-    if len(places) <= _MOST_PLACES:
-        return f" at {'; '.join(places)}"
-    return f" in {len(places)} of {num_places} groups"
+    if len(settings) == num_settings:
+        return f" in all {num_settings} groups"
+    if len(settings) <= _MAX_NAMED_SETTINGS:
+        return f" at {'; '.join(settings)}"
+    return f" in {len(settings)} of {num_settings} groups"
 
 
-def value_of(measurement: Measurement | None) -> float | None:
-    """The median of a measurement's samples."""
+def median_value(measurement: Measurement | None) -> float | None:
+    """Returns the median of a measurement's samples, or None without samples."""
     if measurement and measurement.samples:
         return statistics.median(measurement.samples)
     return None
 
 
 def show_value(measurement: Measurement) -> str:
-    return spec_of(measurement.metric).to_text(value_of(measurement), measurement.unit)
+    return spec_of(measurement.metric).to_text(median_value(measurement), measurement.unit)
 
 
 def error_name(measurement: Measurement) -> str:
-    """'gradient error (gemm)': its words and phase; a loss of a single batch is marked."""
-    # With one batch a loss is right by chance now and then.
+    """Returns the metric of an error in words with its phase, as 'gradient error (gemm)'. A loss from a single batch
+    is marked.
+    """
+    # The loss of one batch may be right by chance.
     is_one_draw = measurement.metric == LOSS_ERROR and len(measurement.samples) == 1
-    remark = measurement.phase or ("one draw" if is_one_draw else "")
-    words = measurement.metric.replace("_", " ")
-    if remark:
-        return f"{words} ({remark})"
-    return words
+    detail = measurement.phase or ("one draw" if is_one_draw else "")
+    metric_name = measurement.metric.replace("_", " ")
+    if detail:
+        return f"{metric_name} ({detail})"
+    return metric_name
 
 
-def floor_of(results: Iterable[Result]) -> str:
-    """The range of the A/A floors of some cases; '' if none was measured."""
+def show_floors(results: Iterable[Result]) -> str:
+    """Returns the range of the noise floors (A/A) of these cases, as '+-0.6%', or '' if none was measured."""
     floors = (result.finding.floor for result in results if result.finding and result.finding.floor is not None)
     return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
 
 
-def phases_of(result: Result) -> tuple[tuple[str, float], ...]:
-    """Best-case seconds by phase, with the unattributed rest if it is not given."""
+def phase_seconds(result: Result) -> tuple[tuple[str, float], ...]:
+    """Returns the seconds of each phase of the best case. Time that belongs to no phase is included as a phase."""
     finding = result.finding
     if finding is None or finding.best_seconds is None:
         return ()
-    # Runs of earlier versions stored phases without the rest.
+    # Runs of earlier versions did not store the time that belongs to no phase.
     if any(name == UNATTRIBUTED for name, _ in finding.phases):
         return finding.phases
     unattributed = finding.best_seconds - sum(seconds for _, seconds in finding.phases)

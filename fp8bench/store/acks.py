@@ -1,7 +1,8 @@
-"""Changes that a person has accepted: `<store>/acks.jsonl`, one a line, append-only.
+"""Stores acknowledgements, which are changes that a person has accepted. They are in `<store>/acks.jsonl`, one per
+line. Lines are only appended.
 
-A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. In git, `acks.jsonl
-merge=union` merges two machines' files.
+A line is {"version": 1, "ack": {...}} or {"version": 1, "undo": {"id": ..., "when": ...}}. In git, the setting
+`acks.jsonl merge=union` merges the files of two machines.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ VERSION = 1
 
 @dataclass(frozen=True)
 class Undo:
-    """Withdraws the ack of this id."""
+    """Withdraws the acknowledgement that has this id."""
 
     id: str
     when: str
@@ -27,39 +28,43 @@ class Undo:
 
 @dataclass(frozen=True)
 class Acks:
-    """The valid acks, oldest first. `troubles` name the lines that were left out, with the reason."""
+    """The valid acknowledgements, oldest first. `troubles` lists the lines of the file that were left out, with the
+    reason.
+    """
 
     acks: tuple[Ack, ...] = ()
     troubles: tuple[str, ...] = ()
 
 
-def acks_of(store: Path) -> Path:
+def acks_path(store: Path) -> Path:
     return store / "acks.jsonl"
 
 
 def load_acks(store: Path) -> Acks:
     try:
-        lines, troubles = _log(store).lines()
+        lines, troubles = _open_log(store).lines()
     except StoreError as error:
-        reason = str(error).removeprefix(str(acks_of(store))).rstrip(".")
-        return Acks(troubles=(f"it{reason}, so that nothing counts as acknowledged",))
-    undone = {line.id for line in lines if isinstance(line, Undo)}
-    acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone}
+        reason = str(error).removeprefix(str(acks_path(store))).rstrip(".")
+        return Acks(troubles=(f"it{reason}, so nothing counts as acknowledged",))
+    undone_ids = {line.id for line in lines if isinstance(line, Undo)}
+    acks = {line.id: line for line in reversed(lines) if isinstance(line, Ack) and line.id not in undone_ids}
     return Acks(
         tuple(sorted(acks.values(), key=lambda ack: (ack.when, ack.id))),
-        tuple(f"{trouble}, and acknowledges nothing" for trouble in troubles),
+        tuple(f"{trouble}, and is ignored" for trouble in troubles),
     )
 
 
 def append_acks(store: Path, lines: Sequence[Ack | Undo]) -> None:
-    _log(store).append(lines)
+    _open_log(store).append(lines)
 
 
 def merge_acks(store: Path, theirs: Path) -> int:
-    """Adds the lines of a second store that are missing here; returns their number. Raises StoreError."""
-    return len(_log(store).merge(_log(theirs).lines()[0]))
+    """Adds the acknowledgements of a second store that this store lacks. Returns the number of added lines. Raises
+    StoreError.
+    """
+    return len(_open_log(store).merge(_open_log(theirs).lines()[0]))
 
 
-def _log(store: Path) -> Log[Ack | Undo]:
-    remedy = "Make room, or acknowledge where the store may be written."
-    return Log(acks_of(store), {"undo": Undo, "ack": Ack}, "acknowledgement", VERSION, remedy)
+def _open_log(store: Path) -> Log[Ack | Undo]:
+    remedy = "Make room, or acknowledge in a store that is writable."
+    return Log(acks_path(store), {"undo": Undo, "ack": Ack}, "acknowledgement", VERSION, remedy)

@@ -1,7 +1,7 @@
-"""The runs of a store by commit: what they add to the history, and why other runs add nothing.
+"""Reads the runs of a store by commit, and explains why some runs add nothing to the history.
 
-The samples of a store do not fit into memory, those of one commit do, so commits are read one at a time. The second
-half finds the runs that a word means: an id, a file, a commit, another store.
+Commits are read one at a time, because the samples of a store do not fit into memory, but those of one commit do. The
+second half of the module finds the runs that a word from the user stands for: an id, a file, a commit or a store.
 """
 
 from __future__ import annotations
@@ -18,26 +18,26 @@ from typing import NamedTuple
 from fp8bench.errors import Fp8benchError, RunNotFound, StoreError
 from fp8bench.files import is_no_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
-from fp8bench.store.asv.identity import Identity, from_facts
-from fp8bench.store.points import RunPoints, merge_points, points_of_run
-from fp8bench.store.runs.listing import Listing, each_once, find_run, listing, run_files
-from fp8bench.store.runs.run_file import load_head, load_sheet
+from fp8bench.store.asv.identity import Identity, parse_identity
+from fp8bench.store.points import RunPoints, extract_points, merge_points
+from fp8bench.store.runs.listing import Listing, find_run, listing, remove_copies, run_files
+from fp8bench.store.runs.run_file import load_header, load_run_with_lines
 
 NO_REPOSITORY = "not measured in a git repository"
 DIRTY = "the files differed from their commit"
-NO_COMMIT = "their commit or their start is none"
-NO_MACHINE = "they do not say on which machine they were made"
-NO_CASE = "none of their cases is in a declared grid"
-MISNAMED = "their files are named for another commit; `fp8bench history verify` names them"
-DAMAGED = "lines of them are damaged and were left out; `fp8bench history verify` names them"
+NO_COMMIT = "their commit or start is not valid"
+NO_MACHINE = "they do not name their machine"
+NO_TRACKED_CASE = "none of their cases is in a declared grid"
+NAMED_FOR_OTHER_COMMIT = "their files are named for another commit; `fp8bench history verify` names them"
+DAMAGED = "some of their lines are damaged and were left out; `fp8bench history verify` names them"
 UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
-_HASH = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
-_NAMED_FOR = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
+_COMMIT_HASH_PATTERN = re.compile(r"[0-9a-f]{40}([0-9a-f]{24})?")
+_RUN_FILE_STEM_PATTERN = re.compile(r".*-([0-9a-f]{8}|nocommit)-[^-]*")
 
 
 @dataclass(frozen=True)
 class TrackedRun:
-    """A run and what it adds to the history. One that was read from a file has its header only."""
+    """A run and the points that it adds to the history. If the run was read from a file, it has no records."""
 
     run: Run
     identity: Identity
@@ -49,188 +49,199 @@ class TrackedRun:
 
     @property
     def order(self) -> tuple[float, str]:
-        """Its start in seconds since 1970, by the clock of its machine, then its id."""
-        return moment_of(self.run.started).timestamp(), self.run.id
+        """The key by which runs are sorted: the start in seconds since 1970, by the clock of the run's machine, and
+        the run's id.
+        """
+        return parse_time(self.run.started).timestamp(), self.run.id
 
     @property
     def started_at(self) -> int:
-        """Its start in ms since 1970, as in asv's rows."""
+        """The start in ms since 1970, as in asv's rows."""
         return int(self.order[0] * 1000)
 
 
 class CommitRuns(NamedTuple):
-    """The runs of one commit, oldest first, why other runs of it were left out, and the suites they have cases of."""
+    """The tracked runs of one commit, oldest first. Also has the reasons why other runs were left out, and the suites
+    of all cases of the commit.
+    """
 
     runs: tuple[TrackedRun, ...]
     left: tuple[str, ...]
     suites: frozenset[str] = frozenset()
 
 
-def commit_of(path: Path) -> str:
-    """Returns the first 8 digits of a run file's commit, from its name; 'nocommit' if it has none."""
-    named = _NAMED_FOR.fullmatch(path.stem)
-    if named is not None:
-        return named[1]
-    head = _load_head(path)
-    commit = head.environment.get("commit") if head is not None else None
+def commit_prefix_of(path: Path) -> str:
+    """Returns the first 8 digits of the commit of a run file, from the file's name or header. Returns 'nocommit'
+    without a commit.
+    """
+    name_match = _RUN_FILE_STEM_PATTERN.fullmatch(path.stem)
+    if name_match is not None:
+        return name_match[1]
+    header = _load_header_or_none(path)
+    commit = header.environment.get("commit") if header is not None else None
     return str(commit)[:8] if commit else "nocommit"
 
 
-def files_by_commit(store: Path) -> dict[str, list[Path]]:
-    """Returns one file for each run, oldest first, by commit, in the order of the commits' first runs."""
-    return by_commit(run_files(store))
+def list_files_by_commit(store: Path) -> dict[str, list[Path]]:
+    """Returns the run files of a store by commit, one file for each run, oldest first. Commits are in the order of
+    their first runs.
+    """
+    return group_by_commit(run_files(store))
 
 
-def by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
-    """Like files_by_commit, from run files that are sorted newest first."""
+def group_by_commit(files: Iterable[Path]) -> dict[str, list[Path]]:
+    """Groups run files by commit. The files must be sorted newest first. The groups are in the same order as those of
+    list_files_by_commit.
+    """
     commits: dict[str, list[Path]] = {}
     for path in reversed(list(files)):
-        commits.setdefault(commit_of(path), []).append(path)
+        commits.setdefault(commit_prefix_of(path), []).append(path)
     return commits
 
 
 def read_runs(paths: Sequence[Path]) -> CommitRuns:
     runs = []
-    reasons = []
+    left_out_reasons = []
     suites: set[str] = set()
     for path in paths:
         tracked, reason, names = _read_run(path)
         suites |= names
         if reason:
-            reasons.append(reason)
+            left_out_reasons.append(reason)
         if tracked is not None:
             runs.append(tracked)
-    return CommitRuns(tuple(sorted(runs, key=lambda run: run.order)), tuple(reasons), frozenset(suites))
+    return CommitRuns(tuple(sorted(runs, key=lambda run: run.order)), tuple(left_out_reasons), frozenset(suites))
 
 
 def runs_of_commit(store: Path, commit: str) -> list[TrackedRun]:
-    """Returns what the runs of a commit add to the history, oldest first, without unreadable files."""
-    read = read_runs(files_by_commit(store).get(commit[:8], ()))
-    return [tracked for tracked in read.runs if tracked.commit == commit]
+    """Returns the tracked runs of a commit, oldest first. Unreadable files are left out."""
+    commit_runs = read_runs(list_files_by_commit(store).get(commit[:8], ()))
+    return [tracked for tracked in commit_runs.runs if tracked.commit == commit]
 
 
 def _read_run(path: Path) -> tuple[TrackedRun | None, str, frozenset[str]]:
-    """Returns what a run adds to the history, why that is nothing or not all, and the suites that it has cases of."""
+    """Reads a run file. Returns what the run adds to the history, why it adds nothing or leaves out some of its
+    cases, and the suites of its cases.
+    """
     try:
-        run, sheet = load_sheet(path)
+        run, file_lines = load_run_with_lines(path)
     except (StoreError, OSError):
         return None, UNREADABLE, frozenset()
     tracked, reason = check_run(run, path)
-    if sheet.lost and (tracked is not None or reason == NO_CASE):
+    if file_lines.lost and (tracked is not None or reason == NO_TRACKED_CASE):
         reason = DAMAGED
     return tracked, reason, frozenset(record.case.workload for record in run.records)
 
 
-def _header(tracked: TrackedRun) -> TrackedRun:
-    """Drops the records, so that the runs of a commit need not fit into memory together."""
-    return replace(tracked, run=replace(tracked.run, records=(), plan=Plan(())))
-
-
 def check_run(run: Run, path: Path) -> tuple[TrackedRun | None, str]:
-    """Returns what a run adds to the history, if anything, and why that is nothing or not all."""
+    """Returns what a run adds to the history. Also returns why it adds nothing or leaves out some of its cases."""
     commit = run.environment.get("commit")
     if not isinstance(commit, str):
-        unknown = run.environment.get("commit_unknown")
-        return None, f"git named no commit ({unknown!s:.200})" if unknown else NO_REPOSITORY
+        git_problem = run.environment.get("commit_unknown")
+        return None, f"git named no commit ({git_problem!s:.200})" if git_problem else NO_REPOSITORY
     if run.environment.get("dirty") is not False:
         return None, DIRTY
-    if why_outside_history(run):
+    if explain_outside_history(run):
         return None, NO_COMMIT
-    if commit_of(path) != commit[:8]:
-        return None, MISNAMED
+    if commit_prefix_of(path) != commit[:8]:
+        return None, NAMED_FOR_OTHER_COMMIT
     try:
-        tracked = tracked_run(run)
+        tracked = make_tracked_run(run)
     except Fp8benchError as error:
         return None, str(error).rstrip(".")
     if tracked is None:
         return None, NO_MACHINE
     if not tracked.content.points:
-        return None, tracked.content.why or NO_CASE
-    return _header(tracked), tracked.content.why
+        return None, tracked.content.why or NO_TRACKED_CASE
+    # Drop the records, so that all runs of a commit fit into memory.
+    return replace(tracked, run=replace(run, records=(), plan=Plan(()))), tracked.content.why
 
 
-def why_outside_history(run: Run) -> str:
-    """Returns why a run's figures belong to no commit; '' if they do."""
+def explain_outside_history(run: Run) -> str:
+    """Returns why a run's figures belong to no commit. Returns '' if they belong to one."""
     commit = run.environment.get("commit")
-    if not isinstance(commit, str) or not _HASH.fullmatch(commit):
-        unknown = run.environment.get("commit_unknown")
-        if unknown:
-            return f"git names no commit here ({unknown!s:.200})"
+    if not isinstance(commit, str) or not _COMMIT_HASH_PATTERN.fullmatch(commit):
+        git_problem = run.environment.get("commit_unknown")
+        if git_problem:
+            return f"git names no commit here ({git_problem!s:.200})"
         return "this was not measured in a git repository"
-    dirty = run.environment.get("dirty")
-    if dirty is not False:
-        differ = "differ" if dirty else "may differ (git does not say)"
-        return f"the files {differ} from commit {commit[:8]}, so that these are not its numbers"
+    is_dirty = run.environment.get("dirty")
+    if is_dirty is not False:
+        difference = "differ" if is_dirty else "may differ (git does not report it)"
+        return f"the files {difference} from commit {commit[:8]}, so these are not its numbers"
     try:
-        moment_of(run.started).timestamp()
+        parse_time(run.started).timestamp()
     except (ValueError, OverflowError):
-        return f"its start, {run.started!r:.40}, is no time"
+        return f"its start, {run.started!r:.40}, is not a time"
     return ""
 
 
-def tracked_run(run: Run) -> TrackedRun | None:
-    identity = from_facts(run.environment.facts)
-    return None if identity is None else TrackedRun(run, identity, points_of_run(run))
+def make_tracked_run(run: Run) -> TrackedRun | None:
+    identity = parse_identity(run.environment.facts)
+    return None if identity is None else TrackedRun(run, identity, extract_points(run))
 
 
-def by_place(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
-    """Groups runs by commit, machine and interpreter, whatever path the interpreter was called by."""
-    places: list[list[TrackedRun]] = []
+def group_by_interpreter(tracked: Iterable[TrackedRun]) -> list[tuple[TrackedRun, ...]]:
+    """Groups runs by commit, machine and interpreter, regardless of the path by which the interpreter was called."""
+    groups: list[list[TrackedRun]] = []
     for run in tracked:
-        for members in places:
+        for members in groups:
             if run.commit == members[0].commit and run.identity.home.is_same(members[0].identity.home):
                 members.append(run)
                 break
         else:
-            places.append([run])
-    return [tuple(members) for members in places]
+            groups.append([run])
+    return [tuple(members) for members in groups]
 
 
-def series_of_runs(tracked: Sequence[TrackedRun]) -> list[Series]:
-    """Returns each series once, as the last run defines it."""
+def collect_series(tracked: Sequence[TrackedRun]) -> list[Series]:
+    """Returns each series once, as defined by the last run that has it."""
     by_name: dict[str, Series] = {}
     for run in tracked:
         by_name |= {series.name: series for series in run.content.series}
     return list(by_name.values())
 
 
-def commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
-    """Combines the points of runs of one place, oldest first, by series and cell."""
+def merge_commit_points(tracked: Sequence[TrackedRun]) -> dict[tuple[str, Cell], Point]:
+    """Merges the points of runs by series and cell. The runs are of one machine and interpreter, oldest first."""
     points = chain.from_iterable(run.content.points for run in tracked)
-    return merge_points(list(points), series_of_runs(tracked))
+    return merge_points(list(points), collect_series(tracked))
 
 
-def moment_of(text: str) -> datetime:
-    """Reads a time, which is UTC if it names no zone. Raises ValueError."""
+def parse_time(text: str) -> datetime:
+    """Parses a time. Without a time zone it is UTC. Raises ValueError."""
     moment = datetime.fromisoformat(text)
     return moment if moment.tzinfo is not None else moment.replace(tzinfo=UTC)
 
 
 def find_commit(word: str, folder: Path) -> str | None:
-    """Returns the commit that git finds for a word in a folder's repository; None if it finds none."""
+    """Returns the commit that git finds for a word in a folder's repository, or None."""
     command = ["git", "rev-parse", "--verify", "--quiet", "--end-of-options", f"{word}^{{commit}}"]
     try:
-        done = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
+        result = subprocess.run(command, cwd=folder, capture_output=True, text=True, timeout=60, check=False)
     except (OSError, ValueError, subprocess.TimeoutExpired):
         return None
-    return done.stdout.strip() or None if done.returncode == 0 else None
+    return result.stdout.strip() or None if result.returncode == 0 else None
 
 
-_COMMIT = re.compile(r"[0-9a-f]{4,40}")
+_COMMIT_PREFIX_PATTERN = re.compile(r"[0-9a-f]{4,40}")
 
 
 class ChosenRuns(NamedTuple):
-    """The run files that a word means, one for each run, and sentences on files that do not count."""
+    """The run files that a word of the user stands for. Each run has one file. `notes` are sentences about files that
+    were left out.
+    """
 
     files: Sequence[Path]
     notes: Sequence[str] = ()
 
 
 def find_runs(words: str, store: Path) -> ChosenRuns:
-    """Returns the runs that a word, or several with commas, means: ids, files, stems, 'last', commits, other stores.
+    """Returns the runs for one or several words, separated by commas. A word is an id, a file, the stem of a file's
+    name, 'last', a commit or another store.
 
-    Another store stands for its newest commit. Raises RunNotFound if a word means nothing, StoreError if files with one
-    id differ.
+    A store stands for its newest commit. Raises RunNotFound if a word stands for no run, and StoreError if files with
+    the same id differ.
     """
     files: dict[Path, Path] = {}
     notes: list[str] = []
@@ -238,30 +249,30 @@ def find_runs(words: str, store: Path) -> ChosenRuns:
         chosen = _find_word(word.strip(), store)
         files |= {path.resolve(): path for path in chosen.files}
         notes += chosen.notes
-    distinct = each_once(files.values()).check_refusals()
-    return ChosenRuns(distinct.files, [*notes, *distinct.notes(distinct.copies)])
+    distinct_runs = remove_copies(files.values()).check_refusals()
+    return ChosenRuns(distinct_runs.files, [*notes, *distinct_runs.notes(distinct_runs.copies)])
 
 
 def _find_word(word: str, store: Path) -> ChosenRuns:
     if not word:
-        raise RunNotFound("an empty word means no run. Give an id, a file, a commit, a store, or 'last'.")
-    # 1. A store's folder, a file, or the id of a run.
+        raise RunNotFound("an empty word names no run. Give an id, a file, a commit, a store, or 'last'.")
+    # 1. Try the word as a store's folder, a file, or the id of a run.
     try:
         if Path(word).is_dir():
-            return _newest_of(Path(word))
-        single = word == "last" or is_no_folder(Path(word))
-        runs = Listing(()) if single else listing(store)
+            return _find_newest_runs(Path(word))
+        is_single_run = word == "last" or is_no_folder(Path(word))
+        runs = Listing(()) if is_single_run else listing(store)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({reason}).") from None
-    if single or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.everything):
+    if is_single_run or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.all_files):
         return ChosenRuns([find_run(word, store)])
-    # 2. The digits of a commit that was measured.
-    if _COMMIT.fullmatch(word):
-        chosen = _runs_of_hash(word, runs)
+    # 2. Try the word as the digits of a measured commit.
+    if _COMMIT_PREFIX_PATTERN.fullmatch(word):
+        chosen = _find_runs_of_commit(word, runs)
         if chosen.files:
             return chosen
-    # 3. Any other word of git's for a commit, or the beginning of a run's name.
+    # 3. Try the word as any name that git knows for a commit, or as the beginning of a run's name.
     commit = find_commit(word, Path())
     if commit is None:
         try:
@@ -269,54 +280,61 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
         except RunNotFound as error:
             reason = str(error).rstrip(".")
             raise RunNotFound(f"{reason}, or a commit that was measured, or a store's folder.") from None
-    chosen = _runs_of_hash(commit, runs)
+    chosen = _find_runs_of_commit(commit, runs)
     if not chosen.files:
         raise RunNotFound(
-            f"{word!r:.80} is the commit {commit[:12]}, of which {store} has no run. Measure it, or name another."
+            f"{word!r:.80} is the commit {commit[:12]}, but {store} has no run of it. Measure it, or name another."
         )
     return chosen
 
 
-def _runs_of_hash(commit: str, runs: Listing) -> ChosenRuns:
-    """Returns the runs of a commit, oldest first; a run whose files differed from the commit is not one of them."""
-    named = [path for path in reversed(runs.everything) if commit_of(path).startswith(commit[:8])]
-    heads = {}
-    for path in named:
-        head = _load_head(path) if runs.counts(path) else None
-        if head is not None and str(head.environment.get("commit")).startswith(commit):
-            heads[path] = head
-    commits = sorted({str(head.environment.get("commit")) for head in heads.values()})
-    if len(commits) > 1:
-        raise RunNotFound(f"{commit} begins {len(commits)} commits, {', '.join(commits[:4])}. Give more of one.")
-    clean = [path for path, head in heads.items() if head.environment.get("dirty") is False]
-    if heads and not clean:
+def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
+    """Returns the runs of a commit, oldest first. A run is left out if the working tree had uncommitted changes."""
+    candidate_files = [path for path in reversed(runs.all_files) if commit_prefix_of(path).startswith(commit[:8])]
+    headers = {}
+    for path in candidate_files:
+        header = _load_header_or_none(path) if runs.is_counted(path) else None
+        if header is not None and str(header.environment.get("commit")).startswith(commit):
+            headers[path] = header
+    matching_commits = sorted({str(header.environment.get("commit")) for header in headers.values()})
+    if len(matching_commits) > 1:
         raise RunNotFound(
-            f"all runs of {commit[:12]} were made with files that differed from it, so that they are not its runs. "
-            "Name them by their ids to compare them all the same."
+            f"{len(matching_commits)} commits start with {commit}: "
+            f"{', '.join(matching_commits[:4])}. Give more digits of one."
         )
-    notes = runs.notes(named)
-    if named and not clean and notes:
-        raise StoreError(f"no run of {commit[:12]} is left: {'; '.join(notes)}.")
-    return ChosenRuns(clean, notes)
+    clean_files = [path for path, header in headers.items() if header.environment.get("dirty") is False]
+    if headers and not clean_files:
+        raise RunNotFound(
+            f"all runs of {commit[:12]} had files that differed from it, so they are not its runs. "
+            "Name them by their ids to compare them anyway."
+        )
+    notes = runs.notes(candidate_files)
+    if candidate_files and not clean_files and notes:
+        raise StoreError(f"no run of {commit[:12]} counts: {'; '.join(notes)}.")
+    return ChosenRuns(clean_files, notes)
 
 
-def _load_head(path: Path) -> Run | None:
+def _load_header_or_none(path: Path) -> Run | None:
     try:
-        return load_head(path)
+        return load_header(path)
     except StoreError:
         return None
 
 
-def _newest_of(store: Path) -> ChosenRuns:
-    """Returns the runs of the commit that was measured last in a store, or the newest run if it has no commit."""
+def _find_newest_runs(store: Path) -> ChosenRuns:
+    """Returns the runs of the commit that was measured last in a store. If the newest run has no commit, returns that
+    run.
+    """
     try:
         runs = listing(store)
     except OSError as error:
         raise RunNotFound(f"the store {store} cannot be read ({error.strerror}).") from None
     if runs.newest is None:
         is_store = (store / "runs").is_dir()
-        raise RunNotFound(f"{store} {'has no runs yet' if is_store else 'is no store: it has no runs'}.")
-    newest = runs.that_counts(runs.newest)
-    head = _load_head(newest)
-    commit = head.environment.get("commit") if head is not None and head.environment.get("dirty") is False else None
-    return _runs_of_hash(str(commit), runs) if commit is not None else ChosenRuns([newest])
+        raise RunNotFound(f"{store} {'has no runs yet' if is_store else 'is not a store: it has no runs'}.")
+    newest_file = runs.find_counted_file(runs.newest)
+    header = _load_header_or_none(newest_file)
+    commit = (
+        header.environment.get("commit") if header is not None and header.environment.get("dirty") is False else None
+    )
+    return _find_runs_of_commit(str(commit), runs) if commit is not None else ChosenRuns([newest_file])

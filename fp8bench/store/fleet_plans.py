@@ -1,4 +1,6 @@
-"""The plan of a fleet as a file, and how far a store has measured its cells."""
+"""Reads and writes the plan of a fleet, which measures one request on many machines. Also finds out which cells of
+the plan a store has measured.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,25 @@ from pathlib import Path
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import LOCK as LOCK_FILE
-from fp8bench.files import Damaged, is_locked, open_file, read_file, seal, unseal, write_whole
+from fp8bench.files import Damaged, is_locked, open_file, parse_json, read_file, seal, unseal, write_whole
 from fp8bench.model import Run, Status
 from fp8bench.model.codec import Malformed, decode, encode
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
 from fp8bench.store.kept_lines import Log
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_head, load_sheet, missing_groups
+from fp8bench.store.runs.run_file import find_incomplete_groups, load_header, load_run_with_lines
 
 _SCHEMA = 1
-_ID = re.compile(r"[A-Za-z0-9]+")
-# A damaged cell is measured again, which repairs it.
-_OPEN = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
-# Finds the cell of a run whose header is not valid JSON.
-_SAYS_CELL = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
+_PLAN_ID_PATTERN = re.compile(r"[A-Za-z0-9]+")
+# The states of cells that still have to be measured. Damaged cells are included, because measuring them again repairs
+# them.
+_UNFINISHED_CELL_STATES = (CellStatus.WAITING, CellStatus.BEGUN, CellStatus.DAMAGED)
+# Finds the name of a run's cell even if the header is not valid JSON.
+_CELL_NAME_PATTERN = re.compile(rb'"cell": ?"([A-Za-z0-9]+/\d+)"')
 _HEADER_BYTES = 1 << 20
-# The output of a cell's process; this many bytes of its end are searched for the reason of a failure.
-OUTPUT = "output.txt"
-_TAIL = 4000
+# The file with the output of a cell's process. Its last bytes are searched for the reason of a failure.
+OUTPUT_FILE = "output.txt"
+_OUTPUT_TAIL_BYTES = 4000
 
 
 def write_plan(plan: FleetPlan, path: Path) -> None:
@@ -39,15 +42,15 @@ def write_plan(plan: FleetPlan, path: Path) -> None:
 
 
 def read_plan(path: Path) -> FleetPlan:
-    """Reads a plan. Raises UsageError if the file is not one."""
+    """Reads a plan. Raises UsageError if the file is not a plan."""
     try:
-        content = json.loads(read_file(path))
+        content = parse_json(read_file(path))
     except OSError as error:
         raise UsageError(f"the plan {path} cannot be read ({error.strerror}).") from None
-    except (ValueError, RecursionError) as error:
-        raise _no_plan(path, f"it is not JSON ({error})") from None
+    except ValueError as error:
+        raise _invalid_plan_error(path, f"it is not JSON ({error})") from None
     if not isinstance(content, dict) or not {"schema", "fleet"} <= content.keys():
-        raise _no_plan(path, "it has no fields 'schema' and 'fleet'")
+        raise _invalid_plan_error(path, "it has no fields 'schema' and 'fleet'")
     if content["schema"] != _SCHEMA:
         raise UsageError(
             f"{path} is a plan of schema {content['schema']!r:.40}; this fp8bench reads {_SCHEMA}. Write it again with "
@@ -56,202 +59,208 @@ def read_plan(path: Path) -> FleetPlan:
     try:
         plan = decode(FleetPlan, unseal(content)["fleet"])
     except Damaged as error:
-        raise _no_plan(path, f"{error}; a plan that was changed on purpose has no line 'sum'") from None
+        raise _invalid_plan_error(path, f"{error}; delete the line 'sum' if you changed the plan on purpose") from None
     except Malformed as error:
-        raise _no_plan(path, str(error)) from None
-    wrong = _what_is_wrong(plan)
-    if wrong:
-        raise _no_plan(path, wrong)
+        raise _invalid_plan_error(path, str(error)) from None
+    fault = _find_plan_fault(plan)
+    if fault:
+        raise _invalid_plan_error(path, fault)
     return plan
 
 
-def _no_plan(path: Path, reason: str) -> UsageError:
+def _invalid_plan_error(path: Path, reason: str) -> UsageError:
     reason = reason.removesuffix(".")
-    return UsageError(f"{path} is no plan of a fleet: {reason}. `suite NAME --dry-run --write-plan FILE` writes one.")
+    return UsageError(
+        f"{path} is not a plan of a fleet: {reason}. `suite NAME --dry-run --write-plan FILE` writes one."
+    )
 
 
-def _what_is_wrong(plan: FleetPlan) -> str:
-    """Returns what is wrong with a plan that somebody may have edited; '' if nothing is."""
-    if not _ID.fullmatch(plan.id):
-        return f"its id {plan.id!r:.40} is not of letters and digits"
+def _find_plan_fault(plan: FleetPlan) -> str:
+    """Returns what is wrong with a plan, because a person may have edited it. Returns '' if the plan is valid."""
+    if not _PLAN_ID_PATTERN.fullmatch(plan.id):
+        return f"its id {plan.id!r:.40} has characters other than letters and digits"
     try:
-        aware = datetime.fromisoformat(plan.created).tzinfo is not None
+        has_time_zone = datetime.fromisoformat(plan.created).tzinfo is not None
     except ValueError:
-        aware = False
-    if not aware:
-        return f"it was created at {plan.created!r:.40}, which is no moment with a time zone"
-    few = next((cell.gpus for cell in plan.cells if cell.gpus < 0), 0)
-    if few:
-        return f"a cell needs {few} GPUs, expected 0 or more"
+        has_time_zone = False
+    if not has_time_zone:
+        return f"it was created at {plan.created!r:.40}, which is not a time with a time zone"
+    invalid_gpus = next((cell.gpus for cell in plan.cells if cell.gpus < 0), 0)
+    if invalid_gpus:
+        return f"a cell needs {invalid_gpus} GPUs, expected 0 or more"
     counts = Counter(name for cell in plan.cells for name in {cell.setting, *cell.cases})
-    twice = next((name for name, count in counts.items() if count > 1), "")
-    if twice:
-        return f"it names {twice:.200} twice, which would be measured twice and counted once"
+    duplicate_name = next((name for name, count in counts.items() if count > 1), "")
+    if duplicate_name:
+        return f"it names {duplicate_name:.200} twice, so it would be measured twice and counted once"
     return "" if plan.cells else "it has no cells"
 
 
 def check_cell(plan: FleetPlan, number: int) -> None:
-    """Raises UsageError where the plan has no such cell."""
+    """Raises UsageError if the plan does not have this cell."""
     if not 0 <= number < len(plan.cells):
-        raise UsageError(f"cell {number} is not one of 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
+        raise UsageError(f"cell {number} is not among the cells 0 to {len(plan.cells) - 1} of the plan {plan.id}.")
 
 
-def folder_of(plan: FleetPlan, number: int, store: Path) -> Path:
-    """Returns the folder of a cell's lock and of its worker's output."""
+def cell_folder(plan: FleetPlan, number: int, store: Path) -> Path:
+    """Returns the folder of a cell. It has the lock of the cell, and the output of the cell's worker."""
     return store / "cells" / plan.name_of(number).replace("/", "-")
 
 
-def runs_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
-    """Yields the headers of the runs of the plan's cells, newest first, with the cell's number."""
-    return ((number, head) for number, head in _files_of(plan, store) if isinstance(head, Run))
+def iterate_plan_runs(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run]]:
+    """Yields the runs of a plan, newest first. Each has the number of its cell and its header."""
+    return ((number, head) for number, head in _iterate_plan_files(plan, store) if isinstance(head, Run))
 
 
-def _files_of(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
-    """Like runs_of, and for each file whose run was of a cell and cannot be read, the reason."""
+def _iterate_plan_files(plan: FleetPlan, store: Path) -> Iterator[tuple[int, Run | str]]:
+    """Yields the same as iterate_plan_runs. For a run that cannot be read, it yields the reason in place of the
+    header.
+    """
     for path in run_files(store):
         head: Run | str
         try:
-            head = load_head(path)
+            head = load_header(path)
             if not head.started:
                 raise StoreError(f"{path}: {head.troubles[0]}")
-            number = number_of(plan, head.cell)
+            number = find_cell_number(plan, head.cell)
         except (StoreError, RunNotFound) as error:
-            head, number = str(error), number_of(plan, _cell_in_header(path))
+            head, number = str(error), find_cell_number(plan, _search_cell_name(path))
         if number is not None:
             yield number, head
 
 
-def _cell_in_header(path: Path) -> str:
+def _search_cell_name(path: Path) -> str:
     try:
         with open_file(path) as file:
-            match = _SAYS_CELL.search(file.readline(_HEADER_BYTES))
+            match = _CELL_NAME_PATTERN.search(file.readline(_HEADER_BYTES))
     except OSError:
         return ""
     return match[1].decode() if match else ""
 
 
-def number_of(plan: FleetPlan, cell: str) -> int | None:
-    """Returns the number of a cell by its name; None if this plan does not have it."""
+def find_cell_number(plan: FleetPlan, cell: str) -> int | None:
+    """Returns the number of the cell with this name, or None if the plan does not have it."""
     name, _, number = cell.rpartition("/")
-    is_here = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
-    return int(number) if is_here else None
+    is_in_plan = name == plan.id and number.isdecimal() and int(number) < len(plan.cells)
+    return int(number) if is_in_plan else None
 
 
-def keep_plan(plan: FleetPlan, store: Path) -> None:
-    """Writes a plan into the store of its runs. Raises OSError, and StoreError if a different plan has its id."""
+def store_plan(plan: FleetPlan, store: Path) -> None:
+    """Writes a plan into the store of its runs. Raises OSError, or StoreError if a different plan has the same id."""
     path = store / "plans" / f"{plan.id}.json"
     if not path.exists():
         write_plan(plan, path)
     elif read_plan(path) != plan:
-        raise StoreError(f"{path} is another plan of the same id. Move one of them away.")
+        raise StoreError(f"{path} is a different plan with the same id. Move one of them away.")
 
 
-def plans_of(store: Path) -> tuple[FleetPlan, ...]:
-    """Returns the plans of a store, oldest first. Raises UsageError for a broken one."""
+def load_plans(store: Path) -> tuple[FleetPlan, ...]:
+    """Returns the plans of a store, oldest first. Raises UsageError for a broken plan."""
     plans = (read_plan(path) for path in sorted((store / "plans").glob("*.json")))
     return tuple(sorted(plans, key=lambda plan: plan.created))
 
 
-def is_whole(run: Run) -> bool:
-    return run.finished and not missing_groups(run)
+def is_run_complete(run: Run) -> bool:
+    return run.finished and not find_incomplete_groups(run)
 
 
 def add_attempt(plan: FleetPlan, number: int, store: Path, attempt: Attempt) -> None:
-    _attempts(folder_of(plan, number, store)).append([attempt])
+    _attempt_log(cell_folder(plan, number, store)).append([attempt])
 
 
 def should_run(state: CellState, retry: bool) -> bool:
-    return state.status in _OPEN or (retry and state.status is CellStatus.FAILED)
+    return state.status in _UNFINISHED_CELL_STATES or (retry and state.status is CellStatus.FAILED)
 
 
-def states_of(plan: FleetPlan, store: Path, but: Collection[int] = ()) -> tuple[CellState, ...]:
-    """Returns the state of every cell, as the store has it now, except for those in `but`."""
+def compute_cell_states(plan: FleetPlan, store: Path, except_cells: Collection[int] = ()) -> tuple[CellState, ...]:
+    """Returns the current state of every cell in the store, except those in `except_cells`."""
     runs: dict[int, list[Run | str]] = {}
-    for number, head in _files_of(plan, store):
+    for number, head in _iterate_plan_files(plan, store):
         runs.setdefault(number, []).append(head)
-    numbers = (number for number in range(len(plan.cells)) if number not in but)
-    return tuple(_state(plan, number, store, runs.get(number, [])) for number in numbers)
+    numbers = (number for number in range(len(plan.cells)) if number not in except_cells)
+    return tuple(_compute_cell_state(plan, number, store, runs.get(number, [])) for number in numbers)
 
 
-def _state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) -> CellState:
-    # 1. The newest run of the cell, a complete one if there is any.
-    folder = folder_of(plan, number, store)
-    loaded, damage = _load_runs(heads)
-    complete = next((run for run in loaded if is_whole(run)), None)
-    newest = complete or (loaded[0] if loaded else None)
-    attempts, damage_of_folder = _attempts_of(folder)
+def _compute_cell_state(plan: FleetPlan, number: int, store: Path, heads: list[Run | str]) -> CellState:
+    # 1. Find the newest run of the cell, or its newest complete run if it has one.
+    folder = cell_folder(plan, number, store)
+    loaded_runs, damage = _load_runs(heads)
+    complete_run = next((run for run in loaded_runs if is_run_complete(run)), None)
+    newest_run = complete_run or (loaded_runs[0] if loaded_runs else None)
+    attempts, damage_of_folder = _load_attempts(folder)
     state = CellState(
         number,
         plan.cells[number],
-        CellStatus.BEGUN if newest is not None else CellStatus.WAITING,
-        newest.id if newest else "",
-        str(newest.environment.get("machine") or "") if newest else "",
+        CellStatus.BEGUN if newest_run is not None else CellStatus.WAITING,
+        newest_run.id if newest_run else "",
+        str(newest_run.environment.get("machine") or "") if newest_run else "",
         "",
         attempts,
-        tuple(Counter(record.status.value for record in newest.records).items()) if newest else (),
+        tuple(Counter(record.status.value for record in newest_run.records).items()) if newest_run else (),
         (*damage, *damage_of_folder),
     )
-    if complete is not None:
-        failed = [record.case.mode for record in complete.records if record.status is Status.FAILED]
-        return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed)}" if failed else "")
-    # 2. Without a complete run, the lock, damage and the last attempt decide.
+    if complete_run is not None:
+        failed_modes = [record.case.mode for record in complete_run.records if record.status is Status.FAILED]
+        return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")
+    # 2. Without a complete run, the state follows from the lock, from damaged files and from the last attempt.
     with contextlib.suppress(OSError):
         if is_locked(folder / LOCK_FILE):
             return replace(state, status=CellStatus.RUNNING)
     if state.damage:
         return replace(state, status=CellStatus.DAMAGED)
     if attempts and attempts[-1].code:
-        code = attempts[-1].code
-        how = f"was ended by signal {-code}" if code < 0 else f"exited with status {code}"
-        reason = _last_words(folder) or how
+        exit_code = attempts[-1].code
+        exit_text = f"was ended by signal {-exit_code}" if exit_code < 0 else f"exited with status {exit_code}"
+        reason = _read_last_message(folder) or exit_text
         return replace(state, status=CellStatus.FAILED, why=reason)
     return state
 
 
 def _load_runs(heads: Iterable[Run | str]) -> tuple[list[Run], list[str]]:
-    """Returns runs, newest first, and what is damaged in their files; a line cut short by a kill does not count."""
-    loaded = []
+    """Returns runs, newest first, and descriptions of damage in their files. Half a line that a killed process left
+    does not count as damage.
+    """
+    loaded_runs = []
     damage = []
     for head in heads:
         if isinstance(head, str):
             damage.append(head)
             continue
         try:
-            run, sheet = load_sheet(Path(head.path))
+            run, file_lines = load_run_with_lines(Path(head.path))
         except (StoreError, RunNotFound) as error:
             damage.append(str(error))
             continue
-        loaded.append(run)
-        if sheet.lost or sheet.troubles:
+        loaded_runs.append(run)
+        if file_lines.lost or file_lines.troubles:
             damage += [f"{head.path}: {trouble}" for trouble in run.troubles]
-    return loaded, damage
+    return loaded_runs, damage
 
 
-def _attempts_of(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
-    """Returns the attempts at a cell, and what is damaged in its folder."""
-    log = _attempts(folder)
+def _load_attempts(folder: Path) -> tuple[tuple[Attempt, ...], list[str]]:
+    """Returns the attempts to measure a cell, and descriptions of damage in its folder."""
+    log = _attempt_log(folder)
     if folder.exists() and not folder.is_dir():
-        return (), [f"{folder} is no folder"]
-    wrong = [f"{path} is no file" for name in (OUTPUT, LOCK_FILE) if (path := folder / name).is_dir()]
+        return (), [f"{folder} is not a folder"]
+    faults = [f"{path} is not a file" for name in (OUTPUT_FILE, LOCK_FILE) if (path := folder / name).is_dir()]
     try:
         attempts, troubles = log.lines()
     except StoreError as error:
-        return (), [*wrong, str(error).rstrip(".")]
-    return tuple(attempts), [*wrong, *(f"{log.path}: {trouble}" for trouble in troubles)]
+        return (), [*faults, str(error).rstrip(".")]
+    return tuple(attempts), [*faults, *(f"{log.path}: {trouble}" for trouble in troubles)]
 
 
-def _attempts(folder: Path) -> Log[Attempt]:
+def _attempt_log(folder: Path) -> Log[Attempt]:
     return Log(folder / "attempts.jsonl", {"": Attempt}, "attempt")
 
 
-def _last_words(folder: Path) -> str:
-    """Returns the last message of fp8bench in what the process printed, else its last line."""
+def _read_last_message(folder: Path) -> str:
+    """Returns the last message of fp8bench in the output of a cell's process, or the last line of the output."""
     try:
-        with open_file(folder / OUTPUT, most=None) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            text = file.read(_TAIL).decode("utf-8", errors="replace")
+        with open_file(folder / OUTPUT_FILE, most=None) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _OUTPUT_TAIL_BYTES))
+            text = file.read(_OUTPUT_TAIL_BYTES).decode("utf-8", errors="replace")
     except OSError:
         return ""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
-    ours = [line for line in lines if line.startswith("fp8bench: ")]
-    return (ours or lines or [""])[-1].removeprefix("fp8bench: ")[:200]
+    own_messages = [line for line in lines if line.startswith("fp8bench: ")]
+    return (own_messages or lines or [""])[-1].removeprefix("fp8bench: ")[:200]

@@ -1,7 +1,7 @@
-"""Reads files of JSON lines, without their broken lines.
+"""Reads files of JSON lines and leaves out broken lines.
 
-A `Log` is a file whose lines are independent of each other. All other files begin with a header that has a schema
-version, and their lines are numbered (`FileLines`).
+The lines of a `Log` are independent of each other. All other files (`FileLines`) have numbered lines, and begin with
+a header that has a schema version.
 """
 
 from __future__ import annotations
@@ -18,13 +18,13 @@ from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 
 T = TypeVar("T")
 Content = dict[str, Any]
-# Errors that foreign content may cause when it is decoded; Malformed is a ValueError.
-_BROKEN = (ValueError, KeyError, TypeError, RecursionError)
-# The most characters shown of an error, and of a broken line.
-_LETTERS, _BEGINNING = 120, 20
+# Errors that content from other programs may cause when it is decoded. Malformed is a ValueError.
+_DECODING_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
+# At most this many characters of an error, and of a broken line, are shown.
+_MAX_ERROR_CHARACTERS, _LINE_START_CHARACTERS = 120, 20
 _SCHEMA = re.compile(r'{"schema": ?(\d+)\b')
-# The files with checksums that a store has next to its runs; acknowledgements are checked by `load_acks`.
-BESIDE_RUNS = (
+# The files with checksums that a store has besides its runs and acknowledgements, which `load_acks` checks.
+SEALED_FILE_PATTERNS = (
     "advice.jsonl",
     "ceilings/*.json",
     "ceilings/history.jsonl",
@@ -38,28 +38,28 @@ BESIDE_RUNS = (
 
 
 class UnknownKind(ValueError):
-    """A well-formed line of a kind that this version does not know."""
+    """A valid line of a kind that this version does not know."""
 
 
-def fitting(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
-    """Returns the files with this name, or else those with a name that begins with the word."""
-    exact = [path for path, file_names in names.items() if word in file_names]
-    if exact or not word:
-        return exact
-    return [path for path, file_names in names.items() if _begins_one(word, file_names)]
+def find_files_by_name(word: str, names: Mapping[Path, Sequence[str]]) -> list[Path]:
+    """Returns the files with this name. If there are none, returns the files whose name starts with the word."""
+    exact_matches = [path for path, file_names in names.items() if word in file_names]
+    if exact_matches or not word:
+        return exact_matches
+    return [path for path, file_names in names.items() if _has_prefix(word, file_names)]
 
 
-def _begins_one(word: str, names: Sequence[str]) -> bool:
+def _has_prefix(word: str, names: Sequence[str]) -> bool:
     return any(name.startswith(word) for name in names)
 
 
 @dataclass(frozen=True)
 class Log(Generic[T]):
-    """A file of values, one a line, which is only ever added to: `{"version": 1, WORD: value}`, where `kinds` has the
-    WORDs.
+    """An append-only file with one value per line.
 
-    The order of the lines means nothing, so that the files of two machines are merged line by line. A line that cannot
-    be read counts for nothing. A kind under '' is the whole line, and has no version.
+    A line is `{"version": 1, KIND: value}`, where `kinds` maps KIND to a type. With the kind '', a line is the value
+    itself, without a version. The order of lines has no meaning, so files of two machines can be merged line by line.
+    Lines that cannot be read are ignored.
     """
 
     path: Path
@@ -68,26 +68,27 @@ class Log(Generic[T]):
     version: int | None = None
     remedy: str = "Make room, or choose another --store DIR."
 
-    def read(self, content: Content) -> T:
-        """Returns the value in a line's content; raises Malformed."""
+    def decode_value(self, content: Content) -> T:
+        """Returns the value in the content of a line. Raises Malformed."""
         if content.get("version") != self.version:
-            raise Malformed(f"is of version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
-        word = next((word for word in self.kinds if not word or word in content), None)
-        if word is None:
-            raise Malformed(f"is no {self.called}")
+            raise Malformed(f"has version {content.get('version')!r:.20} (this fp8bench reads {self.version})")
+        kind = next((kind for kind in self.kinds if not kind or kind in content), None)
+        if kind is None:
+            raise Malformed(f"is not a valid {self.called}")
         try:
-            return decode(self.kinds[word], content[word] if word else content)
+            return decode(self.kinds[kind], content[kind] if kind else content)
         except Malformed as error:
-            raise Malformed(f"is no {self.called} ({error})") from None
+            raise Malformed(f"is not a valid {self.called} ({error})") from None
 
-    def content_of(self, value: T) -> Content:
+    def encode_value(self, value: T) -> Content:
         key = next(key for key, kind in self.kinds.items() if isinstance(value, kind))
         return {"version": self.version, key: encode(value)} if key else encode(value)
 
     def lines(self) -> tuple[list[T], list[str]]:
-        """Returns the values, and for each line that has none the reason; nothing without a file. Raises
-        StoreError."""
-        sound = []
+        """Returns the values in the file, and the reasons why lines were left out. If the file is missing, both lists
+        are empty. Raises StoreError.
+        """
+        values = []
         troubles = []
         try:
             content = read_file(self.path)
@@ -98,27 +99,27 @@ class Log(Generic[T]):
         for number, line in enumerate(content.split(b"\n"), 1):
             try:
                 if line.strip():
-                    sound.append(self.read(unsealed_line(line)[0]))
+                    values.append(self.decode_value(unsealed_line(line)[0]))
             except Damaged as error:
-                troubles.append(f"line {number} is not as it was written: {error}")
+                troubles.append(f"line {number} was changed after it was written: {error}")
             except Malformed as error:
                 troubles.append(f"line {number} {error}")
-            except _BROKEN:
+            except _DECODING_ERRORS:
                 troubles.append(f"line {number} is not JSON")
-        return sound, troubles
+        return values, troubles
 
     def append(self, values: Iterable[T]) -> None:
-        """Writes values through to the disk, behind what is there. Raises StoreError."""
+        """Appends values and writes them through to the disk. Raises StoreError."""
         with keeping(self.path, self.remedy):
-            append_lines(self.path, [sealed_line(self.content_of(value)) for value in values])
+            append_lines(self.path, [sealed_line(self.encode_value(value)) for value in values])
 
     def merge(self, theirs: Iterable[T]) -> list[T]:
-        """Adds the values of a second log that are missing here, and returns them. Raises StoreError."""
-        present = set(self.lines()[0])
-        new = [value for value in dict.fromkeys(theirs) if value not in present]
-        if new:
-            self.append(new)
-        return new
+        """Appends the values that a second log has and this log lacks, and returns them. Raises StoreError."""
+        existing = set(self.lines()[0])
+        new_values = [value for value in dict.fromkeys(theirs) if value not in existing]
+        if new_values:
+            self.append(new_values)
+        return new_values
 
 
 class Broken(NamedTuple):
@@ -131,11 +132,10 @@ class Broken(NamedTuple):
 
 @dataclass(frozen=True)
 class FileLines:
-    """The lines of a file by their numbers, in the order in which they were written, and those that are broken.
-
-    `troubles` are sentences on what no line shows by itself: lines that are gone, stand twice or elsewhere. `lost` is
-    True where something that was written is not there; a line that a kill cut short does not count. `sealed` is False
-    where no line has a number and a checksum, as in files of older versions and in logs.
+    """The numbered lines of a file, in the order in which they were written, and its broken lines. `troubles` are
+    sentences about missing, duplicate or misplaced lines. `lost` is True if a written line is missing. A line that
+    was only half written when the process was killed does not count. `sealed` is True if some line has a number and a
+    checksum. Lines of logs, and of files of older versions, have neither.
     """
 
     lines: tuple[tuple[int, Content], ...]
@@ -147,7 +147,9 @@ class FileLines:
 
 
 class _SealedLine(NamedTuple):
-    """A line with a checksum: `rank` is its number when it was written, `number` that in the file."""
+    """A line with a checksum. `rank` is the number that it got when it was written, `number` its present number in
+    the file.
+    """
 
     rank: int
     number: int
@@ -155,76 +157,90 @@ class _SealedLine(NamedTuple):
     sum: str
 
 
-def lines_of(path: Path, called: str) -> FileLines:
-    """Reads a file. Raises RunNotFound."""
+def read_file_lines(path: Path, called: str) -> FileLines:
+    """Reads the lines of a file. Raises RunNotFound."""
     try:
-        return sheet_of(read_file(path))
+        return parse_file_lines(read_file(path))
     except OSError as error:
         raise RunNotFound(f"{called} {path} cannot be read ({error.strerror}).") from None
 
 
-def sheet_of(content: bytes) -> FileLines:
-    # 1. Sort the lines into sealed ones, those of older versions, and broken ones.
+def parse_file_lines(content: bytes) -> FileLines:
+    # 1. Separate lines with checksums, lines of older versions, and broken lines.
     broken = []
-    free = []
-    sealed = []
+    lines_without_checksum = []
+    sealed_lines = []
     for number, line in enumerate(content.removeprefix(b"\xef\xbb\xbf").split(b"\n"), 1):
         if not line or line.isspace():
             continue
         try:
-            plain, checksum = unsealed_line(line)
-            if (rank := plain.pop("line", 0)) and checksum:
-                sealed.append(_SealedLine(rank, number, plain, checksum))
-            elif sealed:  # versions that write no checksums do not resume a file that has them
-                raise Damaged("it has no checksum, as those before it have")
+            content_of_line, checksum = unsealed_line(line)
+            if (rank := content_of_line.pop("line", 0)) and checksum:
+                sealed_lines.append(_SealedLine(rank, number, content_of_line, checksum))
+            elif sealed_lines:  # old versions, which write no checksums, never append to such a file
+                raise Damaged("it has no checksum, unlike the lines before it")
             else:
-                free.append((number, plain))
+                lines_without_checksum.append((number, content_of_line))
         except (ValueError, RecursionError) as error:
-            broken.append(Broken(number, line[:_BEGINNING].decode(errors="replace"), str(error)[:_LETTERS]))
-    # 2. Check by the numbers and digests that nothing is missing.
-    in_order, troubles = _in_order(sealed)
-    troubles += _missing_lines(in_order, broken)
-    lost = bool(in_order) and in_order[-1].rank > len(in_order)
-    digests_fit = [_digest_fits(in_order, line) for line in in_order]
-    if not (lost or troubles or all(digests_fit)):
-        troubles, lost = ["its end was written behind other lines than these"], True
-    lines = (*free, *((line.number, line.content) for line in in_order))
-    return FileLines(lines, tuple(broken), tuple(troubles), lost, bool(sealed), tuple(line.sum for line in in_order))
+            broken.append(
+                Broken(
+                    number, line[:_LINE_START_CHARACTERS].decode(errors="replace"), str(error)[:_MAX_ERROR_CHARACTERS]
+                )
+            )
+    # 2. Check by the numbers and digests of lines that no line is missing.
+    sorted_lines, troubles = _sort_by_rank(sealed_lines)
+    troubles += _describe_missing_lines(sorted_lines, broken)
+    is_incomplete = bool(sorted_lines) and sorted_lines[-1].rank > len(sorted_lines)
+    digests_correct = [_is_digest_correct(sorted_lines, line) for line in sorted_lines]
+    if not (is_incomplete or troubles or all(digests_correct)):
+        troubles, is_incomplete = ["its last line was written after different lines than these"], True
+    lines = (*lines_without_checksum, *((line.number, line.content) for line in sorted_lines))
+    return FileLines(
+        lines,
+        tuple(broken),
+        tuple(troubles),
+        is_incomplete,
+        bool(sealed_lines),
+        tuple(line.sum for line in sorted_lines),
+    )
 
 
-def _in_order(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
-    """Returns each line once, in the order of writing, and a sentence on each that stood elsewhere."""
+def _sort_by_rank(lines: Sequence[_SealedLine]) -> tuple[list[_SealedLine], list[str]]:
+    """Returns each line once in the order of writing, and a sentence for each duplicate or misplaced line."""
     by_rank: dict[int, _SealedLine] = {}
     troubles = []
-    last = 0
+    highest_rank = 0
     for line in lines:
-        first = by_rank.setdefault(line.rank, line)
-        if first is not line:
-            troubles.append(f"line {line.number} was written as line {first.number} was, and was left out")
-        elif line.rank < last:
-            troubles.append(f"line {line.number} stands behind lines that were written after it")
-        last = max(last, line.rank)
+        first_line = by_rank.setdefault(line.rank, line)
+        if first_line is not line:
+            troubles.append(f"line {line.number} is a duplicate of line {first_line.number} and was left out")
+        elif line.rank < highest_rank:
+            troubles.append(f"line {line.number} is behind lines that were written after it")
+        highest_rank = max(highest_rank, line.rank)
     return sorted(by_rank.values()), troubles
 
 
-def _missing_lines(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
-    """Yields a sentence for each place where lines are missing altogether."""
+def _describe_missing_lines(lines: Sequence[_SealedLine], broken: Sequence[Broken]) -> Iterator[str]:
+    """Yields a sentence for each place where lines are missing."""
     rank = number = 0
     for line in lines:
-        missing = line.rank - rank - 1 - sum(number < bad.number < line.number for bad in broken)
-        if missing > 0:
-            yield f"before line {line.number} {missing} {'line is' if missing == 1 else 'lines are'} gone"
+        missing_count = line.rank - rank - 1 - sum(number < bad.number < line.number for bad in broken)
+        if missing_count > 0:
+            lines_are = "line is" if missing_count == 1 else "lines are"
+            yield f"before line {line.number} {missing_count} {lines_are} missing"
         rank, number = line.rank, line.number
 
 
-def _digest_fits(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
-    """Whether the digest in an end line is that of the lines before it; True where it has none. It is removed."""
+def _is_digest_correct(lines: Sequence[_SealedLine], end: _SealedLine) -> bool:
+    """Returns whether the digest in an end line fits the lines before it. An end line without a digest is correct.
+    Removes the digest from the line.
+    """
     digest = end.content.pop("digest", None) if "end" in end.content else None
     return digest is None or digest == digest_of(line.sum for line in lines if line.rank < end.rank)
 
 
 def check_schema(content: Content, path: Path) -> None:
-    """Raises StoreError if a newer version wrote the file, Malformed if its header names no version."""
+    """Raises StoreError if a newer version wrote the file, and Malformed if its header names no version."""
     schema = content.get("schema")
     if type(schema) is not int:
         raise Malformed("it has no schema version")
@@ -234,40 +250,48 @@ def check_schema(content: Content, path: Path) -> None:
         )
 
 
-def refuse_newer(sheet: FileLines, path: Path) -> None:
-    """Raises StoreError if a broken line names a newer version, whose checksums may be computed differently."""
-    for broken in sheet.broken:
+def refuse_newer(file_lines: FileLines, path: Path) -> None:
+    """Raises StoreError if a broken line names a newer version, because the newer version may compute checksums
+    differently.
+    """
+    for broken in file_lines.broken:
         if (version := _SCHEMA.match(broken.begins)) is not None:
             check_schema({"schema": int(version[1])}, path)
 
 
-def read_header(sheet: FileLines, path: Path, key: str, make: Callable[[Any], T]) -> T:
-    """Returns what `make` makes of the header's content under `key`. Raises StoreError without a header."""
-    refuse_newer(sheet, path)
+def read_header(file_lines: FileLines, path: Path, key: str, make: Callable[[Any], T]) -> T:
+    """Returns the result of `make` for the content under `key` in the header of the file. Raises StoreError if the
+    header is missing.
+    """
+    refuse_newer(file_lines, path)
     try:
-        number, content = sheet.lines[0] if sheet.lines else (0, {})
+        number, content = file_lines.lines[0] if file_lines.lines else (0, {})
         if number != 1:
-            raise Damaged(next((broken.why for broken in sheet.broken if broken.number == 1), "it is empty"))
+            raise Damaged(next((broken.why for broken in file_lines.broken if broken.number == 1), "it is empty"))
         check_schema(content, path)
         return make(content[key])
-    except _BROKEN as error:
-        raise StoreError(f"{path} is not a {key}: its first line is not a header ({str(error)[:_LETTERS]}).") from None
+    except _DECODING_ERRORS as error:
+        raise StoreError(
+            f"{path} is not a {key}: its first line is not a header ({str(error)[:_MAX_ERROR_CHARACTERS]})."
+        ) from None
 
 
-def take_lines(sheet: FileLines, take: Callable[[Content], None], but: int = 0) -> list[str]:
-    """Calls `take` with the content of every line except line `but`; returns a sentence on each that it refuses."""
-    troubles = [(broken.number, broken.why) for broken in sheet.broken if broken.number != but]
-    for number, content in sheet.lines:
-        if number == but:
+def process_lines(file_lines: FileLines, process_content: Callable[[Content], None], except_line: int = 0) -> list[str]:
+    """Calls `process_content` with the content of every line of a file, except the line with the number
+    `except_line`. Returns a sentence for each line that `process_content` refuses.
+    """
+    troubles = [(broken.number, broken.why) for broken in file_lines.broken if broken.number != except_line]
+    for number, content in file_lines.lines:
+        if number == except_line:
             continue
         try:
-            take(content)
+            process_content(content)
         except UnknownKind:
             troubles.append((number, ""))
-        except _BROKEN as error:
-            troubles.append((number, str(error)[:_LETTERS]))
+        except _DECODING_ERRORS as error:
+            troubles.append((number, str(error)[:_MAX_ERROR_CHARACTERS]))
     sentences = []
     for number, reason in sorted(troubles):
-        unknown = "is of a kind that this version does not know, and was left out"
-        sentences.append(f"line {number} {f'is broken and was left out ({reason})' if reason else unknown}")
-    return [*sentences, *sheet.troubles]
+        problem = f"is broken and was left out ({reason})" if reason else "is of an unknown kind and was left out"
+        sentences.append(f"line {number} {problem}")
+    return [*sentences, *file_lines.troubles]

@@ -1,6 +1,7 @@
-"""Merges the store of a second machine into ours, and rebuilds asv's view from the runs.
+"""Merges the store of a second machine into our store, and rebuilds asv's files from the runs.
 
-New runs are copied, and longer ones appended to ours; nothing is rewritten.
+New runs are copied. If the second store has more lines of a run, these lines are appended to ours. Existing lines are
+never rewritten.
 """
 
 from __future__ import annotations
@@ -16,18 +17,28 @@ from fp8bench.errors import StoreError
 from fp8bench.files import append, is_locked, keeping, lock_folder, open_file, read_file, write_whole
 from fp8bench.model import Series
 from fp8bench.store.acks import merge_acks
-from fp8bench.store.asv.view import define, results_of, write_place
-from fp8bench.store.commit_runs import by_place, commit_of, files_by_commit, read_runs, series_of_runs
+from fp8bench.store.asv.view import define_series, results_folder, write_interpreter_results
+from fp8bench.store.commit_runs import (
+    collect_series,
+    commit_prefix_of,
+    group_by_interpreter,
+    list_files_by_commit,
+    read_runs,
+)
 from fp8bench.store.figures.cache import delete_cache
-from fp8bench.store.figures.history import read_and_keep
+from fp8bench.store.figures.history import read_and_cache
 from fp8bench.store.runs.listing import Listing, id_of, is_beginning, listing, machine_folder, run_files
 from fp8bench.store.runs.run_file import load_run, lock_run
 
 
 @dataclass
 class Merged:
-    """The result of a merge: runs `copied` or appended to ours, the number of the `same` runs and of new
-    acknowledgements; sentences on failures, and on things to check (`notes`)."""
+    """The result of a merge. Has the runs that were copied or extended, and the numbers of equal runs and of new
+    acknowledgements.
+
+    `failed` are sentences about runs that could not be merged. `notes` are sentences about things that the user
+    should check.
+    """
 
     copied: list[Path] = field(default_factory=list)
     extended: list[Path] = field(default_factory=list)
@@ -38,21 +49,23 @@ class Merged:
 
 
 def find_store(folder: Path, ours: Path) -> Path:
-    """Returns the store that a folder is or contains. Raises StoreError if there is none, or if it is our own."""
+    """Returns the store in a folder, or the folder if it is a store itself. Raises StoreError if the folder contains
+    no store, or if that store is our own.
+    """
     try:
-        places = (folder, folder / ours.name, folder / ".fp8bench")
-        found_store = next((place for place in places if (place / "runs").is_dir()), None)
+        candidates = (folder, folder / ours.name, folder / ".fp8bench")
+        found_store = next((place for place in candidates if (place / "runs").is_dir()), None)
         if found_store is None:
             problem = "has neither runs nor .fp8bench/runs in it" if folder.is_dir() else "is no directory"
             raise StoreError(
                 f"{folder} is not a store: it {problem}. Give another machine's .fp8bench, or its parent folder."
             )
-        # Links and .. may lead back into our own store.
+        # Resolve links and '..', which may lead back into our store.
         our_folder, their_folder = ours.resolve(), found_store.resolve()
     except OSError as error:
         raise StoreError(f"{folder} cannot be read ({error.strerror}).") from None
     if their_folder == our_folder or our_folder in their_folder.parents:
-        raise StoreError(f"{folder} is this store, or lies in it. Give the store of another machine.")
+        raise StoreError(f"{folder} is this store, or inside it. Give the store of another machine.")
     return found_store
 
 
@@ -61,82 +74,87 @@ def merge_runs(ours: Path, theirs: Path) -> Merged:
     our_runs, their_runs = listing(ours), listing(theirs)
     by_id = {id_of(path): path for path in (*our_runs.refused, *our_runs.files)}
     merged.failed += [f"{note}." for note in their_runs.notes(their_runs.refused)]
-    merged.failed += take_each(their_runs, partial(_take, by_id, ours, merged))
+    merged.failed += copy_each_run(their_runs, partial(_copy_into_store, by_id, ours, merged))
     return merged
 
 
-def take_each(runs: Listing, take_one: Callable[[Path], None]) -> Iterator[str]:
-    """Calls `take_one` on the runs of the merged store, oldest first; yields a sentence on each that it refuses."""
+def copy_each_run(runs: Listing, copy_one: Callable[[Path], None]) -> Iterator[str]:
+    """Calls `copy_one` on the runs of the other store, oldest first. Yields a sentence for each run that `copy_one`
+    refuses.
+    """
     for path in reversed(runs.files):
         try:
-            take_one(path)
+            copy_one(path)
         except StoreError as error:
             yield str(error)
         except OSError as error:
-            yield f"{path} was not taken ({error.strerror})."
+            yield f"{path} was not copied ({error.strerror})."
 
 
-def _take(by_id: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
-    content = _whole(path, merged)
-    load_run(path)  # what is not a run file raises
+def _copy_into_store(by_id: Mapping[str, Path], ours: Path, merged: Merged, path: Path) -> None:
+    content = _read_whole_lines(path, merged)
+    load_run(path)  # raises an error if the file is not a run
     target = by_id.get(id_of(path)) or ours / "runs" / machine_folder(path) / path.name
-    outcome = take(path, content, target)
-    if outcome is CopyOutcome.SAME:
+    copy_outcome = copy_run(path, content, target)
+    if copy_outcome is CopyOutcome.SAME:
         merged.same += 1
     else:
-        (merged.copied if outcome is CopyOutcome.NEW else merged.extended).append(target)
+        (merged.copied if copy_outcome is CopyOutcome.NEW else merged.extended).append(target)
 
 
 class CopyOutcome(Enum):
-    """The result of copying a run file; LONGER means that ours was its beginning."""
+    """The result of copying a run file. LONGER means that our file had only the first lines and was extended."""
 
     NEW = "new"
     SAME = "same"
     LONGER = "longer"
 
 
-def take(path: Path, content: bytes, target: Path) -> CopyOutcome:
-    """Copies a run file to `target`; `content` is all of it or its first lines.
+def copy_run(path: Path, content: bytes, target: Path) -> CopyOutcome:
+    """Copies a run file to `target`. `content` is the whole file or its first lines.
 
-    Under one id the longer file counts if it begins with the other; otherwise this raises StoreError.
+    If both files have the same id, the longer one must begin with the shorter one. Otherwise raises StoreError.
     """
     with keeping(target, "Make room, and try again."):
-        # 1. A new run is copied.
+        # 1. Copy a new run.
         if not target.exists():
             write_whole(target, content)
             return CopyOutcome.NEW
         if id_of(target) != id_of(path):
-            raise StoreError(f"{path} was not copied: {target} is another run. Rename one of them.")
-        # 2. Ours has everything already, or the file continues ours.
+            raise StoreError(f"{path} was not copied: {target} is a different run. Rename one of them.")
+        # 2. Keep our file if it has all lines. Otherwise append the lines that it lacks.
         if is_beginning(content, read_file(target)):
             return CopyOutcome.SAME
         if content.startswith(read_file(target)):
-            with open_file(target, "ab") as file:  # a kill leaves their first lines, which a later merge completes
+            with open_file(target, "ab") as file:  # after a kill, the next merge appends the remaining lines
                 lock_run(file, target)
-                stored = read_file(target)
-                if content.startswith(stored):
-                    append(file, content[len(stored) :])
+                stored_content = read_file(target)
+                if content.startswith(stored_content):
+                    append(file, content[len(stored_content) :])
                     return CopyOutcome.LONGER
     raise StoreError(
-        f"run {id_of(path)} has other bytes in {path} than in {target}, which stays as it is: each was resumed alone, "
-        "or one was changed. Keep the file that is right, and move the other away."
+        f"run {id_of(path)} differs between {path} and {target}, which is unchanged: each was resumed separately, "
+        "or one was changed. Keep the correct file, and move the other away."
     )
 
 
-def _whole(path: Path, merged: Merged) -> bytes:
-    """Returns the bytes of one of their files, up to the last whole line where it is still being written."""
+def _read_whole_lines(path: Path, merged: Merged) -> bytes:
+    """Returns the content of a run file of the other store. If a process is still writing the file, the content ends
+    with the last whole line.
+    """
     if not is_locked(path):
         return read_file(path)
-    merged.notes.append(f"run {path.stem} is still being measured there: merge again when it has ended")
+    merged.notes.append(f"run {path.stem} is still being measured: merge again when it has ended")
     content = read_file(path)
     return content[: content.rfind(b"\n") + 1]
 
 
 @dataclass
 class Rebuilt:
-    """The result of a rebuild: files, the numbers of series and runs in them, and of runs left out, by reason.
+    """The result of rebuilding asv's files. Has the written files, the numbers of series and runs in them, and how
+    many runs were left out, by reason.
 
-    `aside` are broken files under their new names, `failed` sentences on files that could not be made.
+    `aside` are the new paths of broken files. `failed` are sentences about files that could not be written.
     """
 
     files: list[Path] = field(default_factory=list)
@@ -147,60 +165,62 @@ class Rebuilt:
     failed: list[str] = field(default_factory=list)
 
 
-def rebuild(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
-    """Writes asv's files of all commits, or of those whose first 8 digits are given.
+def rebuild_asv_view(store: Path, commits: Collection[str] | None = None) -> Rebuilt:
+    """Writes asv's files of all commits, or of the commits that begin with these 8 digits.
 
-    The order is that of the commits' first runs, because the first one decides the name of a machine's folder. Rows
-    that asv alone measured stay.
+    Commits are in the order of their first runs, because the first run decides the name of a machine's folder. Rows
+    that asv itself measured are kept.
     """
-    # 1. A complete rebuild starts without the cache.
+    # 1. Delete the cache before a complete rebuild.
     rebuilt = Rebuilt()
     if commits is None:
         rebuilt.left = listing(store).left
         delete_cache(store)
     # 2. Write the files of each commit.
-    series: dict[str, Series] = {}
-    for commit, paths in files_by_commit(store).items():
+    series_by_name: dict[str, Series] = {}
+    for commit, paths in list_files_by_commit(store).items():
         if commits is not None and commit not in commits:
             continue
-        # Reading the runs under the lock prevents that a writer that read fewer runs writes after this one.
+        # Read the runs while holding the lock. Otherwise a writer that read fewer runs could write after this one.
         with lock_folder(store / "asv"):
-            read = read_and_keep(store, commit, paths)
-            for tracked in by_place(read.runs):
+            commit_runs = read_and_cache(store, commit, paths)
+            for tracked in group_by_interpreter(commit_runs.runs):
                 try:
-                    rebuilt.files.append(write_place(results_of(store), tracked, rebuilt.aside))
+                    rebuilt.files.append(write_interpreter_results(results_folder(store), tracked, rebuilt.aside))
                 except (StoreError, OSError) as error:
                     rebuilt.failed.append(str(error))
-        rebuilt.left.update(read.left)
-        rebuilt.runs += len(read.runs)
-        series |= {run.name: run for run in series_of_runs(read.runs)}
-    # 3. Define the series as the newest runs do.
+        rebuilt.left.update(commit_runs.left)
+        rebuilt.runs += len(commit_runs.runs)
+        series_by_name |= {run.name: run for run in collect_series(commit_runs.runs)}
+    # 3. Define the series as in the newest runs.
     with lock_folder(store / "asv"):
-        define(results_of(store), _newest(store, series.values()), rebuilt.aside)
+        define_series(results_folder(store), _find_newest_series(store, series_by_name.values()), rebuilt.aside)
     rebuilt.files, rebuilt.failed = list(dict.fromkeys(rebuilt.files)), list(dict.fromkeys(rebuilt.failed))
-    rebuilt.series = len(series)
+    rebuilt.series = len(series_by_name)
     return rebuilt
 
 
-def _newest(store: Path, series: Iterable[Series]) -> list[Series]:
-    """Returns the series as the newest run of each workload defines them; asv goes by one definition only."""
+def _find_newest_series(store: Path, series: Iterable[Series]) -> list[Series]:
+    """Returns each series as the newest run of its workload defines it, because asv uses only one definition."""
     suites = {metric.workload for metric in series}
-    newest: dict[str, Series] = {}
+    newest_series: dict[str, Series] = {}
     for path in run_files(store):
-        defined = {metric.workload for metric in newest.values()}
-        if suites <= defined:
+        defined_suites = {metric.workload for metric in newest_series.values()}
+        if suites <= defined_suites:
             break
         tracked = read_runs([path]).runs
-        newest |= {run.name: run for run in series_of_runs(tracked) if run.workload in suites - defined}
-    return list(newest.values())
+        newest_series |= {run.name: run for run in collect_series(tracked) if run.workload in suites - defined_suites}
+    return list(newest_series.values())
 
 
-def join(store: Path, theirs: Path) -> tuple[Merged, Rebuilt]:
-    """Takes in `other`, which is only read, and updates asv's view for its runs."""
+def merge_store(store: Path, theirs: Path) -> tuple[Merged, Rebuilt]:
+    """Merges the store `theirs` into our store, and updates asv's files for its runs. `theirs` stays unchanged."""
     with lock_folder(store / "asv"):
-        merged = merge_runs(store, theirs)
+        merge_result = merge_runs(store, theirs)
         try:
-            merged.acks = merge_acks(store, theirs)
+            merge_result.acks = merge_acks(store, theirs)
         except (StoreError, OSError) as error:
-            merged.failed.append(str(error))
-    return merged, rebuild(store, {commit_of(path) for path in (*merged.copied, *merged.extended)})
+            merge_result.failed.append(str(error))
+    return merge_result, rebuild_asv_view(
+        store, {commit_prefix_of(path) for path in (*merge_result.copied, *merge_result.extended)}
+    )

@@ -1,4 +1,4 @@
-"""From a run to points of the tracked series, and from the points of several runs to those of their commit."""
+"""Extracts points of the tracked series from a run, and merges the points of several runs of one commit."""
 
 from __future__ import annotations
 
@@ -29,13 +29,21 @@ from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
 from fp8bench.registry import workloads
-from fp8bench.store.series import cells_of, check_grid, class_name, reference_of, series_of, tracked_by, version_of
+from fp8bench.store.series import (
+    check_grid,
+    class_name,
+    join_versions,
+    list_cells,
+    list_tracked_metrics,
+    make_series,
+    reference_precision,
+)
 
-# asv shows few digits of numbers in these units, and all digits of others.
-_PRINTED_UNITS = ("seconds", "bytes")
-_DIGITS = 6
-# Times depend on these; counts of a step do not.
-_NOT_OF_COUNTS = frozenset(
+# asv shows few digits of numbers in these units, but all digits of numbers in other units.
+_UNITS_WITH_FEW_DIGITS = ("seconds", "bytes")
+_SIGNIFICANT_DIGITS = 6
+# Facts that change the time of a step, but not its counts.
+_FACTS_IRRELEVANT_TO_COUNTS = frozenset(
     {
         "python",
         "cpu_count",
@@ -48,13 +56,16 @@ _NOT_OF_COUNTS = frozenset(
         *DEVICE_SETTINGS,
     }
 )
-# Only cases with quantisers depend on it, and they record how these ran.
-_SAID_BY_CASES = f"env_{QUANTISERS_VARIABLE}"
+# Only cases with quantisers, which cast values in software, depend on this fact. Their records show how the
+# quantisers ran.
+_QUANTISERS_FACT = f"env_{QUANTISERS_VARIABLE}"
 
 
 @dataclass(frozen=True)
 class RunPoints:
-    """A run's contribution to the history: points, their series, the number of its other cases, and the reason."""
+    """The points that a run adds to the history, with their series. `others` is the number of cases that are not
+    tracked, and `why` the reason.
+    """
 
     points: tuple[Point, ...] = ()
     series: tuple[Series, ...] = ()
@@ -62,9 +73,11 @@ class RunPoints:
     why: str = ""
 
 
-def points_of_run(run: Run) -> RunPoints:
-    """Returns the points of a run. Cases outside of the declared grids are only counted."""
-    reason = _why_none(run)
+def extract_points(run: Run) -> RunPoints:
+    """Returns the points that a run adds to the history. Cases that are not in the grid of their suite are only
+    counted.
+    """
+    reason = _explain_untracked_run(run)
     if reason:
         return RunPoints(others=len(run.records), why=reason)
     by_workload: dict[str, list[Record]] = {}
@@ -72,209 +85,231 @@ def points_of_run(run: Run) -> RunPoints:
         by_workload.setdefault(record.case.workload, []).append(record)
     points: list[Point] = []
     series: list[Series] = []
-    outside = 0
+    untracked_cases = 0
     for name, records in by_workload.items():
-        part = _points_of_workload(name, records, run)
-        points += part.points
-        series += part.series
-        outside += part.others
-        reason = reason or part.why
-    return RunPoints(tuple(points), tuple(series), outside, reason)
+        workload_points = _extract_workload_points(name, records, run)
+        points += workload_points.points
+        series += workload_points.series
+        untracked_cases += workload_points.others
+        reason = reason or workload_points.why
+    return RunPoints(tuple(points), tuple(series), untracked_cases, reason)
 
 
 def merge_points(points: Sequence[Point], series: Iterable[Series] = ()) -> dict[tuple[str, Cell], Point]:
-    """Combines the points of several runs of one commit, oldest first, into one for each cell.
+    """Merges the points of several runs of one commit, given oldest first, into one point per cell.
 
-    Samples of complete measurements are joined if they were taken under the same conditions as the newest; hasty ones
-    count if there is nothing better. Points of another version are left out. The version is that of the series if any
-    point has it, else that of the newest point.
+    Samples of complete measurements are joined if they have the same conditions as the newest. Hasty measurements,
+    with few rounds, count only if a cell has no complete ones. Only points of one version are merged. It is the
+    version of `series`, or that of the newest point if no point has the version of `series`.
     """
-    current = {(declared.name, declared.version) for declared in series}
-    versions = {point.series: point.version for point in points}
-    versions |= {point.series: point.version for point in points if (point.series, point.version) in current}
+    current_versions = {(declared.name, declared.version) for declared in series}
+    version_by_series = {point.series: point.version for point in points}
+    version_by_series |= {
+        point.series: point.version for point in points if (point.series, point.version) in current_versions
+    }
     by_cell: dict[tuple[str, Cell], list[Point]] = {}
     for point in points:
-        if point.version == versions[point.series]:
+        if point.version == version_by_series[point.series]:
             by_cell.setdefault((point.series, point.cell), []).append(point)
-    return {key: _merge_cell(of_cell) for key, of_cell in by_cell.items()}
+    return {key: _merge_points_of_cell(cell_points) for key, cell_points in by_cell.items()}
 
 
-def _merge_cell(points: Sequence[Point]) -> Point:
+def _merge_points_of_cell(points: Sequence[Point]) -> Point:
     if len(points) == 1:
         return points[0]
-    sampled = [point for point in points if point.samples]
-    if not sampled:
+    points_with_samples = [point for point in points if point.samples]
+    if not points_with_samples:
         return replace(points[-1], runs=len(points))
-    best = [point for point in sampled if not point.hasty] or sampled
-    newest = best[-1]
-    same = [point for point in best if point.under == newest.under]
-    if metric_of(newest) in COUNTS:  # the median of two counts need not be a count
-        return replace(newest, runs=len(same))
-    samples = chain.from_iterable(point.samples for point in same)
-    return replace(newest, samples=tuple(samples), runs=len(same))
+    complete_points = [point for point in points_with_samples if not point.hasty] or points_with_samples
+    newest_point = complete_points[-1]
+    same_conditions = [point for point in complete_points if point.under == newest_point.under]
+    if metric_of(newest_point) in COUNTS:  # the median of two counts need not be an integer
+        return replace(newest_point, runs=len(same_conditions))
+    samples = chain.from_iterable(point.samples for point in same_conditions)
+    return replace(newest_point, samples=tuple(samples), runs=len(same_conditions))
 
 
-def _why_none(run: Run) -> str:
-    """Returns why a run does not compare with what asv would measure; '' if it does."""
+def _explain_untracked_run(run: Run) -> str:
+    """Returns why a run is not comparable with asv's measurements. Returns '' if it is."""
     request = run.request
     if request.threads != 1:
-        return f"it was measured with --threads {request.threads}, and the history is of one thread"
+        return f"it was measured with --threads {request.threads}, but the history tracks one thread"
     if not request.isolation:
         return "it was measured without a worker (--no-isolation)"
     if request.seed != 0:
-        return f"it was measured with --seed {request.seed}, and the history is of seed 0"
+        return f"it was measured with --seed {request.seed}, but the history tracks seed 0"
     return ""
 
 
-def _points_of_workload(name: str, records: Sequence[Record], run: Run) -> RunPoints:
+def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunPoints:
     if name not in workloads.names(hidden=True):
-        return RunPoints(others=len(records), why=f"the suite {name} is not known here; --import its module")
+        return RunPoints(others=len(records), why=f"the suite {name} is unknown; --import its module")
     workload = workloads.get(name)
     if workload.history is None:
         return RunPoints(others=len(records), why=f"the suite {name} declares no grid")
     try:
-        _check(type(workload))
-        main, sizes = _main_device(run), workload.history.ranks or (1,)
-        if main is not None and main.ranks not in sizes:
-            words = f"it was measured by {main.ranks} rank{'s' * (main.ranks != 1)}"
-            followed_ones = ", ".join(map(str, sizes))
-            return RunPoints(others=len(records), why=f"{words}, and the history of {name} is of {followed_ones}")
-        return _points_of_grid(workload, workload.history, records, run)
+        _check_grid(type(workload))
+        main_device, sizes = _find_main_device(run), workload.history.ranks or (1,)
+        if main_device is not None and main_device.ranks not in sizes:
+            words = f"it was measured by {main_device.ranks} rank{'s' * (main_device.ranks != 1)}"
+            tracked_ranks = ", ".join(map(str, sizes))
+            return RunPoints(others=len(records), why=f"{words}, but the history of {name} tracks {tracked_ranks}")
+        return _extract_grid_points(workload, workload.history, records, run)
     except UsageError as error:
         return RunPoints(others=len(records), why=str(error).rstrip("."))
 
 
-def _points_of_grid(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
-    under = _conditions(workload, run)
+def _extract_grid_points(workload: Workload, grid: Grid, records: Sequence[Record], run: Run) -> RunPoints:
+    conditions = _collect_conditions(workload, run)
     points: list[Point] = []
-    outside = 0
+    untracked_cases = 0
     data = None
     references = {record.case.setting: record for record in reversed(records) if record.is_reference}
     for record in records:
-        cell = _cell(workload, record.case, run)
+        cell = _find_grid_cell(workload, record.case, run)
         if cell is None:
-            outside += 1
+            untracked_cases += 1
             continue
-        data = _data(workload, record.case)
+        data = _find_data_identity(workload, record.case)
         reference = references.get(record.case.setting)
-        points += _points(workload, grid, record, reference, cell, _is_hasty(run, record), under)
-    return RunPoints(tuple(points), _series(type(workload), data) if points else (), outside)
+        points += _make_points(workload, grid, record, reference, cell, _has_few_rounds(run, record), conditions)
+    return RunPoints(tuple(points), _cached_series(type(workload), data) if points else (), untracked_cases)
 
 
-def _conditions_of(grid: Grid, record: Record, metric: str, sampled: bool, under: Conditions) -> Conditions:
+def _add_metric_conditions(
+    grid: Grid, record: Record, metric: str, sampled: bool, conditions: Conditions
+) -> Conditions:
     """Returns the conditions that a metric of a case depends on.
 
-    Compiled quantisers matter to all metrics but errors, which are the same bit for bit, and counts. Joules of
-    different sources do not compare.
+    Whether casts are compiled affects all metrics except counts and errors, which are the same bit for bit.
+    Energies from different sources are not comparable.
     """
     timing = record.timing
     if metric in COUNTS:
-        return tuple(pair for pair in under if pair[0] not in _NOT_OF_COUNTS)
+        return tuple(pair for pair in conditions if pair[0] not in _FACTS_IRRELEVANT_TO_COUNTS)
     if timing is not None and metric not in grid.errors and (timing.eager or timing.fused):
-        under = (*under, ("quantisers", "eager" if timing.eager else "compiled"))
+        conditions = (*conditions, ("quantisers", "eager" if timing.eager else "compiled"))
     if metric == ENERGY and record.energy is not None and sampled:
-        under = (*under, (ENERGY_SOURCE, record.energy.source))
-    return under
+        conditions = (*conditions, (ENERGY_SOURCE, record.energy.source))
+    return conditions
 
 
 def metric_of(point: Point) -> str:
     return point.series.rpartition(".track_")[2]
 
 
-def _is_hasty(run: Run, record: Record) -> bool:
-    """Whether a run asked for fewer rounds than a plain command, or its --budget cut them short."""
+def _has_few_rounds(run: Run, record: Record) -> bool:
+    """Returns whether a measurement has few rounds: the run asked for fewer than the default, or its --budget ended
+    them early.
+    """
     request = run.request
-    least = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
-    hurried = request.brisk or request.budget is not None
-    cut = hurried and record.timing is not None and record.timing.num_rounds < least
-    return request.quick or cut or (request.rounds is not None and request.rounds < LEAST_ROUNDS)
+    min_rounds = EMULATED_ROUNDS if record.support.level is Level.EMULATED else LEAST_ROUNDS
+    has_time_limit = request.brisk or request.budget is not None
+    is_cut_short = has_time_limit and record.timing is not None and record.timing.num_rounds < min_rounds
+    return request.quick or is_cut_short or (request.rounds is not None and request.rounds < LEAST_ROUNDS)
 
 
-def _conditions(workload: Workload, run: Run) -> Conditions:
-    """Returns the conditions that a workload's samples of a run were measured under.
+def _collect_conditions(workload: Workload, run: Run) -> Conditions:
+    """Returns the conditions under which a run measured a workload.
 
-    Load is not one of them, because it passes. The user's code is one where the workload comes from it.
+    The load of the machine is not a condition, because it is temporary. The hash of imported code is a condition only
+    for the user's workloads.
     """
     facts = run.environment.facts
-    # Figures of one commit do not compare if these facts differ, nor if a variable that a run notes does.
-    names = [*CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _SAID_BY_CASES)]
+    # Figures of one commit are not comparable if these facts or a recorded environment variable differ.
+    names = [*CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
     is_ours = type(workload).__module__.startswith("fp8bench.")
     names += [] if is_ours else ["imports_sha256"]
-    main = _main_device(run)
-    device = (("device", main.name), ("cuda", main.cuda), ("hip", main.hip)) if main is not None else ()
-    settings = [(name, facts.get(f"{main.key} {name}")) for name in DEVICE_SETTINGS] if main is not None else []
-    settings += sorted((name, value) for name, value in facts.items() if name.startswith("rank "))
-    return (*((name, facts.get(name)) for name in names), *device, *settings)
+    main_device = _find_main_device(run)
+    device = (
+        (("device", main_device.name), ("cuda", main_device.cuda), ("hip", main_device.hip))
+        if main_device is not None
+        else ()
+    )
+    device_settings = (
+        [(name, facts.get(f"{main_device.key} {name}")) for name in DEVICE_SETTINGS] if main_device is not None else []
+    )
+    device_settings += sorted((name, value) for name, value in facts.items() if name.startswith("rank "))
+    return (*((name, facts.get(name)) for name in names), *device, *device_settings)
 
 
-def _main_device(run: Run) -> DeviceFacts | None:
+def _find_main_device(run: Run) -> DeviceFacts | None:
     return next((device for device in run.devices if device.accelerated), next(iter(run.devices), None))
 
 
-# These depend on a workload's class alone, and a commit may have hundreds of runs.
+# The following functions are cached, because they depend only on a workload's class, and a commit may have hundreds
+# of runs.
 
 
 @cache
-def _check(kind: type[Workload]) -> None:
+def _check_grid(kind: type[Workload]) -> None:
     check_grid(kind())
 
 
 @cache
-def _series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
-    return series_of(kind(), data)
+def _cached_series(kind: type[Workload], data: str | None) -> tuple[Series, ...]:
+    return make_series(kind(), data)
 
 
 @cache
-def _metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
+def _cached_metrics(kind: type[Workload]) -> tuple[MetricSpec, ...]:
     assert kind.history is not None
-    return tracked_by(kind.history)
+    return list_tracked_metrics(kind.history)
 
 
 @cache
-def _reference(kind: type[Workload]) -> str:
-    return reference_of(kind())
+def _cached_reference(kind: type[Workload]) -> str:
+    return reference_precision(kind())
 
 
-def cell_of(case: Case, run: Run) -> Cell | None:
-    """Returns the cell of a declared grid that a case of a run is in; None if it is in none."""
+def find_cell(case: Case, run: Run) -> Cell | None:
+    """Returns the cell of the declared grid that a case of a run belongs to, or None if it belongs to none."""
     if case.workload not in workloads.names(hidden=True) or workloads.get(case.workload).history is None:
         return None
-    return _cell(workloads.get(case.workload), case, run)
+    return _find_grid_cell(workloads.get(case.workload), case, run)
 
 
-def _cell(workload: Workload, case: Case, run: Run) -> Cell | None:
-    """Like cell_of, for a workload with a grid."""
+def _find_grid_cell(workload: Workload, case: Case, run: Run) -> Cell | None:
+    """Returns the same as find_cell, for a workload that has a grid."""
     assert workload.history is not None
-    main = _main_device(run)
-    outside = case.precision_map or case.static or case.precision not in workload.history.dtypes
-    if outside or main is None or (case.device, case.ranks) != (main.key, main.ranks):
+    main_device = _find_main_device(run)
+    is_untracked = case.precision_map or case.static or case.precision not in workload.history.dtypes
+    if is_untracked or main_device is None or (case.device, case.ranks) != (main_device.key, main_device.ranks):
         return None
     if run.request.data is not None and workload.uses_corpus:
         return None
-    place = _cells(type(workload), main, _data(workload, case)).get(case.params)
-    return None if place is None else (case.precision, *place)
+    axis_values = _cached_cells(type(workload), main_device, _find_data_identity(workload, case)).get(case.params)
+    return None if axis_values is None else (case.precision, *axis_values)
 
 
 @cache
-def _cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
-    return cells_of(kind(), facts, data)
+def _cached_cells(kind: type[Workload], facts: DeviceFacts, data: str | None) -> dict[Params, Cell]:
+    return list_cells(kind(), facts, data)
 
 
-def _data(workload: Workload, case: Case) -> str | None:
-    """Returns the identity of the text that a case reads; a user's axis may have the same name."""
+def _find_data_identity(workload: Workload, case: Case) -> str | None:
+    """Returns the identity of the text that a case reads, or None. An axis named 'data' of a user's workload is not a
+    text.
+    """
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 
 
-def _points(
-    workload: Workload, grid: Grid, record: Record, reference: Record | None, cell: Cell, hasty: bool, under: Conditions
+def _make_points(
+    workload: Workload,
+    grid: Grid,
+    record: Record,
+    reference: Record | None,
+    cell: Cell,
+    hasty: bool,
+    conditions: Conditions,
 ) -> Iterator[Point]:
     title = f"{workload.name}.{class_name(workload.name)}.track_"
-    version = version_of(record.case.version, _data(workload, record.case))
-    metrics_by_name = _metrics_by_name(workload, record, reference)
-    for metric in _metrics(type(workload)):
+    version = join_versions(record.case.version, _find_data_identity(workload, record.case))
+    metrics_by_name = _collect_metrics(workload, record, reference)
+    for metric in _cached_metrics(type(workload)):
         values = metrics_by_name[metric.name].samples() if metric.name in metrics_by_name else ()
-        if metric.unit not in _PRINTED_UNITS and not metric.counted:
-            values = tuple(float(f"{value:.{_DIGITS}g}") for value in values)
+        if metric.unit not in _UNITS_WITH_FEW_DIGITS and not metric.counted:
+            values = tuple(float(f"{value:.{_SIGNIFICANT_DIGITS}g}") for value in values)
         yield Point(
             title + metric.name,
             cell,
@@ -283,21 +318,21 @@ def _points(
             record.status,
             record.reason,
             hasty and metric not in grid.errors and metric.unit != "bytes" and not metric.counted,
-            under=_conditions_of(grid, record, metric.name, bool(values), under),
+            under=_add_metric_conditions(grid, record, metric.name, bool(values), conditions),
         )
 
 
-def _metrics_by_name(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:
-    """Returns the metrics of a record by the names that the history has for them."""
+def _collect_metrics(workload: Workload, record: Record, reference: Record | None) -> dict[str, Metric]:
+    """Returns the metrics of a record by their names in the history."""
     if record.status is not Status.OK:
         return {}
-    comparable = reference is not None and reference.case.precision == _reference(type(workload))
-    against = Reference(reference) if reference is not None and comparable else None
-    named: dict[str, Metric] = {}
+    is_comparable = reference is not None and reference.case.precision == _cached_reference(type(workload))
+    reference_metrics = Reference(reference) if reference is not None and is_comparable else None
+    metric_by_name: dict[str, Metric] = {}
     from fp8bench.analysis.metrics import metrics_of
 
-    for metric in metrics_of(record, None, against):
+    for metric in metrics_of(record, None, reference_metrics):
         if metric.phase == STEP or (metric.phase is not None and metric.name == TIME):
             name = metric.name if metric.phase == STEP else time_of_phase(str(metric.phase))
-            named.setdefault(name, metric)
-    return named
+            metric_by_name.setdefault(name, metric)
+    return metric_by_name

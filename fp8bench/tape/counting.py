@@ -1,6 +1,7 @@
-"""Counts the calls of a step: FLOPs, bytes and launches, by phase and by dtype.
+"""Counts the FLOPs, bytes and kernel launches of a step's operator calls, by phase and by dtype.
 
-Bytes are those that a call reads and writes: each tensor once, as much of its memory as exists. A view moves none.
+A call's bytes are the bytes of each tensor that it reads or writes, counted once. Broadcast elements are stored once,
+so they count once. A view moves no bytes.
 """
 
 from __future__ import annotations
@@ -15,16 +16,23 @@ import torch
 
 from fp8bench.model import CELL_PHASES
 from fp8bench.model.step import OperatorCount, PhaseCount, Tape
-from fp8bench.tape.formulas import flops_of
-from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, name_of, tensors_in, written_by
+from fp8bench.tape.formulas import count_flops
+from fp8bench.tape.recorder import (
+    Call,
+    RecordedTensor,
+    bind_arguments,
+    called_operator,
+    list_written_arguments,
+    tensors_in,
+)
 
-# These operators return memory that nothing was written to.
-MAKE_ROOM = frozenset(
+# Operators that return memory and write nothing to it.
+ALLOCATION_OPERATORS = frozenset(
     {"empty", "empty_like", "empty_strided", "empty_permuted", "new_empty", "new_empty_strided", "resize_", "set_"}
 )
-# These do not read the tensor that they change.
-_OVERWRITE = frozenset(
-    {
+# Operators that overwrite their tensor without reading it.
+_OVERWRITING_OPERATORS = frozenset(
+    [
         "copy_",
         "fill_",
         "zero_",
@@ -35,14 +43,17 @@ _OVERWRITE = frozenset(
         "exponential_",
         "_foreach_copy_",
         "_foreach_zero_",
-    }
+    ]
 )
-# These read no number.
-_SAY_NOTHING = frozenset({"is_same_size", "is_pinned", "record_stream", "_fused_sdp_choice", "_has_same_storage_numel"})
-# These add their first argument to a product, and do not read it if `beta` is 0.
-_ADD_TO = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
-# These read as much of this argument as their result holds.
-_PICK = {
+# Operators that read only properties of their tensors, such as the shape, and no element.
+_METADATA_OPERATORS = frozenset(
+    {"is_same_size", "is_pinned", "record_stream", "_fused_sdp_choice", "_has_same_storage_numel"}
+)
+# Operators that add their first argument to a product. They do not read that argument if `beta` is 0.
+_PRODUCTS_WITH_BETA = frozenset({"addmm", "_addmm_activation", "addbmm", "baddbmm", "addmv", "addr"})
+# Operators that read only a part of one argument. The part has as many elements as the result. The value is the
+# argument's name.
+_PARTLY_READ_ARGUMENTS = {
     "embedding": "weight",
     "index": "self",
     "index_select": "self",
@@ -51,9 +62,10 @@ _PICK = {
     "_unsafe_index": "self",
     "masked_select": "self",
 }
-_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
-# These change as much as this argument holds.
-_PUT = {
+_EMBEDDING_BAGS = frozenset({"_embedding_bag", "_embedding_bag_forward_only"})
+# Operators that write only a part of their tensor. The part has as many elements as another argument, whose name is
+# the value.
+_PARTLY_WRITTEN_COUNTS = {
     "index_put_": "values",
     "_index_put_impl_": "values",
     "index_add_": "source",
@@ -63,11 +75,12 @@ _PUT = {
     "masked_scatter_": "source",
     "index_fill_": "index",
 }
-_GRADIENTS = "grads"
 
 
-def elements_of(tensor: TensorSeen) -> int:
-    """Counts distinct elements in memory: broadcast elements, or overlapping windows, count once."""
+def count_elements(tensor: RecordedTensor) -> int:
+    """Counts how many different elements of memory a tensor has. Broadcast elements and overlapping windows count
+    once.
+    """
     if 0 in tensor.shape:
         return 0
     if tensor.stride is None:
@@ -76,97 +89,103 @@ def elements_of(tensor: TensorSeen) -> int:
     return min(math.prod(size for size, _ in sides), 1 + sum((size - 1) * step for size, step in sides))
 
 
-def bytes_of(tensor: TensorSeen) -> int:
-    return elements_of(tensor) * tensor.dtype.itemsize
+def count_tensor_bytes(tensor: RecordedTensor) -> int:
+    return count_elements(tensor) * tensor.dtype.itemsize
 
 
-def _numbers(value: Any) -> int:
+def _count_numbers(value: Any) -> int:
     return sum(math.prod(tensor.shape) for tensor in tensors_in(value))
 
 
-def _part_of(name: str, arguments: Mapping[str, Any], results: list[TensorSeen]) -> tuple[str, int]:
-    """Returns the argument of which a call reads or changes a part, and how many of its numbers; '' if all of it."""
-    if name in _BAGS:
-        return "weight", _numbers(arguments["indices"]) * int(arguments["weight"].shape[-1])
-    if name in _PICK and results:
-        return _PICK[name], _numbers(results[0])
-    if name not in _PUT:
+def _find_partial_access(name: str, arguments: Mapping[str, Any], results: list[RecordedTensor]) -> tuple[str, int]:
+    """Returns the argument of which a call reads or writes only a part, and the number of elements in that part. The
+    name is '' if the call reads and writes all arguments completely.
+    """
+    if name in _EMBEDDING_BAGS:
+        return "weight", _count_numbers(arguments["indices"]) * int(arguments["weight"].shape[-1])
+    if name in _PARTLY_READ_ARGUMENTS and results:
+        return _PARTLY_READ_ARGUMENTS[name], _count_numbers(results[0])
+    if name not in _PARTLY_WRITTEN_COUNTS:
         return "", 0
-    count = _numbers(arguments.get(_PUT[name]))
+    count = _count_numbers(arguments.get(_PARTLY_WRITTEN_COUNTS[name]))
     shape = arguments["self"].shape
     if name == "index_fill_":
         count *= math.prod(shape) // max(1, shape[arguments["dim"]])
-    if "indices" in arguments:  # the numbers that are put may be broadcast over them
+    # the values may be broadcast over the indices, so count the elements of the indices' shape
+    if "indices" in arguments:
         indices = [*arguments["indices"], *(None for _ in shape[len(arguments["indices"]) :])]
-        named = [index for index in indices if index is not None]
-        if any(index.dtype is torch.bool for index in named):
+        given_indices = [index for index in indices if index is not None]
+        if any(index.dtype is torch.bool for index in given_indices):
             return ("self", count) if count > 1 else ("", 0)
-        untouched = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
-        spread = torch.broadcast_shapes(*(index.shape for index in named))  # type: ignore[no-untyped-call]
-        count = untouched * math.prod(spread)
+        unindexed_count = math.prod(size for size, index in zip(shape, indices, strict=True) if index is None)
+        index_shape = torch.broadcast_shapes(*(index.shape for index in given_indices))  # type: ignore[no-untyped-call]
+        count = unindexed_count * math.prod(index_shape)
     return "self", count
 
 
 class Traffic:
-    """The tensors that one call reads and writes, with the bytes of each; none for a view."""
+    """The tensors that one operator call reads and writes, with the bytes of each. A call that only returns a view
+    reads and writes nothing.
+    """
 
     def __init__(self, call: Call) -> None:
-        self._name = name_of(call)
-        self.makes_room = self._name in MAKE_ROOM
-        self.read: list[TensorSeen] = []
-        self.written: list[TensorSeen] = []
-        self._least: dict[int, int] = {}
-        arguments = arguments_of(call)
-        # True for arguments that only receive the result.
-        changes = {argument.name: argument.kwarg_only for _, argument in written_by(call.operator)}
+        self._name = called_operator(call)
+        self.only_allocates = self._name in ALLOCATION_OPERATORS
+        self.read: list[RecordedTensor] = []
+        self.written: list[RecordedTensor] = []
+        self._partial_bytes: dict[int, int] = {}
+        arguments = bind_arguments(call)
+        # Maps the name of each written argument to whether it is an `out=` argument, which only receives the result.
+        written_names = {argument.name: argument.kwarg_only for _, argument in list_written_arguments(call.operator)}
         accumulates = arguments.get("accumulate")
         overwrites = (
             self._name.startswith("fp8bench::")
-            or self._name in _OVERWRITE
-            or (self._name in _PUT and "add" not in self._name and not accumulates)
+            or self._name in _OVERWRITING_OPERATORS
+            or (self._name in _PARTLY_WRITTEN_COUNTS and "add" not in self._name and not accumulates)
         )
-        unread = "self" if self._name.removesuffix("_") in _ADD_TO and arguments.get("beta") == 0 else ""
-        self.unread = list(tensors_in(arguments.get(unread)))
+        unread_name = (
+            "self" if self._name.removesuffix("_") in _PRODUCTS_WITH_BETA and arguments.get("beta") == 0 else ""
+        )
+        self.overwritten_unread = list(tensors_in(arguments.get(unread_name)))
         # 1. The operator's schema and a few names determine which arguments it reads and writes.
         for name, value in arguments.items():
             tensors = list(tensors_in(value))
-            writes = changes.get(name)
-            if name != unread and (writes is None or not (overwrites or writes)):
+            only_receives_result = written_names.get(name)
+            if name != unread_name and (only_receives_result is None or not (overwrites or only_receives_result)):
                 self.read += tensors
-            if writes is not None and not (name == _GRADIENTS and arguments.get("grad_scale") is None):
+            if only_receives_result is not None and not (name == "grads" and arguments.get("grad_scale") is None):
                 self.written += tensors
-        # 2. Results in separate memory are written; views of arguments are not.
+        # 2. A result is written if it has its own memory. A view of an argument is not written.
         storages = {tensor.storage for tensor in (*self.read, *self.written)}
         results = list(tensors_in(call.result))
-        fresh = [result for result in results if result.storage not in storages]
-        self.made = fresh
-        is_view = bool(results) and not fresh and not self.written
-        if is_view or self.makes_room or self._name in _SAY_NOTHING:
+        self.new_tensors = [result for result in results if result.storage not in storages]
+        is_view = bool(results) and not self.new_tensors and not self.written
+        if is_view or self.only_allocates or self._name in _METADATA_OPERATORS:
             self.read = []
             self.written = []
             return
-        self.written += fresh
+        self.written += self.new_tensors
         # 3. Some operators touch only a part of an argument.
-        argument, count = _part_of(self._name, arguments, fresh)
+        argument, count = _find_partial_access(self._name, arguments, self.new_tensors)
         for tensor in tensors_in(arguments.get(argument)):
-            self._least[id(tensor)] = count * tensor.dtype.itemsize
+            self._partial_bytes[id(tensor)] = count * tensor.dtype.itemsize
 
     @property
-    def moves(self) -> bool:
+    def moves_data(self) -> bool:
         return bool(self.read or self.written)
 
-    def by_dtype(self) -> dict[Any, int]:
-        """Returns bytes by the dtypes of the tensors; what is both read and written counts twice."""
+    def count_bytes_by_dtype(self) -> dict[Any, int]:
+        """Returns the bytes moved for each dtype. A tensor counts twice if it is read and written."""
         sizes: dict[Any, int] = {}
         for side in (self.read, self.written):
-            distinct = {(tensor.storage, tensor.offset, elements_of(tensor)): tensor for tensor in side}
+            distinct = {(tensor.storage, tensor.offset, count_elements(tensor)): tensor for tensor in side}
             for tensor in distinct.values():
-                size = min(bytes_of(tensor), self._least.get(id(tensor), bytes_of(tensor)))
+                size = min(count_tensor_bytes(tensor), self._partial_bytes.get(id(tensor), count_tensor_bytes(tensor)))
                 sizes[tensor.dtype] = sizes.get(tensor.dtype, 0) + size
         return sizes
 
 
-_WORDS = {
+_DTYPE_NAMES = {
     "float64": "fp64",
     "float32": "fp32",
     "float16": "fp16",
@@ -181,64 +200,68 @@ _WORDS = {
 TF32 = "tf32"
 
 
-def word_of(dtype: Any) -> str:
-    """Returns the name that tables have for a dtype of torch's: 'bf16', 'e4m3', 'int64'."""
+def get_dtype_name(dtype: Any) -> str:
+    """Returns the short name that tables show for a torch dtype: 'bf16', 'e4m3', 'int64'."""
     name = str(dtype).removeprefix("torch.")
-    return _WORDS.get(name, name)
+    return _DTYPE_NAMES.get(name, name)
 
 
 def count_tape(calls: Iterable[Call], tf32: bool = False) -> Tape:
-    """Returns the tape of a step. With `tf32` a GPU multiplies float32 tensors in TF32."""
+    """Returns the tape of a step: its operators with their counts, and the sums of each phase. With `tf32`, float32
+    products on a GPU count as TF32.
+    """
     rows: Counter[OperatorCount] = Counter()
     sums: dict[str, PhaseCount] = {}
-    room = _UnwrittenMemory()
+    unwritten_memory = _UnwrittenMemory()
     for call in calls:
-        # Shape functions run on tensors without numbers.
+        # Some tensors hold no numbers: torch runs shape functions on meta tensors.
         if not all(tensor.is_real for tensor in tensors_in(call.result)):
-            continue  # it has computed no number
+            continue  # such a call computes nothing
         traffic = Traffic(call)
-        room.see(traffic)
-        by_dtype = {word_of(dtype): size for dtype, size in traffic.by_dtype().items() if size}
-        flops, argument = flops_of(call)
-        if flops == 0 and not traffic.moves:
-            continue  # a view, or an allocation
+        unwritten_memory.track_call(traffic)
+        bytes_by_dtype = {get_dtype_name(dtype): size for dtype, size in traffic.count_bytes_by_dtype().items() if size}
+        flops, argument = count_flops(call)
+        if flops == 0 and not traffic.moves_data:
+            continue  # the call only returned a view or new memory
         operator = OperatorCount(
             call.phase,
-            name_of(call),
+            called_operator(call),
             call.backward,
-            tuple(_words((call.given, tuple(call.named.values())))),
-            tuple(_words(call.result)),
+            tuple(_describe_tensors((call.positional, tuple(call.named.values())))),
+            tuple(_describe_tensors(call.result)),
             1,
             flops,
-            sum(by_dtype.values()),
-            _path(call, argument, tf32) if flops else "",
-            int(traffic.moves),
+            sum(bytes_by_dtype.values()),
+            _find_product_dtype(call, argument, tf32) if flops else "",
+            int(traffic.moves_data),
         )
-        # Equal calls become one row; phases are summed separately, because dtypes are counted there.
+        # Equal calls become one row. A row has no bytes by dtype, so the phases are summed separately.
         rows[operator] += 1
-        sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, by_dtype)
+        sums[call.phase] = _add_operator(sums.get(call.phase, PhaseCount(call.phase)), operator, bytes_by_dtype)
     operators = tuple(replace(operator_count, calls=count) for operator_count, count in rows.items())
-    return Tape(operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), room.unwritten)
+    return Tape(
+        operators, tuple(sums[phase] for phase in CELL_PHASES if phase in sums), unwritten_memory.count_unwritten
+    )
 
 
 class _UnwrittenMemory:
     def __init__(self) -> None:
-        self._empty: set[int] = set()
-        self._strange = 0
+        self._unwritten: set[int] = set()
+        self._read_unwritten = 0
 
     @property
-    def unwritten(self) -> int:
-        return self._strange + len(self._empty)
+    def count_unwritten(self) -> int:
+        return self._read_unwritten + len(self._unwritten)
 
-    def see(self, traffic: Traffic) -> None:
-        new_storages = {tensor.storage for tensor in traffic.made if 0 not in tensor.shape}
-        if traffic.makes_room:
-            self._empty |= new_storages
+    def track_call(self, traffic: Traffic) -> None:
+        new_storages = {tensor.storage for tensor in traffic.new_tensors if 0 not in tensor.shape}
+        if traffic.only_allocates:
+            self._unwritten |= new_storages
             return
-        written = {tensor.storage for tensor in (*traffic.written, *traffic.unread)}
-        read = ({tensor.storage for tensor in traffic.read} - written) & self._empty
-        self._strange += len(read)
-        self._empty -= read | new_storages | written
+        written_storages = {tensor.storage for tensor in (*traffic.written, *traffic.overwritten_unread)}
+        read_storages = ({tensor.storage for tensor in traffic.read} - written_storages) & self._unwritten
+        self._read_unwritten += len(read_storages)
+        self._unwritten -= read_storages | new_storages | written_storages
 
 
 def _add_operator(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str, int]) -> PhaseCount:
@@ -255,14 +278,22 @@ def _add_operator(phase: PhaseCount, operator: OperatorCount, by_dtype: dict[str
     )
 
 
-def _words(value: Any) -> Iterator[str]:
+def _describe_tensors(value: Any) -> Iterator[str]:
     for tensor in tensors_in(value):
-        yield f"{word_of(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
+        yield f"{get_dtype_name(tensor.dtype)}[{','.join(map(str, tensor.shape))}]"
 
 
-def _path(call: Call, argument: str, tf32: bool) -> str:
-    """Returns the dtype that a call multiplies in, which is that of the first tensor in the argument of this name."""
-    tensor = next(tensors_in(arguments_of(call).get(argument)), None) or next(tensors_in(call.given), None)
-    if not isinstance(tensor, TensorSeen):
+def _find_product_dtype(call: Call, argument: str, tf32: bool) -> str:
+    """Returns the name of the dtype that a call multiplies in. It is the dtype of the first tensor in the named
+    argument.
+    """
+    product_operand = next(tensors_in(bind_arguments(call).get(argument)), None) or next(
+        tensors_in(call.positional), None
+    )
+    if not isinstance(product_operand, RecordedTensor):
         return ""
-    return TF32 if tf32 and tensor.accelerated and tensor.dtype is torch.float32 else word_of(tensor.dtype)
+    return (
+        TF32
+        if tf32 and product_operand.accelerated and product_operand.dtype is torch.float32
+        else get_dtype_name(product_operand.dtype)
+    )

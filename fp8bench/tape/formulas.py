@@ -1,9 +1,11 @@
-"""The work of an operator: the number of floating-point operations, and its kind, by its name and location.
+"""Finds the FLOPs of an operator call and its kind (GEMM, cast, copy and others), from the operator's name and the
+call's location.
 
-FLOPs are the products and sums of operators that multiply tensors with each other. torch has formulas for some
-operators (torch.utils.flop_counter), none for others, and a wrong one for the backward of grouped convolutions. An
-operator is unknown if it has a formula neither here nor there and is not known to multiply nothing. Kinds follow rules
-as data: first the phases of a suite, then optimizers and the nodes that keep gradients, then names.
+FLOPs are the multiplications and additions of operators that multiply tensors with each other. torch has formulas for
+some operators (torch.utils.flop_counter). It has none for others, and a wrong one for the backward pass of grouped
+convolutions. An operator is unknown if neither torch nor this module has a formula for it, and if it is not listed as
+an operator without products. The kind follows from the phase if the phase decides. If not, it follows from optimizers
+and gradient accumulation, and last from the name.
 """
 
 from __future__ import annotations
@@ -21,144 +23,171 @@ import torch
 
 from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.step import ShareKind
-from fp8bench.tape.recorder import Call, TensorSeen, arguments_of, is_view, name_of, operator_name, tensors_in
+from fp8bench.tape.recorder import (
+    Call,
+    RecordedTensor,
+    bind_arguments,
+    called_operator,
+    is_view,
+    operator_name,
+    tensors_in,
+)
 
-# A formula gets the arguments by name, and the result under ''. FORMULAS pairs it with the argument whose dtype it
-# multiplies in.
-Named = Mapping[str, Any]
-Formula = Callable[[Named], int]
-# M, N, K and the number of products (..., M, K) times (..., K, N).
+# A formula takes a call's arguments by name, and the call's result under the name ''. FORMULAS has a pair for each
+# operator: the argument whose dtype is that of the product, and the formula.
+NamedArguments = Mapping[str, Any]
+Formula = Callable[[NamedArguments], int]
+# The sizes (M, N, K) of products (M, K) times (K, N), and the number of such products.
 Product = tuple[int, int, int, int]
 
 
-def _elements(tensor: TensorSeen) -> int:
-    """Counts the numbers of a tensor: an element of torch's holds two in E2M1."""
+def _count_numbers(tensor: RecordedTensor) -> int:
+    """Counts the numbers in a tensor. An element of torch's packed E2M1 dtype holds two numbers."""
     packed = getattr(torch, "float4_e2m1fn_x2", None)
     return math.prod(tensor.shape) * (2 if tensor.dtype is packed else 1)
 
 
-def _product(first: str, second: str) -> tuple[str, Formula]:
-    """Counts 2MNK, for any number of matrices: each number on the left meets a row of N on the right."""
+def _make_matrix_formula(first: str, second: str) -> tuple[str, Formula]:
+    """Returns the formula 2MNK for one matrix product or a batch of them. Each number of the left operand is
+    multiplied by N numbers.
+    """
 
-    def flops(named: Named) -> int:
+    def flops(named: NamedArguments) -> int:
         columns = int(named[""].shape[-1]) if len(named[second].shape) > 1 else 1
-        return 2 * _elements(named[first]) * columns
+        return 2 * _count_numbers(named[first]) * columns
 
     return first, flops
 
 
-def _grouped_flops(named: Named) -> int:
-    """Counts products of groups of rows (or columns) with a matrix each; each row is in one group."""
+def _count_grouped_flops(named: NamedArguments) -> int:
+    """Counts the FLOPs of a grouped product. Each group of rows or columns is multiplied by its own matrix."""
     a = named["self"]
     b = named["mat2"]
-    apart = len(a.shape) == 3 and len(b.shape) == 2  # columns of b are divided among the matrices of a
-    return 2 * _elements(a) * int(b.shape[-1]) // (int(a.shape[0]) if apart else 1)
+    # then each matrix of `a` is multiplied by its own columns of `b`
+    splits_columns = len(a.shape) == 3 and len(b.shape) == 2
+    return 2 * _count_numbers(a) * int(b.shape[-1]) // (int(a.shape[0]) if splits_columns else 1)
 
 
-def _flops_formula(products: Callable[[Named], list[Product]]) -> Formula:
+def _make_flops_formula(products: Callable[[NamedArguments], list[Product]]) -> Formula:
     return lambda named: sum(2 * m * n * k * times for m, n, k, times in products(named))
 
 
-def convolution_shapes(named: Named) -> list[Product]:
-    """Counts windows over the edge in full. Weights are (out, in / groups, window), or turned if transposed."""
-    outputs, window, places, groups = _sides(named, named[""])
-    return [(places, outputs, window, groups)]
+def get_convolution_shapes(named: NamedArguments) -> list[Product]:
+    """Returns the sizes of a convolution as one matrix product. Windows that reach over the edge count in full.
+    Weights are (outputs, inputs / groups, window). In a transposed convolution outputs and inputs are swapped.
+    """
+    outputs, window, positions, groups = _get_convolution_sides(named, named[""])
+    return [(positions, outputs, window, groups)]
 
 
-def convolution_backward_shapes(named: Named) -> list[Product]:
-    """Counts as much as forward for each requested gradient, of the input and of the weight."""
-    outputs, window, places, groups = _sides(named, named["grad_output"])
+def get_convolution_backward_shapes(named: NamedArguments) -> list[Product]:
+    """Returns the sizes of the products in a convolution's backward pass: one for each requested gradient, of the
+    input and of the weight. Each product is as large as the forward product.
+    """
+    outputs, window, positions, groups = _get_convolution_sides(named, named["grad_output"])
     for_input, for_weight = named["output_mask"][:2]
-    products = [((places, window, outputs, groups), for_input), ((outputs, window, places, groups), for_weight)]
+    products = [((positions, window, outputs, groups), for_input), ((outputs, window, positions, groups), for_weight)]
     return [product for product, is_needed in products if is_needed]
 
 
-def _sides(named: Named, out: Any) -> tuple[int, int, int, int]:
-    """Returns, for each group, outputs, the numbers of a window and places; and the number of groups."""
+def _get_convolution_sides(named: NamedArguments, out: Any) -> tuple[int, int, int, int]:
+    """Returns the sides of a convolution's matrix product: outputs per group, elements of a window, positions, and
+    groups.
+    """
     weight = named["weight"]
     x = named.get("input", named.get("self"))
-    places = x if named.get("transposed") else out
+    positions = x if named.get("transposed") else out
     groups = int(named.get("groups", 1))
     return (
         weight.shape[0] // groups,
         math.prod(weight.shape[1:]),
-        places.shape[0] * math.prod(places.shape[2:]),
+        positions.shape[0] * math.prod(positions.shape[2:]),
         groups,
     )
 
 
-def _pairs(named: Named) -> float:
-    """Counts pairs of a query and a key that a head processes; under a causal mask half of the diagonal counts."""
+def _count_attended_pairs(named: NamedArguments) -> float:
+    """Counts the pairs of a query and a key in one head. With a causal mask, a query and its own key count as half a
+    pair.
+    """
     queries = int(named["query"].shape[-2])
     keys = int(named["key"].shape[-2])
     if not named.get("is_causal"):
         return queries * keys
-    square = min(queries, keys)
-    return square * square / 2 + (queries - square) * keys
+    masked_side = min(queries, keys)
+    return masked_side * masked_side / 2 + (queries - masked_side) * keys
 
 
-def _attention(products: tuple[int, int]) -> Formula:
-    """Returns a formula that counts these many products along the width of the keys' heads, and of the values'."""
+def _make_attention_formula(products: tuple[int, int]) -> Formula:
+    """Returns a FLOP formula for attention. `products` are two numbers: how many products sum over the key width, and
+    how many over the value width.
+    """
 
-    def flops(named: Named) -> int:
+    def flops(named: NamedArguments) -> int:
         query = named["query"]
         value = named["value"]
         heads = math.prod(query.shape[:-2])
-        (of_keys, of_values) = products
-        return int(2 * heads * _pairs(named) * (of_keys * query.shape[-1] + of_values * value.shape[-1]))
+        (key_products, value_products) = products
+        return int(
+            2
+            * heads
+            * _count_attended_pairs(named)
+            * (key_products * query.shape[-1] + value_products * value.shape[-1])
+        )
 
     return flops
 
 
-# Backward recomputes the scores, and computes gradients of values, probabilities, queries and keys.
-_FORWARD = ("query", _attention((1, 1)))
-_BACKWARD = ("query", _attention((3, 2)))
+# The backward pass computes the scores again. It also computes the gradients of values, probabilities, queries and
+# keys.
+_ATTENTION_FORWARD = ("query", _make_attention_formula((1, 1)))
+_ATTENTION_BACKWARD = ("query", _make_attention_formula((3, 2)))
 
 
-def _lstm(times: int, *weights: str) -> tuple[str, Formula]:
-    def flops(named: Named) -> int:
+def _make_lstm_formula(times: int, *weights: str) -> tuple[str, Formula]:
+    def flops(named: NamedArguments) -> int:
         steps: int = math.prod(named["input"].shape[:2])
-        return times * 2 * steps * sum(_elements(named[weight]) for weight in weights)
+        return times * 2 * steps * sum(_count_numbers(named[weight]) for weight in weights)
 
     return "input", flops
 
 
-_SDPA = "_scaled_dot_product_{}attention{}"
+_SDPA_OPERATOR = "_scaled_dot_product_{}attention{}"
 FORMULAS: dict[str, tuple[str, Formula]] = {
-    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _product("self", "mat2")),
+    **dict.fromkeys(("mm", "bmm", "_int_mm", "_scaled_mm", "_scaled_mm_v2"), _make_matrix_formula("self", "mat2")),
     **dict.fromkeys(("_weight_int8pack_mm", "_weight_int4pack_mm", "_weight_int4pack_mm_for_cpu"),
-                    _product("self", "mat2")),
-    **dict.fromkeys(("addmm", "_addmm_activation"), _product("mat1", "mat2")),
-    **dict.fromkeys(("baddbmm", "addbmm"), _product("batch1", "batch2")),
-    "mv": _product("self", "vec"),
-    "addmv": _product("mat", "vec"),
-    "dot": _product("self", "tensor"),
-    "vdot": _product("self", "other"),
-    # Squares of the lengths, and ones, are two more columns on each side.
+                    _make_matrix_formula("self", "mat2")),
+    **dict.fromkeys(("addmm", "_addmm_activation"), _make_matrix_formula("mat1", "mat2")),
+    **dict.fromkeys(("baddbmm", "addbmm"), _make_matrix_formula("batch1", "batch2")),
+    "mv": _make_matrix_formula("self", "vec"),
+    "addmv": _make_matrix_formula("mat", "vec"),
+    "dot": _make_matrix_formula("self", "tensor"),
+    "vdot": _make_matrix_formula("self", "other"),
+    # torch appends two columns to each side: squared lengths, and ones.
     "_euclidean_dist": ("x1", lambda named: 2 * math.prod(named[""].shape) * (int(named["x1"].shape[-1]) + 2)),
-    "addr": ("vec1", lambda named: 2 * _elements(named["vec1"]) * _elements(named["vec2"])),
-    "_grouped_mm": ("self", _grouped_flops),
-    "_scaled_grouped_mm": ("self", _grouped_flops),
-    "_scaled_grouped_mm_v2": ("self", _grouped_flops),
+    "addr": ("vec1", lambda named: 2 * _count_numbers(named["vec1"]) * _count_numbers(named["vec2"])),
+    "_grouped_mm": ("self", _count_grouped_flops),
+    "_scaled_grouped_mm": ("self", _count_grouped_flops),
+    "_scaled_grouped_mm_v2": ("self", _count_grouped_flops),
     **dict.fromkeys(("convolution", "_convolution", "cudnn_convolution", "mkldnn_convolution",
-                     "convolution_overrideable"), ("weight", _flops_formula(convolution_shapes))),
-    "convolution_backward": ("weight", _flops_formula(convolution_backward_shapes)),
-    "convolution_backward_overrideable": ("weight", _flops_formula(convolution_backward_shapes)),
-    **{_SDPA.format(kernel, end): formula
-       for end, formula in (("", _FORWARD), ("_backward", _BACKWARD))
+                     "convolution_overrideable"), ("weight", _make_flops_formula(get_convolution_shapes))),
+    "convolution_backward": ("weight", _make_flops_formula(get_convolution_backward_shapes)),
+    "convolution_backward_overrideable": ("weight", _make_flops_formula(get_convolution_backward_shapes)),
+    **{_SDPA_OPERATOR.format(kernel, end): formula
+       for end, formula in (("", _ATTENTION_FORWARD), ("_backward", _ATTENTION_BACKWARD))
        for kernel in ("flash_", "efficient_", "cudnn_", "fused_")},
-    "_scaled_dot_product_flash_attention_for_cpu": _FORWARD,
-    "_scaled_dot_product_flash_attention_for_cpu_backward": _BACKWARD,
-    "mkldnn_rnn_layer": _lstm(1, "weight0", "weight1"),
-    "mkldnn_rnn_layer_backward": _lstm(2, "weight1", "weight2"),
-    "fp8bench::short_product": ("a", lambda named: 2 * _elements(named["a"]) * int(named["b"].shape[0])),
+    "_scaled_dot_product_flash_attention_for_cpu": _ATTENTION_FORWARD,
+    "_scaled_dot_product_flash_attention_for_cpu_backward": _ATTENTION_BACKWARD,
+    "mkldnn_rnn_layer": _make_lstm_formula(1, "weight0", "weight1"),
+    "mkldnn_rnn_layer_backward": _make_lstm_formula(2, "weight1", "weight2"),
+    "fp8bench::short_product": ("a", lambda named: 2 * _count_numbers(named["a"]) * int(named["b"].shape[0])),
     "fp8bench::rotated_and_looked_at": (
-        "matrix", lambda named: 2 * _elements(named["x"]) * int(named["matrix"].shape[-1]),
+        "matrix", lambda named: 2 * _count_numbers(named["x"]) * int(named["matrix"].shape[-1]),
     ),
 }  # fmt: skip
 
-# Operators that multiply tensors at most elementwise, in addition to those that torch has tags for.
-_WORDS = """
+# Operators that multiply no matrices. Operators that torch tags as pointwise or as a reduction are not listed here.
+_ELEMENTWISE_NAMES = """
 _adaptive_avg_pool2d _adaptive_avg_pool2d_backward _adaptive_avg_pool3d _adaptive_avg_pool3d_backward
 adaptive_max_pool2d adaptive_max_pool2d_backward alias_copy _aminmax _amp_foreach_non_finite_check_and_unscale_
 _amp_update_scale_ arange as_strided as_strided_scatter _assert_async _assert_scalar avg_pool2d avg_pool2d_backward
@@ -199,44 +228,46 @@ _unsafe_view upsample_bicubic2d upsample_bicubic2d_backward upsample_bilinear2d 
 upsample_linear1d upsample_nearest1d upsample_nearest2d upsample_nearest2d_backward view_copy _weight_norm_interface
 _weight_norm_interface_backward zero zeros zeros_like
 """
-_NOTHING = frozenset(_WORDS.split())
-# torch's tags of operators that work elementwise, or add numbers up.
-_TAGS = ("pointwise", "reduction")
+_WITHOUT_PRODUCTS = frozenset(_ELEMENTWISE_NAMES.split())
+# torch's tags for operators without a matrix product.
+_ELEMENTWISE_TAGS = ("pointwise", "reduction")
 
 
-def flops_of(call: Call) -> tuple[int | None, str]:
-    """Returns the FLOPs of a call, and the argument whose dtype it multiplies in. FLOPs are None if unknown, as those
-    of sparse tensors, and 0 if the call multiplies nothing."""
-    # Sparse tensors have no strides, and their work depends on the values.
-    if multiplies(call.operator) and any(tensor.stride is None for tensor in tensors_in(call.given)):
+def count_flops(call: Call) -> tuple[int | None, str]:
+    """Returns the FLOPs of a call, and the name of the argument whose dtype is the product's dtype. FLOPs are 0 if
+    the call has no product, and None if they are unknown, for example for sparse tensors.
+    """
+    # The FLOPs of a sparse product depend on its values. A recorded tensor without strides is sparse.
+    if multiplies(call.operator) and any(tensor.stride is None for tensor in tensors_in(call.positional)):
         return None, ""
-    entry = _formula_of(name_of(call))
+    entry = _find_formula(called_operator(call))
     if entry is not None:
         argument, formula = entry
         result = next(tensors_in(call.result), None)
-        return formula({**arguments_of(call), "": result}), argument
-    # torch knows some operators that have no formula here.
-    formula_of_torch = _formula_of_torch(call.operator)
+        return formula({**bind_arguments(call), "": result}), argument
+    # Operators without a formula in FORMULAS may have one of torch's.
+    formula_of_torch = _find_torch_formula(call.operator)
     if formula_of_torch is not None:
-        return _by_torch(call, formula_of_torch), next(iter(arguments_of(call)), "")
+        return _apply_torch_formula(call, formula_of_torch), next(iter(bind_arguments(call)), "")
     return (None if multiplies(call.operator) is None else 0), ""
 
 
 def multiplies(operator: Any) -> bool | None:
-    """Whether an operator multiplies tensors with each other; None if unknown."""
+    """Returns whether an operator multiplies tensors with each other, or None if that is unknown."""
     name = operator_name(operator)
-    if _formula_of(name) is not None or _formula_of_torch(operator) is not None:
+    if _find_formula(name) is not None or _find_torch_formula(operator) is not None:
         return True
     return False if _multiplies_nothing(operator) else None
 
 
-def _formula_of(name: str) -> tuple[str, Formula] | None:
+def _find_formula(name: str) -> tuple[str, Formula] | None:
     return FORMULAS.get(name) or FORMULAS.get(name.removesuffix("_"))
 
 
-def _formula_of_torch(operator: Any) -> Callable[..., int] | None:
-    """Returns torch's formula, or one registered with torch, of an operator that may multiply."""
-    # The module imports triton, which takes 0.3 s; nobody has registered a formula before it is imported.
+def _find_torch_formula(operator: Any) -> Callable[..., int] | None:
+    """Returns the FLOP formula that is registered with torch for an operator, or None."""
+    # Importing torch.utils.flop_counter takes 0.3 s. As long as nobody has imported it, no user can have registered a
+    # formula there. Then operators without products need no import.
     if "torch.utils.flop_counter" not in sys.modules and _multiplies_nothing(operator):
         return None
     from torch.utils.flop_counter import flop_registry
@@ -244,15 +275,17 @@ def _formula_of_torch(operator: Any) -> Callable[..., int] | None:
     return flop_registry.get(getattr(operator, "overloadpacket", operator))
 
 
-def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
-    """Returns the result of torch's formula, or one registered with torch; None if it needs the numbers of tensors."""
+def _apply_torch_formula(call: Call, formula: Callable[..., int]) -> int | None:
+    """Returns the FLOPs by a formula that is registered with torch. Returns None if the formula does not work with
+    shapes alone.
+    """
 
     def shapes(value: Any) -> Any:
-        return value.shape if isinstance(value, TensorSeen) else value
+        return value.shape if isinstance(value, RecordedTensor) else value
 
     try:
         named = {name: shapes(argument) for name, argument in call.named.items()}
-        return int(formula(*map(shapes, call.given), **named, out_val=shapes(call.result)))
+        return int(formula(*map(shapes, call.positional), **named, out_val=shapes(call.result)))
     except Exception:  # noqa: BLE001 - the formula may be foreign code
         return None
 
@@ -261,31 +294,31 @@ def _by_torch(call: Call, formula: Callable[..., int]) -> int | None:
 def _multiplies_nothing(operator: Any) -> bool:
     name = operator_name(operator)
     if name.startswith("fp8bench::"):
-        return True  # quantisers; operators that multiply have a formula above
+        return True  # fp8bench's own operators without an entry in FORMULAS are quantisers
     if operator.namespace != "aten":
         return False
-    base = name.removesuffix("_").removeprefix("_foreach_")
-    if name.removesuffix("_") in _NOTHING or base in _NOTHING or is_view(operator):
+    base_name = name.removesuffix("_").removeprefix("_foreach_")
+    if name.removesuffix("_") in _WITHOUT_PRODUCTS or base_name in _WITHOUT_PRODUCTS or is_view(operator):
         return True
-    packets = [getattr(torch.ops.aten, text, None) for text in (name, base)]
+    packets = [getattr(torch.ops.aten, text, None) for text in (name, base_name)]
     overloads = [operator]
     for packet in packets:
         if packet is not None:
             overloads += [getattr(packet, word) for word in packet.overloads()]
     tags = chain.from_iterable(overload.tags for overload in overloads)
-    return any(tag.name in _TAGS for tag in tags)
+    return any(tag.name in _ELEMENTWISE_TAGS for tag in tags)
 
 
-KEEPS_GRADIENTS = "AccumulateGrad"
-# All of such a phase is of one kind; in other phases the operators decide.
-_PHASE_KINDS = {
+ACCUMULATION_NODE = "AccumulateGrad"
+# Phases in which every operator has the same kind. In all other phases the operator decides.
+_KIND_OF_PHASE = {
     Phase.CAST: ShareKind.CAST,
     Phase.ATTENTION: ShareKind.ATTENTION,
     Phase.ACCUMULATE: ShareKind.ACCUMULATE,
     Phase.OPTIMIZER_STEP: ShareKind.OPTIMIZER,
 }
-# Prefixes of names; the first that matches decides.
-_PREFIXES: tuple[tuple[str, ShareKind], ...] = (
+# Kinds by the beginning of an operator's name. The first match decides.
+_KINDS_BY_PREFIX: tuple[tuple[str, ShareKind], ...] = (
     ("_scaled_dot_product", ShareKind.ATTENTION), ("scaled_dot_product", ShareKind.ATTENTION),
     ("_flash_attention", ShareKind.ATTENTION), ("_efficient_attention", ShareKind.ATTENTION),
     ("_cudnn_attention", ShareKind.ATTENTION), ("flex_attention", ShareKind.ATTENTION),
@@ -294,14 +327,14 @@ _PREFIXES: tuple[tuple[str, ShareKind], ...] = (
     ("fake_quantize", ShareKind.CAST), ("_fake_quantize", ShareKind.CAST), ("quantize", ShareKind.CAST),
     ("dequantize", ShareKind.CAST),
 )  # fmt: skip
-# Operators of unfused attention, in modules whose name contains attention.
-_IN_ATTENTION = frozenset(
+# Operators that count as attention if they run in a module whose name contains attention.
+_UNFUSED_ATTENTION = frozenset(
     ("bmm", "baddbmm", "_softmax", "_softmax_backward_data", "_masked_softmax", "_masked_softmax_backward")
 )
-_SAYS_ATTENTION = re.compile(r"attn|attention", re.IGNORECASE)
-# Casts if they convert between floating-point dtypes, else copies.
-CONVERTING = frozenset(("_to_copy", "copy_", "copy", "_foreach_copy_", "_copy_from"))
-_NAMES: Mapping[ShareKind, str] = {
+_ATTENTION_MODULE = re.compile(r"attn|attention", re.IGNORECASE)
+# These operators are casts if they convert between floating-point dtypes, and copies otherwise.
+COPY_OPERATORS = frozenset(("_to_copy", "copy_", "copy", "_foreach_copy_", "_copy_from"))
+_NAMES_BY_KIND: Mapping[ShareKind, str] = {
     ShareKind.COPY: """
 clone _foreach_clone cat stack _stack _chunk_cat contiguous repeat repeat_interleave _reshape_copy view_copy
 expand_copy slice_backward select_backward slice_scatter select_scatter diagonal_backward diagonal_scatter
@@ -324,15 +357,16 @@ unfold
 """,
 }  # fmt: skip
 _KIND_OF_NAME: dict[str, ShareKind] = {}
-for _kind, _words in _NAMES.items():
+for _kind, _words in _NAMES_BY_KIND.items():
     _KIND_OF_NAME |= dict.fromkeys(_words.split(), _kind)
 CONVOLUTION = "conv"
 
 
 @dataclass(frozen=True, slots=True)
-class Where:
-    """The location of a call. `node` is the running node of backward, or ''; `dtypes` are source and target of a
-    conversion."""
+class CallLocation:
+    """Where a call ran. `node` is the name of the autograd node that was running, or ''. `dtypes` are source and
+    target if the call copies. `optimizing` is whether an optimizer's step was running.
+    """
 
     phase: str = UNATTRIBUTED
     module: str = ""
@@ -341,15 +375,15 @@ class Where:
     dtypes: tuple[torch.dtype, torch.dtype] | None = None
 
 
-def kind_of(operator: Any, where: Where) -> tuple[ShareKind, str]:
-    placed = kind_of_place(where)
-    if placed is not None:
-        return placed, ""
+def classify_call(operator: Any, location: CallLocation) -> tuple[ShareKind, str]:
+    location_kind = classify_location(location)
+    if location_kind is not None:
+        return location_kind, ""
     name = operator_name(operator)
-    kind, detail = kind_of_name(name, where)
+    kind, detail = classify_name(name, location)
     if kind is not ShareKind.UNKNOWN:
         return kind, detail
-    # Views move nothing, whatever they are called.
+    # torch's own flag marks the other views.
     if getattr(operator, "is_view", False):
         return ShareKind.VIEW, ""
     does_multiply = multiplies(operator)
@@ -358,30 +392,28 @@ def kind_of(operator: Any, where: Where) -> tuple[ShareKind, str]:
     return (ShareKind.GEMM if does_multiply else ShareKind.ELEMENTWISE), ""
 
 
-def kind_of_place(where: Where) -> ShareKind | None:
-    if where.phase in _PHASE_KINDS:
-        return _PHASE_KINDS[Phase(where.phase)]
-    if where.optimizing:
+def classify_location(location: CallLocation) -> ShareKind | None:
+    if location.phase in _KIND_OF_PHASE:
+        return _KIND_OF_PHASE[Phase(location.phase)]
+    if location.optimizing:
         return ShareKind.OPTIMIZER
-    return ShareKind.ACCUMULATE if where.node.endswith(KEEPS_GRADIENTS) else None
+    return ShareKind.ACCUMULATE if location.node.endswith(ACCUMULATION_NODE) else None
 
 
-def kind_of_name(name: str, where: Where) -> tuple[ShareKind, str]:
+def classify_name(name: str, location: CallLocation) -> tuple[ShareKind, str]:
     base = name.removesuffix("_")
-    if base in _IN_ATTENTION and _SAYS_ATTENTION.search(where.module):
+    if base in _UNFUSED_ATTENTION and _ATTENTION_MODULE.search(location.module):
         return ShareKind.ATTENTION, ""
     if "convolution" in name:
         return ShareKind.GEMM, CONVOLUTION
-    if name in CONVERTING:
-        return (ShareKind.CAST if converts(where.dtypes) else ShareKind.COPY), ""
-    if name.startswith("fp8bench::"):  # an operator of ours that multiplies nothing is a quantiser
+    if name in COPY_OPERATORS:
+        dtypes = location.dtypes or ()
+        is_cast = len(set(dtypes)) > 1 and all(dtype.is_floating_point for dtype in dtypes)
+        return (ShareKind.CAST if is_cast else ShareKind.COPY), ""
+    if name.startswith("fp8bench::"):  # an fp8bench operator without products is a quantiser
         return (ShareKind.GEMM if name in FORMULAS else ShareKind.CAST), ""
-    for beginning, kind in _PREFIXES:
+    for beginning, kind in _KINDS_BY_PREFIX:
         if name.startswith(beginning):
             return kind, ""
     kind = _KIND_OF_NAME.get(base, ShareKind.UNKNOWN)
     return kind, name if kind is ShareKind.UNKNOWN else ""
-
-
-def converts(dtypes: tuple[torch.dtype, torch.dtype] | None) -> bool:
-    return dtypes is not None and dtypes[0] != dtypes[1] and all(dtype.is_floating_point for dtype in dtypes)

@@ -1,7 +1,8 @@
-"""A dispatch mode that records the operators of a step; they are counted afterwards, so that the step stays fast.
+"""Records the operator calls of a step with a torch dispatch mode. The calls are counted after the step, so that the
+step stays fast.
 
-A custom operator of fp8bench is one call, however it runs, and so is any other that torch knows by name. Code that
-calls no operator of torch, such as a kernel launched directly, is not visible.
+A custom operator that is registered with torch is one call, whatever runs inside it. Code that calls no torch
+operator is not recorded, for example a kernel that is launched directly.
 """
 
 from __future__ import annotations
@@ -16,19 +17,20 @@ from torch import Tensor
 
 from fp8bench.model import UNATTRIBUTED
 from fp8bench.numerics.operands import OperatorWatch
-from fp8bench.protocols import Markers, TellingMarker
+from fp8bench.protocols import Markers, ReportingMarker
 
-# Namespaces of operators that do nothing to a tensor.
-_SILENT = ("prim", "profiler", "_c10d_functional_autograd")
-_COMPOSITE = "CompositeImplicitAutograd"
-_STRIDED = torch.strided
-_task = torch._C._current_graph_task_id
+# Namespaces of operators that do not change or read tensors.
+_SILENT_NAMESPACES = ("prim", "profiler", "_c10d_functional_autograd")
+_COMPOSITE_KEY = "CompositeImplicitAutograd"
+_STRIDED_LAYOUT = torch.strided
+_current_task = torch._C._current_graph_task_id
 _NO_TASK = -1
 
 
-class TensorSeen:
-    """The location and layout of a tensor, without its numbers. One of torch's fake or meta tensors has none, and
-    `is_real` is false."""
+class RecordedTensor:
+    """Where a tensor is in memory, with its shape and dtype but without its values. `is_real` is false for torch's
+    fake and meta tensors, which have no memory.
+    """
 
     __slots__ = ("accelerated", "dtype", "is_real", "offset", "shape", "storage", "stride")
 
@@ -37,13 +39,13 @@ class TensorSeen:
         self.shape = tensor.shape
         self.dtype = tensor.dtype
         self.accelerated = not tensor.is_cpu
-        if tensor.layout is _STRIDED:
+        if tensor.layout is _STRIDED_LAYOUT:
             self.stride = tensor.stride()
             self.offset = tensor.storage_offset()
             storage = tensor.untyped_storage()
             self.storage = storage._cdata
             self.is_real = storage.device.type != "meta"
-        else:  # a sparse tensor has no single memory
+        else:  # a sparse tensor consists of several storages
             self.stride = None
             self.offset = 0
             self.storage = id(tensor)
@@ -51,53 +53,62 @@ class TensorSeen:
 
 
 class Call(NamedTuple):
-    """One call of an operator. `given` and `named` are its arguments, `result` what it returned: tensors as
-    TensorSeen."""
+    """One call of an operator. `positional` and `named` are its arguments and `result` is its result. Tensors in them
+    are RecordedTensor objects.
+    """
 
     operator: Any
     phase: str
     backward: bool
-    given: tuple[Any, ...]
+    positional: tuple[Any, ...]
     named: dict[str, Any]
     result: Any
 
 
 class Route(Enum):
-    """How a mode treats an operator. A SILENT one does nothing to numbers: a view, or one of torch's markers."""
+    """How a dispatch mode treats an operator: record it, decompose it first, or run it without a record. Views
+    and torch's markers are not recorded.
+    """
 
     RECORDED = 0
     COMPOSITE = 1
     SILENT = 2
 
 
-def route_of(func: Any) -> Route:
-    if func.namespace in _SILENT:
+def choose_route(func: Any) -> Route:
+    if func.namespace in _SILENT_NAMESPACES:
         return Route.SILENT
     if not isinstance(func, torch._ops.OpOverload):
         return Route.RECORDED
     name = func.name()  # type: ignore[no-untyped-call]
-    if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE):
+    if torch._C._dispatch_has_kernel_for_dispatch_key(name, _COMPOSITE_KEY):
         return Route.COMPOSITE
     return Route.SILENT if is_view(func) else Route.RECORDED
 
 
 def is_view(func: Any) -> bool:
-    """Whether an operator only gives another view of memory. torch declares that for `squeeze`, not for `squeeze_`."""
-    packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
-    return any(getattr(overload, "is_view", False) for overload in (func, getattr(packet, func._overloadname, None)))
+    """Returns whether an operator only returns a view. torch marks `squeeze` as such an operator but not `squeeze_`,
+    so this function looks up both names.
+    """
+    operator_packet = getattr(torch.ops.aten, operator_name(func).removesuffix("_"), None)
+    return any(
+        getattr(overload, "is_view", False) for overload in (func, getattr(operator_packet, func._overloadname, None))
+    )
 
 
 class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Follows the phase of a step, and passes operators that do something to `called`; with `views`, views too."""
+    """Knows the phase of a step, and calls `run_call` for each operator except those in silent namespaces. With
+    `watches_views` it also calls `run_call` for views.
+    """
 
-    views: ClassVar[bool] = False
+    watches_views: ClassVar[bool] = False
 
     def __init__(self) -> None:
         super().__init__()
-        # Not thread-local: backward may run on another thread.
-        self._open = [UNATTRIBUTED]
+        # This list is not thread-local, because backward may run on another thread.
+        self._open_phases = [UNATTRIBUTED]
         self._phase = UNATTRIBUTED
-        self.phases = Markers(lambda name: TellingMarker(name, self._open, self.enter))
+        self.phases = Markers(lambda name: ReportingMarker(name, self._open_phases, self.enter))
         self._routes: dict[Any, Route] = {}
 
     def enter(self, phase: str) -> None:
@@ -106,13 +117,13 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
         route = self._routes.get(func)
         if route is None:
-            route = self._routes[func] = route_of(func)
-        if route is Route.COMPOSITE:  # without gradients some arrive undecomposed
+            route = self._routes[func] = choose_route(func)
+        if route is Route.COMPOSITE:  # without gradients some composite operators arrive here undecomposed
             with self:
                 result = func.decompose(*args, **named)
             if result is not NotImplemented:
                 return result
-        elif route is Route.SILENT and not (self.views and getattr(func, "is_view", False)):
+        elif route is Route.SILENT and not (self.watches_views and getattr(func, "is_view", False)):
             return func(*args, **named)
         return self.run_call(func, args, named)
 
@@ -121,11 +132,11 @@ class PhasedWatch(OperatorWatch):  # type: ignore[no-untyped-call]
 
 
 class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Records every operator of its body with its phase, and the seconds of all."""
+    """Records every operator in its `with` body with its phase. Also sums the seconds of all operators."""
 
     @classmethod
     def ignore_compile_internals(cls) -> bool:
-        """Returns True, to record compiled functions as the operators that they were made of."""
+        """Returns False. So torch shows this mode the operators inside compiled functions."""
         return False
 
     def __init__(self) -> None:
@@ -134,51 +145,59 @@ class OperatorTape(PhasedWatch):  # type: ignore[no-untyped-call]
         self.seconds = 0.0
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        inputs = tuple(map(_note_tensors, args))
-        named_inputs = {name: _note_tensors(argument) for name, argument in named.items()}
-        begun = perf_counter()
+        inputs = tuple(map(_record_tensors, args))
+        named_inputs = {name: _record_tensors(argument) for name, argument in named.items()}
+        begin_seconds = perf_counter()
         result = func(*args, **named)
-        self.seconds += perf_counter() - begun
-        self.calls.append(Call(func, self._phase, _task() != _NO_TASK, inputs, named_inputs, _note_tensors(result)))
+        self.seconds += perf_counter() - begin_seconds
+        self.calls.append(
+            Call(func, self._phase, _current_task() != _NO_TASK, inputs, named_inputs, _record_tensors(result))
+        )
         return result
 
 
-def _note_tensors(value: Any) -> Any:
+def _record_tensors(value: Any) -> Any:
     if isinstance(value, Tensor):
-        return TensorSeen(value)
-    if isinstance(value, (list, tuple)):  # a union takes longer
-        return tuple(map(_note_tensors, value))
+        return RecordedTensor(value)
+    if isinstance(value, (list, tuple)):  # a tuple is faster here than a union type
+        return tuple(map(_record_tensors, value))
     return value
 
 
-def tensors_in(value: Any) -> Iterator[TensorSeen]:
-    if isinstance(value, TensorSeen):
+def tensors_in(value: Any) -> Iterator[RecordedTensor]:
+    if isinstance(value, RecordedTensor):
         yield value
     elif isinstance(value, tuple):
         for part in value:
             yield from tensors_in(part)
 
 
-def arguments_of(call: Call) -> dict[str, Any]:
-    """Returns a call's arguments by their names in the schema, or by position without a schema."""
+def bind_arguments(call: Call) -> dict[str, Any]:
+    """Returns a call's arguments by their names in the operator's schema. Without a schema, the names are the
+    positions.
+    """
     schema = getattr(call.operator, "_schema", None)
-    names = [argument.name for argument in schema.arguments] if schema is not None else map(str, range(len(call.given)))
-    return {**dict(zip(names, call.given, strict=False)), **call.named}
+    names = (
+        [argument.name for argument in schema.arguments]
+        if schema is not None
+        else map(str, range(len(call.positional)))
+    )
+    return {**dict(zip(names, call.positional, strict=False)), **call.named}
 
 
-def written_by(operator: Any) -> Iterator[tuple[int, Any]]:
-    """Yields the arguments that an operator writes to, with their places in its schema."""
+def list_written_arguments(operator: Any) -> Iterator[tuple[int, Any]]:
+    """Yields the position and schema entry of each argument that an operator writes to."""
     schema = getattr(operator, "_schema", None)
     for place, argument in enumerate(schema.arguments if schema is not None else ()):
         if argument.alias_info is not None and argument.alias_info.is_write:
             yield place, argument
 
 
-def name_of(call: Call) -> str:
+def called_operator(call: Call) -> str:
     return operator_name(call.operator)
 
 
 def operator_name(operator: Any) -> str:
-    """Returns 'mm' for an operator of torch's own, 'fp8bench::block' with its namespace for another."""
+    """Returns an operator's name: 'mm' for one of torch's, 'fp8bench::block' with the namespace for any other."""
     packet = getattr(operator, "overloadpacket", operator)
     return packet.__name__ if operator.namespace == "aten" else f"{operator.namespace}::{packet.__name__}"

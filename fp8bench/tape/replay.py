@@ -1,7 +1,8 @@
-"""Records one phase of a step and repeats it alone: its operators, and their input memory.
+"""Records the operators of one phase of a step, together with the memory that they read. The phase can then be
+repeated alone.
 
-Memory is identified by its storage, not by tensors, so that views stay views. The initial input memory is kept: it is
-copied before something writes to it. Memory made by calls of the phase is made again by a replay.
+Memory is identified by storage rather than by tensor, so that views stay views. The memory that the phase gets as
+input is copied before an operator overwrites it. A replay allocates again what the phase's calls allocated.
 """
 
 from __future__ import annotations
@@ -19,26 +20,28 @@ from torch import Tensor
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from fp8bench.numerics.operands import OperatorWatch, tensors_within
-from fp8bench.tape.recorder import written_by
+from fp8bench.tape.recorder import list_written_arguments
 
-# Their results are memory with arbitrary contents.
-_UNWRITTEN = ("empty", "new_empty")
+# Names of operators that begin like this allocate memory. Their results have arbitrary contents.
+_ALLOCATION_PREFIXES = ("empty", "new_empty")
 
 
 class CannotReplay(Exception):
-    """A phase cannot be repeated alone; the text is the reason."""
+    """Raised if a phase cannot be repeated alone. The error's text is the reason."""
 
 
 @dataclass(frozen=True, slots=True)
 class Register:
-    """Where a replay keeps a tensor that one of its calls made, until the last call that needs it."""
+    """A numbered slot of a replay. It holds a tensor that one call made, until the last call that uses this tensor."""
 
     number: int
 
 
 @dataclass(frozen=True, slots=True)
 class BitsCheck:
-    """The bits that a call returned or wrote in the step, and the state of the generators that it drew from."""
+    """The results that a repeated call must reproduce. `bits` are checksums of the tensors that the call returned or
+    wrote in the step. `generators` are the states that its random generators had before the call.
+    """
 
     bits: tuple[int, ...]
     generators: tuple[tuple[torch.Generator, Tensor], ...] = ()
@@ -46,25 +49,28 @@ class BitsCheck:
 
 @dataclass(frozen=True, slots=True)
 class ReplayedCall:
-    """One operator. Its arguments are as in the step, with registers in place of what earlier calls made. `results`
-    pairs places in its result with registers; `frees` lists registers that no later call needs; `written` are the
-    arguments that it writes. `check` is None if bits are not compared."""
+    """One operator call of a replay. It has the arguments that it had in the step. Only tensors that an earlier call
+    made are replaced by their registers.
+
+    `results` are pairs of a position in the call's result and a register. `frees` lists registers that no later call
+    uses. `written` are the arguments that the call writes. `check` is None if results are not compared.
+    """
 
     operator: Callable[..., Any]
     args: tuple[Any, ...]
     kwargs: dict[str, Any]
-    filled: bool
+    has_registers: bool
     written: tuple[Any, ...] = ()
     results: tuple[tuple[int, int], ...] = ()
     frees: tuple[int, ...] = ()
     check: BitsCheck | None = None
 
-    def into(self, registers: list[Tensor | None]) -> Any:
+    def execute(self, registers: list[Tensor | None]) -> Any:
         args = self.args
         kwargs = self.kwargs
-        if self.filled:
-            args = _fill(args, registers)
-            kwargs = {name: _fill(value, registers) for name, value in kwargs.items()}
+        if self.has_registers:
+            args = _fill_registers(args, registers)
+            kwargs = {name: _fill_registers(value, registers) for name, value in kwargs.items()}
         result = self.operator(*args, **kwargs)
         if self.results:
             tensors = (result,) if isinstance(result, Tensor) else tensors_within(result)
@@ -74,66 +80,71 @@ class ReplayedCall:
 
 
 @dataclass(frozen=True)
-class Rewritten:
-    """Input memory that the phase writes, and its initial contents."""
+class OverwrittenInput:
+    """Memory that the phase gets as input and writes to, with a copy of its first contents."""
 
     memory: Tensor
-    before: Tensor
+    initial: Tensor
     floating: tuple[torch.dtype, ...]
 
 
 @dataclass(frozen=True)
 class Replay:
-    """A phase of a step that can be repeated. `bytes` is the size of everything that it keeps."""
+    """A recorded phase of a step that can be repeated. `bytes` is the size of all memory that it keeps for this."""
 
     calls: tuple[ReplayedCall, ...]
     registers: int
-    rewritten: tuple[Rewritten, ...]
+    overwritten: tuple[OverwrittenInput, ...]
     generators: tuple[torch.Generator, ...]
     bytes: int
 
     def run(self, times: int = 1) -> None:
-        """Repeats the phase back to back. Written memory carries over, as between steps."""
+        """Repeats the phase `times` times without a pause. As between steps, written memory is not reset before a
+        repetition.
+        """
         with torch.no_grad():
             for _ in range(times):
                 registers: list[Tensor | None] = [None] * self.registers
                 for call in self.calls:
-                    call.into(registers)
+                    call.execute(registers)
                     for register in call.frees:
                         registers[register] = None
 
     def restore(self) -> None:
-        for rewritten in self.rewritten:
-            rewritten.memory.copy_(rewritten.before)
+        for overwritten in self.overwritten:
+            overwritten.memory.copy_(overwritten.initial)
 
-    def differs(self) -> str:
-        """Runs the phase once from the start; names the first operator whose bits differ from the step's, or returns
-        ''."""
+    def find_difference(self) -> str:
+        """Runs the phase once from its initial state and compares all results with those of the step, bit for bit.
+        Returns a sentence about the first operator that differs, or ''.
+        """
         self.restore()
         registers: list[Tensor | None] = [None] * self.registers
-        with torch.no_grad(), self.random_kept():
+        with torch.no_grad(), self.keep_random_states():
             for number, call in enumerate(self.calls):
                 for generator, state in call.check.generators if call.check is not None else ():
                     generator.set_state(state)
-                result = call.into(registers)
-                written = [_fill(argument, registers) for argument in call.written]
-                if call.check is not None and call.check.bits != bits_of(call.operator, result, written):
-                    return f"{call.operator}, operator {number + 1} of it, gives other numbers than in the step"
+                result = call.execute(registers)
+                written = [_fill_registers(argument, registers) for argument in call.written]
+                if call.check is not None and call.check.bits != compute_checksums(call.operator, result, written):
+                    return f"{call.operator} (operator {number + 1} of the phase) gives other numbers than in the step"
                 for register in call.frees:
                     registers[register] = None
         return ""
 
-    def lost(self) -> str:
-        """Returns a sentence if something that the phase writes is no longer finite, but was; else ''."""
-        for rewritten in self.rewritten:
-            for dtype in rewritten.floating:
-                if _finite(rewritten.before, dtype) and not _finite(rewritten.memory, dtype):
-                    return "what it writes, over and over, is no longer finite"
+    def find_lost_values(self) -> str:
+        """Returns a sentence about memory in which the phase has lost finite values, or ''. That is memory that the
+        phase writes, that was finite at first and no longer is.
+        """
+        for overwritten in self.overwritten:
+            for dtype in overwritten.floating:
+                if _is_finite(overwritten.initial, dtype) and not _is_finite(overwritten.memory, dtype):
+                    return "after many repetitions its written memory is no longer finite"
         return ""
 
     @contextmanager
-    def random_kept(self) -> Iterator[None]:
-        """Restores the random generators after the body."""
+    def keep_random_states(self) -> Iterator[None]:
+        """Restores the states of all random generators after the body."""
         states = [(source, source.get_state()) for source in self.generators]
         try:
             yield
@@ -142,41 +153,44 @@ class Replay:
                 generator.set_state(state)
 
 
-def bits_of(operator: Any, result: object, written: Sequence[object]) -> tuple[int, ...]:
-    """Returns a checksum for each tensor that a call has made or written; views of others are neither."""
+def compute_checksums(operator: Any, result: object, written: Sequence[object]) -> tuple[int, ...]:
+    """Returns a checksum of each tensor that a call created or wrote. A view of existing memory gets no checksum."""
     schema = operator._schema
     is_view = any(value.alias_info for value in schema.returns)
-    makes_tensors = not is_view and not schema.name.split("::")[1].startswith(_UNWRITTEN)
-    return tuple(map(_bits, (*(tensors_within(result) if makes_tensors else ()), *tensors_within(list(written)))))
+    makes_tensors = not is_view and not schema.name.split("::")[1].startswith(_ALLOCATION_PREFIXES)
+    return tuple(
+        map(_compute_checksum, (*(tensors_within(result) if makes_tensors else ()), *tensors_within(list(written))))
+    )
 
 
-def _bits(tensor: Tensor) -> int:
+def _compute_checksum(tensor: Tensor) -> int:
     if not tensor.numel():
         return 0
-    # A tensor of one element counts as contiguous whatever its strides are, and cannot be viewed as bytes then.
-    dense = tensor.detach().clone(memory_format=torch.contiguous_format)
-    values: Any = dense.view(-1).view(torch.uint8).numpy()
+    # A tensor of one element counts as contiguous with any stride. Cloning gives it a normal stride, so that it can
+    # be viewed as bytes.
+    dense_copy = tensor.detach().clone(memory_format=torch.contiguous_format)
+    values: Any = dense_copy.view(-1).view(torch.uint8).numpy()
     return zlib.crc32(values)
 
 
-def _finite(memory: Tensor, dtype: torch.dtype) -> bool:
+def _is_finite(memory: Tensor, dtype: torch.dtype) -> bool:
     return bool(memory[: memory.numel() // dtype.itemsize * dtype.itemsize].view(dtype).isfinite().all())
 
 
-def _fill(part: Any, registers: list[Tensor | None]) -> Any:
+def _fill_registers(part: Any, registers: list[Tensor | None]) -> Any:
     kind = type(part)
     if kind is Register:
         return registers[part.number]
     if kind is list or kind is tuple:
-        return kind(_fill(inner, registers) for inner in part)
+        return kind(_fill_registers(inner, registers) for inner in part)
     return part
 
 
-# These operators give a tensor different memory.
-_MOVING = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
+# Operators that give a tensor different memory.
+_REALLOCATING_OPERATORS = frozenset({"set_", "resize_", "resize_as_", "_resize_output_"})
 
 
-class _Spec(NamedTuple):
+class _TensorView(NamedTuple):
     dtype: torch.dtype
     size: tuple[int, ...]
     stride: tuple[int, ...]
@@ -185,97 +199,108 @@ class _Spec(NamedTuple):
 
 @dataclass(eq=False)
 class _Memory:
-    """Memory that a phase has met, as long as nobody outside of it writes there.
+    """A storage that a phase has used. It is dropped when an operator outside of the phase writes to the storage.
 
-    `kept` is what the phase was given: the step's own memory until somebody writes to it, then a copy (`copied`). It is
-    None if a call of the phase made it. The weak reference keeps its address from being used again. `registers` hold
-    tensors in it that calls have made.
+    `input_contents` is what the phase got as input. It is the step's own storage until a call overwrites it, and a
+    copy afterwards (`copied`). It is None if a call of the phase allocated the storage. `weak` is a weak reference,
+    which keeps the storage's address from being used again. `registers` are those of the tensors in the storage.
     """
 
     weak: StorageWeakRef
     device: torch.device
-    kept: torch.UntypedStorage | None = None
+    input_contents: torch.UntypedStorage | None = None
     copied: bool = False
-    rewritten: bool = False
+    overwritten: bool = False
     floating: set[torch.dtype] = field(default_factory=set)
-    registers: dict[_Spec, int] = field(default_factory=dict)
+    registers: dict[_TensorView, int] = field(default_factory=dict)
 
-    def copy(self) -> int:
-        if self.kept is None or self.copied:
+    def copy_input(self) -> int:
+        if self.input_contents is None or self.copied:
             return 0
-        self.kept = self.kept.clone()  # type: ignore[no-untyped-call]
+        self.input_contents = self.input_contents.clone()  # type: ignore[no-untyped-call]
         self.copied = True
-        return self.kept.nbytes()
+        return self.input_contents.nbytes()
 
 
 @dataclass(frozen=True, slots=True)
-class _Given:
+class _InputTensor:
     memory: _Memory
-    spec: _Spec
+    spec: _TensorView
 
 
 class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Records the operators of `phase` in its body; the last item of `stack` is the phase that the step is in. It may
-    keep `most_bytes`. With `check` the bits of each call's results are noted."""
+    """Records the operators of the phase `phase` in its `with` body. The last item of `stack` is the phase in which
+    the step is at the moment.
 
-    def __init__(self, phase: str, stack: Sequence[str], most_bytes: int, check: bool) -> None:
+    It keeps at most `max_bytes` of memory. With `check` it also records checksums of each call's results.
+    """
+
+    def __init__(self, phase: str, stack: Sequence[str], max_bytes: int, check: bool) -> None:
         super().__init__()
         self._phase = phase
         self._stack = stack
-        self._most = most_bytes
+        self._max_bytes = max_bytes
         self._check = check
         self._memories: dict[int, _Memory] = {}
-        self._given: dict[_Memory, None] = {}
+        self._input_memories: dict[_Memory, None] = {}
         self._calls: list[ReplayedCall] = []
         self._registers = 0
         self._bytes = 0
         self._generators: dict[torch.Generator, None] = {}
-        self._why = ""
+        self._refusal_reason = ""
 
     def replay(self) -> Replay:
-        if not self._why and not self._calls:
-            self._why = "it calls no operator of torch"
-        if self._why:
-            raise CannotReplay(self._why)
-        rewritten = tuple(self._rewritten())
-        calls = [_resolve(call) for call in self._calls]
-        return Replay(tuple(_freeing(calls)), self._registers, rewritten, tuple(self._generators), self._bytes)
+        if not self._refusal_reason and not self._calls:
+            self._refusal_reason = "it calls no operator of torch"
+        if self._refusal_reason:
+            raise CannotReplay(self._refusal_reason)
+        overwritten_inputs = tuple(self._copy_overwritten())
+        calls = [_resolve_call(call) for call in self._calls]
+        return Replay(
+            tuple(_free_registers(calls)), self._registers, overwritten_inputs, tuple(self._generators), self._bytes
+        )
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        if self._why:
+        if self._refusal_reason:
             return func(*args, **named)
         inputs = tensors_within((args, named))
         if self._stack[-1] != self._phase:
-            for tensor in _written_tensors(func, args, named):
-                if tensor.layout is torch.strided:  # memory that another phase writes is other memory from then on
+            for tensor in _list_written_tensors(func, args, named):
+                if tensor.layout is torch.strided:  # what another phase has written to a storage is new input
                     memory = self._memories.pop(tensor.untyped_storage()._cdata, None)
-                    self._count(0 if memory is None else memory.copy())
+                    self._count_bytes(0 if memory is None else memory.copy_input())
             return func(*args, **named)
-        self._why = _refusal(func, inputs)
-        if self._why:
-            self._forget()
+        self._refusal_reason = _explain_refusal(func, inputs)
+        if self._refusal_reason:
+            self._discard_records()
             return func(*args, **named)
-        return self._record(func, args, named)
+        return self._record_call(func, args, named)
 
-    def _record(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        written = _written_tensors(func, args, kwargs)
-        noted = tuple(map(self._note_part, args))
-        noted_named = {name: self._note_part(value) for name, value in kwargs.items()}
+    def _record_call(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+        written = _list_written_tensors(func, args, kwargs)
+        recorded_args = tuple(map(self._record_part, args))
+        recorded_kwargs = {name: self._record_part(value) for name, value in kwargs.items()}
         for tensor in written:
-            memory = self._memory_of(tensor)
-            self._count(memory.copy())
-            memory.rewritten = True
-        drawing = self._drawing(func, kwargs)
-        states = tuple((generator, generator.get_state()) for generator in drawing) if self._check else ()
+            memory = self._find_memory(tensor)
+            self._count_bytes(memory.copy_input())
+            memory.overwritten = True
+        drawn_generators = self._find_generators(func, kwargs)
+        states = tuple((generator, generator.get_state()) for generator in drawn_generators) if self._check else ()
         result = func(*args, **kwargs)
-        check = BitsCheck(bits_of(func, result, written), states) if self._check else None
-        places = tuple(self._assign_registers(tensors_within(result)))
-        noted_written = tuple(map(self._note_part, written))
-        self._calls.append(ReplayedCall(func, noted, noted_named, False, noted_written, places, (), check))
+        bits_check = BitsCheck(compute_checksums(func, result, written), states) if self._check else None
+        result_registers = tuple(self._assign_registers(tensors_within(result)))
+        recorded_written = tuple(map(self._record_part, written))
+        self._calls.append(
+            ReplayedCall(
+                func, recorded_args, recorded_kwargs, False, recorded_written, result_registers, (), bits_check
+            )
+        )
         return result
 
-    def _drawing(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
-        """Returns the generators an operator draws from, as far as the host has them; replays restore them all."""
+    def _find_generators(self, func: Any, kwargs: Mapping[str, Any]) -> list[torch.Generator]:
+        """Returns the random generators that an operator draws from. Also adds them to the generators whose states a
+        replay restores.
+        """
         generators = [kwarg for kwarg in kwargs.values() if isinstance(kwarg, torch.Generator)]
         if not generators and torch.Tag.nondeterministic_seeded in func.tags:
             generators = [torch.default_generator]
@@ -284,133 +309,147 @@ class Recording(OperatorWatch):  # type: ignore[no-untyped-call]
         self._generators.update(dict.fromkeys(generators))
         return generators
 
-    def _note_part(self, part: Any) -> Any:
+    def _record_part(self, part: Any) -> Any:
         if isinstance(part, Tensor):
-            return self._tensor(part)
+            return self._record_tensor(part)
         if isinstance(part, list | tuple) and tensors_within(part):
-            return [self._note_part(inner) for inner in part]
+            return [self._record_part(inner) for inner in part]
         return part
 
-    def _tensor(self, tensor: Tensor) -> _Given | Register:
-        memory = self._memory_of(tensor)
-        spec = _spec_of(tensor)
+    def _record_tensor(self, tensor: Tensor) -> _InputTensor | Register:
+        memory = self._find_memory(tensor)
+        view_spec = _describe_view(tensor)
         if tensor.dtype.is_floating_point and tensor.dtype.itemsize > 1:
             memory.floating.add(tensor.dtype)
-        if memory.kept is not None:
-            return _Given(memory, spec)
-        if spec not in memory.registers:  # a view that autograd has made without an operator
+        if memory.input_contents is not None:
+            return _InputTensor(memory, view_spec)
+        if view_spec not in memory.registers:  # autograd makes some views without calling an operator
             source = Register(next(iter(memory.registers.values())))
-            memory.registers[spec] = self._registers
+            memory.registers[view_spec] = self._registers
             results = ((0, self._registers),)
             self._calls.append(
-                ReplayedCall(lambda of: _lying(spec, of.untyped_storage(), of.device), (source,), {}, True, (), results)
+                ReplayedCall(
+                    lambda of: _view_storage(view_spec, of.untyped_storage(), of.device),
+                    (source,),
+                    {},
+                    True,
+                    (),
+                    results,
+                )
             )
             self._registers += 1
-        return Register(memory.registers[spec])
+        return Register(memory.registers[view_spec])
 
     def _assign_registers(self, results: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
-        """Assigns registers to tensors of a result outside of the memory that the phase was given."""
+        """Assigns a register to each result tensor whose memory is not input of the phase. Yields the position of the
+        tensor in the result, and the register.
+        """
         for place, tensor in enumerate(results):
             storage = tensor.untyped_storage()
-            spec = _spec_of(tensor)
-            memory = self._memories.setdefault(storage._cdata, _Memory(_weakly(storage), tensor.device))
-            if memory.kept is None and spec not in memory.registers:
+            spec = _describe_view(tensor)
+            memory = self._memories.setdefault(storage._cdata, _Memory(_reference_weakly(storage), tensor.device))
+            if memory.input_contents is None and spec not in memory.registers:
                 memory.registers[spec] = self._registers
                 yield place, self._registers
                 self._registers += 1
 
-    def _memory_of(self, tensor: Tensor) -> _Memory:
+    def _find_memory(self, tensor: Tensor) -> _Memory:
         storage = tensor.untyped_storage()
         memory = self._memories.get(storage._cdata)
         if memory is None:
-            memory = _Memory(_weakly(storage), tensor.device, storage)
+            memory = _Memory(_reference_weakly(storage), tensor.device, storage)
             self._memories[storage._cdata] = memory
-            self._given[memory] = None
-            self._count(storage.nbytes())
+            self._input_memories[memory] = None
+            self._count_bytes(storage.nbytes())
         return memory
 
-    def _count(self, size: int) -> None:
+    def _count_bytes(self, size: int) -> None:
         self._bytes += size
-        if self._bytes > self._most:
-            self._why = f"it needs more than the {self._most} bytes that may be kept for it"
-            self._forget()
+        if self._bytes > self._max_bytes:
+            self._refusal_reason = f"its inputs take more than the {self._max_bytes} bytes that may be kept"
+            self._discard_records()
 
-    def _forget(self) -> None:
+    def _discard_records(self) -> None:
         self._calls = []
         self._memories = {}
-        self._given = {}
+        self._input_memories = {}
 
-    def _rewritten(self) -> Iterator[Rewritten]:
-        for memory in self._given:
-            if memory.rewritten and memory.kept is not None:
-                all_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.kept)
-                self._bytes += memory.kept.nbytes()
-                yield Rewritten(all_bytes, all_bytes.clone(), tuple(memory.floating))
+    def _copy_overwritten(self) -> Iterator[OverwrittenInput]:
+        for memory in self._input_memories:
+            if memory.overwritten and memory.input_contents is not None:
+                all_bytes = torch.empty(0, dtype=torch.uint8, device=memory.device).set_(memory.input_contents)
+                self._bytes += memory.input_contents.nbytes()
+                yield OverwrittenInput(all_bytes, all_bytes.clone(), tuple(memory.floating))
 
 
-def _refusal(func: Any, inputs: Sequence[Tensor]) -> str:
-    """Returns why an operator cannot be called again by itself, or ''."""
+def _explain_refusal(func: Any, inputs: Sequence[Tensor]) -> str:
+    """Returns why an operator cannot be called again alone, or ''."""
     if not isinstance(func, torch._ops.OpOverload):
         return f"{func} is more than one operator"
-    if func.overloadpacket.__name__ in _MOVING:
-        return f"{func} gives a tensor other memory"
+    if func.overloadpacket.__name__ in _REALLOCATING_OPERATORS:
+        return f"{func} gives a tensor different memory"
     for tensor in inputs:
         if type(tensor) not in (Tensor, torch.nn.Parameter):
-            return f"{func} is given a {type(tensor).__name__}, a kind of tensor of its own"
+            return f"{func} takes a {type(tensor).__name__}, which is a tensor subclass"
         if tensor.layout is not torch.strided or tensor.is_conj() or tensor.is_neg() or tensor.is_quantized:
-            return f"{func} is given a tensor that is no plain part of a memory"
+            return f"{func} takes a sparse, quantized or lazily conjugated tensor, which has no plain memory"
     return ""
 
 
-def _written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
-    changed = written_by(func)
+def _list_written_tensors(func: Any, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[Tensor]:
+    written_arguments = list_written_arguments(func)
     return tensors_within(
-        [args[place] if place < len(args) else kwargs.get(argument.name) for place, argument in changed]
+        [args[place] if place < len(args) else kwargs.get(argument.name) for place, argument in written_arguments]
     )
 
 
-def _spec_of(tensor: Tensor) -> _Spec:
-    return _Spec(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
+def _describe_view(tensor: Tensor) -> _TensorView:
+    return _TensorView(tensor.dtype, tuple(tensor.shape), tensor.stride(), int(tensor.storage_offset()))
 
 
-def _weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
+def _reference_weakly(storage: torch.UntypedStorage) -> StorageWeakRef:
     return StorageWeakRef(storage)  # type: ignore[no-untyped-call]
 
 
-def _lying(spec: _Spec, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
+def _view_storage(spec: _TensorView, storage: torch.UntypedStorage, device: torch.device) -> Tensor:
     return torch.empty(0, dtype=spec.dtype, device=device).set_(storage, spec.offset, spec.size, spec.stride)
 
 
-def _resolve(call: ReplayedCall) -> ReplayedCall:
-    """Returns the call with the kept memory in place of what the phase was given."""
-    args = tuple(map(_with_given, call.args))
-    kwargs = {name: _with_given(kwarg) for name, kwarg in call.kwargs.items()}
-    filled = bool(_registers_in((args, list(kwargs.values()))))
-    return replace(call, args=args, kwargs=kwargs, filled=filled, written=tuple(map(_with_given, call.written)))
+def _resolve_call(call: ReplayedCall) -> ReplayedCall:
+    """Returns the call with real tensors. References to input memory are replaced by the tensors."""
+    args = tuple(map(_resolve_part, call.args))
+    kwargs = {name: _resolve_part(kwarg) for name, kwarg in call.kwargs.items()}
+    has_registers = bool(_find_registers((args, list(kwargs.values()))))
+    return replace(
+        call, args=args, kwargs=kwargs, has_registers=has_registers, written=tuple(map(_resolve_part, call.written))
+    )
 
 
-def _with_given(part: Any) -> Any:
-    if isinstance(part, _Given):
-        assert part.memory.kept is not None
-        return _lying(part.spec, part.memory.kept, part.memory.device)
-    return [_with_given(inner) for inner in part] if type(part) is list else part
+def _resolve_part(part: Any) -> Any:
+    if isinstance(part, _InputTensor):
+        assert part.memory.input_contents is not None
+        return _view_storage(part.spec, part.memory.input_contents, part.memory.device)
+    return [_resolve_part(inner) for inner in part] if type(part) is list else part
 
 
-def _registers_in(part: Any) -> list[int]:
+def _find_registers(part: Any) -> list[int]:
     if isinstance(part, Register):
         return [part.number]
     if isinstance(part, list | tuple):
-        return list(chain.from_iterable(map(_registers_in, part)))
+        return list(chain.from_iterable(map(_find_registers, part)))
     return []
 
 
-def _freeing(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
-    last: dict[int, int] = {}
+def _free_registers(calls: Sequence[ReplayedCall]) -> Iterator[ReplayedCall]:
+    last_call: dict[int, int] = {}
     for number, call in enumerate(calls):
-        used = [*_registers_in((call.args, list(call.kwargs.values()))), *(register for _, register in call.results)]
-        last.update(dict.fromkeys(used, number))
-    ends = defaultdict(list)
-    for register, number in last.items():
-        ends[number].append(register)
+        used_registers = [
+            *_find_registers((call.args, list(call.kwargs.values()))),
+            *(register for _, register in call.results),
+        ]
+        last_call.update(dict.fromkeys(used_registers, number))
+    last_uses = defaultdict(list)
+    for register, number in last_call.items():
+        last_uses[number].append(register)
     for number, call in enumerate(calls):
-        yield replace(call, frees=tuple(ends[number]))
+        yield replace(call, frees=tuple(last_uses[number]))

@@ -1,8 +1,9 @@
-"""The time of each operator and the module it ran for: in forward the running module, in backward the node's.
+"""Times each operator of a step and finds the module for which it ran, in the forward and in the backward pass.
 
-The backward of a module has no identifiable begin and end, because nodes of different modules interleave. So each node
-is identified separately: by a label that is left on it when the module that made it ends, or by its number, since
-numbers grow while modules begin and end. Nothing is inserted into the program.
+In forward an operator belongs to the module that is running. In backward the nodes of different modules alternate, so
+each autograd node must be identified. A label is put on a node when its module returns. A node without a label is
+identified by its sequence number, because autograd numbers nodes in the order in which modules create them. No
+operator is added to the program.
 """
 
 from __future__ import annotations
@@ -23,43 +24,46 @@ from torch.optim.optimizer import register_optimizer_step_post_hook, register_op
 from torch.utils._pytree import tree_leaves
 
 from fp8bench.model.step import Share, ShareKind, Shares, SharesFrom
-from fp8bench.tape.formulas import CONVERTING, Where, kind_of
+from fp8bench.tape.formulas import COPY_OPERATORS, CallLocation, classify_call
 from fp8bench.tape.recorder import PhasedWatch, operator_name
 
-_task = torch._C._current_graph_task_id
-_next_number = torch._C._autograd._get_sequence_nr
-_node = torch._C._current_autograd_node
-_FORWARD = -1  # the number of the task outside of any backward pass
-_LABEL = "fp8bench.module"
-# The number of nodes that keep a parameter's gradient, which no module makes.
-_OF_NO_MODULE = 2**64 - 1
-OUTSIDE = ""
-# The type of a module's label.
+_current_task = torch._C._current_graph_task_id
+_next_node_number = torch._C._autograd._get_sequence_nr
+_current_node = torch._C._current_autograd_node
+_FORWARD_TASK_NUMBER = -1  # the task number that torch reports outside of any backward pass
+_LABEL_KEY = "fp8bench.module"
+# All nodes that accumulate a parameter's gradient have this sequence number. No module creates such nodes.
+_GRADIENT_NODE_NUMBER = 2**64 - 1
+# The type of the labels of modules.
 L = TypeVar("L")
 
 
-class _Made(Generic[L]):
-    """Ranges of numbers of the nodes that one task has made, each with the label of the module that ran."""
+class _NodeRanges(Generic[L]):
+    """The autograd nodes that one task created, as ranges of sequence numbers. Each range has the label of the module
+    that ran at that time.
+    """
 
     def __init__(self, first: int, outside: L) -> None:
         self.first = first
         self._outside = outside
         self._ends: list[int] = []
-        self._makers: list[L] = []
+        self._labels: list[L] = []
 
-    def until(self, number: int, maker: L) -> None:
+    def add_range(self, number: int, label: L) -> None:
         if number > (self._ends[-1] if self._ends else self.first):
             self._ends.append(number)
-            self._makers.append(maker)
+            self._labels.append(label)
 
-    def maker_of(self, number: int) -> L:
-        place = bisect_right(self._ends, number)
-        return self._makers[place] if place < len(self._ends) else self._outside
+    def find_label(self, number: int) -> L:
+        range_index = bisect_right(self._ends, number)
+        return self._labels[range_index] if range_index < len(self._ends) else self._outside
 
 
 @dataclasses.dataclass(slots=True, frozen=True)
 class _Running(Generic[L]):
-    """A module whose forward runs, its task, and the number of the first node that it may make."""
+    """A module whose forward pass is running. `task` is its task, and `first` is the sequence number of the first
+    node that it may create.
+    """
 
     label: L
     task: int
@@ -67,16 +71,17 @@ class _Running(Generic[L]):
 
 
 class RunningModules(Generic[L]):
-    """Knows which module a step is in while `watch` is open; modules without a label are ignored."""
+    """Tracks which module a step is in while `watch` is open. Modules without a label are ignored."""
 
     def __init__(self, label_of: Callable[[nn.Module], L | None], outside: L) -> None:
         self._label_of = label_of
         self._outside = outside
         self._running: list[_Running[L]] = []
-        self._made: dict[int, _Made[L]] = {}
-        # The task that began each task's backward pass: a recomputed block makes nodes within one.
-        self._begun_in = {_FORWARD: _FORWARD}
-        self._last_task = _FORWARD
+        self._ranges_by_task: dict[int, _NodeRanges[L]] = {}
+        # For each backward task: the task that started it. If a block is recomputed, a task starts inside a backward
+        # task.
+        self._parent_tasks = {_FORWARD_TASK_NUMBER: _FORWARD_TASK_NUMBER}
+        self._last_task = _FORWARD_TASK_NUMBER
 
     @contextmanager
     def watch(self) -> Iterator[None]:
@@ -88,126 +93,137 @@ class RunningModules(Generic[L]):
             finally:
                 self._running.clear()
 
-    def now(self) -> tuple[L, Any, bool]:
-        """Returns the label of the module, the node of backward, and whether a backward pass runs. The node is None in
-        forward, and in a module that is recomputed within backward."""
-        task = self._seen_task()
+    def locate_call(self) -> tuple[L, Any, bool]:
+        """Returns where a call runs: the label of the module, the autograd node, and whether a backward pass is
+        running. The node is None in forward, and also in a module that is recomputed during backward.
+        """
+        task = self._track_task()
         if self._running and self._running[-1].task == task:
-            return self._running[-1].label, None, task != _FORWARD
-        node: Any = None if task == _FORWARD else _node()
-        return self._outside if node is None else self._maker_of(node, task), node, task != _FORWARD
+            return self._running[-1].label, None, task != _FORWARD_TASK_NUMBER
+        node: Any = None if task == _FORWARD_TASK_NUMBER else _current_node()
+        return self._outside if node is None else self._find_node_label(node, task), node, task != _FORWARD_TASK_NUMBER
 
-    def go_in(self, label: L) -> None:
-        task, number = self._hand_over()
+    def enter_module(self, label: L) -> None:
+        task, number = self._close_range()
         self._running.append(_Running(label, task, number))
 
-    def go_out(self) -> _Running[L]:
-        self._hand_over()
+    def leave_module(self) -> _Running[L]:
+        self._close_range()
         return self._running.pop()
 
-    def _seen_task(self) -> int:
-        task = _task()
-        if task not in self._begun_in:
-            self._begun_in[task] = self._last_task
+    def _track_task(self) -> int:
+        task = _current_task()
+        if task not in self._parent_tasks:
+            self._parent_tasks[task] = self._last_task
         self._last_task = task
         return task
 
-    def _maker_of(self, node: Any, task: int) -> L:
-        if _LABEL in node.metadata:
-            return node.metadata[_LABEL]
+    def _find_node_label(self, node: Any, task: int) -> L:
+        if _LABEL_KEY in node.metadata:
+            return node.metadata[_LABEL_KEY]
         number = node._sequence_nr()
-        for maker in (self._begun_in[task], _FORWARD):
-            record = self._made.get(maker)
+        for maker in (self._parent_tasks[task], _FORWARD_TASK_NUMBER):
+            record = self._ranges_by_task.get(maker)
             if record is not None and number >= record.first:
-                return record.maker_of(number)
+                return record.find_label(number)
         return self._outside
 
     def _enter(self, module: nn.Module, inputs: Any) -> None:
         label = self._label_of(module)
         if label is not None:
-            self.go_in(label)
+            self.enter_module(label)
 
     def _leave(self, module: nn.Module, inputs: Any, result: Any) -> None:
-        if self._running and self._label_of(module) is not None:  # else it began before `watch`
-            self._label(result, self.go_out())
+        # an empty list means that the module started before `watch`
+        if self._running and self._label_of(module) is not None:
+            self._label_nodes(result, self.leave_module())
 
-    def _hand_over(self) -> tuple[int, int]:
-        """Assigns the nodes made until now to the module that ran; returns the task, and the number of the next
-        node."""
-        task = self._seen_task()
-        number = _next_number()
-        record = self._made.get(task)
+    def _close_range(self) -> tuple[int, int]:
+        """Assigns the nodes that were created since the last range to the module that ran. Returns the current task,
+        and the sequence number of the next node.
+        """
+        task = self._track_task()
+        number = _next_node_number()
+        record = self._ranges_by_task.get(task)
         if record is None:
-            record = self._made[task] = _Made(number, self._outside)
+            record = self._ranges_by_task[task] = _NodeRanges(number, self._outside)
         running = self._running[-1] if self._running else None
-        record.until(number, running.label if running is not None and running.task == task else self._outside)
+        record.add_range(number, running.label if running is not None and running.task == task else self._outside)
         return task, number
 
-    def _label(self, result: Any, ended: _Running[L]) -> None:
-        """Leaves labels on the nodes that were made since a module began, as far as its result leads to them."""
-        waiting: list[Any] = [tensor.grad_fn for tensor in _tensors(result)]
-        record = self._made[ended.task]
+    def _label_nodes(self, result: Any, ended: _Running[L]) -> None:
+        """Labels the nodes that a finished module created. It finds those on which the module's result depends."""
+        waiting: list[Any] = [tensor.grad_fn for tensor in _find_tensors(result)]
+        record = self._ranges_by_task[ended.task]
         visited = set()
-        # From the result backwards; nodes older than the module belong to somebody else.
+        # Walk back from the result, and stop at nodes that existed before the module started.
         while waiting:
             node = waiting.pop()
             if node is None or node in visited or node._sequence_nr() < ended.first:
                 continue
             visited.add(node)
             number = node._sequence_nr()
-            node.metadata.setdefault(_LABEL, ended.label if number == _OF_NO_MODULE else record.maker_of(number))
+            node.metadata.setdefault(
+                _LABEL_KEY, ended.label if number == _GRADIENT_NODE_NUMBER else record.find_label(number)
+            )
             waiting += [further for further, _ in node.next_functions]
 
 
 class ModulePaths(RunningModules[str]):
-    """Labels modules by the path that `named_modules` gives, or a root by the name of its class. Models in `roots` are
-    named at once, others when they first run."""
+    """Labels each module with its path in `named_modules`. A root module gets the name of its class. Models in
+    `roots` are labelled at once, and other models when they first run.
+    """
 
     def __init__(self, roots: Iterable[nn.Module] = ()) -> None:
         self._names: dict[nn.Module, str] = {}
         for root in roots:
-            self._name(root)
-        super().__init__(self._path_of, OUTSIDE)
+            self._name_modules(root)
+        super().__init__(self._find_path, outside="")
 
-    def _path_of(self, module: nn.Module) -> str:
+    def _find_path(self, module: nn.Module) -> str:
         if module not in self._names:
-            self._name(module)
+            self._name_modules(module)
         return self._names[module]
 
-    def _name(self, root: nn.Module) -> None:
+    def _name_modules(self, root: nn.Module) -> None:
         for name, module in root.named_modules():
             self._names.setdefault(module, name or type(module).__name__)
 
 
-def _tensors(result: Any) -> Iterator[Tensor]:
-    """Yields a module's tensors in collections and dataclasses; does not look into other objects."""
+def _find_tensors(result: Any) -> Iterator[Tensor]:
+    """Yields the tensors in a module's result. It looks into nested collections and dataclasses, and into no other
+    object.
+    """
     for leaf in tree_leaves(result):
         if isinstance(leaf, Tensor):
             yield leaf
         elif dataclasses.is_dataclass(leaf) and not isinstance(leaf, type):
-            yield from _tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
+            yield from _find_tensors([getattr(leaf, field.name) for field in dataclasses.fields(leaf)])
 
 
-# Prefix of the range around an operator in a trace; its number follows.
-RANGE = "fp8bench.operator."
-_LAUNCHES = ("cuda_runtime", "cuda_driver")
-_ON_DEVICE = ("kernel", "gpu_memcpy", "gpu_memset")
+# The profiler range around an operator has this name, followed by the operator's number.
+RANGE_PREFIX = "fp8bench.operator."
+_LAUNCH_CATEGORIES = ("cuda_runtime", "cuda_driver")
+_KERNEL_CATEGORIES = ("kernel", "gpu_memcpy", "gpu_memset")
 
 
 class TimedCall(NamedTuple):
-    """An operator, where it ran, and its nanoseconds on the host, including nested operators."""
+    """A call of an operator, where it ran, and its nanoseconds on the host. Nested operators are included in the
+    time.
+    """
 
     operator: Any
-    where: Where
+    location: CallLocation
     backward: bool
     nanoseconds: int
 
 
 class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
-    """Times every operator of its body by `clock`. Backward passes run in the thread that starts them. With `ranged`
-    each operator runs inside a range of torch's profiler that has its number."""
+    """Times every operator in its body with `clock`. Backward passes run in the thread that starts them. With
+    `ranged` each operator runs in a profiler range, whose name has the operator's number.
+    """
 
-    views = True
+    watches_views = True
 
     def __init__(
         self, roots: Iterable[nn.Module] = (), clock: Callable[[], int] = perf_counter_ns, ranged: bool = False
@@ -215,20 +231,21 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
         super().__init__()
         self.calls: list[TimedCall] = []
         self._paths = ModulePaths(roots)
-        # The task in which an optimizer steps. A backward pass that it begins is a separate task.
+        # The task in which an optimizer's step runs. A backward pass inside that step is a separate task.
         self._optimizing: int | None = None
         self._clock = clock
-        self._range: Callable[[str], Any] = _range if ranged else lambda name: _EMPTY
+        self._open_range: Callable[[str], Any] = _open_range if ranged else lambda name: _EMPTY_RANGE
 
     @contextmanager
-    def watching(self) -> Iterator[list[TimedCall]]:
-        """Yields the list of the body's operators; the hooks that track modules and optimizers are removed
-        afterwards."""
+    def time_calls(self) -> Iterator[list[TimedCall]]:
+        """Yields the list to which the body's operators are added. At the end it removes its hooks on modules and
+        optimizers.
+        """
         self.calls = []
         with ExitStack() as stack:
             stack.enter_context(torch.autograd.set_multithreading_enabled(False))
             stack.enter_context(self._paths.watch())
-            begins = register_optimizer_step_pre_hook(lambda *ignored: setattr(self, "_optimizing", _task()))
+            begins = register_optimizer_step_pre_hook(lambda *ignored: setattr(self, "_optimizing", _current_task()))
             stack.callback(begins.remove)
             ends = register_optimizer_step_post_hook(lambda *ignored: setattr(self, "_optimizing", None))
             stack.callback(ends.remove)
@@ -239,105 +256,122 @@ class OperatorTimes(PhasedWatch):  # type: ignore[no-untyped-call]
                 self._optimizing = None
 
     def run_call(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        module, node, backward = self._paths.now()
-        optimizing = self._optimizing is not None and self._optimizing == _task() and not (module and not backward)
-        source = args[1] if len(args) > 1 and func is not _TO else args[0] if args else None
-        dtypes = _dtype(source) if operator_name(func) in CONVERTING else None
-        with self._range(f"{RANGE}{len(self.calls)}"):
-            begun = self._clock()
+        module, node, backward = self._paths.locate_call()
+        is_optimizing = (
+            self._optimizing is not None and self._optimizing == _current_task() and not (module and not backward)
+        )
+        source = args[1] if len(args) > 1 and func is not _COPY_OPERATOR else args[0] if args else None
+        dtypes = _find_dtype(source) if operator_name(func) in COPY_OPERATORS else None
+        with self._open_range(f"{RANGE_PREFIX}{len(self.calls)}"):
+            begin_ns = self._clock()
             result = func(*args, **named)
-            ended = self._clock()
-        converted = None if dtypes is None else (dtypes, _dtype(result) or dtypes)
-        where = Where(self._phase, module, "" if node is None else node.name(), optimizing, converted)
-        self.calls.append(TimedCall(func, where, backward, ended - begun))
+            end_ns = self._clock()
+        copy_dtypes = None if dtypes is None else (dtypes, _find_dtype(result) or dtypes)
+        location = CallLocation(self._phase, module, "" if node is None else node.name(), is_optimizing, copy_dtypes)
+        self.calls.append(TimedCall(func, location, backward, end_ns - begin_ns))
         return result
 
 
-_TO = torch.ops.aten._to_copy.default
-_EMPTY = nullcontext()
+_COPY_OPERATOR = torch.ops.aten._to_copy.default
+_EMPTY_RANGE = nullcontext()
 
 
-def _dtype(value: Any) -> torch.dtype | None:
+def _find_dtype(value: Any) -> torch.dtype | None:
     return next((leaf.dtype for leaf in tree_leaves(value) if isinstance(leaf, Tensor)), None)
 
 
-def _range(name: str) -> Any:
+def _open_range(name: str) -> Any:
     from torch.autograd.profiler import record_function
 
     return record_function(name)
 
 
-def shares_of(steps: Sequence[Sequence[TimedCall]], plain: Sequence[float]) -> Shares:
-    """Returns the shares of watched steps, and the seconds of unwatched ones. The time of the shortest operator is the
-    cost of watching a call, and is deducted from all."""
-    calls, nanoseconds = _typical(steps)
-    calling = min(nanoseconds, default=0.0)
-    return Shares(put_together(calls, [(nanosecond - calling) * 1e-9 for nanosecond in nanoseconds]), median(plain))
+def compute_shares(steps: Sequence[Sequence[TimedCall]], unwatched_seconds: Sequence[float]) -> Shares:
+    """Returns how the watched steps divide their time among operators, and the seconds of the unwatched steps. The
+    time of the shortest operator counts as the cost of watching. It is subtracted from every call.
+    """
+    calls, nanoseconds = _select_typical_step(steps)
+    watch_cost = min(nanoseconds, default=0.0)
+    return Shares(
+        sum_shares(calls, [(nanosecond - watch_cost) * 1e-9 for nanosecond in nanoseconds]), median(unwatched_seconds)
+    )
 
 
-def shares_of_kernels(
-    calls: Sequence[TimedCall], inside: Mapping[int, float], outside: Mapping[str, float], plain: float
+def compute_kernel_shares(
+    calls: Sequence[TimedCall],
+    operator_seconds: Mapping[int, float],
+    kernel_seconds: Mapping[str, float],
+    unwatched_seconds: float,
 ) -> Shares:
-    """Returns the shares of one step by a device's seconds: `inside` by the operator's number, `outside` by name."""
-    of_operators = put_together(calls, [inside.get(number, 0.0) for number in range(len(calls))])
-    of_others = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in outside.items()]
-    return Shares((*of_operators, *of_others), plain, SharesFrom.KERNELS)
+    """Returns how one step divides the seconds of its kernels on the device. `operator_seconds` has the seconds by
+    the number of the operator. `kernel_seconds` has the seconds of kernels that no operator launched, by name.
+    """
+    operator_shares = sum_shares(calls, [operator_seconds.get(number, 0.0) for number in range(len(calls))])
+    kernel_shares = [Share(ShareKind.UNKNOWN, "", False, seconds, 1, name) for name, seconds in kernel_seconds.items()]
+    return Shares((*operator_shares, *kernel_shares), unwatched_seconds, SharesFrom.KERNELS)
 
 
-def seconds_by_operator(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, float], dict[str, float]]:
-    """Returns seconds of a device's kernels in a Chrome trace, by the number of the operator in whose range each was
-    launched, and those of other kernels by name."""
-    operators = _operators_of_launches(events)
-    inside: dict[int, float] = defaultdict(float)
-    outside: dict[str, float] = defaultdict(float)
+def sum_kernel_seconds(events: Sequence[Mapping[str, Any]]) -> tuple[dict[int, float], dict[str, float]]:
+    """Sums the seconds of device kernels in a Chrome trace. Returns two results. The first has the sums by the number
+    of the operator that launched the kernels. The second has the sums by name, for kernels that no operator launched.
+    """
+    operators = _match_launches(events)
+    operator_seconds: dict[int, float] = defaultdict(float)
+    kernel_seconds: dict[str, float] = defaultdict(float)
     for event in events:
-        if event.get("ph") == "X" and event.get("cat") in _ON_DEVICE:
-            operator = operators.get(_correlation(event))
+        if event.get("ph") == "X" and event.get("cat") in _KERNEL_CATEGORIES:
+            operator = operators.get(_get_correlation_id(event))
             seconds = float(event["dur"]) * 1e-6
             if operator is None:
-                outside[str(event.get("name"))] += seconds
+                kernel_seconds[str(event.get("name"))] += seconds
             else:
-                inside[operator] += seconds
-    return dict(inside), dict(outside)
+                operator_seconds[operator] += seconds
+    return dict(operator_seconds), dict(kernel_seconds)
 
 
-def _operators_of_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
-    """Returns the number of the innermost operator around each launch, by the launch's correlation id."""
+def _match_launches(events: Iterable[Mapping[str, Any]]) -> dict[object, int]:
+    """Returns the operator that launched each kernel. The keys are the correlation ids of launches, and the values
+    the numbers of the innermost operators around them.
+    """
     threads: dict[object, list[Mapping[str, Any]]] = defaultdict(list)
     for event in events:
-        if event.get("ph") == "X" and (event.get("cat") in _LAUNCHES or str(event.get("name")).startswith(RANGE)):
+        if event.get("ph") == "X" and (
+            event.get("cat") in _LAUNCH_CATEGORIES or str(event.get("name")).startswith(RANGE_PREFIX)
+        ):
             threads[event.get("tid")].append(event)
     operators: dict[object, int] = {}
     for thread in threads.values():
-        around: list[tuple[float, int]] = []  # the end and the number of each open range
+        open_ranges: list[tuple[float, int]] = []  # end time and operator number
         for event in sorted(thread, key=lambda event: (event["ts"], -event["dur"])):
-            while around and around[-1][0] <= event["ts"]:
-                around.pop()
+            while open_ranges and open_ranges[-1][0] <= event["ts"]:
+                open_ranges.pop()
             name = str(event.get("name"))
-            if name.startswith(RANGE):
-                around.append((event["ts"] + event["dur"], int(name.removeprefix(RANGE))))
-            elif around:
-                operators[_correlation(event)] = around[-1][1]
+            if name.startswith(RANGE_PREFIX):
+                open_ranges.append((event["ts"] + event["dur"], int(name.removeprefix(RANGE_PREFIX))))
+            elif open_ranges:
+                operators[_get_correlation_id(event)] = open_ranges[-1][1]
     return operators
 
 
-def _correlation(event: Mapping[str, Any]) -> object:
+def _get_correlation_id(event: Mapping[str, Any]) -> object:
     return (event.get("args") or {}).get("correlation")
 
 
-def put_together(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
-    """Joins parts of one kind, module and direction; returns the longest first."""
+def sum_shares(calls: Iterable[TimedCall], seconds: Iterable[float]) -> tuple[Share, ...]:
+    """Adds up calls of the same kind, module and direction. Returns the longest share first."""
     sums: dict[tuple[ShareKind, str, bool, str], Share] = {}
-    for call, taken in zip(calls, seconds, strict=True):
-        kind, detail = kind_of(call.operator, call.where)
-        key = kind, call.where.module, call.backward, detail
-        part = sums.get(key, Share(*key[:3], 0.0, 0, detail))
-        sums[key] = dataclasses.replace(part, seconds=part.seconds + taken, calls=part.calls + 1)
-    return tuple(sorted(sums.values(), key=lambda part: -part.seconds))
+    for call, call_seconds in zip(calls, seconds, strict=True):
+        kind, detail = classify_call(call.operator, call.location)
+        key = kind, call.location.module, call.backward, detail
+        share = sums.get(key, Share(*key[:3], 0.0, 0, detail))
+        sums[key] = dataclasses.replace(share, seconds=share.seconds + call_seconds, calls=share.calls + 1)
+    return tuple(sorted(sums.values(), key=lambda share: -share.seconds))
 
 
-def _typical(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
-    """Returns a step's operators with the median time of each; if steps differ, those of the median step."""
+def _select_typical_step(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall], list[float]]:
+    """Returns the operators of a step, each with its median time over all steps. If the steps have different
+    operators, it returns the step of median length with its own times.
+    """
     operators = []
     nanoseconds = []
     for step in steps:
@@ -345,6 +379,6 @@ def _typical(steps: Sequence[Sequence[TimedCall]]) -> tuple[Sequence[TimedCall],
         nanoseconds.append([call.nanoseconds for call in step])
     if all(of_step == operators[0] for of_step in operators):
         return steps[0], [median(of_call) for of_call in zip(*nanoseconds, strict=True)]
-    by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
-    typical = by_time[len(by_time) // 2]
-    return steps[typical], [float(time) for time in nanoseconds[typical]]
+    steps_by_time = sorted(range(len(steps)), key=lambda number: sum(nanoseconds[number]))
+    median_step = steps_by_time[len(steps_by_time) // 2]
+    return steps[median_step], [float(time) for time in nanoseconds[median_step]]

@@ -1,42 +1,44 @@
-"""The user's modules and files: importing them, identifying their code, and describing their errors."""
+"""Imports the user's modules and files, identifies their code, and describes their errors."""
 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import importlib.util
 import os
 import sys
 import threading
 import traceback
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import contextmanager
 from itertools import chain
 from pathlib import Path
 
 from fp8bench.errors import Fp8benchError, ImportFailed
 from fp8bench.files import check_file, read_file
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.user_code.switches import Switch, process_switches, put_back, values_of
+from fp8bench.user_code.switches import Switch, process_switches, read_values, restore_values
 
-# stdout and the switches belong to the process, so only one thread imports at a time.
+# stdout and the switches belong to the whole process, so only one thread may import at a time.
 _importing = threading.RLock()
 
 
 def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) -> None:
-    """Imports modules (or files ending in .py) that register a user's leaves. They print to stderr. A module that
-    leaves a switch changed is refused, because it would affect everything measured afterwards, in this process and in
-    those that it starts. The switches are `watched`, by default those of the process."""
+    """Imports modules, or files ending in .py, that register a user's workloads, precisions or devices.
+
+    Their output goes to stderr. A module that leaves one of the `watched` switches changed is refused. Such a switch
+    would affect all later measurements, in this process and in processes that it starts. By default, all switches of
+    the process are watched.
+    """
     for registry in (workloads, precisions, devices):
-        registry.names()  # fp8bench registers its names first, so that a user's file is refused, not fp8bench's
+        # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own
+        registry.names()
     watched = [switch for switch in watched or process_switches() if not switch.set_by_imports]
     with _importing:
         for name in names:
             _import(name, watched)
 
 
-def _import(name: str, watched: Sequence[Switch]) -> None:
-    before = values_of(watched)
+def _import(name: str, watched_switches: Sequence[Switch]) -> None:
+    values_before = read_values(watched_switches)
     try:
         with _stdout_to_stderr():
             if name.endswith(".py"):
@@ -45,67 +47,71 @@ def _import(name: str, watched: Sequence[Switch]) -> None:
                 raise IsADirectoryError(f"{name} is a directory without a module")
     except KeyboardInterrupt:
         raise
-    except BaseException as error:  # foreign code may raise anything
+    except BaseException as error:  # a user's code may raise anything
         raise ImportFailed(
             f"importing {name!r} failed: {own_words(error)}. Give a module's name, or the path of a Python file."
         ) from error
     finally:
-        changed = put_back(watched, before)
-    if changed:
-        sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)  # a retry fails alike
+        changed_switches = restore_values(watched_switches, values_before)
+    if changed_switches:
+        # remove the module, so that a second import fails in the same way
+        sys.modules.pop(user_module(name) if name.endswith(".py") else name, None)
         raise ImportFailed(
-            f"importing {name!r} leaves {', '.join(changed)}: everything would be measured under that. Set it in "
-            "prepare or step, and put it back there."
+            f"importing {name!r} leaves {', '.join(changed_switches)}: all later measurements would run with that. "
+            "Set it in prepare or step, and restore it there."
         )
 
 
-@contextmanager
+@contextlib.contextmanager
 def _stdout_to_stderr() -> Iterator[None]:
-    """Redirects what the body prints to stderr, also from child processes and C code. The descriptor is left alone if
-    it is not stdout's: in a notebook, under a test that captures, or closed."""
-    out = sys.stdout
-    saved = -1
+    """Redirects stdout to stderr in the body, also for child processes and C code. The file descriptor 1 is
+    redirected only if sys.stdout uses it. In a notebook, under a test that captures output, or with a closed stdout
+    it does not.
+    """
+    stdout = sys.stdout
+    saved_descriptor = -1
     with contextlib.suppress(OSError, ValueError, AttributeError):
-        if out.fileno() == 1:
-            out.flush()
-            saved = os.dup(1)
+        if stdout.fileno() == 1:
+            stdout.flush()
+            saved_descriptor = os.dup(1)
     try:
-        if saved >= 0:
+        if saved_descriptor >= 0:
             try:
                 os.dup2(sys.stderr.fileno(), 1)
             except (
                 OSError,
                 ValueError,
                 AttributeError,
-            ):  # stderr is closed, and 2 may be the number of a different file
-                nowhere = os.open(os.devnull, os.O_WRONLY)
-                os.dup2(nowhere, 1)
-                os.close(nowhere)
+            ):  # stderr is closed, and descriptor 2 may belong to a different file
+                null_descriptor = os.open(os.devnull, os.O_WRONLY)
+                os.dup2(null_descriptor, 1)
+                os.close(null_descriptor)
         with contextlib.redirect_stdout(sys.stderr):
             yield
     finally:
-        if saved >= 0:
+        if saved_descriptor >= 0:
             with contextlib.suppress(OSError, ValueError):
-                out.flush()  # text that bypassed the redirection must go to stderr, too
-            os.dup2(saved, 1)
-            os.close(saved)
+                stdout.flush()  # buffered text must go to stderr as well
+            os.dup2(saved_descriptor, 1)
+            os.close(saved_descriptor)
 
 
-def digest_of(names: Iterable[str]) -> str | None:
-    """Returns one SHA-256 over the code of imported modules and files, a package with all its files; None without code.
+def hash_user_code(names: Iterable[str]) -> str | None:
+    """Returns one SHA-256 for the code of all imported modules and files; None without code. For a package,
+    all its files count.
 
-    Their location is not included: the same code elsewhere has the same digest.
+    The hash does not depend on the folder in which the code is.
     """
     import hashlib
 
     digest = hashlib.sha256()
-    files = list(chain.from_iterable(map(_files_of, names)))
-    for file in files:
+    code_files = list(chain.from_iterable(map(_list_files, names)))
+    for file in code_files:
         digest.update(hashlib.sha256(read_file(file)).digest())
-    return digest.hexdigest() if files else None
+    return digest.hexdigest() if code_files else None
 
 
-def _files_of(name: str) -> list[Path]:
+def _list_files(name: str) -> list[Path]:
     file = getattr(sys.modules.get(user_module(name) if name.endswith(".py") else name), "__file__", None)
     if not isinstance(file, str) or not Path(file).is_file():
         return []
@@ -113,18 +119,30 @@ def _files_of(name: str) -> list[Path]:
 
 
 def own_words(error: BaseException) -> str:
-    """Describes in one line what foreign code raised: kind, text, and the line of that code that led to it."""
+    """Describes an error of a user's code in one line: its kind and text, and the user's line that led to it."""
     text = " ".join(str(error).split())[:300].rstrip(".")
-    kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
-    words = ": ".join(part for part in (kind, text) if part)
-    ours = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
-    others = [summary for summary in traceback.extract_tb(error.__traceback__) if not summary.filename.startswith(ours)]
-    theirs = [other for other in others if "site-packages" not in Path(other.filename).parts] or others
-    return f"{words} ({Path(theirs[0].filename).name}, line {theirs[0].lineno})" if theirs else words
+    error_kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
+    description = ": ".join(part for part in (error_kind, text) if part)
+    own_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
+    foreign_frames = [
+        summary
+        for summary in traceback.extract_tb(error.__traceback__)
+        if not summary.filename.startswith(own_prefixes)
+    ]
+    user_frames = [
+        other for other in foreign_frames if "site-packages" not in Path(other.filename).parts
+    ] or foreign_frames
+    return (
+        f"{description} ({Path(user_frames[0].filename).name}, line {user_frames[0].lineno})"
+        if user_frames
+        else description
+    )
 
 
 def user_module(file: str) -> str:
-    """Returns the module name of a user's file; files with equal names in different folders get different ones."""
+    """Returns the module name for a user's file. Files with equal names in different folders have different module
+    names.
+    """
     import hashlib
 
     path = Path(file).resolve()
@@ -152,15 +170,17 @@ def _import_file(path: Path) -> None:
 
 
 def modules_under(folder: Path) -> tuple[str, ...]:
-    """Returns the loaded modules below a folder, links resolved, without fp8bench's own and installed packages."""
-    top = folder.resolve()
-    names = []
+    """Returns the loaded modules whose files are below a folder. Leaves out fp8bench's modules and installed
+    packages.
+    """
+    top_folder = folder.resolve()
+    module_names = []
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         if not isinstance(file, str) or name.partition(".")[0] in ("fp8bench", "__main__"):
             continue
-        # Synthetic modules (torch has some) name files that do not exist.
+        # Some modules, for example of torch, have no file, and name one that does not exist.
         path = Path(file).resolve() if Path(file).is_absolute() else Path()
-        if path.is_relative_to(top) and not {"site-packages", "dist-packages"} & set(path.parts):
-            names.append(name)
-    return tuple(names)
+        if path.is_relative_to(top_folder) and not {"site-packages", "dist-packages"} & set(path.parts):
+            module_names.append(name)
+    return tuple(module_names)

@@ -1,4 +1,4 @@
-"""The user's callables, found by module and name, and the signature that an audit declares for them."""
+"""Finds a user's function by module and name, and the signature that the function declares for an audit."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ def audited(
     multiple: int = 1,
     causal: bool = False,
 ) -> Callable[[F], F]:
-    """Declares what a kernel promises, for `fp8bench audit module:function`. The function itself is unchanged."""
+    """Declares the promises of a kernel for `fp8bench audit module:function`. The function itself is not changed."""
     signature = signed(kind, precision, takes, second, multiple, causal)
 
     def declare(function: F) -> F:
@@ -41,54 +41,66 @@ audited.__doc__ = "\n".join((f"{audited.__doc__}\n", *map(": ".join, SIGNATURE_W
 
 
 def signed(kind: str, precision: str, *how: Any, **named: Any) -> Signature:
-    """Makes a signature from these words; raises UsageError if they do not form a valid one."""
-    given: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
-    for name, known in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
-        if (word := getattr(given, name)) not in tuple(known):
-            raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(known)}.")
-    if type(given.multiple) is not int or not 1 <= given.multiple <= 1024:
-        raise UsageError(f"an audit's multiple is {given.multiple!r:.80}. Give a whole number from 1 to 1024.")
-    if given.takes == Takes.CODES and kind != AuditKind.PRODUCT:
+    """Makes a signature from texts. Raises UsageError if they are invalid."""
+    raw_signature: Any = Signature(kind, precision, *how, **named)  # type: ignore[arg-type]
+    for name, valid_words in (("kind", AuditKind), ("takes", Takes), ("second", ("nk", "kn"))):
+        if (word := getattr(raw_signature, name)) not in tuple(valid_words):
+            raise UsageError(f"an audit's {name} is {word!r:.80}. Give one of {', '.join(valid_words)}.")
+    if type(raw_signature.multiple) is not int or not 1 <= raw_signature.multiple <= 1024:
+        raise UsageError(f"an audit's multiple is {raw_signature.multiple!r:.80}. Give a whole number from 1 to 1024.")
+    if raw_signature.takes == Takes.CODES and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} takes values: only a product can be given codes.")
-    if given.second != "nk" and kind != AuditKind.PRODUCT:
+    if raw_signature.second != "nk" and kind != AuditKind.PRODUCT:
         raise UsageError(f"a {kind} has no second operand to transpose: only a product has one.")
-    if given.causal and kind != AuditKind.ATTENTION:
+    if raw_signature.causal and kind != AuditKind.ATTENTION:
         raise UsageError(f"a {kind} cannot be causal: only attention can.")
-    signature: Signature = replace(given, kind=AuditKind(kind), takes=Takes(given.takes))
+    signature: Signature = replace(raw_signature, kind=AuditKind(kind), takes=Takes(raw_signature.takes))
     return signature
 
 
-def declared_of(function: Callable[..., Any]) -> Signature | None:
+def find_declared_signature(function: Callable[..., Any]) -> Signature | None:
     signature = getattr(function, _DECLARED, None)
     return signature if isinstance(signature, Signature) else None
 
 
 def split_target(target: str) -> tuple[str, str]:
-    """Splits 'module:name' or 'file.py:name'; raises UsageError if either part is missing."""
-    place, _, name = target.rpartition(":")
-    if not place or not name:
+    """Splits 'module:name' or 'file.py:name' at the colon. Raises UsageError if a part is missing."""
+    module_or_file, _, name = target.rpartition(":")
+    if not module_or_file or not name:
         module, _, function = target.rpartition(".")
         if module and function != "py":
-            meant = f"{module}:{function}"
-            raise UsageError(f"{target!r:.200} is not a function. A colon stands before it: {meant}.", target, meant)
+            suggestion = f"{module}:{function}"
+            raise UsageError(
+                f"{target!r:.200} is not a function. Write a colon before the function: {suggestion}.",
+                target,
+                suggestion,
+            )
         raise UsageError(f"{target!r:.200} is not a function. Give module:function, or file.py:function.")
-    return place, name
+    return module_or_file, name
 
 
 def named(target: str) -> Callable[..., Any]:
-    """Returns the callable that 'package.module:name' or 'file.py:name' names; the name may have dots. Raises
-    ImportFailed or UsageError."""
-    place, name = split_target(target)
-    import_user_modules([place])
-    module = sys.modules[user_module(place)] if place.endswith(".py") else importlib.import_module(place)
+    """Imports the callable that 'package.module:name' or 'file.py:name' names. The name may contain dots.
+
+    Raises ImportFailed or UsageError if it does not exist.
+    """
+    module_or_file, name = split_target(target)
+    import_user_modules([module_or_file])
+    module = (
+        sys.modules[user_module(module_or_file)]
+        if module_or_file.endswith(".py")
+        else importlib.import_module(module_or_file)
+    )
     try:
         value = reduce(getattr, name.split("."), module)
     except AttributeError:
-        known = [word for word, member in vars(module).items() if callable(member) and not word.startswith("_")]
-        near = difflib.get_close_matches(name, known, n=1)
-        hint = f" Did you mean {near[0]!r}?" if near else ""
+        callable_names = [
+            word for word, member in vars(module).items() if callable(member) and not word.startswith("_")
+        ]
+        close_names = difflib.get_close_matches(name, callable_names, n=1)
+        hint = f" Did you mean {close_names[0]!r}?" if close_names else ""
         raise ImportFailed(
-            f"{place} has no {name!r:.80}.{hint} Callables in it: {', '.join(known[:12]) or 'none'}."
+            f"{module_or_file} has no {name!r:.80}.{hint} Callables in it: {', '.join(callable_names[:12]) or 'none'}."
         ) from None
     if not callable(value):
         raise UsageError(f"{target} is {type(value).__name__}, and cannot be called. Give a function.")

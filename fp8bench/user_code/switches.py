@@ -1,7 +1,7 @@
-"""Switches that a case, or the import of a file, could leave changed for later code in its process.
+"""Switches of the process that a case, or the import of a file, could leave changed for later code.
 
-These belong to the interpreter, the process and the C library, and need no torch; torch's own are in
-worker/torch_switches.py.
+They belong to the interpreter, to the operating system or to the C library, and do not need torch. The switches of
+torch are in worker/torch_switches.py.
 """
 
 from __future__ import annotations
@@ -26,21 +26,24 @@ from fp8bench.model.run import LOWERING, READ_BY_TORCH
 
 
 class Unset:
-    """Equals no value: the machine, or the user, decides what is usual."""
+    """Marks a switch whose usual value depends on the machine or the user. It is not equal to any value."""
 
 
 class NotInUse:
-    """The value of a switch before its library is used: reading would initialize it."""
+    """Stands for the value of a switch whose library is not in use. Reading the real value would initialise the
+    library.
+    """
 
 
 @dataclass(frozen=True, eq=False)
 class Switch:
-    """A switch of the process; `write` is None for one that ends with the object that holds it.
+    """A switch of the process. `write` is None for a switch that ends together with the object that holds it.
 
-    `names` are torch's public names that set it; a census compares them with what torch has. `usual` is the value in a
-    new process. `bends`: whether a value distorts the reference: fp8bench refuses to measure in such a process, and
-    names the value `wanted` (by default `usual`) and how to `mend` it. Without `bends` any value will do, and is
-    recorded. Switches `set_by_imports` of harmless packages are watched around steps only.
+    `names` are the public names of torch that set the switch. A test compares them with the names that torch has.
+    `usual` is the value in a new process. `bends` returns whether a value distorts the reference. fp8bench refuses to
+    measure in a process with such a value. The error names the value `wanted` (by default `usual`), and `mend`
+    explains how to correct the process. A switch without `bends` may have any value, which is recorded. Harmless
+    packages set switches with `set_by_imports`, so these are watched only around steps.
     """
 
     name: str
@@ -55,34 +58,36 @@ class Switch:
     mend: str = ""
 
 
-def attribute(name: str, holder: Any, word: str, **more: Any) -> Switch:
+def make_attribute_switch(name: str, holder: Any, word: str, **more: Any) -> Switch:
     return Switch(name, partial(getattr, holder, word), lambda value: setattr(holder, word, value), **more)
 
 
-def values_of(switches: Iterable[Switch]) -> tuple[Any, ...]:
+def read_values(switches: Iterable[Switch]) -> tuple[Any, ...]:
     return tuple(switch.read() for switch in switches)
 
 
-def put_back(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
-    after = values_of(switches)
-    if after == before:
+def restore_values(switches: Sequence[Switch], before: Sequence[Any]) -> list[str]:
+    values_after = read_values(switches)
+    if values_after == before:
         return []
-    known = zip(switches, before, after, strict=True)
-    changed = [(switch, old, new) for switch, old, new in known if old is not NotInUse]
-    for switch, old, _ in changed:  # each is read again, because an older switch of torch writes several newer ones
+    switch_values = zip(switches, before, values_after, strict=True)
+    changed_switches = [(switch, old, new) for switch, old, new in switch_values if old is not NotInUse]
+    # read each switch again, because writing an older switch of torch sets several newer ones
+    for switch, old, _ in changed_switches:
         if switch.write is not None and switch.read() != old:
-            # The folder may be gone, a signal's handler may be in C, and torch refuses mixed settings of products.
+            # Restoring may fail: a folder may not exist any more, a signal's handler may be in C, and torch refuses
+            # mixed settings of products.
             with contextlib.suppress(OSError, ValueError, TypeError, RuntimeError):
                 switch.write(old)
     return [
-        f"{switch.name} at {plain(new)!s:.200} (it was {plain(old)!s:.200}"
+        f"{switch.name} at {make_plain(new)!s:.200} (it was {make_plain(old)!s:.200}"
         f"{', and cannot be put back' if switch.read() != old else ''})"
-        for switch, old, new in changed
+        for switch, old, new in changed_switches
         if old != new
     ]
 
 
-def plain(value: Any) -> Scalar | None:
+def make_plain(value: Any) -> Scalar | None:
     match value:
         case enum.Enum():
             return value.name
@@ -95,18 +100,19 @@ def plain(value: Any) -> Scalar | None:
         case dict():
             return ", ".join(f"{name}={item}" for name, item in value.items()) or "none"
         case tuple() | list():
-            return ", ".join(str(plain(item)) for item in value) or "none"
+            return ", ".join(str(make_plain(item)) for item in value) or "none"
     name = getattr(value, "__qualname__", None)
     return f"{value.__module__}.{name}" if name is not None else str(value)
 
 
-# The bytes behind os.environ: reading them takes a fiftieth of the time, and happens around every slot.
-_VARIABLES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
-_KEYS = frozenset(map(os.fsencode, READ_BY_TORCH))
-_LOWERING = frozenset(LOWERING)
-# With these variables OpenMP itself binds the thread at its first loop.
-_BINDS = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
-_CLOCKS = (
+# The bytes that os.environ stores. They are read around every slot, and reading them directly takes a fiftieth of the
+# time.
+_ENVIRONMENT_BYTES: dict[bytes, bytes] = os.environb._data  # type: ignore[attr-defined]
+_WATCHED_VARIABLES = frozenset(map(os.fsencode, READ_BY_TORCH))
+_LOWERING_VARIABLES = frozenset(LOWERING)
+# If one of these variables is set, OpenMP binds the thread to processors when its first loop runs.
+_BINDING_VARIABLES = {"OMP_PROC_BIND", "OMP_PLACES", "GOMP_CPU_AFFINITY", "KMP_AFFINITY"}
+_CLOCK_NAMES = (
     "perf_counter",
     "perf_counter_ns",
     "monotonic",
@@ -119,7 +125,7 @@ _CLOCKS = (
     "time_ns",
     "sleep",
 )
-_HANDLED = tuple(
+_HANDLED_SIGNALS = tuple(
     signal.Signals[f"SIG{name}"] for name in ("INT", "TERM", "HUP", "ALRM", "VTALRM", "PROF", "USR1", "USR2")
 )
 _NO_HANDLER = {Handler.value: Handler for Handler in signal.Handlers}
@@ -132,7 +138,7 @@ def process_switches() -> tuple[Switch, ...]:
 
 
 def _interpreter_switches() -> Iterator[Switch]:
-    yield Switch("the working directory", _folder, os.chdir, recorded=False)
+    yield Switch("the working directory", _read_working_directory, os.chdir, recorded=False)
     yield Switch("garbage collection", gc.isenabled, lambda on: gc.enable() if on else gc.disable(), usual=True)
     yield Switch("the thresholds of garbage collection", gc.get_threshold, lambda old: gc.set_threshold(*old))
     yield Switch("the tracer", sys.gettrace, sys.settrace, usual=None)
@@ -147,8 +153,8 @@ def _interpreter_switches() -> Iterator[Switch]:
 
 
 def _system_switches() -> Iterator[Switch]:
-    bound = _BINDS & os.environ.keys()
-    if hasattr(os, "sched_getaffinity") and not bound:
+    binding_variables = _BINDING_VARIABLES & os.environ.keys()
+    if hasattr(os, "sched_getaffinity") and not binding_variables:
         yield Switch("the processors", partial(os.sched_getaffinity, 0), partial(os.sched_setaffinity, 0))
     yield Switch("niceness", partial(os.getpriority, os.PRIO_PROCESS, 0), partial(os.setpriority, os.PRIO_PROCESS, 0))
     if hasattr(os, "sched_getscheduler"):
@@ -159,34 +165,34 @@ def _system_switches() -> Iterator[Switch]:
         )
     yield Switch(
         "the environment",
-        _environment,
+        _read_environment,
         _set_environment,
         recorded=False,
-        bends=_LOWERING.intersection,
-        wanted="none of " + " and ".join(sorted(_LOWERING)),
+        bends=_LOWERING_VARIABLES.intersection,
+        wanted="none of " + " and ".join(sorted(_LOWERING_VARIABLES)),
         mend="unset it, and start Python again",
     )
 
 
 def _clock_and_signal_switches() -> Iterator[Switch]:
-    for name in _CLOCKS:
-        yield attribute(
+    for name in _CLOCK_NAMES:
+        yield make_attribute_switch(
             f"time.{name}",
             time,
             name,
             usual=f"time.{name}",
-            bends=partial(_is_other, name),
-            mend="end what replaces the clocks of this process",
+            bends=partial(_is_replaced_clock, name),
+            mend="end the program that replaces clocks of this process",
         )
-    for number in _HANDLED:
+    for number in _HANDLED_SIGNALS:
         yield Switch(
             f"the handler of {number.name}",
-            partial(_handler, number),
+            partial(_get_handler, number),
             partial(signal.signal, number),
             set_by_imports=True,
         )
-    for kind, timer in _TIMERS.items():  # a timer that was left running is stopped; one that ended cannot be restarted
-        yield Switch(f"the {kind} timer", partial(_runs, timer), partial(_stop, timer), usual=False)
+    for kind, timer in _TIMERS.items():  # stop a timer that still runs; a timer that has ended cannot be started again
+        yield Switch(f"the {kind} timer", partial(_is_timer_running, timer), partial(_stop_timer, timer), usual=False)
 
 
 def _library_switches() -> Iterator[Switch]:
@@ -204,40 +210,45 @@ def _library_switches() -> Iterator[Switch]:
         )
 
 
-def _is_other(name: str, clock: Any) -> bool:
-    """Whether a clock was replaced. Compares with the expected function, not with the initial one, which may have been
-    replaced before."""
-    own = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
-    return not own or clock.__name__ != name
+def _is_replaced_clock(name: str, clock: Any) -> bool:
+    """Returns whether a clock of the module `time` was replaced.
+
+    The clock is compared with the expected name and type, because it may have been replaced before fp8bench was
+    imported.
+    """
+    is_clock = isinstance(clock, types.BuiltinFunctionType) and clock.__module__ == "time"
+    return not is_clock or clock.__name__ != name
 
 
-def _handler(number: int) -> Any:
-    """Returns the same as signal.getsignal in a tenth of the time: that tries every handler as an enumerator first."""
+def _get_handler(number: int) -> Any:
+    """Returns the handler of a signal, as signal.getsignal does. It is ten times as fast, because it does not convert
+    handlers to enumerators first.
+    """
     handler = raw_handler(number)
     return _NO_HANDLER[handler] if type(handler) is int else handler
 
 
-def _runs(timer: int) -> bool:
+def _is_timer_running(timer: int) -> bool:
     return any(signal.getitimer(timer))
 
 
-def _stop(timer: int, ran: bool) -> object:
+def _stop_timer(timer: int, ran: bool) -> object:
     return ran or signal.setitimer(timer, 0)
 
 
-def _environment() -> dict[str, str]:
-    there = sorted(_KEYS.intersection(_VARIABLES))
-    return {os.fsdecode(name): os.fsdecode(_VARIABLES[name]) for name in there}
+def _read_environment() -> dict[str, str]:
+    present_names = sorted(_WATCHED_VARIABLES.intersection(_ENVIRONMENT_BYTES))
+    return {os.fsdecode(name): os.fsdecode(_ENVIRONMENT_BYTES[name]) for name in present_names}
 
 
 def _set_environment(old: dict[str, str]) -> None:
-    for name in _environment().keys() - old.keys():
+    for name in _read_environment().keys() - old.keys():
         del os.environ[name]
     os.environ.update(old)
 
 
-def _folder() -> str:
+def _read_working_directory() -> str:
     try:
         return os.getcwd()  # noqa: PTH109 - a quarter of the time, and it is read around every slot
     except OSError:
-        return "a folder that is no more"
+        return "a folder that no longer exists"

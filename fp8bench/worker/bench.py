@@ -1,7 +1,7 @@
-"""The worker's side of measuring: it prepares states and runs steps and slots when asked; it decides nothing.
+"""Answers the parent's requests: prepares states of cases, and runs steps and slots of them.
 
-It runs in a separate process (worker/main.py) or in the caller's (LocalWorker of measure/handle.py). torch is imported
-only here and in what this module calls.
+It runs in a worker process (worker/main.py) or in the caller's process (LocalWorker of measure/handle.py). Only this
+module, and modules that it calls, import torch.
 """
 
 from __future__ import annotations
@@ -29,24 +29,48 @@ from fp8bench.protocols.axes import CACHE, COLD, ROTATING
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.user_code import import_user_modules, modules_under
 from fp8bench.worker import ceilings, fusing
-from fp8bench.worker.clock import PhaseClock, calibrate, loop_pairs, marks_of_step
+from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads, time_loop_pairs
 from fp8bench.worker.faults import DescribedFault
 from fp8bench.worker.finite import FiniteState
-from fp8bench.worker.prepared import Prepared, State, asks_nobody, begins_alone, bytes_of, flush_of, rotation
+from fp8bench.worker.prepared import (
+    Prepared,
+    State,
+    answer_without_ranks,
+    begin_without_ranks,
+    count_bytes,
+    make_cache_flush,
+    make_rotation,
+)
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.step_guards import apart, aside, nothing_left_on_error, running, still_running
-from fp8bench.worker.switches import recorded_values, refuse_distorted_reference, restore_switches, switches, under
+from fp8bench.worker.step_guards import (
+    end_processes_on_error,
+    list_running,
+    stdout_to_stderr,
+    untimed_pass,
+    wait_and_name_running,
+)
+from fp8bench.worker.switches import (
+    precision_scope,
+    read_recorded_switches,
+    refuse_distorted_reference,
+    restore_switches,
+    switches,
+)
 from fp8bench.worker.untimed_passes import UntimedPasses
 
 
-def _is_of_fp8bench(workload: Workload) -> bool:
-    """Whether only fp8bench's code launches work between phases; the suite `model` runs a user's model."""
+def _is_own_workload(workload: Workload) -> bool:
+    """Returns whether fp8bench's code alone launches the kernels of a workload. It does not for a user's workload,
+    nor for the suite `model`, which runs a user's model.
+    """
     module = type(workload).__module__
     return module.startswith("fp8bench.") and module != "fp8bench.workloads.model"
 
 
 class Bench(UntimedPasses):
-    """Holds prepared states by key and answers requests about them. Each public method is a request of the parent."""
+    """Holds prepared states by key, and answers requests about them. Each public method answers one kind of request
+    of the parent.
+    """
 
     def __init__(self, settings: Settings) -> None:
         import torch
@@ -56,84 +80,89 @@ class Bench(UntimedPasses):
         super().__init__(settings)
         self._prepared: dict[str, Prepared] = {}
         self._trials = Trials()
-        self._clock: Callable[[Stamper], PhaseClock] = PhaseClock
-        self._unmarked: Callable[[], Phases] = SilentPhases
-        self._meet: Callable[[], None] = begins_alone
-        self._is_so_anywhere: Callable[[bool], bool] = asks_nobody
+        self._make_clock: Callable[[Stamper], PhaseClock] = PhaseClock
+        self._make_unmarked_phases: Callable[[], Phases] = SilentPhases
+        self._meet_ranks: Callable[[], None] = begin_without_ranks
+        self._any_rank: Callable[[bool], bool] = answer_without_ranks
         refuse_distorted_reference()
         import_user_modules(settings.imports, switches())
-        self._threads_before = torch.get_num_threads()
+        self._original_threads = torch.get_num_threads()
         torch.set_num_threads(settings.threads)
-        self._switches = recorded_values()
+        self._switches = read_recorded_switches()
 
     def close(self) -> None:
         import torch
 
         self._prepared.clear()
         self._kept.clear()
-        torch.set_num_threads(self._threads_before)
+        torch.set_num_threads(self._original_threads)
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         from fp8bench.worker.trial import installed_packages
 
         packages = installed_packages()
-        available = [facts for kind in devices.names() for facts in devices.get(kind).available()]
-        return tuple(replace(facts, packages=packages) for facts in available)
+        available_devices = [facts for kind in devices.names() for facts in devices.get(kind).available()]
+        return tuple(replace(facts, packages=packages) for facts in available_devices)
 
     def backend(self, name: str) -> str:
-        """Imports a backend that is installed; returns why it cannot be used, or ''."""
-        from fp8bench.worker.trial import why_not
+        """Imports a backend that is installed. Returns why the backend cannot be used, or ''."""
+        from fp8bench.worker.trial import explain_missing_backend
 
-        return why_not(name)
+        return explain_missing_backend(name)
 
     def trial(self, case: Case, facts: DeviceFacts) -> str:
-        """Tries the products of a case that a foreign library computes, once per worker and precision. Returns what is
-        wrong with them, or ''."""
+        """Checks whether an external library computes the products of a case correctly. Each precision is checked
+        once per worker. Returns a description of the error, or ''.
+        """
         devices.get(facts.kind).select(facts.index)
-        with restore_switches(), aside():
-            return self._trials.wrong(case, facts)
+        with restore_switches(), stdout_to_stderr():
+            return self._trials.find_error(case, facts)
 
     def software(self) -> dict[str, Scalar | None]:
-        """Returns facts of torch's build, and the value of every switch before anything was measured."""
-        from fp8bench.worker.torch_state import torch_build
+        """Returns facts about torch's build, and the values that all switches had before the first measurement."""
+        from fp8bench.worker.torch_state import describe_torch_build
 
-        return {**torch_build(), **self._switches}
+        return {**describe_torch_build(), **self._switches}
 
     def versions(self, suites: tuple[str, ...]) -> dict[str, str]:
-        registered = workloads.names(hidden=True)
-        return {name: workloads.get(name).version for name in suites if name in registered}
+        registered_names = workloads.names(hidden=True)
+        return {name: workloads.get(name).version for name in suites if name in registered_names}
 
     def modules_under(self, folder: str) -> tuple[str, ...]:
         return modules_under(Path(folder))
 
     def prepare(self, key: str, case: Case, facts: DeviceFacts) -> None:
-        """Builds the state of a case under `key` and runs one untimed step, so that first-call costs are paid."""
+        """Builds the state of a case under `key`, and runs one untimed step, so that one-time work is not timed."""
         device = self._select_device(facts)
         workload, precision = workloads.get(case.workload), precisions.get(case.precision)
-        already_running = running()
-        fusing.forget_waiting()  # quantisers that untimed passes called are never compiled
-        cache = CACHE.of(dict(case.params))
+        already_running = list_running()
+        fusing.forget_waiting()  # quantisers that only untimed passes requested need no compilation
+        cache_mode = CACHE.of(dict(case.params))
         marks: list[int] = []
-        begins: list[int] = []
-        # 1. The first step pays for one-time work: allocations, and kernels that are chosen or compiled.
-        with under(precision), restore_switches(), aside(), nothing_left_on_error():
-            make = partial(self._state_after_one_step, workload, case, facts)
-            first = make()
-            states = rotation(first, make, facts, device) if cache == ROTATING else (first,)
-            # On a GPU, find the marks that may share a stamp. Not in a user's suite or model, whose kernels may not be
-            # seen; nor in a compiled model, which is to be called as it will be timed.
+        sharing_indices: list[int] = []
+        # 1. Run the first step, which allocates memory, and chooses or compiles kernels.
+        with precision_scope(precision), restore_switches(), stdout_to_stderr(), end_processes_on_error():
+            make_state = partial(self._make_stepped_state, workload, case, facts)
+            first_state = make_state()
+            states = make_rotation(first_state, make_state, facts, device) if cache_mode == ROTATING else (first_state,)
+            # On a GPU, the end of one phase and the begin of the next may have a common time stamp if no kernel is
+            # launched between them. This is not used for a user's suite or model, whose kernels may be invisible to
+            # torch. It is not used for compiled models either, because their first call must be like the timed ones.
             is_compiled = dict(case.params).get("compile", "no") != "no"
-            if facts.accelerated and not is_compiled and _is_of_fp8bench(workload):
-                marks, begins = marks_of_step(partial(step, workload, first.held, first.scales))
-        # 2. Prepare the contents of the cache before a call.
-        flush = flush_of(facts) if cache == COLD else None
+            if facts.accelerated and not is_compiled and _is_own_workload(workload):
+                marks, sharing_indices = find_shared_marks(
+                    partial(step, workload, first_state.held, first_state.scales)
+                )
+        # 2. For a cold cache, make the function that flushes the cache before each call.
+        flush = make_cache_flush(facts) if cache_mode == COLD else None
         device.synchronise(facts.index)
         stamper = device.stamper(facts.index)
-        clock = self._clock(stamper)
-        if begins:
-            clock.share(marks, begins)
-        started = running() - already_running
-        # 3. Keep the state for slots, and note what it left running, to report that on release.
+        clock = self._make_clock(stamper)
+        if sharing_indices:
+            clock.share(marks, sharing_indices)
+        started_processes = list_running() - already_running
+        # 3. Store the state for slots. Store the threads and processes that its preparation has started as well,
+        # because `release` reports them.
         self._prepared[key] = Prepared(
             workload,
             precision,
@@ -142,148 +171,159 @@ class Bench(UntimedPasses):
             states,
             clock,
             stamper,
-            started,
+            started_processes,
             flush,
             facts.cache_bytes,
-            meet=self._meet,
-            is_so_anywhere=self._is_so_anywhere,
+            meet=self._meet_ranks,
+            any_rank=self._any_rank,
         )
         gc.collect()
 
-    def _state_after_one_step(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
+    def _make_stepped_state(self, workload: Workload, case: Case, facts: DeviceFacts) -> State:
         setup = self._setup(case, facts)
-        held = workload.prepare(setup)
-        finite = FiniteState(held)
-        step(workload, held, setup.scales, self._unmarked())
-        finite.begin(held)
-        return State(held, setup.scales, finite, (setup.arithmetic, *setup.layers.values()))
+        workload_state = workload.prepare(setup)
+        finite_state = FiniteState(workload_state)
+        step(workload, workload_state, setup.scales, self._make_unmarked_phases())
+        finite_state.begin(workload_state)
+        return State(workload_state, setup.scales, finite_state, (setup.arithmetic, *setup.layers.values()))
 
     def rotation(self, key: str) -> Rotation:
         prepared = self._prepared[key]
-        return Rotation(len(prepared.states), bytes_of(prepared.state))
+        return Rotation(len(prepared.states), count_bytes(prepared.state))
 
     def calibrate(self, case: Case, facts: DeviceFacts) -> None:
-        """Finds the case's scales in data, if it requests that. Other requests that need the scales do the same."""
+        """Calibrates the static scales of a case with data, if the case has them. Later requests use these scales."""
         with self._apart(case, facts) as (_, _, setup):
             setup()
         gc.collect()
 
     def quantisers(self) -> tuple[int, str]:
-        """Returns how many quantisers wait to be compiled, and why others stay eager ('' if none does)."""
-        return fusing.waiting(), fusing.why_eager()
+        """Returns how many quantisers (emulated casts) wait for compilation. Also returns why others run eagerly, or
+        '' if none does.
+        """
+        return fusing.count_waiting(), fusing.explain_eager()
 
     def compiler(self, facts: DeviceFacts) -> str:
         self._select_device(facts)
-        with restore_switches(), aside():
+        with restore_switches(), stdout_to_stderr():
             return fusing.try_to_compile(facts.key)
 
     def compile_quantisers(self, key: str) -> None:
-        """Compiles the waiting quantisers, and repeats a state's untimed step, because first calls are slow."""
-        prepared = self._prepared_as(key)
-        already_running = running()
-        with under(prepared.precision), restore_switches(), aside():
+        """Compiles the waiting quantisers, and runs an untimed step, because the first calls of compiled quantisers
+        are slow.
+        """
+        prepared = self._select_case(key)
+        already_running = list_running()
+        with precision_scope(prepared.precision), restore_switches(), stdout_to_stderr():
             fusing.compile_waiting()
             step(prepared.workload, prepared.state, prepared.scales, SilentPhases())
         prepared.device.synchronise(prepared.index)
-        still_running(running() - already_running)  # lets background work of the compiler end before anything is timed
+        # also waits for the compiler's background work, which would disturb the timing
+        wait_and_name_running(list_running() - already_running)
         gc.collect()
 
     def slot(self, key: str, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
-        return self._prepared_as(key).slot(calls, discard, filling)
+        return self._select_case(key).slot(calls, discard, filling)
 
     def capture(self, key: str) -> str:
-        return self._prepared_as(key).capture()
+        return self._select_case(key).capture()
 
     def replay(self, key: str, calls: int, discard: int, filling: Filling | None) -> RawSlot:
-        return self._prepared_as(key).replay_slot(calls, discard, filling)
+        return self._select_case(key).replay_slot(calls, discard, filling)
 
     def replay_phases(self, key: str) -> RawStep | None:
-        return self._prepared_as(key).replay_phases()
+        return self._select_case(key).replay_phases()
 
     def loop(self, key: str, steps: int) -> float:
-        return self._prepared_as(key).loop(steps)
+        return self._select_case(key).loop(steps)
 
     def hold_phase(self, key: str, phase: str, most_bytes: int) -> RawReplay:
-        return self._prepared_as(key).hold_phase(phase, most_bytes)
+        return self._select_case(key).hold_phase(phase, most_bytes)
 
     def loop_phase(self, key: str, times: int) -> float:
-        return self._prepared_as(key).loop_phase(times)
+        return self._select_case(key).loop_phase(times)
 
     def drop_phase(self, key: str) -> str:
-        return self._prepared_as(key).drop_phase()
+        return self._select_case(key).drop_phase()
 
     def begin_late(self, key: str) -> None:
-        self._prepared_as(key).begin_late()
+        self._select_case(key).begin_late()
 
     def is_late_due(self, key: str) -> bool:
-        return self._prepared_as(key).is_late_due
+        return self._select_case(key).is_late_due
 
     def end_late(self, key: str) -> LateSteps:
-        return self._prepared_as(key).end_late()
+        return self._select_case(key).end_late()
 
     def check(self, key: str) -> StateCheck:
-        return self._prepared_as(key).check()
+        return self._select_case(key).check()
 
     def scales(self, key: str) -> tuple[LayerScale, ...]:
         prepared = self._prepared[key]
-        states = prepared.scales.states() if prepared.scales is not None else ()
+        book_scales = prepared.scales.states() if prepared.scales is not None else ()
         arithmetics = prepared.states[0].arithmetics
-        return (*states, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
+        return (*book_scales, *(scale for arithmetic in arithmetics for scale in arithmetic.layer_scales()))
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Forgets a state and frees its memory; returns the names of what it leaves running. Unknown keys are fine."""
+        """Frees a state. Returns the names of the threads and processes that it leaves running; () for an unknown
+        key.
+        """
         released = self._kept.pop(key, None) or self._prepared.pop(key, None)
         if released is None:
             return ()
-        device, started = released.device, released.started
-        # The state must be gone before its memory is freed.
+        device, started_processes = released.device, released.started
+        # The last reference to the state must be deleted before its memory can be freed.
         del released
         gc.collect()
         device.empty_cache()
-        return tuple(still_running(started))
+        return tuple(wait_and_name_running(started_processes))
 
     def overheads(self, facts: DeviceFacts) -> Overheads:
-        return calibrate(self._select_device(facts), facts.index)
+        return measure_overheads(self._select_device(facts), facts.index)
 
     def answers(self, facts: DeviceFacts) -> None:
-        """Opens a device and waits for it; raises the device's error if it does not answer."""
+        """Waits for a device, and raises the device's error if it does not work."""
         self._select_device(facts).synchronise(facts.index)
 
     def ceiling_rates(self, facts: DeviceFacts) -> tuple[Rate, ...]:
-        return tuple(ceilings.wanted_rates(facts))
+        return tuple(ceilings.list_rates(facts))
 
     def ceiling(self, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-        return ceilings.one_more(self._select_device(facts), facts, rate, seconds)
+        return ceilings.measure_next(self._select_device(facts), facts, rate, seconds)
 
     def conform(self, mode: str, facts: DeviceFacts) -> tuple[Conformity, ...]:
-        from fp8bench.worker.conformity import conformities
+        from fp8bench.worker.conformity import compare_arithmetics
 
         device, precision = self._select_device(facts), precisions.get(mode)
-        with under(precision), restore_switches(), apart():
-            results = conformities(precision, facts, self._settings.seed)
+        with precision_scope(precision), restore_switches(), untimed_pass():
+            conformities = compare_arithmetics(precision, facts, self._settings.seed)
         device.empty_cache()
-        return results
+        return conformities
 
     def bare_loop(self, case: Case, facts: DeviceFacts, steps: int, rounds: int) -> tuple[list[float], list[float]]:
         key = f"bare-loop:{case.id}"
         self.prepare(key, case, facts)
-        # Both loops use one state: another one would have different memory addresses.
+        # Both loops use the same state, because the addresses of its tensors affect the time of a step.
         try:
             prepared = self._prepared[key]
             with prepared.precision.scope():
-                bare = partial(prepared.workload.step, prepared.state, SilentPhases())
-                return loop_pairs(bare, lambda: self.slot(key, steps, 0), steps, rounds)
+                take_bare_step = partial(prepared.workload.step, prepared.state, SilentPhases())
+                return time_loop_pairs(take_bare_step, lambda: self.slot(key, steps, 0), steps, rounds)
         finally:
             self.release(key)
 
     def recover(self, fault: DescribedFault) -> DescribedFault:
-        """Frees what an aborted request holds. If the device then does not answer, the fault was not exhausted memory:
-        after an assert or an illegal address cuBLAS reports in every call that it is not initialised, as it does
-        without memory."""
+        """Frees the memory of a failed request. If the device fails as well, the returned fault is not a lack of
+        memory.
+
+        After a device-side assert or an illegal address, every cuBLAS call reports that it is not initialised. It
+        gives the same error when memory is exhausted.
+        """
         self._exact = None
         try:
             gc.collect()
-            for kind in devices.names():  # the failed request may have been the first, before anything was prepared
+            # the failed request may have been the first one, so that no device is known yet
+            for kind in devices.names():
                 devices.get(kind).empty_cache()
             if self._used is not None:
                 device, index = self._used
@@ -292,7 +332,7 @@ class Bench(UntimedPasses):
             return fault._replace(out_of_memory=False)
         return fault
 
-    def _prepared_as(self, key: str) -> Prepared:
+    def _select_case(self, key: str) -> Prepared:
         prepared = self._prepared[key]
         self._used = prepared.device, prepared.index
         prepared.device.select(prepared.index)

@@ -1,4 +1,4 @@
-"""Measures the peaks of a device: the best of several shapes for each limit, measured in several runs."""
+"""Measures the highest rates of a device. For each limit, the best of several shapes is measured in several runs."""
 
 from __future__ import annotations
 
@@ -11,109 +11,118 @@ from typing import Any
 
 from fp8bench.model import DeviceFacts, Limit, Rate
 from fp8bench.protocols import Arithmetic, Device, Role
-from fp8bench.protocols.axes import CACHE_TIMES
+from fp8bench.protocols.axes import CACHE_FLUSH_FACTOR
 from fp8bench.registry import precisions
 
 Shape = tuple[int, ...]
 
-# M, N and K, the least work first, because a slow device does not reach the last ones.
-_PRODUCTS: dict[str, tuple[Shape, ...]] = {
+# M, N and K of products, smaller products first. On a slow device, the time ends before the last ones.
+_PRODUCT_SHAPES: dict[str, tuple[Shape, ...]] = {
     "cpu": ((256,) * 3, (512,) * 3, (256, 2048, 512), (1024,) * 3, (512, 4096, 1024), (2048,) * 3),
     "": (
         (2048,) * 3, (4096, 4096, 2048), (4096,) * 3, (8192, 8192, 2048), (4096, 8192, 4096), (8192, 8192, 4096),
         (16384, 8192, 2048), (8192,) * 3, (16384, 8192, 8192),
     ),
 }  # fmt: skip
-# Bytes of an array. The smallest copies are in the fastest cache that an operator of torch can fill.
-_CACHED = {"cpu": tuple(1 << bits for bits in range(14, 25, 2)), "": tuple(1 << bits for bits in range(20, 29, 2))}
-_LOADED = tuple(1 << bits for bits in (22, 24, 26, 28))
-# The assumed size of a last-level cache that the device does not report; and an array takes at most 1/16 of the memory.
-_UNKNOWN_CACHE = 128 << 20
-_SHARE_OF_MEMORY = 16
-_ARRAYS = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
-_ELEMENT = 4
-_DRAWN = 1 << 20
+# The bytes of an array. The smallest copies fit into the fastest cache that an operator of torch can fill.
+_CACHED_BYTES = {
+    "cpu": tuple(1 << bits for bits in range(14, 25, 2)),
+    "": tuple(1 << bits for bits in range(20, 29, 2)),
+}
+_LOADED_BYTES = tuple(1 << bits for bits in (22, 24, 26, 28))
+# The size of the last-level cache in bytes, if a device does not report it. An array takes at most
+# 1/_MEMORY_PER_ARRAY of the memory.
+_ASSUMED_CACHE_BYTES = 128 << 20
+_MEMORY_PER_ARRAY = 16
+_ARRAY_COUNTS = {Limit.COPY: 2, Limit.TRIAD: 3, Limit.CACHED: 2, Limit.LOAD: 1}
+_ELEMENT_BYTES = 4
+_RANDOM_BLOCK_ELEMENTS = 1 << 20
 
 
-def shapes_of(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
-    """Returns the sizes to search for the best rate; none if a device has no such limit: a host loads nothing."""
+def list_shapes(limit: Limit, facts: DeviceFacts) -> tuple[Shape, ...]:
+    """Returns the shapes in which the best rate is searched; () if the device has no such limit."""
     if limit is Limit.PRODUCT:
-        return _PRODUCTS.get(facts.kind, _PRODUCTS[""])
+        return _PRODUCT_SHAPES.get(facts.kind, _PRODUCT_SHAPES[""])
     if limit is Limit.LAUNCH:
         return ((1,),)
     if limit is Limit.LOAD:
-        return tuple((size,) for size in _LOADED) if facts.accelerated else ()
+        return tuple((size,) for size in _LOADED_BYTES) if facts.accelerated else ()
     if limit is Limit.CACHED:
-        return tuple((size,) for size in _CACHED.get(facts.kind, _CACHED[""]))
-    # Each array alone exceeds the cache.
-    least = 1 << math.ceil(math.log2(CACHE_TIMES * (facts.cache_bytes or _UNKNOWN_CACHE)))
-    # A CPU's system provides memory slowly, page by page, so one size must suffice.
-    sizes = (least, 2 * least) if facts.accelerated else (least,)
-    return tuple((size,) for size in sizes if size <= facts.memory_bytes / _SHARE_OF_MEMORY)
+        return tuple((size,) for size in _CACHED_BYTES.get(facts.kind, _CACHED_BYTES[""]))
+    # Each array is larger than the cache.
+    least_bytes = 1 << math.ceil(math.log2(CACHE_FLUSH_FACTOR * (facts.cache_bytes or _ASSUMED_CACHE_BYTES)))
+    # On a CPU only one size is tried, because new memory is mapped slowly, page by page.
+    sizes = (least_bytes, 2 * least_bytes) if facts.accelerated else (least_bytes,)
+    return tuple((size,) for size in sizes if size <= facts.memory_bytes / _MEMORY_PER_ARRAY)
 
 
-def count_of(limit: Limit, shape: Shape) -> float:
-    """Returns the FLOPs, bytes or launches of one call; sizes of arrays are bytes."""
+def count_work(limit: Limit, shape: Shape) -> float:
+    """Returns the FLOPs, bytes or launches of one call. For arrays, `shape` is their size in bytes."""
     if limit is Limit.PRODUCT:
         return 2.0 * math.prod(shape)
-    return 1.0 if limit is Limit.LAUNCH else float(_ARRAYS[limit] * shape[0])
+    return 1.0 if limit is Limit.LAUNCH else float(_ARRAY_COUNTS[limit] * shape[0])
 
 
-def call_of(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmetic, seed: int) -> Callable[[], Any]:
-    """Makes one call on separate tensors. Operands of products are already cast."""
+def make_call(limit: Limit, shape: Shape, facts: DeviceFacts, arithmetic: Arithmetic, seed: int) -> Callable[[], Any]:
+    """Returns a function that makes one call on newly allocated tensors. Operands of products are cast in advance."""
     import torch
 
-    random = torch.Generator(facts.key).manual_seed(seed)
-    # Cast here, once, because a ceiling is of the product alone.
+    generator = torch.Generator(facts.key).manual_seed(seed)
+    # Cast before the call, because the ceiling is that of the product alone.
     if limit is Limit.PRODUCT:
         m, n, k = shape
-        a, b = (torch.randn(rows, k, generator=random, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
-        cast = arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT)
-        return partial(arithmetic.product, *cast, arithmetic.carrier)
+        a, b = (torch.randn(rows, k, generator=generator, device=facts.key).to(arithmetic.carrier) for rows in (m, n))
+        operands = arithmetic.cast(a, Role.INPUT), arithmetic.cast(b, Role.WEIGHT)
+        return partial(arithmetic.product, *operands, arithmetic.carrier)
 
     def random_array() -> torch.Tensor:
-        """Returns an array of repeating random numbers: drawing a billion takes longer than everything timed."""
-        block = torch.rand(min(count, _DRAWN), generator=random, device=facts.key)
-        return block.repeat(math.ceil(count / len(block)))[:count]
+        """Returns an array that repeats a block of random numbers. Drawing a billion different numbers would take
+        longer than timing the calls.
+        """
+        random_block = torch.rand(min(element_count, _RANDOM_BLOCK_ELEMENTS), generator=generator, device=facts.key)
+        return random_block.repeat(math.ceil(element_count / len(random_block)))[:element_count]
 
-    # The other limits move memory: one array, or two and a target.
-    count = max(1, shape[0] // _ELEMENT)
-    source = random_array()
+    # The remaining limits move memory. They need one array, or two arrays and a target.
+    element_count = max(1, shape[0] // _ELEMENT_BYTES)
+    source_array = random_array()
     if limit is Limit.LAUNCH:
-        return partial(source.add_, 1)
-    target = torch.empty_like(source)
+        return partial(source_array.add_, 1)
+    target_array = torch.empty_like(source_array)
     if limit is Limit.TRIAD:
-        return partial(torch.add, source, random_array(), alpha=3.0, out=target)
+        return partial(torch.add, source_array, random_array(), alpha=3.0, out=target_array)
     if limit is Limit.LOAD:
         # Only pinned memory is copied at the speed of the bus.
-        return partial(target.copy_, torch.ones(source.shape).pin_memory(), non_blocking=True)
-    return partial(target.copy_, source)
+        return partial(target_array.copy_, torch.ones(source_array.shape).pin_memory(), non_blocking=True)
+    return partial(target_array.copy_, source_array)
 
 
-# One precision for each kind of product that a device may have.
-DTYPES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
-# Calls are timed in batches of this duration, so that reading the clock and waiting for a device count little.
-_STRETCH_SECONDS = 0.5e-3
-# A shape counts by its third fastest batch, so that a jump of the clock is not mistaken for a peak.
-_PLACE = 2
+# One precision for each kind of matrix product that a device may support.
+PRECISION_NAMES = ("fp32", "tf32", "bf16", "fp16", "fp8", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4")
+# Calls are timed in batches of this duration, so that reading the clock and waiting for the device take only a small
+# part of it.
+_BATCH_SECONDS = 0.5e-3
+# The third fastest batch gives the rate of a shape, so that a jump of the clock does not count as a peak.
+_BATCH_RANK = 2
 
 
-def wanted_rates(facts: DeviceFacts) -> list[Rate]:
-    native = [name for name in DTYPES if precisions.get(name).support(facts).is_native]
-    products = [Rate(Limit.PRODUCT, name) for name in native]
-    return products + [Rate(limit) for limit in Limit if limit is not Limit.PRODUCT and shapes_of(limit, facts)]
+def list_rates(facts: DeviceFacts) -> list[Rate]:
+    native_precisions = [name for name in PRECISION_NAMES if precisions.get(name).support(facts).is_native]
+    product_rates = [Rate(Limit.PRODUCT, name) for name in native_precisions]
+    return product_rates + [Rate(limit) for limit in Limit if limit is not Limit.PRODUCT and list_shapes(limit, facts)]
 
 
-def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
-    """Adds the next missing part to a rate: the search for the best shape, or another run on separate tensors."""
+def measure_next(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> Rate:
+    """Continues to measure a rate: the first call searches the best shape, and each further call adds one run on new
+    tensors.
+    """
 
     wait = partial(device.synchronise, facts.index)
     try:
         if not rate.shape:
-            best = _time_shapes(rate, shapes_of(rate.limit, facts), facts, wait, seconds, 0)
-            return replace(best, runs=())
-        run = len(rate.runs) + 1
-        (value,) = _time_shapes(rate, (rate.shape,), facts, wait, seconds, run).runs
+            best_rate = _time_shapes(rate, list_shapes(rate.limit, facts), facts, wait, seconds, 0)
+            return replace(best_rate, runs=())
+        run_number = len(rate.runs) + 1
+        (value,) = _time_shapes(rate, (rate.shape,), facts, wait, seconds, run_number).runs
         return replace(rate, runs=(*rate.runs, value))
     except Exception as error:  # noqa: BLE001 - whatever a missing kernel raises ends this rate alone
         return replace(rate, runs=(), why=f"{type(error).__name__}: {error}"[:200])
@@ -124,46 +133,53 @@ def one_more(device: Device, facts: DeviceFacts, rate: Rate, seconds: float) -> 
 def _time_shapes(
     rate: Rate, shapes: Sequence[Shape], facts: DeviceFacts, wait: Callable[[], None], seconds: float, seed: int
 ) -> Rate:
-    precision = precisions.get(rate.precision or DTYPES[0])
+    precision = precisions.get(rate.precision or PRECISION_NAMES[0])
     arithmetic = precision.arithmetic(facts)
     with precision.scope():
-        counts = {shape: count_of(rate.limit, shape) for shape in shapes}
-        shape, best, tried = _best(
-            counts, lambda shape: call_of(rate.limit, shape, facts, arithmetic, seed), wait, seconds
+        work_by_shape = {shape: count_work(rate.limit, shape) for shape in shapes}
+        shape, best_rate, tried_count = _find_best_shape(
+            work_by_shape, lambda shape: make_call(rate.limit, shape, facts, arithmetic, seed), wait, seconds
         )
-    return replace(rate, runs=(best,), searched=tried, shape=shape)
+    return replace(rate, runs=(best_rate,), searched=tried_count, shape=shape)
 
 
-def _best(
-    counts: dict[Shape, float],
-    prepared: Callable[[Shape], Callable[[], Any]],
+def _find_best_shape(
+    work_by_shape: dict[Shape, float],
+    make_shape_call: Callable[[Shape], Callable[[], Any]],
     wait: Callable[[], None],
     seconds: float,
 ) -> tuple[Shape, float, int]:
-    """Returns the shape with the highest rate, that rate, and how many shapes were tried. Every shape has an equal
-    share of the time, and its rate is that of its fastest batches. A shape whose first call would exceed its share at
-    the best rate so far is skipped, and so is every larger one."""
-    best, winner, tried, share = 0.0, next(iter(counts)), 0, seconds / len(counts)
-    for shape, count in counts.items():
-        # Larger shapes take even longer, so none of them could finish in its share.
-        if best and count / best > share:
+    """Returns the shape with the highest rate, that rate, and the number of shapes that were tried.
+
+    All shapes have an equal part of the time. A shape is skipped if even its first call would take longer than this,
+    at the best rate that was found. All larger shapes are skipped as well.
+    """
+    best_rate, best_shape, tried_count, seconds_per_shape = (
+        0.0,
+        next(iter(work_by_shape)),
+        0,
+        seconds / len(work_by_shape),
+    )
+    for shape, work in work_by_shape.items():
+        # All further shapes are larger and would take even longer, so the search ends.
+        if best_rate and work / best_rate > seconds_per_shape:
             break
-        tried += 1
-        end = time.perf_counter() + share
-        call = prepared(shape)
+        tried_count += 1
+        deadline = time.perf_counter() + seconds_per_shape
+        call = make_shape_call(shape)
         call()
-        # The call above was a warm-up; this one shows how many calls fill a batch.
-        once = _stretch(call, 1, wait)
-        calls = max(1, int(_STRETCH_SECONDS / once))
-        stretches = [once]
-        while time.perf_counter() < end:
-            stretches.append(_stretch(call, calls, wait))
-        rate = count / sorted(stretches)[: _PLACE + 1][-1]
-        best, winner = max((best, winner), (rate, shape))
-    return winner, best, tried
+        # The first call was a warm-up. The second call shows how many calls fill a batch.
+        single_call_seconds = _time_batch(call, 1, wait)
+        calls_per_batch = max(1, int(_BATCH_SECONDS / single_call_seconds))
+        batch_seconds = [single_call_seconds]
+        while time.perf_counter() < deadline:
+            batch_seconds.append(_time_batch(call, calls_per_batch, wait))
+        rate = work / sorted(batch_seconds)[: _BATCH_RANK + 1][-1]
+        best_rate, best_shape = max((best_rate, best_shape), (rate, shape))
+    return best_shape, best_rate, tried_count
 
 
-def _stretch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
+def _time_batch(call: Callable[[], Any], calls: int, wait: Callable[[], None]) -> float:
     wait()
     start = time.perf_counter()
     for _ in range(calls):

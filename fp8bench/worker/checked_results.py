@@ -1,6 +1,7 @@
-"""Checks the results of a workload's untimed passes, and converts them to plain values.
+"""Checks the results of those workload functions that are not timed, and converts them to plain values.
 
-Otherwise an unreadable record, or one that brings torch into the parent, would fail far from its cause.
+An invalid result would otherwise cause an error far from its origin. A torch object would import torch in the parent
+process.
 """
 
 from __future__ import annotations
@@ -13,88 +14,99 @@ from fp8bench.model import TensorStatistics
 from fp8bench.model.specs import reserved_name_reason
 
 
-def errors_of(returned: object) -> dict[str, float]:
+def check_errors(returned: object) -> dict[str, float]:
     if not isinstance(returned, Mapping):
         raise TypeError(
             f"error() returned {_describe(returned)}; expected a mapping of names to numbers, like {{'loss': 0.1}}"
         )
     errors = {
-        _text(name, "a name that error() gives"): _number(value, f"error()[{name!r}]")
+        _require_text(name, "a name that error() gives"): _require_number(value, f"error()[{name!r}]")
         for name, value in returned.items()
     }
-    # A name of one of our own figures would take its place in tables.
-    if wrong := next(filter(None, map(reserved_name_reason, errors)), ""):
-        raise ValueError(f"error() returned a number with a reserved name: {wrong}.")
+    # A reserved name would replace one of fp8bench's own figures in tables.
+    if reserved_reason := next(filter(None, map(reserved_name_reason, errors)), ""):
+        raise ValueError(f"error() returned a number with a reserved name: {reserved_reason}.")
     return errors
 
 
-def statistics_of(returned: object) -> tuple[TensorStatistics, ...]:
-    return tuple(map(_statistics, _iterable(returned, "statistics() returned", "a tuple of TensorStatistics")))
+def check_statistics(returned: object) -> tuple[TensorStatistics, ...]:
+    return tuple(
+        map(_copy_statistics, _require_iterable(returned, "statistics() returned", "a tuple of TensorStatistics"))
+    )
 
 
-def wrong_of(returned: object) -> str:
-    return _text(returned, "what check() returns ('' if nothing is wrong)")
+def check_verdict(returned: object) -> str:
+    return _require_text(returned, "what check() returns ('' if nothing is wrong)")
 
 
-def losses_of(returned: object) -> tuple[float, ...]:
-    return tuple(_number(loss, "a loss") for loss in _iterable(returned, "losses() returned", "numbers, one a step"))
+def check_losses(returned: object) -> tuple[float, ...]:
+    return tuple(
+        _require_number(loss, "a loss")
+        for loss in _require_iterable(returned, "losses() returned", "numbers, one a step")
+    )
 
 
-def gradient_error_of(returned: object) -> float | None:
-    return None if returned is None else _number(returned, "what gradient_error() returns")
+def check_gradient_error(returned: object) -> float | None:
+    return None if returned is None else _require_number(returned, "what gradient_error() returns")
 
 
-def _statistics(returned: object) -> TensorStatistics:
+def _copy_statistics(returned: object) -> TensorStatistics:
     if not isinstance(returned, TensorStatistics):
         raise TypeError(f"statistics() gave {_describe(returned)}; expected a TensorStatistics")
-    outside, holds = [], ("outside of TensorStatistics holds", "a tuple")
-    for row in _iterable(returned.outside, *holds):
+    outside, error_words = [], ("outside of TensorStatistics holds", "a tuple")
+    for row in _require_iterable(returned.outside, *error_words):
         # Rows may be any sequence of three.
-        match tuple(_iterable(row, *holds)):
+        match tuple(_require_iterable(row, *error_words)):
             case (name, over, under):
-                share = f"a share in outside of {returned.kind!r}"
-                outside.append((_text(name, "a format in outside"), _number(over, share), _number(under, share)))
+                share_words = f"a share in outside of {returned.kind!r}"
+                outside.append(
+                    (
+                        _require_text(name, "a format in outside"),
+                        _require_number(over, share_words),
+                        _require_number(under, share_words),
+                    )
+                )
             case wrong:
                 raise TypeError(
                     f"outside holds {_describe(wrong)}; expected (format, share above, share that becomes zero)"
                 )
     return TensorStatistics(
-        _text(returned.kind, "kind"),
-        _text(returned.role, "role"),
-        _count(returned.count),
-        _number(returned.amax, "amax"),
+        _require_text(returned.kind, "kind"),
+        _require_text(returned.role, "role"),
+        _require_count(returned.count),
+        _require_number(returned.amax, "amax"),
         tuple(outside),
     )
 
 
-def _iterable(value: Any, subject: str, expected: str) -> Iterable[Any]:
+def _require_iterable(value: Any, subject: str, expected: str) -> Iterable[Any]:
     if isinstance(value, str) or not isinstance(value, Iterable):
         raise TypeError(f"{subject} {_describe(value)}; expected {expected}")
     return value
 
 
-def _text(value: object, subject: str) -> str:
+def _require_text(value: object, subject: str) -> str:
     if not isinstance(value, str):
         raise TypeError(f"{subject} is {_describe(value)}; expected a text")
-    # A subclass of str may override methods, or come from torch.
-    text = str.__str__(value)
+    # Make a plain text: a subclass of str may override methods, or be defined by torch.
+    plain_text = str.__str__(value)
     try:
-        text.encode()
+        plain_text.encode()
     except UnicodeEncodeError:
-        raise TypeError(f"{subject} is {text!r}, which holds half a surrogate pair; expected a text") from None
-    return text
+        raise TypeError(f"{subject} is {plain_text!r}, which holds half a surrogate pair; expected a text") from None
+    return plain_text
 
 
-def _number(value: object, subject: str) -> float:
-    """Returns a float. Arrays of one element are accepted; texts and booleans are not."""
+def _require_number(value: object, subject: str) -> float:
+    """Converts a number, or an array of one element, to a float. Raises TypeError for texts and booleans."""
     if not isinstance(value, str | bytes | bool) and isinstance(value, SupportsFloat | SupportsIndex):
         with contextlib.suppress(TypeError, ValueError, OverflowError):
             return float(value)
     raise TypeError(f"{subject} is {_describe(value)}; expected a number")
 
 
-def _count(number: object) -> int:
-    value = _number(number, "count")
+def _require_count(number: object) -> int:
+    value = _require_number(number, "count")
     if value < 0 or not value.is_integer():
         raise TypeError(f"count is {_describe(number)}; expected a whole number")
     return int(value)

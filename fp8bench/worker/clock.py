@@ -1,9 +1,9 @@
-"""The phase clock, into which a workload's markers write.
+"""The phase clock, which receives the marks of a workload's phases, and the cost of observing steps.
 
-A marker costs about a third of a microsecond, so it only does two appends: phases and times are computed after the
-step. All markers share one plain object. It is intentionally not thread-local: on CUDA, autograd runs backward on
-another thread, which sees an object's attributes but none of the main thread's locals. This module also measures the
-overhead of observing: the marker, the stamp, the event pair, and the whole harness against a bare loop.
+A marker takes a third of a microsecond, because it only appends to two lists. Phases and times are computed after the
+step. All markers use one plain object, which is not thread-local. On CUDA, autograd runs backward on a different
+thread, which sees an object's attributes but not the thread-locals of the main thread. The measured costs are those
+of the marker, the stamp and the event pair, and that of the whole harness compared with a bare loop.
 """
 
 from __future__ import annotations
@@ -22,8 +22,10 @@ UNATTRIBUTED_CODE = CELL_PHASES.index(UNATTRIBUTED)
 
 @dataclass(slots=True, eq=False)
 class Marker:
-    """A phase's context manager, created once and entered many times, also within itself. It records its code where the
-    phase begins, and the code's complement where it ends."""
+    """The context manager of a phase. It is created once and entered many times, even while it is already entered.
+
+    It records its code when the phase begins, and the complement of the code when the phase ends.
+    """
 
     _code: int
     _note: Callable[[int], None]
@@ -41,7 +43,9 @@ class Marker:
 
 @dataclass(slots=True, eq=False)
 class SharingMarker(Marker):
-    """A marker that takes no stamp where its phase begins at the stamp of the previous phase's end."""
+    """A marker that needs fewer time stamps. It takes none at the begin of its phase if the stamp at the end of the
+    previous phase can be shared.
+    """
 
     _notes: list[int]
     _shared: dict[int, int]
@@ -53,78 +57,90 @@ class SharingMarker(Marker):
 
 
 class PhaseClock(Markers[Marker]):
-    """Provides markers by name and collects the marks of the current step. A mark is a stamp and a marker's record.
-    `begin` opens a step in UNATTRIBUTED; `end` closes it and returns (codes, stamps): codes[i] is the phase between
-    stamps[i] and stamps[i + 1]. A `told` callback also receives each code."""
+    """Provides markers by name, and collects the marks of the current step. A mark is a time stamp and the record of
+    a marker.
 
-    __slots__ = ("_last", "_notes", "_now", "_open", "_planned", "_shared", "_stamps", "_told")
+    `begin` starts a step in the phase UNATTRIBUTED. `end` ends it and returns (codes, stamps): codes[i] is the phase
+    between stamps[i] and stamps[i + 1]. If `report` is given, it is called with the code of each new phase.
+    """
 
-    def __init__(self, stamper: Stamper, told: Callable[[int], None] | None = None) -> None:
+    __slots__ = ("_last_step", "_notes", "_now", "_open", "_expected_notes", "_shared", "_stamps", "_report")
+
+    def __init__(self, stamper: Stamper, report: Callable[[int], None] | None = None) -> None:
         self._notes: list[int] = []
-        self._last: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]  # records of a step, and their phases
+        # the records of the last step, and the phases computed from them
+        self._last_step: tuple[list[int], list[int]] = [], [UNATTRIBUTED_CODE]
         self._stamps: list[Any] = []
-        self._open: list[int] = [UNATTRIBUTED_CODE]  # only needed for `told`
-        # Marks that take no stamp, by their place among the step's: the code of the phase that begins there.
+        self._open: list[int] = [UNATTRIBUTED_CODE]  # the open phases; only `report` needs them
+        # Marks that take no stamp: the index of the mark in the step, with the code of the phase that begins there.
         self._shared: dict[int, int] = {}
-        self._planned: list[int] = []
-        self._told = told
+        self._expected_notes: list[int] = []
+        self._report = report
         self._now = stamper.source()
-        note = self._notes.append if told is None else self._tell
+        note = self._notes.append if report is None else self._report_phase
         super().__init__(lambda name: Marker(CELL_PHASES.index(name), note, self._stamps.append, self._now))
 
     @property
     def now(self) -> Callable[[], Any]:
         return self._now
 
-    def share(self, notes: list[int], begins: Iterable[int]) -> None:
-        """Takes no stamps at marks in the places `begins`, as long as steps have the marks `notes`.
+    def share(self, notes: list[int], indices: Iterable[int]) -> None:
+        """From now on, takes no time stamps at the marks with these `indices`. This applies to steps whose marks are
+        equal to `notes`.
 
-        Each begins a phase right where another one ends: nothing is launched in between, so that no time is moved.
+        Each of these marks begins a phase right after another phase ends. Nothing is launched between the two, so no
+        time is assigned to the wrong phase.
         """
-        self._planned, self._shared = notes, {place: notes[place] for place in begins}
-        note = self._notes.append if self._told is None else self._tell
+        self._expected_notes, self._shared = notes, {index: notes[index] for index in indices}
+        note = self._notes.append if self._report is None else self._report_phase
         for name in PHASES:
             code, stamp = CELL_PHASES.index(name), self._stamps.append
             setattr(self, name, SharingMarker(code, note, stamp, self._now, self._notes, self._shared))
 
     def begin(self) -> None:
-        """Starts a step; drops the remains of an aborted step."""
+        """Starts a step, and drops the remains of an aborted one."""
         self._notes.clear()
         self._stamps.clear()
         self._open[:] = [UNATTRIBUTED_CODE]
-        if self._told is not None:
-            self._told(UNATTRIBUTED_CODE)
+        if self._report is not None:
+            self._report(UNATTRIBUTED_CODE)
         self._stamps.append(self._now())
 
     def end(self) -> tuple[list[int], list[Any]]:
-        """Finishes the step. Raises RuntimeError if a marker is still open, or was closed out of order: bugs of the
-        workload, which a marker cannot raise itself, as a thread or a dropped generator would swallow it."""
+        """Ends the step and returns its phase codes and stamps.
+
+        Raises RuntimeError if a marker is still open, or was closed out of order. This is a bug of the workload. The
+        marker itself does not raise, because a thread or a dropped generator would hide the error.
+        """
         self._stamps.append(self._now())
-        notes, codes = self._last
-        if self._notes != notes:  # most steps equal the previous one
-            codes = _phases(self._notes)
+        notes, phase_codes = self._last_step
+        if self._notes != notes:  # most steps have the same marks as the previous step
+            phase_codes = _compute_phase_codes(self._notes)
             if self._shared:
-                codes = [code for place, code in enumerate(codes) if not self._is_shared(place)]
-                if self._notes and self._notes != self._planned:  # not the step that was counted, nor an unmarked one
+                phase_codes = [code for index, code in enumerate(phase_codes) if not self._is_shared(index)]
+                # the marks are not those that were inspected, so stamps must not be shared any more
+                if self._notes and self._notes != self._expected_notes:
                     self._shared.clear()
-            self._last = self._notes.copy(), codes
-        return codes.copy(), self._stamps.copy()
+            self._last_step = self._notes.copy(), phase_codes
+        return phase_codes.copy(), self._stamps.copy()
 
-    def _is_shared(self, place: int) -> bool:
-        return place < len(self._notes) and self._shared.get(place) == self._notes[place]
+    def _is_shared(self, index: int) -> bool:
+        return index < len(self._notes) and self._shared.get(index) == self._notes[index]
 
-    def _tell(self, note: int) -> None:
+    def _report_phase(self, note: int) -> None:
         self._notes.append(note)
         if note >= 0:
             self._open.append(note)
         elif len(self._open) > 1:
             self._open.pop()
-        assert self._told is not None
-        self._told(self._open[-1])
+        assert self._report is not None
+        self._report(self._open[-1])
 
 
 class BetweenCalls:
-    """Stamps around what an accelerator does between calls, with a stamper that no step gets."""
+    """Measures the time of an accelerator's work between calls. Its stamper is separate, so that steps cannot change
+    it.
+    """
 
     def __init__(self, stamper: Stamper) -> None:
         self._stamper, self._now = stamper, stamper.source()
@@ -134,34 +150,40 @@ class BetweenCalls:
         self._stamps.append(self._now())
 
     def seconds(self) -> float:
-        """Returns the time between each first and second mark, and forgets them."""
-        intervals = self._stamper.intervals_ns(self._stamps)
+        """Returns how many seconds the device worked between calls, summed over all pairs of marks. Deletes the
+        marks.
+        """
+        intervals_ns = self._stamper.intervals_ns(self._stamps)
         self._stamps.clear()
         self._stamper.recycle()
-        return sum(intervals[::2]) * 1e-9
+        return sum(intervals_ns[::2]) * 1e-9
 
 
-def _phases(notes: Iterable[int]) -> list[int]:
-    inside = [UNATTRIBUTED_CODE]
-    codes = inside.copy()
+def _compute_phase_codes(notes: Iterable[int]) -> list[int]:
+    open_codes = [UNATTRIBUTED_CODE]
+    phase_codes = open_codes.copy()
     for note in notes:
         if note >= 0:
-            inside.append(note)
-        elif inside.pop() != ~note:
+            open_codes.append(note)
+        elif open_codes.pop() != ~note:
             raise RuntimeError(
-                "the step closed a phase that was not the last one opened: phases nest, and what threads or generators "
-                "open must be closed before another phase around it is"
+                "the step closed a phase that was not the innermost open one: phases must be nested, and those that "
+                "threads or generators open must be closed before the phase around them"
             )
-        codes.append(inside[-1])
-    if len(inside) != 1:
-        open_phases = ", ".join(CELL_PHASES[code] for code in inside[1:])
+        phase_codes.append(open_codes[-1])
+    if len(open_codes) != 1:
+        open_phases = ", ".join(CELL_PHASES[code] for code in open_codes[1:])
         raise RuntimeError(f"the step ended inside {open_phases}: every phase opened must be closed in the step")
-    return codes
+    return phase_codes
 
 
-def marks_of_step(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
-    """Runs a step; returns its marks, and the places of those that begin a phase where another one ends, with no
-    operator of torch's launched in between. A kernel that torch does not launch is invisible."""
+def find_shared_marks(step: Callable[[Phases], object]) -> tuple[list[int], list[int]]:
+    """Runs a step. Returns its marks, and the indices of those marks that can share the stamp of the mark before
+    them.
+
+    Such a mark begins a phase right after another phase ends, without an operator of torch between the two. Kernels
+    that torch does not launch are invisible here.
+    """
     from fp8bench.tape.recorder import PhasedWatch
 
     class Launches(PhasedWatch):  # type: ignore[no-untyped-call]
@@ -171,138 +193,161 @@ def marks_of_step(step: Callable[[Phases], object]) -> tuple[list[int], list[int
             self.launched = True
             return super().run_call(func, args, named)
 
-    watch = Launches()
+    launch_watch = Launches()
     notes: list[int] = []
-    begins: list[int] = []
+    sharing_indices: list[int] = []
 
     def note(code: int) -> None:
-        if code >= 0 and notes and notes[-1] < 0 and not watch.launched:
-            begins.append(len(notes))
+        if code >= 0 and notes and notes[-1] < 0 and not launch_watch.launched:
+            sharing_indices.append(len(notes))
         notes.append(code)
-        watch.launched = False
+        launch_watch.launched = False
 
     phases = Markers(lambda name: Marker(CELL_PHASES.index(name), note, lambda stamp: None, lambda: None))
-    with watch:
+    with launch_watch:
         step(phases)
-    return notes, begins
+    return notes, sharing_indices
 
 
-_REPEATS = 500
-_TRIES = 15
-# The device's cost of a stamp is visible if all stamps are enqueued before the device reaches them. A queue holds about
-# 1,024; beyond that the host waits.
-_QUEUED = 512
+_CALLS_PER_LOOP = 500
+_TIMED_LOOPS = 15
+# The device's cost of a stamp can be measured if all stamps are enqueued before the device reaches them. A queue
+# holds about 1,024 launches, and then the host waits. So half as many stamps are used.
+_QUEUED_STAMPS = 512
 _OCCUPIED_SECONDS = 10e-3
 
 
-_stamp_costs: dict[tuple[str, int], float] = {}
+_measured_stamp_costs: dict[tuple[str, int], float] = {}
 
 
 def stamp_cost(device: Device, index: int) -> float:
-    """Returns the seconds that a stamp takes, measured once in a process."""
-    key = device.kind, index
-    if key not in _stamp_costs:
-        _stamp_costs[key] = calibrate(device, index).stamp_cost
-    return _stamp_costs[key]
+    """Returns the seconds that a stamp takes on the device. It is measured once per process."""
+    device_key = device.kind, index
+    if device_key not in _measured_stamp_costs:
+        _measured_stamp_costs[device_key] = measure_overheads(device, index).stamp_cost
+    return _measured_stamp_costs[device_key]
 
 
-def calibrate(device: Device, index: int) -> Overheads:
-    """Measures best-case costs in seconds of the host and, on a GPU, the device's cost of an event pair."""
+def measure_overheads(device: Device, index: int) -> Overheads:
+    """Measures the smallest cost in seconds of a marker, of a stamp and of a marker that does nothing. On a GPU, also
+    that of an event pair.
+    """
     stamper = device.stamper(index)
     clock = PhaseClock(stamper)
-    now = stamper.source()
+    read_clock = stamper.source()
 
-    def fresh() -> None:
+    def start_step() -> None:
         device.synchronise(index)
         stamper.recycle()
         clock.begin()
 
-    # Subtract the time of the empty loop from everything else.
-    loop = _best(lambda: None, _empty)
-    on = _best(fresh, lambda: _enter(clock)) - loop
-    off = _best(fresh, lambda: _enter(SilentPhases())) - loop
-    stamp = _best(fresh, lambda: _call(now)) - loop
-    pair = None
+    # The time of an empty loop is subtracted from all costs.
+    loop_seconds = _time_fastest_loop(lambda: None, _run_empty_loop)
+    marker_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(clock)) - loop_seconds
+    silent_seconds = _time_fastest_loop(start_step, lambda: _enter_phases(SilentPhases())) - loop_seconds
+    stamp_seconds = _time_fastest_loop(start_step, lambda: _call_repeatedly(read_clock)) - loop_seconds
+    pair_seconds = None
     if device.kind != "cpu":
-        fresh()
-        # Events wait behind other work, so that the device, not the host, determines their distance.
-        device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED * stamp))
-        stamps = [now() for _ in range(_QUEUED)]
-        intervals = sorted(stamper.intervals_ns(stamps))
-        pair = intervals[len(intervals) // 2] * 1e-9
-    return Overheads(max(on, 0.0), max(off, 0.0), max(stamp, 0.0), pair, device.why_idle(index))
+        start_step()
+        # Enqueue events behind other work: so the device determines the time between them, and not the host.
+        device.occupy(index, max(_OCCUPIED_SECONDS, 2 * _QUEUED_STAMPS * stamp_seconds))
+        stamps = [read_clock() for _ in range(_QUEUED_STAMPS)]
+        intervals_ns = sorted(stamper.intervals_ns(stamps))
+        pair_seconds = intervals_ns[len(intervals_ns) // 2] * 1e-9
+    return Overheads(
+        max(marker_seconds, 0.0),
+        max(silent_seconds, 0.0),
+        max(stamp_seconds, 0.0),
+        pair_seconds,
+        device.why_idle(index),
+    )
 
 
-def _best(prepare: Callable[[], None], body: Callable[[], None]) -> float:
-    best = float("inf")
-    for _ in range(_TRIES):
+def _time_fastest_loop(prepare: Callable[[], None], body: Callable[[], None]) -> float:
+    best_seconds = float("inf")
+    for _ in range(_TIMED_LOOPS):
         prepare()
         start = time.perf_counter()
         body()
-        best = min(best, time.perf_counter() - start)
-    return best / _REPEATS
+        best_seconds = min(best_seconds, time.perf_counter() - start)
+    return best_seconds / _CALLS_PER_LOOP
 
 
-def _empty() -> None:
-    for _ in range(_REPEATS):
+def _run_empty_loop() -> None:
+    for _ in range(_CALLS_PER_LOOP):
         pass
 
 
-def _enter(phases: Phases) -> None:
-    for _ in range(_REPEATS):
+def _enter_phases(phases: Phases) -> None:
+    for _ in range(_CALLS_PER_LOOP):
         with phases.gemm:
             pass
 
 
-def _call(function: Callable[[], object]) -> None:
-    for _ in range(_REPEATS):
+def _call_repeatedly(function: Callable[[], object]) -> None:
+    for _ in range(_CALLS_PER_LOOP):
         function()
 
 
-def loop_pairs(
+def time_loop_pairs(
     bare: Callable[[], None], harness: Callable[[], object], steps: int, rounds: int
 ) -> tuple[list[float], list[float]]:
-    """Returns CPU seconds of the process per step, of harness slots and of bare loops, which alternate in going
-    first."""
-    inside, outside = [], []
-    for turn in range(rounds):
-        for which in (turn % 2, 1 - turn % 2):
+    """Returns the CPU seconds per step of two loops: the slots of the harness, and bare loops. In each round both
+    run, and they take turns in running first.
+    """
+    harness_seconds, bare_seconds = [], []
+    for round_number in range(rounds):
+        for is_harness in (round_number % 2, 1 - round_number % 2):
             start = time.process_time()
-            if which:
+            if is_harness:
                 harness()
-                inside.append((time.process_time() - start) / steps)
+                harness_seconds.append((time.process_time() - start) / steps)
             else:
                 for _ in range(steps):
                     bare()
-                outside.append((time.process_time() - start) / steps)
-    return inside, outside
+                bare_seconds.append((time.process_time() - start) / steps)
+    return harness_seconds, bare_seconds
 
 
-# Daemons that adjust the time change the speed of the system's clock by up to 0.05%, some temporarily by more.
-MOST_APART = 0.02
-# The hardware's clock, which cannot be set. Bound at import, so that later replacements have no effect.
-_READ, _RAW = time.clock_gettime_ns, getattr(time, "CLOCK_MONOTONIC_RAW", time.CLOCK_MONOTONIC)
+# The largest allowed relative difference of two clocks. Daemons that adjust the time change the speed of the system's
+# clock by up to 0.05%, and some by more for a while.
+MAX_CLOCK_DIFFERENCE = 0.02
+# The hardware's clock, which nobody can set. It is stored at import, so that replacing a function of `time` later has
+# no effect.
+_READ_CLOCK, _HARDWARE_CLOCK = time.clock_gettime_ns, getattr(time, "CLOCK_MONOTONIC_RAW", time.CLOCK_MONOTONIC)
 
 
 class ClocksDisagree(RuntimeError):
-    """A clock that times steps does not agree with the hardware's."""
+    """A clock that times steps disagrees with the hardware's clock."""
 
 
 @contextmanager
-def agreeing(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
-    """Raises ClocksDisagree if a clock, in nanoseconds, measures another duration of the body than the hardware's
-    clock. Replaced clocks are also found by identity (user_code/switches.py), unless they were replaced before the
-    first check. Each clock is read between two readings of the hardware's, so that an interruption here causes no false
-    alarm."""
-    readings = {name: (_READ(_RAW), clock(), _READ(_RAW)) for name, clock in clocks.items()}
+def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterator[None]:
+    """Raises ClocksDisagree if one of `clocks` measures a different duration of the body than the hardware's clock.
+
+    `clocks` return nanoseconds. Replaced clocks are also found by identity (user_code/switches.py), unless they were
+    replaced before the first check. Each clock is read between two readings of the hardware's clock, so that an
+    interruption causes no false alarm.
+    """
+    readings = {
+        name: (_READ_CLOCK(_HARDWARE_CLOCK), clock(), _READ_CLOCK(_HARDWARE_CLOCK)) for name, clock in clocks.items()
+    }
     yield
     for name, clock in clocks.items():
-        first, began, then = readings[name]
-        earliest, ended, latest = _READ(_RAW), clock(), _READ(_RAW)
-        counted, least, most = ended - began, earliest - then, latest - first
-        if not least * (1 - MOST_APART) <= counted <= most * (1 + MOST_APART):
+        earliest_start, clock_start, latest_start = readings[name]
+        earliest_end, clock_end, latest_end = _READ_CLOCK(_HARDWARE_CLOCK), clock(), _READ_CLOCK(_HARDWARE_CLOCK)
+        clock_duration, least_duration, most_duration = (
+            clock_end - clock_start,
+            earliest_end - latest_start,
+            latest_end - earliest_start,
+        )
+        if (
+            not least_duration * (1 - MAX_CLOCK_DIFFERENCE)
+            <= clock_duration
+            <= most_duration * (1 + MAX_CLOCK_DIFFERENCE)
+        ):
             raise ClocksDisagree(
-                f"{name} counted {counted * 1e-9:.6f} s where the hardware's clock counted {most * 1e-9:.6f} s: "
-                "something has replaced a clock of this process, or is setting the system's clock. Times measured like "
-                "this mean nothing: end it, and measure again."
+                f"{name} counted {clock_duration * 1e-9:.6f} s where the hardware's clock counted "
+                f"{most_duration * 1e-9:.6f} s: a program has replaced a clock of this process, or sets the system's "
+                "clock. Such times mean nothing: end that program, and measure again."
             )

@@ -1,9 +1,10 @@
-"""The memory that a device with low-precision formats would hold during a step, while the step runs emulated.
+"""Estimates the memory that hardware with low-precision formats would hold, while a step runs emulated.
 
-The hardware's arithmetic is run on torch's meta device, without memory, for a tensor of each emulated operand's shape.
-This shows the codes, the scales with the padding of their tiles, and the transposed copy that some products need. They
-count while the emulation's operand lives. Memory that a cast or product allocates and frees at once is not counted,
-because a device's kernels are fused; nor is the workspace of its products, which no format determines.
+For each emulated operand, the hardware's arithmetic runs on torch's meta device, which has shapes but no memory. This
+shows the hardware's codes, its padded scales, and the transposed copy that some products need. They count as memory
+as long as the emulated operand exists. Memory that a single cast or product allocates and frees is not counted,
+because kernels of a device are fused. The workspace of products is not counted either, because no format determines
+it.
 """
 
 from __future__ import annotations
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.consumed import DeviceNote, Emulating, EmulationEnd, Laid, Lifted
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Role, ScaleBook, Setup, Workload
-from fp8bench.protocols.arithmetic import AS_IT_IS
+from fp8bench.protocols.arithmetic import DELEGATED_ATTRIBUTES
 from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
@@ -41,14 +42,16 @@ class _Shadow(NamedTuple):
     holdings: tuple[_Holding, ...]
 
 
-# The owner of a part's memory: an index of new memory, the source, or a part of the input operand.
-_SOURCE = -1
-_GIVEN = (-2, -3)
+# Who owns the memory of a tensor: an index into the new memory (0 or more), the source tensor (-1), or a tensor of
+# the operand that was given (-2, -3).
+_SOURCE_OWNER = -1
+_OPERAND_OWNERS = (-2, -3)
 
 
 class _Recipe(NamedTuple):
-    """The operands that a call makes from a source of one shape, the owner of each part's memory, and the bytes of new
-    memory."""
+    """The memory that a call needs for sources of one shape: its operands, the owner of each tensor's memory, and the
+    bytes of new memory.
+    """
 
     operands: tuple[Operand | None, ...]
     parts: tuple[tuple[int, ...], ...]
@@ -57,7 +60,11 @@ class _Recipe(NamedTuple):
 
 @dataclass
 class DeviceLedger:
-    """Records a device's memory. `followed`: every operand could be tracked; `seen`: there were some."""
+    """Records the memory that a device would hold.
+
+    `followed` is true as long as every operand can be traced to its cast. `seen` is true once there was an emulated
+    cast.
+    """
 
     meter: MemoryMeter
     followed: bool = True
@@ -70,8 +77,11 @@ class DeviceLedger:
         return self.meter.listening and not torch.compiler.is_compiling()
 
     @contextmanager
-    def emulating(self) -> Iterator[list[int]]:
-        """Marks tensors of the body as an emulation's. The body adds the addresses of those that are replaced."""
+    def mark_emulation(self) -> Iterator[list[int]]:
+        """Notes that tensors which the body allocates belong to an emulation. Hardware would not have them.
+
+        Yields a list. The body appends the addresses of those tensors that would be smaller on the hardware.
+        """
         self.seen = True
         replaced: list[int] = []
         self.meter.note(Emulating())
@@ -83,63 +93,67 @@ class DeviceLedger:
     def why(self) -> str:
         if not self.seen:
             return "no cast was seen: a compiled step shows none"
-        return "" if self.followed else "an operand came from somewhere else than a cast"
+        return "" if self.followed else "an operand was not made by a cast"
 
 
 @dataclass(frozen=True)
 class Hardware:
-    """The arithmetics of the hardware that a case emulates, by the layer's key, '' for the case's own; empty if nothing
-    is emulated. `why` is why the hardware's memory is unknown, or ''."""
+    """The arithmetics of the hardware that a case emulates, by the layer's key ('' for the case's own precision).
+
+    The mapping is empty if nothing is emulated. `why` is the reason if the hardware's memory is unknown, else ''.
+    """
 
     arithmetics: Mapping[str, Arithmetic] = field(default_factory=dict)
     why: str = ""
 
-    def laid_out(self, setup: Setup, ledger: DeviceLedger) -> Setup:
-        layers = {key: self.beside(key, arithmetic, ledger) for key, arithmetic in setup.layers.items()}
-        return replace(setup, arithmetic=self.beside("", setup.arithmetic, ledger), layers=layers)
+    def wrap_setup(self, setup: Setup, ledger: DeviceLedger) -> Setup:
+        layers = {key: self.wrap_arithmetic(key, arithmetic, ledger) for key, arithmetic in setup.layers.items()}
+        return replace(setup, arithmetic=self.wrap_arithmetic("", setup.arithmetic, ledger), layers=layers)
 
-    def beside(self, key: str, inner: Arithmetic, ledger: DeviceLedger) -> Arithmetic:
+    def wrap_arithmetic(self, key: str, inner: Arithmetic, ledger: DeviceLedger) -> Arithmetic:
         hardware = self.arithmetics.get(key)
         return inner if hardware is None else LaidOutArithmetic(inner, hardware, ledger)
 
     @property
-    def apart(self) -> bool:
+    def needs_separate_step(self) -> bool:
         return any(arithmetic.keeps_source for arithmetic in self.arithmetics.values())
 
 
-EMULATES_NOTHING = Hardware()
-OF_SEVERAL = "of several ranks nobody derives it"
+NO_EMULATION = Hardware()
+SEVERAL_RANKS_REASON = "it is not derived for several ranks"
 
 
-def hardware_of(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
+def find_hardware(case: Case, workload: Workload, facts: DeviceFacts) -> Hardware:
     if case.ranks > 1:
-        return Hardware(why=OF_SEVERAL)
-    hardware = hardware_for((("", case.precision), *case.precision_map), facts)
+        return Hardware(why=SEVERAL_RANKS_REASON)
+    hardware = find_hardware_for_modes((("", case.precision), *case.precision_map), facts)
     if hardware.arithmetics or hardware.why:
         return replace(hardware, why=hardware.why or workload.not_on_device)
     support = workload.support(dict(case.params), precisions.get(case.precision), facts)
-    return Hardware(why=f"the suite emulates by itself ({support.reason})" if support.is_emulated else "")
+    return Hardware(why=f"the suite itself emulates ({support.reason})" if support.is_emulated else "")
 
 
-def hardware_for(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
+def find_hardware_for_modes(modes: Iterable[tuple[str, str]], facts: DeviceFacts) -> Hardware:
     arithmetics: dict[str, Arithmetic] = {}
     for key, name in modes:
         precision = precisions.get(name)
         if precision.support(facts).is_emulated:
-            laid_out = precision.laid_out(facts)
-            if isinstance(laid_out, str):
-                return Hardware(why=laid_out)
-            arithmetics[key] = laid_out
+            hardware_arithmetic = precision.laid_out(facts)
+            if isinstance(hardware_arithmetic, str):
+                return Hardware(why=hardware_arithmetic)
+            arithmetics[key] = hardware_arithmetic
     return Hardware(arithmetics)
 
 
 class LaidOutArithmetic(Arithmetic):
-    """Wraps an emulated arithmetic; its casts are recorded in a ledger as `hardware` would lay them out."""
+    """An emulated arithmetic that records each cast in a ledger. The ledger has the memory that the cast's result
+    would take on the hardware.
+    """
 
     def __init__(self, inner: Arithmetic, hardware: Arithmetic, ledger: DeviceLedger) -> None:
-        vars(self).update({name: getattr(inner, name) for name in AS_IT_IS if name != "restore"})
+        vars(self).update({name: getattr(inner, name) for name in DELEGATED_ATTRIBUTES if name != "restore"})
         self._inner, self._hardware, self._ledger = inner, hardware, ledger
-        self._known: dict[tuple[Any, ...], _Recipe] = {}
+        self._recipes: dict[tuple[Any, ...], _Recipe] = {}
         self._shadows: dict[int, tuple[_Shadow, weakref.ref[Tensor]]] = {}
 
     def layer(self, name: str) -> Arithmetic:
@@ -147,65 +161,73 @@ class LaidOutArithmetic(Arithmetic):
         return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware.layer(name), self._ledger)
 
     def scaled_by(self, book: ScaleBook, name: str) -> Arithmetic:
-        inner = self._inner.scaled_by(book, name)  # a kept scale belongs to either tensor
+        inner = self._inner.scaled_by(book, name)  # emulation and hardware use the same stored scale
         return self if inner is self._inner else LaidOutArithmetic(inner, self._hardware, self._ledger)
 
     def cast(self, tensor: Tensor, role: Role) -> Operand:
-        return self._single("cast", tensor, role)
+        return self._cast_once("cast", tensor, role)
 
     def cast_without_scale(self, tensor: Tensor, role: Role) -> Operand:
-        return self._single("cast_without_scale", tensor, role)
+        return self._cast_once("cast_without_scale", tensor, role)
 
     def cast_transpose(self, source: Tensor, role: Role) -> Operand:
-        return self._single("cast_transpose", source, role)
+        return self._cast_once("cast_transpose", source, role)
 
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         if not self._ledger.listening:
             return self._inner.turn(operand, source, role)
-        with self._ledger.emulating() as replaced:
-            turned = self._inner.turn(operand, source, role)
-            (noted,) = self._laid("turn", source, role, [turned], replaced, operand_given=operand)
-        return noted  # type: ignore[no-any-return]
+        with self._ledger.mark_emulation() as replaced:
+            turned_operand = self._inner.turn(operand, source, role)
+            (recorded,) = self._record_results("turn", source, role, [turned_operand], replaced, operand_given=operand)
+        return recorded  # type: ignore[no-any-return]
 
     def cast_both(self, tensor: Tensor, role: Role, amax: Tensor | None = None) -> tuple[Operand, Operand | None]:
-        """Casts both orientations. Hardware that makes both at once keeps no source, so the emulation must not keep it
-        either."""
+        """Casts a tensor in both orientations.
+
+        Hardware that makes both orientations in one cast does not hold the source tensor afterwards, so the emulation
+        must not hold it either.
+        """
         if not self._ledger.listening:
             return self._inner.cast_both(tensor, role, amax)
-        with self._ledger.emulating() as replaced:
-            operand, turned = self._inner.cast_both(tensor, role, amax)
-            if turned is None and self._recipe("cast_both", tensor, role, None).operands[1] is not None:
-                turned = self._inner.turn(operand, tensor, role)
-            operand, turned = self._laid("cast_both", tensor, role, [operand, turned], replaced)
-        return operand, turned
+        with self._ledger.mark_emulation() as replaced:
+            operand, turned_operand = self._inner.cast_both(tensor, role, amax)
+            if turned_operand is None and self._find_recipe("cast_both", tensor, role, None).operands[1] is not None:
+                turned_operand = self._inner.turn(operand, tensor, role)
+            operand, turned_operand = self._record_results(
+                "cast_both", tensor, role, [operand, turned_operand], replaced
+            )
+        return operand, turned_operand
 
     def product(self, a: Operand, b: Operand, dtype: Any) -> Tensor:
         if not self._ledger.listening:
             return self._inner.product(a, b, dtype)
-        with self._ledger.emulating():
+        with self._ledger.mark_emulation():
             return self._inner.product(a, b, dtype)
 
     def restore(self, operand: Operand, dtype: Any) -> Tensor:
-        """Records new memory: hardware restores again what an emulation may still have. The result is a view with a
-        separate lifetime."""
+        """Restores the values of an operand, and records them as new memory: hardware has to restore values that an
+        emulation still holds.
+
+        The result is a view with a separate lifetime.
+        """
         if not self._ledger.listening:
             return self._inner.restore(operand, dtype)
-        with self._ledger.emulating() as replaced:
+        with self._ledger.mark_emulation() as replaced:
             values = self._inner.restore(operand, dtype).detach()
             replaced.append(values.untyped_storage().data_ptr())
             holding = _Holding(self._ledger.meter.note, values.numel() * values.element_size())
-        self._attach(_Shadow(Operand(values.to("meta")), (holding,)), values)
+        self._attach_shadow(_Shadow(Operand(values.to("meta")), (holding,)), values)
         return values
 
-    def _single(self, name: str, tensor: Tensor, role: Role) -> Operand:
+    def _cast_once(self, name: str, tensor: Tensor, role: Role) -> Operand:
         call = getattr(self._inner, name)
         if not self._ledger.listening:
             return call(tensor, role)  # type: ignore[no-any-return]
-        with self._ledger.emulating() as replaced:
-            (operand,) = self._laid(name, tensor, role, [call(tensor, role)], replaced)
+        with self._ledger.mark_emulation() as replaced:
+            (operand,) = self._record_results(name, tensor, role, [call(tensor, role)], replaced)
         return operand  # type: ignore[no-any-return]
 
-    def _laid(
+    def _record_results(
         self,
         name: str,
         source: Any,
@@ -214,53 +236,63 @@ class LaidOutArithmetic(Arithmetic):
         replaced: list[int],
         operand_given: Operand | None = None,
     ) -> list[Any]:
-        """Records what the call `name` has made, and returns it in separate tensors. If an emulation's result is a
-        view, hardware has a copy, so a view must not keep the other tensor alive."""
+        """Records the results of the call `name`, and returns them in separate tensors.
+
+        The emulation may return a view of a tensor where hardware has a copy. The returned tensor must not keep that
+        other tensor alive.
+        """
         shadow = self._shadows.get(id(operand_given.data), (None,))[0] if operand_given is not None else None
         if operand_given is not None and shadow is None:
             self._ledger.followed = False
             return list(results)
-        recipe = self._recipe(name, source, role, shadow)
-        new = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
-        if scale_address := self._kept_scale(role):
-            new = [
+        recipe = self._find_recipe(name, source, role, shadow)
+        new_holdings = [_Holding(self._ledger.meter.note, size) for size in recipe.sizes]
+        if scale_address := self._find_stored_scale(role):
+            new_holdings = [
                 _Holding(self._ledger.meter.note, 0, scale_address) if n == recipe.parts[0][-1] else holding
-                for n, holding in enumerate(new)
+                for n, holding in enumerate(new_holdings)
             ]
-        noted = []
+        recorded = []
         for real, operand, parts in zip(results, recipe.operands, recipe.parts, strict=True):
-            if real is None or operand is None:  # hardware that transposes later would need a source that is not kept
+            # hardware that transposes later needs the source tensor, which is not stored here
+            if real is None or operand is None:
                 self._ledger.followed &= real is operand
-                noted.append(real)
+                recorded.append(real)
                 continue
             detached = replace(real, data=real.data.detach())
             replaced.append(detached.data.untyped_storage().data_ptr())
-            self._attach(
-                _Shadow(operand, tuple(self._holding(part, new, source, shadow) for part in parts)), detached.data
+            self._attach_shadow(
+                _Shadow(operand, tuple(self._find_memory_owner(part, new_holdings, source, shadow) for part in parts)),
+                detached.data,
             )
-            noted.append(detached)
-        return noted
+            recorded.append(detached)
+        return recorded
 
-    def _kept_scale(self, role: Role) -> int:
-        """Returns the address of the scale that a cast of that role was given, 0 if it comes from the tensor alone. A
-        given scale is the same tensor for the emulation and for hardware."""
+    def _find_stored_scale(self, role: Role) -> int:
+        """Returns the address of the stored scale that a cast of this role uses. Returns 0 if the cast computes the
+        scale from the tensor.
+
+        Emulation and hardware have the same tensor for a stored scale.
+        """
         scale = getattr(self._inner, "scales", {}).get(role)
         return 0 if scale is None or scale.last is None else int(scale.last.inverse.untyped_storage().data_ptr())
 
-    def _holding(self, part: int, new: Sequence[_Holding], source: Any, shadow: _Shadow | None) -> _Holding:
+    def _find_memory_owner(self, part: int, new: Sequence[_Holding], source: Any, shadow: _Shadow | None) -> _Holding:
         if part >= 0:
             return new[part]
-        if part == _SOURCE:
+        if part == _SOURCE_OWNER:
             return _Holding(self._ledger.meter.note, 0, source.untyped_storage().data_ptr())
         assert shadow is not None
-        return shadow.holdings[_GIVEN.index(part)]
+        return shadow.holdings[_OPERAND_OWNERS.index(part)]
 
-    def _attach(self, shadow: _Shadow, real: Tensor) -> None:
-        """Keeps the shadow while the tensor lives, whoever holds it, including a graph that has saved it."""
+    def _attach_shadow(self, shadow: _Shadow, real: Tensor) -> None:
+        """Stores the memory that hardware would hold for a tensor (its shadow) for as long as the tensor exists. A
+        graph for backward may hold the tensor, for example.
+        """
         key = id(real)
         self._shadows[key] = shadow, weakref.ref(real, lambda _: self._shadows.pop(key, None))
 
-    def _recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
+    def _find_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
         tensors = () if shadow is None else shadow.operand.tensors
         key = (
             name,
@@ -270,33 +302,37 @@ class LaidOutArithmetic(Arithmetic):
                 for tensor in (source, *tensors)
             ),
         )
-        if key not in self._known:
-            self._known[key] = self._make_recipe(name, source, role, shadow)
-        return self._known[key]
+        if key not in self._recipes:
+            self._recipes[key] = self._make_recipe(name, source, role, shadow)
+        return self._recipes[key]
 
     def _make_recipe(self, name: str, source: Any, role: Role, shadow: _Shadow | None) -> _Recipe:
         import torch
 
-        # 1. Run the hardware's code on tensors without memory, to get sizes without computing.
+        # 1. Run the hardware's arithmetic on meta tensors, which have sizes but no memory.
         with torch.device("meta"), torch.no_grad():
-            like = None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+            meta_source = (
+                None if source is None else torch.empty_strided(source.shape, source.stride(), dtype=source.dtype)
+            )
             arguments = () if shadow is None else (shadow.operand,)
-            result = getattr(self._hardware, name)(*arguments, like, role)
-        # 2. Identify input storages; all others are new.
+            result = getattr(self._hardware, name)(*arguments, meta_source, role)
+        # 2. Find the memory of the inputs. All other memory is new.
         operands = result if isinstance(result, tuple) else (result,)
-        places = {} if like is None else {like.untyped_storage()._cdata: _SOURCE}
+        owner_by_storage = {} if meta_source is None else {meta_source.untyped_storage()._cdata: _SOURCE_OWNER}
         if shadow is not None:
-            places |= {tensor.untyped_storage()._cdata: _GIVEN[n] for n, tensor in enumerate(shadow.operand.tensors)}
+            owner_by_storage |= {
+                tensor.untyped_storage()._cdata: _OPERAND_OWNERS[n] for n, tensor in enumerate(shadow.operand.tensors)
+            }
         sizes: list[int] = []
-        parts = []
-        # 3. Count several views of one storage once.
+        part_owners = []
+        # 3. Count memory only once, even if several tensors are views of it.
         for operand in operands:
-            numbers = []
+            owners = []
             for tensor in () if operand is None else operand.tensors:
                 storage = tensor.untyped_storage()
-                if storage._cdata not in places:
-                    places[storage._cdata] = len(sizes)
+                if storage._cdata not in owner_by_storage:
+                    owner_by_storage[storage._cdata] = len(sizes)
                     sizes.append(storage.nbytes())
-                numbers.append(places[storage._cdata])
-            parts.append(tuple(numbers))
-        return _Recipe(operands, tuple(parts), tuple(sizes))
+                owners.append(owner_by_storage[storage._cdata])
+            part_owners.append(tuple(owners))
+        return _Recipe(operands, tuple(part_owners), tuple(sizes))

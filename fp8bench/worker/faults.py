@@ -1,4 +1,4 @@
-"""Describes an exception in a form that can be sent to the parent, including whether memory ran out."""
+"""Describes an exception for the parent process, including whether exhausted memory caused it."""
 
 from __future__ import annotations
 
@@ -13,14 +13,17 @@ from fp8bench.model import PHASES
 from fp8bench.protocols import Markers
 from fp8bench.registry import devices
 
-# The advice that torch adds to a driver's error: where to look it up, and that another line may have caused it.
-_ADVICE = re.compile(r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*")
-# Longer texts are cut; the traceback has them in full.
-_LONGEST = 1000
+# The advice that torch appends to a driver's error: where to look the error up, and that an earlier call may have
+# caused it.
+_TORCH_ADVICE = re.compile(
+    r"(?s)(?<=error: )([^\n]*)\n(?=.*(CUDA_LAUNCH_BLOCKING|AMD_SERIALIZE_KERNEL|docs\.nvidia\.com)).*"
+)
+# Longer texts are shortened. The traceback has the full text.
+_MAX_TEXT_LENGTH = 1000
 
 
 class DescribedFault(NamedTuple):
-    """An exception in words; `out_of_memory` is whether a device's memory ran out."""
+    """An exception in words. `out_of_memory` is true if the memory of a device was exhausted."""
 
     kind: str
     text: str
@@ -29,27 +32,30 @@ class DescribedFault(NamedTuple):
 
 
 def describe_fault(error: BaseException, asks_devices: bool = True) -> DescribedFault:
-    """Describes an exception. With `asks_devices`, asks the devices whether it means exhausted memory. The advice that
-    torch adds to a driver's error is only kept in the traceback."""
-    if isinstance(error, WorkerFault):  # from a worker that this one has started
-        text = str(error).removeprefix(f"{error.kind}: ")
-        return DescribedFault(error.kind, text, error.trace, error.out_of_memory)
-    kinds = devices.names() if asks_devices else ()
+    """Describes an exception. With `asks_devices`, asks the devices whether exhausted memory caused it.
+
+    The advice that torch appends to a driver's error is only in the traceback.
+    """
+    if isinstance(error, WorkerFault):  # a worker that this process has started raised it
+        message = str(error).removeprefix(f"{error.kind}: ")
+        return DescribedFault(error.kind, message, error.trace, error.out_of_memory)
+    device_kinds = devices.names() if asks_devices else ()
     try:
-        text, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in kinds)
+        message, exhausted = str(error), any(devices.get(kind).is_out_of_memory(error) for kind in device_kinds)
     except Exception:  # noqa: BLE001 - it is foreign code that makes the text
-        text, exhausted = "an exception that has no text", False
-    # Characters that no encoding can write (half a surrogate pair) are escaped.
-    text, trace = (
-        part.encode("utf-8", "backslashreplace").decode() for part in (text, "".join(traceback.format_exception(error)))
+        message, exhausted = "an exception that has no text", False
+    # Characters that cannot be encoded (half a surrogate pair) are escaped.
+    message, trace = (
+        part.encode("utf-8", "backslashreplace").decode()
+        for part in (message, "".join(traceback.format_exception(error)))
     )
-    text = _ADVICE.sub(r"\1", text)
+    message = _TORCH_ADVICE.sub(r"\1", message)
     if isinstance(error, MemoryError) or (isinstance(error, OSError) and error.errno == ENOMEM):
-        text = f"{text or 'no memory'}. Free some, or raise this process's limit (ulimit -v)"
+        message = f"{message or 'no memory'}. Free some, or raise this process's limit (ulimit -v)"
     if isinstance(error, ModuleNotFoundError) and error.name == "torch":
-        text += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
+        message += f" for {sys.executable}. Install torch there, or run fp8bench with a Python that has it."
     if isinstance(error, AttributeError) and isinstance(error.obj, Markers):
-        text = str(UnknownName("phase", str(error.name), map(str, PHASES)))
-    if len(text) > _LONGEST:
-        text = f"{text[:_LONGEST]}... ({len(text) - _LONGEST} more characters)"
-    return DescribedFault(type(error).__name__, text, trace, exhausted)
+        message = str(UnknownName("phase", str(error.name), map(str, PHASES)))
+    if len(message) > _MAX_TEXT_LENGTH:
+        message = f"{message[:_MAX_TEXT_LENGTH]}... ({len(message) - _MAX_TEXT_LENGTH} more characters)"
+    return DescribedFault(type(error).__name__, message, trace, exhausted)

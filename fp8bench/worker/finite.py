@@ -1,12 +1,13 @@
-"""Tests whether a state's numbers are still finite after its steps: other numbers may take another time.
+"""Checks whether timed steps have turned numbers of a state into infinity or NaN. With such numbers, a step may take
+a different time.
 
-Infinities and NaNs may exist from the start: attention masks hold -inf, and uninitialized memory may hold anything. So
-an element counts as lost only if it was finite when the state had been prepared, or if its tensor was made by a step.
-Three kinds of tensors that steps made are exempt: one made before the first timed step and not written again is an
-input; -inf next to finite numbers is a mask, or masked scores; and if a prepared tensor held -inf, a mask may move, so
-that more -inf may appear.
+Infinity and NaN may exist from the start: attention masks hold -inf, and uninitialised memory may hold anything. So
+an element counts as lost only if it was finite in the prepared state, or if a step made its tensor. Three kinds of
+tensors that a step made do not count. A tensor that was made before the first timed step, and never written again, is
+an input. A tensor with -inf next to finite numbers is a mask. If a prepared tensor held -inf, it is a mask that may
+move, so more -inf may appear in it.
 
-Tensors that cannot be read within SECONDS are not judged.
+Tensors that cannot be read within SECONDS are not checked.
 """
 
 from __future__ import annotations
@@ -16,16 +17,18 @@ import time
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
-from fp8bench.worker.state_tensors import View, tensors_of, version_of, view_of
+from fp8bench.worker.state_tensors import ViewKey, get_version, get_view_key, iterate_tensors
 
-# CPU time for reading a whole state once.
+# The CPU seconds in which a whole state is read once.
 SECONDS = 0.5
-# How many elements are converted at a time.
-_PIECE = 1 << 22
+# The number of elements that are converted at once.
+_PIECE_ELEMENTS = 1 << 22
 
 
 class Lost(NamedTuple):
-    """Counts checked elements that are not finite; `where` describes the first tensor that has some."""
+    """How many elements are not finite any more (`lost`), and how many were checked. `where` describes the first
+    tensor with lost elements.
+    """
 
     lost: int = 0
     looked: int = 0
@@ -41,87 +44,89 @@ class Lost(NamedTuple):
         return f"its state is not finite: {self.lost} of {self.looked} numbers, the first in {self.where}"
 
 
-class _NotFiniteBefore(NamedTuple):
-    strange: Any
-    masks: bool
+class _InitialMask(NamedTuple):
+    not_finite: Any
+    is_mask: bool
 
 
 class FiniteState:
-    """Remembers a prepared state, to detect what its steps have spoiled."""
+    """Remembers which elements of a prepared state are finite. After the steps, it finds the elements that are not
+    finite any more.
+    """
 
     def __init__(self, state: object) -> None:
-        self._prepared: dict[View, _NotFiniteBefore | None] = {}
-        self._made: dict[View, int] = {}
-        # False if time ran out: then an unknown tensor may have existed before.
-        self._whole = True
-        for tensor in self._looked_at(state):
-            strange = _not_finite(tensor)
-            masks = strange is not None and bool(_below_all(tensor).any())
-            self._prepared[view_of(tensor)] = None if strange is None else _NotFiniteBefore(strange, masks)
+        self._prepared: dict[ViewKey, _InitialMask | None] = {}
+        self._made_versions: dict[ViewKey, int] = {}
+        # False if the time ran out. Then a tensor that was not read may have been in the prepared state.
+        self._has_read_all = True
+        for tensor in self._read_tensors(state):
+            not_finite = _mask_not_finite(tensor)
+            is_mask = not_finite is not None and bool(_mask_negative_infinity(tensor).any())
+            self._prepared[get_view_key(tensor)] = None if not_finite is None else _InitialMask(not_finite, is_mask)
 
     @property
     def inputs(self) -> set[int]:
         return {view[0] for view in self._prepared}
 
     def begin(self, state: object) -> None:
-        """Marks the start of timed steps: what was made until now, and is not written again, is an input."""
-        for tensor in self._looked_at(state):
-            if (view := view_of(tensor)) not in self._prepared and _not_finite(tensor) is not None:
-                self._made[view] = version_of(tensor)
+        """Marks the start of timed steps. A tensor that exists by now and is not written again counts as an input."""
+        for tensor in self._read_tensors(state):
+            if (view := get_view_key(tensor)) not in self._prepared and _mask_not_finite(tensor) is not None:
+                self._made_versions[view] = get_version(tensor)
 
     def lost(self, state: object) -> Lost:
-        count, looked, where = 0, 0, ""
-        read_all = self._whole
-        for tensor in self._looked_at(state):
-            if view_of(tensor) not in self._prepared and not read_all:
+        count, checked_count, first_tensor = 0, 0, ""
+        has_read_all = self._has_read_all
+        for tensor in self._read_tensors(state):
+            if get_view_key(tensor) not in self._prepared and not has_read_all:
                 continue
-            looked += tensor.numel()
-            number = self._lost_of(tensor)
-            if number and not where:
-                shape = " x ".join(map(str, tensor.shape)) or "one number"
-                where = f"a tensor of {shape} ({str(tensor.dtype).removeprefix('torch.')})"
-            count += number
-        return Lost(count, looked, where)
+            checked_count += tensor.numel()
+            tensor_count = self._count_lost(tensor)
+            if tensor_count and not first_tensor:
+                shape_text = " x ".join(map(str, tensor.shape)) or "one number"
+                first_tensor = f"a tensor of {shape_text} ({str(tensor.dtype).removeprefix('torch.')})"
+            count += tensor_count
+        return Lost(count, checked_count, first_tensor)
 
-    def _looked_at(self, state: object) -> Iterator[Any]:
-        end = time.thread_time() + SECONDS
-        for tensor in _numbers_of(state, end):
-            if time.thread_time() > end:
+    def _read_tensors(self, state: object) -> Iterator[Any]:
+        deadline = time.thread_time() + SECONDS
+        for tensor in _find_numbers(state, deadline):
+            if time.thread_time() > deadline:
                 break
             yield tensor
-        self._whole = self._whole and time.thread_time() <= end
+        self._has_read_all = self._has_read_all and time.thread_time() <= deadline
 
-    def _lost_of(self, tensor: Any) -> int:
-        strange = _not_finite(tensor)
-        if strange is None:
+    def _count_lost(self, tensor: Any) -> int:
+        not_finite = _mask_not_finite(tensor)
+        if not_finite is None:
             return 0
-        view = view_of(tensor)
-        if view not in self._prepared:
-            is_input = self._made.get(view) == version_of(tensor)
-            is_mask = bool((_below_all(tensor) == strange).all()) and not bool(strange.all())
-            return 0 if is_input or is_mask else int(strange.sum())
-        prepared = self._prepared[view]
+        view_key = get_view_key(tensor)
+        if view_key not in self._prepared:
+            is_input = self._made_versions.get(view_key) == get_version(tensor)
+            is_mask = bool((_mask_negative_infinity(tensor) == not_finite).all()) and not bool(not_finite.all())
+            return 0 if is_input or is_mask else int(not_finite.sum())
+        prepared = self._prepared[view_key]
         if prepared is not None:
-            strange = strange & ~prepared.strange
-            if prepared.masks:
-                strange = strange & ~_below_all(tensor)
-        return int(strange.sum())
+            not_finite = not_finite & ~prepared.not_finite
+            if prepared.is_mask:
+                not_finite = not_finite & ~_mask_negative_infinity(tensor)
+        return int(not_finite.sum())
 
 
-def _numbers_of(state: object, until: float) -> Iterator[Any]:
+def _find_numbers(state: object, deadline: float) -> Iterator[Any]:
     import torch
 
-    for tensor in tensors_of(state, until=until):
+    for tensor in iterate_tensors(state, until=deadline):
         dtype = tensor.dtype
         if dtype.is_complex and not tensor.is_conj():
             yield torch.view_as_real(tensor.detach())
-        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or converts(dtype)):
+        elif dtype.is_floating_point and tensor.numel() and (dtype.itemsize > 1 or can_convert(dtype)):
             yield tensor.detach()
 
 
 @functools.cache
-def converts(dtype: Any) -> bool:
-    """Whether torch can convert single elements of a dtype; packed pairs it cannot."""
+def can_convert(dtype: Any) -> bool:
+    """Returns whether torch can convert single elements of a dtype. It cannot convert packed pairs."""
     import torch
 
     try:
@@ -130,20 +135,22 @@ def converts(dtype: Any) -> bool:
         return False
 
 
-def _not_finite(tensor: Any) -> Any:
-    """Returns a mask of the elements that are not finite, None if all are. It computes the smallest and largest first,
-    which takes a fiftieth of the time."""
+def _mask_not_finite(tensor: Any) -> Any:
+    """Returns a mask of the elements that are not finite, or None if all are finite.
+
+    It first computes the smallest and the largest element, because this takes only a fiftieth of the time.
+    """
     import torch
 
     if tensor.dtype.itemsize > 1:
-        ends = torch.stack(torch.aminmax(tensor))
-        return None if bool(ends.isfinite().all()) else ~tensor.isfinite()
-    # torch has no arithmetic for one-byte dtypes, so pieces are converted one by one.
-    pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE)]
+        smallest_and_largest = torch.stack(torch.aminmax(tensor))
+        return None if bool(smallest_and_largest.isfinite().all()) else ~tensor.isfinite()
+    # torch has no arithmetic for one-byte dtypes, so pieces of the tensor are converted first.
+    pieces = [~piece.to(torch.float32).isfinite() for piece in tensor.reshape(-1).split(_PIECE_ELEMENTS)]
     return torch.cat(pieces).reshape(tensor.shape) if any(bool(piece.any()) for piece in pieces) else None
 
 
-def _below_all(tensor: Any) -> Any:
+def _mask_negative_infinity(tensor: Any) -> Any:
     import torch
 
     return (tensor if tensor.dtype.itemsize > 1 else tensor.to(torch.float32)) == float("-inf")

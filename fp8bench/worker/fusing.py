@@ -1,7 +1,7 @@
-"""torch's compilation in the worker: of quantisers before they are timed, and of nothing while operators are counted.
+"""Compiles quantisers in the worker before they are timed, and turns compilation off while operators are counted.
 
-A quantiser of `fp8bench.formats.operators` runs as one compiled kernel once it has been compiled in this process, and
-as many operations until then.
+A quantiser of `fp8bench.formats.operators` runs as a dozen eager operations until it has been compiled in this
+process. After that, it runs as one compiled kernel.
 """
 
 from __future__ import annotations
@@ -17,113 +17,124 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import ScaleRounding
 from fp8bench.formats.triton_casts import describe
 
-_OPERATORS = "fp8bench.formats.operators"
-_LONGEST_REASON = 200
-_NONE = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
+_OPERATORS_MODULE = "fp8bench.formats.operators"
+_MAX_REASON_LENGTH = 200
+_EMPTY_REGISTRY = SimpleNamespace(wanted={}, refused={}, eager=0, fused={})
 
 
-def _kernels() -> Any:
-    """Returns the registry of compiled quantisers; an empty one if they were not imported, and so not called."""
-    return getattr(sys.modules.get(_OPERATORS), "KERNELS", _NONE)
+def _find_kernel_registry() -> Any:
+    """Returns the registry of compiled quantisers, or an empty one if the module of quantisers was never imported."""
+    return getattr(sys.modules.get(_OPERATORS_MODULE), "KERNELS", _EMPTY_REGISTRY)
 
 
 def forget_waiting() -> None:
-    """Clears the list of quantisers to compile, so that only later calls add to it."""
-    _kernels().wanted.clear()
+    """Clears the list of quantisers (emulated casts) that wait for compilation, so that only later calls add to it."""
+    _find_kernel_registry().wanted.clear()
 
 
-def waiting() -> int:
-    return len(_kernels().wanted)
+def count_waiting() -> int:
+    return len(_find_kernel_registry().wanted)
 
 
 def compile_waiting() -> None:
-    """Compiles all waiting quantisers, one by one. If compiling fails the case still runs, and its record notes eager
-    quantisers."""
-    kernels = _kernels()
+    """Compiles all waiting quantisers (emulated casts), one after the other. If compiling fails, the case still runs,
+    and its record has the reason.
+    """
+    kernels = _find_kernel_registry()
     for kernel in tuple(kernels.wanted):
-        with contextlib.suppress(Exception):  # a compiler may fail in any way, and operators keep the reason
+        with contextlib.suppress(Exception):  # a compiler may raise any error, and operators.py stores the reason
             kernels.compile(kernel)
 
 
-def why_eager() -> str:
-    for reason in _kernels().refused.values():
-        lines = [line.strip() for line in reason.splitlines() if line.strip()]
-        count = 2 if lines and lines[0].endswith(":") else 1  # the kind of an error may be alone on its line
-        return f"compiling failed: {' '.join(lines[:count])[:_LONGEST_REASON].rstrip('.:')}"
+def explain_eager() -> str:
+    for reason in _find_kernel_registry().refused.values():
+        reason_lines = [line.strip() for line in reason.splitlines() if line.strip()]
+        # the first line may contain only the kind of the error
+        line_count = 2 if reason_lines and reason_lines[0].endswith(":") else 1
+        return f"compiling failed: {' '.join(reason_lines[:line_count])[:_MAX_REASON_LENGTH].rstrip('.:')}"
     return ""
 
 
-def calls() -> tuple[int, dict[int, int]]:
-    """Returns how often quantisers ran in this process: eagerly, and as one kernel, by the bits of its vectors."""
-    kernels = _kernels()
+def count_calls() -> tuple[int, dict[int, int]]:
+    """Returns how often quantisers (emulated casts) ran eagerly in this process. The second value is how often they
+    ran as one compiled kernel, by the vector width of the kernel in bits.
+    """
+    kernels = _find_kernel_registry()
     return kernels.eager, dict(kernels.fused)
 
 
-def calls_since(earlier: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
-    eager, fused = calls()
+def count_calls_since(earlier: tuple[int, dict[int, int]]) -> tuple[int, dict[int, int]]:
+    eager, fused = count_calls()
     return eager - earlier[0], {
         bits: added for bits, count in fused.items() if (added := count - earlier[1].get(bits, 0))
     }
 
 
 def try_to_compile(device: str) -> str:
-    """Compiles a small quantiser for a device (from torch's cache, if it has one), and describes the outcome."""
+    """Compiles a small quantiser for a device, and describes the outcome. The kernel may come from torch's cache."""
     import torch
 
     from fp8bench.formats.operators import values
 
     forget_waiting()
     values(torch.ones(64, device=device), E4M3)
-    begun = time.perf_counter()
+    start = time.perf_counter()
     compile_waiting()
-    seconds = time.perf_counter() - begun
-    if reason := why_eager():
+    seconds = time.perf_counter() - start
+    if reason := explain_eager():
         return reason
-    earlier = calls()
+    calls_before = count_calls()
     values(torch.ones(64, device=device), E4M3)
-    bits = [str(number) for number in calls_since(earlier)[1] if number]
-    words = f"a quantiser compiles in {seconds:.1f} s" + "".join(f", with vectors of {bit} bits" for bit in bits)
-    place = torch.device(device)
-    return f"{words}; {_try_triton(place)}" if place.type == "cuda" else words
+    vector_bits = [str(number) for number in count_calls_since(calls_before)[1] if number]
+    description = f"a quantiser compiles in {seconds:.1f} s" + "".join(
+        f", with vectors of {bit} bits" for bit in vector_bits
+    )
+    torch_device = torch.device(device)
+    return f"{description}; {_try_triton(torch_device)}" if torch_device.type == "cuda" else description
 
 
 def _try_triton(device: Any) -> str:
-    """Casts a small matrix as recipes do, and returns whether Triton made the cast."""
+    """Casts a small matrix in the way recipes do, and describes whether Triton made the cast."""
     import torch
 
     from fp8bench.formats.native_codes import casts_in_one_call, current_codes
 
-    x = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
-    if casts_in_one_call(x):
-        for _ in range(3):  # defined, launched by Triton, repeated
-            current_codes(x, E4M3, ScaleRounding.EXACT, both=True)
+    test_matrix = torch.ones(64, 64, dtype=torch.bfloat16, device=device)
+    if casts_in_one_call(test_matrix):
+        # the first call defines the kernel, the second call launches it by Triton, and the third call repeats the
+        # launch
+        for _ in range(3):
+            current_codes(test_matrix, E4M3, ScaleRounding.EXACT, both=True)
             compile_waiting()
     return describe(device)
 
 
 @contextlib.contextmanager
 def without_compiling() -> Iterator[list[Any]]:
-    """Runs compiled functions uncompiled; the list gets an entry for each that was called. In torch 2.13 a compiled
-    function that is first called under a dispatch mode stays uncompiled permanently. torch's compiler is not imported
-    for this."""
+    """Runs compiled functions uncompiled in the body. Yields a list that gets an entry for each call of such a
+    function.
+
+    In torch 2.13, a compiled function would never be compiled if its first call is under a dispatch mode. This
+    function does not import torch's compiler.
+    """
     called: list[Any] = []
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    if frames is None:
+    eval_frame_module = sys.modules.get("torch._dynamo.eval_frame")
+    if eval_frame_module is None:
         yield called
         return
     import torch
 
-    # torch asks this function what to do about a compiled function, in any stance.
-    callback_from_stance: Callable[[Any], Any] = frames._callback_from_stance
+    # torch calls this function whenever a compiled function is called.
+    callback_from_stance: Callable[[Any], Any] = eval_frame_module._callback_from_stance
 
     def note_call(callback: Any) -> Any:
         if callback not in (None, False):
             called.append(callback)
         return callback_from_stance(callback)
 
-    frames._callback_from_stance = note_call  # type: ignore[attr-defined]
+    eval_frame_module._callback_from_stance = note_call  # type: ignore[attr-defined]
     try:
         with torch.compiler.set_stance("force_eager"):
             yield called
     finally:
-        frames._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]
+        eval_frame_module._callback_from_stance = callback_from_stance  # type: ignore[attr-defined]

@@ -1,4 +1,4 @@
-"""A phase of a step that is kept, so that it can be repeated by itself."""
+"""Repeats one phase of a step alone, with stored inputs."""
 
 from __future__ import annotations
 
@@ -8,50 +8,54 @@ from typing import TYPE_CHECKING, Any
 
 from fp8bench.model import UNATTRIBUTED, Phase
 from fp8bench.model.raw import RawReplay
-from fp8bench.protocols import Device, Markers, TellingMarker, Workload
+from fp8bench.protocols import Device, Markers, ReportingMarker, Workload
 
 if TYPE_CHECKING:
     from fp8bench.tape.replay import Replay
 
-# A phase is repeated for this many seconds, in pieces, before its window, so that clocks and power settle and its time
-# is known.
+# Before its window a phase is repeated for this many seconds, in several pieces. In this time clocks and power
+# settle, and the duration of the phase is measured.
 WARM_SECONDS = 0.3
-_PIECE_SECONDS = 0.05
-_NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
+_LOOP_SECONDS = 0.05
+_NO_LOAD_REASON = "its suite loads data within its step, and has no `load` that only loads data"
 
 
 @dataclass(frozen=True)
 class HeldPhase:
-    """A phase of a step, with the inputs it had in that step. The workload loads data itself."""
+    """A phase of a step with the inputs that it had in that step. If the phase loads data, the workload's `load`
+    runs.
+    """
 
     workload: Workload
     state: Any
     device: Device
     index: int
     replay: Replay
-    loads: bool
+    loads_data: bool
 
-    def loop(self, times: int) -> float:
-        """Repeats the phase back to back and waits for the device; returns the seconds of all."""
-        with self.replay.random_kept():
+    def loop(self, repetitions: int) -> float:
+        """Repeats the phase back to back, waits for the device, and returns the seconds of all repetitions."""
+        with self.replay.keep_random_states():
             start = time.perf_counter()
-            if self.loads:
-                for _ in range(times):
+            if self.loads_data:
+                for _ in range(repetitions):
                     self.workload.load(self.state)
                     self.replay.run()
             else:
-                self.replay.run(times)
+                self.replay.run(repetitions)
             self.device.synchronise(self.index)
             return time.perf_counter() - start
 
-    def warmed_up(self) -> RawReplay:
-        """Repeats the phase for a while from its inputs, which are then restored; returns its time and size."""
-        end, times, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
-        while time.perf_counter() < end:
-            times = max(1, round(times * _PIECE_SECONDS / max(seconds, 1e-7)))
-            seconds = self.loop(times)
+    def warm_up(self) -> RawReplay:
+        """Repeats the phase for a while, and restores its inputs. Returns the time of the phase and the size of its
+        inputs.
+        """
+        deadline, repetitions, seconds = time.perf_counter() + WARM_SECONDS, 1, self.loop(1)
+        while time.perf_counter() < deadline:
+            repetitions = max(1, round(repetitions * _LOOP_SECONDS / max(seconds, 1e-7)))
+            seconds = self.loop(repetitions)
         self.replay.restore()
-        return RawReplay(seconds / times, len(self.replay.calls), self.replay.bytes)
+        return RawReplay(seconds / repetitions, len(self.replay.calls), self.replay.bytes)
 
 
 def held_phase(
@@ -62,22 +66,26 @@ def held_phase(
     phase: str,
     most_bytes: int,
 ) -> HeldPhase | RawReplay:
-    """Returns the phase as a step of the state does it, or why it cannot run alone. On a CPU the repetition must give
-    the step's numbers bit for bit. A GPU may sum in a different order each time."""
+    """Returns a phase of a step that can be repeated alone, or the reason why it cannot.
+
+    On a CPU, a repetition must give the step's numbers bit for bit. On a GPU this is not required, because sums may
+    be in a different order each time.
+    """
     from fp8bench.tape.replay import CannotReplay, Recording
 
-    loads = phase == Phase.DATA_LOAD
-    if loads and not workload.loads:
-        return RawReplay(why=_NO_LOAD)
-    stack: list[str] = [UNATTRIBUTED]  # backward may run on another thread, so threads share the phase
-    recording = Recording(phase, stack, most_bytes, check=device.kind == "cpu")
+    loads_data = phase == Phase.DATA_LOAD
+    if loads_data and not workload.loads:
+        return RawReplay(why=_NO_LOAD_REASON)
+    # backward may run on a different thread, so all threads use the same list of open phases
+    open_phases: list[str] = [UNATTRIBUTED]
+    recording = Recording(phase, open_phases, most_bytes, check=device.kind == "cpu")
     with recording:
-        workload.step(state, Markers(lambda name: TellingMarker(name, stack, lambda told: None)))
+        workload.step(state, Markers(lambda name: ReportingMarker(name, open_phases, lambda told: None)))
     device.synchronise(index)
     try:
         replay = recording.replay()
     except CannotReplay as cannot:
         return RawReplay(why=str(cannot))
-    if why := replay.differs():
+    if why := replay.find_difference():
         return RawReplay(why=why)
-    return HeldPhase(workload, state, device, index, replay, loads)
+    return HeldPhase(workload, state, device, index, replay, loads_data)

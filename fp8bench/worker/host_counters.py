@@ -1,4 +1,6 @@
-"""Counters of the operating system for this process and the machine: memory, and who had the core."""
+"""Reads counters of the operating system for this process and the machine: memory, preemptions, time taken by a
+hypervisor, and time spent waiting for a core.
+"""
 
 from __future__ import annotations
 
@@ -8,96 +10,97 @@ from pathlib import Path
 
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt
 
-PROC = Path("/proc")
+PROC_FOLDER = Path("/proc")
 _KIB = 1024
-# 'cpu' and the numbers after it: user, nice, system, idle, iowait, irq, softirq, steal.
-_STEAL = 8
-_FIRST_LINE = 512
-_TICKS = os.sysconf("SC_CLK_TCK")
+# The index of stolen time in a line of the file: 'cpu', user, nice, system, idle, iowait, irq, softirq, steal.
+_STEAL_INDEX = 8
+_MAX_LINE_BYTES = 512
+_TICKS_PER_SECOND = os.sysconf("SC_CLK_TCK")
 _RESET_HIGH_WATER = "5"
 
 
-def counters(proc: Path = PROC) -> Readings:
-    """Returns counts that only grow; `readings.grown` gives their growth over an interval.
+def counters(proc: Path = PROC_FOLDER) -> Readings:
+    """Returns counters that only grow. `readings.grown` gives their growth over an interval.
 
-    `preemptions` counts how often the system took the core away although the process had work. `steal` is how long a
-    hypervisor ran something else while this machine wanted to work, summed over its processors. `waited` is how long
-    the calling thread had work and no core; a sleeping step does not wait.
+    `preemptions` counts how often the system took the core away from this process while it had work. `steal` is the
+    time in which a hypervisor ran something else while this machine had work, summed over its processors. `waited` is
+    the time in which the calling thread had work but no core. A sleeping thread does not wait in this sense.
     """
     return {
         "preemptions": Reading(resource.getrusage(resource.RUSAGE_SELF).ru_nivcsw, "", "getrusage"),
-        "steal": attempt(lambda: _steal_time(proc)),
-        "waited": attempt(lambda: _wait_time(proc)),
+        "steal": attempt(lambda: _read_steal_time(proc)),
+        "waited": attempt(lambda: _read_wait_time(proc)),
     }
 
 
-def memory(proc: Path = PROC) -> Readings:
-    return {"rss": _resident(proc, "VmRSS"), "rss_high_water": _resident(proc, "VmHWM")}
+def memory(proc: Path = PROC_FOLDER) -> Readings:
+    return {"rss": _read_resident(proc, "VmRSS"), "rss_high_water": _read_resident(proc, "VmHWM")}
 
 
-def reset_high_water(proc: Path = PROC) -> Read:
-    """Resets the peak to the present resident size; returns the new peak, or why it was not reset."""
-    return attempt(lambda: _reset(proc))
+def reset_high_water(proc: Path = PROC_FOLDER) -> Read:
+    """Resets the highest resident memory that the system has recorded to the present size. Returns the new value, or
+    the reason why it could not be reset.
+    """
+    return attempt(lambda: _reset_peak(proc))
 
 
-def _reset(proc: Path) -> Reading:
+def _reset_peak(proc: Path) -> Reading:
     path = proc / "self" / "clear_refs"
-    old_mark = _status(proc, "VmHWM")
+    old_peak = _read_status_bytes(proc, "VmHWM")
     try:
         path.write_text(_RESET_HIGH_WATER)
     except OSError as error:
         raise NoReading(f"{path} cannot be written: {error.strerror}") from error
-    mark, resident = _status(proc, "VmHWM"), _status(proc, "VmRSS")
-    if mark >= old_mark and mark > 1.01 * resident:
-        raise NoReading(f"{path} was written, but the peak stayed at {mark} B")
-    return Reading(mark, "B", str(path))
+    new_peak, resident_bytes = _read_status_bytes(proc, "VmHWM"), _read_status_bytes(proc, "VmRSS")
+    if new_peak >= old_peak and new_peak > 1.01 * resident_bytes:
+        raise NoReading(f"{path} was written, but the peak stayed at {new_peak} B")
+    return Reading(new_peak, "B", str(path))
 
 
-def _resident(proc: Path, name: str) -> Read:
-    return attempt(lambda: Reading(_status(proc, name), "B", f"{proc}/self/status {name}"))
+def _read_resident(proc: Path, name: str) -> Read:
+    return attempt(lambda: Reading(_read_status_bytes(proc, name), "B", f"{proc}/self/status {name}"))
 
 
-def _status(proc: Path, name: str) -> int:
-    """Returns the bytes of a line such as 'VmHWM:  1644 kB'."""
-    for line in _lines(proc / "self" / "status"):
-        words = line.split()
-        if words[:1] == [f"{name}:"] and len(words) == 3 and words[1].isdecimal():
-            return int(words[1]) * _KIB
-    raise NoReading(f"{proc}/self/status has no {name}")
+def _read_status_bytes(proc: Path, name: str) -> int:
+    """Reads the number of bytes from a line of /proc/self/status such as 'VmHWM: 1644 kB'."""
+    path = proc / "self" / "status"
+    try:
+        lines = path.read_text(errors="replace").splitlines()
+    except OSError as error:
+        raise NoReading(f"{path} cannot be read: {error.strerror}") from error
+    for line in lines:
+        fields = line.split()
+        if fields[:1] == [f"{name}:"] and len(fields) == 3 and fields[1].isdecimal():
+            return int(fields[1]) * _KIB
+    raise NoReading(f"{path} has no {name}")
 
 
-def _steal_time(proc: Path) -> Reading:
-    words = _first_words(path := f"{proc}/stat")
-    if words[:1] == [b"cpu"] and len(words) > _STEAL and words[_STEAL].isdigit():
-        return Reading(int(words[_STEAL]) / _TICKS, "s", path)
+def _read_steal_time(proc: Path) -> Reading:
+    fields = _split_first_line(path := f"{proc}/stat")
+    if fields[:1] == [b"cpu"] and len(fields) > _STEAL_INDEX and fields[_STEAL_INDEX].isdigit():
+        return Reading(int(fields[_STEAL_INDEX]) / _TICKS_PER_SECOND, "s", path)
     raise NoReading(f"{path} does not report stolen time")
 
 
-def _wait_time(proc: Path) -> Reading:
-    # The file holds nanoseconds on a core, nanoseconds in the queue for one, and turns.
-    words = _first_words(path := f"{proc}/thread-self/schedstat")
-    if len(words) == 3 and words[1].isdigit():
-        return Reading(int(words[1]) * 1e-9, "s", path)
+def _read_wait_time(proc: Path) -> Reading:
+    # The file has three numbers: nanoseconds on a core, nanoseconds waiting for a core, and time slices.
+    fields = _split_first_line(path := f"{proc}/thread-self/schedstat")
+    if len(fields) == 3 and fields[1].isdigit():
+        return Reading(int(fields[1]) * 1e-9, "s", path)
     raise NoReading(f"{path} does not report how long a thread waited")
 
 
-def _first_words(path: str) -> list[bytes]:
-    """Splits a file's first line. Avoids pathlib, which takes three times as long, because this runs around every
-    slot."""
+def _split_first_line(path: str) -> list[bytes]:
+    """Splits the first line of a file into words. It does not use pathlib, which takes three times as long, because
+    it is called around every slot.
+    """
     try:
-        opened = os.open(path, os.O_RDONLY)
+        descriptor = os.open(path, os.O_RDONLY)
     except OSError as error:
         raise NoReading(f"{path} cannot be read: {error.strerror}") from error
     try:
-        return os.read(opened, _FIRST_LINE).partition(b"\n")[0].split()
+        return os.read(descriptor, _MAX_LINE_BYTES).partition(b"\n")[0].split()
     except OSError as error:
         raise NoReading(f"{path} cannot be read: {error.strerror}") from error
     finally:
-        os.close(opened)
-
-
-def _lines(path: Path) -> list[str]:
-    try:
-        return path.read_text(errors="replace").splitlines()
-    except OSError as error:
-        raise NoReading(f"{path} cannot be read: {error.strerror}") from error
+        os.close(descriptor)

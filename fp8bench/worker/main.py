@@ -1,9 +1,10 @@
-"""The worker process: answers one request at a time until its parent is gone.
+"""The worker process: answers one request at a time until its parent has ended.
 
-The parent starts it as `python -m fp8bench.worker.main FD LIFELINE` (or another module, whose bench does more), in a
-new session. FD is one end of a socket pair for requests. LIFELINE is a pipe whose other end only the parent holds: its
-end-of-file means that the parent is dead, however it died. A worker under a different interpreter is first asked to
-`greet`, which returns its protocol and versions.
+The parent starts it as `python -m fp8bench.worker.main FD LIFELINE`, in a new session. A feature that needs further
+requests names a different module, which answers these too. FD is one end of a socket pair for requests. LIFELINE is a
+pipe whose other end only the parent holds. If this pipe ends, the parent has ended, in whatever way.
+
+A worker with a different interpreter first gets the request `greet`, which returns its protocol and versions.
 """
 
 from __future__ import annotations
@@ -30,7 +31,7 @@ from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.registry import devices
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.faults import describe_fault
-from fp8bench.worker.step_guards import own_this_process
+from fp8bench.worker.step_guards import take_over_process
 
 
 def handshake() -> dict[str, Scalar | None]:
@@ -47,21 +48,22 @@ def handshake() -> dict[str, Scalar | None]:
         try:
             module = importlib.import_module(name)
         except BaseException as error:
-            words = " ".join(str(error).split())[:300]
-            facts |= {name: None, f"{name}_missing": f"{type(error).__name__}: {words}"}
+            error_text = " ".join(str(error).split())[:300]
+            facts |= {name: None, f"{name}_missing": f"{type(error).__name__}: {error_text}"}
             continue
         facts |= {name: str(getattr(module, "__version__", "")), f"{name}_at": getattr(module, "__file__", None)}
     return facts
 
 
 def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], None] = lambda: None) -> None:
-    """Ends this process, and what it has started, as soon as the lifeline closes, after calling `last`.
+    """Ends this process and its descendants as soon as the lifeline closes, after calling `last`.
 
-    A warden process waits for that. It is forked early, before there is much memory to copy; a thread would not run
-    while foreign code holds the interpreter. It is not a child of this process, which then usually has none: that is
-    quick to check. On Linux the kernel also kills this process when the parent dies, in case the warden is dead.
+    A separate process, the warden, waits for the end of the lifeline. A thread could not do this, because it does not
+    run while foreign code holds the interpreter. The warden is forked early, when there is little memory to copy. It
+    is not a child of this process, so this process usually has no children, which can be checked quickly. On Linux
+    the kernel also kills this process when the parent dies, in case the warden has died.
     """
-    if (between := os.fork()) == 0:
+    if (intermediate_pid := os.fork()) == 0:
         if os.fork():
             os._exit(0)
         try:
@@ -71,19 +73,21 @@ def die_with_parent(lifeline: int, connection: Connection, last: Callable[[], No
             last()
         finally:
             os.killpg(os.getpgrp(), signal.SIGKILL)
-    os.waitpid(between, 0)
+    os.waitpid(intermediate_pid, 0)
     if sys.platform == "linux":
         import ctypes
 
         set_parent_death_signal = 1
-        adopt_orphans = 36  # orphans of a workload's children become ours, so that we can end them
+        adopt_orphans = 36  # orphaned descendants become children of this process, so that it can end them
         with contextlib.suppress(OSError, AttributeError):
             ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGKILL)
             ctypes.CDLL(None).prctl(adopt_orphans, 1)
 
 
-def keep_from_children(lifeline: int, connection: Connection) -> None:
-    """Closes our ends in the processes that a workload starts, so that these cannot answer for us."""
+def close_in_children(lifeline: int, connection: Connection) -> None:
+    """Closes socket and lifeline in processes that a workload forks, so that these processes cannot answer the
+    parent.
+    """
 
     def close_ends() -> None:
         connection.close()
@@ -94,91 +98,97 @@ def keep_from_children(lifeline: int, connection: Connection) -> None:
     os.register_at_fork(after_in_child=close_ends)
 
 
-Open = Callable[[Settings], Bench]
+MakeBench = Callable[[Settings], Bench]
 
 
 def answer(
-    bench: Bench | None, name: str, arguments: tuple[Any, ...], opened: Open = Bench
+    bench: Bench | None, name: str, arguments: tuple[Any, ...], make_bench: MakeBench = Bench
 ) -> tuple[Bench | None, tuple[Any, ...]]:
-    """Serves one request. This is the only place where an exception becomes an answer."""
+    """Answers one request. An exception of the request becomes the answer."""
     try:
         if name == "greet":
             return bench, ("ok", handshake())
         if name == "open":
-            return opened(*arguments), ("ok", None)
+            return make_bench(*arguments), ("ok", None)
         if bench is None:
             raise RuntimeError("the first request must be 'open'")
         return bench, ("ok", getattr(bench, name)(*arguments))
-    except BaseException as error:  # also sys.exit(): a workload must not end this process
+    except BaseException as error:  # this includes sys.exit(), because a workload must not end this process
         fault = describe_fault(error, bench is not None)
-    # Outside the except block, so that the exception no longer holds the frames and their tensors.
+    # Recover outside of the except block: inside, the exception would keep the frames and their tensors in memory.
     return bench, ("fault", *(fault if bench is None else bench.recover(fault)))
 
 
-def serve(connection: Connection, opened: Open, report: Callable[[str], None]) -> None:
-    """Answers until the other end closes; `report` is called with the name of each request before it is answered."""
+def serve(connection: Connection, make_bench: MakeBench, report: Callable[[str], None]) -> None:
+    """Answers requests until the other end closes. `report` is called with the name of each request before its
+    answer.
+    """
     bench: Bench | None = None
-    ourselves = os.getpid()
+    own_pid = os.getpid()
     while True:
         try:
             number, name, arguments = connection.recv()
         except (EOFError, ConnectionResetError):
             return
         report(name)
-        bench, reply = answer(bench, name, arguments, opened)
-        if os.getpid() != ourselves:
-            os._exit(0)  # a workload has forked, and this is the child
+        bench, reply = answer(bench, name, arguments, make_bench)
+        if os.getpid() != own_pid:
+            os._exit(0)  # this is a child that a workload has forked
         if name == "open":
-            # Imported objects are permanent; each garbage collection would spend 0.1 s on them.
+            # Imported objects live as long as the process. Without freezing them, each garbage collection would spend
+            # 0.1 s on them.
             gc.collect()
             gc.freeze()
-            keep_within_memory()
+            limit_memory()
         connection.send((number, reply))
 
 
-def keep_within_memory() -> None:
-    """Limits memory on a CPU, where the kernel would otherwise end this process, or another one."""
+def limit_memory() -> None:
+    """Limits the memory of this process if cases run on the CPU. Otherwise the kernel would kill it, or a different
+    process, when memory runs out.
+    """
     try:
         import torch
     except ImportError:
-        return  # a request that needs torch fails with the reason
+        return  # the first request that needs torch fails with the reason
     if not torch.accelerator.is_available():
         devices.get("cpu").end_where_memory_does(int(os.environ.get("WORLD_SIZE", "1")))
 
 
-def main(opened: Open = Bench) -> None:
-    run(Connection(int(sys.argv[1])), int(sys.argv[2]), opened, early="torch")
+def main(make_bench: MakeBench = Bench) -> None:
+    run(Connection(int(sys.argv[1])), int(sys.argv[2]), make_bench, early_module="torch")
 
 
 def run(
     connection: Connection,
     lifeline: int,
-    opened: Open,
+    make_bench: MakeBench,
     report: Callable[[str], None] = lambda name: None,
-    early: str = "",
+    early_module: str = "",
 ) -> None:
-    """Serves until the other end closes; imports the module `early` before the first request comes."""
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what an interrupt means
+    """Answers requests until the other end closes. Imports `early_module` while waiting for the first request."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent handles interrupts
     faulthandler.enable()
     die_with_parent(lifeline, connection)
-    keep_from_children(lifeline, connection)
-    own_this_process()
-    # A workload's output must not mix with the parent's table; the size of this file shows whether a step printed.
-    with tempfile.TemporaryFile() as printed:
-        os.dup2(printed.fileno(), 1)
-        if early:
-            # Modules are permanent: searching them for garbage takes 0.1 s each time.
+    close_in_children(lifeline, connection)
+    take_over_process()
+    # Redirect output to this file, so that a workload does not print into the parent's tables. The size of the file
+    # shows whether a step printed.
+    with tempfile.TemporaryFile() as output_file:
+        os.dup2(output_file.fileno(), 1)
+        if early_module:
+            # While torch is imported, each garbage collection would take 0.1 s and find nothing.
             gc.disable()
-            with contextlib.suppress(Exception):  # the first request reports the reason
-                importlib.import_module(early)
+            with contextlib.suppress(Exception):  # the first request that needs the module reports the error
+                importlib.import_module(early_module)
             gc.freeze()
             gc.enable()
-        serve(connection, opened, report)
-        leave()
+        serve(connection, make_bench, report)
+        exit_process()
 
 
-def leave() -> NoReturn:
-    """Ends this process like an interpreter, without tearing down all modules, which takes 0.15 s for torch's."""
+def exit_process() -> NoReturn:
+    """Ends this process as Python does, but without freeing modules, which takes 0.15 s for torch."""
     threading._shutdown()  # type: ignore[attr-defined]
     atexit._run_exitfuncs()
     for stream in (sys.stdout, sys.stderr):

@@ -1,4 +1,4 @@
-"""Measures a step's memory in separate states: its peak, the composition of that, and whether a batch fits."""
+"""Measures the memory of a step in a separate state: its peak, what the peak consists of, and whether a batch fits."""
 
 from __future__ import annotations
 
@@ -14,49 +14,51 @@ from typing import Any, NamedTuple
 from fp8bench.model import UNATTRIBUTED, HeldBlock, MemoryCourse, MemoryRole, MemoryUse, Phase
 from fp8bench.model.readings import Read, Reading
 from fp8bench.model.words import LOADING
-from fp8bench.profiler.allocations import AllocationStream, Begun, live_at_turns
+from fp8bench.profiler.allocations import AllocationStream, PhaseStart, list_bytes_at_phase_starts
 from fp8bench.protocols import (
-    MEMORY_OF,
+    MEMORY_ROLES,
     CannotLimit,
     Device,
     Markers,
     MemoryMeter,
     Operand,
     Phases,
+    ReportingMarker,
     Role,
     Setup,
     SilentPhases,
-    TellingMarker,
     WatchedArithmetic,
     Workload,
 )
 from fp8bench.protocols.arithmetic import Watch
-from fp8bench.worker.device_layout import EMULATES_NOTHING, DeviceLedger, Hardware
+from fp8bench.worker.device_layout import NO_EMULATION, DeviceLedger, Hardware
 from fp8bench.worker.host_counters import memory, reset_high_water
-from fp8bench.worker.state_tensors import StateTensors, addresses_of, state_tensors
+from fp8bench.worker.state_tensors import StateTensors, iterate_addresses, state_tensors
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.switches import collected_by_hand
+from fp8bench.worker.switches import without_garbage_collection
 
-# Receives addresses of memory, and its purpose.
-Told = Callable[[Sequence[int], MemoryRole], None]
+# Is called with the addresses of some memory, and the purpose of this memory.
+ReportMemory = Callable[[Sequence[int], MemoryRole], None]
 
 
 class PreparedMemory(NamedTuple):
-    """A state in memory, and a function that takes a step of it."""
+    """A prepared state, and a function that takes a step of it."""
 
     state: Any
     step: Callable[[Phases], None]
 
 
-# Makes a setup whose casts report to the first argument, and the hardware's memory to the ledger; returns the function
-# that prepares a state with it.
-Make = Callable[[Told | None, DeviceLedger | None], Callable[[], PreparedMemory]]
+# Returns a function that prepares a state. The casts of this state report their memory to the first argument, and
+# record the hardware's memory in the ledger.
+MakePrepare = Callable[[ReportMemory | None, DeviceLedger | None], Callable[[], PreparedMemory]]
 
 
-def of_workload(workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = EMULATES_NOTHING) -> Make:
-    def make(report: Told | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
-        setup = make_setup() if ledger is None else hardware.laid_out(make_setup(), ledger)
-        setup = setup if report is None else listening(setup, report)
+def make_preparer(
+    workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = NO_EMULATION
+) -> MakePrepare:
+    def make(report: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
+        setup = make_setup() if ledger is None else hardware.wrap_setup(make_setup(), ledger)
+        setup = setup if report is None else report_casts(setup, report)
 
         def prepare() -> PreparedMemory:
             state = workload.prepare(setup)
@@ -75,95 +77,117 @@ class _SecondStep(NamedTuple):
     seconds: float
 
 
-def memory_of_step(
-    make: Make, device: Device, index: int, leaks: bool = True, hardware: Hardware = EMULATES_NOTHING
+def measure_step_memory(
+    make: MakePrepare, device: Device, index: int, leaks: bool = True, hardware: Hardware = NO_EMULATION
 ) -> tuple[MemoryUse | str, Any]:
-    """Returns the memory of a step and its state; or the reason why it is unknown, and None. It measures the second
-    step of a state, when everything that the first one makes and keeps exists. Counting slows a step down, so the state
-    is used for nothing else. Without `leaks` the growth of memory is not measured."""
-    # 1. Some devices cannot count memory.
+    """Measures the memory of a step. Returns the memory and the state. If the memory is unknown, returns the reason
+    and None.
+
+    It measures the second step of a state, because the first step creates lasting objects. Counting makes a step
+    slower, so the state is not used for anything else. With `leaks`, also measures whether memory grows from step to
+    step.
+    """
+    # 1. Return the reason if the device cannot count memory.
     meter = device.memory_meter(index)
     if isinstance(meter, str):
         return meter, None
-    with collected_by_hand():
-        # 2. Emulation lays out what hardware would have; that may take a separate step.
+    with without_garbage_collection():
+        # 2. Record the memory that hardware would hold instead of an emulation. If the emulation holds different
+        # tensors, this needs a separate step.
         ledger = DeviceLedger(meter) if hardware.arithmetics and not hardware.why else None
-        laid = _second_step(make, device, meter, ledger).course if ledger and hardware.apart else None
-        second = _second_step(make, device, meter, None if laid else ledger)
-        if second.course is None:
+        device_course = (
+            _measure_second_step(make, device, meter, ledger).course
+            if ledger and hardware.needs_separate_step
+            else None
+        )
+        second_step = _measure_second_step(make, device, meter, None if device_course else ledger)
+        if second_step.course is None:
             return "torch's profiler recorded nothing", None
-        # 3. Sum up what a step holds, by role.
-        use = _use(second.course, second.before, state_tensors(second.prepared.state), second.resident)
-        use = _on_device(use, laid or second.course, ledger, hardware)
-        # 4. Measure growth, which takes many more steps.
+        # 3. Sum up the memory of the step by its purpose.
+        memory_use = _summarise_memory(
+            second_step.course, second_step.before, state_tensors(second_step.prepared.state), second_step.resident
+        )
+        memory_use = _add_device_peak(memory_use, device_course or second_step.course, ledger, hardware)
+        # 4. Measure the growth of memory, which takes many more steps.
         if not leaks:
-            return use, second.prepared.state
-        repeat_step = partial(second.prepared.step, SilentPhases())
-        leak = leak_of(repeat_step, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", second.seconds)
-        return replace(use, leak=leak), second.prepared.state
+            return memory_use, second_step.prepared.state
+        repeat_step = partial(second_step.prepared.step, SilentPhases())
+        growth_bytes = measure_growth(
+            repeat_step, device.kind if device.kind == "cpu" else f"{device.kind}:{index}", second_step.seconds
+        )
+        return replace(memory_use, leak=growth_bytes), second_step.prepared.state
 
 
-def _second_step(make: Make, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None) -> _SecondStep:
+def _measure_second_step(
+    make: MakePrepare, device: Device, meter: MemoryMeter, ledger: DeviceLedger | None
+) -> _SecondStep:
     prepare = make(meter.say, ledger)
     gc.collect(0)
-    device.empty_cache()  # cached blocks would affect how new ones are cut
+    device.empty_cache()  # cached blocks would change how new ones are allocated
     meter.start()
     course = None
     try:
         prepared = prepare()
         prepared.step(SilentPhases())
-        gc.collect(0)  # only the youngest generation: everything made since the start
+        gc.collect(0)  # only the youngest generation: it has all objects that were made since the start
         state_before = state_tensors(prepared.state)
-        resident = reset_high_water()
+        resident_reading = reset_high_water()
         meter.mark()
-        stack = [UNATTRIBUTED]  # backward may run on another thread, so threads share the phase
-        begun = time.perf_counter()
-        prepared.step(Markers(lambda name: TellingMarker(name, stack, meter.enter)))
-        seconds = time.perf_counter() - begun
-        if isinstance(resident, Reading):
-            resident = memory()["rss_high_water"]
+        # backward may run on a different thread, so all threads use the same list of open phases
+        open_phases = [UNATTRIBUTED]
+        start = time.perf_counter()
+        prepared.step(Markers(lambda name: ReportingMarker(name, open_phases, meter.enter)))
+        seconds = time.perf_counter() - start
+        if isinstance(resident_reading, Reading):
+            resident_reading = memory()["rss_high_water"]
     finally:
         course = meter.stop()
-    return _SecondStep(course, prepared, state_before, resident, seconds)
+    return _SecondStep(course, prepared, state_before, resident_reading, seconds)
 
 
-def _on_device(use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware) -> MemoryUse:
-    """Adds what hardware would hold: the peak itself if nothing is emulated."""
+def _add_device_peak(
+    use: MemoryUse, course: MemoryCourse, ledger: DeviceLedger | None, hardware: Hardware
+) -> MemoryUse:
+    """Adds the highest memory that hardware would have. If nothing is emulated, this is the measured value."""
     if hardware.why or ledger is not None:
         reason = hardware.why or (ledger.why() if ledger else "")
         return replace(use, on_device=None if reason else course.on_device, off_device=reason)
     return replace(use, on_device=use.peak)
 
 
-def _use(course: MemoryCourse, state_before: StateTensors, state_after: StateTensors, resident: Read) -> MemoryUse:
-    at_peak = roles(course.held, course.peak, state_before, state_after) if course.held else {}
-    forward = roles(course.forward, sum(block.size for block in course.forward), state_before, state_after)
-    whys = [course.why]
-    if course.held and not at_peak:
-        whys.append("torch's profiler saw more allocated than its allocator counts")
+def _summarise_memory(
+    course: MemoryCourse, state_before: StateTensors, state_after: StateTensors, resident: Read
+) -> MemoryUse:
+    bytes_at_peak_by_role = sum_by_role(course.held, course.peak, state_before, state_after) if course.held else {}
+    forward_sizes = sum_by_role(course.forward, sum(block.size for block in course.forward), state_before, state_after)
+    reasons = [course.why]
+    if course.held and not bytes_at_peak_by_role:
+        reasons.append("torch's profiler saw more allocated than its allocator counts")
     if not isinstance(resident, Reading):
-        whys.append(f"no resident memory: {resident.reason}")
+        reasons.append(f"no resident memory: {resident.reason}")
     return MemoryUse(
         course.peak,
-        tuple((role.value, size) for role, size in at_peak.items()),
+        tuple((role.value, size) for role, size in bytes_at_peak_by_role.items()),
         course.phases,
         course.reserved,
         resident=int(resident.number) if isinstance(resident, Reading) else None,
-        why="; ".join(filter(None, whys)),
-        forward=tuple((role.value, size) for role, size in forward.items()),
+        why="; ".join(filter(None, reasons)),
+        forward=tuple((role.value, size) for role, size in forward_sizes.items()),
     )
 
 
-_COPIES = {
+_COPY_ROLES = {
     Role.INPUT: MemoryRole.LOW_ACTIVATIONS,
     Role.WEIGHT: MemoryRole.LOW_WEIGHTS,
     Role.GRADIENT: MemoryRole.GRADIENTS,
 }
 
 
-def listening(setup: Setup, report: Told) -> Setup:
-    """Wraps the setup's arithmetics to report their casts; a cast without a copy is reported with its source."""
-    watch = watch_of(report)
+def report_casts(setup: Setup, report: ReportMemory) -> Setup:
+    """Returns the setup with arithmetics that report their casts. If a cast makes no copy, the report names its
+    source tensor.
+    """
+    watch = make_cast_watch(report)
     return replace(
         setup,
         arithmetic=WatchedArithmetic(setup.arithmetic, watch),
@@ -172,174 +196,187 @@ def listening(setup: Setup, report: Told) -> Setup:
     )
 
 
-def watch_of(report: Told) -> Watch:
-    """Returns a watch for WatchedArithmetic that reports what casts make. A copy is only memory that belongs neither to
-    the source nor to the same operand in its other orientation."""
+def make_cast_watch(report: ReportMemory) -> Watch:
+    """Returns a function that WatchedArithmetic calls for each cast. The function reports the memory of the cast's
+    result. Memory counts as a copy unless it belongs to the source tensor, or to the same operand in its other
+    orientation.
+    """
     import torch
 
     def watch(operand: Operand, source: Any, role: Role, other_orientation: Operand | None) -> None:
-        if torch.compiler.is_compiling():  # tensors have no addresses yet
+        if torch.compiler.is_compiling():  # while it is compiled, tensors have no addresses
             return
-        sources = [] if source is None else list(addresses_of(source))
-        existing = {*sources, *_addresses(other_orientation)}
-        copies = [address for address in _addresses(operand) if address not in existing]
-        for addresses, memory_role in ((sources, MEMORY_OF[role]), (copies, _COPIES[role])):
+        source_addresses = [] if source is None else list(iterate_addresses(source))
+        known_addresses = {*source_addresses, *_list_addresses(other_orientation)}
+        copied_addresses = [address for address in _list_addresses(operand) if address not in known_addresses]
+        for addresses, memory_role in ((source_addresses, MEMORY_ROLES[role]), (copied_addresses, _COPY_ROLES[role])):
             if addresses:
                 report(addresses, memory_role)
 
     return watch
 
 
-def _addresses(operand: Operand | None) -> list[int]:
-    parts = () if operand is None else (operand.data, operand.scale)
-    return list(itertools.chain.from_iterable(addresses_of(part) for part in parts if part is not None))
+def _list_addresses(operand: Operand | None) -> list[int]:
+    tensors = () if operand is None else (operand.data, operand.scale)
+    return list(itertools.chain.from_iterable(iterate_addresses(part) for part in tensors if part is not None))
 
 
-_LOW = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
-# Results of these phases do not belong to the network: unpacked sums, moments restored for an update.
-_ASIDE = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
+_LOW_PRECISION_ROLES = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
+# Results that are made in these phases are not activations, but unpacked sums, or moments restored for an update.
+_WORKSPACE_PHASES = (Phase.CAST, Phase.ACCUMULATE, Phase.OPTIMIZER_STEP)
 
 
-def roles(
+def sum_by_role(
     held: Iterable[HeldBlock], peak: int, state_before: StateTensors, state_after: StateTensors
 ) -> dict[MemoryRole, int]:
-    """Returns bytes by purpose, in the order of the roles, without zeros; they sum to the peak. `state_before` and
-    `state_after` are what the state holds around the step. Counted but unidentified memory is OTHER. The result is
-    empty if more is identified than the allocator counts."""
+    """Returns how many bytes each purpose (role) has, in the order of the roles and without zeros. They add up to the
+    peak. `state_before` and `state_after` are the tensors that the state holds before and after the step. Counted
+    memory without a known purpose is OTHER. The result is empty if tensors have more bytes than the allocator counts.
+    """
     sizes = dict.fromkeys(MemoryRole, 0)
     for block in held:
-        sizes[role_of(block, state_before, state_after)] += block.size
-    missing = peak - sum(sizes.values())
-    if missing < 0:
+        sizes[find_role(block, state_before, state_after)] += block.size
+    unidentified_bytes = peak - sum(sizes.values())
+    if unidentified_bytes < 0:
         return {}
-    sizes[MemoryRole.OTHER] += missing
+    sizes[MemoryRole.OTHER] += unidentified_bytes
     return {role: size for role, size in sizes.items() if size}
 
 
-def role_of(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
-    """Returns the purpose of an allocation: its holder decides, then the casts' reports, then its lifetime."""
-    old = not block.phase
-    state = (state_after.get(block.address) if block.lasting else None) or (
-        state_before.get(block.address) if old else None
+def find_role(block: HeldBlock, state_before: StateTensors, state_after: StateTensors) -> MemoryRole:
+    """Returns the purpose of an allocation. It is decided by the state that holds the memory. If no state holds it,
+    the reports of casts decide, or else the lifetime of the memory.
+    """
+    existed_before = not block.phase
+    state_role = (state_after.get(block.address) if block.lasting else None) or (
+        state_before.get(block.address) if existed_before else None
     )
-    copied = next((role for role in block.said if role in _LOW), None)
-    if state or copied:
-        return state or copied or MemoryRole.OTHER
+    copy_role = next((role for role in block.said if role in _LOW_PRECISION_ROLES), None)
+    if state_role or copy_role:
+        return state_role or copy_role or MemoryRole.OTHER
     if block.phase in LOADING:
         return MemoryRole.DATA
-    # A weight existed before the step, or comes from other ranks. Anything else that is cast like a weight is an
-    # intermediate result: moments, or a weight that is being updated.
-    may_be_weight = old or block.phase == Phase.COMMUNICATION
-    reported = [role for role in block.said if may_be_weight or role is not MemoryRole.WEIGHTS]
-    return reported[0] if reported else MemoryRole.OTHER if old else _by_its_time(block)
+    # A weight existed before the step, or came from other ranks. Other tensors that are cast like weights are
+    # intermediate results, such as moments, or a weight during its update.
+    may_be_weight = existed_before or block.phase == Phase.COMMUNICATION
+    reported_roles = [role for role in block.said if may_be_weight or role is not MemoryRole.WEIGHTS]
+    return (
+        reported_roles[0] if reported_roles else MemoryRole.OTHER if existed_before else _find_role_by_lifetime(block)
+    )
 
 
-def _by_its_time(block: HeldBlock) -> MemoryRole:
+def _find_role_by_lifetime(block: HeldBlock) -> MemoryRole:
     if block.awaited:
         return MemoryRole.ACTIVATIONS
     if block.brief:
         return MemoryRole.WORKSPACE
     if block.backward:
         return MemoryRole.GRADIENTS
-    if block.phase in _ASIDE:
+    if block.phase in _WORKSPACE_PHASES:
         return MemoryRole.WORKSPACE
     return MemoryRole.OTHER if block.lasting else MemoryRole.ACTIVATIONS
 
 
-def try_batch(make: Make, device: Device, index: int, limit: int | None) -> int | None:
-    """Prepares a state and takes two steps; returns the peak of tensors' bytes, None if it is not counted.
+def try_batch(make: MakePrepare, device: Device, index: int, limit: int | None) -> int | None:
+    """Prepares a state and takes two steps. Returns the peak of the state's tensors in bytes, or None if they are not
+    counted.
 
-    The second step has what the first one makes and keeps: moments of the optimiser, scales, workspaces. Raises the
-    device's error if its memory is exhausted; and CannotLimit if it cannot enforce `limit`, or exceeding it would go
-    unnoticed.
+    The second step has everything that the first step creates: the optimiser's moments, scales, workspaces. Raises
+    the device's error if its memory is exhausted. Raises CannotLimit if the device cannot enforce `limit`, or could
+    not notice that it was exceeded.
     """
     meter = device.memory_meter(index)
     if isinstance(meter, str) and limit is not None:
         raise CannotLimit(f"a limit needs a counter: {meter}")
-    counter = meter if isinstance(meter, MemoryMeter) else None
-    limited = nullcontext() if limit is None else device.memory_limited(index, limit)
-    with collected_by_hand():
-        gc.collect(1)  # frees cycles that hold tensors of the previous attempt
+    memory_counter = meter if isinstance(meter, MemoryMeter) else None
+    memory_limit = nullcontext() if limit is None else device.memory_limited(index, limit)
+    with without_garbage_collection():
+        gc.collect(1)  # frees tensors of the previous attempt that are in reference cycles
         device.empty_cache()  # cached memory would count as used
-        if counter is not None:
-            counter.start(blocks=False)  # a GPU's worker times things afterwards
+        if memory_counter is not None:
+            # without recording single blocks, because the worker of a GPU times other cases afterwards
+            memory_counter.start(blocks=False)
         try:
-            with limited:
+            with memory_limit:
                 prepare = make(None, None)
-                if counter is not None:
-                    counter.mark()  # a separate state was used to find scales from data, and has been freed
+                if memory_counter is not None:
+                    memory_counter.mark()  # scales were calibrated in a separate state, whose memory is free again
                 _state, take_step = prepare()
                 for _ in range(2):
                     take_step(SilentPhases())
-        finally:  # after the limit ends, because reading takes memory, too
-            course = counter.stop() if counter is not None else None
+        finally:  # read the counter after the limit has ended, because reading needs memory
+            course = memory_counter.stop() if memory_counter is not None else None
         gc.collect(1)
     device.empty_cache()
     return course.peak if course is not None else None
 
 
-# The number of steps that are always taken, and the bounds of further steps if these leave something behind: as many as
-# fit into MANY_SECONDS.
-FEW = 3
-LEAST, MOST = 12, 48
-MANY_SECONDS = 2.0
-# Longer steps are not judged.
+# FIRST_STEPS are always taken. If memory has grown in these steps, more follow: as many as fit into
+# FURTHER_STEPS_SECONDS, but at least MIN_STEPS and at most MAX_STEPS.
+FIRST_STEPS = 3
+MIN_STEPS, MAX_STEPS = 12, 48
+FURTHER_STEPS_SECONDS = 2.0
+# The growth of memory is measured only for steps up to this many seconds.
 LONGEST_SECONDS = 1.0
-# Smaller leaks take more than four million steps to reach a GiB.
-LEAST_BYTES = 256
+# Slower growth does not count as a leak: it needs more than four million steps to reach a GiB.
+MIN_GROWTH_BYTES = 256
 
 
-def leak_of(step: Callable[[], None], device: str, seconds: float) -> float | None:
-    """Returns by how many bytes each step makes tensors' memory grow, on device and host; 0.0 if growth ends.
+def measure_growth(step: Callable[[], None], device: str, seconds: float) -> float | None:
+    """Returns by how many bytes the memory of tensors grows in each step, on device and host; 0.0 if the growth ends.
 
     None means unknown. `seconds` is the approximate time of a step.
 
-    First steps may create lasting objects (an optimiser's moments, a history of scales), and a cache may grow until it
-    is full, or be emptied occasionally. So a few steps are taken first, and many only if more is held after the few
-    than before. The many are divided into quarters. The minimum held must rise from each quarter to the next: a cache
-    that is emptied falls back, and a full one stays. Both minimum and maximum must also rise about as fast at the end
-    as before, which they do not in a cache that became full.
+    The first steps may create lasting objects (an optimiser's moments, a history of scales). A cache may grow until
+    it is full, or be emptied from time to time. So only a few steps are taken first, and many more if memory has
+    grown in these. The many steps are divided into quarters, and two conditions must be met. First, the minimum of
+    held bytes must rise from each quarter to the next. It falls if a cache is emptied, and stays equal if a cache is
+    full. Second, minimum and maximum must rise in the last quarter about as fast as before. They rise more slowly if
+    a cache became full.
 
-    This detects growth that happens in every third step or more often. A cache that takes more than `MOST` steps to
-    fill, or is emptied less often, cannot be distinguished from endless growth. Python's own memory is not examined:
-    traced, it seems to grow by some KiB per step for dozens of honest steps, while new objects replace those made
-    before tracing began.
+    This detects growth that happens in every third step or more often. A cache that needs more than `MAX_STEPS` steps
+    to fill, or is emptied less often, cannot be distinguished from endless growth. Python's own memory is not
+    examined. Under tracing it seems to grow by some KiB per step for dozens of honest steps, because new objects
+    replace those made before tracing began.
     """
-    # Most steps hold equally much after a few: then the many are skipped.
-    few = _held_after(step, device, FEW) if seconds <= LONGEST_SECONDS else []
-    if not few:
+    # After a few steps, most states hold the same bytes and need no more steps.
+    bytes_after_few = _count_held_bytes(step, device, FIRST_STEPS) if seconds <= LONGEST_SECONDS else []
+    if not bytes_after_few:
         return None
-    if few[-1] - few[0] < LEAST_BYTES:
+    if bytes_after_few[-1] - bytes_after_few[0] < MIN_GROWTH_BYTES:
         return 0.0
-    # The first value is from before the first of them.
-    many = min(MOST, max(LEAST, int(MANY_SECONDS / seconds)))
-    return growth(_held_after(step, device, many // 4 * 4, parts=4)[1:])
+    # The first value was read before the first step.
+    step_count = min(MAX_STEPS, max(MIN_STEPS, int(FURTHER_STEPS_SECONDS / seconds)))
+    return compute_growth(_count_held_bytes(step, device, step_count // 4 * 4, parts=4)[1:])
 
 
-def growth(held: Sequence[int]) -> float:
-    """Returns the growth in bytes per step, from the bytes held after each of many steps; 0.0 if it does not
-    continue."""
-    length = len(held) // 4
-    quarters = [held[start : start + length] for start in range(0, 4 * length, length)]
-    rises = [min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(quarters)]
-    last = min(rises[-1], max(quarters[3]) - max(quarters[2]))
-    goes_on = min(rises) > 0 and last >= max(rises) / 2
-    a_step = sum(rises) / (len(rises) * length)
-    return a_step if goes_on and a_step >= LEAST_BYTES else 0.0
+def compute_growth(held: Sequence[int]) -> float:
+    """Returns the growth in bytes per step, from the bytes that were held after each of many steps; 0.0 if the growth
+    ends.
+    """
+    quarter_length = len(held) // 4
+    quarters = [held[start : start + quarter_length] for start in range(0, 4 * quarter_length, quarter_length)]
+    minimum_rises = [min(next_quarter) - min(quarter) for quarter, next_quarter in itertools.pairwise(quarters)]
+    last_rise = min(minimum_rises[-1], max(quarters[3]) - max(quarters[2]))
+    growth_continues = min(minimum_rises) > 0 and last_rise >= max(minimum_rises) / 2
+    bytes_per_step = sum(minimum_rises) / (len(minimum_rises) * quarter_length)
+    return bytes_per_step if growth_continues and bytes_per_step >= MIN_GROWTH_BYTES else 0.0
 
 
-def _held_after(step: Callable[[], None], device: str, count: int, parts: int = 0) -> list[int]:
-    """Returns bytes held beyond the start, before the first step and after each; empty if they are not counted. Young
-    garbage is collected after each step, all of it at the end of each of `parts` equal parts."""
-    stream = AllocationStream("cpu", device)
+def _count_held_bytes(step: Callable[[], None], device: str, count: int, parts: int = 0) -> list[int]:
+    """Returns how many bytes are held in addition to those at the start: before the first step, and after each step.
+    Returns [] if they are not counted. Young garbage is collected after each step. The steps are divided into `parts`
+    equal parts, and all garbage is collected at the end of each.
+    """
+    allocation_stream = AllocationStream("cpu", device)
     gc.collect(2 if parts else 0)
-    stream.start()
+    allocation_stream.start()
     try:
-        stream.note(Begun(""))
+        allocation_stream.note(PhaseStart(""))
         for number in range(1, count + 1):
             step()
             gc.collect(2 if parts and number % (count // parts) == 0 else 0)
-            stream.note(Begun(""))
+            allocation_stream.note(PhaseStart(""))
     finally:
-        events = stream.stop()
-    return live_at_turns(events or [])
+        allocation_events = allocation_stream.stop()
+    return list_bytes_at_phase_starts(allocation_events or [])

@@ -1,4 +1,4 @@
-"""A case that is ready to be timed: its states, the clock that its steps write into, and slots of steps."""
+"""A case that is ready to be timed: its states, the clock for their phases, and slots of steps."""
 
 from __future__ import annotations
 
@@ -27,46 +27,47 @@ from fp8bench.protocols import (
     Stamper,
     Workload,
 )
-from fp8bench.protocols.axes import CACHE_TIMES
+from fp8bench.protocols.axes import CACHE_FLUSH_FACTOR
 from fp8bench.worker import fusing
-from fp8bench.worker.checked_results import wrong_of
-from fp8bench.worker.clock import BetweenCalls, PhaseClock, agreeing, stamp_cost
+from fp8bench.worker.checked_results import check_verdict
+from fp8bench.worker.clock import BetweenCalls, PhaseClock, require_agreeing_clocks, stamp_cost
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.held_phase import HeldPhase, held_phase
 from fp8bench.worker.host_counters import counters
-from fp8bench.worker.state_tensors import address_of, tensors_of
+from fp8bench.worker.state_tensors import get_address, iterate_tensors
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.step_guards import Running, apart, owns_this_process, silent_step
-from fp8bench.worker.switches import collected_by_hand, restore_switches, under
+from fp8bench.worker.step_guards import Running, owns_process, silent_step, untimed_pass
+from fp8bench.worker.switches import precision_scope, restore_switches, without_garbage_collection
 
 if TYPE_CHECKING:
     from fp8bench.worker.late_slots import LateSlots
 
-# The allowed time of a call beyond its step: the clock's work, in seconds per call and per mark, and a share of the
-# step.
+# The time of a call that may be missing in the stamps of its step, because the clock works: seconds per call, seconds
+# per mark, and a part of the step's time.
 _CALL_SECONDS, _MARK_SECONDS, _CALL_SHARE = 20e-6, 0.2e-6, 0.05
-# The same for a whole slot on an accelerator, whose queue begins and ends at uncertain times.
+# The time of a slot on an accelerator that may be missing in the stamps of its steps, in seconds and as a part of the
+# slot. When its queue begins and ends is uncertain.
 _SLOT_SECONDS, _SLOT_SHARE = 1e-3, 0.25
-# A step is accused of moved stamps by the median of this many slots, or of fewer that fit into the seconds.
-_SLOTS_TO_ACCUSE, _SLOTS_OF_SLOW_STEPS, _SECOND_LOOK_SECONDS = 31, 5, 0.5
-# Replays with marks, of which the fastest counts.
+# A step counts as moving stamps only if the median over this many slots shows it. If they do not fit into
+# _ACCUSING_SECONDS, fewer slots are enough, but at least _MIN_ACCUSING_SLOTS.
+_ACCUSING_SLOTS, _MIN_ACCUSING_SLOTS, _ACCUSING_SECONDS = 31, 5, 0.5
+# The number of replays with marks; the fastest one is used.
 _MARKED_REPLAYS = 10
-# At least one step in this many is marked, however much marks take.
-_MOST_STEPS_PER_MARKED_STEP = 32
+# At least one of this many steps has marks, even if marks take long.
+_MAX_STEPS_PER_MARKED_STEP = 32
 
 
-def begins_alone() -> None:
-    """Returns at once: without other ranks there is nobody to wait for."""
+def begin_without_ranks() -> None:
+    """Does nothing, because without other ranks a slot begins at once."""
 
 
-def asks_nobody(here: bool) -> bool:
-    """Returns this process's answer, the only one without ranks."""
+def answer_without_ranks(here: bool) -> bool:
+    """Returns the argument: without other ranks, this process's answer is the only one."""
     return here
 
 
 class State(NamedTuple):
-    """A prepared state of a workload; the book of its scales, if any; the check of its finiteness; and the arithmetics
-    that it was prepared with."""
+    """A prepared state: its content, its book of scales (or None), its check for finite numbers, its arithmetics."""
 
     held: Any
     scales: ScaleBook | None
@@ -74,31 +75,39 @@ class State(NamedTuple):
     arithmetics: tuple[Arithmetic, ...]
 
 
-# With more states, preparing takes longer than measuring.
-MOST_STATES = 256
+# The most states of a case. Preparing more states would take longer than timing them.
+MAX_STATES = 256
 
 
-def flush_of(facts: DeviceFacts) -> Callable[[], Any]:
-    """Returns a function that overwrites the whole cache, in order with the device's other work. It reads what it
-    writes, because zeros alone may bypass a cache. It uses integers, which no precision's switch affects."""
+def make_cache_flush(facts: DeviceFacts) -> Callable[[], Any]:
+    """Returns a function that overwrites the whole cache, between the device's earlier and later work.
+
+    It also reads, because writing zeros alone may bypass a cache. Its numbers are integers, which no precision
+    affects.
+    """
     import torch
 
-    covering = torch.zeros(CACHE_TIMES * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
-    return partial(covering.add_, 1)
+    buffer = torch.zeros(CACHE_FLUSH_FACTOR * facts.cache_bytes // 4, dtype=torch.int32, device=facts.key)
+    return partial(buffer.add_, 1)
 
 
-def bytes_of(state: object) -> int:
-    return sum({address_of(part): part.untyped_storage().nbytes() for part in tensors_of(state)}.values())
+def count_bytes(state: object) -> int:
+    return sum({get_address(part): part.untyped_storage().nbytes() for part in iterate_tensors(state)}.values())
 
 
-def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device: Device) -> tuple[State, ...]:
-    """Returns the first state and more, until each has left the cache when it is used again. At least one more; fewer
-    than needed if memory runs out."""
-    wanted = max(2, math.ceil(CACHE_TIMES * facts.cache_bytes / max(bytes_of(first.held), 1)))
+def make_rotation(
+    first: State, make_state: Callable[[], State], facts: DeviceFacts, device: Device
+) -> tuple[State, ...]:
+    """Returns the first state and further states. There are enough states that each has left the cache when it is
+    used again.
+
+    There is at least one further state. If memory runs out, there are fewer states than needed.
+    """
+    needed_count = max(2, math.ceil(CACHE_FLUSH_FACTOR * facts.cache_bytes / max(count_bytes(first.held), 1)))
     states = [first]
-    while len(states) < min(wanted, MOST_STATES):
+    while len(states) < min(needed_count, MAX_STATES):
         try:
-            states.append(make())
+            states.append(make_state())
         except Exception as error:
             if not device.is_out_of_memory(error):
                 raise
@@ -108,9 +117,13 @@ def rotation(first: State, make: Callable[[], State], facts: DeviceFacts, device
 
 @dataclass
 class Prepared:
-    """A case ready for timing. `started` is what preparing has left running. Calls use the `states` in turn; a replay
-    steps them all. `flush` and the loading of data ahead of a replay run before each call and are not timed. `meet`
-    waits for other ranks that begin a slot or a loop at the same time; `is_so_anywhere` asks all of them."""
+    """A case that is ready to be timed.
+
+    `started` are the threads and processes that its preparation has started. Calls use the `states` in turn, and a
+    replay steps all of them. Before each call, outside of the timing, `flush` runs and the data of a replay is
+    loaded. `meet` waits for the other ranks, so that all begin a slot at the same time. `any_rank` returns whether
+    the answer of any rank is true.
+    """
 
     workload: Workload
     precision: Precision
@@ -124,23 +137,23 @@ class Prepared:
     cache_bytes: int = 0
     replay: Callable[[], object] | None = None
     loaded: bool = False
-    # Phases are marked in one of this many steps.
+    # One of this many steps has marks of its phases.
     steps_per_marked_step: int = 1
     held: HeldPhase | None = None
-    meet: Callable[[], object] = begins_alone
-    is_so_anywhere: Callable[[bool], bool] = asks_nobody
-    # The least unexplained seconds of each slot, which are neither in the stamps of steps nor the clock's work.
+    meet: Callable[[], object] = begin_without_ranks
+    any_rank: Callable[[bool], bool] = answer_without_ranks
+    # For each slot, the least seconds of a call that neither the stamps of its step nor the clock's work explain.
     _missing: list[float] = field(default_factory=list)
-    # Values of the switches before the first slot, which every slot must preserve: nothing else runs in between.
+    # The switches' values before the first slot. Nothing runs between slots, so each slot must preserve them.
     _switches: Sequence[Any] | None = None
-    _late: LateSlots | None = None
-    _between: BetweenCalls | None = None
-    _next: Callable[[], State] = field(init=False)
+    _late_slots: LateSlots | None = None
+    _between_calls: BetweenCalls | None = None
+    _next_state: Callable[[], State] = field(init=False)
 
     def __post_init__(self) -> None:
-        self._next = partial(next, cycle(self.states))
+        self._next_state = partial(next, cycle(self.states))
         if self.device.kind != "cpu":
-            self._between = BetweenCalls(self.device.stamper(self.index))
+            self._between_calls = BetweenCalls(self.device.stamper(self.index))
 
     @property
     def state(self) -> Any:
@@ -150,68 +163,73 @@ class Prepared:
     def scales(self) -> ScaleBook | None:
         return self.states[0].scales
 
-    def _ready(self) -> Any:
-        """Does the untimed preparations of a step; returns the state to step."""
-        state = self._next() if self._late is None else self.states[0]
+    def _make_ready(self) -> Any:
+        """Prepares a step outside of the timing, and returns the state for the step."""
+        state = self._next_state() if self._late_slots is None else self.states[0]
         if self.flush is not None:
             self.flush()
         if state.scales is not None:
             state.scales.begin_step()
         if self.loaded:
             self.workload.load(state.held)
-        if self._late is not None:
-            self._late.begin_call()
+        if self._late_slots is not None:
+            self._late_slots.begin_call()
         return state.held
 
     @property
-    def _clocks(self) -> dict[str, Callable[[], float]]:
+    def _checked_clocks(self) -> dict[str, Callable[[], float]]:
         clocks: dict[str, Callable[[], float]] = {"time.perf_counter": lambda: time.perf_counter() * 1e9}
         if self.device.kind == "cpu":
             clocks["the clock of phases"] = self.clock.now
         return clocks
 
     def capture(self) -> str:
-        """Captures a step of each state, so that `replay` does all in one launch; returns why that is impossible, or
-        ''. Several states must not fit into the last cache, where each would find what the previous replay left."""
-        from fp8bench.numerics.operands import needs_host
+        """Captures a step of each state, so that `replay` runs all in one launch. Returns why this is impossible, or
+        ''.
 
-        if len(self.states) > 1 and (held := sum(bytes_of(state.held) for state in self.states)) <= self.cache_bytes:
+        Several states together must be larger than the last cache, or each would find its data in the cache.
+        """
+        from fp8bench.numerics.operands import explain_host_dependence
+
+        if len(self.states) > 1 and (held := sum(count_bytes(state.held) for state in self.states)) <= self.cache_bytes:
             return f"its {len(self.states)} states have {held} bytes, and fit the last cache of {self.cache_bytes}"
 
-        def again() -> None:
+        def take_steps() -> None:
             for state in self.states:
                 step(self.workload, state.held, state.scales, SilentPhases())
 
-        with under(self.precision), restore_switches(), silent_step():
+        with precision_scope(self.precision), restore_switches(), silent_step():
             self.loaded = bool(self.workload.loads)
             if self.loaded:
                 self.workload.load(self.state)
-            if why := needs_host(again):
+            if why := explain_host_dependence(take_steps):
                 return why
             try:
-                self.replay = self.device.captured(self.index, again)
+                self.replay = self.device.captured(self.index, take_steps)
             except CannotCapture as error:
                 return str(error)
         return ""
 
     def replay_phases(self) -> RawStep | None:
-        """Captures a step again, with its marks as events of the graph; returns the fastest of a few replays, or None
-        where a device has no such events."""
+        """Captures a step again, with its marks as events of the graph. Returns the fastest of a few replays.
+
+        Returns None if the device does not have such events.
+        """
         stamper = self.device.captured_stamper(self.index)
         if stamper is None:
             return None
         clock = PhaseClock(stamper)
         marks: tuple[list[int], list[Any]] = [], []
 
-        def marked() -> None:
+        def take_marked_step() -> None:
             nonlocal marks
             clock.begin()
             step(self.workload, self.state, self.scales, clock)
             marks = clock.end()
 
-        with under(self.precision), restore_switches(), silent_step():
+        with precision_scope(self.precision), restore_switches(), silent_step():
             try:
-                replay = self.device.captured(self.index, marked)
+                replay = self.device.captured(self.index, take_marked_step)
             except CannotCapture:
                 return None
             replays = []
@@ -224,214 +242,232 @@ class Prepared:
         return min(replays, key=lambda step: step.seconds)
 
     def slot(self, calls: int, discard: int, filling: Filling | None = None) -> RawSlot:
-        return self._slot(self.workload.step, calls, discard, filling)
+        return self._time_slot(self.workload.step, calls, discard, filling)
 
     def replay_slot(self, calls: int, discard: int, filling: Filling | None) -> RawSlot:
         assert self.replay is not None, "nothing was captured"
-        replay, states = self.replay, len(self.states)
-        raw = self._slot(lambda state, phase: replay(), max(1, round(calls / states)), discard, filling)
-        if states == 1:
-            return raw
-        # The steps of one replay follow each other without a stamp: each counts as their mean.
-        steps = tuple(_divide_step(step, states) for step in raw.steps)
-        return replace(raw, steps=steps, host_seconds=raw.host_seconds / states)
+        replay, state_count = self.replay, len(self.states)
+        slot = self._time_slot(lambda state, phase: replay(), max(1, round(calls / state_count)), discard, filling)
+        if state_count == 1:
+            return slot
+        # No stamp separates the steps of a replay, so each step gets their mean time.
+        steps = tuple(_divide_step(step, state_count) for step in slot.steps)
+        return replace(slot, steps=steps, host_seconds=slot.host_seconds / state_count)
 
-    def _slot(
-        self, timed: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
+    def _time_slot(
+        self, take_step: Callable[[Any, Phases], object], calls: int, discard: int, filling: Filling | None
     ) -> RawSlot:
-        # Bound before a step runs, so that a step that replaces functions of the clock cannot affect its own slot.
-        clock, begin, end, ready, now = self.clock, self.clock.begin, self.clock.end, self._ready, time.perf_counter
-        late, spacing, unmarked = self._late, self.steps_per_marked_step, SilentPhases()
-        # Answers are freed within the timing; `id` does nothing else to them.
-        keep, looked_at = (id, nullcontext()) if late is None else (late.keep, late.slot())
+        # Look functions up before a step runs, so that a step that replaces them cannot affect its slot.
+        clock, begin, end, now = self.clock, self.clock.begin, self.clock.end, time.perf_counter
+        make_ready, make_ready_on_device = self._make_ready, self._make_ready_on_device
+        late_slots, steps_per_mark, silent_phases = self._late_slots, self.steps_per_marked_step, SilentPhases()
+        # The answer of a step is freed within the timed part: `id` does not keep the answer.
+        keep_answer, slot_inspection = (
+            (id, nullcontext()) if late_slots is None else (late_slots.keep, late_slots.slot())
+        )
         marks: list[tuple[list[int], list[Any]]] = []
         calls_seconds: list[float] = []
-        quantised = fusing.calls()
-        with self._watched(), looked_at:
+        quantiser_calls = fusing.count_calls()
+        with self._watching_steps(), slot_inspection:
             self.meet()
-            retried = self.device.retried(self.index)
-            before = counters()  # ahead of the discarded calls: reading it leaves caches cold
+            retries_before = self.device.retried(self.index)
+            # read these counters before the discarded calls, because reading leaves the caches cold
+            counters_before = counters()
             for _ in range(discard):
-                state = ready()
+                state = make_ready()
                 begin()
-                keep(timed(state, clock))
+                keep_answer(take_step(state, clock))
                 end()
             self.device.synchronise(self.index)
-            cpu, thread, wall = time.process_time(), time.thread_time(), time.perf_counter()
+            cpu_start, thread_start, wall_start = time.process_time(), time.thread_time(), time.perf_counter()
             for number in range(calls):
-                state = self._ready_on_device(number, filling)
-                started = now()
+                state = make_ready_on_device(number, filling)
+                call_start = now()
                 begin()
-                keep(timed(state, unmarked if number % spacing else clock))
+                keep_answer(take_step(state, silent_phases if number % steps_per_mark else clock))
                 marks.append(end())
-                calls_seconds.append(now() - started)
-            host = time.perf_counter() - wall
-            at_end = before if self._between is None else counters()
+                calls_seconds.append(now() - call_start)
+            host_seconds = time.perf_counter() - wall_start
+            counters_at_end = counters_before if self._between_calls is None else counters()
             self.device.synchronise(self.index)
-            wall, thread, cpu = (
-                time.perf_counter() - wall,
-                time.thread_time() - thread,
-                time.process_time() - cpu,
+            wall_seconds, thread_seconds, cpu_seconds = (
+                time.perf_counter() - wall_start,
+                time.thread_time() - thread_start,
+                time.process_time() - cpu_start,
             )
-            after = counters()
-            counted = grown(before, after)
-            retried_now = self.device.retried(self.index)
+            counters_after = counters()
+            counter_growth = grown(counters_before, counters_after)
+            retries_after = self.device.retried(self.index)
         steps = tuple(RawStep(tuple(codes), tuple(self.stamper.intervals_ns(stamps))) for codes, stamps in marks)
         self.stamper.recycle()
         self._space_marks(steps)
-        if late is not None:
-            late.add([step.seconds for step in steps], discard)
-        gaps = max(0.0, host - sum(calls_seconds))
-        # A host that waits for a core notices late that the device is done.
-        late_seconds = _number_or_none(grown(at_end, after)["waited"]) or 0.0
+        if late_slots is not None:
+            late_slots.add_slot([step.seconds for step in steps], discard)
+        seconds_between_calls = max(0.0, host_seconds - sum(calls_seconds))
+        # If the host had to wait for a core, it noticed too late that the device was done.
+        late_seconds = _get_number(grown(counters_at_end, counters_after)["waited"]) or 0.0
         self._missing.append(
-            min(map(_missing_seconds, calls_seconds, steps))
-            if self._between is None
-            else _missing_of_slot(wall, gaps + self._between.seconds() + late_seconds, steps)
+            min(map(_compute_missing_in_call, calls_seconds, steps))
+            if self._between_calls is None
+            else _compute_missing_in_slot(
+                wall_seconds, seconds_between_calls + self._between_calls.seconds() + late_seconds, steps
+            )
         )
-        eager, fused = fusing.calls_since(quantised)
-        preemptions = _number_or_none(counted["preemptions"])
+        eager_calls, fused_calls = fusing.count_calls_since(quantiser_calls)
+        preemptions = _get_number(counter_growth["preemptions"])
         return RawSlot(
             steps,
-            wall,
-            cpu,
+            wall_seconds,
+            cpu_seconds,
             min(calls_seconds),
-            eager,
-            sum(fused.values()),
-            thread,
+            eager_calls,
+            sum(fused_calls.values()),
+            thread_seconds,
             None if preemptions is None else int(preemptions),
-            _number_or_none(counted["steal"]),
-            self._waited(_number_or_none(counted["waited"]), wall - thread),
-            tuple(bits for bits in sorted(fused) if bits),
-            memory_retries=None if retried is None or retried_now is None else retried_now - retried,
+            _get_number(counter_growth["steal"]),
+            self._limit_waited_seconds(_get_number(counter_growth["waited"]), wall_seconds - thread_seconds),
+            tuple(bits for bits in sorted(fused_calls) if bits),
+            memory_retries=None if retries_before is None or retries_after is None else retries_after - retries_before,
         )
 
     def _space_marks(self, steps: Sequence[RawStep]) -> None:
-        """Marks fewer steps on an accelerator if stamps take more than MARKS_SHARE of a step.
-
-        Ranks go on with all marks, because what they wait for each other is a phase of every step.
+        """Leaves steps without marks on an accelerator, if time stamps would take more than MARKS_SHARE of a step.
+        With several ranks all steps have marks, because waiting for other ranks is a phase of every step.
         """
-        if self._between is None or self.meet is not begins_alone or not steps:
+        if self._between_calls is None or self.meet is not begin_without_ranks or not steps:
             return
-        fastest = min(steps, key=lambda step: step.seconds)
-        stamps = max(len(step.codes) for step in steps) - 1
-        cost = stamp_cost(self.device, self.index) * stamps / max(fastest.seconds, 1e-7)
-        spacing = min(_MOST_STEPS_PER_MARKED_STEP, math.ceil(cost / MARKS_SHARE))
-        self.steps_per_marked_step = max(self.steps_per_marked_step, spacing)
+        fastest_step = min(steps, key=lambda step: step.seconds)
+        stamp_count = max(len(step.codes) for step in steps) - 1
+        marks_share = stamp_cost(self.device, self.index) * stamp_count / max(fastest_step.seconds, 1e-7)
+        steps_per_mark = min(_MAX_STEPS_PER_MARKED_STEP, math.ceil(marks_share / MARKS_SHARE))
+        self.steps_per_marked_step = max(self.steps_per_marked_step, steps_per_mark)
 
     @contextmanager
-    def _watched(self) -> Iterator[None]:
-        """Runs timed steps under their precision, and raises for forbidden side effects."""
-        watched = restore_switches(self._switches)
-        with under(self.precision), collected_by_hand(), watched as known, silent_step(), agreeing(self._clocks):
-            self._switches = known if owns_this_process() else None
+    def _watching_steps(self) -> Iterator[None]:
+        """Runs timed steps in their precision. Raises an error if the steps have forbidden side effects."""
+        watched_switches = restore_switches(self._switches)
+        with (
+            precision_scope(self.precision),
+            without_garbage_collection(),
+            watched_switches as switch_values,
+            silent_step(),
+            require_agreeing_clocks(self._checked_clocks),
+        ):
+            self._switches = switch_values if owns_process() else None
             yield
 
-    def _ready_on_device(self, number: int, filling: Filling | None) -> Any:
-        """Returns the state to step; on an accelerator it marks the device's work before the step."""
-        fills = filling is not None and number % filling.calls == 0
-        between = self._between if fills or self.flush is not None or self.loaded else None
-        if between is not None:
-            between.mark()
-        state = self._ready()
-        if fills and filling is not None:
+    def _make_ready_on_device(self, number: int, filling: Filling | None) -> Any:
+        """Prepares a step, and returns its state. On an accelerator, also stamps the device's work before the step."""
+        fills_queue = filling is not None and number % filling.calls == 0
+        between_calls = self._between_calls if fills_queue or self.flush is not None or self.loaded else None
+        if between_calls is not None:
+            between_calls.mark()
+        state = self._make_ready()
+        if fills_queue and filling is not None:
             self.device.occupy(self.index, filling.seconds)
-        if between is not None:
-            between.mark()
+        if between_calls is not None:
+            between_calls.mark()
         return state
 
-    def _waited(self, counted: float | None, off_core: float) -> float | None:
-        """Returns how long the timed calls waited for a core, None if unknown. `counted` includes the discarded calls,
-        so it is limited by the time that the timed ones spent off the core. On an accelerator, or if a cache is flushed
-        between calls, it is unknown which part waited."""
-        unknown = counted is None or self.device.kind != "cpu" or self.flush is not None
-        return None if unknown or counted is None else max(0.0, min(counted, off_core))
+    def _limit_waited_seconds(self, counted_seconds: float | None, off_core_seconds: float) -> float | None:
+        """Returns the seconds that timed calls waited for a core, or None if unknown. `counted_seconds` includes
+        discarded calls, so it is limited by the time of the timed calls off the core. The time is unknown on an
+        accelerator, and with cache flushes between calls.
+        """
+        if counted_seconds is None or self.device.kind != "cpu" or self.flush is not None:
+            return None
+        return max(0.0, min(counted_seconds, off_core_seconds))
 
     def begin_late(self) -> None:
-        """Begins to inspect steps after their timing. Slots use the first state, with other numbers, until
-        `end_late`."""
+        """Begins to inspect steps after the timing. Until `end_late`, slots use the first state with new numbers."""
         from fp8bench.worker.late_slots import LateSlots
 
-        tf32 = self.precision.float32_products != "highest"
-        self._late = LateSlots(self.state, self.states[0].finite.inputs, self.device, tf32)
+        uses_tf32 = self.precision.float32_products != "highest"
+        self._late_slots = LateSlots(self.state, self.states[0].finite.inputs, self.device, uses_tf32)
 
     @property
     def is_late_due(self) -> bool:
-        return self._late is not None and self._late.is_due
+        return self._late_slots is not None and self._late_slots.is_due
 
     def end_late(self) -> LateSteps:
-        """Restores the state; returns what its late steps did."""
-        late, self._late = self._late, None
-        return LateSteps() if late is None else late.end()
+        """Restores the state, and returns what the inspected steps did."""
+        late_slots, self._late_slots = self._late_slots, None
+        return LateSteps() if late_slots is None else late_slots.end()
 
     def check(self) -> StateCheck:
-        """Returns errors of the clock, the workload's opinion of its states after the steps, and whether they are
-        finite."""
-        if self.is_so_anywhere(self._stamps_are_wrong()):
+        """Checks the clock's stamps, lets the workload check its states, and counts numbers that are not finite."""
+        if self.any_rank(self._has_wrong_stamps()):
             self._take_more_slots()
-        if self._stamps_are_wrong():
-            return StateCheck(_STAMPS_MOVED)
-        with restore_switches(), apart():
-            checks = [self._checked(state) for state in self.states]
-        return next((check for check in checks if check.wrong), max(checks, key=lambda check: check.not_finite))
+        if self._has_wrong_stamps():
+            return StateCheck(_MOVED_STAMPS_REASON)
+        with restore_switches(), untimed_pass():
+            state_checks = [self._check_state(state) for state in self.states]
+        return next(
+            (check for check in state_checks if check.wrong), max(state_checks, key=lambda check: check.not_finite)
+        )
 
-    def _stamps_are_wrong(self) -> bool:
-        # An interruption between a call's start and its first stamp lengthens one slot, never most of many.
+    def _has_wrong_stamps(self) -> bool:
+        # An interruption before a call's first stamp lengthens single slots, but not most of many slots.
         return bool(self._missing) and median(self._missing) > 0
 
     def _take_more_slots(self) -> None:
-        """Takes more slots before a step is accused: a loaded machine can lengthen two of the three slots of a short
-        run. Ranks take as many as the slowest of them needs."""
-        until = time.perf_counter() + _SECOND_LOOK_SECONDS
-        while self.is_so_anywhere(self._needs_more_slots(until)):
+        """Takes more slots before a step counts as moving stamps, because load may lengthen most slots of a short
+        run.
+
+        All ranks take as many slots as the slowest rank needs.
+        """
+        deadline = time.perf_counter() + _ACCUSING_SECONDS
+        while self.any_rank(self._needs_more_slots(deadline)):
             self.slot(4, 0)
 
-    def _needs_more_slots(self, until: float) -> bool:
-        taken = len(self._missing)
-        return taken < _SLOTS_OF_SLOW_STEPS or (taken < _SLOTS_TO_ACCUSE and time.perf_counter() < until)
+    def _needs_more_slots(self, deadline: float) -> bool:
+        slot_count = len(self._missing)
+        return slot_count < _MIN_ACCUSING_SLOTS or (slot_count < _ACCUSING_SLOTS and time.perf_counter() < deadline)
 
-    def _checked(self, state: State) -> StateCheck:
-        wrong = wrong_of(self.workload.check(state.held))
-        lost = state.finite.lost(state.held)
+    def _check_state(self, state: State) -> StateCheck:
+        state_verdict = check_verdict(self.workload.check(state.held))
+        lost_numbers = state.finite.lost(state.held)
         if self.workload.may_diverge:
-            return StateCheck(wrong, lost.share)
-        return StateCheck(wrong or str(lost))
+            return StateCheck(state_verdict, lost_numbers.share)
+        return StateCheck(state_verdict or str(lost_numbers))
 
     def loop(self, steps: int) -> float:
-        """Runs steps back to back and waits for them; returns the seconds of all. No clock runs within them."""
-        silent = SilentPhases()
-        with under(self.precision), restore_switches(), silent_step():
+        """Returns the seconds of `steps` steps that run back to back, without a clock for phases. The time includes
+        waiting for the device.
+        """
+        silent_phases = SilentPhases()
+        with precision_scope(self.precision), restore_switches(), silent_step():
             self.meet()
             start = time.perf_counter()
             for _ in range(steps):
-                self.workload.step(self._ready(), silent)
+                self.workload.step(self._make_ready(), silent_phases)
             self.device.synchronise(self.index)
             return time.perf_counter() - start
 
     def hold_phase(self, phase: str, most_bytes: int) -> RawReplay:
-        """Keeps the inputs of one phase of a step, `most_bytes` at most, so that it can be repeated alone."""
+        """Stores the inputs of one phase of a step, at most `most_bytes`, so that the phase can be repeated alone."""
         self.held = None
         self.loaded = self.loaded or (phase == Phase.DATA_LOAD and bool(self.workload.loads))
-        with under(self.precision), restore_switches(), apart():
-            state = self._ready()
-            held = held_phase(self.workload, state, self.device, self.index, phase, most_bytes)
-            if isinstance(held, RawReplay):
-                return held
-            self.held = held
-            return held.warmed_up()
+        with precision_scope(self.precision), restore_switches(), untimed_pass():
+            state = self._make_ready()
+            held_phase_or_reason = held_phase(self.workload, state, self.device, self.index, phase, most_bytes)
+            if isinstance(held_phase_or_reason, RawReplay):
+                return held_phase_or_reason
+            self.held = held_phase_or_reason
+            return held_phase_or_reason.warm_up()
 
     def loop_phase(self, times: int) -> float:
         assert self.held is not None, "no phase is held"
-        with under(self.precision), restore_switches(), silent_step():
+        with precision_scope(self.precision), restore_switches(), silent_step():
             return self.held.loop(times)
 
     def drop_phase(self) -> str:
-        """Frees what is kept for a phase; returns what repeating it has spoiled, or ''."""
-        held, self.held = self.held, None
-        return held.replay.lost() if held is not None else ""
+        """Frees the stored inputs of the phase. Returns which of its numbers are no longer finite, or ''."""
+        held_phase, self.held = self.held, None
+        return held_phase.replay.find_lost_values() if held_phase is not None else ""
 
 
-_STAMPS_MOVED = (
+_MOVED_STAMPS_REASON = (
     "its steps take another time than the phase clock has counted: a step changes the clock's stamps, or leaves work "
     "on a stream that it opens. Mark phases only by `with phase.gemm:` and the like, wait for streams, and measure "
     "again."
@@ -442,19 +478,22 @@ def _divide_step(step: RawStep, count: int) -> RawStep:
     return replace(step, intervals_ns=tuple(round(interval / count) for interval in step.intervals_ns))
 
 
-def _missing_seconds(call_seconds: float, step: RawStep) -> float:
-    """Returns by how much a call's time differs from its step's stamps, beyond the allowance for the clock's work."""
-    allowed = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
-    return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed
+def _compute_missing_in_call(call_seconds: float, step: RawStep) -> float:
+    """Returns by how much a call's time exceeds the time between its step's stamps, beyond the time that the clock
+    may take.
+    """
+    allowed_seconds = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
+    return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed_seconds
 
 
-def _missing_of_slot(wall: float, untimed: float, steps: Sequence[RawStep]) -> float:
-    """Returns by how much a slot on an accelerator differs from its steps' stamps and the times between them: the
-    device may be late, or idle for a while, but not for most of a slot."""
-    stamped = sum(step.seconds for step in steps)
-    allowed = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall)
-    return max(stamped - wall, wall - untimed - stamped) - allowed
+def _compute_missing_in_slot(wall_seconds: float, untimed_seconds: float, steps: Sequence[RawStep]) -> float:
+    """Returns by how much a slot's time exceeds the sum of its stamped and untimed parts, beyond the allowed time. An
+    accelerator may be late or idle for a while, but not for most of a slot.
+    """
+    stamped_seconds = sum(step.seconds for step in steps)
+    allowed_seconds = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall_seconds)
+    return max(stamped_seconds - wall_seconds, wall_seconds - untimed_seconds - stamped_seconds) - allowed_seconds
 
 
-def _number_or_none(read: Read) -> float | None:
+def _get_number(read: Read) -> float | None:
     return read.number if isinstance(read, Reading) else None

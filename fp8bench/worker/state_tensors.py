@@ -1,4 +1,6 @@
-"""Inspects a workload's state: the addresses of its tensors, and their purpose if their holder declares it."""
+"""Finds the tensors that a workload's state holds, their addresses, and the purposes that the objects of the state
+declare.
+"""
 
 from __future__ import annotations
 
@@ -18,13 +20,13 @@ from typing import Any
 
 from fp8bench.model import MemoryRole
 
-# None for memory of the state whose purpose is unknown.
+# The purpose of the state's memory by address, None if it is unknown.
 StateTensors = Mapping[int, MemoryRole | None]
-View = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
+ViewKey = tuple[int, int, tuple[int, ...], tuple[int, ...], Any]
 
-# The number of objects of a state that are inspected: about a second's work.
-MOST_OBJECTS = 1_000_000
-_CLOSED = (
+# The most objects of a state that are inspected, which takes about a second.
+MAX_OBJECTS = 1_000_000
+_UNSEARCHED_TYPES = (
     type,
     types.ModuleType,
     types.CodeType,
@@ -41,26 +43,27 @@ _CLOSED = (
 
 
 def state_tensors(state: object) -> StateTensors:
-    """Returns the purpose of the state's memory, by address. Parameters, gradients and the state of optimisers are
-    known; what a holder declares in `memory_roles` takes precedence."""
+    """Returns the purposes of a state's memory, by address. It recognises parameters, gradients and the state of
+    optimisers. A holder may declare other purposes in `memory_roles`, which take precedence.
+    """
     import torch
 
     roles: dict[int, MemoryRole | None] = {}
     optimizers: list[torch.optim.Optimizer] = []
     holders: list[Any] = []
-    for part in _within(state):
+    for part in _iterate_held(state):
         if isinstance(part, torch.Tensor):
-            trained = part.requires_grad and part.is_leaf
-            _enter(roles, part, MemoryRole.WEIGHTS if trained else None)
+            is_trained = part.requires_grad and part.is_leaf
+            _add_addresses(roles, part, MemoryRole.WEIGHTS if is_trained else None)
             if part.is_leaf and part.grad is not None:
-                _enter(roles, part.grad, MemoryRole.GRADIENTS)
+                _add_addresses(roles, part.grad, MemoryRole.GRADIENTS)
         elif isinstance(part, torch.optim.Optimizer):
             optimizers.append(part)
         elif callable(getattr(type(part), "memory_roles", None)):
             holders.append(part)
     for optimizer in optimizers:
-        _claim(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
-    for holder in reversed(holders):  # the outer one takes precedence, so it comes last
+        _set_role(roles, list(optimizer.state.values()), MemoryRole.OPTIMIZER)
+    for holder in reversed(holders):  # outer objects come last, because their roles take precedence
         declared_roles = holder.memory_roles()
         if not isinstance(declared_roles, Mapping) or not all(isinstance(role, MemoryRole) for role in declared_roles):
             raise TypeError(
@@ -68,89 +71,101 @@ def state_tensors(state: object) -> StateTensors:
                 "MemoryRole to tensors or what holds them"
             )
         for role, parts in dict(declared_roles).items():
-            _claim(roles, parts, role)
+            _set_role(roles, parts, role)
     return roles
 
 
-def modules_of(state: object) -> list[Any]:
-    """Returns the models of a state: torch modules that no other module contains."""
+def find_models(state: object) -> list[Any]:
+    """Returns the models of a state: the torch modules that no module contains."""
     import torch
 
-    inside: set[object] = set()
-    modules = []
-    for part in _within(state):
-        if isinstance(part, torch.nn.Module) and part not in inside:
-            modules.append(part)
-            inside.update(part.modules())
-    return modules
+    contained_modules: set[object] = set()
+    models = []
+    for part in _iterate_held(state):
+        if isinstance(part, torch.nn.Module) and part not in contained_modules:
+            models.append(part)
+            contained_modules.update(part.modules())
+    return models
 
 
-def _claim(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
+def _set_role(roles: dict[int, MemoryRole | None], parts: object, role: MemoryRole) -> None:
     import torch
 
-    for part in _within(parts):
+    for part in _iterate_held(parts):
         if isinstance(part, torch.Tensor):
-            roles.update(dict.fromkeys(addresses_of(part), role))
+            roles.update(dict.fromkeys(iterate_addresses(part), role))
 
 
-def _enter(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
-    """Enters a tensor's addresses. If several tensors share memory, the first that has a role decides."""
-    for address in addresses_of(tensor):
+def _add_addresses(roles: dict[int, MemoryRole | None], tensor: Any, role: MemoryRole | None) -> None:
+    """Adds the addresses of a tensor. If several tensors share memory, the first one that has a role decides."""
+    for address in iterate_addresses(tensor):
         roles[address] = roles.get(address) or role
 
 
-def _within(root: object, until: float = math.inf) -> Iterator[object]:
-    """Yields an object and everything that it holds, near ones first; does not look into tensors, classes and
-    modules."""
-    waiting, visited = deque([root]), set[int]()
-    alive = []  # an object must live as long as its id counts
-    while waiting and len(visited) < MOST_OBJECTS and time.thread_time() < until:
-        part = waiting.popleft()
-        if isinstance(part, _CLOSED) or id(part) in visited:
+def _iterate_held(root: object, until: float = math.inf) -> Iterator[object]:
+    """Yields an object and all objects that it holds, nearest first. The contents of tensors, classes and modules are
+    not searched.
+    """
+    pending_objects, visited = deque([root]), set[int]()
+    kept_objects = []  # keep all objects alive, so that no new object gets the id of a visited one
+    while pending_objects and len(visited) < MAX_OBJECTS and time.thread_time() < until:
+        part = pending_objects.popleft()
+        if isinstance(part, _UNSEARCHED_TYPES) or id(part) in visited:
             continue
         visited.add(id(part))
-        alive.append(part)
+        kept_objects.append(part)
         yield part
-        waiting.extend(_held_by(part))
+        pending_objects.extend(_list_held(part))
 
 
-def _held_by(holder: Any) -> list[Any]:
+def _list_held(holder: Any) -> list[Any]:
     import torch
 
     if isinstance(holder, torch.Tensor):
         return []
-    if isinstance(holder, types.FunctionType):  # not its globals, which belong to its module
+    if isinstance(holder, types.FunctionType):  # skip a function's globals, because they belong to its module
         return [*(holder.__closure__ or ()), *(holder.__defaults__ or ()), *(holder.__kwdefaults__ or {}).values()]
-    if isinstance(holder, torch.jit.ScriptModule):  # its tensors are not reachable otherwise
+    if isinstance(holder, torch.jit.ScriptModule):  # the garbage collector does not see the tensors of a ScriptModule
         return [*holder.parameters(), *holder.buffers()]
     return gc.get_referents(holder)
 
 
-def addresses_of(tensor: Any) -> Iterator[int]:
-    """Yields where a tensor's memory begins, as an allocator knows it; for a wrapper, that of the wrapped ones."""
-    yield from filter(None, map(address_of, _parts_of(tensor)))
+def iterate_addresses(tensor: Any) -> Iterator[int]:
+    """Yields the addresses under which an allocator knows a tensor's memory. For a wrapper, these are the addresses
+    of the wrapped tensors.
+    """
+    yield from filter(None, map(get_address, _iterate_parts(tensor)))
 
 
-def tensors_of(*roots: object, until: float = math.inf) -> Iterator[Any]:
-    """Yields all tensors with memory that the roots hold, including gradients, each view once, and parts of wrappers.
-    `until` ends the search, in the thread's CPU time, which excludes time without a core."""
+def iterate_tensors(*roots: object, until: float = math.inf) -> Iterator[Any]:
+    """Yields all tensors with memory that the roots hold, including gradients and the parts of wrappers. Each view is
+    yielded once.
+
+    The search ends when the thread's CPU time reaches `until`. Time in which the thread waits for a core does not
+    count.
+    """
     import torch
 
-    views = set()
-    for held in _within(roots, until):
-        if not isinstance(held, torch.Tensor):
+    visited_views = set()
+    for tensor_holder in _iterate_held(roots, until):
+        if not isinstance(tensor_holder, torch.Tensor):
             continue
-        tensors = (held, held.grad) if held.is_leaf and held.grad is not None else (held,)
+        tensors = (
+            (tensor_holder, tensor_holder.grad)
+            if tensor_holder.is_leaf and tensor_holder.grad is not None
+            else (tensor_holder,)
+        )
         for tensor in tensors:
-            for part in _parts_of(tensor):
-                if address_of(part) and (view := view_of(part)) not in views:
-                    views.add(view)
+            for part in _iterate_parts(tensor):
+                if get_address(part) and (view := get_view_key(part)) not in visited_views:
+                    visited_views.add(view)
                     yield part
 
 
-def address_of(tensor: Any) -> int:
-    """Returns where a tensor's memory begins; 0 for one without: sparse, without a device, or from a different
-    library."""
+def get_address(tensor: Any) -> int:
+    """Returns the address of a tensor's memory; 0 for a tensor without an address (sparse, meta, or from outside of
+    torch).
+    """
     try:
         return int(tensor.untyped_storage().data_ptr())
     except (RuntimeError, NotImplementedError):
@@ -158,52 +173,58 @@ def address_of(tensor: Any) -> int:
 
 
 def is_foreign(tensor: Any) -> bool:
-    """Whether a tensor's memory was not allocated by torch (NumPy, a mapped file), or is shared between processes."""
+    """Returns whether a tensor's memory was not allocated by torch (NumPy, a mapped file) or is shared between
+    processes.
+    """
     storage = tensor.untyped_storage()
     return not storage.resizable() or (tensor.device.type == "cpu" and storage.is_shared())
 
 
-def draws_of(state: object) -> list[Callable[[], object]]:
-    """Returns functions that reset torch's generator, and those of a state, to their present position."""
+def save_generators(state: object) -> list[Callable[[], object]]:
+    """Returns functions that reset torch's random generator, and those of the state, to their present position."""
     import torch
 
     restorers: list[Callable[[], object]] = [partial(torch.set_rng_state, torch.get_rng_state())]
-    numpys: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
-    for part in _within(state):
-        held: Any = part
+    numpy_generator: Any = getattr(getattr(sys.modules.get("numpy"), "random", None), "Generator", random.Random)
+    for part in _iterate_held(state):
+        generator_part: Any = part
         if isinstance(part, torch.Generator):
             restorers.append(partial(part.set_state, part.get_state()))
         elif isinstance(part, random.Random):
             restorers.append(partial(part.setstate, part.getstate()))
-        elif isinstance(part, numpys):
-            restorers.append(partial(setattr, held.bit_generator, "state", held.bit_generator.state))
+        elif isinstance(part, numpy_generator):
+            restorers.append(
+                partial(setattr, generator_part.bit_generator, "state", generator_part.bit_generator.state)
+            )
     return restorers
 
 
-def reads_elsewhere(state: object) -> bool:
-    """Whether a state holds numbers outside torch's tensors: arrays, buffers, open files."""
-    array = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
-    elsewhere = (array, memoryview, bytearray, mmap.mmap, io.IOBase)
-    return any(isinstance(part, elsewhere) for part in _within(state)) or any(map(is_foreign, tensors_of(state)))
+def holds_foreign_data(state: object) -> bool:
+    """Returns whether a state holds numbers outside of torch's tensors: arrays, buffers, open files."""
+    array_type = getattr(sys.modules.get("numpy"), "ndarray", memoryview)
+    foreign_types = (array_type, memoryview, bytearray, mmap.mmap, io.IOBase)
+    return any(isinstance(part, foreign_types) for part in _iterate_held(state)) or any(
+        map(is_foreign, iterate_tensors(state))
+    )
 
 
-def view_of(tensor: Any) -> View:
-    return address_of(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
+def get_view_key(tensor: Any) -> ViewKey:
+    return get_address(tensor), tensor.storage_offset(), tuple(tensor.shape), tensor.stride(), tensor.dtype
 
 
-def version_of(tensor: Any) -> int:
-    """Returns a count that grows with each torch operation that writes the tensor; 0 if torch keeps none."""
+def get_version(tensor: Any) -> int:
+    """Returns torch's count of operations that wrote a tensor; 0 if torch keeps no count."""
     return 0 if tensor.is_inference() else int(tensor._version)
 
 
-def _parts_of(tensor: Any) -> Iterator[Any]:
-    """Yields the tensor, or those that it wraps. DTensor also names its device mesh, which is not a tensor."""
+def _iterate_parts(tensor: Any) -> Iterator[Any]:
+    """Yields a tensor, or the tensors that it wraps. DTensor also lists its device mesh, which is not a tensor."""
     import torch
 
-    names = getattr(type(tensor), "__tensor_flatten__", None)
-    if names is None:
+    list_part_names = getattr(type(tensor), "__tensor_flatten__", None)
+    if list_part_names is None:
         yield tensor
         return
-    for part in (getattr(tensor, name) for name in names(tensor)[0]):
+    for part in (getattr(tensor, name) for name in list_part_names(tensor)[0]):
         if isinstance(part, torch.Tensor):
-            yield from _parts_of(part)
+            yield from _iterate_parts(part)

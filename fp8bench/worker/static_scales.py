@@ -1,4 +1,4 @@
-"""Finds scales in data with untimed steps of a separate state, so that all timed states start alike."""
+"""Calibrates scales with data, in untimed steps of a separate state. So all timed states start in the same way."""
 
 from __future__ import annotations
 
@@ -10,29 +10,33 @@ from fp8bench.protocols import Phases, ScaleBook, Setup, SilentPhases, Workload
 
 @dataclass
 class Calibrations:
-    """The largest magnitudes by layer and role that calibrating found, by case. A worker calibrates a case once."""
+    """Stores the result of calibration for each case: the largest magnitudes by layer and role. A case is calibrated
+    once.
+    """
 
     _amax_by_case: dict[str, dict[tuple[str, str], float]] = field(default_factory=dict)
 
     def apply(self, workload: Workload, setup: Setup) -> Setup:
-        """Returns the setup with a separate book for the case's scales, if the case requests scales from data."""
-        rule = setup.case.static
-        if rule is None:
+        """Returns the setup with a new book of the case's static scales, or the same setup if the case has none."""
+        static_rule = setup.case.static
+        if static_rule is None:
             return setup
-        if rule.source:
-            return replace(setup, scales=ScaleBook(rule, rule.known_for(setup.case.precision)))
-        name = setup.case.id
-        if name not in self._amax_by_case:
-            book = ScaleBook(rule)
-            state = workload.prepare(replace(setup, scales=book))
-            for _ in range(rule.batches):
-                step(workload, state, book, SilentPhases())
-            self._amax_by_case[name] = {(scale.layer, scale.role): scale.amax for scale in book.states()}
-        return replace(setup, scales=ScaleBook(rule, self._amax_by_case[name]))
+        if static_rule.source:
+            return replace(setup, scales=ScaleBook(static_rule, static_rule.find_magnitudes(setup.case.precision)))
+        case_id = setup.case.id
+        if case_id not in self._amax_by_case:
+            scale_book = ScaleBook(static_rule)
+            state = workload.prepare(replace(setup, scales=scale_book))
+            for _ in range(static_rule.batches):
+                step(workload, state, scale_book, SilentPhases())
+            self._amax_by_case[case_id] = {(scale.layer, scale.role): scale.amax for scale in scale_book.states()}
+        return replace(setup, scales=ScaleBook(static_rule, self._amax_by_case[case_id]))
 
 
 def step(workload: Workload, state: Any, scales: ScaleBook | None, phase: Phases) -> Any:
-    """Takes one step of a state, after notifying the book of its scales, if it has one; returns the step's result."""
+    """Takes one step of a state and returns its result. Before the step, calls `begin_step` of the book of scales, if
+    the state has one.
+    """
     if scales is not None:
         scales.begin_step()
     return workload.step(state, phase)

@@ -1,8 +1,8 @@
-"""Counts allocations of steps, in a worker that times nothing.
+"""Counts the memory allocations of steps, in a worker that times nothing.
 
-Calls of the host's allocator are counted by the probe that the worker was started with (measure/handle.py), page faults
-by the system, and a GPU's allocations by torch's allocator and its profiler. Each has separate steps, after two
-warm-ups.
+Calls of the host's allocator are counted by a probe, a library that was preloaded into the worker
+(measure/handle.py). Page faults are counted by the system, and allocations of a GPU by torch's allocator and
+profiler. Each of these counts has separate steps, after two warm-up steps.
 """
 
 from __future__ import annotations
@@ -16,60 +16,63 @@ from typing import Any
 
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Measurement, specs
 from fp8bench.model.specs import MetricSpec
-from fp8bench.protocols import Device, Markers, Phases, Setup, SilentPhases, TellingMarker, Workload
+from fp8bench.protocols import Device, Markers, Phases, ReportingMarker, Setup, SilentPhases, Workload
 from fp8bench.worker.static_scales import step
-from fp8bench.worker.switches import collected_by_hand
-from fp8bench.worker.tracing import STEPS as TRACED
-from fp8bench.worker.tracing import record
+from fp8bench.worker.switches import without_garbage_collection
+from fp8bench.worker.tracing import TRACED_STEPS, record_trace
 
-STEPS = 8
-_WARM_UPS = 2
-_CALIBRATING = 1001
+MEASURED_STEPS = 8
+_WARM_UP_STEPS = 2
+_CALIBRATING_CALLS = 1001
 NO_PROBE = "the system's loader preloads no library into the worker"
-# The metrics of one reading, in order.
-HOST = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
-# Keyed by the names of torch's allocator.
+# The metrics of the numbers in a reading, in the same order.
+HOST_METRICS = (specs.ALLOCATOR_CALLS, specs.ALLOCATED_BYTES, specs.ALLOCATOR_TIME, specs.PAGE_FAULTS)
+# The metric of each count of torch's allocator.
 _DEVICE_COUNTS: Mapping[str, MetricSpec] = {
     "num_device_alloc": specs.DEVICE_ALLOCATIONS,
     "num_alloc_retries": specs.ALLOCATION_RETRIES,
 }
-# Calls by which a driver allocates or frees memory; the cuMem ones belong to expandable segments.
+# Calls of the driver that allocate or free memory. The cuMem calls belong to torch's expandable segments.
 _DEVICE_CALLS = ("cudaMalloc", "cudaFree", "hipMalloc", "hipFree", "cuMemCreate", "cuMemMap", "cuMemUnmap")
-# The counts of a step, and the reasons for missing ones.
-Counted = tuple[tuple[Measurement, ...], tuple[str, ...]]
+# The measured counts of steps, and the reasons for missing ones.
+AllocationCounts = tuple[tuple[Measurement, ...], tuple[str, ...]]
 
 
 class Probe:
-    """The preloaded library in front of this process's allocator."""
+    """The preloaded library that counts the calls of this process's memory allocator."""
 
     def __init__(self, library: Any) -> None:
         self._library = library
         self._numbers = (ctypes.c_uint64 * 4)()
         library.fp8bench_probe_cost.restype = ctypes.c_uint64
-        costs = [library.fp8bench_probe_cost(_CALIBRATING) / _CALIBRATING for _ in range(5)]
-        # Timing a call reads the clock twice; one reading is inside the time.
-        self._cost = min(costs)
+        clock_costs = [library.fp8bench_probe_cost(_CALIBRATING_CALLS) / _CALIBRATING_CALLS for _ in range(5)]
+        # Timing a call reads the clock twice. So the cost of one reading is part of the measured time, and is
+        # subtracted.
+        self._cost = min(clock_costs)
 
     def switch(self, on: bool) -> None:
         self._library.fp8bench_probe_switch(int(on))
 
     def read(self) -> tuple[float, float, float]:
-        """Returns calls of the allocator, bytes that it returned, and seconds in it."""
+        """Returns the number of calls of the allocator, the bytes that it returned, and the seconds spent in it."""
         self._library.fp8bench_probe_read(self._numbers)
         allocations, releases, size, nanoseconds = self._numbers
         calls = allocations + releases
         return float(calls), float(size), max(0.0, nanoseconds - calls * self._cost) * 1e-9
 
 
-def found_probe() -> Probe | None:
+def find_probe() -> Probe | None:
     library = ctypes.CDLL(None)
     return Probe(library) if hasattr(library, "fp8bench_probe_read") else None
 
 
 @dataclass
 class PhaseReadings:
-    """Readings of counters that only grow, by the phase that a step was in. Each phase change reads twice and nothing
-    between the two counts, so that the cost of a reading is excluded."""
+    """Readings of counters that only grow, by the phase of the step.
+
+    At each change of phase the counters are read twice. Between the two readings nothing is counted, so that the cost
+    of reading is excluded.
+    """
 
     read: Callable[[], Sequence[float]]
     steps: list[dict[str, list[float]]] = field(default_factory=list)
@@ -77,35 +80,38 @@ class PhaseReadings:
     _last: Sequence[float] = ()
 
     def run(self, take_step: Callable[[Phases], object]) -> None:
-        stack = [UNATTRIBUTED]  # backward may run on another thread: phases share it
-        phases = Markers(lambda name: TellingMarker(name, stack, self.turn))
+        # backward may run on a different thread, so all threads use the same list of open phases
+        open_phases = [UNATTRIBUTED]
+        phases = Markers(lambda name: ReportingMarker(name, open_phases, self.change_phase))
         self.steps.append({})
         self._phase, self._last = UNATTRIBUTED, self.read()
         take_step(phases)
-        self.turn(UNATTRIBUTED)
+        self.change_phase(UNATTRIBUTED)
 
-    def turn(self, phase: str) -> None:
+    def change_phase(self, phase: str) -> None:
         reading = self.read()
-        counts = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
-        for place, (now, last) in enumerate(zip(reading, self._last, strict=True)):
-            counts[place] += now - last
+        phase_counts = self.steps[-1].setdefault(self._phase, [0.0] * len(reading))
+        for index, (present, last) in enumerate(zip(reading, self._last, strict=True)):
+            phase_counts[index] += present - last
         self._phase = phase
         self._last = self.read()
 
     def measurements(self, figures: Sequence[MetricSpec]) -> list[Measurement]:
-        marked = set().union(*self.steps)
-        present = [name for name in CELL_PHASES if name in marked]
-        measured = []
-        for place, spec in enumerate(figures):
-            totals = tuple(sum(part[place] for part in counts.values()) for counts in self.steps)
-            measured.append(Measurement(spec.name, spec.unit, totals))
-            for name in present:
-                parts = tuple(counts[name][place] if name in counts else 0.0 for counts in self.steps)
-                measured.append(Measurement(spec.name, spec.unit, parts, phase=name))
-        return measured
+        marked_phases = set().union(*self.steps)
+        present_phases = [name for name in CELL_PHASES if name in marked_phases]
+        measurements = []
+        for index, spec in enumerate(figures):
+            step_totals = tuple(sum(part[index] for part in counts.values()) for counts in self.steps)
+            measurements.append(Measurement(spec.name, spec.unit, step_totals))
+            for name in present_phases:
+                phase_totals = tuple(counts[name][index] if name in counts else 0.0 for counts in self.steps)
+                measurements.append(Measurement(spec.name, spec.unit, phase_totals, phase=name))
+        return measurements
 
 
-def counters_of_step(workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = "") -> Counted:
+def count_step_allocations(
+    workload: Workload, setup: Setup, device: Device, index: int, unprobed: str = ""
+) -> AllocationCounts:
     state = workload.prepare(setup)
     run_once = partial(step, workload, state, setup.scales)
 
@@ -113,54 +119,56 @@ def counters_of_step(workload: Workload, setup: Setup, device: Device, index: in
         run_once(phases)
         device.synchronise(index)
 
-    with collected_by_hand():
-        for _ in range(_WARM_UPS):
+    with without_garbage_collection():
+        for _ in range(_WARM_UP_STEPS):
             run(SilentPhases())
-        host, host_reasons = _host(run, unprobed or NO_PROBE)
-        on_device, device_reasons = _device(run, device, index)
-    return (*host, *on_device), tuple(dict.fromkeys((*host_reasons, *device_reasons)))
+        host_counts, host_reasons = _count_host_allocations(run, unprobed or NO_PROBE)
+        on_device, device_reasons = _count_device_allocations(run, device, index)
+    return (*host_counts, *on_device), tuple(dict.fromkeys((*host_reasons, *device_reasons)))
 
 
-def _host(run: Callable[[Phases], None], unprobed: str) -> Counted:
-    probe = found_probe()
+def _count_host_allocations(run: Callable[[Phases], None], unprobed: str) -> AllocationCounts:
+    probe = find_probe()
 
     def read() -> Sequence[float]:
-        faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
-        return (*probe.read(), faults) if probe is not None else (faults,)
+        page_faults = float(resource.getrusage(resource.RUSAGE_SELF).ru_minflt)
+        return (*probe.read(), page_faults) if probe is not None else (page_faults,)
 
-    # The probe counts only in these steps, because every call that it sees costs time.
-    readings = PhaseReadings(read)
+    # Turn the probe on only during these steps, because it slows down every call.
+    phase_readings = PhaseReadings(read)
     if probe is not None:
         probe.switch(True)
     try:
-        for _ in range(STEPS):
-            readings.run(run)
+        for _ in range(MEASURED_STEPS):
+            phase_readings.run(run)
     finally:
         if probe is not None:
             probe.switch(False)
     if probe is None:
-        return tuple(readings.measurements(HOST[-1:])), (f"no calls of the allocator: {unprobed}",)
-    return tuple(readings.measurements(HOST)), ()
+        return tuple(phase_readings.measurements(HOST_METRICS[-1:])), (f"no calls of the allocator: {unprobed}",)
+    return tuple(phase_readings.measurements(HOST_METRICS)), ()
 
 
-def _device(run: Callable[[Phases], None], device: Device, index: int) -> Counted:
-    """Counts requests of torch's allocator to a GPU's driver, and the time of these calls on the host."""
+def _count_device_allocations(run: Callable[[Phases], None], device: Device, index: int) -> AllocationCounts:
+    """Counts how often torch's allocator requests memory from a GPU's driver, and the seconds that this takes on the
+    host.
+    """
     if device.allocations(index) is None:
         return (), ()
     samples: dict[MetricSpec, list[float]] = {spec: [] for spec in _DEVICE_COUNTS.values()}
-    for _ in range(STEPS):
+    for _ in range(MEASURED_STEPS):
         counts_before = device.allocations(index) or {}
         run(SilentPhases())
         counts_after = device.allocations(index) or {}
         for name, spec in _DEVICE_COUNTS.items():
             samples[spec].append(float(counts_after.get(name, 0) - counts_before.get(name, 0)))
-    seconds = device_call_seconds(record(run, device.kind)["traceEvents"]) / TRACED
-    measured = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
-    return (*measured, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
+    seconds = sum_device_call_seconds(record_trace(run, device.kind)["traceEvents"]) / TRACED_STEPS
+    measurements = [Measurement(spec.name, spec.unit, tuple(counts)) for spec, counts in samples.items()]
+    return (*measurements, Measurement(specs.DEVICE_ALLOCATOR_TIME.name, "s", (seconds,))), ()
 
 
-def device_call_seconds(events: Sequence[Mapping[str, Any]]) -> float:
-    """Sums the calls in a trace that take memory from a driver, or give it back."""
+def sum_device_call_seconds(events: Sequence[Mapping[str, Any]]) -> float:
+    """Returns the seconds of all calls in a trace that allocate memory from a driver or free it."""
     return 1e-6 * sum(
         float(event.get("dur", 0.0))
         for event in events

@@ -1,21 +1,22 @@
-"""Tests whether a step's results depend on its inputs: a step that repeats its earlier results does no work.
+"""Checks whether a step's results depend on its inputs: a step that repeats earlier results does no work.
 
-Results are tensors that the step writes or returns, as far as they can be reached from the state or from its answer.
-Inputs are tensors that existed when the state had been prepared, and that no step writes. First up to four steps are
-compared with earlier ones: if each gives something new (weights or a loader advance, numbers are drawn) they do work.
-Otherwise all inputs are replaced by other numbers of the same range, bypassing torch's version counters, so that caches
-that rely on these are stale; then what the step overwrites, in case it works in place. If results stay bit-identical,
-the step does no work. The same holds for a step that calls no torch operator, takes almost no time, and leaves
-everything unchanged.
+Results are tensors that the step writes or returns, as far as the state or the step's answer holds them. Inputs are
+tensors that existed when the state had been prepared, and that no step writes. First, up to four steps are compared
+with earlier steps. If each gives a new result, the steps do work: weights change, a loader advances, or random
+numbers are drawn. Otherwise all inputs are replaced by different numbers of the same range. This bypasses torch's
+version counters, so that caches that rely on these counters become wrong. Then the tensors that the step overwrites
+are replaced, because the step may work in place. If the results are still equal bit for bit, the step does no work. A
+step also does no work if it calls no operator of torch, takes almost no time, and leaves everything unchanged.
 
-Nothing is reported if there may be other reasons: no result is visible, no input could be replaced, the step loads
-data, or part of its state is in memory that is not torch's (NumPy's, or a file's, which is never written).
+Nothing is reported if equal results may have a different reason: no result is visible, no input could be replaced,
+the step loads data, or a part of its state is in memory that is not torch's (NumPy's, or a file's, which is never
+written).
 
-A step may also detect in some way that it is timed. So after its slots a state runs more slots like those, and others
-in which each step runs under the mode that counts operators (late_slots.py). All begin with the same numbers, which
-differ from those that it was timed with: results may be cached, or not be kept at all. They are compared by their
-results and by their time. A difference counts only if all slots of either kind agree with the first of that kind, in an
-order that no periodic step follows.
+A step may also detect in some way that it is timed. So after its timing a state runs more slots like the timed ones,
+and slots in which operators are counted (late_slots.py). All of these slots begin with equal numbers, which differ
+from those of the timing, because a step may cache its results. Timed and counted slots are compared by their results
+and times. A difference counts only if all timed slots agree with the first timed slot, and all counted slots with the
+first counted slot. The order of the slots is one that no periodic step follows.
 """
 
 from __future__ import annotations
@@ -35,24 +36,32 @@ from fp8bench.model import CELL_PHASES, StepEffect
 from fp8bench.model.words import LOADING
 from fp8bench.profiler import calls_operators
 from fp8bench.protocols import Device, Setup, Workload
-from fp8bench.worker.bits import copy_bytes, digest, other_numbers, put_back, same_after, sketch
+from fp8bench.worker.bits import copy_bytes, digest, replace_numbers, restore_afterwards, restore_bytes, sketch
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.state_tensors import address_of, draws_of, is_foreign, reads_elsewhere, tensors_of, version_of
+from fp8bench.worker.state_tensors import (
+    get_address,
+    get_version,
+    holds_foreign_data,
+    is_foreign,
+    iterate_tensors,
+    save_generators,
+)
 from fp8bench.worker.static_scales import step as take_step
 
-# A step that takes longer is not repeated; nor is a state read again if that takes longer.
-LONGEST_SECONDS = 1.0
-# Python's part of a step that does nothing takes less; work that torch does not see takes more.
-NO_TIME_SECONDS = 50e-6
-# How often such a step is repeated. On a loaded machine even a sleeping step may sometimes take longer, so short ones
-# are repeated more often.
-_TIMED, _MOST_TIMED, _SPENT_SECONDS = 5, 100, 0.01
-# If all of this many steps give different results, they do work.
-_MOST_STEPS = 4
+# The most seconds of a step that is repeated, and of reading a state that is read again.
+MAX_STEP_SECONDS = 1.0
+# In Python, a step that does nothing takes less than this many seconds. A step whose work torch does not see takes
+# more.
+IDLE_STEP_SECONDS = 50e-6
+# The least and most repetitions of a step that seems to do nothing, and the seconds after which no more follow. Short
+# steps are repeated more often, because on a loaded machine even a step that does nothing may take longer.
+_MIN_REPETITIONS, _MAX_REPETITIONS, _REPETITION_SECONDS = 5, 100, 0.01
+# If this many steps all give different results, the steps do work.
+_MAX_COMPARED_STEPS = 4
 
 
-class _SeenMemory(NamedTuple):
-    """A range of memory: its address, a digest of its bits, and how often torch has written it."""
+class _MemoryContents(NamedTuple):
+    """The contents of a range of memory: its address, a digest of its bits, and how often torch has written it."""
 
     address: int
     digest: int
@@ -61,23 +70,23 @@ class _SeenMemory(NamedTuple):
     floating: bool
 
 
-class _TakesLong(Exception):
-    """Inspecting takes too long; the message names the slow part."""
+class _TooSlow(Exception):
+    """Inspecting a step takes too long. The message names what is slow."""
 
 
 class _Steps:
-    """A state of a case, steps of it, and the contents of its memory after them."""
+    """A state of a case, which takes steps and reads the contents of its memory afterwards."""
 
     def __init__(self, workload: Workload, setup: Setup, device: Device, index: int) -> None:
         self._workload, self._setup, self._device, self._index = workload, setup, device, index
         self.phases = set[str]()
-        # The same stamper as timed steps: a step may recognise it by its class.
+        # Use the stamper of timed steps, because a step could recognise a different class.
         self._stamper = device.stamper(index)
         self._clock = PhaseClock(self._stamper, lambda code: self.phases.add(CELL_PHASES[code]))
         self.state = workload.prepare(setup)
         self.returned: Any = None
 
-    def take(self) -> None:
+    def take_step_and_wait(self) -> None:
         self.returned = None
         self._clock.begin()
         self.returned = take_step(self._workload, self.state, self._setup.scales, self._clock)
@@ -86,345 +95,397 @@ class _Steps:
         self._stamper.recycle()
 
     def seconds(self) -> float:
-        """Takes a step and returns its time; on a CPU the thread's time, without waiting for others."""
+        """Takes a step and returns its seconds. On a CPU these are the thread's CPU seconds, which exclude waiting
+        for a core.
+        """
         clock = time.thread_time if self._device.kind == "cpu" else time.perf_counter
-        begun = clock()
-        self.take()
-        return clock() - begun
+        start = clock()
+        self.take_step_and_wait()
+        return clock() - start
 
-    def fails(self) -> bool:
-        """Takes a step with replaced numbers, which a factorisation may refuse; returns whether it raises."""
+    def is_step_failing(self) -> bool:
+        """Takes a step with replaced numbers, and returns whether it raises an error. A matrix factorisation may fail
+        for such numbers.
+        """
         try:
-            self.take()
+            self.take_step_and_wait()
         except Exception as error:
             if self._device.is_out_of_memory(error):
                 raise
-            self._device.synchronise(self._index)  # raises where nothing works any more
+            self._device.synchronise(self._index)  # raises if the device is broken
             return True
         return False
 
     def memories(self) -> dict[int, list[Any]]:
-        return memories_of(self.state, self.returned)
+        return find_memories(self.state, self.returned)
 
-    def read_memory(self) -> list[_SeenMemory]:
+    def read_memory(self) -> list[_MemoryContents]:
         return self.digest_memories(self.memories())
 
-    def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_SeenMemory]:
-        digests, end = [], time.thread_time() + LONGEST_SECONDS
+    def digest_memories(self, memories: Mapping[int, list[Any]]) -> list[_MemoryContents]:
+        digests, deadline = [], time.thread_time() + MAX_STEP_SECONDS
         for address, tensors in memories.items():
-            _in_time(end)
-            first, version = tensors[0], max(map(version_of, tensors))
-            count, floating = max(tensor.numel() for tensor in tensors), first.dtype.is_floating_point
-            digests.append(_SeenMemory(address, digest(first), version, count, floating))
+            _require_time(deadline)
+            first_tensor, version = tensors[0], max(map(get_version, tensors))
+            count, floating = max(tensor.numel() for tensor in tensors), first_tensor.dtype.is_floating_point
+            digests.append(_MemoryContents(address, digest(first_tensor), version, count, floating))
         return digests
 
 
-def memories_of(*roots: object) -> dict[int, list[Any]]:
-    """Returns the tensors that the roots hold, by the memory that they share; leaves out foreign memory."""
+def find_memories(*roots: object) -> dict[int, list[Any]]:
+    """Returns the tensors that the roots hold, by the address of their memory. Leaves out memory that is not
+    torch's.
+    """
     memories: dict[int, list[Any]] = {}
-    end = time.thread_time() + LONGEST_SECONDS
-    for tensor in tensors_of(*roots, until=end):
+    deadline = time.thread_time() + MAX_STEP_SECONDS
+    for tensor in iterate_tensors(*roots, until=deadline):
         if not is_foreign(tensor):
-            memories.setdefault(address_of(tensor), []).append(tensor)
-    _in_time(end)
+            memories.setdefault(get_address(tensor), []).append(tensor)
+    _require_time(deadline)
     return memories
 
 
-def _in_time(end: float) -> None:
-    if time.thread_time() > end:
-        raise _TakesLong(f"its state takes more than {LONGEST_SECONDS:g} s to read")
+def _require_time(deadline: float) -> None:
+    if time.thread_time() > deadline:
+        raise _TooSlow(f"its state takes more than {MAX_STEP_SECONDS:g} s to read")
 
 
-def effect_of(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
-    """Judges a few steps of a separate state; the first is not compared, because it may create lasting objects."""
+def check_step_effect(workload: Workload, setup: Setup, device: Device, index: int) -> StepEffect:
+    """Checks whether steps of a separate state do work. The first step is not compared, because it may create lasting
+    objects.
+    """
     try:
-        return _effect(_Steps(workload, setup, device, index))
-    except _TakesLong as long:
+        return _check_effect(_Steps(workload, setup, device, index))
+    except _TooSlow as long:
         return StepEffect(None, str(long))
 
 
-def _effect(steps: _Steps) -> StepEffect:
+def _check_effect(steps: _Steps) -> StepEffect:
     prepared = steps.read_memory()
-    taken = _step_until_repeat(steps)
-    if taken is None:
+    history = _step_until_repeat(steps)
+    if history is None:
         return StepEffect(True)
-    second_last, last = taken.history[-2:]
-    if not last:
+    previous_step, last_step = history.history[-2:]
+    if not last_step:
         return StepEffect(None, "its state holds no tensor")
-    if LOADING & set(steps.phases) or reads_elsewhere(steps.state):
+    if LOADING & set(steps.phases) or holds_foreign_data(steps.state):
         return StepEffect(None, "it may read data outside of tensors")
-    inputs = set(prepared) & set(second_last) & set(last)
-    answered = {address_of(tensor) for tensor in tensors_of(steps.returned)}
+    inputs = set(prepared) & set(previous_step) & set(last_step)
+    answer_addresses = {get_address(tensor) for tensor in iterate_tensors(steps.returned)}
     results = [
         tensor
-        for tensor in last
-        if not taken.counts(tensor)
+        for tensor in last_step
+        if not history.is_counter(tensor)
         and tensor not in inputs
-        and (tensor not in second_last or tensor.address in answered)
+        and (tensor not in previous_step or tensor.address in answer_addresses)
     ]
     if not inputs:
         return StepEffect(None, "it has no input tensor that could be changed")
-    idle = not results and _idle(steps)
-    if not idle and not any(
+    is_idle = not results and _is_idle(steps)
+    if not is_idle and not any(
         result.floating or result.elements > 1 for result in results
-    ):  # a truth value need not change
-        return StepEffect(None, "none of its results is kept in its state, or returned")
-    floating = {tensor.address for tensor in inputs if tensor.floating}
-    integers = {tensor.address for tensor in inputs} - floating
-    in_place = {result.address for result in results if result not in second_last} & {
-        tensor.address for tensor in second_last
+    ):  # a result that is a single truth value may be equal by chance
+        return StepEffect(None, "no result of it is stored in its state or returned")
+    floating_addresses = {tensor.address for tensor in inputs if tensor.floating}
+    integer_addresses = {tensor.address for tensor in inputs} - floating_addresses
+    overwritten_addresses = {result.address for result in results if result not in previous_step} & {
+        tensor.address for tensor in previous_step
     }
-    for chosen, results_too in ((floating, False), (integers, False), (in_place, True)):
-        if chosen and _changes(steps, chosen, taken, results_too):
-            return StepEffect(True)  # also if others than torch have launched the work, which nobody counts
-    if idle:
-        if _rewrites(steps, set(second_last) & set(last) - inputs):
+    for chosen_addresses, with_results in (
+        (floating_addresses, False),
+        (integer_addresses, False),
+        (overwritten_addresses, True),
+    ):
+        if chosen_addresses and _changes_result(steps, chosen_addresses, history, with_results):
+            return StepEffect(True)  # the step did work, perhaps by code outside of torch
+    if is_idle:
+        if _rewrites_memory(steps, set(previous_step) & set(last_step) - inputs):
             return StepEffect(True)
-        return StepEffect(False, "it calls no operator of torch and leaves all tensors as they were")
+        return StepEffect(False, "it calls no operator of torch and leaves all tensors unchanged")
     return StepEffect(False, f"its results are the same, bit for bit, whatever its {len(inputs)} input tensors hold")
 
 
 @dataclass(frozen=True)
-class _Taken:
-    """Observations after each step but the first; the last is like an earlier one. `going_on` are addresses of single
-    numbers that nevertheless changed: they may count steps. `recreated`: single numbers that each step makes at a new
-    address changed as well."""
+class _StepHistory:
+    """The contents of memory after each step except the first. The last step repeats an earlier result.
 
-    history: list[list[_SeenMemory]]
-    going_on: set[int]
+    Single numbers that changed nevertheless may count steps: `changed_numbers` has their addresses. `recreated` is
+    true if such numbers also changed in memory that each step allocates at a new address.
+    """
+
+    history: list[list[_MemoryContents]]
+    changed_numbers: set[int]
     recreated: bool
 
-    def counts(self, tensor: _SeenMemory) -> bool:
-        return tensor.address in self.going_on or (
-            self.recreated and tensor.elements <= 1 and tensor.address not in self._lasting
+    def is_counter(self, tensor: _MemoryContents) -> bool:
+        return tensor.address in self.changed_numbers or (
+            self.recreated and tensor.elements <= 1 and tensor.address not in self._lasting_addresses
         )
 
     @cached_property
-    def _lasting(self) -> set[int]:
+    def _lasting_addresses(self) -> set[int]:
         return {tensor.address for tensor in self.history[0]}
 
 
-def _step_until_repeat(steps: _Steps) -> _Taken | None:
-    """Takes steps until one repeats an earlier result; returns None if all of a few differ."""
-    steps.take()
-    held = [steps.memories()]  # kept alive, or the next step's new tensors might get the same address and look alike
-    history = [steps.digest_memories(held[0])]
-    while len(history) < _MOST_STEPS:
-        if steps.seconds() > LONGEST_SECONDS:
-            raise _TakesLong(f"a step takes more than {LONGEST_SECONDS:g} s")
-        held.append(steps.memories())
-        history.append(steps.digest_memories(held[-1]))
+def _step_until_repeat(steps: _Steps) -> _StepHistory | None:
+    """Takes steps until one repeats an earlier result. Returns None if all of a few steps give new results."""
+    steps.take_step_and_wait()
+    # keep these tensors, so that new tensors of the next step get different addresses
+    held_memories = [steps.memories()]
+    history = [steps.digest_memories(held_memories[0])]
+    while len(history) < _MAX_COMPARED_STEPS:
+        if steps.seconds() > MAX_STEP_SECONDS:
+            raise _TooSlow(f"a step takes more than {MAX_STEP_SECONDS:g} s")
+        held_memories.append(steps.memories())
+        history.append(steps.digest_memories(held_memories[-1]))
         for earlier in reversed(history[:-1]):
-            if (going_on := _compare_steps(earlier, history[-1])) is not None:
-                return _Taken(history, *going_on)
+            if (changed_numbers := _find_changed_numbers(earlier, history[-1])) is not None:
+                return _StepHistory(history, *changed_numbers)
     return None
 
 
-def _compare_steps(old: Sequence[_SeenMemory], new: Sequence[_SeenMemory]) -> tuple[set[int], bool] | None:
-    """Compares two steps; None if they differ in more than single numbers. Otherwise it returns the addresses of single
-    numbers that differ, and whether some recreated ones do. Lasting memory is compared by address; recreated memory has
-    a new address each time, and is compared as a whole."""
-    old_by_address = {tensor.address: tensor for tensor in old}
-    stayed = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}
-    going_on = {address for address, tensor in stayed.items() if tensor.digest != old_by_address[address].digest}
-    # Recreated memory has no lasting address: compare all of its digests, with single numbers separately.
-    many_old, single_old = _count_digests(old, stayed)
-    many_new, single_new = _count_digests(new, stayed)
-    if any(stayed[address].elements > 1 for address in going_on) or many_old != many_new:
-        return None
-    return going_on, single_old != single_new
-
-
-def _count_digests(memories: Sequence[_SeenMemory], stayed: Mapping[int, object]) -> tuple[Counter[int], Counter[int]]:
-    """Counts the digests of memory that did not last: of tensors with several elements, and of single numbers."""
-    many, single = Counter[int](), Counter[int]()
-    for memory in memories:
-        if memory.address not in stayed:
-            (many if memory.elements > 1 else single)[memory.digest] += 1
-    return many, single
-
-
-def _changes(steps: _Steps, chosen: set[int], taken: _Taken, results_too: bool) -> bool:
-    """Whether a step gives a new result once the `chosen` memories hold other numbers. Numbers that change anyway are
-    left out, and so are chosen memories which still hold their other numbers. With `results_too` these count: the step
-    may work in place.
-
-    A chosen memory may nevertheless be a result: before the first step it held by chance what the steps give, as fresh
-    memory does where the previous state had its result, and torch did not count the writing.
+def _find_changed_numbers(
+    old: Sequence[_MemoryContents], new: Sequence[_MemoryContents]
+) -> tuple[set[int], bool] | None:
+    """Compares the memory after two steps, and returns which single numbers differ. These are the addresses of
+    numbers in lasting memory, and whether numbers at new addresses differ. Returns None if more than single numbers
+    differ. Lasting memory is compared by address. Memory that each step allocates again is compared as a whole.
     """
-    memory_before, replaced = steps.read_memory(), dict[int, int]()
+    old_by_address = {tensor.address: tensor for tensor in old}
+    lasting_memories = {tensor.address: tensor for tensor in new if tensor.address in old_by_address}
+    changed_addresses = {
+        address for address, tensor in lasting_memories.items() if tensor.digest != old_by_address[address].digest
+    }
+    # Memory that each step allocates again has no lasting address. So compare the digests of all such tensors as a
+    # set, and of single numbers as a second set.
+    old_tensors, old_numbers = _count_digests(old, lasting_memories)
+    new_tensors, new_numbers = _count_digests(new, lasting_memories)
+    if any(lasting_memories[address].elements > 1 for address in changed_addresses) or old_tensors != new_tensors:
+        return None
+    return changed_addresses, old_numbers != new_numbers
+
+
+def _count_digests(
+    memories: Sequence[_MemoryContents], lasting_memories: Mapping[int, object]
+) -> tuple[Counter[int], Counter[int]]:
+    """Counts the digests of memory that did not last. Returns the counts of tensors with several elements, then those
+    of single numbers.
+    """
+    tensor_counts, number_counts = Counter[int](), Counter[int]()
+    for memory in memories:
+        if memory.address not in lasting_memories:
+            (tensor_counts if memory.elements > 1 else number_counts)[memory.digest] += 1
+    return tensor_counts, number_counts
+
+
+def _changes_result(steps: _Steps, chosen_addresses: set[int], history: _StepHistory, with_results: bool) -> bool:
+    """Returns whether a step gives a new result after the numbers in the chosen memories were replaced. Numbers that
+    change in every step are not compared.
+
+    A chosen memory that still holds the new numbers is compared only with `with_results`, because the step may work
+    in place. Such a memory may nevertheless be a result. Before the first step it may hold results of an earlier
+    state at this address. This happens if torch did not count that it was written.
+    """
+    memory_before, replaced_digests = steps.read_memory(), dict[int, int]()
     with ExitStack() as stack:
-        # Each gets different numbers, otherwise a result that equals an input would also equal it afterwards.
+        # Give each memory different numbers. Otherwise a result that equals an input would also equal it afterwards.
         for seed, (address, (first, *_)) in enumerate(steps.memories().items()):
-            if address in chosen:
-                stack.enter_context(other_numbers(first, seed))
-                replaced[address] = digest(first)
-        if steps.fails():
+            if address in chosen_addresses:
+                stack.enter_context(replace_numbers(first, seed))
+                replaced_digests[address] = digest(first)
+        if steps.is_step_failing():
             return True
         memory_after = steps.read_memory()
-    untouched = {tensor.address for tensor in memory_after if tensor.digest == replaced.get(tensor.address)}
-    left_out = set[int]() if results_too else untouched
+    unchanged_addresses = {
+        tensor.address for tensor in memory_after if tensor.digest == replaced_digests.get(tensor.address)
+    }
+    excluded_addresses = set[int]() if with_results else unchanged_addresses
 
-    def count_results(memories: Sequence[_SeenMemory]) -> Counter[int]:
-        results = (tensor for tensor in memories if not taken.counts(tensor) and tensor.address not in left_out)
+    def count_results(memories: Sequence[_MemoryContents]) -> Counter[int]:
+        results = (
+            tensor for tensor in memories if not history.is_counter(tensor) and tensor.address not in excluded_addresses
+        )
         return Counter(tensor.digest for tensor in results)
 
-    return count_results(memory_after) not in map(count_results, (*taken.history, memory_before))
+    return count_results(memory_after) not in map(count_results, (*history.history, memory_before))
 
 
-def _rewrites(steps: _Steps, written_once: set[_SeenMemory]) -> bool:
-    """Whether a step works in place unseen by torch: memory that only the first step changed, as rounding does, is
-    changed again once it holds other numbers."""
+def _rewrites_memory(steps: _Steps, written_once: set[_MemoryContents]) -> bool:
+    """Returns whether a step works in place in a way that torch does not notice. `written_once` is memory that only
+    the first step changed: rounding, for example, changes nothing when it is repeated. Its numbers are replaced, and
+    the next step must change them again.
+    """
     addresses = {tensor.address for tensor in written_once}
     for address, (first, *_) in steps.memories().items():
         if address in addresses:
-            old = digest(first)
-            with other_numbers(first, seed=0):
+            old_digest = digest(first)
+            with replace_numbers(first, seed=0):
                 replaced_digest = digest(first)
-                if steps.fails() or digest(first) not in (old, replaced_digest):
+                if steps.is_step_failing() or digest(first) not in (old_digest, replaced_digest):
                     return True
     return False
 
 
-def _idle(steps: _Steps) -> bool:
-    """Whether a step calls no torch operator, and is too fast to work outside of torch."""
-    if calls_operators(steps.take) is not False:
+def _is_idle(steps: _Steps) -> bool:
+    """Returns whether a step does nothing: it calls no operator of torch, and is too fast to do any work outside of
+    torch.
+    """
+    if calls_operators(steps.take_step_and_wait) is not False:
         return False
-    end, spent = time.monotonic() + LONGEST_SECONDS, 0.0
-    for number in range(_MOST_TIMED):
-        begun = time.process_time()
-        steps.take()
-        took = time.process_time() - begun
-        if took < NO_TIME_SECONDS:
+    deadline, spent_seconds = time.monotonic() + MAX_STEP_SECONDS, 0.0
+    for number in range(_MAX_REPETITIONS):
+        start = time.process_time()
+        steps.take_step_and_wait()
+        step_seconds = time.process_time() - start
+        if step_seconds < IDLE_STEP_SECONDS:
             return True
-        spent += took
-        if number + 1 >= _TIMED and (spent > _SPENT_SECONDS or time.monotonic() > end):
+        spent_seconds += step_seconds
+        if number + 1 >= _MIN_REPETITIONS and (spent_seconds > _REPETITION_SECONDS or time.monotonic() > deadline):
             break
     return False
 
 
-# Whether a slot is timed. No step that repeats after 2, 3, 4 or 8 slots, or drifts steadily, follows this order.
-_ORDER = (True, False, False, True, False, True, True, False)
-# Other kernels round differently, by less than the first share of a step's effect on a tensor. A tensor that changes by
-# less than the second share of what another one does may only hold rounding errors.
-_ALIKE, _ROUNDING = 0.05, 1e-3
-# Counted operators may take this many times as long as a timed step, after deducting the maximum cost of counting each
-# of them.
-_SLOWER = 1.5
-_CALL_SECONDS = 30e-6
-# Replacing the numbers of a larger state is not worth the time.
-MOST_BYTES = 1 << 26
+# The order of timed slots (True) and counted slots. A step that drifts steadily, or that repeats after 2, 3, 4 or 8
+# slots, does not follow this order.
+_SLOT_ORDER = (True, False, False, True, False, True, True, False)
+# Kernels that round differently change a tensor by less than _ROUNDING_SHARE of the step's effect on the tensor. A
+# tensor that changes by less than _LEAST_CHANGE_SHARE of the largest change may contain rounding errors only.
+_ROUNDING_SHARE, _LEAST_CHANGE_SHARE = 0.05, 1e-3
+# Counted operators may take up to this many times as long as a timed step. The most seconds that counting takes for
+# each operator are subtracted first.
+_MAX_SLOWDOWN = 1.5
+_COUNTING_SECONDS = 30e-6
+# The largest state in bytes whose numbers are replaced. For a larger state this takes too long.
+MAX_BYTES = 1 << 26
 
-# A few sums of a step's effect on each tensor, and of each new tensor, in the order of memories_of.
-Left = list[Any]
+# For each tensor, a few sums that describe how a step changed it (bits.sketch). A new tensor is described by its
+# content. The order is that of `find_memories`.
+Sketches = list[Any]
 
 
 class Slot(NamedTuple):
-    """The times of one slot: `least` is that of the fastest step without the cost of counting its operators, `most`
-    that of the slowest with it."""
+    """The seconds of the steps in a slot. `least` is the fastest step without the cost of counting operators, and
+    `most` the slowest step with this cost.
+    """
 
     typical: float
     least: float
-    sums: Left
+    sums: Sketches
     most: float
 
 
-def slot_of(seconds: Sequence[float], operators: int, sums: Left, most: float) -> Slot:
-    """Makes a Slot from the seconds of its steps, or of their operators; `operators` is their number per step if they
-    were counted, else 0. The slowest step took `most`."""
-    return Slot(median(seconds), min(seconds) - _CALL_SECONDS * operators, sums, most)
+def make_slot(seconds: Sequence[float], operators: int, sums: Sketches, most: float) -> Slot:
+    """Makes a Slot from the seconds of its steps, the slowest of which took `most` seconds. If operators were
+    counted, `seconds` are those of the operators, and `operators` is their number in a step. Otherwise `operators` is
+    0.
+    """
+    return Slot(median(seconds), min(seconds) - _COUNTING_SECONDS * operators, sums, most)
 
 
 def compare_slots() -> Generator[bool, Slot | None, str]:
-    """Requests slots by whether they are timed (else counted), and returns how the two kinds differ; '' if they do not,
-    or it is unknown. Most cases need only two slots."""
+    """Yields whether the next slot must be timed (True) or counted (False), and receives that slot. Returns how timed
+    and counted slots differ.
+
+    The result is '' if they do not differ, or if this is unknown. Most cases need only two slots.
+    """
     timed: list[Slot] = []
     counted: list[Slot] = []
     reason = ""
-    for is_timed in _ORDER:
-        if (taken := (yield is_timed)) is None or taken.typical > LONGEST_SECONDS:
+    for is_timed in _SLOT_ORDER:
+        if (slot := (yield is_timed)) is None or slot.typical > MAX_STEP_SECONDS:
             return ""
-        (timed if is_timed else counted).append(taken)
-        if counted and not (reason := _difference(timed, counted)):
+        (timed if is_timed else counted).append(slot)
+        if counted and not (reason := _describe_difference(timed, counted)):
             return ""
     return reason
 
 
-def _difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
-    slowest, fastest = max(slot.typical for slot in timed), min(slot.least for slot in counted)
-    if fastest > _SLOWER * slowest:
+def _describe_difference(timed: Sequence[Slot], counted: Sequence[Slot]) -> str:
+    slowest_timed, fastest_counted = max(slot.typical for slot in timed), min(slot.least for slot in counted)
+    if fastest_counted > _MAX_SLOWDOWN * slowest_timed:
         return (
-            f"timed, a step takes {units.seconds(slowest)}, and its operators {units.seconds(fastest)} or more while "
-            "they are counted"
+            f"timed, a step takes {units.seconds(slowest_timed)}, and its operators {units.seconds(fastest_counted)} "
+            "or more while they are counted"
         )
-    quickest, most = min(slot.least for slot in timed), max(slot.most for slot in counted)
-    if quickest > _SLOWER * most:
+    fastest_timed, slowest_counted = min(slot.least for slot in timed), max(slot.most for slot in counted)
+    if fastest_timed > _MAX_SLOWDOWN * slowest_counted:
         return (
-            f"timed, a step takes {units.seconds(quickest)}, and {units.seconds(most)} while its operators are counted"
+            f"timed, a step takes {units.seconds(fastest_timed)}, and {units.seconds(slowest_counted)} while its "
+            "operators are counted"
         )
-    # A tensor incriminates a step only if all slots of either kind agree about it.
+    # A tensor shows that a step cheats only if all timed slots agree about the tensor, and all counted slots do.
     sketches = [slot.sums for slot in (*timed, *counted)]
-    least = _ROUNDING * max((float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0)
-    for place in zip_longest(*sketches):
-        of_timed, of_counted = place[: len(timed)], place[len(timed) :]
-        is_settled = _agree(of_timed, least) and _agree(of_counted, least)
-        if is_settled and not _same_sums(of_timed[0], of_counted[0], least):
+    least_change = _LEAST_CHANGE_SHARE * max(
+        (float(sums.abs().max()) for slot_sums in sketches for sums in slot_sums), default=0.0
+    )
+    for tensor_sums in zip_longest(*sketches):
+        timed_sums, counted_sums = tensor_sums[: len(timed)], tensor_sums[len(timed) :]
+        is_settled = _all_agree(timed_sums, least_change) and _all_agree(counted_sums, least_change)
+        if is_settled and not _are_same_sums(timed_sums[0], counted_sums[0], least_change):
             return "timed, a step leaves other numbers than while its operators are counted"
     return ""
 
 
-def _agree(sketches: Sequence[Any], least: float) -> bool:
-    return all(_same_sums(sketches[0], sums, least) for sums in sketches[1:])
+def _all_agree(sketches: Sequence[Any], least_change: float) -> bool:
+    return all(_are_same_sums(sketches[0], sums, least_change) for sums in sketches[1:])
 
 
-def _same_sums(sums: Any, other_sums: Any, least: float) -> bool:
+def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
     if sums is None or other_sums is None:
         return sums is other_sums
-    apart, most = float((sums - other_sums).abs().max()), float(max(sums.abs().max(), other_sums.abs().max()))
-    return apart <= max(_ALIKE * most, least)
+    difference, largest_sum = (
+        float((sums - other_sums).abs().max()),
+        float(max(sums.abs().max(), other_sums.abs().max())),
+    )
+    return difference <= max(_ROUNDING_SHARE * largest_sum, least_change)
 
 
 class Beginning:
-    """Where all slots of a state begin: the numbers of its memories, by address, and the state of generators."""
+    """The contents of a state's memory, and the positions of its random generators, at the begin of every slot."""
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
-        self._state, self._known = state, memories is not None
-        self._begun = {address: (some[0], copy_bytes(some[0])) for address, some in (memories or {}).items()}
-        self._draws = draws_of(state) if self._known else []
-        self._made: dict[int, tuple[Any, Any]] = {}
+        self._state, self._is_known = state, memories is not None
+        self._initial = {address: (some[0], copy_bytes(some[0])) for address, some in (memories or {}).items()}
+        self._generator_resets = save_generators(state) if self._is_known else []
+        self._later_contents: dict[int, tuple[Any, Any]] = {}
 
-    def again(self) -> None:
-        """Restores the beginning, except for tensors that earlier slots have added to the state."""
-        for first, copy in self._begun.values():
-            put_back(first, copy)
-        held = memories_of(self._state) if self._known else {}
-        self._made = {at: (some[0], copy_bytes(some[0])) for at, some in held.items() if at not in self._begun}
-        for draw_again in self._draws:
+    def restore(self) -> None:
+        """Restores the memory and the generators, except for tensors that earlier slots added to the state."""
+        for first, copy in self._initial.values():
+            restore_bytes(first, copy)
+        memories = find_memories(self._state) if self._is_known else {}
+        self._later_contents = {
+            at: (some[0], copy_bytes(some[0])) for at, some in memories.items() if at not in self._initial
+        }
+        for draw_again in self._generator_resets:
             draw_again()
 
-    def left(self, answer: object) -> Left:
-        """Sketches the changes of the state since, and the contents of an answer; empty if the beginning is not
-        known."""
-        memories = memories_of(self._state, answer) if self._known else {}
-        return [sketch(first, self._before(address, first)) for address, (first, *_) in memories.items()]
+    def sketch_changes(self, answer: object) -> Sketches:
+        """Returns sketches of how the state has changed since `restore`, and of the contents of an answer. Returns []
+        if the beginning is unknown.
+        """
+        memories = find_memories(self._state, answer) if self._is_known else {}
+        return [sketch(first, self._find_contents_before(address, first)) for address, (first, *_) in memories.items()]
 
-    def _before(self, address: int, tensor: Any) -> Any:
-        _, copy = self._begun.get(address) or self._made.get(address) or (None, None)
+    def _find_contents_before(self, address: int, tensor: Any) -> Any:
+        _, copy = self._initial.get(address) or self._later_contents.get(address) or (None, None)
         return copy if copy is not None and copy.numel() == tensor.untyped_storage().nbytes() else None
 
 
 @contextmanager
 def restore_state(state: object, inputs: set[int]) -> Iterator[Beginning]:
-    """Gives inputs other numbers in the body; restores the state's memory and generators after it. A state of more than
-    MOST_BYTES continues unchanged."""
-    memories = memories_of(state)
-    if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MOST_BYTES:
+    """Replaces the numbers of the inputs during the body. Restores the state's memory and generators afterwards.
+
+    A state of more than MAX_BYTES is left unchanged.
+    """
+    memories = find_memories(state)
+    if sum(some[0].untyped_storage().nbytes() for some in memories.values()) > MAX_BYTES:
         yield Beginning(state, None)
         return
     with ExitStack() as stack:
-        for draw_again in draws_of(state):
+        for draw_again in save_generators(state):
             stack.callback(draw_again)
         for seed, (address, (first, *_)) in enumerate(memories.items()):
-            replaced = address in inputs and first.dtype.is_floating_point
-            stack.enter_context(other_numbers(first, seed) if replaced else same_after(first))
+            is_replaced = address in inputs and first.dtype.is_floating_point
+            stack.enter_context(replace_numbers(first, seed) if is_replaced else restore_afterwards(first))
         yield Beginning(state, memories)

@@ -1,7 +1,7 @@
-"""Forbidden side effects of a workload: printing inside a step, or leaving threads and processes running.
+"""Finds forbidden side effects of a workload: printing in a step, and threads or processes that keep running.
 
-Either would be timed: printing with its step, threads and processes with everything that follows. A thread cannot be
-ended, a process can; both are named.
+These side effects would be timed. Printing would be timed with its step, and threads and processes with everything
+that follows. A process can be ended, but a thread cannot, so the error names the threads.
 """
 
 from __future__ import annotations
@@ -22,12 +22,16 @@ from typing import Any
 from fp8bench.worker.clock import PhaseClock
 
 GRACE_SECONDS = 0.5
-_PIECES = 20
-# A process that is about to end may first have to wait for a core.
-_ENDING_SECONDS = 2.0
+_WAIT_PIECES = 20
+# The seconds for a process to end. It may have to wait for a core.
+_EXIT_SECONDS = 2.0
 _POLL_SECONDS = 0.005
-# Helpers that live as long as the process that started them and do nothing unless asked.
-_HARMLESS = ("multiprocessing.resource_tracker", "multiprocessing.forkserver", "torch/_inductor/compile_worker")
+# Helper processes that live as long as the process that started them, and do nothing without a request.
+_HARMLESS_COMMANDS = (
+    "multiprocessing.resource_tracker",
+    "multiprocessing.forkserver",
+    "torch/_inductor/compile_worker",
+)
 
 
 class StepPrinted(RuntimeError):
@@ -35,49 +39,51 @@ class StepPrinted(RuntimeError):
 
 
 class LeftRunning(RuntimeError):
-    """Threads or processes are still running that did not exist before."""
+    """Threads or processes that did not exist before are still running."""
 
 
 @contextlib.contextmanager
-def aside() -> Iterator[None]:
-    """Redirects what the body prints to stderr: stdout belongs to the table."""
-    with _forks_end_here(), contextlib.redirect_stdout(sys.stderr):
+def stdout_to_stderr() -> Iterator[None]:
+    """Redirects the output of the body to stderr, because stdout belongs to fp8bench's tables."""
+    with _end_forked_children(), contextlib.redirect_stdout(sys.stderr):
         yield
 
 
 @contextlib.contextmanager
-def apart() -> Iterator[None]:
-    """Runs an untimed pass. It may print, to stderr; LeftRunning is raised if it leaves something running."""
-    already_running = running()
-    with aside():
+def untimed_pass() -> Iterator[None]:
+    """Runs an untimed pass, whose output goes to stderr. Raises LeftRunning if it leaves threads or processes
+    running.
+    """
+    already_running = list_running()
+    with stdout_to_stderr():
         yield
-    still_there = still_running(running() - already_running)
-    if still_there:
+    running_names = wait_and_name_running(list_running() - already_running)
+    if running_names:
         raise LeftRunning(
-            f"it left {len(still_there)} running ({', '.join(still_there[:5])}): "
-            "they would be timed with later work. Join them."
+            f"it left {len(running_names)} running ({', '.join(running_names[:5])}): "
+            "they would be timed with later work. Join them before returning."
         )
 
 
 @contextlib.contextmanager
 def silent_step() -> Iterator[None]:
-    """Runs steps; raises if one of them printed, or left a thread or a process running."""
-    already_running, written = running(), _stdout_size()
-    with _forks_end_here(), contextlib.redirect_stdout(io.StringIO()) as printed:
+    """Runs timed steps in the body. Raises an error if one of them printed, or left a thread or a process running."""
+    already_running, stdout_size = list_running(), _stdout_size()
+    with _end_forked_children(), contextlib.redirect_stdout(io.StringIO()) as captured_output:
         yield
-    lines = printed.getvalue().strip().splitlines()
-    past_python = _stdout_size() - written
-    if lines or past_python:
-        printed_words = repr(lines[0][:60]) if lines else f"{past_python} bytes past Python's own stdout"
-        more_lines = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
+    lines = captured_output.getvalue().strip().splitlines()
+    bypassed_bytes = _stdout_size() - stdout_size
+    if lines or bypassed_bytes:
+        shown_output = repr(lines[0][:60]) if lines else f"{bypassed_bytes} bytes past Python's own stdout"
+        further_lines = f" and {len(lines) - 1} more lines" if len(lines) > 1 else ""
         raise StepPrinted(
-            f"a step printed {printed_words}{more_lines}: printing is timed with the step. "
+            f"a step printed {shown_output}{further_lines}: printing is timed with the step. "
             "Print while preparing, or not at all."
         )
-    still_there = still_running(running() - already_running, 0.0)
-    if still_there:
+    running_names = wait_and_name_running(list_running() - already_running, 0.0)
+    if running_names:
         raise LeftRunning(
-            f"a step left {len(still_there)} running ({', '.join(still_there[:5])}): "
+            f"a step left {len(running_names)} running ({', '.join(running_names[:5])}): "
             "it would be timed with the next one. Join it in the step, or start it while preparing."
         )
 
@@ -94,9 +100,10 @@ _step_processes: list[int] = []
 
 
 @contextlib.contextmanager
-def _forks_end_here() -> Iterator[None]:
-    """Ends a child that the body forks when its step ends, because it would otherwise time steps itself, and fork in
-    each."""
+def _end_forked_children() -> Iterator[None]:
+    """If the body forks a child process, ends the child as soon as it leaves the body. Otherwise the child would time
+    steps itself, and fork in each step.
+    """
     _step_processes.append(os.getpid())
     try:
         yield
@@ -105,17 +112,17 @@ def _forks_end_here() -> Iterator[None]:
             os._exit(0)
 
 
-def _end_child_after_its_step() -> None:
+def _end_child_after_step() -> None:
     if _step_processes:
         PhaseClock.end = lambda *arguments: os._exit(0)  # type: ignore[method-assign]
 
 
-os.register_at_fork(after_in_child=_end_child_after_its_step)
+os.register_at_fork(after_in_child=_end_child_after_step)
 
 
 @dataclass(frozen=True)
 class Running:
-    """The threads and descendant processes of this process."""
+    """The threads and the descendant processes of this process."""
 
     threads: frozenset[threading.Thread] = frozenset()
     processes: frozenset[int] = frozenset()
@@ -127,57 +134,65 @@ class Running:
 _owns_process = False
 
 
-def own_this_process() -> None:
-    """Called by a worker: only fp8bench and its workloads do anything in its process. Without isolation the process is
-    the user's, whose other threads may start processes too."""
+def take_over_process() -> None:
+    """Declares that only fp8bench and its workloads run code in this process. A worker calls it at its start.
+
+    Without isolation the process is the user's, whose other threads may start processes too.
+    """
     global _owns_process  # noqa: PLW0603 - there is one process, and it is owned from here on
     _owns_process = True
 
 
-def owns_this_process() -> bool:
+def owns_process() -> bool:
     return _owns_process
 
 
-def running() -> Running:
-    thread = None if _owns_process else threading.get_native_id()
-    below = () if _childless() else _descendants(os.getpid(), thread)
-    return Running(frozenset(threading.enumerate()), frozenset(below))
+def list_running() -> Running:
+    thread_id = None if _owns_process else threading.get_native_id()
+    descendants = () if _has_no_child() else _iterate_descendants(os.getpid(), thread_id)
+    return Running(frozenset(threading.enumerate()), frozenset(descendants))
 
 
-def still_running(started: Running, grace: float = GRACE_SECONDS) -> list[str]:
-    """Returns the names of threads that do not end within `grace` seconds, and of processes, which it then ends.
-    torch's own threads do not count."""
-    threads = [thread for thread in started.threads if not _is_torchs(thread)]
-    for _ in range(_PIECES):  # if the system suspends this process for a while, at most one piece passes
+def wait_and_name_running(started: Running, grace_seconds: float = GRACE_SECONDS) -> list[str]:
+    """Returns the names of threads that do not end within `grace_seconds` seconds, and of processes. Ends these
+    processes.
+
+    Threads of torch do not count.
+    """
+    threads = [thread for thread in started.threads if not _is_torch_thread(thread)]
+    # wait in several pieces: if the system suspends this process for a while, only one piece is lost
+    for _ in range(_WAIT_PIECES):
         if threads := [thread for thread in threads if thread.is_alive()]:
-            threads[0].join(grace / _PIECES)
+            threads[0].join(grace_seconds / _WAIT_PIECES)
     return [thread.name for thread in threads if thread.is_alive()] + _end_processes(started.processes)
 
 
 @contextlib.contextmanager
-def nothing_left_on_error() -> Iterator[None]:
-    """If the body raises, ends the processes it has started: no state is kept that could end them later."""
-    already_running = running()
+def end_processes_on_error() -> Iterator[None]:
+    """If the body raises, ends the processes that the body has started. No state exists that could end them later."""
+    already_running = list_running()
     try:
         yield
     except BaseException:
-        still_running(running() - already_running, 0.0)
+        wait_and_name_running(list_running() - already_running, 0.0)
         raise
 
 
-def _is_torchs(thread: threading.Thread) -> bool:
-    # torch's compiler starts tqdm's monitor thread if tqdm is installed; it sleeps.
-    modules = str(getattr(getattr(thread, "_target", None), "__module__", "")), type(thread).__module__
-    if any(module.startswith(("torch", "tqdm._monitor")) for module in modules):
+def _is_torch_thread(thread: threading.Thread) -> bool:
+    # If tqdm is installed, torch's compiler starts its monitor thread, which sleeps.
+    module_names = str(getattr(getattr(thread, "_target", None), "__module__", "")), type(thread).__module__
+    if any(module.startswith(("torch", "tqdm._monitor")) for module in module_names):
         return True
-    # The pool of inductor waits for more to compile as long as the process lives; its threads have no name of torch.
-    compiler = sys.modules.get("torch._inductor.async_compile")
-    pool: Any = getattr(getattr(compiler, "AsyncCompile", None), "pool", None)
+    # Threads of Inductor's pool wait for work as long as the process lives, and their names do not contain 'torch'.
+    inductor = sys.modules.get("torch._inductor.async_compile")
+    pool: Any = getattr(getattr(inductor, "AsyncCompile", None), "pool", None)
     return pool is not None and pool.cache_info().currsize > 0 and thread in getattr(pool(), "_threads", ())
 
 
-def _childless() -> bool:
-    """Checks with one system call whether this process has no child; listing them reads a file for each thread."""
+def _has_no_child() -> bool:
+    """Returns whether this process has no child. This takes one system call, and listing the children would read a
+    file per thread.
+    """
     try:
         os.waitid(os.P_ALL, 0, os.WEXITED | os.WNOHANG | os.WNOWAIT)
     except ChildProcessError:
@@ -185,15 +200,16 @@ def _childless() -> bool:
     return False
 
 
-def _descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
-    """Yields the processes that a process, or one thread of it, has started, and their descendants; nothing without
-    /proc. Some may have ended. Avoids pathlib, which takes five times as long, because this runs around every slot of a
-    workload with children."""
+def _iterate_descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
+    """Yields the descendants of a process, or of one of its threads. Yields none without /proc. Some of them may have
+    ended. It does not use pathlib, which takes five times as long, because it runs around every slot of a workload
+    with children.
+    """
     try:
-        threads = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
+        thread_ids = os.listdir(f"/proc/{pid}/task") if thread is None else (thread,)  # noqa: PTH208
     except OSError:
         return
-    for task in threads:
+    for task in thread_ids:
         try:
             with open(f"/proc/{pid}/task/{task}/children", "rb", buffering=0) as file:  # noqa: PTH123
                 children = list(map(int, file.readall().split()))
@@ -201,29 +217,31 @@ def _descendants(pid: int, thread: int | str | None = None) -> Iterator[int]:
             continue
         for child in children:
             yield child
-            yield from _descendants(child)
+            yield from _iterate_descendants(child)
 
 
 def _end_processes(started: Iterable[int]) -> list[str]:
-    end = time.monotonic() + _ENDING_SECONDS
-    while (remaining := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < end:
+    deadline = time.monotonic() + _EXIT_SECONDS
+    while (remaining := [pid for pid in sorted(started) if _is_busy(pid)]) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
-    names = [f"process {pid}: {_command_line(pid):.60}" for pid in remaining]
+    descriptions = [f"process {pid}: {_command_line(pid):.60}" for pid in remaining]
     for pid in remaining:
         with contextlib.suppress(OSError):
             os.kill(pid, signal.SIGKILL)
-        with contextlib.suppress(ChildProcessError):  # for example a grandchild, which is not ours
+        with contextlib.suppress(ChildProcessError):  # the system allows no waiting for a grandchild
             os.waitpid(pid, 0)
-    return names
+    return descriptions
 
 
 def _is_busy(pid: int) -> bool:
-    """Whether a process runs and is not a harmless helper. One that has just begun has no command line yet."""
-    return _runs(pid) and not any(word in _command_line(pid) for word in _HARMLESS)
+    """Returns whether a process runs and is not a harmless helper. A process that has just started has no command
+    line.
+    """
+    return _is_alive(pid) and not any(word in _command_line(pid) for word in _HARMLESS_COMMANDS)
 
 
 def _command_line(pid: int) -> str:
-    """Returns the program's name without its folder, and its arguments; '' once the process is gone."""
+    """Returns the name of a process's program without its folder, and its arguments; '' if the process has ended."""
     try:
         program, *arguments = Path(f"/proc/{pid}/cmdline").read_bytes().decode(errors="replace").split("\0")
     except OSError:
@@ -231,8 +249,8 @@ def _command_line(pid: int) -> str:
     return " ".join([program.rpartition("/")[2], *arguments]).strip()
 
 
-def _runs(pid: int) -> bool:
-    """Whether a process has not ended; a zombie, which only waits to be reaped, has."""
+def _is_alive(pid: int) -> bool:
+    """Returns whether a process is alive. A zombie, which only waits for its parent to read its status, is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] not in ("Z", "X")
     except OSError:

@@ -1,8 +1,9 @@
-"""Watches all switches of the process, including torch's: those that a body leaves changed are restored and named.
+"""Watches all switches of the process, including torch's. A switch that a body leaves changed is restored and named
+in an error.
 
-All cases of a group share a process; a case that leaves the default dtype changed would affect the measurements of the
-others. Random states are not watched: a step may draw numbers. A precision's switches are set outside the watch,
-because restoring them would hide that a step had changed them.
+All cases of a group run in the same process, so a case that changes the default dtype would affect the measurements
+of other cases. Random states are not watched, because a step may draw numbers. A precision's switches are set outside
+of the watched body, because restoring them would hide that a step has changed them.
 """
 
 from __future__ import annotations
@@ -19,9 +20,9 @@ from fp8bench.errors import UsageError
 from fp8bench.model import Scalar
 from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.protocols import Precision, float32_products
-from fp8bench.user_code.switches import Switch, Unset, plain, process_switches, put_back, values_of
+from fp8bench.user_code.switches import Switch, Unset, make_plain, process_switches, read_values, restore_values
 
-_MOST_NAMED = 8
+_MAX_NAMED = 8
 
 
 class SwitchesChanged(RuntimeError):
@@ -30,86 +31,91 @@ class SwitchesChanged(RuntimeError):
 
 @contextlib.contextmanager
 def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequence[Any]]:
-    """Restores the switches that the body leaves changed; raises SwitchesChanged unless the body itself raised. Yields
-    the values before the body. Another body under the same precision may get them as `known_values`, which saves
-    reading them."""
-    old_values = values_of(switches()) if known_values is None else known_values
+    """Restores the switches that the body leaves changed. Raises SwitchesChanged if there are any, unless the body
+    itself has raised. Yields the values from before the body. A later call under the same precision may get these
+    values as `known_values`, and then need not read them again.
+    """
+    old_values = read_values(switches()) if known_values is None else known_values
     try:
         yield old_values
     except BaseException:
-        put_back(switches(), old_values)
+        restore_values(switches(), old_values)
         raise
-    changed = put_back(switches(), old_values)
-    if changed:
+    changed_switches = restore_values(switches(), old_values)
+    if changed_switches:
         raise SwitchesChanged(
-            f"it left {', '.join(changed)}: other cases run in the same process. Restore switches in a finally block."
+            f"it left {', '.join(changed_switches)}: other cases run in the same process. "
+            "Restore switches in a finally block."
         )
 
 
 @contextlib.contextmanager
-def under(precision: Precision) -> Iterator[None]:
-    """Enters a precision's scope. Checks that a user's precision restores what it sets; fp8bench's have tests."""
+def precision_scope(precision: Precision) -> Iterator[None]:
+    """Sets the switches of a precision during the body. A precision must restore what it sets. This is tested for
+    fp8bench's precisions, but not for a user's.
+    """
     is_fp8bench = type(precision).__module__.startswith("fp8bench.")
     with contextlib.nullcontext() if is_fp8bench else restore_switches(), precision.scope():
         yield
 
 
 @contextlib.contextmanager
-def collected_by_hand() -> Iterator[None]:
-    """Disables automatic garbage collection, so that tensors in cycles are freed at a defined time."""
-    gc_was_on = gc.isenabled()
+def without_garbage_collection() -> Iterator[None]:
+    """Turns automatic garbage collection off, so that tensors in reference cycles are freed at a defined time."""
+    was_enabled = gc.isenabled()
     gc.disable()
     try:
         yield
     finally:
-        if gc_was_on:
+        if was_enabled:
             gc.enable()
 
 
 @functools.cache
 def switches() -> tuple[Switch, ...]:
-    from fp8bench.worker.torch_switches import torch_switches
+    from fp8bench.worker.torch_switches import list_torch_switches
 
-    return (*torch_switches(), *process_switches(), Switch(_OWN_CODE, own_code(), None, usual=()))
+    return (*list_torch_switches(), *process_switches(), Switch(_OWN_FUNCTIONS, watch_own_functions(), None, usual=()))
 
 
-_OWN_CODE = "fp8bench's own functions"
-# Modules that time steps, and that inspect them.
-_MEASURING = tuple(
+_OWN_FUNCTIONS = "fp8bench's own functions"
+# The begins of the names of modules that time or inspect steps.
+_MEASURING_MODULES = tuple(
     f"fp8bench.{room}"
     for room in ("devices.", "numerics.operands", "protocols.measuring", "tape.", "user_code.switches", "worker.")
 )
 
 
-def own_code() -> Callable[[], tuple[str, ...]]:
-    """Returns a function that names measuring functions that were replaced since this call. A step that replaces one of
-    them changes its time, or what is observed of it."""
-    places: list[tuple[dict[str, Any], str]] = []
+def watch_own_functions() -> Callable[[], tuple[str, ...]]:
+    """Remembers the functions that measure. Returns a function that names those which were replaced since then. A
+    step that replaces such a function changes its measured time, or what is observed of it.
+    """
+    function_places: list[tuple[dict[str, Any], str]] = []
     for name, module in list(sys.modules.items()):
-        # Places are listed once: what a step adds to a module later is not ours.
-        if name.startswith(_MEASURING):
-            kinds = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
-            for holder in (module, *kinds):
-                places += _functions_of(holder)
-    functions: list[Any] = [names[name] for names, name in places]
-    codes = [function.__code__ for function in functions]
+        # List the functions only once, because a function that a step adds to a module later is not fp8bench's.
+        if name.startswith(_MEASURING_MODULES):
+            classes = [kind for kind in vars(module).values() if getattr(kind, "__module__", "") == name]
+            for holder in (module, *classes):
+                function_places += _list_functions(holder)
+    functions: list[Any] = [names[name] for names, name in function_places]
+    function_codes = [function.__code__ for function in functions]
 
-    def find_replaced() -> tuple[str, ...]:
-        # The fast path, which every step takes: no names are computed.
-        now: list[Any] = [names.get(name) for names, name in places]
-        if now == functions and [function.__code__ for function in functions] == codes:
+    def list_replacements() -> tuple[str, ...]:
+        # Every step takes this path. It is fast, because it computes no names.
+        present_functions: list[Any] = [names.get(name) for names, name in function_places]
+        if present_functions == functions and [function.__code__ for function in functions] == function_codes:
             return ()
-        functions_now = zip(functions, codes, now, strict=True)
+        functions_now = zip(functions, function_codes, present_functions, strict=True)
         return tuple(
             f"{function.__module__}.{function.__qualname__}"
             for function, code, current in functions_now
             if current is not function or function.__code__ is not code
         )
 
-    return find_replaced
+    return list_replacements
 
 
-def _functions_of(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
+def _list_functions(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
     names: Any = getattr(holder, "__dict__", {})
     for name, value in list(names.items()):
         if isinstance(value, types.FunctionType):
@@ -118,21 +124,23 @@ def _functions_of(holder: Any) -> Iterator[tuple[dict[str, Any], str]]:
 
 @functools.cache
 def arithmetic_switches() -> tuple[Switch, ...]:
-    from fp8bench.worker.torch_switches import switches_of_arithmetic
+    from fp8bench.worker.torch_switches import list_arithmetic_switches
 
-    return tuple(switches_of_arithmetic())
+    return tuple(list_arithmetic_switches())
 
 
-def recorded_values() -> dict[str, Scalar | None]:
-    """Returns the values of all recorded switches, and one text of those that differ from a new process, or None."""
-    values = {switch: plain(switch.read()) for switch in switches() if switch.recorded}
-    unusual = [
-        f"{switch.name} at {value} (usually {plain(switch.usual)})"
+def read_recorded_switches() -> dict[str, Scalar | None]:
+    """Returns the values of all recorded switches. Also returns a text about the switches whose values differ from
+    those in a new process, or None.
+    """
+    values = {switch: make_plain(switch.read()) for switch in switches() if switch.recorded}
+    unusual_texts = [
+        f"{switch.name} at {value} (usually {make_plain(switch.usual)})"
         for switch, value in values.items()
-        if switch.usual is not Unset and value != plain(switch.usual)
+        if switch.usual is not Unset and value != make_plain(switch.usual)
     ]
-    facts = {f"{SWITCH}{switch.name}": value for switch, value in values.items()}
-    return {**facts, SWITCHES_SET: "; ".join(unusual) or None}
+    switch_facts = {f"{SWITCH}{switch.name}": value for switch, value in values.items()}
+    return {**switch_facts, SWITCHES_SET: "; ".join(unusual_texts) or None}
 
 
 def refuse_distorted_reference() -> None:
@@ -140,19 +148,21 @@ def refuse_distorted_reference() -> None:
     values = {switch: switch.read() for switch in switches()}
     with contextlib.ExitStack() as scope:
         if "mixed" not in values.values():
-            scope.enter_context(float32_products("highest"))  # as the reference's scope sets them
+            scope.enter_context(float32_products("highest"))  # the scope of the reference sets these as well
             values = {switch: switch.read() for switch in switches()}
-    wrong = [(switch, value) for switch, value in values.items() if switch.bends is not None and switch.bends(value)]
-    if not wrong:
-        return
-    words = [
-        f"{switch.name} at {plain(value)!s:.100} (expected {switch.wanted or plain(switch.usual)})"
-        for switch, value in wrong[:_MOST_NAMED]
+    wrong_switches = [
+        (switch, value) for switch, value in values.items() if switch.bends is not None and switch.bends(value)
     ]
-    remaining = [f"{len(wrong) - _MOST_NAMED} more"] if len(wrong) > _MOST_NAMED else []
-    mends = dict.fromkeys(switch.mend for switch, _ in wrong[:_MOST_NAMED])
+    if not wrong_switches:
+        return
+    wrong_texts = [
+        f"{switch.name} at {make_plain(value)!s:.100} (expected {switch.wanted or make_plain(switch.usual)})"
+        for switch, value in wrong_switches[:_MAX_NAMED]
+    ]
+    further_text = [f"{len(wrong_switches) - _MAX_NAMED} more"] if len(wrong_switches) > _MAX_NAMED else []
+    corrections = dict.fromkeys(switch.mend for switch, _ in wrong_switches[:_MAX_NAMED])
     raise UsageError(
-        f"the process that is to measure has {'; '.join([*words, *remaining])}, "
+        f"the process that is to measure has {'; '.join([*wrong_texts, *further_text])}, "
         "which would distort the reference. "
-        f"Correct that first ({'; '.join(mends)}), or measure in a separate process (isolation)."
+        f"Correct that first ({'; '.join(corrections)}), or measure in a separate process (isolation)."
     )

@@ -1,11 +1,10 @@
-"""The operators of an untimed step, and the share of each of its parts, in a worker that times nothing else.
+"""Records the operators of an untimed step, and how much of the step's time each part takes, in a worker that times
+nothing.
 
-The tape lists the operators of a step. A compiled function runs uncompiled for it, because the operators inside a fused
-kernel are not visible otherwise.
-
-On a CPU shares are measured by timing each operator call. On a GPU nobody waits for an operator, so torch's profiler
-gives the time of its kernels, each with the operator that launched it. A compiled step has no shares. The same steps
-also run unwatched, so that the cost of watching is in no share.
+The tape lists the operators of a step. For the tape, compiled functions run uncompiled, because the operators in a
+fused kernel are invisible. On a CPU, time shares are measured by timing each operator call. On a GPU the host does
+not wait for operators. There, torch's profiler gives the times of kernels, and the operators that launched them. A
+compiled step has no time shares. The same steps also run unobserved, so that no share includes the cost of observing.
 """
 
 from __future__ import annotations
@@ -24,31 +23,31 @@ from fp8bench.profiler import record_events
 from fp8bench.protocols import Device, Phases, Precision, Setup, SilentPhases, Stamper, Workload
 from fp8bench.tape.counting import count_tape
 from fp8bench.tape.recorder import OperatorTape
-from fp8bench.tape.timed_calls import OperatorTimes, seconds_by_operator, shares_of, shares_of_kernels
+from fp8bench.tape.timed_calls import OperatorTimes, compute_kernel_shares, compute_shares, sum_kernel_seconds
 from fp8bench.worker.clock import PhaseClock
 from fp8bench.worker.fusing import without_compiling
-from fp8bench.worker.state_tensors import modules_of
+from fp8bench.worker.state_tensors import find_models
 from fp8bench.worker.static_scales import step
 
-_FUSED = "torch.compile: operators, bytes and launches are those of the step uncompiled"
-# How many steps are measured for shares; fewer once they have taken this many seconds.
-STEPS = 5
-SECONDS = 3.0
-_COMPILED = "a compiled step calls no operator by itself; measure the step uncompiled"
+_FUSED_NOTE = "torch.compile: operators, bytes and launches are those of the step uncompiled"
+# The most steps that are measured for time shares, and the seconds after which no more steps follow.
+MAX_STEPS = 5
+MAX_SECONDS = 3.0
+_COMPILED_REASON = "a compiled step calls no operator by itself; measure the step uncompiled"
 
 
-def tape_of_step(workload: Workload, setup: Setup, precision: Precision, stamper: Stamper) -> Tape:
-    mode = OperatorTape()
-    clock = PhaseClock(stamper, lambda code: mode.enter(CELL_PHASES[code]))
+def record_tape(workload: Workload, setup: Setup, precision: Precision, stamper: Stamper) -> Tape:
+    operator_tape = OperatorTape()
+    clock = PhaseClock(stamper, lambda code: operator_tape.enter(CELL_PHASES[code]))
     state = workload.prepare(setup)
     with without_compiling():
-        # The first step creates moments and caches, which a usual step does not.
+        # The first step creates moments and caches, unlike later steps.
         step(workload, state, setup.scales, clock)
     clock.begin()
-    with without_compiling() as compiled, mode:
+    with without_compiling() as compiled, operator_tape:
         step(workload, state, setup.scales, clock)
-    tape = count_tape(mode.calls, precision.float32_products != "highest")
-    return replace(tape, fused=_FUSED) if compiled else tape
+    tape = count_tape(operator_tape.calls, precision.float32_products != "highest")
+    return replace(tape, fused=_FUSED_NOTE) if compiled else tape
 
 
 @dataclass(frozen=True)
@@ -59,63 +58,69 @@ class _SharedSteps:
 
     @property
     def clock(self) -> Callable[[], int]:
-        """Counts nanoseconds: the thread's own if a step has one thread, which other programs do not lengthen."""
-        alone = not self.facts.accelerated and torch.get_num_threads() == 1
-        return time.thread_time_ns if alone else time.perf_counter_ns
+        """Returns a clock in nanoseconds. If a step has one thread, it is the thread's CPU time, because other
+        programs do not lengthen this time.
+        """
+        is_single_threaded = not self.facts.accelerated and torch.get_num_threads() == 1
+        return time.thread_time_ns if is_single_threaded else time.perf_counter_ns
 
-    def plain(self) -> float:
+    def time_without_watch(self) -> float:
         clock = self.clock
-        begun = clock()
+        start = clock()
         self.run(SilentPhases())
         self.wait()
-        return (clock() - begun) * 1e-9
+        return (clock() - start) * 1e-9
 
 
-def shares_of_step(workload: Workload, setup: Setup, device: Device) -> Shares | str:
-    """Returns the shares of a step; a sentence instead for a compiled one."""
+def measure_shares(workload: Workload, setup: Setup, device: Device) -> Shares | str:
+    """Returns how the time of a step divides among its parts, or the reason why a compiled step has no such figures."""
     state = workload.prepare(setup)
     index = setup.facts.index
-    steps = _SharedSteps(
+    shared_steps = _SharedSteps(
         lambda phases: step(workload, state, setup.scales, phases), lambda: device.synchronise(index), setup.facts
     )
     with without_compiling() as compiled:
-        steps.plain()
+        shared_steps.time_without_watch()
     if compiled:
-        return _COMPILED
-    return _kernel_shares(steps, state) if setup.facts.accelerated else _operator_shares(steps, state)
+        return _COMPILED_REASON
+    return (
+        _measure_kernel_shares(shared_steps, state)
+        if setup.facts.accelerated
+        else _measure_operator_shares(shared_steps, state)
+    )
 
 
-def _operator_shares(steps: _SharedSteps, state: Any) -> Shares:
-    mode = OperatorTimes(modules_of(state), steps.clock)
-    watched, plain = [], []
-    # Watched and plain steps alternate, so that drift affects both.
-    for _ in _turns():
-        with mode.watching() as calls:
-            steps.run(mode.phases)
-        watched.append(calls)
-        plain.append(steps.plain())
-    # Drop the first of each, which warms up, if more follow.
-    return shares_of(watched[1:] or watched, plain[1:] or plain)
+def _measure_operator_shares(steps: _SharedSteps, state: Any) -> Shares:
+    operator_times = OperatorTimes(find_models(state), steps.clock)
+    observed_calls, unobserved_seconds = [], []
+    # Observed and unobserved steps alternate, so that a drift affects both kinds.
+    for _ in _iterate_limited_turns():
+        with operator_times.time_calls() as calls:
+            steps.run(operator_times.phases)
+        observed_calls.append(calls)
+        unobserved_seconds.append(steps.time_without_watch())
+    # The first observed and the first unobserved step are warm-ups. They are dropped if there are further steps.
+    return compute_shares(observed_calls[1:] or observed_calls, unobserved_seconds[1:] or unobserved_seconds)
 
 
-def _kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
-    mode = OperatorTimes(modules_of(state), ranged=True)
-    plain = [steps.plain() for _ in _turns()]
+def _measure_kernel_shares(steps: _SharedSteps, state: Any) -> Shares:
+    operator_times = OperatorTimes(find_models(state), ranged=True)
+    unobserved_seconds = [steps.time_without_watch() for _ in _iterate_limited_turns()]
 
-    def look() -> None:
-        with mode.watching():
-            steps.run(mode.phases)
+    def take_observed_step() -> None:
+        with operator_times.time_calls():
+            steps.run(operator_times.phases)
         steps.wait()
 
-    # Once without the profiler: its first step includes starting it.
-    look()
-    inside, outside = seconds_by_operator(record_events(look, steps.facts.kind))
-    return shares_of_kernels(mode.calls, inside, outside, median(plain))
+    # Run the first observed step without the profiler, because it also starts the observation.
+    take_observed_step()
+    operator_kernels, other_kernels = sum_kernel_seconds(record_events(take_observed_step, steps.facts.kind))
+    return compute_kernel_shares(operator_times.calls, operator_kernels, other_kernels, median(unobserved_seconds))
 
 
-def _turns() -> Iterator[int]:
-    begun = time.perf_counter()
-    for turn in range(1 + STEPS):
+def _iterate_limited_turns() -> Iterator[int]:
+    start = time.perf_counter()
+    for turn in range(1 + MAX_STEPS):
         yield turn
-        if time.perf_counter() - begun > SECONDS:
+        if time.perf_counter() - start > MAX_SECONDS:
             return

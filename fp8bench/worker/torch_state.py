@@ -1,4 +1,6 @@
-"""Reads and writes the switches and build of torch where its public functions do not report or restore them."""
+"""Reads and restores switches of torch that its public functions do not report or restore. Also reads facts of
+torch's build.
+"""
 
 from __future__ import annotations
 
@@ -17,86 +19,96 @@ from fp8bench.formats.triton_casts import describe
 from fp8bench.model import Scalar
 
 
-def read_unmixed(read: Callable[[], Any]) -> Any:
-    """Returns "mixed" if torch refuses to answer because newer settings by backend contradict an older one."""
+def read_setting(read: Callable[[], Any]) -> Any:
+    """Calls `read`. Returns "mixed" if torch raises because newer settings by backend contradict an older setting."""
     try:
         return read()
     except RuntimeError:
         return "mixed"
 
 
-def freeze(frozen: bool) -> None:
+def set_flags_frozen(frozen: bool) -> None:
     backends: Any = torch.backends
     setattr(backends.m, "__allow_nonbracketed_mutation_flag", not frozen)
 
 
-def function_modes() -> list[Any]:
+def list_function_modes() -> list[Any]:
     if not torch._C._len_torch_function_stack():
         return []
     return [torch._C._get_function_stack_at(place) for place in range(torch._C._len_torch_function_stack())]
 
 
-def default_device() -> Any:
-    """Returns the default device that was set, None if none was: a set one intercepts every call, even the CPU."""
-    if not function_modes():
+def get_default_device() -> Any:
+    """Returns the default device that was set, or None. A default device, even the CPU, intercepts every call of
+    torch.
+    """
+    if not list_function_modes():
         return None
-    return next((mode.device for mode in function_modes() if isinstance(mode, DeviceContext)), None)
+    return next((mode.device for mode in list_function_modes() if isinstance(mode, DeviceContext)), None)
 
 
-def saved_hooks() -> Any:
+def get_saved_hooks() -> Any:
     return torch._C._autograd._top_saved_tensors_default_hooks(True)
 
 
-def put_back_saved_hooks(old: Any) -> None:
-    while (top := saved_hooks()) is not None and top != old:
+def restore_saved_hooks(old: Any) -> None:
+    while (top := get_saved_hooks()) is not None and top != old:
         torch._C._autograd._pop_saved_tensors_default_hooks()
 
 
-def native_off() -> tuple[tuple[str, str], ...]:
-    """Returns which of torch's operators written in Python are turned off: languages, operators, kinds of devices."""
+def list_disabled_operators() -> tuple[tuple[str, str], ...]:
+    """Lists the disabled ones among those torch operators that are written in Python. Each entry is a kind of filter
+    ('language', 'operator' or 'device') and the name that it disables.
+    """
     native: Any = torch.backends.python_native
     state = native._get_filter_state()
     if not (state._dsl_names or state._op_symbols or state._dispatch_keys):
         return ()
-    kinds = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
-    turned_off: list[tuple[str, str]] = []
-    for kind, names in kinds:
-        turned_off += [(kind, name) for name in sorted(names)]
-    return tuple(turned_off)
+    names_by_kind = (("language", state._dsl_names), ("operator", state._op_symbols), ("device", state._dispatch_keys))
+    disabled_operators: list[tuple[str, str]] = []
+    for kind, names in names_by_kind:
+        disabled_operators += [(kind, name) for name in sorted(names)]
+    return tuple(disabled_operators)
 
 
-def put_back_native(old: tuple[tuple[str, str], ...]) -> None:
+def restore_disabled_operators(old: tuple[tuple[str, str], ...]) -> None:
     native = torch.backends.python_native
-    words = {"operator": "operations", "device": "dispatch_keys"}
-    now = native_off()
-    # Only what differs is set, because turning a switch may load a library.
-    for turn, changed in (("enable", set(now) - set(old)), ("disable", set(old) - set(now))):
-        for kind, name in changed:
+    method_names = {"operator": "operations", "device": "dispatch_keys"}
+    disabled = list_disabled_operators()
+    # Set only changed switches, because setting one may load a library.
+    for action, differences in (("enable", set(disabled) - set(old)), ("disable", set(old) - set(disabled))):
+        for kind, name in differences:
             if kind == "language":
-                getattr(native, name).enabled = turn == "enable"
+                getattr(native, name).enabled = action == "enable"
             else:
-                getattr(native, f"{turn}_{words[kind]}")(name)
+                getattr(native, f"{action}_{method_names[kind]}")(name)
 
 
-def activate(implementation: str | None) -> None:
+def set_flash_attention(implementation: str | None) -> None:
     if implementation is None:
         attention.restore_flash_attention_impl()
     else:
         attention.activate_flash_attention_impl(implementation)
 
 
-def stance() -> Any:
-    """Returns the compiler's stance; None until the compiler was imported, which takes seconds."""
-    frames = sys.modules.get("torch._dynamo.eval_frame")
-    return None if frames is None or frames._stance == frames.DynamoStance() else frames._stance
+def get_stance() -> Any:
+    """Returns the compiler's stance; None if it is the default, or if the compiler was not imported. Importing the
+    compiler takes seconds.
+    """
+    eval_frame_module = sys.modules.get("torch._dynamo.eval_frame")
+    return (
+        None
+        if eval_frame_module is None or eval_frame_module._stance == eval_frame_module.DynamoStance()
+        else eval_frame_module._stance
+    )
 
 
 def set_stance(old: Any) -> None:
-    frames = sys.modules["torch._dynamo.eval_frame"]
-    frames._set_stance(frames.DynamoStance() if old is None else old)
+    eval_frame_module = sys.modules["torch._dynamo.eval_frame"]
+    eval_frame_module._set_stance(eval_frame_module.DynamoStance() if old is None else old)
 
 
-def default_compiler() -> Any:
+def get_default_compiler() -> Any:
     registry: Any = sys.modules.get("torch._dynamo.backends.registry")
     return registry.get_default_backend() if hasattr(registry, "get_default_backend") else "inductor"
 
@@ -107,44 +119,47 @@ def set_default_compiler(old: Any) -> None:
 
 def set_stream(handle: int) -> None:
     cuda: Any = torch.cuda
-    # 0 is the handle of the default stream, which no ExternalStream may wrap.
+    # 0 is the handle of the default stream, which an ExternalStream cannot wrap.
     cuda.set_stream(cuda.ExternalStream(handle) if handle else cuda.default_stream())
 
 
-def read_if_used(read: Callable[[], Any], default: Any) -> Any:
-    """Reads a value if the GPU is in use, else returns `default`, because reading would initialize the GPU."""
+def read_if_gpu_active(read: Callable[[], Any], default: Any) -> Any:
+    """Calls `read` if the GPU is in use. Else returns `default`, because reading would initialise the GPU."""
     cuda: Any = torch.cuda
     return read() if cuda.is_initialized() else default
 
 
-def attention_order() -> list[int]:
-    """Returns the order of attention's kernels, after torch has chosen one. torch moves cuDNN's kernel to the front
-    when a GPU's attention is first chosen, if it prefers that: once per process, so that the first case would seem to
-    have changed it, and later ones would run without."""
+def get_attention_order() -> list[int]:
+    """Returns the order of torch's attention kernels, after torch has chosen a kernel for the first time.
+
+    With the first choice for a GPU, torch may move cuDNN's kernel to the front, once per process. Without this first
+    choice here, the first case would seem to have changed the order, and later cases would run without the change.
+    """
     _choose_attention()
     return torch._C._get_sdp_priority_order()
 
 
 @cache
 def _choose_attention() -> None:
-    # The smallest attention that every kernel accepts.
+    # The smallest attention inputs that all kernels accept.
     query = torch.zeros(1, 1, 8, 64, dtype=torch.float16, device="cuda")
     torch._fused_sdp_choice(query, query, query)
 
 
-def pools_memory() -> bool:
-    asks = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
-    return asks is None or bool(asks())  # torch 2.11 sets it without reporting it; no torch starts without it
+def has_memory_pool() -> bool:
+    is_enabled = getattr(torch._C, "_cuda_cudaCachingAllocator_is_enabled", None)
+    # torch 2.11 can set this switch but cannot report it; at the start it is on
+    return is_enabled is None or bool(is_enabled())
 
 
-_MAPS = Path("/proc/self/maps")
+_MAPS_FILE = Path("/proc/self/maps")
 
 
-def cublaslt_version() -> int | None:
-    """Returns cuBLASLt's version number (130100 is 13.1.0); None if torch has not loaded it, or it is unknown."""
+def read_cublaslt_version() -> int | None:
+    """Returns the version number of cuBLASLt (130100 is 13.1.0); None if torch has not loaded it or it is unknown."""
     try:
-        lines = _MAPS.read_text().splitlines()
-        # The library that is mapped, not one that a search path would find.
+        lines = _MAPS_FILE.read_text().splitlines()
+        # Find the library that is loaded, and not the one that a search path would find.
         path = next(line[line.index("/") :] for line in lines if "/libcublasLt.so" in line)
         version = ctypes.CDLL(path).cublasLtGetVersion
     except (OSError, StopIteration, AttributeError):
@@ -153,15 +168,15 @@ def cublaslt_version() -> int | None:
     return int(version())
 
 
-def torch_build() -> dict[str, Scalar | None]:
+def describe_torch_build() -> dict[str, Scalar | None]:
     cudnn = torch.backends.cudnn
-    # Casts to FP8 come from different kernels with and without triton, so times depend on it.
-    casts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
+    # With Triton, casts to FP8 use different kernels, so times depend on whether it is installed.
+    cast_facts = {"casts": describe(torch.device("cuda"))} if torch.cuda.is_available() else {}
     return {
         "torch": str(torch.__version__),
         "torch_git": torch.version.git_version,
         "torch_config": torch.__config__.show().strip(),
         "cudnn": cudnn.version() if torch.cuda.is_available() else None,  # type: ignore[no-untyped-call]
-        "cublaslt": cublaslt_version(),
-        **casts,
+        "cublaslt": read_cublaslt_version(),
+        **cast_facts,
     }

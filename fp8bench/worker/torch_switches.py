@@ -1,4 +1,4 @@
-"""All switches of torch. tests/worker/test_census.py compares them with torch's public names that could be one."""
+"""Lists all switches of torch. tests/worker/test_census.py compares them with the public names of torch."""
 
 from __future__ import annotations
 
@@ -10,46 +10,47 @@ import torch
 from torch.nn import attention
 from torch.nn.modules import module
 
-from fp8bench.user_code.switches import NotInUse, Switch, Unset, attribute
+from fp8bench.user_code.switches import NotInUse, Switch, Unset, make_attribute_switch
 from fp8bench.worker import torch_state as state
 
-_SMALLEST = 5e-324
-_KINDS = ("cpu", "cuda")
-_LOWERED = ("tf32", "bf16", "mixed")
+_SMALLEST_FLOAT = 5e-324
+_DEVICE_KINDS = ("cpu", "cuda")
+_LOWERED_PRECISIONS = ("tf32", "bf16", "mixed")
 
 
-def torch_switches() -> Iterator[Switch]:
-    """Yields the switches in the order of restoring them: first those that block others, newer settings last."""
-    # A lock on flags must be removed before flags are restored.
-    yield from _modes()
-    yield from _numbers()
-    yield from _libraries()
-    yield from _attention()
-    yield from _modules_and_compilers()
-    yield from _gpus()
-    yield from _products()
+def list_torch_switches() -> Iterator[Switch]:
+    """Yields the switches in the order in which they are restored. A switch that blocks others comes first, and newer
+    settings come last.
+    """
+    # The lock on flags comes first, because flags can be restored only after the lock is removed.
+    yield from _list_mode_switches()
+    yield from _list_number_switches()
+    yield from _list_library_switches()
+    yield from _list_attention_switches()
+    yield from _list_module_and_compiler_switches()
+    yield from _list_gpu_switches()
+    yield from _list_product_switches()
 
 
-def switches_of_arithmetic() -> Iterator[Switch]:
-    """Yields the switches that change how fast, or how exactly, torch computes the same operators."""
-    # Modes and hooks are left out: they run code, and change no operator.
-    yield from _numbers()
-    yield from _libraries()
-    yield from _products()
+def list_arithmetic_switches() -> Iterator[Switch]:
+    """Yields the switches that change how fast, or how exactly, torch computes an operator."""
+    # Modes and hooks are excluded: they run code, but do not change operators.
+    yield from _list_number_switches()
+    yield from _list_library_switches()
+    yield from _list_product_switches()
 
 
-def _modes() -> Iterator[Switch]:
-    autograd = torch._C._autograd
+def _list_mode_switches() -> Iterator[Switch]:
     yield Switch(
         "torch's lock on its flags",
         torch.backends.flags_frozen,
-        state.freeze,
+        state.set_flags_frozen,
         usual=False,
         bends=bool,
         names=("torch.backends.disable_global_flags",),
         mend="do not call torch.backends.disable_global_flags()",
     )
-    # Comes before gradients, which it also turns off.
+    # Inference mode comes first, because it also turns gradients off.
     yield Switch(
         "inference mode",
         torch.is_inference_mode_enabled,
@@ -58,11 +59,11 @@ def _modes() -> Iterator[Switch]:
         bends=bool,
         mend="leave torch.inference_mode()",
     )
-    yield _call("gradients", torch.is_grad_enabled, "torch.set_grad_enabled", usual=True)
-    yield _call("the default device", state.default_device, "torch.set_default_device", usual=None)
+    yield _make_function_switch("gradients", torch.is_grad_enabled, "torch.set_grad_enabled", usual=True)
+    yield _make_function_switch("the default device", state.get_default_device, "torch.set_default_device", usual=None)
     yield Switch(
         "modes of torch's functions",
-        lambda: len(state.function_modes()) - (state.default_device() is not None),
+        lambda: len(state.list_function_modes()) - (state.get_default_device() is not None),
         None,
         usual=0,
         bends=bool,
@@ -78,38 +79,34 @@ def _modes() -> Iterator[Switch]:
     )
     yield Switch(
         "hooks of saved tensors",
-        state.saved_hooks,
-        state.put_back_saved_hooks,
+        state.get_saved_hooks,
+        state.restore_saved_hooks,
         usual=None,
         bends=bool,
         mend="leave torch.autograd.graph.saved_tensors_hooks",
     )
-    yield Switch(
-        "torch's profiler",
-        autograd._profiler_enabled,
-        None,
-        usual=False,
-        bends=bool,
-        mend="end the profiler",
-    )
-    for kind in _KINDS:
-        yield _call(
+    is_profiling = torch._C._autograd._profiler_enabled
+    yield Switch("torch's profiler", is_profiling, None, usual=False, bends=bool, mend="end the profiler")
+    for kind in _DEVICE_KINDS:
+        yield _make_function_switch(
             f"autocast on {kind}",
             partial(torch.is_autocast_enabled, kind),
             "torch.set_autocast_enabled",
             kind,
             usual=False,
-            names=("torch.set_autocast_enabled", f"torch.set_autocast_{_OLDER[kind]}enabled"),
+            names=("torch.set_autocast_enabled", f"torch.set_autocast_{_OLD_AUTOCAST_PREFIXES[kind]}enabled"),
         )
-        yield _call(
+        yield _make_function_switch(
             f"the dtype of autocast on {kind}",
             partial(torch.get_autocast_dtype, kind),
             "torch.set_autocast_dtype",
             kind,
             names=("torch.set_autocast_dtype", f"torch.set_autocast_{kind.replace('cuda', 'gpu')}_dtype"),
         )
-    yield _call("the cache of autocast", torch.is_autocast_cache_enabled, "torch.set_autocast_cache_enabled")
-    yield _call(
+    yield _make_function_switch(
+        "the cache of autocast", torch.is_autocast_cache_enabled, "torch.set_autocast_cache_enabled"
+    )
+    yield _make_function_switch(
         "anomaly detection",
         torch.is_anomaly_enabled,
         "torch.set_anomaly_enabled",
@@ -125,68 +122,74 @@ def _modes() -> Iterator[Switch]:
     )
 
 
-# Before torch had devices in autocast, torch.set_autocast_enabled meant CUDA.
-_OLDER = {"cpu": "cpu_", "cuda": ""}
+# Older versions of torch had autocast only for CUDA, so the functions without a device in their name meant CUDA.
+_OLD_AUTOCAST_PREFIXES = {"cpu": "cpu_", "cuda": ""}
 
 
-def _numbers() -> Iterator[Switch]:
-    """Yields the switches of default dtypes, of threads, and of denormal numbers."""
-    yield _call(
+def _list_number_switches() -> Iterator[Switch]:
+    """Yields the switches for default dtypes, threads, and denormal numbers."""
+    yield _make_function_switch(
         "the default dtype",
         torch.get_default_dtype,
         "torch.set_default_dtype",
         usual=torch.float32,
         names=("torch.set_default_dtype", "torch.set_default_tensor_type"),
     )
-    yield _call("the number of threads", torch.get_num_threads, "torch.set_num_threads")
-    yield _call("the number of interop threads", torch.get_num_interop_threads, "torch.set_num_interop_threads")
-    yield _call(
+    yield _make_function_switch("the number of threads", torch.get_num_threads, "torch.set_num_threads")
+    yield _make_function_switch(
+        "the number of interop threads", torch.get_num_interop_threads, "torch.set_num_interop_threads"
+    )
+    yield _make_function_switch(
         "deterministic algorithms",
         torch.get_deterministic_debug_mode,
         "torch.set_deterministic_debug_mode",
         names=("torch.set_deterministic_debug_mode", "torch.use_deterministic_algorithms"),
         recorded_as=0,
     )
-    yield attribute("the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True)
-    # torch does not report it; Python's arithmetic reveals it, because it uses the same unit of the CPU.
-    yield _call("denormals as zero", lambda: _SMALLEST * 1.0 == 0.0, "torch.set_flush_denormal", usual=False)
+    yield make_attribute_switch(
+        "the filling of new memory", torch.utils.deterministic, "fill_uninitialized_memory", usual=True
+    )
+    # torch does not report this switch. Python's arithmetic shows it, because it uses the same unit of the CPU.
+    yield _make_function_switch(
+        "denormals as zero", lambda: _SMALLEST_FLOAT * 1.0 == 0.0, "torch.set_flush_denormal", usual=False
+    )
 
 
-def _libraries() -> Iterator[Switch]:
+def _list_library_switches() -> Iterator[Switch]:
     cuda = torch.backends.cuda
-    yield from _flag("oneDNN", "mkldnn.enabled", True, bends=True)
-    yield from _flag("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)
-    yield from _flag("cuDNN", "cudnn.enabled", True, bends=True)
-    yield from _flag("cuDNN's benchmark", "cudnn.benchmark", False)
-    yield from _flag("cuDNN's limit of benchmarks", "cudnn.benchmark_limit")
-    yield from _flag("cuDNN's deterministic algorithms", "cudnn.deterministic", False)
-    yield from _flag("cuDNN's depthwise kernel", "cudnn.depthwise_kernel", "auto")
-    yield from _flag("MIOpen's immediate mode", "miopen.immediate", False)
-    yield from _flag("the engine of quantised operators", "quantized.engine")
-    yield from _flag("the path finder of einsum", "opt_einsum.enabled")
-    yield from _flag("the strategy of einsum", "opt_einsum.strategy")
+    yield from _make_flag_switch("oneDNN", "mkldnn.enabled", True, bends=True)
+    yield from _make_flag_switch("oneDNN's deterministic algorithms", "mkldnn.deterministic", False)
+    yield from _make_flag_switch("cuDNN", "cudnn.enabled", True, bends=True)
+    yield from _make_flag_switch("cuDNN's benchmark", "cudnn.benchmark", False)
+    yield from _make_flag_switch("cuDNN's limit of benchmarks", "cudnn.benchmark_limit")
+    yield from _make_flag_switch("cuDNN's deterministic algorithms", "cudnn.deterministic", False)
+    yield from _make_flag_switch("cuDNN's depthwise kernel", "cudnn.depthwise_kernel", "auto")
+    yield from _make_flag_switch("MIOpen's immediate mode", "miopen.immediate", False)
+    yield from _make_flag_switch("the engine of quantised operators", "quantized.engine")
+    yield from _make_flag_switch("the path finder of einsum", "opt_einsum.enabled")
+    yield from _make_flag_switch("the strategy of einsum", "opt_einsum.strategy")
     yield Switch(
         "NNPACK",
         torch._C._get_nnpack_enabled,
         torch._C._set_nnpack_enabled,
         usual=True,
-        bends=partial(_is_not, True),
+        bends=partial(_differs_from, True),
         names=("torch.backends.nnpack.set_flags", "torch.backends.nnpack.flags"),
         mend="torch.backends.nnpack.set_flags(True)",
     )
-    for words, function in (
+    for switch_name, function in (
         ("the library of linear algebra", "preferred_linalg_library"),
         ("the library of products on a GPU", "preferred_blas_library"),
         ("the library of attention on ROCm", "preferred_rocm_fa_library"),
     ):
-        chosen = getattr(cuda, function)
-        yield Switch(words, chosen, chosen, names=(f"torch.backends.cuda.{function}",))
+        get_or_set = getattr(cuda, function)
+        yield Switch(switch_name, get_or_set, get_or_set, names=(f"torch.backends.cuda.{function}",))
     if hasattr(torch.backends, "python_native"):  # since torch 2.12
         native = "torch.backends.python_native"
         yield Switch(
             "operators in Python's kernel languages",
-            state.native_off,
-            state.put_back_native,
+            state.list_disabled_operators,
+            state.restore_disabled_operators,
             usual=(),
             names=(
                 f"{native}.DSLController.enabled",
@@ -205,20 +208,22 @@ def _libraries() -> Iterator[Switch]:
         )
 
 
-def _attention() -> Iterator[Switch]:
+def _list_attention_switches() -> Iterator[Switch]:
     cuda = torch.backends.cuda
-    for words, name in (
+    for switch_name, name in (
         ("flash attention", "flash"),
         ("memory-efficient attention", "mem_efficient"),
         ("attention in plain products", "math"),
         ("cuDNN's attention", "cudnn"),
     ):
-        yield _call(words, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True)
-    # Reading the order would initialize a GPU.
-    order = torch._C._get_sdp_priority_order
+        yield _make_function_switch(
+            switch_name, getattr(cuda, f"{name}_sdp_enabled"), f"torch.backends.cuda.enable_{name}_sdp", usual=True
+        )
+    # Reading the order would initialise the GPU.
+    read_order = torch._C._get_sdp_priority_order
     if torch.cuda.is_available():
-        order = partial(state.read_if_used, state.attention_order, NotInUse)
-    yield Switch("the order of attention's kernels", order, torch._C._set_sdp_priority_order)
+        read_order = partial(state.read_if_gpu_active, state.get_attention_order, NotInUse)
+    yield Switch("the order of attention's kernels", read_order, torch._C._set_sdp_priority_order)
     yield Switch(
         "reduced-precision sums in attention",
         cuda.fp16_bf16_reduction_math_sdp_allowed,
@@ -232,14 +237,14 @@ def _attention() -> Iterator[Switch]:
         yield Switch(
             "the implementation of flash attention",
             attention.current_flash_attention_impl,
-            state.activate,
+            state.set_flash_attention,
             usual=None,
             names=(
                 "torch.nn.attention.activate_flash_attention_impl",
                 "torch.nn.attention.restore_flash_attention_impl",
             ),
         )
-    yield _call(
+    yield _make_function_switch(
         "the fast path of encoders",
         torch.backends.mha.get_fastpath_enabled,
         "torch.backends.mha.set_fastpath_enabled",
@@ -247,37 +252,43 @@ def _attention() -> Iterator[Switch]:
     )
 
 
-def _modules_and_compilers() -> Iterator[Switch]:
-    # Hooks of all modules also run in every layer of the reference.
-    hooks = [value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)]
+def _list_module_and_compiler_switches() -> Iterator[Switch]:
+    # Global module hooks would also run in the layers of the reference.
+    hook_dicts = [
+        value for name, value in vars(module).items() if name.startswith("_global_") and isinstance(value, dict)
+    ]
 
-    def put_back(old: tuple[dict[int, Any], ...]) -> None:
-        for holder, old_hooks in zip(hooks, old, strict=True):
+    def restore_hooks(old: tuple[dict[int, Any], ...]) -> None:
+        for holder, old_hooks in zip(hook_dicts, old, strict=True):
             holder.clear()
             holder.update(old_hooks)
 
     yield Switch(
         "hooks of all modules",
-        lambda: tuple(dict(hook) for hook in hooks) if any(hooks) else ((),) * len(hooks),
-        put_back,
-        usual=((),) * len(hooks),
+        lambda: tuple(dict(hook) for hook in hook_dicts) if any(hook_dicts) else ((),) * len(hook_dicts),
+        restore_hooks,
+        usual=((),) * len(hook_dicts),
         bends=any,
         mend="remove the hooks",
     )
-    yield Switch("the stance of torch.compile", state.stance, state.set_stance, names=("torch.compiler.set_stance",))
+    yield Switch(
+        "the stance of torch.compile", state.get_stance, state.set_stance, names=("torch.compiler.set_stance",)
+    )
     yield Switch(
         "the default backend of torch.compile",
-        state.default_compiler,
+        state.get_default_compiler,
         state.set_default_compiler,
         names=("torch.compiler.set_default_backend",),
     )
 
 
-def _gpus() -> Iterator[Switch]:
-    """Yields switches of GPUs, which are read only once a GPU is in use, because reading would initialize it."""
+def _list_gpu_switches() -> Iterator[Switch]:
+    """Yields the settings of torch for GPUs, such as the current device. They are read only if a GPU is in use,
+    because reading would initialise it.
+    """
     if not torch.cuda.is_available():
         return
-    # Name, functions to read and to write, default, and public name.
+    # Name, function that reads, function that writes, default, public name.
     cuda, tunable, libraries = torch.cuda, torch.cuda.tunable, torch.backends.cuda
     plans, name = libraries.cufft_plan_cache, "torch.backends.cuda.cuFFTPlanCache.max_size"
     rows: list[tuple[str, Callable[[], Any], Callable[[Any], object], Any, str]] = [
@@ -307,31 +318,36 @@ def _gpus() -> Iterator[Switch]:
         ),
         (
             "the pool of a GPU's memory",
-            state.pools_memory,
+            state.has_memory_pool,
             cuda.memory.caching_allocator_enable,
             True,
             "torch.cuda.memory.caching_allocator_enable",
         ),
         ("cuFFT's plans", lambda: plans.max_size, lambda size: setattr(plans, "max_size", size), Unset, name),
     ]
-    # Older versions of torch lack these.
+    # Older versions of torch do not have these.
     rows += [
-        (f"the workspace of {called}", size, size, Unset, f"torch.backends.cuda.{function}")
-        for called, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
+        (f"the workspace of {library_name}", size, size, Unset, f"torch.backends.cuda.{function}")
+        for library_name, function in (("cuBLAS", "cublas_workspace_size"), ("cuBLASLt", "cublaslt_workspace_size"))
         if (size := getattr(libraries, function, None)) is not None
     ]
-    for words, read, write, usual, public in rows:
+    for switch_name, read, write, usual, public_name in rows:
         yield Switch(
-            words, partial(state.read_if_used, read, NotInUse if usual is Unset else usual), write, (public,), usual
+            switch_name,
+            partial(state.read_if_gpu_active, read, NotInUse if usual is Unset else usual),
+            write,
+            (public_name,),
+            usual,
         )
 
 
-def _products() -> Iterator[Switch]:
-    """Yields how numbers are multiplied and summed. Older switches of float32 come first, because they write newer
-    ones."""
+def _list_product_switches() -> Iterator[Switch]:
+    """Yields the settings of torch for matrix products and sums. Older float32 settings come first, because setting
+    one of them also sets newer ones.
+    """
     yield Switch(
         "float32 products",
-        partial(state.read_unmixed, torch.get_float32_matmul_precision),
+        partial(state.read_setting, torch.get_float32_matmul_precision),
         torch.set_float32_matmul_precision,
         ("torch.set_float32_matmul_precision", "torch.backends.cuda.matmul.allow_tf32"),
         "highest",
@@ -341,25 +357,28 @@ def _products() -> Iterator[Switch]:
     cudnn, matmul = torch.backends.cudnn, torch.backends.cuda.matmul
     yield Switch(
         "cuDNN's TF32",
-        lambda: state.read_unmixed(lambda: cudnn.allow_tf32),
+        lambda: state.read_setting(lambda: cudnn.allow_tf32),
         lambda on: setattr(cudnn, "allow_tf32", on),
         ("torch.backends.cudnn.allow_tf32",),
         True,
     )
     for dtype in ("bf16", "fp16"):
-        word = f"allow_{dtype}_reduced_precision_reduction"
-        both = [word, *(f"{word}_split_k" for _ in "." if hasattr(matmul, f"{word}_split_k"))]
+        attribute_name = f"allow_{dtype}_reduced_precision_reduction"
+        attribute_names = [
+            attribute_name,
+            *(f"{attribute_name}_split_k" for _ in "." if hasattr(matmul, f"{attribute_name}_split_k")),
+        ]
         yield Switch(
             f"{dtype}'s reduced-precision sums",
-            partial(_several, matmul, both),
-            partial(setattr, matmul, word),
-            (f"torch.backends.cuda.matmul.{word}",),
-            (True,) * len(both),
+            partial(_read_attributes, matmul, attribute_names),
+            partial(setattr, matmul, attribute_name),
+            (f"torch.backends.cuda.matmul.{attribute_name}",),
+            (True,) * len(attribute_names),
             lambda value: not all(value),
-            mend=f"torch.backends.cuda.matmul.{word} = True",
+            mend=f"torch.backends.cuda.matmul.{attribute_name} = True",
         )
-    yield from _flag("fp16's accumulators", "cuda.matmul.allow_fp16_accumulation", False, bends=True)
-    for words, path, backend, operators in (
+    yield from _make_flag_switch("fp16's accumulators", "cuda.matmul.allow_fp16_accumulation", False, bends=True)
+    for switch_name, attribute_path, backend, operators in (
         ("float32 of all backends", "", "generic", "all"),
         ("float32 on CUDA", "cudnn.", "cuda", "all"),
         ("float32 in oneDNN", "mkldnn.", "mkldnn", "all"),
@@ -370,64 +389,69 @@ def _products() -> Iterator[Switch]:
         ("oneDNN's float32 convolutions", "mkldnn.conv.", "mkldnn", "conv"),
         ("oneDNN's float32 recurrences", "mkldnn.rnn.", "mkldnn", "rnn"),
     ):
-        # Some attributes write another setting than the one they read.
+        # Use the private functions, because some public attributes write a different setting than they read.
         yield Switch(
-            words,
+            switch_name,
             partial(torch._C._get_fp32_precision_getter, backend, operators),
             partial(torch._C._set_fp32_precision_setter, backend, operators),
-            (f"torch.backends.{path}fp32_precision",),
-            "tf32" if path in ("cudnn.conv.", "cudnn.rnn.") else "none",
-            _LOWERED.__contains__,
+            (f"torch.backends.{attribute_path}fp32_precision",),
+            "tf32" if attribute_path in ("cudnn.conv.", "cudnn.rnn.") else "none",
+            _LOWERED_PRECISIONS.__contains__,
             wanted="ieee",
-            mend=f'torch.backends.{path}fp32_precision = "ieee"',
+            mend=f'torch.backends.{attribute_path}fp32_precision = "ieee"',
         )
 
 
-def _call(
+def _make_function_switch(
     name: str,
     read: Callable[[], Any],
     path: str,
-    *first: Any,
+    *first_arguments: Any,
     usual: Any = Unset,
     recorded_as: Any = Unset,
     names: tuple[str, ...] = (),
 ) -> Switch:
-    """Makes a switch that a function of torch sets. If a value is `usual`, any other distorts the reference;
-    `recorded_as` is a value that is only the default."""
+    """Makes a switch that is set by a function of torch.
+
+    If it has a `usual` value, any other value distorts the reference. `recorded_as` is a default value for a switch
+    whose value may differ without harm.
+    """
     write: Any = reduce(getattr, path.split(".")[1:], torch)
-    arguments = ", ".join(map(repr, (*first, usual)))
-    bends = None if usual is Unset else partial(_is_not, usual)
+    arguments = ", ".join(map(repr, (*first_arguments, usual)))
+    distorts = None if usual is Unset else partial(_differs_from, usual)
     return Switch(
         name,
         read,
-        partial(write, *first),
+        partial(write, *first_arguments),
         names or (path,),
         recorded_as if usual is Unset else usual,
-        bends,
+        distorts,
         mend=f"{path}({arguments})",
     )
 
 
-def _flag(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iterator[Switch]:
-    """Makes a switch of an attribute below torch.backends, if this torch has it."""
-    *above, word = path.split(".")
-    holder = reduce(getattr, above, torch.backends)
-    if hasattr(holder, word):
-        full = f"torch.backends.{path}"
-        yield attribute(
+def _make_flag_switch(name: str, path: str, usual: Any = Unset, bends: bool = False) -> Iterator[Switch]:
+    """Yields the switch for an attribute of torch.backends. Yields nothing if this version of torch lacks the
+    attribute.
+    """
+    *parents, attribute_name = path.split(".")
+    holder = reduce(getattr, parents, torch.backends)
+    if hasattr(holder, attribute_name):
+        full_path = f"torch.backends.{path}"
+        yield make_attribute_switch(
             name,
             holder,
-            word,
-            names=(full,),
+            attribute_name,
+            names=(full_path,),
             usual=usual,
-            bends=partial(_is_not, usual) if bends else None,
-            mend=f"{full} = {usual!r}",
+            bends=partial(_differs_from, usual) if bends else None,
+            mend=f"{full_path} = {usual!r}",
         )
 
 
-def _is_not(usual: Any, value: Any) -> bool:
+def _differs_from(usual: Any, value: Any) -> bool:
     return bool(value != usual)
 
 
-def _several(holder: Any, words: list[str]) -> tuple[Any, ...]:
-    return tuple(getattr(holder, word) for word in words)
+def _read_attributes(holder: Any, attribute_names: list[str]) -> tuple[Any, ...]:
+    return tuple(getattr(holder, word) for word in attribute_names)

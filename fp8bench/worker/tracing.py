@@ -1,7 +1,7 @@
-"""Records a trace: a few steps under torch's profiler, with phases as ranges around their operators.
+"""Records a trace of a few steps under torch's profiler, with phases as ranges around their operators.
 
-The file has the layout of TensorBoard's profiler plugin, gzipped; it also opens in Perfetto and in chrome://tracing. An
-event has `ts` and `dur` in microseconds, `tid` for its thread, `cat` for its kind.
+The gzipped file has the layout of TensorBoard's profiler plugin. Perfetto and chrome://tracing can open it as well.
+An event has `ts` and `dur` in microseconds, `tid` for its thread, and `cat` for its kind.
 """
 
 from __future__ import annotations
@@ -17,100 +17,103 @@ from typing import Any
 
 from fp8bench.files import write_whole
 from fp8bench.model import PHASES
-from fp8bench.profiler import activities_of, export_trace, quiet
+from fp8bench.profiler import export_trace, list_activities, silence_kineto
 from fp8bench.protocols import Device, Markers, Phases, SilentPhases
 
-STEPS = 3
-# Steps before the profiler is on; one more is taken under it, because its first calls are slow too.
-WARM_UPS = 2
+TRACED_STEPS = 3
+# The steps before the profiler starts. One more warm-up step is taken under the profiler, whose first calls are slow.
+WARM_UP_STEPS = 2
 
-Range = Callable[[str], AbstractContextManager[object]]
+MakeRange = Callable[[str], AbstractContextManager[object]]
 
 
 @dataclass(slots=True, eq=False)
 class RangeMarker:
-    """A phase's context manager; entered within itself it opens a nested range."""
+    """The context manager of a phase. If it is entered within itself, it opens a nested range."""
 
     _name: str
-    _range: Range
+    _range: MakeRange
     _open: list[AbstractContextManager[object]] = field(default_factory=list)
 
     def __enter__(self) -> None:
-        opened = self._range(self._name)
-        opened.__enter__()
-        self._open.append(opened)
+        range_context = self._range(self._name)
+        range_context.__enter__()
+        self._open.append(range_context)
 
     def __exit__(self, *exc: object) -> None:
         self._open.pop().__exit__(None, None, None)
 
 
-def traced_phases(range_of: Range) -> Markers[RangeMarker]:
-    return Markers(lambda name: RangeMarker(RANGE + name, range_of))
+def make_range_markers(range_of: MakeRange) -> Markers[RangeMarker]:
+    return Markers(lambda name: RangeMarker(RANGE_PREFIX + name, range_of))
 
 
-def record(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
-    """Traces a few steps after warm-ups; in the trace phases and operators never partly overlap. `kind` is the kind of
-    device. Raises RuntimeError if torch's profiler recorded nothing."""
+def record_trace(step: Callable[[Phases], None], kind: str) -> dict[str, Any]:
+    """Traces a few steps after warm-up steps. In the trace, a phase and an operator do not partly overlap: they are
+    nested or disjoint.
+
+    `kind` is the kind of device. Raises RuntimeError if torch's profiler recorded nothing.
+    """
     from torch.profiler import profile, record_function, schedule
 
-    phases = traced_phases(record_function)
+    phases = make_range_markers(record_function)
     traces: list[dict[str, Any]] = []
-    for _ in range(WARM_UPS):
+    for _ in range(WARM_UP_STEPS):
         step(phases)
-    # Steps of the profiler are named by their number, which begins with its warm-up.
-    plan = schedule(wait=0, warmup=1, active=STEPS, repeat=1)
+    # The profiler names steps by their number, which includes its warm-up.
+    profiler_schedule = schedule(wait=0, warmup=1, active=TRACED_STEPS, repeat=1)
     with (
-        quiet(),
+        silence_kineto(),
         profile(
-            activities=activities_of(kind),
-            schedule=plan,
+            activities=list_activities(kind),
+            schedule=profiler_schedule,
             on_trace_ready=lambda profiler: traces.append(export_trace(profiler)),
             record_shapes=True,
-            acc_events=True,  # a single cycle is recorded; with several torch 2.11 warns that it forgets them
+            acc_events=True,  # only one cycle is recorded; torch 2.11 warns that events of several cycles get lost
         ) as profiler,
     ):
-        for _ in range(1 + STEPS):
+        for _ in range(1 + TRACED_STEPS):
             step(phases)
             profiler.step()
     if not traces:
         raise RuntimeError("torch's profiler recorded nothing")
     trace = traces[0]
     trace["traceEvents"] = cut_overlaps(trace["traceEvents"])
-    if not any(str(event.get("name", "")).startswith(STEP) for event in trace["traceEvents"]):
+    if not any(str(event.get("name", "")).startswith(STEP_PREFIX) for event in trace["traceEvents"]):
         raise RuntimeError("torch's profiler recorded no steps")
     return trace
 
 
 def mark_slot(step: Callable[[Phases], None], device: Device, index: int, name: str) -> None:
-    """Runs a slot of steps for a profiler around this process, with ranges by case, step and phase; raises CannotMark.
+    """Runs a slot of steps for a profiler around this process, with ranges for case, steps and phases.
 
-    Warm-up steps run before, outside the profiled range.
+    Raises CannotMark if the device has no ranges. Warm-up steps come first, outside of the profiled range.
     """
-    for _ in range(WARM_UPS):
+    for _ in range(WARM_UP_STEPS):
         step(SilentPhases())
     with device.collecting(index) as range_of, range_of(name):
-        phases = traced_phases(range_of)
-        for number in range(STEPS):
+        phases = make_range_markers(range_of)
+        for number in range(TRACED_STEPS):
             with range_of(f"step {number}"):
                 step(phases)
 
 
-def write(trace: Mapping[str, Any], file: Path) -> None:
-    text = json.dumps({**trace, "traceName": file.name}, separators=(",", ":"))
-    write_whole(file, gzip.compress(text.encode(), compresslevel=6, mtime=0), sync=False)
+def write_trace(trace: Mapping[str, Any], file: Path) -> None:
+    trace_text = json.dumps({**trace, "traceName": file.name}, separators=(",", ":"))
+    write_whole(file, gzip.compress(trace_text.encode(), compresslevel=6, mtime=0), sync=False)
 
 
 Event = dict[str, Any]
 
-RANGE = "fp8bench."
-STEP = "ProfilerStep#"
-_OPERATOR = "cpu_op"
-_ANNOTATION = "user_annotation"
+RANGE_PREFIX = "fp8bench."
+STEP_PREFIX = "ProfilerStep#"
+_OPERATOR_CATEGORY = "cpu_op"
+_ANNOTATION_CATEGORY = "user_annotation"
 
 
 @dataclass(frozen=True)
 class TracedStretch:
-    """An interval on a thread, in nanoseconds."""
+    """An interval of a thread in nanoseconds."""
 
     name: str
     start: int
@@ -118,41 +121,48 @@ class TracedStretch:
 
 
 def cut_overlaps(events: Iterable[Event]) -> list[Event]:
-    """Shortens phases so that two intervals on one thread are nested or disjoint. A phase around operators that torch
-    differentiates opens in one node of the backward pass and closes in another, so it may begin within an operator that
-    it outlives. Viewers drop such overlaps. The cuts are microseconds long."""
-    shortened = list(events)
+    """Shortens phases so that no two intervals of a thread overlap partly, because viewers drop such intervals. If
+    operators are differentiated, the phase around them opens in one node of the backward pass, and closes in a later
+    node. So it may begin within an operator and end after it. The cut parts are microseconds long.
+    """
+    all_events = list(events)
     stretches: dict[object, list[TracedStretch]] = defaultdict(list)
     edges: dict[object, set[int]] = defaultdict(set)
-    for event in shortened:
+    for event in all_events:
         if _is_phase(event):
-            phase = _stretch(event)
-            edges[event.get("tid")] |= {phase.start, phase.end}
-        elif _is_timed(event) and event.get("cat") in (_OPERATOR, _ANNOTATION):
-            stretches[event.get("tid")].append(_stretch(event))
-    is_open = {thread: _open_at(stretches[thread], times) for thread, times in edges.items()}
-    return [_cut_phase(event, is_open[event.get("tid")]) if _is_phase(event) else event for event in shortened]
+            phase_stretch = _make_stretch(event)
+            edges[event.get("tid")] |= {phase_stretch.start, phase_stretch.end}
+        elif _is_timed(event) and event.get("cat") in (_OPERATOR_CATEGORY, _ANNOTATION_CATEGORY):
+            stretches[event.get("tid")].append(_make_stretch(event))
+    open_stretches = {thread: _find_open_stretches(stretches[thread], times) for thread, times in edges.items()}
+    return [_cut_phase(event, open_stretches[event.get("tid")]) if _is_phase(event) else event for event in all_events]
 
 
-def _open_at(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
-    waiting = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
-    now_open: list[TracedStretch] = []
-    opened = {}
+def _find_open_stretches(stretches: Sequence[TracedStretch], times: Iterable[int]) -> dict[int, list[TracedStretch]]:
+    later_stretches = sorted(stretches, key=lambda stretch: stretch.start, reverse=True)
+    open_now: list[TracedStretch] = []
+    open_by_time = {}
     for time in sorted(times):
-        while waiting and waiting[-1].start < time:
-            now_open.append(waiting.pop())
-        now_open = [stretch for stretch in now_open if stretch.end > time]
-        opened[time] = now_open.copy()
-    return opened
+        while later_stretches and later_stretches[-1].start < time:
+            open_now.append(later_stretches.pop())
+        open_now = [stretch for stretch in open_now if stretch.end > time]
+        open_by_time[time] = open_now.copy()
+    return open_by_time
 
 
 def _cut_phase(event: Event, is_open: Mapping[int, Sequence[TracedStretch]]) -> Event:
-    phase = _stretch(event)
-    start = max((stretch.end for stretch in is_open[phase.start] if stretch.end < phase.end), default=phase.start)
-    end = min((stretch.start for stretch in is_open[phase.end] if stretch.start >= start), default=phase.end)
-    if (start, end) == (phase.start, phase.end):
+    phase_stretch = _make_stretch(event)
+    cut_start = max(
+        (stretch.end for stretch in is_open[phase_stretch.start] if stretch.end < phase_stretch.end),
+        default=phase_stretch.start,
+    )
+    cut_end = min(
+        (stretch.start for stretch in is_open[phase_stretch.end] if stretch.start >= cut_start),
+        default=phase_stretch.end,
+    )
+    if (cut_start, cut_end) == (phase_stretch.start, phase_stretch.end):
         return event
-    return {**event, "ts": start / 1000, "dur": (end - start) / 1000}
+    return {**event, "ts": cut_start / 1000, "dur": (cut_end - cut_start) / 1000}
 
 
 def _is_timed(event: Event) -> bool:
@@ -161,10 +171,12 @@ def _is_timed(event: Event) -> bool:
 
 def _is_phase(event: Event) -> bool:
     name = event.get("name")
-    named = isinstance(name, str) and name.startswith(RANGE) and name.removeprefix(RANGE) in PHASES
-    return named and event.get("cat") == _ANNOTATION and _is_timed(event)
+    has_phase_name = (
+        isinstance(name, str) and name.startswith(RANGE_PREFIX) and name.removeprefix(RANGE_PREFIX) in PHASES
+    )
+    return has_phase_name and event.get("cat") == _ANNOTATION_CATEGORY and _is_timed(event)
 
 
-def _stretch(event: Event) -> TracedStretch:
-    start = round(event["ts"] * 1000)
-    return TracedStretch(str(event.get("name", "")), start, start + round(event["dur"] * 1000))
+def _make_stretch(event: Event) -> TracedStretch:
+    start_ns = round(event["ts"] * 1000)
+    return TracedStretch(str(event.get("name", "")), start_ns, start_ns + round(event["dur"] * 1000))

@@ -1,8 +1,9 @@
-"""Checks which backends are installed, and whether the products that they promise are right.
+"""Lists the installed backends, and checks whether their products are right.
 
-Some versions of libraries claim a format for a device but multiply wrongly, so a product is run before they are used.
-Three products of one layer are compared with products of the same codes in fp64 or, if a library exposes no codes, with
-fp8bench's emulation of the recipe. Sizes of rows and columns vary widely, so that a misplaced scale is noticed.
+Some versions of libraries support a format on a device but multiply wrongly, so products are checked before a library
+is used. The three products of a layer are compared with fp64 products of the same codes. If a library does not show
+its codes, its products are compared with fp8bench's emulation of the recipe. Magnitudes of rows and columns vary
+widely, so that a misplaced scale is noticed.
 """
 
 from __future__ import annotations
@@ -16,7 +17,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import BackendMissing
-from fp8bench.formats.recipe_support import on_device
+from fp8bench.formats.recipe_support import recipe_on_device
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import PRODUCTS_VARIABLE
@@ -25,24 +26,29 @@ from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentPhase
 from fp8bench.registry import backends, precisions, workloads
 
 _TOKENS, _INPUTS, _OUTPUTS = 512, 256, 384
-# Allowed error, as a share of the sum of magnitudes: bfloat16's rounding and sums in 14 bits cause 0.3%, a wrong scale
-# of an operand much more.
-_MOST = 0.01
-# Allowed error of whole layers, as a share of the product: with four bits, random rounding and rotations leave 3%.
-_MOST_OF_WHOLE = 0.08
-_BY_ACCELERATE = ("accelerate", "msamp")
+# The largest allowed error, relative to the sum of magnitudes. Rounding to bfloat16 and sums in 14 bits cause 0.3%. A
+# wrong scale of an operand causes much more.
+_MAX_ERROR = 0.01
+# The largest allowed error of a library's whole layers, relative to the product. With four bits, random rounding and
+# rotations cause 3%.
+_MAX_LAYER_ERROR = 0.08
+_ACCELERATE_PACKAGES = ("accelerate", "msamp")
 
 
 def installed_packages() -> tuple[tuple[str, str], ...]:
-    """Returns names and versions of the packages of backends and Accelerate, except torch. Nothing is imported."""
-    versions = []
-    for package in sorted({*(backends.get(name).package for name in backends.names()), *_BY_ACCELERATE} - {"torch"}):
+    """Returns names and versions of the installed packages of backends and of Accelerate, except torch. No package is
+    imported.
+    """
+    package_versions = []
+    for package in sorted(
+        {*(backends.get(name).package for name in backends.names()), *_ACCELERATE_PACKAGES} - {"torch"}
+    ):
         with contextlib.suppress(metadata.PackageNotFoundError):
-            versions.append((package, metadata.version(package)))
-    return tuple(versions)
+            package_versions.append((package, metadata.version(package)))
+    return tuple(package_versions)
 
 
-def why_not(name: str) -> str:
+def explain_missing_backend(name: str) -> str:
     try:
         backends.get(name).imported()
     except BackendMissing as error:
@@ -51,57 +57,60 @@ def why_not(name: str) -> str:
 
 
 class Trials:
-    """Tries each precision on each device once; a library's single products apart from its layers."""
+    """Checks each precision on each device once, separately for single products and for whole layers of a library."""
 
     def __init__(self) -> None:
-        self._known: dict[tuple[str, str, bool], str] = {}
+        self._results: dict[tuple[str, str, bool], str] = {}
 
-    def wrong(self, case: Case, facts: DeviceFacts) -> str:
+    def find_error(self, case: Case, facts: DeviceFacts) -> str:
         for mode in (case.precision, *(word for _, word in case.precision_map)):
-            single = workloads.get(case.workload).single_products
-            key = mode, facts.key, single
-            if key not in self._known:
-                self._known[key] = _try_precision(precisions.get(mode), facts, single)
-            if self._known[key]:
-                return self._known[key]
+            is_single_product = workloads.get(case.workload).single_products
+            key = mode, facts.key, is_single_product
+            if key not in self._results:
+                self._results[key] = _try_precision(precisions.get(mode), facts, is_single_product)
+            if self._results[key]:
+                return self._results[key]
         return ""
 
 
 def _try_precision(precision: Precision, facts: DeviceFacts, single: bool) -> str:
-    native = precision.support(facts).is_native
-    if not precision.takes_backend or not (native or precision.whole_layers):
+    is_native = precision.support(facts).is_native
+    if not precision.takes_backend or not (is_native or precision.whole_layers):
         return ""
-    unchecked = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
+    is_unchecked = os.environ.get(PRODUCTS_VARIABLE) == "unchecked"
     try:
         arithmetic = precision.arithmetic(facts)
         if single:
             arithmetic = arithmetic.separate()
         with precision.scope():
-            wrong = "" if unchecked else wrong_product(arithmetic, precision, facts)
+            wrong_text = "" if is_unchecked else find_wrong_product(arithmetic, precision, facts)
     except BackendMissing as error:
         return str(error)
     except Exception as error:  # noqa: BLE001 - it is foreign code, and its words are the reason
         return f"{precision.mode}: a product of {_TOKENS}x{_OUTPUTS}x{_INPUTS} fails: {type(error).__name__}: {error}"
-    return f"{precision.mode}: {wrong}" if wrong else ""
+    return f"{precision.mode}: {wrong_text}" if wrong_text else ""
 
 
-def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
-    """Compares the three products of one layer with fp64; returns the error with the largest difference, or ''."""
-    random = torch.Generator(facts.key).manual_seed(0)
+def find_wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFacts) -> str:
+    """Compares the three products of a layer with exact ones. Returns a sentence about a wrong product, or ''."""
+    generator = torch.Generator(facts.key).manual_seed(0)
 
     is_whole = arithmetic.whole(torch.nn.Parameter(torch.zeros(_OUTPUTS, _INPUTS, device=facts.key))) is not None
-    # Random rounding may legitimately lose the small ends of a wide range.
-    decades = 0.5 if is_whole else 2.0
+    # Use a narrower range for whole layers, because random rounding may correctly lose the smallest numbers of a wide
+    # range.
+    magnitude_decades = 0.5 if is_whole else 2.0
 
     def draw(rows: int, columns: int, down: float, across: float) -> Tensor:
-        """Draws numbers whose rows and columns vary in size by powers of ten: `down` and `across` times the decades."""
-        ends = [decades * value for value in (down, across)]
-        sizes = torch.logspace(-ends[0], ends[0], rows, device=facts.key)[:, None]
-        sizes = sizes * torch.logspace(-ends[1], ends[1], columns, device=facts.key)
-        # Mostly of one sign: terms that cancel would hide an error.
-        return (torch.rand(rows, columns, generator=random, device=facts.key) - 0.1) * sizes
+        """Draws numbers whose magnitudes differ from row to row and from column to column, by `down` and `across`
+        times the decades.
+        """
+        exponent_limits = [magnitude_decades * value for value in (down, across)]
+        sizes = torch.logspace(-exponent_limits[0], exponent_limits[0], rows, device=facts.key)[:, None]
+        sizes = sizes * torch.logspace(-exponent_limits[1], exponent_limits[1], columns, device=facts.key)
+        # Most numbers have the same sign, because terms that cancel would hide an error.
+        return (torch.rand(rows, columns, generator=generator, device=facts.key) - 0.1) * sizes
 
-    # Along a contraction one operand grows as the other falls, so that every part of the sum counts.
+    # Along the summed dimension, one operand grows as the other one falls, so that all terms of the sum matter.
     x, weight, gradient = (
         draw(_TOKENS, _INPUTS, 1, 0.5),
         draw(_OUTPUTS, _INPUTS, 1, -0.5),
@@ -109,104 +118,132 @@ def wrong_product(arithmetic: Arithmetic, precision: Precision, facts: DeviceFac
     )
     sources = (x.to(arithmetic.carrier), weight, gradient.to(arithmetic.carrier))
     if is_whole:
-        errors, most = _of_whole(arithmetic, on_device(recipe_of(precision), facts), *sources), _MOST_OF_WHOLE
-        against, share = "fp8bench's emulation of it", "that"
+        errors, allowed_error = (
+            _compare_with_emulation(arithmetic, recipe_on_device(recipe_of(precision), facts), *sources),
+            _MAX_LAYER_ERROR,
+        )
+        compared_with, share_words = "fp8bench's emulation of it", "that"
     else:
-        errors, most = _of_operands(arithmetic, *sources), _MOST
-        against, share = "the same product in fp64", "the sum of its magnitudes"
+        errors, allowed_error = _compare_with_codes(arithmetic, *sources), _MAX_ERROR
+        compared_with, share_words = "the same product in fp64", "the sum of its magnitudes"
     for name, error in errors.items():
-        if not error <= most:  # NaN too
+        if not error <= allowed_error:  # true for NaN as well
             return (
-                f"its {name} product is wrong on {facts.key}: it differs from {against} by {error:.3g} of {share}, "
-                f"where {most:g} is the most that is expected. Nothing is measured with it "
-                f"({PRODUCTS_VARIABLE}=unchecked does so all the same)"
+                f"its {name} product is wrong on {facts.key}: it differs from {compared_with} by {error:.3g} of "
+                f"{share_words}, where at most {allowed_error:g} is expected. Nothing is measured with it "
+                f"({PRODUCTS_VARIABLE}=unchecked measures nevertheless)"
             )
     return ""
 
 
-def _of_operands(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
+def _compare_with_codes(arithmetic: Arithmetic, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
     """Returns each product's largest difference from the product of the same codes in fp64."""
     a, b, g = (
         arithmetic.cast(tensor, role)
         for tensor, role in ((x, Role.INPUT), (weight, Role.WEIGHT), (gradient, Role.GRADIENT))
     )
-    pairs = {
+    operand_pairs = {
         "forward": (a, b),
         "input gradient's": (g, arithmetic.turn(b, weight, Role.WEIGHT)),
         "weight gradient's": (arithmetic.turn(g, gradient, Role.GRADIENT), arithmetic.turn(a, x, Role.INPUT)),
     }
     errors = {}
-    for name, (first, second) in pairs.items():
+    for name, (first, second) in operand_pairs.items():
         first_values, second_values = (arithmetic.restore(operand, torch.float64) for operand in (first, second))
         product = arithmetic.product(first, second, arithmetic.carrier)
-        errors[name] = _largest(product, *_exact_product(first_values, second_values))
-    return {**errors, **_of_parts(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else errors
+        errors[name] = _find_largest_error(product, *_multiply_exactly(first_values, second_values))
+    return (
+        {**errors, **_compare_group_products(arithmetic, a, g, (x, weight, gradient))} if arithmetic.groups else errors
+    )
 
 
-def _of_parts(
+def _compare_group_products(
     arithmetic: Arithmetic, a: Operand, g: Operand, sources: tuple[Tensor, Tensor, Tensor]
 ) -> dict[str, float]:
-    from fp8bench.nn.linear import stack_operands, turn_parts
+    from fp8bench.nn.linear import stack_operands, transpose_parts
 
-    def exact(operand: Operand) -> Tensor:
+    def restore_exact(operand: Operand) -> Tensor:
         return arithmetic.restore(operand, torch.float64)
 
-    def columns(source: Tensor, role: Role) -> list[Tensor]:
-        parts = torch.split_with_sizes(source, sizes)
-        return [exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
+    def cast_columns(source: Tensor, role: Role) -> list[Tensor]:
+        parts = torch.split_with_sizes(source, part_sizes)
+        return [restore_exact(arithmetic.turn(arithmetic.cast(part, role), part, role)) for part in parts]
 
-    # 1. Use two unequal parts: equal ones would hide a wrong end.
+    # 1. Split the tokens into two unequal parts, because equal parts would hide a wrong boundary.
     x, weight, gradient = sources
-    sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
-    ends = torch.tensor(sizes, device=x.device).cumsum(0).to(torch.int32)
-    # 2. Compute exact products of each part, of the same operands.
-    both = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
-    rows = zip(torch.split_with_sizes(exact(a), sizes), map(exact, both), strict=True)
-    turned = zip(columns(gradient, Role.GRADIENT), columns(x, Role.INPUT), strict=True)
-    # 3. The same by grouped products, forward and for weights.
-    forward = torch.split_with_sizes(arithmetic.multiply_groups(a, stack_operands(both), ends), sizes)
-    gradients = arithmetic.multiply_groups(
-        turn_parts(arithmetic, g, gradient, Role.GRADIENT, sizes),
-        turn_parts(arithmetic, a, x, Role.INPUT, sizes),
-        ends,
+    part_sizes = [_TOKENS // 4, _TOKENS - _TOKENS // 4]
+    part_ends = torch.tensor(part_sizes, device=x.device).cumsum(0).to(torch.int32)
+    # 2. Compute the exact products of each part from the same operands.
+    cast_weights = [arithmetic.cast(tensor, Role.WEIGHT) for tensor in (weight, weight.flip(0))]
+    row_pairs = zip(torch.split_with_sizes(restore_exact(a), part_sizes), map(restore_exact, cast_weights), strict=True)
+    turned_pairs = zip(cast_columns(gradient, Role.GRADIENT), cast_columns(x, Role.INPUT), strict=True)
+    # 3. Compute them as grouped products: forward, and for the gradients of weights.
+    forward_products = torch.split_with_sizes(
+        arithmetic.multiply_groups(a, stack_operands(cast_weights), part_ends), part_sizes
+    )
+    gradient_products = arithmetic.multiply_groups(
+        transpose_parts(arithmetic, g, gradient, Role.GRADIENT, part_sizes),
+        transpose_parts(arithmetic, a, x, Role.INPUT, part_sizes),
+        part_ends,
     ).unbind()
-    # 4. Report the larger error of the two parts.
+    # 4. Return the larger error of the two parts.
     errors = {}
-    for name, parts, pairs in (("forward", forward, rows), ("weight gradient's", gradients, turned)):
-        of_parts = [_largest(part, *_exact_product(*pair)) for part, pair in zip(parts, pairs, strict=True)]
-        errors[f"grouped {name}"] = max(of_parts)
+    for name, parts, pairs in (
+        ("forward", forward_products, row_pairs),
+        ("weight gradient's", gradient_products, turned_pairs),
+    ):
+        part_errors = [
+            _find_largest_error(part, *_multiply_exactly(*pair)) for part, pair in zip(parts, pairs, strict=True)
+        ]
+        errors[f"grouped {name}"] = max(part_errors)
     return errors
 
 
-def _exact_product(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
-    """Returns the product of two matrices of rows, and the sums of its magnitudes."""
+def _multiply_exactly(a: Tensor, b: Tensor) -> tuple[Tensor, Tensor]:
+    """Returns two matrices: the product of `a` and the transposed `b`, and for each element the sum of the magnitudes
+    of its terms.
+    """
     return a @ b.t(), a.abs() @ b.abs().t()
 
 
-def _of_whole(arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor) -> dict[str, float]:
+def _compare_with_emulation(
+    arithmetic: Arithmetic, recipe: Recipe, x: Tensor, weight: Tensor, gradient: Tensor
+) -> dict[str, float]:
     from fp8bench.nn.arithmetics import RecipeArithmetic
     from fp8bench.nn.linear import linear
 
-    ours = RecipeArithmetic(recipe, arithmetic.carrier)
-    outcomes = []
+    emulation = RecipeArithmetic(recipe, arithmetic.carrier)
+    outputs_by_side = []
     for is_emulated in (False, True):
         inputs, parameter = x.detach().clone().requires_grad_(), torch.nn.Parameter(weight.detach().clone())
         layer_function = None if is_emulated else arithmetic.whole(parameter)
-        y = linear(inputs, parameter, ours, SilentPhases()) if layer_function is None else layer_function(inputs)
-        outcomes.append((y, *torch.autograd.grad(y, (inputs, parameter), gradient)))
-    pairs = zip(("forward", "input gradient's", "weight gradient's"), zip(*outcomes, strict=True), strict=True)
-    return {name: _relative(theirs, expected) for name, (theirs, expected) in pairs}
+        outputs = (
+            linear(inputs, parameter, emulation, SilentPhases()) if layer_function is None else layer_function(inputs)
+        )
+        outputs_by_side.append((outputs, *torch.autograd.grad(outputs, (inputs, parameter), gradient)))
+    named_pairs = zip(
+        ("forward", "input gradient's", "weight gradient's"), zip(*outputs_by_side, strict=True), strict=True
+    )
+    return {name: _compute_relative_error(library_result, expected) for name, (library_result, expected) in named_pairs}
 
 
-def _relative(product: Tensor, expected: Tensor) -> float:
-    """Returns the difference of two matrices as a share of the second; NaN if that is zero."""
-    exact = expected.detach().to(torch.float64)
-    norm = float(exact.norm())
-    return float((product.detach().to(torch.float64) - exact).norm()) / norm if norm > 0 else math.nan
+def _compute_relative_error(product: Tensor, expected: Tensor) -> float:
+    """Returns the norm of the difference of two matrices, divided by the norm of `expected`; NaN if that norm is
+    zero.
+    """
+    expected_fp64 = expected.detach().to(torch.float64)
+    expected_norm = float(expected_fp64.norm())
+    return (
+        float((product.detach().to(torch.float64) - expected_fp64).norm()) / expected_norm
+        if expected_norm > 0
+        else math.nan
+    )
 
 
-def _largest(product: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
-    """Returns the largest difference as a share of the magnitudes summed; NaN if all are zero."""
+def _find_largest_error(product: Tensor, exact: Tensor, magnitudes: Tensor) -> float:
+    """Returns the largest difference, divided by the summed magnitudes of its element; NaN if all magnitudes are
+    zero.
+    """
     if not bool(magnitudes.max() > 0):
         return math.nan
     return float(((product.detach().to(exact.dtype) - exact.detach()).abs() / magnitudes.clamp(min=1e-300)).max())

@@ -1,4 +1,4 @@
-"""Untimed requests about a case, each with separate states."""
+"""The requests to the bench that time nothing. Each request prepares its own states."""
 
 from __future__ import annotations
 
@@ -27,23 +27,23 @@ from fp8bench.model.raw import Settings
 from fp8bench.model.step import Coverage
 from fp8bench.protocols import Device, Setup, SilentPhases, Workload
 from fp8bench.registry import devices, precisions, workloads
-from fp8bench.worker.checked_results import errors_of, gradient_error_of, losses_of, statistics_of
-from fp8bench.worker.device_layout import hardware_of
-from fp8bench.worker.memory_pass import memory_of_step, of_workload, try_batch
+from fp8bench.worker.checked_results import check_errors, check_gradient_error, check_losses, check_statistics
+from fp8bench.worker.device_layout import find_hardware
+from fp8bench.worker.memory_pass import make_preparer, measure_step_memory, try_batch
 from fp8bench.worker.static_scales import Calibrations, step
-from fp8bench.worker.step_counters import counters_of_step
-from fp8bench.worker.step_guards import Running, apart
-from fp8bench.worker.switches import restore_switches, under
-from fp8bench.worker.tracing import mark_slot, record, write
+from fp8bench.worker.step_counters import count_step_allocations
+from fp8bench.worker.step_guards import Running, untimed_pass
+from fp8bench.worker.switches import precision_scope, restore_switches
+from fp8bench.worker.tracing import mark_slot, record_trace, write_trace
 
-# Steps before those that are timed: the first one makes what later ones keep.
-_WARM_STEPS = 2
-# After this time no further step is timed.
-_ENOUGH_SECONDS = 10.0
+# The number of warm-up steps. The first step creates objects that later steps use again.
+_WARM_UP_STEPS = 2
+# After this many seconds no further step is timed.
+_MAX_PACE_SECONDS = 10.0
 
 
 class KeptState(NamedTuple):
-    """A state that is observed from outside the process."""
+    """A state that stays in memory, so that its process can be observed from outside."""
 
     device: Device
     state: Any
@@ -51,139 +51,156 @@ class KeptState(NamedTuple):
 
 
 class UntimedPasses:
-    """The untimed part of Bench. `_kept` are states that are observed from outside; `_used` is the device of the last
-    request."""
+    """The requests of Bench that time nothing. `_kept` holds states whose process is observed from outside. `_used`
+    is the device of the last request.
+    """
 
     def __init__(self, settings: Settings) -> None:
         self._settings = settings
         self._kept: dict[str, KeptState] = {}
         self._calibrations = Calibrations()
         self._used: tuple[Device, int] | None = None
-        # The exact results for the errors of the last case, and their key.
+        # The exact results from which the errors of the last case were computed, with their key.
         self._exact: tuple[object, Any] | None = None
-        # False for ranks, which must all take the same number of steps; looking for leaks takes as many as it needs.
+        # False for ranks, which must all take the same number of steps. The number of steps for measuring growth
+        # would differ from rank to rank.
         self._alone = True
 
     def examine(self, case: Case, facts: DeviceFacts) -> tuple[str, ...]:
-        """Raises for an impossible case that only the workload can detect; returns its remarks."""
+        """Returns the workload's remarks on a case. Raises an error if the case is impossible for a reason that only
+        the workload knows.
+        """
         with self._apart(case, facts) as (workload, _, setup):
             return tuple(workload.examine(setup()) or ())
 
     def error(self, case: Case, facts: DeviceFacts) -> dict[str, float] | str:
-        # _apart forgets what was kept, as any other request should.
-        kept_exact = self._exact
+        # Keep the exact results, because `_apart` drops them.
+        stored_exact = self._exact
         with self._apart(case, facts) as (workload, _, setup):
             if reason := workload.error_refused(dict(case.params)):
                 return str(reason)
-            shared = partial(self._once, (case.workload, case.params, facts.key, case.ranks), kept_exact)
+            share_exact = partial(
+                self._share_results, (case.workload, case.params, facts.key, case.ranks), stored_exact
+            )
             try:
-                return errors_of(workload.error(replace(setup(), shared=shared)))
+                return check_errors(workload.error(replace(setup(), shared=share_exact)))
             except NotRepeatable as error:
                 return str(error)
 
-    def _once(self, key: object, kept_value: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
-        """Returns the value kept for `key`, or makes it; the next request other than `error` drops it."""
+    def _share_results(self, key: object, kept_value: tuple[object, Any] | None, make: Callable[[], Any]) -> Any:
+        """Returns the exact results that are stored for `key`. Missing ones are computed and stored. Any request
+        other than `error` deletes them.
+        """
         self._exact = kept_value if kept_value is not None and kept_value[0] == key else (key, make())
         return self._exact[1]
 
     def statistics(self, case: Case, facts: DeviceFacts) -> tuple[TensorStatistics, ...]:
         with self._apart(case, facts) as (workload, _, setup):
-            return statistics_of(workload.statistics(setup()))
+            return check_statistics(workload.statistics(setup()))
 
     def products(self, case: Case, facts: DeviceFacts) -> Products:
-        from fp8bench.worker.products import products_of_step
+        from fp8bench.worker.products import inspect_products
 
         with self._apart(case, facts) as (workload, _, setup):
-            return products_of_step(workload, setup, facts)
+            return inspect_products(workload, setup, facts)
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        from fp8bench.worker.step_effect import effect_of
+        from fp8bench.worker.step_effect import check_step_effect
 
         with self._apart(case, facts, frees=True) as (workload, device, setup):
-            return effect_of(workload, setup(), device, facts.index)
+            return check_step_effect(workload, setup(), device, facts.index)
 
     def tape(self, case: Case, facts: DeviceFacts) -> Tape:
-        from fp8bench.worker.tape_pass import tape_of_step
+        from fp8bench.worker.tape_pass import record_tape
 
         with self._apart(case, facts, frees=True) as (workload, device, setup):
             stamper = device.stamper(facts.index)
-            return tape_of_step(workload, setup(), precisions.get(case.precision), stamper)
+            return record_tape(workload, setup(), precisions.get(case.precision), stamper)
 
     def shares(self, case: Case, facts: DeviceFacts) -> Shares | str:
-        from fp8bench.worker.tape_pass import shares_of_step
+        from fp8bench.worker.tape_pass import measure_shares
 
         with self._apart(case, facts, frees=True) as (workload, device, setup):
-            return shares_of_step(workload, setup(), device)
+            return measure_shares(workload, setup(), device)
 
     def counters(
         self, case: Case, facts: DeviceFacts, unprobed: str
     ) -> tuple[tuple[Measurement, ...], tuple[str, ...]]:
         with self._apart(case, facts, frees=True) as (workload, device, setup):
-            return counters_of_step(workload, setup(), device, facts.index, unprobed)
+            return count_step_allocations(workload, setup(), device, facts.index, unprobed)
 
     def coverage(self, case: Case, facts: DeviceFacts) -> Coverage | None:
-        """Returns how much of a model's products its case converts; None without such a model."""
+        """Returns how many products of a user's model the case converts. Returns None if the workload has no such
+        model.
+        """
         with self._apart(case, facts) as (workload, _, setup):
-            covered = workload.covered(setup())
-            if covered is None:
+            covered_model = workload.covered(setup())
+            if covered_model is None:
                 return None
-            from fp8bench.tape.coverage import coverage_of
+            from fp8bench.tape.coverage import measure_coverage
 
-            covering = coverage_of(covered.model, covered.held, covered.step, multiple=covered.multiple)
-            return replace(covering, loss=covered.loss())
+            model_coverage = measure_coverage(
+                covered_model.model, covered_model.held, covered_model.step, multiple=covered_model.multiple
+            )
+            return replace(model_coverage, loss=covered_model.loss())
 
     def memory(self, case: Case, facts: DeviceFacts, key: str = "", leaks: bool = True) -> MemoryUse | str:
-        """Returns the composition of a step's memory at its peak, or why it is unknown. With `leaks` also checks
-        whether memory grows. With a key the state stays until it is released, so that the process can be observed from
-        outside."""
+        """Returns the memory of a step at its peak, divided by purpose, or why it is unknown.
+
+        With `leaks`, also measures whether memory grows. With a key, the state stays in memory until it is released,
+        so that the process can be observed from outside.
+        """
         with self._apart(case, facts) as (workload, device, setup):
-            hardware = hardware_of(case, workload, facts)
-            make = of_workload(workload, setup, hardware)
-            use, state = memory_of_step(make, device, facts.index, self._alone and leaks, hardware)
-        if isinstance(use, str):
-            return use
+            hardware = find_hardware(case, workload, facts)
+            make = make_preparer(workload, setup, hardware)
+            memory_use, state = measure_step_memory(make, device, facts.index, self._alone and leaks, hardware)
+        if isinstance(memory_use, str):
+            return memory_use
         if key:
             self._kept[key] = KeptState(device, state)
         del state
         gc.collect(1)
         device.empty_cache()
-        return use
+        return memory_use
 
     def try_batch(self, case: Case, facts: DeviceFacts, memory_limit: int | None) -> int | None:
         with self._apart(case, facts) as (workload, device, setup):
-            return try_batch(of_workload(workload, setup), device, facts.index, memory_limit)
+            return try_batch(make_preparer(workload, setup), device, facts.index, memory_limit)
 
     def pace(self, case: Case, facts: DeviceFacts, steps: int) -> tuple[float, ...]:
-        """Returns the seconds of up to `steps` steps of a new state, after two that warm it up; fewer of long ones. No
-        other case takes turns with it, so that verdicts cannot use them."""
+        """Returns the seconds of up to `steps` steps of a new state, after warm-up steps. If steps are long, there
+        are fewer.
+
+        No other case runs in turn with these steps, so their times must not be used for verdicts.
+        """
         seconds: list[float] = []
         with self._apart(case, facts, frees=True) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
-            for _ in range(_WARM_STEPS + steps):
-                if sum(seconds[_WARM_STEPS:]) > _ENOUGH_SECONDS:
+            for _ in range(_WARM_UP_STEPS + steps):
+                if sum(seconds[_WARM_UP_STEPS:]) > _MAX_PACE_SECONDS:
                     break
                 device.synchronise(facts.index)
-                began = time.perf_counter()
+                start = time.perf_counter()
                 step(workload, state, setup.scales, SilentPhases())
                 device.synchronise(facts.index)
-                seconds.append(time.perf_counter() - began)
-        return tuple(seconds[_WARM_STEPS:])
+                seconds.append(time.perf_counter() - start)
+        return tuple(seconds[_WARM_UP_STEPS:])
 
     def trace(self, case: Case, facts: DeviceFacts, file: str) -> None:
-        """Records a few steps into a file. Profiling makes them slower."""
+        """Records a trace of a few steps into a file. Profiled steps are slower."""
         with self._apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
-            trace = record(partial(step, workload, state, setup.scales), facts.kind)
-            # Its memory must not count for the next request.
+            trace = record_trace(partial(step, workload, state, setup.scales), facts.kind)
+            # Free the state, so that its memory does not count for the next request.
             del state
             gc.collect()
         device.empty_cache()
-        write(trace, Path(file))
+        write_trace(trace, Path(file))
 
     def mark_slot(self, case: Case, facts: DeviceFacts) -> None:
-        """Runs a slot between cudaProfilerStart and cudaProfilerStop, with NVTX ranges by phase."""
+        """Runs a slot between cudaProfilerStart and cudaProfilerStop, with an NVTX range for each phase."""
         with self._apart(case, facts) as (workload, device, make_setup):
             setup = make_setup()
             state = workload.prepare(setup)
@@ -191,11 +208,11 @@ class UntimedPasses:
 
     def losses(self, case: Case, facts: DeviceFacts, steps: int, draw: int) -> tuple[float, ...]:
         with self._apart(case, facts) as (workload, _, setup):
-            return losses_of(workload.losses(replace(setup(), draw=draw), steps))
+            return check_losses(workload.losses(replace(setup(), draw=draw), steps))
 
     def gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float | None:
         with self._apart(case, facts) as (workload, _, setup):
-            return gradient_error_of(workload.gradient_error(setup(), self._setup(reference, facts)))
+            return check_gradient_error(workload.gradient_error(setup(), self._setup(reference, facts)))
 
     def _select_device(self, facts: DeviceFacts) -> Device:
         self._exact = None
@@ -208,12 +225,15 @@ class UntimedPasses:
     def _apart(
         self, case: Case, facts: DeviceFacts, frees: bool = False
     ) -> Iterator[tuple[Workload, Device, Callable[[], Setup]]]:
-        """Runs a pass in a case's precision: it may print, and must leave neither switches nor threads changed. Yields
-        the workload, the device, and a function that makes a new setup. At the end it waits for the device, which
-        reports errors late, so that the next request does not fail for this one. Then, if it `frees`, memory is
-        returned to the device."""
+        """Runs a pass apart from timed steps, in the case's precision. Yields the workload, the device, and a
+        function that makes a new setup.
+
+        The body may print, and must leave switches and threads unchanged. At the end this waits for the device,
+        because a device reports errors late, and the next request must not fail by them. With `frees`, it then
+        returns memory to the device.
+        """
         device, workload = self._select_device(facts), workloads.get(case.workload)
-        with under(precisions.get(case.precision)), restore_switches(), apart():
+        with precision_scope(precisions.get(case.precision)), restore_switches(), untimed_pass():
             yield workload, device, partial(self._setup, case, facts)
             device.synchronise(facts.index)
         if frees:
@@ -223,9 +243,9 @@ class UntimedPasses:
     def _setup(self, case: Case, facts: DeviceFacts) -> Setup:
         precision = precisions.get(case.precision)
         arithmetic = precision.arithmetic(facts)
-        layers = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
-        # Layers that suites leave high use the precision that carries values.
-        high = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
+        layer_arithmetics = {kind: precisions.get(name).arithmetic(facts) for kind, name in case.precision_map}
+        # Layers that a suite keeps in high precision use the carrier precision of the case.
+        high_arithmetic = precisions.get(precision.carried_by or precision.mode).arithmetic(facts)
         seed, corpus = self._settings.seed, self._settings.corpus
-        setup = Setup(case, facts, seed, arithmetic, high, layers, precision.loss_scale, corpus)
+        setup = Setup(case, facts, seed, arithmetic, high_arithmetic, layer_arithmetics, precision.loss_scale, corpus)
         return self._calibrations.apply(workloads.get(case.workload), setup)

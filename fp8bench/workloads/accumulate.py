@@ -1,4 +1,4 @@
-"""Gradients of several micro-batches added up in a buffer of some precision."""
+"""The suite accumulate: it sums the gradients of several micro-batches in a buffer of some precision."""
 
 from __future__ import annotations
 
@@ -16,12 +16,14 @@ from fp8bench.registry import workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES = {"fp32": 4, "bf16": 2}
+GRADIENT_BYTES = {"fp32": 4, "bf16": 2}
 
 
 @dataclass
 class PlainBuffer:
-    """Tensors in a dtype of torch, added to in place. The first micro-batch is copied, so nothing is zeroed."""
+    """A buffer of plain tensors, to which gradients are added in place. The first micro-batch is copied, so that
+    nothing must be set to zero.
+    """
 
     _sums: list[Tensor]
 
@@ -40,9 +42,13 @@ class PlainBuffer:
 
 @dataclass
 class ScaledBuffer:
-    """Codes with scales: each micro-batch restores them to fp32, adds, and casts again; the first is only cast. Whole
-    lists are restored and cast at a time, so that a step has few and long phases: in between, the sums of all tensors
-    exist in fp32. Each tensor has a separate arithmetic, which may remember scales."""
+    """A buffer of codes with scales. Each micro-batch restores the sums to fp32, adds its gradients, and casts the
+    sums again. The first micro-batch is only cast.
+
+    All tensors are restored before any tensor is cast again, so that a step has few and long phases. Between
+    restoring and casting, the sums of all tensors exist in fp32. Each tensor has its own arithmetic, which may keep a
+    history of scales.
+    """
 
     _arithmetics: Sequence[Arithmetic]
     _operands: list[Operand] = field(default_factory=list)
@@ -52,30 +58,30 @@ class ScaledBuffer:
 
         if first:
             with phase.cast:
-                self._keep(gradients)
+                self._cast_sums(gradients)
             return
         with phase.cast:
             sums = self.values()
         with phase.accumulate:
             torch._foreach_add_(sums, gradients)
         with phase.cast:
-            self._keep(sums)
-            del sums  # freeing memory takes time that must count for a phase
+            self._cast_sums(sums)
+            del sums  # free the memory here, because the time for that must count for a phase
 
     def values(self) -> list[Tensor]:
         import torch
 
-        pairs = zip(self._arithmetics, self._operands, strict=True)
-        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in pairs]
+        operand_pairs = zip(self._arithmetics, self._operands, strict=True)
+        return [arithmetic.restore(operand, torch.float32) for arithmetic, operand in operand_pairs]
 
-    def _keep(self, sums: Sequence[Tensor]) -> None:
+    def _cast_sums(self, sums: Sequence[Tensor]) -> None:
         pairs = zip(self._arithmetics, sums, strict=True)
         self._operands = [arithmetic.cast(tensor, Role.GRADIENT) for arithmetic, tensor in pairs]
 
 
 @dataclass
 class BufferState:
-    """The gradients of every micro-batch, and the buffer."""
+    """The gradients of all micro-batches, and the buffer in which they are summed."""
 
     micro_batches: list[list[Tensor]]
     buffer: PlainBuffer | ScaledBuffer
@@ -86,9 +92,10 @@ class BufferState:
 
 @workloads.register("accumulate")
 class Accumulate(Workload):
-    """Sums gradients in a buffer of the case's precision; gradients are the same for all. fp32, bf16 and fp16 buffers
-    are added to in place. fp8 and below have scales, so that every micro-batch restores, casts and rounds the whole
-    buffer."""
+    """Sums the same gradients in a buffer of the case's precision. In fp32, bf16 and fp16, gradients are added to the
+    buffer in place. fp8 and smaller formats have scales. There, every micro-batch must restore the whole buffer, add
+    to it and cast it again.
+    """
 
     name = "accumulate"
     summary = "gradients of several micro-batches added up in a buffer of each precision"
@@ -106,14 +113,14 @@ class Accumulate(Workload):
             Axis.count("micro_batches", "micro-batches in a step, at least two", "2", "4", "8", "16", low=2, high=1024),
             Axis.count("tensors", "gradients in a micro-batch, one a layer", tensors, high=4096),
             Axis.count("width", "rows and columns of each gradient", width, high=1 << 16),
-            Axis.choice("gradients", "what gradients arrive in: fp32 or bf16", *BYTES),
+            Axis.choice("gradients", "what gradients arrive in: fp32 or bf16", *GRADIENT_BYTES),
         )
 
     def work(self, params: Scalars) -> Work:
-        count = int(params["tensors"]) * int(params["width"]) ** 2
-        gradients = float(BYTES[str(params["gradients"])] * int(params["micro_batches"]) * count)
-        # The gradients plus a buffer with at least half a byte per element.
-        return Work(bytes=gradients, least_memory=gradients + count / 2)
+        elements = int(params["tensors"]) * int(params["width"]) ** 2
+        gradient_bytes = float(GRADIENT_BYTES[str(params["gradients"])] * int(params["micro_batches"]) * elements)
+        # The gradients, and a buffer that has at least half a byte for each element.
+        return Work(bytes=gradient_bytes, least_memory=gradient_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return storage_support(precision, facts, "there is no buffer of it")
@@ -122,12 +129,12 @@ class Accumulate(Workload):
         import torch
 
         dtype = torch.float32 if setup.case.param("gradients") == "fp32" else torch.bfloat16
-        scale = setup.loss_scale
-        micro_batches = _micro_batches(setup)
+        loss_scale = setup.loss_scale
+        micro_batches = _draw_micro_batches(setup)
         for index, gradients in enumerate(micro_batches):
-            micro_batches[index] = [(gradient * scale).to(dtype) for gradient in gradients]
+            micro_batches[index] = [(gradient * loss_scale).to(dtype) for gradient in gradients]
         arithmetic = setup.arithmetic
-        # A separate arithmetic per tensor, because delayed scales differ between tensors.
+        # Each tensor gets its own arithmetic, because delayed scales differ between tensors.
         if arithmetic.plain:
             sums = [torch.zeros_like(tensor, dtype=arithmetic.carrier) for tensor in micro_batches[0]]
             return BufferState(micro_batches, PlainBuffer(sums))
@@ -139,7 +146,9 @@ class Accumulate(Workload):
             state.buffer.add(gradients, phase, first=index == 0)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the sums of one step with fp64 sums of the same gradients: what the buffer alone loses."""
+        """Compares the sums of one step with fp64 sums of the same gradients. So the error shows only what the buffer
+        loses.
+        """
         import torch
 
         from fp8bench.numerics import norms
@@ -148,25 +157,25 @@ class Accumulate(Workload):
         if setup.arithmetic.settles:
             self.step(state, SilentPhases())
         self.step(state, SilentPhases())
-        first, *remaining = state.micro_batches
-        exact = [tensor.to(torch.float64) for tensor in first]
+        first_gradients, *remaining = state.micro_batches
+        exact_sums = [tensor.to(torch.float64) for tensor in first_gradients]
         for gradients in remaining:
-            torch._foreach_add_(exact, gradients)
-        # Both contain the loss scale, which cancels in their ratio.
+            torch._foreach_add_(exact_sums, gradients)
+        # Both sums contain the loss scale, which cancels out in their ratio.
         sums = state.buffer.values()
         return {
-            "accumulate_error": norms.joint_relative_frobenius(sums, exact),
-            "accumulate_vanished": norms.vanished_share(sums, exact),
+            "accumulate_error": norms.joint_relative_frobenius(sums, exact_sums),
+            "accumulate_vanished": norms.compute_vanished_share(sums, exact_sums),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import statistics_of
+        from fp8bench.numerics.ranges import compute_statistics
 
         kind = ("gradients", Role.GRADIENT.value)
-        return statistics_of((*kind, gradient) for gradient in chain.from_iterable(_micro_batches(setup)))
+        return compute_statistics((*kind, gradient) for gradient in chain.from_iterable(_draw_micro_batches(setup)))
 
 
-def _micro_batches(setup: Setup) -> list[list[Tensor]]:
+def _draw_micro_batches(setup: Setup) -> list[list[Tensor]]:
     from fp8bench.numerics import distributions
 
     case = setup.case

@@ -1,4 +1,6 @@
-"""Scaled dot-product attention, alone and as a layer, its scores in high precision or emulated in low."""
+"""The suite attention: scaled dot-product attention, alone or as a layer. Scores are in high precision, or emulated
+in low precision.
+"""
 
 from __future__ import annotations
 
@@ -10,20 +12,20 @@ from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis
+from fp8bench.protocols.axes import VALUES, Axis, read_integers
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import torch
 
-    from fp8bench.nn.attention import Core
+    from fp8bench.nn.attention import AttentionCore
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-LONGEST = 1 << 17
-_KERNEL = Axis.choice(
+LONGEST_SEQUENCE = 1 << 17
+_KERNEL_AXIS = Axis.choice(
     "kernel",
-    "torch's for the core; auto: torch's own choice; math: writes the scores down, the others do not",
+    "torch's kernel for the core; auto: torch chooses; only math writes scores to memory",
     "auto",
     *shared.BACKENDS,
     quiet=True,
@@ -32,12 +34,13 @@ _KERNEL = Axis.choice(
 
 @workloads.register("attention")
 class Attention(LayerWorkload):
-    """Attention: `core` is what torch's kernels do; `layer` adds the products around it, which low precision speeds up.
+    """Times attention. With part=core it times what torch's attention kernels compute. With part=layer it includes
+    the products before and after the core, which low precision speeds up.
 
-    With scores=high no precision below its carrier reaches the core. With scores=low its products and the matrix of
-    scores are in the case's precision, emulated for every precision: nobody would run the explicit form as a kernel, so
-    it shows the accuracy of low scores, but not their time. Scores are written without a scale, because a kernel makes
-    them tile by tile before the largest is known.
+    With scores=high the core runs in the carrier's precision. With scores=low its products and the scores are rounded
+    to the case's precision. This is always emulated with separate products. So it shows the accuracy of low-precision
+    scores, but not their speed. Scores are rounded without a scale, because a fused kernel computes them tile by
+    tile, before their largest value is known.
     """
 
     name = "attention"
@@ -57,23 +60,27 @@ class Attention(LayerWorkload):
         batch, heads, head_width = ("4", "16", "128") if facts.accelerated else ("1", "4", "64")
         return (
             Axis.each("part", "core: attention alone; layer: with the products before and after it", "core", "layer"),
-            Axis.count("sequence", "tokens in a sequence", *sequences, high=LONGEST),
+            Axis.count("sequence", "tokens in a sequence", *sequences, high=LONGEST_SEQUENCE),
             Axis.count("batch", "sequences", batch, high=4096),
             Axis.count("heads", "heads of queries", heads, high=1024),
-            Axis.count("key_heads", "heads of keys and values, a divisor of heads; auto: as many", "auto", high=1024),
+            Axis.count(
+                "key_heads", "heads of keys and values, a divisor of heads; auto: the same number", "auto", high=1024
+            ),
             Axis.count("head_width", "features of a head", head_width, high=1024),
-            Axis.choice("causal", "whether a token sees earlier ones only", "yes", "no"),
+            Axis.choice("causal", "whether a token attends to earlier tokens only", "yes", "no"),
             shared.PASS,
             Axis.choice(
                 "scores",
-                "high: the carrier's; low: emulated in the case's precision, scores rounded unscaled and "
-                "then multiplied by 1/sqrt(head_width); low-prescaled: queries multiplied before",
+                "high: in the carrier's precision; low: emulated in the case's precision, rounded before "
+                "the factor 1/sqrt(head_width); low-prescaled: rounded after that factor",
                 "high",
                 "low",
                 "low-prescaled",
             ),
-            Axis.count("spread", "standard deviation of the values that come in: how large scores get", "1", high=1024),
-            _KERNEL,
+            Axis.count(
+                "spread", "standard deviation of the inputs, which determines how large scores get", "1", high=1024
+            ),
+            _KERNEL_AXIS,
             VALUES,
         )
 
@@ -90,62 +97,72 @@ class Attention(LayerWorkload):
         return (tuple({**params, "key_heads": key_heads}.items()),)
 
     def work(self, params: Scalars) -> Work:
-        rows, width, inner = _sizes(params)
-        training = shared.is_training(params)
-        scores = float(rows) * int(params["sequence"]) * int(params["heads"])
-        # Two products forward; elements hidden by a causal mask are not counted.
-        flops = 4.0 * scores * int(params["head_width"]) * (0.5 if _causal(params) else 1.0)
-        # Queries, keys, values and the output in two bytes, the least of any carrier; the same for gradients.
-        least = 2.0 * rows * (inner + width) * (2 if training else 1)
+        rows, width, inner = _read_sizes(params)
+        is_training = shared.is_training(params)
+        score_count = float(rows) * int(params["sequence"]) * int(params["heads"])
+        # The forward pass has two products. Scores that a causal mask hides do not count.
+        flops = 4.0 * score_count * int(params["head_width"]) * (0.5 if _is_causal(params) else 1.0)
+        # Queries, keys, values and the output take at least two bytes for each value. Their gradients take as much
+        # again.
+        least_bytes = 2.0 * rows * (inner + width) * (2 if is_training else 1)
         if params["part"] == "layer":
             weights = width * inner + width * width
             flops += 2.0 * rows * weights
-            least += 4.0 * weights * (2 if training else 1) + 2.0 * rows * width
-        if _low(params):
-            # fp32 scores before and after rounding; in backward softmax has probabilities and two gradients.
-            least += (3 if training else 2) * 4.0 * scores
-        return Work(flops * (3 if training else 1), rows, least_memory=least)
+            least_bytes += 4.0 * weights * (2 if is_training else 1) + 2.0 * rows * width
+        if _has_low_scores(params):
+            # Scores exist in fp32 before and after rounding. In backward, softmax needs the probabilities and two
+            # gradients.
+            least_bytes += (3 if is_training else 2) * 4.0 * score_count
+        return Work(flops * (3 if is_training else 1), rows, least_memory=least_bytes)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
-        """Counts queries, keys, values, inputs, outputs and their gradients, and scores that are written down."""
-        rows, width, inner = _sizes(params)
-        training = shared.is_training(params)
-        layer = params["part"] == "layer"
-        features = (2 if training else 1) * (inner + width * layer) + (3 if training else 1) * width
-        weights = 4.0 * (width * inner + width * width) * (2 if training else 1) * layer
-        written = (
-            (shared.SCORES_KEPT + shared.SCORES_BESIDE if training else shared.SCORES_FORWARD)
+        """Estimates the peak bytes: queries, keys, values, inputs, outputs and their gradients, and the scores if a
+        kernel writes them to memory.
+        """
+        rows, width, inner = _read_sizes(params)
+        is_training = shared.is_training(params)
+        is_layer = params["part"] == "layer"
+        features = (2 if is_training else 1) * (inner + width * is_layer) + (3 if is_training else 1) * width
+        weight_bytes = 4.0 * (width * inner + width * width) * (2 if is_training else 1) * is_layer
+        head_score_bytes = (
+            (shared.SCORES_KEPT + shared.SCORES_IN_BACKWARD if is_training else shared.SCORES_FORWARD)
             * 4.0
             * rows
             * int(params["sequence"])
         )
-        scores = written * int(params["heads"]) if _low(params) or _KERNEL.of(params) == "math" else 0.0
-        return shared.carrier_bytes(precision) * rows * features + weights + scores
+        score_bytes = (
+            head_score_bytes * int(params["heads"])
+            if _has_low_scores(params) or _KERNEL_AXIS.of(params) == "math"
+            else 0.0
+        )
+        return shared.carrier_bytes(precision) * rows * features + weight_bytes + score_bytes
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        kernel = str(_KERNEL.of(params))
+        kernel = str(_KERNEL_AXIS.of(params))
         if support.level is Level.REFUSED:
             return support
-        # Settings that exclude each other are refused before asking the device.
-        if kernel != "auto" and _low(params):
+        # First refuse settings that exclude each other, and only then ask the device.
+        if kernel != "auto" and _has_low_scores(params):
             return refused(f"scores={params['scores']} runs explicit products and no kernel: choose kernel=auto")
-        if missing := shared.missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
+        if missing := shared.explain_missing_kernel(kernel, params["heads"] != params["key_heads"], precision, facts):
             return refused(missing)
-        # No product of the core would be in this precision, so its case would be meaningless.
-        if params["part"] == "core" and not _low(params) and precision.carried_by:
+        # The core would have no product in this precision, so its time would mean nothing.
+        if params["part"] == "core" and not _has_low_scores(params) and precision.carried_by:
             return refused(
                 f"{precision.name} leaves attention's scores to {precision.carried_by}: ask for --set scores=low to "
                 "emulate them, or part=layer"
             )
-        # Native products require multiples of sizes; emulated ones do not.
+        # Native products need sizes that are multiples of a number. Emulated products do not.
         if params["part"] == "layer" and support.is_native:
-            rows, width, inner = _sizes(params)
-            shown = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
-            support = shared.require_fit(support, precision, rows, (width, inner), shared.is_training(params), shown)
+            rows, width, inner = _read_sizes(params)
+            size_text = f"{rows} tokens, {width} features, {inner} of queries, keys and values"
+            support = shared.require_fit(
+                support, precision, rows, (width, inner), shared.is_training(params), size_text
+            )
             if support.level is Level.REFUSED:
                 return support
-        if _low(params):
+        if _has_low_scores(params):
             return emulated("scores in low precision: explicit products of rounded values, no kernel")
         return support
 
@@ -156,51 +173,52 @@ class Attention(LayerWorkload):
         from fp8bench.nn import attention
 
         params = setup.params
-        core: Core = attention.FusedCore(_causal(params), str(_KERNEL.of(params)))
-        if _low(params):
-            core = attention.EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _causal(params))
-        return _exercise(setup, choose, carrier, core)
+        core: AttentionCore = attention.FusedCore(_is_causal(params), str(_KERNEL_AXIS.of(params)))
+        if _has_low_scores(params):
+            core = attention.EmulatedCore(setup.arithmetic, params["scores"] == "low-prescaled", _is_causal(params))
+        return _build_exercise(setup, choose, carrier, core)
 
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.attention import FusedCore, HeadwiseCore, WrittenScores
+        from fp8bench.nn.attention import FusedCore, HeadwiseCore, StoredScores
 
-        exact = PlainArithmetic(torch.float64)
-        core = HeadwiseCore(FusedCore(_causal(setup.params)))
+        exact_arithmetic = PlainArithmetic(torch.float64)
+        core = HeadwiseCore(FusedCore(_is_causal(setup.params)))
         state = self.prepare(setup)
-        errors = state.errors(_exercise(setup, lambda name: exact, exact.carrier, core), setup.settles)
-        with WrittenScores() as written:
+        errors = state.measure_errors(
+            _build_exercise(setup, lambda name: exact_arithmetic, exact_arithmetic.carrier, core), setup.settles
+        )
+        with StoredScores() as written:
             state.outcome()
-        return {**errors, "scores_bytes": float(written.most)}
+        return {**errors, "scores_bytes": float(written.largest_bytes)}
 
 
-def _causal(params: Scalars) -> bool:
+def _is_causal(params: Scalars) -> bool:
     return params["causal"] == "yes"
 
 
-def _low(params: Scalars) -> bool:
+def _has_low_scores(params: Scalars) -> bool:
     return params["scores"] != "high"
 
 
-def _sizes(params: Scalars) -> tuple[int, int, int]:
-    """Returns tokens, width of the output, and width of queries, keys and values together."""
-    heads, key_heads, head_width = (int(params[name]) for name in ("heads", "key_heads", "head_width"))
+def _read_sizes(params: Scalars) -> tuple[int, int, int]:
+    """Returns the number of tokens, the width of the output, and the total width of queries, keys and values."""
+    heads, key_heads, head_width = read_integers(params, "heads", "key_heads", "head_width")
     return int(params["batch"]) * int(params["sequence"]), heads * head_width, (heads + 2 * key_heads) * head_width
 
 
-def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) -> Exercise:
-    """Builds the core on random heads, or the layer on random tokens."""
+def _build_exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: AttentionCore) -> Exercise:
+    """Builds the attention core on random heads, or the layer on random tokens."""
     from fp8bench.nn.attention import BareAttention, SelfAttention
-    from fp8bench.nn.exercise import exercise
+    from fp8bench.nn.exercise import make_exercise
 
     params = setup.params
-    batch, sequence, heads, key_heads, head_width = (
-        int(params[name]) for name in ("batch", "sequence", "heads", "key_heads", "head_width")
-    )
+    batch, sequence, heads = read_integers(params, "batch", "sequence", "heads")
+    key_heads, head_width = read_integers(params, "key_heads", "head_width")
     width = heads * head_width
-    # The core takes queries, keys and values already split into heads; the layer takes tokens.
+    # The core's inputs are queries, keys and values, already split into heads. The layer's inputs are tokens.
     if params["part"] == "core":
         shapes: list[tuple[int, ...]] = [
             (batch, number, sequence, head_width) for number in (heads, key_heads, key_heads)
@@ -213,4 +231,4 @@ def _exercise(setup: Setup, choose: Choose, carrier: torch.dtype, core: Core) ->
             return BareAttention(core)
         return SelfAttention(width, heads, key_heads, 1.0, choose, core)
 
-    return exercise(setup, build, shapes, carrier, shared.is_training(params), float(params["spread"]))
+    return make_exercise(setup, build, shapes, carrier, shared.is_training(params), float(params["spread"]))

@@ -1,4 +1,4 @@
-"""One cast: a tensor into a format, or back from it, with a scale or without."""
+"""The suite cast: it casts a tensor to a format or restores it, with or without a scale."""
 
 from __future__ import annotations
 
@@ -9,37 +9,37 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn import shared_workloads as shared
-from fp8bench.protocols import MEMORY_OF, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPREAD, STRIDED, VALUES, Axis, whole_number
+from fp8bench.protocols import MEMORY_ROLES, Grid, Operand, Phases, Precision, Role, Setup, Workload
+from fp8bench.protocols.axes import CONTIGUOUS, LAYOUT, SPAN_FACTORS, STRIDED, VALUES, Axis, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     from torch import Tensor
 
-BYTES = {"fp32": 4, "bf16": 2}
-_SIDE = whole_number(high=1 << 18)
+SOURCE_BYTES = {"fp32": 4, "bf16": 2}
+_parse_side = whole_number(high=1 << 18)
 
 
 @dataclass
 class CastState:
-    """The source, and the operation that every step applies to it."""
+    """The source tensor, and the cast or restoration that every step runs."""
 
     source: Tensor
-    change: Callable[[], object]
+    operation: Callable[[], object]
     role: Role
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MEMORY_OF[self.role]: self.source}
+        return {MEMORY_ROLES[self.role]: self.source}
 
 
 @workloads.register("cast")
 class Cast(Workload):
-    """A matrix cast to a precision, including the search for its scale, or restored from it.
+    """Casts a matrix to a precision, including the search for its scale, or restores it from the precision.
 
-    By default the source is fp32, like master weights and gradients: so fp32 is the floor for casts of that size, and
-    every other precision has something to round. If a cast changes nothing, because the source already has that dtype,
-    a step is a plain copy: that floor. The values of an emulated format are fp32, so restoring them to fp32 is also
-    such a copy.
+    The source is fp32 by default, like master weights and gradients. So every other precision has something to round.
+    If the source already has the dtype of the precision, the cast would change nothing. Then a plain copy is timed,
+    which is the lower bound for casts of that size. Values of an emulated format are stored as fp32, so restoring
+    them to fp32 is such a copy too.
     """
 
     name = "cast"
@@ -57,12 +57,12 @@ class Cast(Workload):
         shape = "8192x8192" if facts.accelerated else "1024x1024"
         return (
             Axis("shape", "N (a square) or ROWSxCOLUMNS; block scales run along the columns", (shape,), parse_shape),
-            Axis.choice("source", "what is cast from, and restored to: fp32 or bf16", *BYTES),
-            Axis.each("direction", "to the precision, or from it", "to", "from"),
+            Axis.choice("source", "dtype of the values that are cast or restored: fp32 or bf16", *SOURCE_BYTES),
+            Axis.each("direction", "to: cast values to the precision; from: restore them from its codes", "to", "from"),
             Axis.each(
                 "scaling",
-                "on, or off: the elements' own grid. fp32, bf16 and fp16 have no scales: both are "
-                "the same there. A way back always has its scales",
+                "off: elements are rounded without a scale. It changes nothing for fp32, bf16 and fp16, "
+                "which have no scales, nor for restoring",
                 "on",
                 "off",
             ),
@@ -78,14 +78,14 @@ class Cast(Workload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         rows, columns = (int(side) for side in str(params["shape"]).split("x"))
-        scaling = (("scaling", params["scaling"]),) if params["direction"] == "to" else ()
+        scaling_param = (("scaling", params["scaling"]),) if params["direction"] == "to" else ()
         return (
             (
                 ("rows", rows),
                 ("columns", columns),
                 ("source", params["source"]),
                 ("direction", params["direction"]),
-                *scaling,
+                *scaling_param,
                 ("role", params["role"]),
                 ("layout", LAYOUT.of(params)),
                 ("values", VALUES.of(params)),
@@ -93,93 +93,97 @@ class Cast(Workload):
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of the high-precision side for either direction, so that throughputs compare."""
-        count = int(params["rows"]) * int(params["columns"])
-        source = float(BYTES[str(params["source"])] * count)
-        # The source and its image, which has at least half a byte per element.
-        spread = SPREAD.get(str(LAYOUT.of(params)), 1)
-        return Work(bytes=source, least_memory=spread * source + count / 2)
+        """Counts the bytes of the high-precision tensor, whether it is cast or restored. So the throughputs of both
+        directions can be compared.
+        """
+        elements = int(params["rows"]) * int(params["columns"])
+        source_bytes = float(SOURCE_BYTES[str(params["source"])] * elements)
+        # The source, and codes that take at least half a byte for each element.
+        span_factor = SPAN_FACTORS.get(str(LAYOUT.of(params)), 1)
+        return Work(bytes=source_bytes, least_memory=span_factor * source_bytes + elements / 2)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         layout = LAYOUT.of(params)
-        # Refuse cases that would measure the same thing under two names.
+        # Refuse cases that would measure the same as another case under a second name.
         if layout != CONTIGUOUS and params["direction"] == "from":
             return refused("direction=from begins with codes, whose layout their format decides: choose direction=to")
         if layout not in (CONTIGUOUS, STRIDED) and int(params["rows"]) == 1:
-            return refused(f"one row is the same in layout={layout}: choose contiguous or strided")
+            return refused(
+                f"a single row is stored alike in layout={layout} and contiguous: choose contiguous or strided"
+            )
         return shared.storage_support(precision, facts, "there is nothing to cast")
 
     def prepare(self, setup: Setup) -> CastState:
-        source = _scaled_source(setup)
+        source = _make_timed_source(setup)
         role = Role(str(setup.case.param("role")))
-        # For restoring, the codes are made in advance.
+        # For direction=from, the steps restore codes. Make the codes here, before timing.
         if setup.case.param("direction") == "to":
-            into = _into(setup)
-            return CastState(source, _or_copy(lambda: into(source).data, source), role)
-        operand = _into(setup)(source)
+            cast = _make_cast(setup)
+            return CastState(source, _replace_by_copy(lambda: cast(source).data, source), role)
+        operand = _make_cast(setup)(source)
         restore = setup.arithmetic.restore
-        return CastState(source, _or_copy(lambda: restore(operand, source.dtype), operand.data), role)
+        return CastState(source, _replace_by_copy(lambda: restore(operand, source.dtype), operand.data), role)
 
     def step(self, state: CastState, phase: Phases) -> None:
         with phase.cast:
-            state.change()  # the result is freed at once, inside the phase
+            state.operation()  # the result is freed at once, inside the phase
 
     def error_refused(self, params: Scalars) -> str:
-        return shared.why_no_errors(params)
+        return shared.explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the source with its values after a cast and back; the loss scale in both cancels out."""
+        """Compares the source with the values of its codes. Both contain the loss scale, which cancels out."""
         from fp8bench.numerics import norms
 
-        source = _scaled_source(setup)
-        into = _into(setup)
-        # Delayed scales come from an earlier cast.
+        source = _make_timed_source(setup)
+        cast = _make_cast(setup)
+        # A delayed scale comes from an earlier cast, so cast once before.
         if setup.arithmetic.settles:
-            into(source)
-        back = setup.arithmetic.restore(into(source), source.dtype)
+            cast(source)
+        restored = setup.arithmetic.restore(cast(source), source.dtype)
         return {
-            "cast_error": norms.relative_frobenius(back, source),
-            "cast_vanished": norms.vanished_share([back], [source]),
+            "cast_error": norms.relative_frobenius(restored, source),
+            "cast_vanished": norms.compute_vanished_share([restored], [source]),
         }
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import statistics_of
+        from fp8bench.numerics.ranges import compute_statistics
 
-        return statistics_of([("source", str(setup.case.param("role")), _source(setup))])
+        return compute_statistics([("source", str(setup.case.param("role")), _draw_source(setup))])
 
 
 def parse_shape(text: str) -> str:
-    """Expands '512' to the square '512x512', and keeps '512x1024' as rows and columns."""
+    """Returns '512x512' for '512', and '512x1024' (rows x columns) unchanged. Raises ValueError."""
     sides = text.split("x")
     if len(sides) not in (1, 2) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size or ROWSxCOLUMNS")
-    numbers = [_SIDE(side) for side in sides] * (3 - len(sides))
+    numbers = [_parse_side(side) for side in sides] * (3 - len(sides))
     return "x".join(str(number) for number in numbers)
 
 
-def _or_copy(change: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
-    """Returns `change`, or a copy if it would only return its argument."""
-    # A cast to the same dtype would take no time, while others read and write.
-    return source.clone if change().data_ptr() == source.data_ptr() else change
+def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
+    """Returns `operation`. If `operation` would return the source itself, returns a copy of the source instead."""
+    # A cast to the same dtype would take no time, while other casts read and write memory.
+    return source.clone if operation().data_ptr() == source.data_ptr() else operation
 
 
-def _into(setup: Setup) -> Callable[[Tensor], Operand]:
+def _make_cast(setup: Setup) -> Callable[[Tensor], Operand]:
     role = Role(str(setup.case.param("role")))
-    off = setup.params.get("scaling") == "off"
-    cast = setup.arithmetic.cast_without_scale if off else setup.arithmetic.cast
+    without_scale = setup.params.get("scaling") == "off"
+    cast = setup.arithmetic.cast_without_scale if without_scale else setup.arithmetic.cast
     return lambda tensor: cast(tensor, role)
 
 
-def _scaled_source(setup: Setup) -> Tensor:
-    from fp8bench.numerics.distributions import laid_out
+def _make_timed_source(setup: Setup) -> Tensor:
+    from fp8bench.numerics.distributions import apply_layout
 
-    source = _source(setup)
+    source = _draw_source(setup)
     source = source * setup.loss_scale if setup.case.param("role") == Role.GRADIENT else source
-    return laid_out(source, str(LAYOUT.of(setup.params)))
+    return apply_layout(source, str(LAYOUT.of(setup.params)))
 
 
-def _source(setup: Setup) -> Tensor:
-    """Draws values of the case's kind; gradients get a network's magnitudes."""
+def _draw_source(setup: Setup) -> Tensor:
+    """Draws the values of the case's distribution. Gradients get magnitudes as in a network."""
     import torch
 
     from fp8bench.numerics import distributions
@@ -188,7 +192,7 @@ def _source(setup: Setup) -> Tensor:
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     shape = (int(case.param("rows")), int(case.param("columns")))
     source = distributions.GradientSource([shape], generator)
-    values = distributions.drawn(dict(case.params), shape, generator, setup.facts.key)
+    values = distributions.draw_values(dict(case.params), shape, generator, setup.facts.key)
     if case.param("role") == Role.GRADIENT:
         values.mul_(source.scales[0])
     return values.to(torch.float32 if case.param("source") == "fp32" else torch.bfloat16)

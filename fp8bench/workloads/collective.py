@@ -1,4 +1,4 @@
-"""One collective of several ranks, in high precision and composed of codes of FP8."""
+"""The suite collective: one collective of several ranks, in high precision or with FP8 codes."""
 
 from __future__ import annotations
 
@@ -21,16 +21,16 @@ if TYPE_CHECKING:
     from fp8bench.numerics.collectives import InFP8, Plain
 
 COLLECTIVES = ("all_reduce", "all_gather", "reduce_scatter", "all_to_all", "broadcast")
-REDUCING = ("all_reduce", "reduce_scatter")
-WAYS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
+SUMMING_COLLECTIVES = ("all_reduce", "reduce_scatter")
+FP8_METHODS = ("fp8_gather", "fp8_twoshot", "fp8_ring")
 SCALINGS = ("pre", "post", "ms_amp", "fp8lm_auto")
 DTYPES = ("fp32", "bf16", "fp16", "fp8")
-# Parameters that only apply to FP8 in a reducing collective.
+# Parameters that only matter for collectives that sum in FP8.
 _FP8_PARAMETERS = ("fp8", "scaling")
-# Each rank's part has whole blocks of scales.
-_MULTIPLE = 32
+# Each rank's part of the vector has a multiple of this number of elements, so that it has whole blocks of scales.
+_PART_MULTIPLE = 32
 _ELEMENT_BYTES = 4
-# FP8-LM's mu, which begins at 1 and is halved, settles within this many steps.
+# FP8-LM's factor mu starts at 1 and is halved while values saturate. After this many steps it is stable.
 _SETTLING_STEPS = 8
 
 
@@ -47,9 +47,10 @@ class CollectiveState:
 
 @workloads.register("collective")
 class Collective(Workload):
-    """Exchanges of gradients between ranks. fp8 is sent as E4M3, summed by the method `fp8` and scaled by the method
-    `scaling`. Times of fp8 include casting, sending and summing. The input counts as float32 in all precisions, so that
-    throughputs compare."""
+    """Exchanges gradients between ranks. In fp8 they are sent as E4M3. Option `fp8` chooses how they are summed, and
+    `scaling` how they are scaled. The time of fp8 includes casting, sending and summing. In all precisions a
+    throughput counts the input as float32, so that throughputs can be compared.
+    """
 
     name = "collective"
     summary = (
@@ -59,7 +60,7 @@ class Collective(Workload):
     least_ranks = 2
     fused = False
     dtypes = DTYPES
-    # One variant of FP8 only, and default sizes.
+    # The history has one variant of FP8, and default sizes only.
     history = Grid(
         cpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
         gpu={"collective": COLLECTIVES, "fp8": ("fp8_twoshot",), "scaling": ("ms_amp",)},
@@ -76,47 +77,47 @@ class Collective(Workload):
             Axis.count("elements", "numbers of the whole vector", str(elements), high=1 << 32, quick=(str(1 << 16),)),
             Axis.each(
                 "fp8",
-                "how means are composed of codes: fp8_gather (all codes to all, added up in float32), "
-                "fp8_twoshot (codes to the owner of a part, codes of its mean back), fp8_ring (rounded at every hop)",
-                *WAYS,
+                "how ranks average FP8 codes: fp8_gather (all codes go to all ranks, which add them in "
+                "float32), fp8_twoshot (codes go to the owner of a part, codes of its mean go back), "
+                "fp8_ring (rounded at every hop)",
+                *FP8_METHODS,
             ),
             Axis.each(
                 "scaling",
-                "of values before they are codes: pre (1/N), post (1), ms_amp (1/sqrt N, what its code "
-                "does), fp8lm_auto (FP8-LM's mu, and the smallest of the ranks' scales)",
+                "factor of values before they are cast to FP8: pre (1/N), post (1), ms_amp (1/sqrt N, as "
+                "in its code), fp8lm_auto (FP8-LM's mu, and the smallest scale of all ranks)",
                 *SCALINGS,
                 quick=("ms_amp", "fp8lm_auto"),
             ),
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        left_out = () if params["collective"] in REDUCING else _FP8_PARAMETERS
-        return (tuple((name, value) for name, value in params.items() if name not in left_out),)
+        dropped_names = () if params["collective"] in SUMMING_COLLECTIVES else _FP8_PARAMETERS
+        return (tuple((name, value) for name, value in params.items() if name not in dropped_names),)
 
     def work(self, params: Scalars) -> Work:
-        size = float(_ELEMENT_BYTES * int(params["elements"]))
-        return Work(bytes=size, least_memory=size / 4)
+        input_bytes = float(_ELEMENT_BYTES * int(params["elements"]))
+        return Work(bytes=input_bytes, least_memory=input_bytes / 4)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if facts.ranks < 2:
-            return refused("a collective takes 2 ranks, and there is 1: add --ranks 2")
+            return refused("a collective needs at least 2 ranks, but there is only 1: add --ranks 2")
         if precision.name not in DTYPES:
-            return refused(f"{precision.name} is none of the formats that are sent: choose one of {', '.join(DTYPES)}")
-        if int(params["elements"]) % (_MULTIPLE * facts.ranks):
+            return refused(f"collectives do not send {precision.name}: choose one of {', '.join(DTYPES)}")
+        if int(params["elements"]) % (_PART_MULTIPLE * facts.ranks):
             return refused(
                 f"{params['elements']} elements cannot be divided equally among {facts.ranks} ranks: choose a "
-                f"multiple of {_MULTIPLE * facts.ranks}"
+                f"multiple of {_PART_MULTIPLE * facts.ranks}"
             )
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> CollectiveState:
-        """Prepares the exchange, and checks the sum 1 + ... + 1 before anything is timed."""
-        from fp8bench.numerics.collectives import Plain, check_ones
+        """Prepares the exchange. Checks with a vector of ones that the ranks sum correctly."""
+        from fp8bench.numerics.collectives import Plain, check_mean_of_ones
 
-        kind, values, rank, size = _parts(setup)
-        check_ones(kind, _MULTIPLE * size, rank, size, setup.facts.key)
-        values_given = kind.given(values, size) if isinstance(kind, Plain) else values
-        return CollectiveState(kind, values_given, rank, size)
+        kind, values, rank, size = _prepare_exchange(setup)
+        check_mean_of_ones(kind, _PART_MULTIPLE * size, rank, size, setup.facts.key)
+        return CollectiveState(kind, kind.make_payload(values, size) if isinstance(kind, Plain) else values, rank, size)
 
     def step(self, state: CollectiveState, phase: Phases) -> None:
         from fp8bench.numerics.collectives import Plain
@@ -130,68 +131,74 @@ class Collective(Workload):
     def error(self, setup: Setup) -> dict[str, float]:
         import torch
 
-        from fp8bench.numerics.collectives import InFP8, expected, rank_values
+        from fp8bench.numerics.collectives import InFP8, compute_expected, draw_rank_values
 
         # 1. Measure what a cast loses before anything is sent.
         state = self.prepare(setup)
-        shares: list[Any] = [0.0, 0.0]
+        lost_shares: list[Any] = [0.0, 0.0]
         if isinstance(state.kind, InFP8):
-            shares = _shares(state)
+            lost_shares = _measure_lost_shares(state)
         else:
-            lost = (state.given == 0).sum() - (_source(setup, state.rank)[: state.given.numel()] == 0).sum()
-            shares[1] = lost / state.given.numel()
-        # 2. Compare the result with the exact one of all ranks' values, which each rank can draw.
+            new_zeros = (state.given == 0).sum() - (_draw_values(setup, state.rank)[: state.given.numel()] == 0).sum()
+            lost_shares[1] = new_zeros / state.given.numel()
+        # 2. Compare the result with the exact result. Every rank can compute that, because every rank can draw the
+        # values of all ranks.
         self.step(state, SilentPhases())
         assert state.got is not None
         count = int(setup.case.param("elements"))
-        sources = [rank_values(setup.seed, rank, count) for rank in range(state.size)]
-        exact = expected(str(setup.case.param("collective")), sources, state.rank)
+        rank_inputs = [draw_rank_values(setup.seed, rank, count) for rank in range(state.size)]
+        exact = compute_expected(str(setup.case.param("collective")), rank_inputs, state.rank)
         noise = (state.got.cpu().double() - exact).square().sum()
-        # 3. Use one collective for all sums, because every rank must call equally many.
+        # 3. Add up the sums of all ranks. One collective does it, because every rank must call the same number of
+        # collectives.
         sums = torch.stack(
-            [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *shares)]
+            [torch.as_tensor(share).double().cpu().reshape(()) for share in (noise, exact.square().sum(), *lost_shares)]
         )
-        return _figures(sums.to(setup.facts.key), state.size)
+        return _compute_errors(sums.to(setup.facts.key), state.size)
 
     def transfer(self, setup: Setup) -> Transfer:
         from fp8bench.numerics.collectives import InFP8, bus_factor
-        from fp8bench.numerics.rank_programs import Counted
+        from fp8bench.numerics.rank_programs import SentBytes
 
         state = self.prepare(setup)
         elements = int(setup.case.param("elements"))
-        factor = bus_factor(str(setup.case.param("collective")), state.size)
-        logical = float(_ELEMENT_BYTES * elements)
+        bus_share = bus_factor(str(setup.case.param("collective")), state.size)
+        logical_bytes = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, InFP8):
-            counted = Counted(state.size)
-            state.kind(state.given, state.rank, state.size, SilentPhases().communication, counted)
-            return Transfer(logical, float(elements), counted.bytes, factor, counted=True)
-        sent = state.kind.sent(state.given, state.size)
-        return Transfer(logical, float(elements * state.given.element_size()), sent, factor, counted=False)
+            counter = SentBytes(state.size)
+            state.kind(state.given, state.rank, state.size, SilentPhases().communication, counter)
+            return Transfer(logical_bytes, float(elements), counter.bytes, bus_share, counted=True)
+        sent_bytes = state.kind.count_sent_bytes(state.given, state.size)
+        return Transfer(
+            logical_bytes, float(elements * state.given.element_size()), sent_bytes, bus_share, counted=False
+        )
 
     def sent_by(self, case: Case) -> Params:
-        """Drops parameters that only matter for FP8: other precisions send the same for each of its variants."""
+        """Returns the parameters that determine what a case sends. Parameters that only matter for FP8 are left out
+        for other precisions.
+        """
         return tuple(param for param in case.params if case.precision == "fp8" or param[0] not in _FP8_PARAMETERS)
 
     def step_parts(self, setup: Setup) -> StepParts | str:
-        """Returns products, and the collective in asynchronous form: for FP8 its first exchange of codes."""
+        """Returns two parts that are timed separately: some products, and the collective in asynchronous form. In FP8
+        the collective is represented by its first exchange of codes.
+        """
         import torch
 
         from fp8bench.numerics.collectives import Plain
 
         if setup.case.precision == "fp8" and setup.params.get("fp8") == "fp8_ring":
-            return "what a rank sends at a hop is not known before the last hop has come, so that it has to wait"
+            return "a rank must receive one hop before it knows what to send at the next, so the exchange has to "
+            "wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
-        source = state.given
-        rank = state.rank
-        size = state.size
         if isinstance(kind, Plain):
-            return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, size))
-        return StepParts(lambda: torch.mm(a, a), lambda: kind.begun(source, rank, size))
+            return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.given, state.size))
+        return StepParts(lambda: torch.mm(a, a), lambda: kind.start_async(state.given, state.rank, state.size))
 
 
-def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
+def _prepare_exchange(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
     import torch
     import torch.distributed as dist
 
@@ -203,38 +210,45 @@ def _parts(setup: Setup) -> tuple[Plain | InFP8, Tensor, int, int]:
     precision = setup.case.precision
     collective = str(params["collective"])
     dtypes = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-    values = _source(setup, rank)
+    values = _draw_values(setup, rank)
     if precision in dtypes:
         return Plain(collective, dtypes[precision]), values, rank, size
     return InFP8(collective, str(params.get("fp8", "")), str(params.get("scaling", ""))), values, rank, size
 
 
-def _source(setup: Setup, rank: int) -> Tensor:
-    from fp8bench.numerics.collectives import rank_values
+def _draw_values(setup: Setup, rank: int) -> Tensor:
+    from fp8bench.numerics.collectives import draw_rank_values
 
-    return rank_values(setup.seed, rank, int(setup.case.param("elements"))).to(setup.facts.key)
+    return draw_rank_values(setup.seed, rank, int(setup.case.param("elements"))).to(setup.facts.key)
 
 
-def _shares(state: CollectiveState) -> list[Any]:
-    """Returns the share of codes that are the format's largest, and of values sent as zero, once mu has settled."""
+def _measure_lost_shares(state: CollectiveState) -> list[Any]:
+    """Returns two fractions: codes that are the format's largest value, and values that are sent as zero. With the
+    scaling fp8lm_auto they are measured when its factor mu is stable.
+    """
     from fp8bench.numerics import collectives
-    from fp8bench.numerics.rank_programs import on_this_rank
+    from fp8bench.numerics.rank_programs import run_on_this_rank
 
     kind = state.kind
     source = state.given
     rank = state.rank
     size = state.size
     assert isinstance(kind, collectives.InFP8)
-    around = SilentPhases().communication
+    phase = SilentPhases().communication
     for _ in range(_SETTLING_STEPS if kind.scaling == "fp8lm_auto" else 1):
-        share = collectives.saturated_share(kind(source, rank, size, around).codes)
-    if kind.collective not in REDUCING:
-        return [share, 0.0]
-    return [share, on_this_rank(collectives.flushed_share(source, kind.scaling, size, kind.auto), None, around)]
+        saturated_share = collectives.saturated_share(kind(source, rank, size, phase).codes)
+    if kind.collective not in SUMMING_COLLECTIVES:
+        return [saturated_share, 0.0]
+    return [
+        saturated_share,
+        run_on_this_rank(collectives.flushed_share(source, kind.scaling, size, kind.auto), None, phase),
+    ]
 
 
-def _figures(sums: Tensor, size: int) -> dict[str, float]:
-    """Computes errors from sums over all ranks, which have different values."""
+def _compute_errors(sums: Tensor, size: int) -> dict[str, float]:
+    """Computes errors from sums over all ranks. A single rank's sums would not do, because each rank has other
+    values.
+    """
     import torch.distributed as dist
 
     dist.all_reduce(sums)

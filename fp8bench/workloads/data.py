@@ -1,4 +1,4 @@
-"""Loading data: decode, batch, cast, pin and copy, with the reading or the transfer dominating."""
+"""The suite data: the input pipeline of a training, which decodes, batches, casts, pins and copies."""
 
 from __future__ import annotations
 
@@ -10,25 +10,25 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalars, Support, Work
 from fp8bench.protocols import Arithmetic, Grid, Operand, Phases, Precision, Role, Setup, Workload
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
     import numpy as np
     from torch import Tensor
 
-    from fp8bench.nn.batches import Bytes, Destination, Indices, Records
+    from fp8bench.nn.batches import Bytes, DeviceBuffers, Indices, Records
 
-# Default batch size in records, by kind.
-BATCHES = {"reading": 16, "transfer": 128}
-RECORDS = 256
-# kind=transfer alternates between this many batches, so that a cache does not keep them.
-READY = 4
-# Bytes per second that zlib compresses on a slow machine.
-_COMPRESSING = 5e6
-_BUFFERS = Axis.choice(
+# The default batch size in records, by kind.
+DEFAULT_BATCHES = {"reading": 16, "transfer": 128}
+RECORD_COUNT = 256
+# With kind=transfer, steps use this many batches in turn, so that a cache does not hold the next batch.
+PREPARED_BATCHES = 4
+# How many bytes zlib compresses in a second on a slow machine.
+_COMPRESSED_BYTES_PER_SECOND = 5e6
+_BUFFERS_AXIS = Axis.choice(
     "buffers",
-    "of decoded batches: fresh memory in every step, or the same, kept",
+    "memory of decoded batches: fresh in every step, or kept and used again",
     "fresh",
     "kept",
     quiet=True,
@@ -37,13 +37,15 @@ _BUFFERS = Axis.choice(
 
 @dataclass
 class LoadState:
-    """The source of batches, their cast and their target; `after` is the last one that was cast on the device."""
+    """Where batches come from, the arithmetic that casts them, and the device memory to which they are copied.
+    `after` is the last batch that was cast on the device.
+    """
 
     batches: Iterator[Tensor]
     arithmetic: Arithmetic
-    destination: Destination
+    destination: DeviceBuffers
     decodes: bool = False
-    casts_there: bool = False
+    casts_on_device: bool = False
     after: Operand | None = None
 
     def memory_roles(self) -> dict[MemoryRole, object]:
@@ -52,20 +54,22 @@ class LoadState:
 
 @workloads.register("data")
 class Data(Workload):
-    """The input side of training: the time to bring a batch to the device in a precision.
+    """Times the input side of training: bringing a batch to the device in a precision.
 
-    reading: records are compressed in a file, and decoding dominates. transfer: a few large batches are in memory as
-    fp32, and steps copy them in turn. A batch that is cast on the host has fewer bytes to move, but a host casts more
-    slowly than a GPU, so by default the GPU casts. Decoding includes allocating memory for the values: buffers=kept
-    decodes into the same memory in every step, and the difference is the cost of fresh memory with its page faults. If
-    the device is the CPU itself, the transfer is a copy within its memory, and nothing is pinned.
+    kind=reading decodes compressed records from a file, and decoding takes most of the time. kind=transfer copies
+    large fp32 batches that are already in memory. A batch that is cast on the host has fewer bytes to copy. But hosts
+    cast more slowly than GPUs, so by default a GPU casts.
+
+    Decoding includes allocating memory for the values. buffers=kept decodes into the same memory in every step, and
+    the difference is the cost of fresh memory with its page faults. If the device is the CPU, the transfer is a copy
+    in host memory, and nothing is pinned.
     """
 
     name = "data"
-    version = "2"  # decoding is a separate phase
+    version = "2"  # version 2: decoding has its own phase
     summary = "decode, batch, cast, pin and copy: dominated by reading, and dominated by the transfer"
     uses_corpus = True
-    not_on_device = "batches are copied as values, and codes would be fewer bytes all the way"
+    not_on_device = "batches are copied as values, but codes would have fewer bytes"
     history = Grid(
         cpu={"kind": ("reading", "transfer"), "record": ("16384",)},
         gpu={"kind": ("reading", "transfer"), "record": ("150528",)},
@@ -75,39 +79,43 @@ class Data(Workload):
     )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        # 150528 is an image of 224 x 224 in three colours.
+        # An image of 224 x 224 pixels with three colours has 150528 values.
         record = "150528" if facts.accelerated else "16384"
-        usual = ", ".join(f"{batch} for {kind}" for kind, batch in BATCHES.items())
+        defaults_text = ", ".join(f"{batch} for {kind}" for kind, batch in DEFAULT_BATCHES.items())
         return (
-            Axis.each("kind", "reading: compressed records from a file; transfer: whole batches in memory", *BATCHES),
-            Axis.count("batch", f"records in a batch; auto is {usual}", "auto", high=1 << 16),
+            Axis.each(
+                "kind", "reading: compressed records from a file; transfer: whole batches in memory", *DEFAULT_BATCHES
+            ),
+            Axis.count("batch", f"records in a batch; auto is {defaults_text}", "auto", high=1 << 16),
             Axis.count("record", "values in a record", record, high=1 << 22),
             Axis.choice(
                 "cast_on",
-                "host: before a batch is moved, which are fewer bytes; device: after it",
+                "host: cast before the copy, which then has fewer bytes; device: cast after the copy",
                 "host",
                 "device",
                 default="device" if facts.accelerated else "host",
             ),
-            _BUFFERS,
+            _BUFFERS_AXIS,
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        usual_batch = BATCHES[str(params["kind"])]
-        chosen = {name: usual_batch if value == "auto" else value for name, value in params.items()}
-        if chosen.get("cast_on") == "host":  # keeps the old ids of cases from before this choice existed
-            del chosen["cast_on"]
-        return (tuple(chosen.items()),)
+        default_batch = DEFAULT_BATCHES[str(params["kind"])]
+        case_params = {name: default_batch if value == "auto" else value for name, value in params.items()}
+        # Leave cast_on=host out. So cases that are older than this parameter keep their ids.
+        if case_params.get("cast_on") == "host":
+            del case_params["cast_on"]
+        return (tuple(case_params.items()),)
 
     def work(self, params: Scalars) -> Work:
-        """Counts bytes of a batch as it arrives: one per value to be decoded, four as fp32."""
-        batch = int(params["batch"])
-        record = int(params["record"])
-        reading = params["kind"] == "reading"
+        """Counts the bytes of a batch as it arrives: one byte for each value if records are decoded, and four if
+        values are fp32.
+        """
+        batch, record = read_integers(params, "batch", "record")
+        is_reading = params["kind"] == "reading"
         return Work(
-            bytes=float(batch * record * (1 if reading else 4)),
-            least_memory=batch * record / 2,  # four bits per value, the least of any precision
-            setup_seconds=RECORDS * record / _COMPRESSING if reading else 0.0,
+            bytes=float(batch * record * (1 if is_reading else 4)),
+            least_memory=batch * record / 2,  # any precision takes at least four bits for each value
+            setup_seconds=RECORD_COUNT * record / _COMPRESSED_BYTES_PER_SECOND if is_reading else 0.0,
         )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
@@ -115,90 +123,98 @@ class Data(Workload):
             return refused(
                 f"{precision.name} only changes how products read float32, and a batch travels as float32: measure fp32"
             )
-        if params["kind"] != "reading" and _BUFFERS.of(params) == "kept":
+        if params["kind"] != "reading" and _BUFFERS_AXIS.of(params) == "kept":
             return refused("no step of kind=transfer allocates a batch: choose kind=reading for buffers=kept")
         return precision.support(facts)
 
     def prepare(self, setup: Setup) -> LoadState:
-        from fp8bench.nn.batches import Destination
+        from fp8bench.nn.batches import DeviceBuffers
 
-        text, random = _text(setup)
-        batches = _batches(setup, _records(setup, text), random)
-        on_device = _casts_there(setup)
-        first = next(batches)
-        like = Operand(first) if on_device else setup.arithmetic.cast(first, Role.INPUT)
-        decodes = setup.case.param("kind") == "reading"
-        return LoadState(batches, setup.arithmetic, Destination(like, setup.facts.key), decodes, on_device)
+        text, random = _load_records(setup)
+        batches = _iterate_batches(setup, _wrap_records(setup, text), random)
+        casts_on_device = _casts_on_device(setup)
+        first_batch = next(batches)
+        first_operand = Operand(first_batch) if casts_on_device else setup.arithmetic.cast(first_batch, Role.INPUT)
+        decodes_records = setup.case.param("kind") == "reading"
+        return LoadState(
+            batches, setup.arithmetic, DeviceBuffers(first_operand, setup.facts.key), decodes_records, casts_on_device
+        )
 
     def step(self, state: LoadState, phase: Phases) -> None:
         with phase.decode if state.decodes else phase.data_load:
             values = next(state.batches)
         batch = Operand(values)
-        if state.arithmetic.casts and not state.casts_there:
+        if state.arithmetic.casts and not state.casts_on_device:
             with phase.cast:
                 batch = state.arithmetic.cast(values, Role.INPUT)
         with phase.data_load:
             state.destination.take(batch)
-            del values, batch  # freeing memory takes time that must count for a phase
-        if state.casts_there:
+            del values, batch  # free the memory here, because the time for that must count for a phase
+        if state.casts_on_device:
             with phase.cast:
                 state.after = state.arithmetic.cast(state.destination.buffers[0], Role.INPUT)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares a batch in the case's precision with the same bytes normalised in fp64."""
+        """Compares a batch in the case's precision with the same records normalised in fp64."""
         import torch
 
         from fp8bench.nn.batches import DOUBLE, normalise_bytes
         from fp8bench.numerics.norms import relative_frobenius
 
-        text, random = _text(setup)
-        drawn = _draw_indices(random, int(setup.case.param("batch")))
-        values = _records(setup, text).batch(drawn).to(setup.facts.key if _casts_there(setup) else "cpu")
+        text, random = _load_records(setup)
+        indices = _draw_indices(random, int(setup.case.param("batch")))
+        device = setup.facts.key if _casts_on_device(setup) else "cpu"
+        values = _wrap_records(setup, text).read_batch(indices).to(device)
         if setup.arithmetic.settles:
             setup.arithmetic.cast(values, Role.INPUT)
         batch = setup.arithmetic.cast(values, Role.INPUT)
-        exact = torch.from_numpy(normalise_bytes(text[drawn], DOUBLE))
+        exact = torch.from_numpy(normalise_bytes(text[indices], DOUBLE))
         return {"batch_error": relative_frobenius(setup.arithmetic.restore(batch, torch.float32).cpu(), exact)}
 
 
-def _casts_there(setup: Setup) -> bool:
-    """Whether a batch is cast on its device; one that is sent in its precision is not cast at all."""
+def _casts_on_device(setup: Setup) -> bool:
+    """Returns whether batches are cast on the device. They need no cast there if they are sent in the precision's own
+    dtype.
+    """
     return setup.arithmetic.casts and setup.params.get("cast_on") == "device"
 
 
-def _text(setup: Setup) -> tuple[Bytes, np.random.Generator]:
-    """Returns the bytes of all records, and the generator that draws batches; both from the seed."""
+def _load_records(setup: Setup) -> tuple[Bytes, np.random.Generator]:
+    """Returns the bytes of all records, and the random generator that chooses batches. Both follow from the seed."""
     import numpy as np
 
-    from fp8bench.nn.batches import text_records
+    from fp8bench.nn.batches import draw_text_records
 
     if setup.corpus is None:
         raise ValueError("loading data needs a token file, but there is none")
     random = np.random.default_rng(setup.seed)
-    return text_records(setup.corpus, RECORDS, int(setup.case.param("record")), random), random
+    return draw_text_records(setup.corpus, RECORD_COUNT, int(setup.case.param("record")), random), random
 
 
-def _records(setup: Setup, text: Bytes) -> Records:
+def _wrap_records(setup: Setup, text: Bytes) -> Records:
     from fp8bench.nn import batches
 
     return batches.CompressedRecords(text) if setup.case.param("kind") == "reading" else batches.DecodedRecords(text)
 
 
-def _batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
-    """Yields batches endlessly: each gathered on demand, or a few prepared ones in turn."""
+def _iterate_batches(setup: Setup, records: Records, random: np.random.Generator) -> Iterator[Tensor]:
+    """Yields batches endlessly. Compressed records are read when a batch is needed. Decoded records are gathered
+    before timing into a few batches, which are used in turn.
+    """
     import numpy as np
 
     from fp8bench.nn.batches import CompressedRecords
 
     batch = int(setup.case.param("batch"))
     if isinstance(records, CompressedRecords):
-        reuses = _BUFFERS.of(setup.params) == "kept"
-        into = records.batch(np.zeros(batch, np.int64)) if reuses else None
-        return (records.batch(_draw_indices(random, batch), into) for _ in itertools.count())
-    # A batch of more records than exist is larger than any cache, so one is enough.
-    ready = READY if batch <= RECORDS else 1
-    return itertools.cycle([records.batch(_draw_indices(random, batch)) for _ in range(ready)])
+        keeps_buffers = _BUFFERS_AXIS.of(setup.params) == "kept"
+        reused_batch = records.read_batch(np.zeros(batch, np.int64)) if keeps_buffers else None
+        return (records.read_batch(_draw_indices(random, batch), reused_batch) for _ in itertools.count())
+    # Several batches in turn keep caches from holding the next batch. A batch that is larger than RECORD_COUNT fits
+    # into no cache, so one such batch is enough.
+    prepared_count = PREPARED_BATCHES if batch <= RECORD_COUNT else 1
+    return itertools.cycle([records.read_batch(_draw_indices(random, batch)) for _ in range(prepared_count)])
 
 
 def _draw_indices(random: np.random.Generator, batch: int) -> Indices:
-    return random.integers(0, RECORDS, batch)
+    return random.integers(0, RECORD_COUNT, batch)

@@ -1,4 +1,4 @@
-"""A decoding step: one token per sequence through a model with a static cache, at a fixed context."""
+"""Suite decode: one decoding step of a language model with a KV cache, at a fixed context length."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
 from fp8bench.user_code.named import named
 
-_STATIC = Axis.choice(
+_STATIC_AXIS = Axis.choice(
     "static",
-    "yes: new keys and values are written into a cache that is there; no: behind copies of all before, as "
-    "where a cache grows",
+    "yes: new keys and values are written into a preallocated cache; no: the cache is copied to append "
+    "them, as where a cache grows",
     "yes",
     "no",
     quiet=True,
@@ -24,15 +24,16 @@ _STATIC = Axis.choice(
 
 @workloads.register("decode")
 class Decode(ServedWorkload):
-    """Decoding with a cache that is filled from the seed before anything is timed, with values like a trained model's.
+    """Times decoding. The KV cache is filled before timing, from the seed, with values like those of a trained model.
 
-    Each step is the same: its token is at the last position of the context, and sees all of it. Token ids are the
-    input: no sampler, no tokeniser, no server. So a step's time is TPOT at that context, and batch / time is output
-    tokens/s. The embedding, norms and the head stay in the carrier, unless a map changes that.
+    All steps are equal: the new token is at the last position of the context and attends to all of it. The input is
+    token ids, and a step has no sampler, tokeniser or server. So the time of a step is the time per output token (TPOT)
+    at that context, and batch / time is output tokens/s. The embedding, norms and head stay in the carrier unless a
+    precision map changes them.
     """
 
     name = "decode"
-    version = "2"  # tied heads
+    version = "2"  # version 2: the head shares the embedding's weights
     summary = "one token a sequence through a GPT with a static cache of keys and values, at a fixed context"
     usual = (("nano", "512"), ("llama-1b", "8192"))
     context_words = "positions that the step's token sees, its own included"
@@ -47,14 +48,14 @@ class Decode(ServedWorkload):
     )
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
-        return (*super().axes(facts), _STATIC)
+        return (*super().axes(facts), _STATIC_AXIS)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = super().support(params, precision, facts)
         is_built_in = (
             str(params["size"]) in SERVED_SIZES and params["kv"] == served.OWN and precision.name != served.SERVED
         )
-        if _STATIC.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
+        if _STATIC_AXIS.of(params) == "no" and not is_built_in and support.level is not Level.REFUSED:
             return refused("static=no works only with kv=own and a size of fp8bench's own: choose these")
         return support
 

@@ -1,4 +1,4 @@
-"""A denoiser of diffusion models, DiT or UNet, on random weights: all steps of a sampler, or a training step."""
+"""Suite diffusion: a denoiser (DiT or UNet) with random weights, in all steps of a sampler or in a training step."""
 
 from __future__ import annotations
 
@@ -10,9 +10,9 @@ from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import ConvolvedWorkload
 from fp8bench.nn.shared_workloads import is_training, require_fit
-from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, layers_around
+from fp8bench.nn.sizes import CHANNELS, FREQUENCIES, PATCH, DenoiserSizes, SamplerPlan, make_surrounding_layers
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, auto_or, whole_number
+from fp8bench.protocols.axes import VALUES, Axis, auto_or, read_integers, whole_number
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -21,14 +21,14 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-# Parameters that a training step does not have.
-_SAMPLED = ("steps", "guidance", "high_steps")
-_PASSES = ("sampling", "training")
-_WIDTHS = {"dit": 1152, "unet": 320}
+# Parameters of sampling that a training step does not have.
+_SAMPLING_PARAMETERS = ("steps", "guidance", "high_steps")
+_PASS_NAMES = ("sampling", "training")
+_DEFAULT_WIDTHS = {"dit": 1152, "unet": 320}
 
 
 class _Product(NamedTuple):
-    """A layer, its rows in one evaluation of the denoiser, and the sides of its weight."""
+    """A layer, the number of its rows in one evaluation of the denoiser, and the two sides of its weight."""
 
     layer: Layer
     rows: int
@@ -36,31 +36,31 @@ class _Product(NamedTuple):
     outputs: int
 
 
-def ends_word(text: str) -> str:
-    """Parses the numbers of first and last steps that stay high, as in 4+1."""
+def parse_high_steps(text: str) -> str:
+    """Parses how many of the first and of the last sampling steps stay in high precision, for example '4+1'."""
     first, plus, last = text.partition("+")
     if not (plus and first.isdecimal() and last.isdecimal()):
-        raise ValueError("expected how many of the first and of the last steps, as in 4+1")
+        raise ValueError("expected the numbers of first and of last steps, as in 4+1")
     return f"{int(first)}+{int(last)}"
 
 
-def sizes_of(params: Scalars) -> DenoiserSizes:
-    numbers = (int(params[name]) for name in DenoiserSizes._fields[1:])
-    return DenoiserSizes(str(params["denoiser"]), *numbers)
+def read_sizes(params: Scalars) -> DenoiserSizes:
+    return DenoiserSizes(str(params["denoiser"]), *read_integers(params, *DenoiserSizes._fields[1:]))
 
 
-def plan_of(params: Scalars) -> SamplerPlan:
+def read_plan(params: Scalars) -> SamplerPlan:
     first, last = map(int, str(params["high_steps"]).split("+"))
     return SamplerPlan(int(params["steps"]), str(params["guidance"]), first, last)
 
 
-def _products(sizes: DenoiserSizes) -> list[_Product]:
-    """Returns all products. The time embedding's and those at either end stay high, unless they are mapped."""
-    body = _dit_shapes(sizes) if sizes.denoiser == "dit" else _unet_shapes(sizes)
+def _list_products(sizes: DenoiserSizes) -> list[_Product]:
+    """Returns all layers with products. The first layer, the last layer and those of the time embedding stay in high
+    precision, unless a precision map names them.
+    """
     shapes = [
         ("time.up", "time", sizes.batch, FREQUENCIES, sizes.width),
         ("time.down", "time", sizes.batch, sizes.width, sizes.width),
-        *body,
+        *(_iterate_dit_shapes(sizes) if sizes.denoiser == "dit" else _iterate_unet_shapes(sizes)),
     ]
     groups = ("output" if name == "last" else "mlp" if ".mlp." in name else "" for name, *_ in shapes)
     return [
@@ -72,7 +72,7 @@ def _products(sizes: DenoiserSizes) -> list[_Product]:
 _Shape = tuple[str, str, int, int, int]
 
 
-def _dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
+def _iterate_dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     _, batch, image, width, layers = sizes
     tokens = batch * (image // PATCH) ** 2
     patch = PATCH * PATCH * CHANNELS
@@ -87,12 +87,12 @@ def _dit_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "last", "ends", tokens, width, patch
 
 
-def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
-    """Yields a UNet's products, with convolutions as products of windows of 9 pixels."""
+def _iterate_unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
+    """Yields the shapes of a UNet's products. A 3x3 convolution is a product over windows of 9 pixels."""
     _, batch, image, width, layers = sizes
     pixels = batch * image * image
-    # The middle has half the resolution in both directions.
-    inner = pixels // 4
+    # In the middle of the UNet both sides of an image are halved.
+    middle_pixels = pixels // 4
 
     def block(name: str, rows: int, inputs: int, outputs: int) -> Iterator[_Shape]:
         yield f"{name}.conv1", "body", rows, 9 * inputs, outputs
@@ -104,19 +104,20 @@ def _unet_shapes(sizes: DenoiserSizes) -> Iterator[_Shape]:
     yield "first", "ends", pixels, 9 * CHANNELS, width
     for number in range(layers):
         yield from block(f"down.{number}", pixels, width, width)
-        # The first upward block also takes the middle's output, with twice the width.
+        # The first block on the way up also reads the output of the middle, which has twice the width.
         yield from block(f"up.{number}", pixels, width if number else 3 * width, width)
-    yield from block("middle.0", inner, width, 2 * width)
-    yield from block("middle.1", inner, 2 * width, 2 * width)
-    yield "attn.qkv", "attn", inner, 2 * width, 6 * width
-    yield "attn.out", "attn", inner, 2 * width, 2 * width
+    yield from block("middle.0", middle_pixels, width, 2 * width)
+    yield from block("middle.1", middle_pixels, 2 * width, 2 * width)
+    yield "attn.qkv", "attn", middle_pixels, 2 * width, 6 * width
+    yield "attn.out", "attn", middle_pixels, 2 * width, 2 * width
     yield "last", "ends", pixels, 9 * width, CHANNELS
 
 
 @workloads.register("diffusion")
 class Diffusion(ConvolvedWorkload):
-    """A diffusion model. A step of sampling goes all the way from noise to image; a report shows the time and error of
-    each of its steps. The text encoder and the decoder of images are left out."""
+    """Times a diffusion model. With pass=sampling a step denoises a whole image, starting from noise. A report then
+    shows time and error of each sampling step inside it. The text encoder and the image decoder are left out.
+    """
 
     name = "diffusion"
     summary = "a denoiser (DiT, UNet) on random weights: all steps of a sampler with its error by step, or training"
@@ -124,8 +125,8 @@ class Diffusion(ConvolvedWorkload):
     batch_axis = "batch"
     part_ends = "accumulate"
     history = Grid(
-        cpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("8",)},
-        gpu={"denoiser": ("dit", "unet"), "pass": _PASSES, "image": ("64",)},
+        cpu={"denoiser": ("dit", "unet"), "pass": _PASS_NAMES, "image": ("8",)},
+        gpu={"denoiser": ("dit", "unet"), "pass": _PASS_NAMES, "image": ("64",)},
         phases=("cast", "gemm", "attention", "accumulate", "elementwise"),
         errors=("latent_error", "output_error", "gradient_error"),
         per="flops",
@@ -144,26 +145,34 @@ class Diffusion(ConvolvedWorkload):
             ),
             Axis.count("batch", "latents that are denoised together", batch, high=1 << 16),
             Axis.count("image", f"height and width of a latent of {CHANNELS} channels", image, high=1 << 10),
-            Axis("width", "features of the stream", (width,), auto_or(whole_number(high=1 << 14))),
-            Axis.count("layers", "blocks of a DiT; of a UNet at full resolution, down and up", layers, high=64),
-            Axis.choice("pass", "sampling: all steps from noise to image; training: forward and backward", *_PASSES),
-            Axis.count("steps", "of the sampler, DDIM", steps, high=250),
+            Axis("width", "features of the residual stream", (width,), auto_or(whole_number(high=1 << 14))),
+            Axis.count(
+                "layers",
+                "blocks of a DiT, or blocks of a UNet at full resolution, both downward and upward",
+                layers,
+                high=64,
+            ),
+            Axis.choice(
+                "pass", "sampling: all steps from noise to image; training: forward and backward", *_PASS_NAMES
+            ),
+            Axis.count("steps", "steps of the DDIM sampler", steps, high=250),
             Axis.choice(
                 "guidance",
-                "none; twice: two evaluations a step, with the condition and without; batch: one of twice the batch",
+                "none; twice: two evaluations a step, with and without the condition; batch: one "
+                "evaluation of a doubled batch",
                 "none",
                 "twice",
                 "batch",
             ),
             Axis(
                 "high_steps",
-                "how many of the first and the last steps multiply in high precision, as in 4+1",
+                "numbers of first and of last steps that multiply in high precision, as in 4+1",
                 ("0+0",),
-                ends_word,
+                parse_high_steps,
             ),
             Axis.choice(
                 "time",
-                "what time steps come in: fp32, or the carrier, as in a model moved to bf16 whole",
+                "dtype of time steps: fp32, or the carrier's, as in a model that was moved to bf16",
                 "fp32",
                 "carrier",
             ),
@@ -172,101 +181,107 @@ class Diffusion(ConvolvedWorkload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         if params["width"] == "auto":
-            params = {**params, "width": _WIDTHS[str(params["denoiser"])]}
+            params = {**params, "width": _DEFAULT_WIDTHS[str(params["denoiser"])]}
         for name, multiple in (("image", 2), ("width", 8)):
             if int(params[name]) % multiple:
                 raise UsageError(f"{name}={params[name]} is not a multiple of {multiple}: choose one that is.")
         if is_training(params):
-            return super().expand({name: value for name, value in params.items() if name not in _SAMPLED})
-        plan = plan_of(params)
+            return super().expand({name: value for name, value in params.items() if name not in _SAMPLING_PARAMETERS})
+        plan = read_plan(params)
         if plan.first + plan.last > plan.steps:
             raise UsageError(f"high_steps={params['high_steps']} are more than steps={plan.steps}: choose fewer.")
         return super().expand(params)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        return tuple(product.layer for product in _products(sizes_of(params)))
+        return tuple(product.layer for product in _list_products(read_sizes(params)))
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        sizes = sizes_of(params)
+        sizes = read_sizes(params)
         if sizes.denoiser == "dit":
             norms = []
             for number in range(sizes.layers):
                 norms += [f"blocks.{number}.norm_attn", f"blocks.{number}.norm_mlp"]
-            return layers_around((*norms, "norm"), "embedding", "residual")
-        # A UNet's blocks have two norms each.
-        down = [f"down.{number}" for number in range(sizes.layers)]
-        up = [f"up.{number}" for number in range(sizes.layers)]
+            return make_surrounding_layers((*norms, "norm"), "embedding", "residual")
+        # Each block of a UNet has two norms.
+        down_blocks = [f"down.{number}" for number in range(sizes.layers)]
+        up_blocks = [f"up.{number}" for number in range(sizes.layers)]
         norms = []
-        for block in (*down, *up, "middle.0", "middle.1"):
+        for block in (*down_blocks, *up_blocks, "middle.0", "middle.1"):
             norms += [f"{block}.norms.0", f"{block}.norms.1"]
-        return layers_around((*norms, "attn_norm", "norm"), "residual")
+        return make_surrounding_layers((*norms, "attn_norm", "norm"), "residual")
 
     def work(self, params: Scalars) -> Work:
-        sizes = sizes_of(params)
+        sizes = read_sizes(params)
         tokens = (sizes.image // 2) ** 2
         width = sizes.width * (1 if sizes.denoiser == "dit" else 2)
-        blocks = sizes.layers if sizes.denoiser == "dit" else 1
-        products = _products(sizes)
-        flops = 4.0 * blocks * sizes.batch * tokens * tokens * width
+        attention_blocks = sizes.layers if sizes.denoiser == "dit" else 1
+        products = _list_products(sizes)
+        flops = 4.0 * attention_blocks * sizes.batch * tokens * tokens * width
         flops += sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in products)
-        least = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # fp32 weights
+        weight_bytes = 4.0 * sum(inputs * outputs for *_, inputs, outputs in products)  # Weights are fp32
         if not is_training(params):
-            plan = plan_of(params)
-            return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=least)
-        # Noised latents and the time's sinusoids need no gradient.
-        entering = (product for product in products if product.layer.name in ("first", "time.up"))
+            plan = read_plan(params)
+            return Work(flops * plan.steps * (1 if plan.guidance == "none" else 2), least_memory=weight_bytes)
+        # The noisy latents and the encoded time step need no gradient.
+        first_products = (product for product in products if product.layer.name in ("first", "time.up"))
         return Work(
-            3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in entering),
-            least_memory=2 * least,
+            3 * flops - sum(2.0 * rows * inputs * outputs for _, rows, inputs, outputs in first_products),
+            least_memory=2 * weight_bytes,
         )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if not is_training(params) and precision.carried_by:
-            high = params["high_steps"]
-            plan = plan_of(params)
+            high_steps = params["high_steps"]
+            plan = read_plan(params)
             if plan.first + plan.last == plan.steps:
-                return refused(f"high_steps={high} leaves none of {plan.steps} steps to {precision.mode}")
-        kinds = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
-        return max(kinds, key=lambda support: list(Level).index(support.level))
+                return refused(
+                    f"high_steps={high_steps} leaves no step of {plan.steps} to {precision.mode}: choose fewer of them"
+                )
+        kind_supports = (self.layer_support(kind, params, precision, facts) for kind in ("attn", "body"))
+        return max(kind_supports, key=lambda support: list(Level).index(support.level))
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        """Returns the support of layers: a UNet's convolutions as in suite conv; without them it has neither body nor
-        ends."""
-        sizes = sizes_of(params)
+        """Returns how a device supports one kind of layer. A UNet's layers of the kinds body and ends contain
+        convolutions. So they are supported, or refused, as in suite conv.
+        """
+        sizes = read_sizes(params)
         support = precision.support(facts)
         if sizes.denoiser == "unet" and kind in ("body", "ends"):
             channels = sizes.width if kind == "body" else CHANNELS
-            sizes_of_conv = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
-            passing = "training" if is_training(params) else "forward"
-            return workloads.get("conv").support({**sizes_of_conv, "pass": passing}, precision, facts)
-        products = [product for product in _products(sizes) if product.layer.kind == kind]
+            conv_sizes = {"batch": sizes.batch, "channels": channels, "image": sizes.image // 2}
+            conv_pass = "training" if is_training(params) else "forward"
+            return workloads.get("conv").support({**conv_sizes, "pass": conv_pass}, precision, facts)
+        products = [product for product in _list_products(sizes) if product.layer.kind == kind]
         sides: set[int] = set()
         for product in products:
             sides |= {product.inputs, product.outputs}
-        shown = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
+        size_text = f"width={sizes.width}, image={sizes.image}, batch={sizes.batch}"
         rows = next((product.rows for product in products if product.rows % precision.multiples[0]), 0)
-        return require_fit(support, precision, rows, sorted(sides), is_training(params), shown)
+        return require_fit(support, precision, rows, sorted(sides), is_training(params), size_text)
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
-        from fp8bench.nn.diffusion import denoiser_state
+        from fp8bench.nn.diffusion import make_denoiser_state
 
         params = setup.params
-        plan = None if is_training(params) else plan_of(params)
-        return denoiser_state(setup, sizes_of(params), plan, choose, carrier, params["time"] == "carrier")
+        plan = None if is_training(params) else read_plan(params)
+        return make_denoiser_state(setup, read_sizes(params), plan, choose, carrier, params["time"] == "carrier")
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares a training step like any layer, and a sampling by step, with the number of denoiser evaluations."""
+        """Compares a training step as any layer is compared. Compares sampling after each of its steps, and adds the
+        number of denoiser evaluations.
+        """
         from fp8bench.nn import diffusion
 
         state = self.prepare(setup)
         exact = self.exact(setup)
         if not isinstance(state, diffusion.Sampling):
-            return state.errors(exact, setup.settles)
+            return state.measure_errors(exact, setup.settles)
         if setup.settles:
             state.outcome()
-        wide = (
-            self.all_in(setup, arithmetic) for arithmetic in (setup.high, diffusion.OtherKernel(setup.high.carrier))
+        high_exercises = (
+            self.make_in_arithmetic(setup, arithmetic)
+            for arithmetic in (setup.high, diffusion.AlternativeKernels(setup.high.carrier))
         )
-        samplings = [sampling for sampling in (exact, *wide) if isinstance(sampling, diffusion.Sampling)]
-        evaluations = plan_of(setup.params).evaluations
-        return {**diffusion.errors_by_step(state, *samplings), "evaluations": float(evaluations)}
+        samplings = [sampling for sampling in (exact, *high_exercises) if isinstance(sampling, diffusion.Sampling)]
+        evaluations = read_plan(setup.params).evaluations
+        return {**diffusion.measure_step_errors(state, *samplings), "evaluations": float(evaluations)}

@@ -1,4 +1,6 @@
-"""Rows that leave a stack of blocks at the first confident block: control flow that depends on the data."""
+"""The suite early_exit: a row leaves a stack of blocks as soon as a block is confident about it. So the data decides
+how much work there is.
+"""
 
 from __future__ import annotations
 
@@ -11,7 +13,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis
+from fp8bench.protocols.axes import VALUES, Axis, read_integers
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -21,40 +23,44 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-_HELD = "held"
-_OWN = "own"
-_MOST_PERCENT = 90
+_HELD_EXITS = "held"
+_OWN_EXITS = "own"
+_MAXIMUM_LEAVING_PERCENT = 90
 
 
-def rows_of_blocks(params: Scalars) -> list[int]:
-    """Returns how many rows each block has in the exact pass, up to the last block that has any."""
+def count_rows_by_block(params: Scalars) -> list[int]:
+    """Returns how many rows each block gets in the exact pass. The list ends at the first block that gets none."""
     rows = [int(params["tokens"])]
-    share = 1 - int(params["leaving"]) / 100
+    staying_share = 1 - int(params["leaving"]) / 100
     while len(rows) < int(params["depth"]) and rows[-1]:
-        rows.append(math.ceil((rows[-1] - 1) * share))
+        rows.append(math.ceil((rows[-1] - 1) * staying_share))
     return rows
 
 
 @workloads.register("early_exit")
 class EarlyExits(LayerWorkload):
-    """A classifier whose rows leave after the first block that makes them certain.
+    """Times a classifier whose rows leave after the first block that is confident about them.
 
-    In low precision a row near its threshold leaves elsewhere, and a step that does less is faster for that reason
-    alone. So exits are held by default: after each block as many rows leave as in the exact pass, in every precision,
-    which then does the same products and gets a verdict. With exits=own each precision's rows leave by themselves, as
-    in service: the host waits for the number of remaining rows, the tape shows the products of each, and if they differ
-    from the reference's the case is labelled work-mismatch. The declared FLOPs are those of the exact pass.
+    In low precision a row near the threshold may leave after another block. A step with less work is then faster for
+    that reason alone. With exits=held, the default, this cannot happen: after each block the same number of rows
+    leaves in every precision, as in the exact pass. All precisions compute the same products, and their speed-up gets
+    a verdict.
+
+    With exits=own the rows of each precision leave by their own confidence, as in production. The host waits for the
+    number of remaining rows. A case whose products differ from those of the reference is labelled work-mismatch. The
+    declared FLOPs are those of the exact pass.
     """
 
     name = "early_exit"
-    summary = "blocks that rows leave when a head is sure: exits held alike in all precisions, or each one's own"
+    summary = "rows leave a stack of blocks when a head is confident; exits are the same in all precisions, or each "
+    "has its own"
     linear_layers = True
     own_paths = True
     layer_kinds = ("up", "down")
     batch_axis = "tokens"
     history = Grid(
-        cpu={"width": ("128",), "exits": (_HELD,)},
-        gpu={"width": ("4096",), "exits": (_HELD,)},
+        cpu={"width": ("128",), "exits": (_HELD_EXITS,)},
+        gpu={"width": ("4096",), "exits": (_HELD_EXITS,)},
         phases=("cast", "gemm", "elementwise"),
         errors=("output_error",),
         per="tokens",
@@ -66,47 +72,46 @@ class EarlyExits(LayerWorkload):
             Axis.count("tokens", "rows of the input", tokens, high=1 << 18),
             Axis.count("width", "features of a row", width, high=1 << 16),
             Axis.count("hidden", "features between a block's products", hidden, high=1 << 18),
-            Axis.count("depth", "blocks, if no row leaves ahead of the last", "6", low=2, high=256),
-            Axis.count("classes", "of the head behind each block", "64", low=2, high=1 << 17),
+            Axis.count("depth", "blocks that a row passes if it never leaves early", "6", low=2, high=256),
+            Axis.count("classes", "classes of the head after each block", "64", low=2, high=1 << 17),
             Axis.count(
                 "leaving",
-                "percent of the rows of a block that leave behind it in the exact pass",
+                "percentage of a block's rows that exit after it in the exact pass",
                 "25",
                 low=1,
-                high=_MOST_PERCENT,
+                high=_MAXIMUM_LEAVING_PERCENT,
             ),
             Axis.each(
                 "exits",
-                "held: drawn from the seed, the same in every precision; own: each precision's own",
-                _HELD,
-                _OWN,
+                "held: drawn from the seed, the same in every precision; own: by each precision's confidence",
+                _HELD_EXITS,
+                _OWN_EXITS,
             ),
             VALUES,
         )
 
     def work(self, params: Scalars) -> Work:
-        tokens, width, hidden, depth = (int(params[name]) for name in ("tokens", "width", "hidden", "depth"))
-        # fp32 weights; rows in two bytes, the least of any carrier.
-        least = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
-        flops = 2.0 * sum(rows_of_blocks(params)) * width * (2 * hidden + int(params["classes"]))
-        return Work(flops, tokens, least_memory=least)
+        tokens, width, hidden, depth = read_integers(params, "tokens", "width", "hidden", "depth")
+        # Weights in fp32, and rows with at least two bytes for each value.
+        least_bytes = 8.0 * depth * width * hidden + 2.0 * tokens * (2 * width + hidden)
+        flops = 2.0 * sum(count_rows_by_block(params)) * width * (2 * hidden + int(params["classes"]))
+        return Work(flops, tokens, least_memory=least_bytes)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        places = product(range(int(params["depth"])), self.layer_kinds)
-        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number, kind in places)
+        block_kinds = product(range(int(params["depth"])), self.layer_kinds)
+        return tuple(Layer(f"blocks.{number}.{kind}", kind) for number, kind in block_kinds)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        if params["exits"] == _OWN and shared.why_no_errors(params):
+        if params["exits"] == _OWN_EXITS and shared.explain_missing_errors(params):
             return refused(f"values={VALUES.of(params)} make all rows alike, so that all leave at once: exits=held")
-        width = int(params["width"])
-        hidden = int(params["hidden"])
+        width, hidden = read_integers(params, "width", "hidden")
         return shared.require_fit(support, precision, 0, (width, hidden), False, f"width={width}, hidden={hidden}")
 
     def layer(self, params: Scalars, choose: Choose) -> nn.Module:
         from fp8bench.nn.early_exit import EarlyExit
 
-        width, hidden, depth, classes = (int(params[name]) for name in ("width", "hidden", "depth", "classes"))
+        width, hidden, depth, classes = read_integers(params, "width", "hidden", "depth", "classes")
         return EarlyExit(width, hidden, depth, classes, choose)
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
@@ -118,35 +123,39 @@ class EarlyExits(LayerWorkload):
         from fp8bench.nn import early_exit
         from fp8bench.nn.arithmetics import PlainArithmetic
 
-        # 1. Make the timed layer, and compute how many rows each of its blocks should get.
+        # 1. Make the timed layer, and compute the number of rows for each of its blocks.
         state = super().exercise(setup, choose, carrier)
-        rows = rows_of_blocks(setup.params)
-        wide = torch.float64
+        rows = count_rows_by_block(setup.params)
+        exact_dtype = torch.float64
         assert isinstance(state.layer, early_exit.EarlyExit)
-        # 2. Held: rows leave by a schedule, independent of their values, so that precisions do equal work.
-        if setup.params["exits"] == _HELD:
-            device = state.inputs[0].device
-            state.layer.exits = early_exit.scheduled_exits(rows, setup.seed, device)
+        # 2. With exits=held, rows leave by a schedule that ignores their values. So all precisions do the same work.
+        if setup.params["exits"] == _HELD_EXITS:
+            state.layer.exits = early_exit.make_scheduled_exits(rows, setup.seed, state.inputs[0].device)
             return state
-        # 3. Thresholds of confidence from the exact pass, which a precision may cross elsewhere.
-        exact = state if carrier is wide else super().exercise(setup, lambda name: PlainArithmetic(wide), wide)
+        # 3. With exits=own, the thresholds of confidence come from the exact pass. In low precision a row may cross
+        # its threshold after another block.
+        exact = (
+            state
+            if carrier is exact_dtype
+            else super().exercise(setup, lambda name: PlainArithmetic(exact_dtype), exact_dtype)
+        )
         assert isinstance(exact.layer, early_exit.EarlyExit)
-        state.layer.exits = early_exit.threshold_exits(exact.layer, exact.inputs[0], rows)
+        state.layer.exits = early_exit.find_threshold_exits(exact.layer, exact.inputs[0], rows)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the logits with which rows leave; adds the share of rows that leave elsewhere, and the mean
-        depth."""
+        """Compares the logits that rows have when they leave. Adds the fraction of rows that leave after another
+        block than in the exact pass, and the mean number of blocks.
+        """
         from fp8bench.nn.early_exit import EarlyExit
 
         state = self.prepare(setup)
         exact = self.exact(setup)
-        errors = state.errors(exact, setup.settles)
+        errors = state.measure_errors(exact, setup.settles)
         assert isinstance(state.layer, EarlyExit) and isinstance(exact.layer, EarlyExit)
-        depths = state.layer.depths(*state.inputs)
-        right = exact.layer.depths(*exact.inputs)
+        depths = state.layer.count_blocks(*state.inputs)
         return {
             **errors,
-            "exits_differ_percent": 100 * float((depths != right).double().mean()),
+            "exits_differ_percent": 100 * float((depths != exact.layer.count_blocks(*exact.inputs)).double().mean()),
             "mean_depth": float(depths.double().mean()),
         }

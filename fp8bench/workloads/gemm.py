@@ -1,4 +1,6 @@
-"""One matrix product with its casts: squares, rectangles, GEMV, and the shapes of named models."""
+"""The suite gemm: one matrix product with its casts. Sizes are squares, rectangles, a matrix times a vector (GEMV),
+or the layers of named models.
+"""
 
 from __future__ import annotations
 
@@ -10,10 +12,10 @@ from typing import TYPE_CHECKING
 from fp8bench.formats.hardware import refused
 from fp8bench.model import DeviceFacts, MemoryRole, Params, Scalar, Scalars, Support, TensorStatistics, Work
 from fp8bench.nn import served
-from fp8bench.nn.shared_workloads import why_no_errors
-from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, model_products, sides_of
+from fp8bench.nn.shared_workloads import explain_missing_errors
+from fp8bench.nn.sizes import MODELS, PRODUCTS, TURNED, get_product_sides, parse_model_products
 from fp8bench.protocols import (
-    MEMORY_OF,
+    MEMORY_ROLES,
     Arithmetic,
     Grid,
     Operand,
@@ -28,11 +30,12 @@ from fp8bench.protocols.axes import (
     CONTIGUOUS,
     LAYOUT,
     LAYOUTS,
-    SPREAD,
+    SPAN_FACTORS,
     STRIDED,
     VALUES,
     Axis,
     one_of,
+    read_integers,
 )
 from fp8bench.registry import precisions, workloads
 from fp8bench.suggestions import meant_name
@@ -41,23 +44,24 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fp8bench.nn.kept import KeptWeight
+    from fp8bench.nn.kept import StoredWeight
 
-LARGEST = 1 << 18
+LARGEST_SIDE = 1 << 18
 _CPU_SHAPES = ("256", "512", "1024", "256x2048x512", "1x2048x2048")
-# A sweep ranges from the first number, whose multiples native FP8 products take, to this many times its base.
-_LEAST_SIDE = 16
-_BEYOND_BASE = 4
-_SIDES = "mnk"
-_OPERANDS = ("cast", "ready")
-_EACH = "/"
+# A sweep starts at 16, because sizes of native FP8 products are multiples of 16. It ends at four times its base size.
+_SMALLEST_SWEEP_SIDE = 16
+_LARGEST_BASE_MULTIPLE = 4
+_SIDE_NAMES = "mnk"
+_OPERAND_CHOICES = ("cast", "ready")
+_LAYOUT_SEPARATOR = "/"
 _GPU_SHAPES = ("1024", "2048", "4096", "8192", "16384x2048x4096", "1x8192x8192")
 
 
 @dataclass
 class GemmState:
-    """The operands in the carrier's dtype, their casts, and the cast operands if they are cast once. Or a weight stored
-    in a format, with its codes in `b`."""
+    """The operands in the carrier's dtype, the function that casts them, and the cast operands if they are made only
+    once (`ready`). If weights are stored in a low-precision format, `b` holds the codes of the weight.
+    """
 
     arithmetic: Arithmetic
     a: Tensor
@@ -65,17 +69,18 @@ class GemmState:
     cast: Callable[[Tensor, Tensor], tuple[Operand, Operand]]
     ready: tuple[Operand, Operand] | None
     roles: tuple[Role, Role]
-    kept: KeptWeight | None = None
+    kept: StoredWeight | None = None
 
     def memory_roles(self) -> dict[MemoryRole, object]:
-        return {MEMORY_OF[role]: tensor for role, tensor in zip(self.roles, (self.a, self.b), strict=True)}
+        return {MEMORY_ROLES[role]: tensor for role, tensor in zip(self.roles, (self.a, self.b), strict=True)}
 
 
 @workloads.register("gemm")
 class Gemm(Workload):
-    """Multiplies a (m, k) by b (n, k) transposed, both contracted over their last dimension. Operands have the dtype in
-    which a network would carry them: fp32 for fp32 and tf32, bf16 for bf16 and below. So fp8 casts from bf16, and bf16
-    casts nothing."""
+    """Multiplies a (m, k) by the transpose of b (n, k). Operands have the dtype in which a network carries values.
+    That is fp32 for fp32 and tf32, and bf16 for bf16 and smaller formats. So fp8 casts from bf16, and bf16 casts
+    nothing.
+    """
 
     name = "gemm"
     summary = "matrix products: squares, rectangles, GEMV, and the layers of models (model=llama3-8b, or by sizes)"
@@ -95,8 +100,9 @@ class Gemm(Workload):
         return (
             Axis(
                 "shape",
-                f"M (a square), MxNxK; sweep, sweep:m, sweep:nk; or, also as model=: {', '.join(MODELS)}, or the sizes "
-                "of a model with a gated feed-forward layer: hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384",
+                "M (a square) or MxNxK; ranges of sizes: sweep, sweep:m, sweep:nk; or a model, also as "
+                f"model=: {', '.join(MODELS)}, or the sizes of a model with a gated feed-forward layer: "
+                "hidden:4096/ffn:14336/heads:32/kv:8/tokens:16384",
                 shapes,
                 parse_shape,
                 alias="model",
@@ -107,20 +113,20 @@ class Gemm(Workload):
                 "auto",
                 *PRODUCTS,
             ),
-            Axis.count("tokens", "rows of a model's activations", tokens, high=LARGEST),
+            Axis.count("tokens", "rows of a model's activations", tokens, high=LARGEST_SIDE),
             Axis.choice(
                 "operands",
-                "cast from the carrier in every step, or ready before it; auto: cast, for a sweep both",
+                "cast: from the carrier in every step; ready: cast before timing; auto: cast, or both for a sweep",
                 "auto",
-                *_OPERANDS,
+                *_OPERAND_CHOICES,
             ),
             Axis(
                 "base",
-                "M or MxNxK: what a sweep holds sides at; it varies one from 16 to four times of that",
+                "M or MxNxK: base sizes of a sweep, which varies one side from 16 to four times its base",
                 ("4096" if facts.accelerated else "512",),
                 parse_sides,
             ),
-            Axis.count("factor", "from one size of a sweep to the next", "2", low=2, high=64, quick=("4",)),
+            Axis.count("factor", "factor between neighbouring sizes of a sweep", "2", low=2, high=64, quick=("4",)),
             replace(
                 LAYOUT,
                 description=f"{LAYOUT.description}; of both operands, or of each: transposed/contiguous",
@@ -130,73 +136,81 @@ class Gemm(Workload):
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        """Expands a model to all its layers' products, and a sweep to all its sizes."""
+        """Returns the cases that a shape stands for. A model stands for the products of all its layers. A sweep
+        stands for all its sizes.
+        """
         layout_params = (("layout", LAYOUT.of(params)), ("values", VALUES.of(params)))
-        return tuple((*shape, *layout_params) for shape in self._expand(params))
+        return tuple((*shape, *layout_params) for shape in self._expand_shape(params))
 
-    def _expand(self, params: Scalars) -> tuple[Params, ...]:
+    def _expand_shape(self, params: Scalars) -> tuple[Params, ...]:
         shape = str(params["shape"])
-        name, _, swept = shape.partition(":")
+        name, _, swept_sides = shape.partition(":")
         is_model = _is_model(shape)
-        several = name == "sweep" or is_model
-        # A layer of a model trains with three products; a single shape is the forward one by default.
-        products = _choices(params["product"], tuple(PRODUCTS) if several else ("forward",))
-        operands = _choices(params["operands"], _OPERANDS if name == "sweep" else ("cast",))
+        has_many_products = name == "sweep" or is_model
+        # By default a model or a sweep is measured with all three products of training, and a single shape with the
+        # forward product.
+        products = _expand_auto(params["product"], tuple(PRODUCTS) if has_many_products else ("forward",))
+        operands = _expand_auto(params["operands"], _OPERAND_CHOICES if name == "sweep" else ("cast",))
         if is_model:
             cases = []
-            features, tokens = model_products(shape)
-            for layer, product, how in itertools.product(features, products, operands):
-                sides = sides_of(product, tokens or int(params["tokens"]), *features[layer])
-                cases.append((("layer", f"{shape}/{layer}"), *_params(*sides, product, how)))
+            layer_features, tokens = parse_model_products(shape)
+            for layer, product, operand_choice in itertools.product(layer_features, products, operands):
+                sides = get_product_sides(product, tokens or int(params["tokens"]), *layer_features[layer])
+                cases.append((("layer", f"{shape}/{layer}"), *_make_params(*sides, product, operand_choice)))
             return tuple(cases)
         if name == "sweep":
-            sizes = tuple(_sweep(swept or _SIDES, _sides(str(params["base"])), int(params["factor"])))
+            sizes = tuple(
+                _iterate_sweep(swept_sides or _SIDE_NAMES, _split_sides(str(params["base"])), int(params["factor"]))
+            )
         else:
-            sizes = (_sides(shape),)
+            sizes = (_split_sides(shape),)
         return tuple(
-            _params(*sides, product, how) for how, product, sides in itertools.product(operands, products, sizes)
+            _make_params(*sides, product, operand_choice)
+            for operand_choice, product, sides in itertools.product(operands, products, sizes)
         )
 
     def work(self, params: Scalars) -> Work:
-        m, n, k = (int(params[name]) for name in "mnk")
-        spread_a, spread_b = (SPREAD.get(layout, 1) for layout in _layouts(params))
-        # Operands and product in two bytes, the least of any carrier.
-        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (spread_a * m * k + spread_b * n * k + m * n))
+        m, n, k = read_integers(params, *"mnk")
+        span_a, span_b = (SPAN_FACTORS.get(layout, 1) for layout in _read_operand_layouts(params))
+        # Operands and result take at least two bytes for each value.
+        return Work(flops=2.0 * m * n * k, least_memory=2.0 * (span_a * m * k + span_b * n * k + m * n))
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        k = int(params["k"])
-        n = int(params["n"])
-        if wrong := _same_anyway(params, precision):
-            return refused(wrong)
+        k, n = read_integers(params, "k", "n")
+        if reason := _explain_useless_layout(params, precision):
+            return refused(reason)
         if precision.whole_layers and params["operands"] != "cast":
             return refused("a library's operands are cast in every step: choose operands=cast")
         # Weights that are stored for inference have no gradients.
         if precision.name == served.SERVED:
             if (params["product"], params["operands"]) != ("forward", "cast"):
-                return refused("weights are kept for forward products alone, their inputs cast as they come")
-            return served.kept_support(precision, n, k, facts)
+                return refused(
+                    "stored weights have forward products only, with inputs cast in every step: choose "
+                    "product=forward, operands=cast"
+                )
+            return served.check_stored_weight_support(precision, n, k, facts)
         support = precision.support(facts)
-        along_k, along_n = precision.multiples
-        if support.is_native and (k % along_k or n % along_n):
+        multiple_k, multiple_n = precision.multiples
+        if support.is_native and (k % multiple_k or n % multiple_n):
             return refused(
-                f"native {precision.name} needs K a multiple of {along_k} and N of {along_n}; this product has K={k}, "
-                f"N={n}: pad it, or choose another shape"
+                f"native {precision.name} needs K a multiple of {multiple_k} and N of {multiple_n}; this product has "
+                f"K={k}, N={n}: pad it, or choose another shape"
             )
         return support
 
     def prepare(self, setup: Setup) -> GemmState:
-        arithmetic, cast = _casts(setup)
-        a, b, roles = _operands(setup, arithmetic.carrier)
-        if (kept_weight := _kept_weight(setup, b)) is not None:
+        arithmetic, cast = _select_casts(setup)
+        a, b, roles = _draw_operands(setup, arithmetic.carrier)
+        if (kept_weight := _store_weight(setup, b)) is not None:
             return GemmState(arithmetic, a, kept_weight.tensors()[0], cast, None, roles, kept_weight)
         return GemmState(arithmetic, a, b, cast, cast(a, b) if setup.case.param("operands") == "ready" else None, roles)
 
     def step(self, state: GemmState, phase: Phases) -> None:
         arithmetic = state.arithmetic
         if state.kept is not None:
-            state.kept.times(state.a, phase)
+            state.kept.multiply(state.a, phase)
             return
-        # Ready operands were cast in advance; those that need no cast are the carrier's.
+        # Ready operands were cast before timing. A precision without casts multiplies the carrier's values.
         if state.ready is not None:
             a, b = state.ready
         elif arithmetic.casts:
@@ -207,55 +221,66 @@ class Gemm(Workload):
             b = Operand(state.b)
         with phase.gemm:
             arithmetic.product(a, b, arithmetic.carrier)
-            del a, b  # freeing memory takes time that must count for a phase
+            del a, b  # free the memory here, because the time for that must count for a phase
 
     def error_refused(self, params: Scalars) -> str:
-        return why_no_errors(params)
+        return explain_missing_errors(params)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares with fp64 products of the unrounded and of the cast operands, on as many rows as are affordable."""
+        """Compares the product with two fp64 products: that of the unrounded operands and that of the cast operands.
+        It uses as many rows as the time allows.
+        """
         import torch
 
         from fp8bench.numerics import products
 
-        a, b, _ = _operands(setup)
-        arithmetic, cast = _casts(setup)
-        # 1. Operands are drawn in fp32 and rounded to the carrier, which is part of the error.
-        carried = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
-        low = cast(*carried)
-        # Delayed scales need a cast before they fit.
+        a, b, _ = _draw_operands(setup)
+        arithmetic, cast = _select_casts(setup)
+        # 1. Draw operands in fp32 and round them to the carrier. This rounding is a part of the error.
+        carrier_operands = a.to(arithmetic.carrier), b.to(arithmetic.carrier)
+        cast_operands = cast(*carrier_operands)
+        # Delayed scales fit only after a first cast.
         if arithmetic.settles:
-            low = cast(*carried)
-        # 2. Compute the product, and the values that the operands' codes represent.
-        if (kept_weight := _kept_weight(setup, carried[1])) is not None:
-            product = kept_weight.times(carried[0], SilentPhases())
-            values = (carried[0].float(), kept_weight.restore())
+            cast_operands = cast(*carrier_operands)
+        # 2. Compute the product, and the values for which the operands' codes stand.
+        if (kept_weight := _store_weight(setup, carrier_operands[1])) is not None:
+            product = kept_weight.multiply(carrier_operands[0], SilentPhases())
+            restored_operands = (carrier_operands[0].float(), kept_weight.restore())
         else:
-            product = arithmetic.product(low[0], low[1], arithmetic.carrier)
-            values = arithmetic.restore(low[0], torch.float32), arithmetic.restore(low[1], torch.float32)
-        # 3. Compare with exact operands, and with what the kernel was given.
-        errors = products.product_errors(
-            product, (a, b), values, products.rows_within(a.shape[0], b.shape[0], a.shape[1])
+            product = arithmetic.product(cast_operands[0], cast_operands[1], arithmetic.carrier)
+            restored_operands = (
+                arithmetic.restore(cast_operands[0], torch.float32),
+                arithmetic.restore(cast_operands[1], torch.float32),
+            )
+        # 3. Compare with the exact operands, and with the rounded operands that the kernel got.
+        errors = products.measure_product_errors(
+            product, (a, b), restored_operands, products.choose_rows(a.shape[0], b.shape[0], a.shape[1])
         )
         return dict(zip(("product_error", "kernel_error"), errors, strict=True))
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import statistics_of
+        from fp8bench.numerics.ranges import compute_statistics
 
-        a, b, roles = _operands(setup)
-        return statistics_of([("a", roles[0].value, a), ("b", roles[1].value, b)])
+        a, b, roles = _draw_operands(setup)
+        return compute_statistics([("a", roles[0].value, a), ("b", roles[1].value, b)])
 
 
 def parse_shape(text: str) -> str:
-    """Accepts '512' (a square), '1x2048x512' (M x N x K), a model, 'sweep:m' (sizes of M) and 'sweep' (all sides)."""
+    """Parses a shape. It can be '512' (a square), '1x2048x512' (MxNxK), a model, 'sweep:m' (sizes of M), or 'sweep'
+    (sizes of M, N and K).
+    """
     if text.lower() in MODELS:
         return text.lower()
     if _is_model(text):
-        model_products(text)  # raises for invalid sizes of a model
+        parse_model_products(text)  # raises ValueError if the sizes of a model are invalid
         return text
-    name, colon, swept = text.partition(":")
+    name, colon, swept_sides = text.partition(":")
     if name == "sweep":
-        if (colon and not swept) or not set(swept) <= set(_SIDES) or len(set(swept)) < len(swept):
+        if (
+            (colon and not swept_sides)
+            or not set(swept_sides) <= set(_SIDE_NAMES)
+            or len(set(swept_sides)) < len(swept_sides)
+        ):
             raise ValueError("expected sweep, or sweep: and the sides that vary, of m, n and k: sweep:m, sweep:nk")
         return text
     try:
@@ -272,63 +297,68 @@ def _is_model(shape: str) -> bool:
 
 
 def parse_sides(text: str) -> str:
+    """Returns '512x512x512' for '512', and '1x2048x512' (MxNxK) unchanged. Raises ValueError."""
     sides = text.split("x")
     if len(sides) not in (1, 3) or not all(side.isascii() and side.isdigit() for side in sides):
         raise ValueError("expected a size, MxNxK")
-    # A single number is a square.
+    # A single number means a square.
     numbers = [int(side) for side in sides] * (1 if len(sides) == 3 else 3)
-    if not all(1 <= number <= LARGEST for number in numbers):
-        raise ValueError(f"expected sizes from 1 to {LARGEST}")
+    if not all(1 <= number <= LARGEST_SIDE for number in numbers):
+        raise ValueError(f"expected sizes from 1 to {LARGEST_SIDE}")
     return "x".join(str(number) for number in numbers)
 
 
-def _sides(text: str) -> tuple[int, int, int]:
+def _split_sides(text: str) -> tuple[int, int, int]:
     m, n, k = (int(side) for side in text.split("x"))
     return m, n, k
 
 
-def _sweep(swept: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
-    """Yields sides that differ from the base in one of `swept`, which ranges from 16 to four times its base."""
-    for place in map(_SIDES.index, swept):
-        side = _LEAST_SIDE
-        while side <= min(_BEYOND_BASE * base[place], LARGEST):
-            m, n, k = (side if at == place else base_side for at, base_side in enumerate(base))
+def _iterate_sweep(swept_sides: str, base: tuple[int, int, int], factor: int) -> Iterator[tuple[int, int, int]]:
+    """Yields sizes that differ from the base in one side, for each of `swept_sides` in turn. That side goes from 16
+    to four times its base size.
+    """
+    for swept_index in map(_SIDE_NAMES.index, swept_sides):
+        side = _SMALLEST_SWEEP_SIDE
+        while side <= min(_LARGEST_BASE_MULTIPLE * base[swept_index], LARGEST_SIDE):
+            m, n, k = (side if index == swept_index else base_side for index, base_side in enumerate(base))
             yield m, n, k
             side *= factor
 
 
-def _choices(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
+def _expand_auto(value: Scalar, auto: tuple[str, ...]) -> tuple[str, ...]:
     return auto if value == "auto" else (str(value),)
 
 
-def _params(m: int, n: int, k: int, product: str, operands: str) -> Params:
+def _make_params(m: int, n: int, k: int, product: str, operands: str) -> Params:
     return (("m", m), ("n", n), ("k", k), ("product", product), ("operands", operands))
 
 
 def parse_layouts(text: str) -> str:
-    """Accepts 'strided' for both operands or 'transposed/contiguous' for each; writes equal ones once."""
-    words = text.split(_EACH)
-    if len(words) > 2:
+    """Parses one layout for both operands, such as 'strided', or two for a and b, such as 'transposed/contiguous'.
+    Two equal layouts become one.
+    """
+    texts = text.split(_LAYOUT_SEPARATOR)
+    if len(texts) > 2:
         raise ValueError(
-            f"expected one layout, or two as in transposed{_EACH}contiguous; layouts: {', '.join(LAYOUTS)}"
+            f"expected one layout, or two as in transposed{_LAYOUT_SEPARATOR}contiguous; layouts: {', '.join(LAYOUTS)}"
         )
-    first, *second = map(one_of(*LAYOUTS), words)
-    return first if second in ([], [first]) else _EACH.join((first, *second))
+    first, *second = map(one_of(*LAYOUTS), texts)
+    return first if second in ([], [first]) else _LAYOUT_SEPARATOR.join((first, *second))
 
 
-def _layouts(params: Scalars) -> tuple[str, str]:
-    first, _, second = str(LAYOUT.of(params)).partition(_EACH)
+def _read_operand_layouts(params: Scalars) -> tuple[str, str]:
+    first, _, second = str(LAYOUT.of(params)).partition(_LAYOUT_SEPARATOR)
     return first, second or first
 
 
-def _same_anyway(params: Scalars, precision: Precision) -> str:
-    """Returns why a layout changes nothing here; '' if it does, or is the usual one."""
-    layouts = dict(zip("ab", _layouts(params), strict=True))
-    odd = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
-    if precision.name == served.SERVED and "b" in odd:
+def _explain_useless_layout(params: Scalars, precision: Precision) -> str:
+    """Returns why a layout would change nothing in this case. Returns '' if it changes something or is the default."""
+    layouts = dict(zip("ab", _read_operand_layouts(params), strict=True))
+    unusual_operands = [name for name, layout in layouts.items() if layout != CONTIGUOUS]
+    if precision.name == served.SERVED and "b" in unusual_operands:
         return "weights are kept row by row, whatever layout they come in: choose contiguous for operand b"
-    # Such a case would repeat another one's numbers under a different name.
-    if odd and precision.carried_by and params["operands"] == "ready":
+    # The case would only repeat the figures of a different case under a second name.
+    if unusual_operands and precision.carried_by and params["operands"] == "ready":
         return (
             "codes are written the way that the product reads them, whatever layout they are cast from: measure "
             "operands=cast, in which that is done in every step"
@@ -340,31 +370,37 @@ def _same_anyway(params: Scalars, precision: Precision) -> str:
     return ""
 
 
-def _casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
-    """Returns the arithmetic of single products, and the casts of this one's operands."""
+def _select_casts(setup: Setup) -> tuple[Arithmetic, Callable[[Tensor, Tensor], tuple[Operand, Operand]]]:
+    """Returns an arithmetic whose casts and products are separate, and a function that casts both operands of this
+    case's product.
+    """
     product = str(setup.case.param("product"))
     arithmetic = setup.arithmetic.separate()
     (role_a, role_b) = PRODUCTS[product]
-    turned = TURNED[product]
-    cast_a, cast_b = (arithmetic.cast_transpose if role in turned else arithmetic.cast for role in (role_a, role_b))
+    cast_a, cast_b = (
+        arithmetic.cast_transpose if role in TURNED[product] else arithmetic.cast for role in (role_a, role_b)
+    )
     return arithmetic, lambda a, b: (cast_a(a, role_a), cast_b(b, role_b))
 
 
-def _kept_weight(setup: Setup, b: Tensor) -> KeptWeight | None:
-    """Returns the weight as inference stores it, if the case's precision is an arm of that."""
-    from fp8bench.nn.kept import kept_weight
+def _store_weight(setup: Setup, b: Tensor) -> StoredWeight | None:
+    """Returns the weight as inference stores it. Returns None unless the case's precision stores weights in a
+    low-precision format.
+    """
+    from fp8bench.nn.kept import store_weight
 
-    mode = precisions.get(setup.case.precision)
-    if mode.name != served.SERVED:
+    precision = precisions.get(setup.case.precision)
+    if precision.name != served.SERVED:
         return None
-    arm = served.arm_of({"kv": served.OWN, "weights": served.OWN}, mode)
-    word = arm.weight_format
-    return None if word in served.CARRIERS else kept_weight(b, word, arm.low_inputs)
+    serving_arm = served.choose_arm({"kv": served.OWN, "weights": served.OWN}, precision)
+    weight_format = serving_arm.weight_format
+    return None if weight_format in served.CARRIERS else store_weight(b, weight_format, serving_arm.low_inputs)
 
 
-def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
-    """Draws operands from the seed, Gaussian unless the case requests other values. They are drawn in fp32, and each is
-    converted before the next is drawn: two in fp32 may not fit."""
+def _draw_operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, Tensor, tuple[Role, Role]]:
+    """Draws operands from the seed. They are Gaussian unless the case asks for other values. Each operand is drawn in
+    fp32 and converted before the next is drawn, because two in fp32 may not fit into memory.
+    """
     import torch
 
     from fp8bench.numerics import distributions
@@ -373,10 +409,12 @@ def _operands(setup: Setup, dtype: torch.dtype | None = None) -> tuple[Tensor, T
     k = int(setup.case.param("k"))
     generator = distributions.seeded_generator(setup.facts.key, setup.seed)
     a, b = (
-        distributions.laid_out(
-            distributions.drawn(params, (int(params[rows]), k), generator, setup.facts.key).to(dtype or torch.float32),
+        distributions.apply_layout(
+            distributions.draw_values(params, (int(params[rows]), k), generator, setup.facts.key).to(
+                dtype or torch.float32
+            ),
             layout,
         )
-        for rows, layout in zip("mn", _layouts(params), strict=True)
+        for rows, layout in zip("mn", _read_operand_layouts(params), strict=True)
     )
     return a, b, PRODUCTS[str(setup.case.param("product"))]

@@ -1,4 +1,6 @@
-"""A small training, always the same, in each precision: its loss shows whether numerics have changed."""
+"""The suite learning: a small training, always the same, in each precision. Its loss shows whether the numerics
+changed with a version.
+"""
 
 from __future__ import annotations
 
@@ -13,29 +15,29 @@ from fp8bench.model.specs import RELATIVE_LOSS
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn import sizes
 from fp8bench.protocols import Grid, Layer, Setup
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     from fp8bench.nn.training_step import TrainingState
 
-# Width of a head: products of every precision take multiples of it.
-_HEAD = 32
-_BATCH = 4
-_SEQUENCE = 64
-_RATE = 3e-3
-# Losses are divided by bf16's, and bf16's own by fp32's.
-_REFERENCE = "bf16"
+# The width of an attention head. Products of every precision accept its multiples as sizes.
+_HEAD_WIDTH = 32
+_BATCH_SEQUENCES = 4
+_SEQUENCE_TOKENS = 64
+_LEARNING_RATE = 3e-3
+# The losses of other precisions are divided by the loss of this one. Its own loss is divided by that of fp32.
+_USUAL_REFERENCE = "bf16"
 _REFERENCE_OF_BF16 = "fp32"
 
 
 @workloads.register("learning")
 class Learning(shared.TrainingWorkload):
-    """Two blocks of a GPT on bytes, with AdamW. A timed step is one of this training's.
+    """Trains two GPT blocks on bytes with AdamW. A timed step is one step of this training.
 
-    The figure is a mean over all steps with several random initial weights and batches, because the last loss of one
-    run changes more with the order of sums than with most faults of a format. Attention is torch's plain one, whose
-    gradients are also reproducible on a GPU.
+    The figure is the mean loss over all steps, over several initial weights, and over several series of batches. The
+    last loss of a single run would depend more on the order of sums than on most faults of a format. Attention uses
+    torch's math kernel, whose gradients are reproducible on GPUs too.
     """
 
     name = "learning"
@@ -55,51 +57,62 @@ class Learning(shared.TrainingWorkload):
         return (
             Axis.choice(
                 "width",
-                "of the model; a feed-forward block is four times as wide",
+                "width of the model; a feed-forward block is four times as wide",
                 *("32", "64", "128", "256", "512"),
                 default="256" if facts.accelerated else "64",
             ),
-            Axis.count("steps", "of which the losses are averaged", "60", high=500),
-            Axis.count("draws", "of weights and batches, each trained so", "4", high=64),
+            Axis.count("steps", "steps whose losses are averaged", "60", high=500),
+            Axis.count("draws", "draws of weights and batches, each trained separately", "4", high=64),
         )
 
     def work(self, params: Scalars) -> Work:
-        config = _config(params)
-        least = 16.0 * config.weights + 4.0 * _BATCH * _SEQUENCE * config.vocabulary
-        return Work(config.step_flops(_BATCH, _SEQUENCE), _BATCH * _SEQUENCE, least_memory=least)
+        config = _make_config(params)
+        least_bytes = 16.0 * config.weights + 4.0 * _BATCH_SEQUENCES * _SEQUENCE_TOKENS * config.vocabulary
+        return Work(
+            config.step_flops(_BATCH_SEQUENCES, _SEQUENCE_TOKENS),
+            _BATCH_SEQUENCES * _SEQUENCE_TOKENS,
+            least_memory=least_bytes,
+        )
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        return sizes.gpt_layers(_config(params).layers)
+        return sizes.gpt_layers(_make_config(params).layers)
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return sizes.gpt_around(_config(params).layers)
+        return sizes.gpt_around(_make_config(params).layers)
 
     def prepare(self, setup: Setup) -> TrainingState:
-        from fp8bench.nn.batches import loader_for
-        from fp8bench.nn.training_step import new_state
+        from fp8bench.nn.batches import make_loader
+        from fp8bench.nn.training_step import make_training_state
         from fp8bench.nn.whole_layers import CachedWeights
 
-        config = _config(setup.params)
+        config = _make_config(setup.params)
         model = shared.make_gpt(self, setup, config)
-        loader = loader_for(setup, _BATCH, config, setup.draw)
-        return new_state(setup, model, loader, CachedWeights(model).cast, attention="math", rate=_RATE)
+        loader = make_loader(setup, _BATCH_SEQUENCES, config, setup.draw)
+        return make_training_state(
+            setup, model, loader, CachedWeights(model).cast, attention="math", rate=_LEARNING_RATE
+        )
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Divides the mean loss by the reference's, with the same weights and batches; infinite once a loss is."""
+        """Divides the mean loss by the mean loss of the reference with the same weights and batches. If any loss is
+        infinite, so is the ratio.
+        """
         case = setup.case
         facts = setup.facts
-        reference = _REFERENCE_OF_BF16 if case.precision == _REFERENCE else _REFERENCE
-        return {RELATIVE_LOSS: _mean_loss(setup) / _reference(reference, case.params, facts, setup.seed, setup.corpus)}
+        reference = _REFERENCE_OF_BF16 if case.precision == _USUAL_REFERENCE else _USUAL_REFERENCE
+        return {
+            RELATIVE_LOSS: _train_mean_loss(setup)
+            / _train_reference_loss(reference, case.params, facts, setup.seed, setup.corpus)
+        }
 
 
-def _config(params: Scalars) -> sizes.GPTConfig:
+def _make_config(params: Scalars) -> sizes.GPTConfig:
     width = int(params["width"])
-    heads = width // _HEAD
-    return sizes.GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH, sequence=_SEQUENCE)
+    heads = width // _HEAD_WIDTH
+    return sizes.GPTConfig(256, width, 2, heads, heads, 4 * width, batch=_BATCH_SEQUENCES, sequence=_SEQUENCE_TOKENS)
 
 
-def _mean_loss(setup: Setup) -> float:
-    steps, draws = (int(setup.case.param(name)) for name in ("steps", "draws"))
+def _train_mean_loss(setup: Setup) -> float:
+    steps, draws = read_integers(setup.params, "steps", "draws")
     losses: list[float] = []
     for draw in range(draws):
         losses += Learning().prepare(replace(setup, draw=draw)).losses(steps)
@@ -107,9 +120,9 @@ def _mean_loss(setup: Setup) -> float:
 
 
 @lru_cache(maxsize=4)
-def _reference(name: str, params: Params, facts: DeviceFacts, seed: int, corpus: str | None) -> float:
+def _train_reference_loss(name: str, params: Params, facts: DeviceFacts, seed: int, corpus: str | None) -> float:
     precision = precisions.get(name)
     arithmetic = precision.arithmetic(facts)
     case = Case(Learning.name, params, name, facts.key)
     with precision.scope():
-        return _mean_loss(Setup(case, facts, seed, arithmetic, arithmetic, {}, precision.loss_scale, corpus))
+        return _train_mean_loss(Setup(case, facts, seed, arithmetic, arithmetic, {}, precision.loss_scale, corpus))

@@ -1,4 +1,6 @@
-"""A dense feed-forward block, as in every layer of a transformer: two products and the operations between them."""
+"""The suite mlp: the dense feed-forward block of a transformer layer. It has two products and the operations between
+them.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.protocols import Grid, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis
+from fp8bench.protocols.axes import VALUES, Axis, read_integers
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -18,7 +20,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-LARGEST = 1 << 18
+LARGEST_SIZE = 1 << 18
 _LINEAR = "linear"
 NORM_LINEAR = "norm-linear"
 NORM_MLP = "norm-mlp"
@@ -26,7 +28,9 @@ NORM_MLP = "norm-mlp"
 
 @workloads.register("mlp")
 class Mlp(LayerWorkload):
-    """A product up, an activation, a product down. Gated, as in Llama, the product up has twice the columns."""
+    """Times a feed-forward block: the up product, an activation, and the down product. In a gated block, as in Llama,
+    the up product has twice as many columns.
+    """
 
     name = "mlp"
     summary = "a dense feed-forward block, plain (GELU) and gated (SiLU), forward or forward and backward"
@@ -45,14 +49,14 @@ class Mlp(LayerWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width, hidden = ("4096", "4096", "14336") if facts.accelerated else ("256", "256", "1024")
         return (
-            Axis.count("tokens", "rows of the input", tokens, high=LARGEST),
-            Axis.count("width", "features of input and output", width, high=LARGEST),
-            Axis.count("hidden", "features between the two products", hidden, high=LARGEST),
+            Axis.count("tokens", "rows of the input", tokens, high=LARGEST_SIZE),
+            Axis.count("width", "features of input and output", width, high=LARGEST_SIZE),
+            Axis.count("hidden", "features between the two products", hidden, high=LARGEST_SIZE),
             Axis.each("gated", "whether a second product up gates the first", "no", "yes"),
             Axis.choice(
                 "cut",
-                "norm-linear, norm-mlp: behind an RMS norm, which a backend may take with up, or with all, "
-                "into one layer; linear: no norm",
+                "linear: no norm; norm-linear, norm-mlp: an RMS norm first, which a backend may fuse with "
+                "the first product, or with the whole block",
                 _LINEAR,
                 NORM_LINEAR,
                 NORM_MLP,
@@ -63,24 +67,24 @@ class Mlp(LayerWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
+        tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
         weights = width * hidden * (3 if params["gated"] == "yes" else 2)
-        # fp32 weights; input, output and intermediate values in two bytes, the least of any carrier.
-        least = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
-        return Work(2.0 * tokens * weights * (3 if shared.is_training(params) else 1), tokens, least_memory=least)
+        # Weights in fp32. Input, output and intermediate values with at least two bytes each.
+        least_bytes = 4.0 * weights + 2.0 * tokens * (2 * width + hidden)
+        return Work(2.0 * tokens * weights * (3 if shared.is_training(params) else 1), tokens, least_memory=least_bytes)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         support = precision.support(facts)
-        # Its scales are only derived for the bare block.
+        # Constants of unit scaling exist only for a block without a norm.
         if precision.unit_scaled and params.get("cut", _LINEAR) != _LINEAR:
             return refused(f"{precision.mode} scales a block without its norm: choose cut={_LINEAR}")
-        tokens, width, hidden = (int(params[name]) for name in ("tokens", "width", "hidden"))
-        shown = f"tokens={tokens}, width={width}, hidden={hidden}"
-        return shared.require_fit(support, precision, tokens, (width, hidden), shared.is_training(params), shown)
+        tokens, width, hidden = read_integers(params, "tokens", "width", "hidden")
+        size_text = f"tokens={tokens}, width={width}, hidden={hidden}"
+        return shared.require_fit(support, precision, tokens, (width, hidden), shared.is_training(params), size_text)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if params.get("cut") == NORM_MLP:
-            return refused("cut=norm-mlp may be one layer, which a precision map cannot divide: choose cut=norm-linear")
+            return refused("a precision map cannot divide the one layer of cut=norm-mlp: choose cut=norm-linear")
         return super().layer_support(kind, params, precision, facts)
 
     def prepare(self, setup: Setup) -> Exercise:
@@ -94,8 +98,7 @@ class Mlp(LayerWorkload):
     def layer(self, params: Scalars, choose: Choose) -> nn.Module:
         from fp8bench.nn import parts
 
-        width = int(params["width"])
-        hidden = int(params["hidden"])
+        width, hidden = read_integers(params, "width", "hidden")
         gated = params["gated"] == "yes"
         cut = params.get("cut", _LINEAR)
         if cut == _LINEAR:

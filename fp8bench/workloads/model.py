@@ -1,4 +1,6 @@
-"""A user's model: a step of it unchanged, and the same step with products of other precisions."""
+"""The suite model: a training step or a forward step of a user's model, unchanged and with its products in other
+precisions.
+"""
 
 from __future__ import annotations
 
@@ -25,40 +27,46 @@ if TYPE_CHECKING:
 
 OPTIMIZERS = ("adamw", "sgd", "none")
 COMPILE_SECONDS = 600.0
-# A model counts as reproducible if it differs from itself by less than the first, or by a smaller share of an error.
-_REPEATS = 1e-4
-_TELLING = 0.1
-# Results of makers in this process, by name and seed; arms get copies.
-MADE: dict[tuple[str, int], Given] = {}
-# Makers of live models, by the name of the model's class.
-LIVE: dict[str, Callable[[], Any]] = {}
+# Two runs of a reproducible model may differ by the first number, or by the second number times the error that is
+# measured.
+_REPRODUCIBLE_DIFFERENCE = 1e-4
+_REPRODUCIBLE_ERROR_SHARE = 0.1
+# The results of users' functions in this process, by the function's name and the seed. Every case gets a copy.
+LOADED_MODELS: dict[tuple[str, int], Given] = {}
+# Functions that return models which exist in this process, by the class name of the model.
+LIVE_MODELS: dict[str, Callable[[], Any]] = {}
 
 
-def load_sent(file: str) -> Any:
-    """Loads the model, batch and loss that another process of this user has written to a file; code in it may run."""
+def load_sent_model(file: str) -> Any:
+    """Loads a model, batch and loss that another process of the same user has written. Such a file can run code, so
+    files of other users are refused.
+    """
     import torch
 
     try:
-        with Path(file).open("rb") as opened:
-            if (owner := os.fstat(opened.fileno()).st_uid) != os.getuid():
+        with Path(file).open("rb") as stream:
+            if (owner := os.fstat(stream.fileno()).st_uid) != os.getuid():
                 raise PermissionError(f"{file} belongs to user {owner}")
-            return torch.load(opened, weights_only=False)
+            return torch.load(stream, weights_only=False)
     except Exception as error:
         raise NotSent(own_words(error)) from error
 
 
-def _target(text: str) -> str:
-    place, colon, name = text.rpartition(":")
-    if text not in LIVE and not (colon and place and name and text.isprintable() and "=" not in text):
+def _parse_target(text: str) -> str:
+    module, colon, name = text.rpartition(":")
+    if text not in LIVE_MODELS and not (colon and module and name and text.isprintable() and "=" not in text):
         raise ValueError("expected module:function, or file.py:function, as `fp8bench profile` takes it")
     return text
 
 
 @workloads.register("model")
 class Model(Workload):
-    """A user's model: `make` returns it and a batch; every arm has a copy. Precision `untouched` is the unchanged
-    model. Only the model itself knows where forward and backward are: their time is unattributed, except casts and
-    products of converted layers. `--shares` divides it in a separate pass."""
+    """Times a user's model. The function `make` returns the model and a batch, and every case gets a copy. Precision
+    `untouched` is the unchanged model.
+
+    fp8bench cannot see where forward and backward begin. Only casts and products of converted layers have phases, and
+    all other time is unattributed. `--shares` divides that time in a separate pass.
+    """
 
     name = "model"
     summary = "a model of your own, as it came and converted (fp8bench profile)"
@@ -69,23 +77,23 @@ class Model(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _target),
+            Axis("make", "module:function that gives (model, batch), or (model, batch, loss)", ("",), _parse_target),
             Axis.choice(
                 "pass",
-                "training: forward, loss, backward, optimizer; forward: that alone, without gradients",
+                "training: forward, loss, backward, optimizer; forward: the forward pass alone, without gradients",
                 "training",
                 "forward",
             ),
-            Axis.choice("optimizer", "of a training pass", *OPTIMIZERS),
+            Axis.choice("optimizer", "optimizer of a training pass", *OPTIMIZERS),
             Axis.choice(
                 "compile",
-                "yes: torch.compile, both as it came and converted",
+                "yes: torch.compile of the unchanged and of the converted model",
                 "no",
                 "yes",
             ),
             Axis(
                 "skip",
-                "kinds, or paths of modules with * and ?, that stay as they came; semicolons between",
+                "kinds or paths of modules (with * and ?) that are not converted, separated by semicolons",
                 ("",),
                 str,
                 quiet=True,
@@ -97,59 +105,64 @@ class Model(Workload):
         return (tuple(case_params.items()),)
 
     def work(self, params: Scalars) -> Work:
-        """Declares no FLOPs, which the tape counts."""
+        """Declares no FLOPs, because the tape counts the FLOPs of a user's model."""
         return Work(setup_seconds=COMPILE_SECONDS if params["compile"] == "yes" else 0.0)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        # Whatever it computes in, it is what its owner runs.
+        # An unchanged model is never refused, whatever dtypes it computes in.
         if precision.name == UNTOUCHED:
-            return native("the model as it came")
+            return native("the unchanged model")
         support = precision.prepares(facts) or precision.support(facts)
         if support.level is not Level.REFUSED and precision.remembers and params["compile"] == "yes":
             return refused(
-                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: leave --compile "
-                "out, or choose a dtype without memory, like fp8"
+                f"{precision.mode} depends on earlier casts, which a compiled graph does not know: omit --compile, "
+                "or choose a dtype that casts from the tensor alone, like fp8"
             )
         return support
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        prepares = precision.prepares(facts) is not None
-        return precision.support(facts) if prepares else self.support(params, precision, facts)
+        converts_whole_model = precision.prepares(facts) is not None
+        return precision.support(facts) if converts_whole_model else self.support(params, precision, facts)
 
     def examine(self, setup: Setup) -> tuple[str, ...]:
-        """Takes one step of a copy, uncompiled; raises UsageError with the user's error if it fails."""
-        state = _own_model(setup, compiles=False)
+        """Runs one uncompiled step of a copy of the model. If the step fails, raises UsageError with the error of the
+        user's code.
+        """
+        state = _make_converted_model(setup, compiles=False)
         try:
             state.step(SilentPhases())
         except Fp8benchError:
             raise
-        # Exhausted memory is not a mistake of the model: other precisions may fit.
+        # If memory runs out, that is not a fault of the model. Other precisions may fit.
         except Exception as error:
             if not is_exhausted(error):
-                raise UsageError(f"{_name(setup)}: its model fails in {state.doing}: {own_words(error)}.") from error
+                raise UsageError(
+                    f"{_read_target_name(setup)}: its model fails in {state.doing}: {own_words(error)}."
+                ) from error
             raise
         return ()
 
     def prepare(self, setup: Setup) -> OwnModel:
-        return _own_model(setup)
+        return _make_converted_model(setup)
 
     def step(self, state: OwnModel, phase: Phases) -> object:  # type: ignore[override]
         return state.step(phase)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares outputs, loss and gradients with the unchanged model's, from the same weights, batch and random
-        numbers."""
-        from fp8bench.nn.own_model import errors_between
+        """Compares outputs, loss and gradients with those of the unchanged model. Both have the same weights, batch
+        and random numbers.
+        """
+        from fp8bench.nn.own_model import compute_errors
 
-        # 1. Run the unchanged model twice: its difference from itself is not an error of the precision.
-        untouched, apart = _untouched_twice(setup)
-        # 2. Run the converted copy, with the same random numbers.
-        state = _own_model(setup, draws_alike=True)
+        # 1. Run the unchanged model twice. How the second run differs is not an error of the precision.
+        untouched, repeat_difference = _run_untouched_twice(setup)
+        # 2. Run the converted copy with the same random numbers.
+        state = _make_converted_model(setup, draws_alike=True)
         if setup.settles:
             state.outcome()
-        errors = errors_between(state.outcome(), untouched)
-        # 3. Reject an error that is not larger than that difference.
-        if _is_drowned(errors, apart):
+        errors = compute_errors(state.outcome(), untouched)
+        # 3. Reject errors that are not clearly larger than the difference between the two runs.
+        if _is_irreproducible(errors, repeat_difference):
             raise NotRepeatable(
                 "the unchanged model gives different numbers from the same seed, perhaps because it draws them from "
                 "a separate generator. Seed that in forward, or draw by torch, random or numpy.random"
@@ -157,95 +170,114 @@ class Model(Workload):
         return errors
 
     def losses(self, setup: Setup, steps: int) -> Sequence[float]:
-        """Trains on the model's one batch; another draw is the model that its maker returns under another seed."""
+        """Trains on the model's only batch and returns the losses. Another draw starts from the model that `make`
+        returns under another seed.
+        """
         from fp8bench.nn.own_model import OwnModel, seed_generators
 
-        made = _copy_of(setup)
+        model_copy = _copy_model(setup)
         if setup.draw:
-            made = made._replace(model=_copy_of(replace(setup, seed=setup.seed + setup.draw)).model)
-        state = OwnModel(made, setup, _multiples(setup), converts=_converts(setup))
+            model_copy = model_copy._replace(model=_copy_model(replace(setup, seed=setup.seed + setup.draw)).model)
+        state = OwnModel(model_copy, setup, _find_native_multiples(setup), converts=_is_converted(setup))
         with seed_generators(setup.seed, setup.facts):
             return state.losses(steps)
 
     def gradient_error(self, setup: Setup, reference: Setup) -> float | None:
-        from fp8bench.nn.own_model import errors_between
+        from fp8bench.nn.own_model import compute_errors
 
-        outcome = _own_model(setup, compiles=False).outcome()
-        exact = _own_model(reference, compiles=False).outcome()
-        errors = errors_between(outcome, exact)
-        apart = errors_between(_own_model(reference, compiles=False).outcome(), exact)
-        return None if _is_drowned(errors, apart) else errors.get("gradient_error")
+        outcome = _make_converted_model(setup, compiles=False).outcome()
+        exact = _make_converted_model(reference, compiles=False).outcome()
+        errors = compute_errors(outcome, exact)
+        repeat_difference = compute_errors(_make_converted_model(reference, compiles=False).outcome(), exact)
+        return None if _is_irreproducible(errors, repeat_difference) else errors.get("gradient_error")
 
     def covered(self, setup: Setup) -> Covered | None:
         from fp8bench.nn import conversion
-        from fp8bench.nn.own_model import OwnModel, conversion_of
+        from fp8bench.nn.own_model import OwnModel, make_conversion
 
-        if not _converts(setup):
+        if not _is_converted(setup):
             return None
-        # Coverage counts products of the unchanged model, by whether conversion would replace them.
-        state = OwnModel(_copy_of(setup), setup, compiles=False, converts=False)
-        held = conversion_of(state.model, setup, _multiples(setup)).held
-        # Accelerate itself decides what it converts, so only its result shows that.
+        # Coverage counts the products of the unchanged model, and whether the conversion would replace each.
+        state = OwnModel(_copy_model(setup), setup, compiles=False, converts=False)
+        converted_layers = make_conversion(state.model, setup, _find_native_multiples(setup)).held
+        # Accelerate decides what it converts, so look at the model that it returns.
         if isinstance(setup.arithmetic, conversion.AcceleratedModel):
-            low = conversion.converted_in(_own_model(setup, compiles=False).model)
-            held = tuple(holder if holder.name in low else conversion.explain_unchanged(holder) for holder in held)
+            converted_names = conversion.find_converted_layers(_make_converted_model(setup, compiles=False).model)
+            converted_layers = tuple(
+                holder if holder.name in converted_names else conversion.explain_unchanged(holder)
+                for holder in converted_layers
+            )
         multiple = max(precisions.get(setup.case.precision).multiples)
-        return Covered(state.model, held, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words)
+        return Covered(
+            state.model, converted_layers, lambda: state.step(SilentPhases()), multiple, lambda: state.loss_words
+        )
 
 
-def _own_model(setup: Setup, **options: bool) -> OwnModel:
-    """Returns a copy of the case's model, converted to its precision."""
+def _make_converted_model(setup: Setup, **options: bool) -> OwnModel:
+    """Returns a copy of the case's model, converted to the case's precision."""
     from fp8bench.nn.own_model import OwnModel
 
-    return OwnModel(_copy_of(setup), setup, _multiples(setup), converts=_converts(setup), **options)
+    return OwnModel(_copy_model(setup), setup, _find_native_multiples(setup), converts=_is_converted(setup), **options)
 
 
-def _untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
-    """Returns the results of the unchanged model, and how far a repetition differs from them."""
+def _run_untouched_twice(setup: Setup) -> tuple[Outcome, dict[str, float]]:
+    """Runs the unchanged model twice. Returns the results of the first run, and how far those of the second differ
+    from them.
+    """
     from fp8bench.nn import own_model
 
     first, second = (
-        own_model.OwnModel(_copy_of(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
+        own_model.OwnModel(_copy_model(setup), setup, compiles=False, converts=False).outcome() for _ in range(2)
     )
-    return first, own_model.errors_between(second, first)
+    return first, own_model.compute_errors(second, first)
 
 
-def _is_drowned(errors: Mapping[str, float], apart: Mapping[str, float]) -> bool:
-    """Whether the model differs from itself by a tenth of an error or more, and by more than sums in a different
-    order."""
-    return any(difference > max(_REPEATS, _TELLING * errors.get(name, 0.0)) for name, difference in apart.items())
+def _is_irreproducible(errors: Mapping[str, float], repeat_difference: Mapping[str, float]) -> bool:
+    """Returns whether the errors cannot be trusted, because two runs of the unchanged model differ too much. That is
+    by more than a tenth of an error, and by more than another order of sums explains.
+    """
+    return any(
+        difference > max(_REPRODUCIBLE_DIFFERENCE, _REPRODUCIBLE_ERROR_SHARE * errors.get(name, 0.0))
+        for name, difference in repeat_difference.items()
+    )
 
 
-def _converts(setup: Setup) -> bool:
+def _is_converted(setup: Setup) -> bool:
     return setup.case.precision != UNTOUCHED
 
 
-def _multiples(setup: Setup) -> tuple[int, int]:
-    """Returns the multiples for native products of the case's device; 1 if they are emulated, or torch's own."""
+def _find_native_multiples(setup: Setup) -> tuple[int, int]:
+    """Returns the multiples that native products of the case require on its device. Returns (1, 1) if products are
+    emulated or torch's own.
+    """
     modes = [precisions.get(word) for word in (setup.case.precision, *dict(setup.case.precision_map).values())]
-    native = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
-    return tuple(map(max, zip(*native, strict=True))) if native and setup.facts.accelerated else (1, 1)
+    native_multiples = [precision.multiples for precision in modes if precision.support(setup.facts).is_native]
+    return (
+        tuple(map(max, zip(*native_multiples, strict=True))) if native_multiples and setup.facts.accelerated else (1, 1)
+    )
 
 
-def _name(setup: Setup) -> str:
+def _read_target_name(setup: Setup) -> str:
     return str(setup.case.param("make"))
 
 
-def _copy_of(setup: Setup) -> Given:
-    return copy_made(_name(setup), setup.seed, setup.facts)
+def _copy_model(setup: Setup) -> Given:
+    return copy_target_model(_read_target_name(setup), setup.seed, setup.facts)
 
 
-def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
-    """Returns a copy of the model, batch and loss of a maker, which is called once a process."""
+def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
+    """Returns a copy of the model, batch and loss that a user's function returns. The function is called once in each
+    process.
+    """
     from fp8bench.nn.own_model import parse_given, seed_generators
 
-    # Makers may load files: once is enough, and every arm starts from the same numbers.
-    if (name, seed) not in MADE:
+    # Call the function once, because it may load files. So all cases start from the same numbers.
+    if (name, seed) not in LOADED_MODELS:
         with seed_generators(seed, facts):
-            parts = parse_given(name, _call_maker(name), seed)
+            parts = parse_given(name, _call_target(name), seed)
         _refuse_parameters(name, parts)
-        MADE[name, seed] = parts
-    parts = MADE[name, seed]
+        LOADED_MODELS[name, seed] = parts
+    parts = LOADED_MODELS[name, seed]
     try:
         model, batch, loss = copy.deepcopy((parts.model, parts.batch, parts.loss))
         return parts._replace(model=model.to(facts.key), batch=batch, loss=loss)
@@ -258,15 +290,15 @@ def copy_made(name: str, seed: int, facts: DeviceFacts) -> Given:
         ) from error
 
 
-def _refuse_parameters(name: str, made: Given) -> None:
+def _refuse_parameters(name: str, parts: Given) -> None:
     """Raises UsageError for parameters that cannot be converted, trained or compared."""
     from torch.nn.parameter import is_lazy
 
-    for path, parameter in made.model.named_parameters():
+    for path, parameter in parts.model.named_parameters():
         if is_lazy(parameter):
             raise UsageError(
-                f"{name}: its parameter {path} is made in the first call, after copies are converted. Call the model "
-                "once in the function that gives it."
+                f"{name}: its parameter {path} is created in the first call, after copies are converted. "
+                "Call the model once in the function that returns it."
             )
         if parameter.is_complex():
             dtype = str(parameter.dtype).removeprefix("torch.")
@@ -276,16 +308,16 @@ def _refuse_parameters(name: str, made: Given) -> None:
             )
 
 
-def _call_maker(name: str) -> Any:
-    function = LIVE.get(name) or named(name)
-    # Check first whether it can be called: its own TypeError would look like ours.
+def _call_target(name: str) -> Any:
+    function = LIVE_MODELS.get(name) or named(name)
+    # Check the signature before the call. A TypeError inside the function would look like one of this call.
     try:
         inspect.signature(function).bind()
     except TypeError as error:
         remedy = "Give a function that takes none and returns a model and its batches (docs/profile.md)"
         raise UsageError(f"{name} is called without arguments, and {error}. {remedy}.") from None
     except ValueError:
-        pass  # Python cannot read its signature: just call it
+        pass  # Python cannot read the signature of this function, so call it without a check
     try:
         return function()
     except Exception as error:
@@ -295,5 +327,5 @@ def _call_maker(name: str) -> Any:
 
 
 def is_exhausted(error: BaseException) -> bool:
-    """Whether memory ran out, which the worker reports for any case."""
+    """Returns whether an error means that a device ran out of memory. The worker reports such an error for any case."""
     return any(devices.get(kind).is_out_of_memory(error) for kind in devices.names())

@@ -1,4 +1,6 @@
-"""Mixture of experts, of which each token uses a few: router, dispatch, the experts' products, combine."""
+"""The suite moe: a mixture of experts, in which each token uses a few experts. A step has the router, the way of rows
+to their experts (dispatch), the experts' products, and the way back (combine).
+"""
 
 from __future__ import annotations
 
@@ -10,9 +12,9 @@ from fp8bench.formats import hardware
 from fp8bench.model import DeviceFacts, Level, Params, Scalars, Support, Work
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.nn.shared_workloads import is_training, require_fit
-from fp8bench.nn.sizes import MoeSizes, layers_around
+from fp8bench.nn.sizes import MoeSizes, make_surrounding_layers
 from fp8bench.protocols import Grid, Layer, Precision, Setup
-from fp8bench.protocols.axes import VALUES, Axis, one_of
+from fp8bench.protocols.axes import VALUES, Axis, one_of, read_integers
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
@@ -21,33 +23,36 @@ if TYPE_CHECKING:
     from fp8bench.nn.exercise import Exercise
     from fp8bench.nn.linear import Choose
 
-_WAYS = ("carrier", "bf16", "fp8")
-_ROUTERS = ("fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "nvfp4")
-_HIGHEST = 4.0
+_ROW_FORMATS = ("carrier", "bf16", "fp8")
+_ROUTER_PRECISIONS = ("fp32", "bf16", "fp16", "fp8", "fp8-rowwise", "nvfp4")
+_LARGEST_EXPONENT = 4.0
 
 
-def load_word(text: str) -> str:
-    """Parses uniform, router, or zipf with an exponent in canonical form."""
+def parse_load(text: str) -> str:
+    """Parses how tokens are distributed: 'uniform', 'router', or 'zipf:' with an exponent. The exponent is returned
+    in its shortest form.
+    """
     kind, _, exponent = text.partition(":")
     if kind == "zipf":
         try:
-            number = float(exponent)
+            exponent_value = float(exponent)
         except ValueError:
             raise ValueError("expected zipf with an exponent, as in zipf:1") from None
-        if not 0 < number <= _HIGHEST:
-            raise ValueError(f"expected an exponent above 0, up to {_HIGHEST:g}")
-        return f"zipf:{number:g}"
+        if not 0 < exponent_value <= _LARGEST_EXPONENT:
+            raise ValueError(f"expected an exponent above 0, up to {_LARGEST_EXPONENT:g}")
+        return f"zipf:{exponent_value:g}"
     return one_of("uniform", "zipf:1", "router")(text)
 
 
-def sizes_of(params: Scalars) -> MoeSizes:
-    return MoeSizes(*(int(params[name]) for name in MoeSizes._fields))
+def read_sizes(params: Scalars) -> MoeSizes:
+    return MoeSizes(*read_integers(params, *MoeSizes._fields))
 
 
 @workloads.register("moe")
 class Moe(LayerWorkload):
-    """Layers of experts. Its FLOPs are those of tokens, without rows that pad an expert's part for a format; the tape
-    separates them. Experts without a token are neither read nor multiplied."""
+    """Times layers of experts. The declared FLOPs are those of tokens. Rows that only pad an expert's part to a
+    multiple do not count, and the tape lists them separately. The weights of an expert without tokens are not read.
+    """
 
     name = "moe"
     summary = "a mixture of experts: router, dispatch, products, combine; a training step, or decoding, by load"
@@ -67,26 +72,33 @@ class Moe(LayerWorkload):
             ("8192", "2048", "1024", "64", "8") if facts.accelerated else ("256", "128", "256", "8", "2")
         )
         return (
-            Axis.count("tokens", "rows of the input; in decoding one a sequence", tokens, high=1 << 20),
+            Axis.count("tokens", "rows of the input; in decoding one for each sequence", tokens, high=1 << 20),
             Axis.count("width", "features of input and output", width, high=1 << 16),
             Axis.count("hidden", "features between an expert's products", hidden, high=1 << 16),
-            Axis.count("experts", "of a layer", experts, high=1024),
+            Axis.count("experts", "experts of a layer", experts, high=1024),
             Axis.count("top_k", "how many experts a token takes", top_k, high=64),
-            Axis.count("layers", "one behind the other: choices differ the more, the deeper", "1", high=64),
+            Axis.count(
+                "layers",
+                "layers in sequence; in deeper layers precisions differ more in their choice of experts",
+                "1",
+                high=64,
+            ),
             Axis(
                 "load",
-                "who goes where: uniform: round robin; zipf:S: by a Zipf law with that exponent; router: the "
-                "router's own choice",
+                "how tokens are assigned to experts: uniform: round robin; zipf:S: by a Zipf law with "
+                "exponent S; router: by the router",
                 ("uniform", "zipf:1"),
-                load_word,
+                parse_load,
             ),
             Axis.choice(
                 "dispatch",
-                "what rows travel to experts in: carrier, bf16, or fp8 with a scale for 128 elements",
-                *_WAYS,
+                "format of rows on the way to experts: carrier, bf16, or fp8 with a scale for 128 elements",
+                *_ROW_FORMATS,
             ),
-            Axis.choice("combine", "the same of the way back", *_WAYS),
-            Axis.choice("router", f"the precision of the router's product: {', '.join(_ROUTERS)}", *_ROUTERS),
+            Axis.choice("combine", "format of rows on the way back from experts", *_ROW_FORMATS),
+            Axis.choice(
+                "router", f"the precision of the router's product: {', '.join(_ROUTER_PRECISIONS)}", *_ROUTER_PRECISIONS
+            ),
             Axis.choice("pass", "training: forward and backward; decode: forward alone", "training", "decode"),
             VALUES,
         )
@@ -100,46 +112,48 @@ class Moe(LayerWorkload):
         return super().expand(params)
 
     def work(self, params: Scalars) -> Work:
-        sizes = sizes_of(params)
-        tokens = int(params["tokens"])
-        layers = int(params["layers"])
-        expert = 3 * sizes.width * sizes.hidden
-        products = tokens * (sizes.top_k * expert + sizes.experts * sizes.width)
-        # fp32 weights; for each expert of a token a row in two bytes, and the values between its products.
-        rows = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
-        least = layers * (4.0 * sizes.experts * expert + (2.0 * rows if is_training(params) else 0.0))
-        return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least)
+        sizes = read_sizes(params)
+        tokens, layers = read_integers(params, "tokens", "layers")
+        expert_weights = 3 * sizes.width * sizes.hidden
+        products = tokens * (sizes.top_k * expert_weights + sizes.experts * sizes.width)
+        # Weights in fp32. For each of its experts, a token has a row with two bytes for each value, and the values
+        # between the two products.
+        row_values = tokens * sizes.top_k * (2 * sizes.width + 3 * sizes.hidden)
+        least_bytes = layers * (
+            4.0 * sizes.experts * expert_weights + (2.0 * row_values if is_training(params) else 0.0)
+        )
+        return Work(2.0 * layers * products * (3 if is_training(params) else 1), tokens, least_memory=least_bytes)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        places = product(range(int(params["layers"])), range(int(params["experts"])), self.layer_kinds)
+        indices = product(range(int(params["layers"])), range(int(params["experts"])), self.layer_kinds)
         return tuple(
-            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp") for layer, number, kind in places
+            Layer(f"blocks.{layer}.experts.{number}.{kind}", kind, group="mlp") for layer, number, kind in indices
         )
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return layers_around((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
+        return make_surrounding_layers((f"norms.{layer}" for layer in range(int(params["layers"]))), "residual")
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        # 1. The experts' products.
+        # 1. Find how the device supports the products of the experts.
         support = precision.support(facts)
-        sizes = sizes_of(params)
-        shown = f"width={sizes.width}, hidden={sizes.hidden}"
-        support = require_fit(support, precision, 0, (sizes.width, sizes.hidden), is_training(params), shown)
+        sizes = read_sizes(params)
+        size_text = f"width={sizes.width}, hidden={sizes.hidden}"
+        support = require_fit(support, precision, 0, (sizes.width, sizes.hidden), is_training(params), size_text)
         if support.level is Level.REFUSED:
             return support
-        # 2. The router has a separate precision and separate sides. Its gradient is contracted over tokens, which then
-        # must fit as well.
+        # 2. Find how the device supports the router, which has its own precision and sizes. Its weight gradient sums
+        # over tokens, so the number of tokens must fit too.
         router = precisions.get(str(params["router"]))
-        along = f"experts={sizes.experts}, tokens={params['tokens']}"
+        router_text = f"experts={sizes.experts}, tokens={params['tokens']}"
         sides = (sizes.width, sizes.experts, *([int(params["tokens"])] if is_training(params) else []))
-        routed = require_fit(router.support(facts), router, 0, sides, False, along)
-        if routed.level is Level.REFUSED:
-            return hardware.refused(f"router={router.name}: {routed.reason}")
-        travels = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
-        for axis in ("router", *travels):  # their time is part of the step's
-            support_of_axis = precisions.get(str(params[axis])).support(facts)
-            if support_of_axis.is_emulated and support.is_native:
-                return hardware.emulated(f"{axis}={params[axis]}: {support_of_axis.reason}")
+        router_support = require_fit(router.support(facts), router, 0, sides, False, router_text)
+        if router_support.level is Level.REFUSED:
+            return hardware.refused(f"router={router.name}: {router_support.reason}")
+        fp8_axes = [axis for axis in ("dispatch", "combine") if params[axis] == "fp8"]
+        for axis in ("router", *fp8_axes):  # these casts and products are part of the step's time
+            axis_support = precisions.get(str(params[axis])).support(facts)
+            if axis_support.is_emulated and support.is_native:
+                return hardware.emulated(f"{axis}={params[axis]}: {axis_support.reason}")
         return support
 
     def exercise(self, setup: Setup, choose: Choose, carrier: torch.dtype) -> Exercise:
@@ -147,53 +161,64 @@ class Moe(LayerWorkload):
 
         from fp8bench.nn import experts
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.exercise import exercise
+        from fp8bench.nn.exercise import make_exercise
         from fp8bench.nn.linear import cast_once
 
-        # 1. Assign tokens to experts, with a separate draw for each layer.
+        # 1. Assign tokens to experts. Each layer has its own draw.
         params = setup.params
-        sizes = sizes_of(setup.params)
+        sizes = read_sizes(setup.params)
         tokens = int(params["tokens"])
-        load = str(params["load"])
-        plans = [experts.draw_load(load, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))]
-        if carrier is torch.float64:  # the exact pass neither rounds nor pads
-            travel = experts.Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
+        load_text = str(params["load"])
+        plans = [
+            experts.draw_load(load_text, tokens, sizes, setup.seed + layer) for layer in range(int(params["layers"]))
+        ]
+        if carrier is torch.float64:  # The exact pass neither rounds nor pads
+            row_formats = experts.Travel("carrier", "carrier", PlainArithmetic(torch.float64), 1)
         else:
             router = precisions.get(str(params["router"])).arithmetic(setup.facts)
-            rows = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
-            travel = experts.Travel(str(params["dispatch"]), str(params["combine"]), router, rows)
-        # 2. Make the layers, whose parts are padded for native products.
-        state = exercise(
+            row_multiple = precisions.get(setup.case.precision).multiples[0] if is_training(params) else 1
+            row_formats = experts.Travel(str(params["dispatch"]), str(params["combine"]), router, row_multiple)
+        # 2. Make the layers. Each expert's rows are padded to the multiple of native products.
+        state = make_exercise(
             setup,
-            lambda: experts.Mixture(sizes, plans, travel, choose),
+            lambda: experts.Mixture(sizes, plans, row_formats, choose),
             [(tokens, sizes.width)],
             carrier,
             is_training(params),
         )
-        # 3. Decoding casts weights once, not in every step.
+        # 3. In decoding, cast weights once before the steps.
         if not is_training(params):
             cast_once(state.layer)
         return state
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares output and gradients; adds, by layer, how often the router chooses differently, and the load."""
-        from fp8bench.nn.experts import Mixture, disagreements, load_figures
+        """Compares output and gradients. For each layer it adds how often the router chooses other experts, and how
+        evenly the experts are loaded.
+        """
+        from fp8bench.nn.experts import Mixture, measure_disagreements, summarise_load
 
         state = self.prepare(setup)
         exact = self.exact(setup)
-        errors = state.errors(exact, setup.settles)
+        errors = state.measure_errors(exact, setup.settles)
         assert isinstance(state.layer, Mixture) and isinstance(exact.layer, Mixture)
-        # The experts that each token took, and those that it should have taken.
-        watched = state.layer.watch(state.outcome)
-        right = exact.layer.watch(exact.outcome)
-        shares = disagreements([chosen for chosen, _ in watched], [chosen for chosen, _ in right])
-        # After the first layer that disagrees, later ones have different inputs.
-        differing = next((number for number, share in enumerate(shares) if share), len(shares))
-        by_layer = {f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(shares)}
+        # Record the experts that each token gets in this precision, and those that it gets in the exact pass.
+        routing = state.layer.record_routing(state.outcome)
+        exact_routing = exact.layer.record_routing(exact.outcome)
+        differing_shares = measure_disagreements(
+            [chosen for chosen, _ in routing], [chosen for chosen, _ in exact_routing]
+        )
+        # Find the first layer whose router chooses other experts. Later layers have other inputs than in the exact
+        # pass.
+        first_differing = next(
+            (number for number, share in enumerate(differing_shares) if share), len(differing_shares)
+        )
+        figures_by_layer = {
+            f"top_k_layer{number}_differs_percent": 100 * share for number, share in enumerate(differing_shares)
+        }
         return {
             **errors,
-            "top_k_differs_percent": 100 * sum(shares) / len(shares),
-            **(by_layer if len(shares) > 1 else {}),
-            "layers_that_agree": float(differing),
-            **load_figures([counts for _, counts in watched], state.layer.expert_bytes()),
+            "top_k_differs_percent": 100 * sum(differing_shares) / len(differing_shares),
+            **(figures_by_layer if len(differing_shares) > 1 else {}),
+            "layers_that_agree": float(first_differing),
+            **summarise_load([counts for _, counts in routing], state.layer.expert_bytes()),
         }

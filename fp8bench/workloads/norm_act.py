@@ -1,4 +1,6 @@
-"""Norms, activations and similar operations: what low-precision recipes leave in high precision."""
+"""The suite norm_act: norms, activations and other elementwise operations. Low-precision recipes leave these in high
+precision.
+"""
 
 from __future__ import annotations
 
@@ -9,7 +11,7 @@ from fp8bench.model import DeviceFacts, Scalars, Support, Work
 from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.layer_workloads import LayerWorkload
 from fp8bench.protocols import Grid, Precision
-from fp8bench.protocols.axes import VALUES, Axis, one_of
+from fp8bench.protocols.axes import VALUES, Axis, one_of, read_integers
 from fp8bench.registry import workloads
 
 if TYPE_CHECKING:
@@ -17,8 +19,8 @@ if TYPE_CHECKING:
 
     from fp8bench.nn.linear import Choose
 
-# The number of tensors of (tokens, width) that an operation takes.
-INPUTS = {
+# For each operation: how many input tensors of shape (tokens, width) it has.
+INPUT_COUNTS = {
     "layer_norm": 1,
     "rms_norm": 1,
     "gelu": 1,
@@ -27,15 +29,17 @@ INPUTS = {
     "residual": 2,
     "cross_entropy": 1,
 }
-_GPT2 = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
-# Their backward reads no gradient of that size: a sum passes it on, and a loss's is a single number.
-UNREAD = ("residual", "cross_entropy")
+_GPT2_OPERATIONS = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
+# Operations whose backward pass reads no gradient of that shape. A residual sum passes its gradient on, and the
+# gradient of a loss is a single number.
+OPERATIONS_WITHOUT_GRADIENT = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
 class NormAct(LayerWorkload):
-    """One elementwise operation, in the precision that carries values between products. Norms, softmax and the loss are
-    computed in fp32 with any carrier, as in training."""
+    """Times one elementwise operation. The precision is that of the values between products. In every precision,
+    norms, softmax and the loss compute in fp32, as in training.
+    """
 
     name = "norm_act"
     summary = "norms, activations, softmax, residual and loss: the rest that low-precision recipes leave alone"
@@ -52,7 +56,12 @@ class NormAct(LayerWorkload):
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         tokens, width = ("16384", "4096") if facts.accelerated else ("512", "768")
         return (
-            Axis("operation", ", ".join(INPUTS), tuple(INPUTS) if facts.accelerated else _GPT2, one_of(*INPUTS)),
+            Axis(
+                "operation",
+                ", ".join(INPUT_COUNTS),
+                tuple(INPUT_COUNTS) if facts.accelerated else _GPT2_OPERATIONS,
+                one_of(*INPUT_COUNTS),
+            ),
             Axis.count("tokens", "rows", tokens, high=1 << 20),
             Axis.count("width", "features of a row", width, high=1 << 18),
             shared.PASS,
@@ -60,12 +69,13 @@ class NormAct(LayerWorkload):
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts the bytes of the inputs and, in training, of the incoming gradient, four per number."""
-        tokens = int(params["tokens"])
-        width = int(params["width"])
-        tensors = INPUTS[str(params["operation"])]
-        taken = tensors + (shared.is_training(params) and params["operation"] not in UNREAD)
-        return Work(bytes=4.0 * taken * tokens * width, least_memory=2.0 * tensors * tokens * width)
+        """Counts four bytes for each value of the inputs. In training, also for each value of the incoming gradient."""
+        tokens, width = read_integers(params, "tokens", "width")
+        tensors = INPUT_COUNTS[str(params["operation"])]
+        counted_tensors = tensors + (
+            shared.is_training(params) and params["operation"] not in OPERATIONS_WITHOUT_GRADIENT
+        )
+        return Work(bytes=4.0 * counted_tensors * tokens * width, least_memory=2.0 * tensors * tokens * width)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.carried_by:
@@ -81,4 +91,4 @@ class NormAct(LayerWorkload):
         return Operation(str(params["operation"]), int(params["tokens"]), int(params["width"]))
 
     def shapes(self, params: Scalars) -> list[tuple[int, ...]]:
-        return [(int(params["tokens"]), int(params["width"]))] * INPUTS[str(params["operation"])]
+        return [(int(params["tokens"]), int(params["width"]))] * INPUT_COUNTS[str(params["operation"])]

@@ -1,4 +1,4 @@
-"""The errors of a tensor in a precision: synthetic tensors and real ones, one cast, and every figure of its error."""
+"""The suite numerics: it casts synthetic and real tensors once to a precision, and reports all figures of the error."""
 
 from __future__ import annotations
 
@@ -17,38 +17,46 @@ from fp8bench.registry import precisions, workloads
 if TYPE_CHECKING:
     from torch import Tensor
 
-# Synthetic tensors, and the role that suits each best.
-MADE = {"gaussian": Role.INPUT, "student-t": Role.INPUT, "outliers": Role.INPUT, "log-normal": Role.GRADIENT}
-# For --quick: an easy tensor, one with outliers, and a gradient of a training.
-_QUICK = ("gaussian", "outliers", "head-gradient")
-_AUTO = "auto"
+# Synthetic tensors. The value is the role of the tensors that each resembles.
+SYNTHETIC_TENSORS = {
+    "gaussian": Role.INPUT,
+    "student-t": Role.INPUT,
+    "outliers": Role.INPUT,
+    "log-normal": Role.GRADIENT,
+}
+# Tensors for --quick: an easy one, one with outliers, and a gradient from a training.
+_QUICK_TENSORS = ("gaussian", "outliers", "head-gradient")
+_AUTO_ROLE = "auto"
 _FLOAT_SCALINGS = ("none", "tensor", "row", "1x128", "128x128")
-# The default is rceil.
+# Suffixes of the mode mx that choose how scales are rounded. The empty suffix stands for the default, rceil.
 _MX_SCALES = ("", ":scale=ceil", ":scale=even", ":scale=floor")
 
 
-def _table() -> Iterator[str]:
-    """Yields the default precisions: bf16 and fp16, then the table of element formats and scalings. It has all scalings
-    of the 8-bit formats and of e2m1; the four roundings of MX scales for e4m3, which training uses, and for e2m1, which
-    suffers most; FP6 and the formats of MI300 in their usual scalings."""
-    mx = tuple(f"mx{scale}" for scale in _MX_SCALES)
+def _list_default_precisions() -> Iterator[str]:
+    """Yields the default precisions: bf16, fp16, and pairs of an element format and a scaling.
+
+    The 8-bit formats and e2m1 have all scalings. FP6 and the formats of MI300 have only their usual scalings. All
+    roundings of MX scales are listed for two formats: e4m3, which training uses, and e2m1, whose errors depend most
+    on the rounding.
+    """
+    mx_scalings = tuple(f"mx{scale}" for scale in _MX_SCALES)
     scalings = {
-        "e4m3fn": (*_FLOAT_SCALINGS, *mx),
+        "e4m3fn": (*_FLOAT_SCALINGS, *mx_scalings),
         "e4m3fnuz": ("tensor",),
         "e5m2": (*_FLOAT_SCALINGS, "mx"),
         "e5m2fnuz": ("tensor",),
         "e3m2": ("tensor", "row", "mx"),
         "e2m3": ("tensor", "row", "mx"),
-        "e2m1": (*_FLOAT_SCALINGS, *mx, "nvfp4", "nvfp4:scale=up"),
+        "e2m1": (*_FLOAT_SCALINGS, *mx_scalings, "nvfp4", "nvfp4:scale=up"),
     }
     yield from ("fp16", "bf16")
-    for fmt, words in scalings.items():
-        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in words)
+    for fmt, format_scalings in scalings.items():
+        yield from (f"custom:format={fmt}:scaling={scaling}" for scaling in format_scalings)
 
 
 @dataclass
 class TensorState:
-    """The tensor in fp32, and its cast."""
+    """The tensor in fp32, its role in a product, and the arithmetic that casts it."""
 
     source: Tensor
     role: Role
@@ -57,14 +65,16 @@ class TensorState:
 
 @workloads.register("numerics")
 class Numerics(Workload):
-    """The error of each format under each scaling, tensor by tensor. Its times are those of the casts. A precision with
-    delayed scales first casts the earlier steps: other draws of a synthetic tensor, earlier steps of a captured one."""
+    """Measures the error of each format with each scaling, for one tensor at a time. The timed step is the cast. A
+    precision with delayed scales first casts tensors of earlier steps. For a synthetic tensor these are other draws,
+    and for a captured tensor they are its values in earlier steps.
+    """
 
     name = "numerics"
     summary = "what each format and scaling leaves of Gaussian, heavy-tailed, outlier, gradient-like and real tensors"
     uses_corpus = True
     fused = False
-    dtypes = tuple(_table())
+    dtypes = tuple(_list_default_precisions())
     history = Grid(
         cpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("512",)},
         gpu={"tensor": ("gaussian", "outliers", "log-normal"), "columns": ("4096",)},
@@ -78,18 +88,18 @@ class Numerics(Workload):
         return (
             Axis.each(
                 "tensor",
-                "made, or captured from a short training of a small transformer: the input, weight and "
-                "gradient of attn, mlp and head",
-                *MADE,
+                "synthetic, or captured from a short training of a small transformer: the input, weight "
+                "and gradient of attn, mlp and head",
+                *SYNTHETIC_TENSORS,
                 *CAPTURED,
-                quick=_QUICK,
+                quick=_QUICK_TENSORS,
             ),
-            Axis.count("rows", "of a made tensor", side, high=1 << 18),
-            Axis.count("columns", "of a made tensor; block scales run along them", side, high=1 << 18),
+            Axis.count("rows", "rows of a synthetic tensor", side, high=1 << 18),
+            Axis.count("columns", "columns of a synthetic tensor; block scales run along them", side, high=1 << 18),
             Axis.choice(
                 "role",
-                "which of a precision's formats and scalings it gets; auto: the one that is most its own",
-                _AUTO,
+                "role whose formats and scalings are used; auto: the role that the tensor resembles",
+                _AUTO_ROLE,
                 *Role,
             ),
         )
@@ -98,68 +108,71 @@ class Numerics(Workload):
         name = str(params["tensor"])
         role = str(params["role"])
         captured = CAPTURED.get(name)
-        usual_role = captured.role if captured else MADE[name]
+        default_role = captured.role if captured else SYNTHETIC_TENSORS[name]
         rows, columns = (captured.rows, captured.columns) if captured else (params["rows"], params["columns"])
         return (
             (
                 ("tensor", name),
                 ("rows", rows),
                 ("columns", columns),
-                ("role", usual_role.value if role == _AUTO else role),
+                ("role", default_role.value if role == _AUTO_ROLE else role),
             ),
         )
 
     def work(self, params: Scalars) -> Work:
-        source = 4.0 * int(params["rows"]) * int(params["columns"])
-        return Work(bytes=source, least_memory=1.125 * source)
+        source_bytes = 4.0 * int(params["rows"]) * int(params["columns"])
+        return Work(bytes=source_bytes, least_memory=1.125 * source_bytes)
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         if precision.name == "fp32":
-            return refused("the tensors are float32: nothing is rounded, and there is no error to look at")
+            return refused("the tensors are float32: nothing is rounded, so no error can be measured")
         return storage_support(precision, facts, "there is nothing to round")
 
     def prepare(self, setup: Setup) -> TensorState:
-        return TensorState(next(_course(setup)), _role(setup), setup.arithmetic.layer("tensor"))
+        return TensorState(next(_iterate_tensors(setup)), _read_role(setup), setup.arithmetic.layer("tensor"))
 
     def step(self, state: TensorState, phase: Phases) -> None:
         with phase.cast:
             state.arithmetic.cast(state.source, state.role)  # the result is freed at once, inside the phase
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Returns all errors of the tensor. SQNR is at most 200 dB, which stands for no error."""
+        """Returns all figures of the tensor's error. SQNR is at most 200 dB, which stands for no error."""
         import torch
 
-        from fp8bench.nn.tensor_scales import view_of
-        from fp8bench.numerics.tensor_error import figures, tensor_error
+        from fp8bench.nn.tensor_scales import make_recipe_view
+        from fp8bench.numerics.tensor_error import figures_by_name, tensor_error
 
-        role = _role(setup)
+        role = _read_role(setup)
         arithmetic = setup.arithmetic.layer("tensor")
-        source, *earlier_tensors = _course(setup) if arithmetic.settles else (next(_course(setup)),)
+        source, *earlier_tensors = _iterate_tensors(setup) if arithmetic.settles else (next(_iterate_tensors(setup)),)
         for earlier in reversed(earlier_tensors):
             arithmetic.cast(earlier, role)
         restored = arithmetic.restore(arithmetic.cast(source, role), torch.float32)
-        view = view_of(precisions.get(setup.case.precision), role, source, earlier_tensors)
-        return figures(tensor_error(source, restored, view.fmt, view.factors), view.course)
+        recipe_view = make_recipe_view(precisions.get(setup.case.precision), role, source, earlier_tensors)
+        return figures_by_name(tensor_error(source, restored, recipe_view.fmt, recipe_view.factors), recipe_view.course)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        from fp8bench.numerics.ranges import statistics_of
+        from fp8bench.numerics.ranges import compute_statistics
 
         name = str(setup.case.param("tensor"))
         kind = CAPTURED[name].kind if name in CAPTURED else name
-        return statistics_of([(kind, _role(setup).value, next(_plain_course(setup)))])
+        return compute_statistics([(kind, _read_role(setup).value, next(_iterate_unscaled_tensors(setup)))])
 
 
-def _role(setup: Setup) -> Role:
+def _read_role(setup: Setup) -> Role:
     return Role(str(setup.case.param("role")))
 
 
-def _course(setup: Setup) -> Iterator[Tensor]:
-    """Yields the case's tensor, then those of earlier steps, the nearest first; gradients with their loss scale."""
-    factor = setup.loss_scale if _role(setup) is Role.GRADIENT else 1.0
-    return (tensor * factor for tensor in _plain_course(setup))
+def _iterate_tensors(setup: Setup) -> Iterator[Tensor]:
+    """Yields the case's tensor, then the tensors of earlier steps, the most recent first. Gradients are multiplied by
+    the loss scale.
+    """
+    factor = setup.loss_scale if _read_role(setup) is Role.GRADIENT else 1.0
+    return (tensor * factor for tensor in _iterate_unscaled_tensors(setup))
 
 
-def _plain_course(setup: Setup) -> Iterator[Tensor]:
+def _iterate_unscaled_tensors(setup: Setup) -> Iterator[Tensor]:
+    """Yields the case's tensor, then the tensors of earlier steps, without the loss scale."""
     name = str(setup.case.param("tensor"))
     if name in CAPTURED:
         from fp8bench.nn.captured import capture_tensors

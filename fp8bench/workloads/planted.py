@@ -1,4 +1,4 @@
-"""A workload with a planted slow-down, for the self-test: another workload's step plus some tiny calls."""
+"""A hidden suite for the self-test. It runs the step of a different suite, with a known slow-down added."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
 
 @dataclass
 class PlantedState:
-    """The other workload with its state, and the number of tiny calls after each step."""
+    """The other workload and its state, and how many tiny calls follow each of its steps."""
 
     workload: Workload
     inner: Any
@@ -25,14 +25,15 @@ class PlantedState:
     on_device: bool = False
 
 
-# About as long on a GPU as a tiny call on a CPU.
+# This many clock cycles of a GPU take about as long as a tiny call on a CPU.
 _TINY_CYCLES = 100
 
 
 @workloads.register("_planted")
 class Planted(Workload):
-    """Another workload plus tiny calls, hidden from lists. `base` is the other workload; parameters named `base.x` are
-    passed on to it."""
+    """Runs another workload and then tiny calls, which slow it down. It is not listed. `base` names the other
+    workload. A parameter `base.x` is the other workload's parameter `x`.
+    """
 
     name = "_planted"
     summary = "another workload's step with a slow-down injected into it (self-test)"
@@ -59,20 +60,20 @@ class Planted(Workload):
         base = str(case.param("base"))
         workload = workloads.get(base)
         params = tuple((name.removeprefix("base."), value) for name, value in case.params if name.startswith("base."))
-        inner = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
-        return PlantedState(workload, inner, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated)
+        inner_state = workload.prepare(replace(setup, case=Case(base, params, case.precision, case.device)))
+        return PlantedState(workload, inner_state, int(case.param("extra")), torch.zeros(64), setup.facts.accelerated)
 
     def step(self, state: PlantedState, phase: Phases) -> None:
         state.workload.step(state.inner, phase)
-        extra = state.extra
-        if extra and state.on_device:
+        call_count = state.extra
+        if call_count and state.on_device:
             from torch import cuda
 
-            with phase.gemm:  # on the GPU, whose time does not include the host's work
-                cuda._sleep(extra * _TINY_CYCLES)  # type: ignore[no-untyped-call]
-        elif extra:
+            with phase.gemm:  # slow down the GPU, because a GPU's time does not include the host's work
+                cuda._sleep(call_count * _TINY_CYCLES)  # type: ignore[no-untyped-call]
+        elif call_count:
             with phase.gemm:
-                # Such a call takes about 50 ns; an operator would already cost 1 or 2% of a 0.3 ms product.
-                ask = state.tiny.is_contiguous
-                for _ in range(extra):
-                    ask()
+                # This call takes about 50 ns. A single operator would already add 1 or 2% to a product of 0.3 ms.
+                tiny_call = state.tiny.is_contiguous
+                for _ in range(call_count):
+                    tiny_call()

@@ -1,4 +1,4 @@
-"""Prefill: a whole prompt through a model into an empty cache, at once."""
+"""Suite prefill: a whole prompt goes through a language model at once, into an empty KV cache."""
 
 from __future__ import annotations
 
@@ -10,12 +10,16 @@ from fp8bench.user_code.named import named
 
 @workloads.register("prefill")
 class Prefill(ServedWorkload):
-    """All `context` tokens of each sequence at once, given as ids, and the logits of the last. Attention reads keys and
-    values as the cache stores them, like later tokens. A step's time is TTFT without queue and tokeniser, and batch x
-    context / time is input tokens/s. Scales of a tensor or of heads come from the prompt itself."""
+    """Times prefill: all `context` token ids of each sequence at once, and the logits of the last token. Attention
+    reads keys and values in the format of the cache, as later tokens will. Scales of a tensor or a head are computed
+    from the prompt.
+
+    The time of a step is the time to first token (TTFT) without queue and tokeniser, and batch x context / time is
+    input tokens/s.
+    """
 
     name = "prefill"
-    version = "2"  # tied heads
+    version = "2"  # version 2: the head shares the embedding's weights
     summary = "a whole prompt through a GPT into an empty cache of keys and values, at once"
     usual = (("nano", "128"), ("llama-1b", "2048"))
     context_words = "tokens of each prompt"

@@ -1,4 +1,6 @@
-"""A training step of a GPT: data, forward, backward, accumulation over micro-batches, AdamW."""
+"""The suite transformer: a training step of a GPT. It loads data, runs forward and backward, adds up gradients over
+micro-batches, and runs AdamW.
+"""
 
 from __future__ import annotations
 
@@ -14,24 +16,24 @@ from fp8bench.nn import shared_workloads as shared
 from fp8bench.nn.served import CARRIERS, WEIGHT_FORMATS
 from fp8bench.nn.sizes import SIZES, GPTConfig, gpt_around, gpt_layers
 from fp8bench.protocols import Grid, Layer, Precision, Role, Setup, SilentPhases
-from fp8bench.protocols.axes import Axis
+from fp8bench.protocols.axes import Axis, read_integers
 from fp8bench.registry import precisions, workloads
 
 if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from fp8bench.nn.attention import Core
+    from fp8bench.nn.attention import AttentionCore
     from fp8bench.nn.batches import TokenLoader
     from fp8bench.nn.compiling import Forward
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.linear import Choose
     from fp8bench.nn.rlhf import FourModels
-    from fp8bench.nn.training_step import Cast, Loader, TrainingState
+    from fp8bench.nn.training_step import CastOnce, Loader, TrainingState
 
-# Parameters that change how a step is done; what it computes changes at most through delayed scales. A case made by
-# hand may leave them out.
-USUAL = {
+# The defaults of parameters that change how a step is executed. The results change at most through delayed scales. A
+# case that was built by hand may leave these parameters out.
+DEFAULT_CHOICES = {
     "checkpointing": "no",
     "compile": "no",
     "attention": "auto",
@@ -41,19 +43,19 @@ USUAL = {
     "models": "actor",
     "frozen": "bf16",
 }
-# The work of two models that only run forward, a third of a step each, relative to one that is trained.
-_FROZEN_WORK = 2 / 3
+# The FLOPs of the two models that only run forward, as a multiple of a trained model's. Each of them has a third.
+_FROZEN_MODELS_WORK = 2 / 3
 COMPILE_SECONDS = 600.0
 
 
 @workloads.register("transformer")
 class Transformer(shared.TrainingWorkload):
-    """A training step with every phase: the main workload of this tool.
+    """Times a training step with every phase. It is the main workload of this tool.
 
-    With compile=yes forward and backward are one graph each, whose parts are fused and indistinguishable: their time is
-    unattributed, the other phases stay. With weights=cached a step casts each weight once, ahead of its micro-batches
-    and of any graph; with recast each micro-batch casts them where it multiplies. With checkpointing=blocks phases
-    include recomputation; FLOPs do not, so that throughputs compare.
+    With compile=yes forward and backward are one graph each. Their fused operations cannot be distinguished, so their
+    time is unattributed. Other phases stay. With weights=cached a step casts each weight once, before its
+    micro-batches. With weights=recast each micro-batch casts weights where it multiplies. With checkpointing=blocks
+    phases include recomputation. FLOPs do not include it, so that throughputs can be compared.
     """
 
     name = "transformer"
@@ -79,7 +81,7 @@ class Transformer(shared.TrainingWorkload):
             Axis.count("micro_batches", "micro-batches accumulated in a step", "2", high=1024),
             Axis.choice(
                 "checkpointing",
-                "blocks: keep each block's input only, compute it again in backward",
+                "blocks: keep only each block's input, and compute the block again in backward",
                 "no",
                 "blocks",
             ),
@@ -89,35 +91,35 @@ class Transformer(shared.TrainingWorkload):
                 "no",
                 "yes",
             ),
-            Axis.choice("attention", "torch's kernel for it; auto: torch's own choice", "auto", *shared.BACKENDS),
+            Axis.choice("attention", "torch's kernel for attention; auto: torch chooses", "auto", *shared.BACKENDS),
             Axis.choice(
                 "cut",
-                "block: a backend may take each block into one layer, without phases; linear: products alone",
+                "block: a backend may run each block as one layer, without phases; linear: only its products",
                 "linear",
                 "block",
                 quiet=True,
             ),
             Axis.choice(
                 "fused",
-                "yes: AdamW in torch's one kernel; no: in the several that it takes without",
+                "yes: AdamW in torch's fused kernel; no: in several kernels",
                 "yes",
                 "no",
                 quiet=True,
             ),
             Axis.choice(
                 "models",
-                "rlhf: beside the model (the actor) a critic that trains on the same batches, a reference "
-                "and a reward model that go forward alone, all as large",
+                "rlhf: adds to the model (the actor) a critic that trains on the same batches, and a "
+                "reference and a reward model that only run forward; all four have the same size",
                 "actor",
                 "rlhf",
                 quiet=True,
             ),
             Axis.choice(
                 "frozen",
-                f"of rlhf: what weights of the reference's and reward model's blocks are kept in: "
+                f"format of the weights in the blocks of rlhf's reference and reward model: "
                 f"{', '.join(WEIGHT_FORMATS)}",
                 *WEIGHT_FORMATS,
-                default=USUAL["frozen"],
+                default=DEFAULT_CHOICES["frozen"],
                 quiet=True,
             ),
             Axis.choice("weights", "cached: cast once a step; recast: in every micro-batch", "cached", "recast"),
@@ -125,10 +127,10 @@ class Transformer(shared.TrainingWorkload):
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         config = SIZES[str(params["size"])]
-        four = _choice(params, "models") == "rlhf"
-        if not four and _choice(params, "frozen") != USUAL["frozen"]:
+        has_four_models = _read_choice(params, "models") == "rlhf"
+        if not has_four_models and _read_choice(params, "frozen") != DEFAULT_CHOICES["frozen"]:
             raise UsageError(f"frozen={params['frozen']} is for the frozen models of models=rlhf: add models=rlhf.")
-        if four and (_choice(params, "compile"), _choice(params, "cut")) != ("no", "linear"):
+        if has_four_models and (_read_choice(params, "compile"), _read_choice(params, "cut")) != ("no", "linear"):
             raise UsageError("models=rlhf has four models, of which none is compiled: choose compile=no, cut=linear.")
         usual_sizes: dict[str, Scalar] = {"batch": config.batch, "sequence": config.sequence}
         return (
@@ -142,62 +144,70 @@ class Transformer(shared.TrainingWorkload):
         sequences = int(params["batch"]) * int(params["micro_batches"])
         length = int(params["sequence"])
         config = SIZES[str(params["size"])]
-        # In fp32: weights, two moments, gradients, and the logits of a micro-batch.
-        least = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
-        compiling = COMPILE_SECONDS if _choice(params, "compile") == "yes" else 0.0
+        # In fp32: the weights, two moments, the gradients, and the logits of one micro-batch.
+        least_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
+        compile_seconds = COMPILE_SECONDS if _read_choice(params, "compile") == "yes" else 0.0
         flops = config.step_flops(sequences, length)
         extra_bytes = 0.0
-        if _choice(params, "models") == "rlhf":
-            flops *= 2 + _FROZEN_WORK
-            extra_bytes = 16.0 * config.weights + _frozen_bytes(params)
-        return Work(flops, sequences * length, least_memory=least + extra_bytes, setup_seconds=compiling)
+        if _read_choice(params, "models") == "rlhf":
+            flops *= 2 + _FROZEN_MODELS_WORK
+            extra_bytes = 16.0 * config.weights + _count_frozen_bytes(params)
+        return Work(flops, sequences * length, least_memory=least_bytes + extra_bytes, setup_seconds=compile_seconds)
 
     def memory(self, params: Scalars, precision: Precision) -> float:
-        """Counts the memory of an uncompiled step: weights, gradients and moments in fp32; what blocks keep of a
-        micro-batch, or only their inputs and what one block keeps; logits with their gradients; and scores that are
-        written to memory."""
+        """Estimates the peak bytes of an uncompiled step. It adds up weights, gradients and moments in fp32,
+        activations that blocks store for a micro-batch, logits and their gradients, and scores if a kernel writes
+        them to memory. With checkpointing the activations are the inputs of all blocks and the activations of one
+        block.
+        """
         config = SIZES[str(params["size"])]
-        length = int(params["sequence"])
-        batch = int(params["batch"])
-        size = shared.carrier_bytes(precision)
-        keys = 2 * config.key_heads * config.head_width
-        # Both norms, queries, attention's output and the sum after it; before and after the activation.
-        activations = 7 * config.width + keys + (3 if config.modern else 2) * config.hidden
-        recomputes = _choice(params, "checkpointing") == "blocks"
-        blocks = config.layers * config.width + activations if recomputes else config.layers * activations
-        scores = 0.0
-        if _choice(params, "attention") == "math":
-            matrices = shared.SCORES_BESIDE + shared.SCORES_KEPT * (1 if recomputes else config.layers)
-            scores = matrices * 4.0 * batch * config.heads * length**2
+        length, batch = read_integers(params, "sequence", "batch")
+        value_bytes = shared.carrier_bytes(precision)
+        key_value_width = 2 * config.key_heads * config.head_width
+        # The number of values for each token: both norms, queries, the output of attention and the sum after it, and
+        # the inputs and outputs of the activation.
+        block_activations = 7 * config.width + key_value_width + (3 if config.modern else 2) * config.hidden
+        recomputes = _read_choice(params, "checkpointing") == "blocks"
+        block_values = (
+            config.layers * config.width + block_activations if recomputes else config.layers * block_activations
+        )
+        score_bytes = 0.0
+        if _read_choice(params, "attention") == "math":
+            score_matrices = shared.SCORES_IN_BACKWARD + shared.SCORES_KEPT * (1 if recomputes else config.layers)
+            score_bytes = score_matrices * 4.0 * batch * config.heads * length**2
         tokens = batch * length
-        states = 16.0 * config.weights
-        if _choice(params, "models") == "rlhf":
-            states += states + _frozen_bytes(params)
-        return states + tokens * (size * (blocks + 5 * config.width) + 12.0 * config.vocabulary) + scores
+        state_bytes = 16.0 * config.weights
+        if _read_choice(params, "models") == "rlhf":
+            state_bytes += state_bytes + _count_frozen_bytes(params)
+        return (
+            state_bytes
+            + tokens * (value_bytes * (block_values + 5 * config.width) + 12.0 * config.vocabulary)
+            + score_bytes
+        )
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        support = self._products(params, precision, facts)
-        grouped = SIZES[str(params["size"])].has_grouped_heads
-        missing = shared.missing_kernel(_choice(params, "attention"), grouped, precision, facts)
-        if support.level is not Level.REFUSED and missing:
-            return refused(missing)
-        frozen = _choice(params, "frozen")
-        if support.is_native and frozen not in CARRIERS:
-            return emulated(f"frozen weights in {frozen} are restored before they are multiplied")
+        support = self._check_product_support(params, precision, facts)
+        has_grouped_heads = SIZES[str(params["size"])].has_grouped_heads
+        reason = shared.explain_missing_kernel(_read_choice(params, "attention"), has_grouped_heads, precision, facts)
+        if support.level is not Level.REFUSED and reason:
+            return refused(reason)
+        frozen_format = _read_choice(params, "frozen")
+        if support.is_native and frozen_format not in CARRIERS:
+            return emulated(f"frozen weights in {frozen_format} are restored before they are multiplied")
         return support
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        """Considers products only: attention's core gets values in the model's carrier, regardless of the map."""
-        if _choice(params, "cut") == "block" and kind != "head":
-            return refused("cut=block may be one layer, which a precision map cannot divide: choose cut=linear")
-        return self._products(params, precision, facts)
+        """Looks at products only. The core of attention always gets values in the model's carrier."""
+        if _read_choice(params, "cut") == "block" and kind != "head":
+            return refused("a precision map cannot divide the one layer of cut=block: choose cut=linear")
+        return self._check_product_support(params, precision, facts)
 
     def scales_refused(self, params: Scalars, rule: StaticScales) -> str:
-        if _choice(params, "models") == "rlhf":
-            return "of RLHF's models two are trained, each with scales of its own: choose models=actor"
-        if _choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
+        if _read_choice(params, "models") == "rlhf":
+            return "RLHF trains two models, each with its own scales: choose models=actor"
+        if _read_choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
             return ""
-        return "scales cannot be renewed in a compiled graph: choose compile=no, or let them stay as they are found"
+        return "scales cannot be renewed in a compiled graph: choose compile=no, or static scales without renewal"
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_layers(SIZES[str(params["size"])].layers)
@@ -205,117 +215,129 @@ class Transformer(shared.TrainingWorkload):
     def around(self, params: Scalars) -> tuple[Layer, ...]:
         return gpt_around(SIZES[str(params["size"])].layers)
 
-    def _own(self, setup: Setup) -> GPT:
+    def _make_case_model(self, setup: Setup) -> GPT:
         from fp8bench.nn.around import set_around
         from fp8bench.nn.unit_scaling import scale_to_unit
 
-        recomputes = _choice(setup.params, "checkpointing") == "blocks"
-        model = _model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes)
+        recomputes = _read_choice(setup.params, "checkpointing") == "blocks"
+        model = _build_model(setup, self.arithmetics(setup), setup.arithmetic.carrier, recomputes)
         if precisions.get(setup.case.precision).unit_scaled:
             scale_to_unit(model, int(setup.case.param("sequence")))
         set_around(model, setup.around(self.around(setup.params)))
         return model
 
-    def _products(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        # 1. Delayed scales and a compiled graph exclude each other.
+    def _check_product_support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
+        # 1. A compiled graph cannot update the history of delayed scales.
         support = precision.support(facts)
-        if support.level is not Level.REFUSED and precision.remembers and _choice(params, "compile") == "yes":
+        if support.level is not Level.REFUSED and precision.remembers and _read_choice(params, "compile") == "yes":
             return refused(
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
-                "or a dtype without memory, like fp8"
+                "or a dtype that casts from the tensor alone, like fp8"
             )
-        # 2. Check what a backend's layers accept or do themselves.
-        recasts = precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
-        if recasts and support.level is not Level.REFUSED and _choice(params, "weights") == "cached":
+        # 2. Check what the layers of a backend accept, and what they compute themselves.
+        casts_every_micro_batch = (
+            precision.backend is not None and precision.whole_layers and not precision.backend.caches_weights
+        )
+        if (
+            casts_every_micro_batch
+            and support.level is not Level.REFUSED
+            and _read_choice(params, "weights") == "cached"
+        ):
             support = replace(support, reason=f"{support.reason}; its layers cast their weights in every micro-batch")
-        is_unlike_gpt2 = SIZES[str(params["size"])].modern or _choice(params, "attention") != "auto"
-        if precision.whole_layers and _choice(params, "cut") == "block" and is_unlike_gpt2:
+        is_unlike_gpt2 = SIZES[str(params["size"])].modern or _read_choice(params, "attention") != "auto"
+        if precision.whole_layers and _read_choice(params, "cut") == "block" and is_unlike_gpt2:
             return refused(
                 "a backend's block is GPT-2's, with its own attention: choose such a size, and attention=auto"
             )
-        # 3. Check the multiples of native products, of which tokens are one side.
-        along = precision.multiples[0]
+        # 3. Check that sizes are multiples of what native products need. The number of tokens is one of these sizes.
+        multiple = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
-        if support.is_native and _choice(params, "compile") == "yes":
-            reason = shared.uncompilable(precision, SIZES[str(params["size"])], tokens)
+        if support.is_native and _read_choice(params, "compile") == "yes":
+            reason = shared.explain_uncompilable(precision, SIZES[str(params["size"])], tokens)
             if reason:
                 return refused(reason)
-        if support.is_native and tokens % along:
+        if support.is_native and tokens % multiple:
             return refused(
-                f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; batch x "
-                f"sequence is {tokens}: choose another batch or sequence"
+                f"native {precision.name} contracts weight gradients over the tokens, in multiples of {multiple}; "
+                f"batch x sequence is {tokens}: choose another batch or sequence"
             )
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | FourModels:
-        if _choice(setup.params, "models") == "rlhf":
-            return self._four(setup)
-        return self._training_state(setup, _loader(setup))
+        if _read_choice(setup.params, "models") == "rlhf":
+            return self._make_four_models(setup)
+        return self._make_training_state(setup, _make_loader(setup))
 
-    def _four(self, setup: Setup) -> FourModels:
+    def _make_four_models(self, setup: Setup) -> FourModels:
         from fp8bench.nn import rlhf
         from fp8bench.nn.gpt import GPT
 
-        count = int(setup.case.param("micro_batches"))
-        frozen = _choice(setup.params, "frozen")
-        loader = rlhf.ReadBatches(_loader(setup), count)
-        actor = self._training_state(setup, loader)
-        critic = self._training_state(replace(setup, draw=setup.draw + 1), loader)
+        micro_batches = int(setup.case.param("micro_batches"))
+        frozen_format = _read_choice(setup.params, "frozen")
+        loader = rlhf.SharedBatches(_make_loader(setup), micro_batches)
+        actor = self._make_training_state(setup, loader)
+        critic = self._make_training_state(replace(setup, draw=setup.draw + 1), loader)
         assert isinstance(actor.model, GPT)
-        frozen_pair = rlhf.frozen_models(
-            actor.model, _config(setup), int(setup.case.param("batch")), frozen, setup.seed
+        frozen_pair = rlhf.make_frozen_models(
+            actor.model, _make_config(setup), int(setup.case.param("batch")), frozen_format, setup.seed
         )
-        return rlhf.FourModels(actor, critic, frozen_pair, loader, count, {})
+        return rlhf.FourModels(actor, critic, frozen_pair, loader, micro_batches, {})
 
-    def _training_state(self, setup: Setup, loader: Loader) -> TrainingState:
-        from fp8bench.nn.attention import attention_by
-        from fp8bench.nn.gpt import blocks_are_taken
-        from fp8bench.nn.training_step import new_state
+    def _make_training_state(self, setup: Setup, loader: Loader) -> TrainingState:
+        from fp8bench.nn.attention import select_attention_kernel
+        from fp8bench.nn.gpt import has_fused_blocks
+        from fp8bench.nn.training_step import make_training_state
 
         params = setup.params
-        attention = _choice(params, "attention")
-        model = self._own(setup)
-        with attention_by(attention):
-            forward = _forward(setup, model)
-        return new_state(
+        attention = _read_choice(params, "attention")
+        model = self._make_case_model(setup)
+        with select_attention_kernel(attention):
+            forward = _compile_forward(setup, model)
+        return make_training_state(
             setup,
             model,
             loader,
-            _weights(setup, model),
+            _make_weight_cast(setup, model),
             attention=attention,
             forward=forward,
-            compiled=forward is not model or blocks_are_taken(model),
-            fused=_choice(params, "fused") == "yes",
+            compiled=forward is not model or has_fused_blocks(model),
+            fused=_read_choice(params, "fused") == "yes",
             micro_batches=int(params["micro_batches"]),
         )
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the loss and all gradients of one step with the same step in fp64 throughout, from identical
-        state."""
+        """Compares loss and gradients of one step with those of the same step in fp64, from the same initial state."""
         import torch
 
         from fp8bench.nn import attention
         from fp8bench.nn.arithmetics import PlainArithmetic
         from fp8bench.numerics import norms
 
-        def exactly() -> tuple[float, list[Tensor]]:
+        def compute_exact_gradients() -> tuple[float, list[Tensor]]:
             exact = PlainArithmetic(torch.float64)
-            # No fused kernel of a GPU takes fp64, and the scores of all heads and layers at once would not fit.
+            # GPUs have no fused fp64 kernel. The scores of all heads and layers together would not fit into
+            # memory.
             core = attention.HeadwiseCore(attention.FusedCore())
-            model = _model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
-            return _gradients(setup, model, model, 1.0)
+            model = _build_model(setup, lambda name: exact, exact.carrier, checkpointing=True, core=core).double()
+            return _compute_gradients(setup, model, model, 1.0)
 
-        reference_loss, reference = exactly() if setup.shared is None else setup.shared(exactly)
-        with attention.WrittenScores() as written:
-            loss, gradients = self._first_gradients(setup)
-        figures = {} if _choice(setup.params, "compile") == "yes" else {"scores_bytes": float(written.most)}
-        if _choice(setup.params, "models") == "rlhf":
-            four = self._four(setup)
-            four.step(SilentPhases())  # makes the moments
-            figures |= four.figures()
+        reference_loss, reference_gradients = (
+            compute_exact_gradients() if setup.shared is None else setup.shared(compute_exact_gradients)
+        )
+        with attention.StoredScores() as score_counter:
+            loss, gradients = self._compute_first_gradients(setup)
+        figures = (
+            {}
+            if _read_choice(setup.params, "compile") == "yes"
+            else {"scores_bytes": float(score_counter.largest_bytes)}
+        )
+        if _read_choice(setup.params, "models") == "rlhf":
+            four_models = self._make_four_models(setup)
+            four_models.step(SilentPhases())  # the first step creates the moments
+            figures |= four_models.figures()
         return {
             "loss_error": norms.relative_error(loss, reference_loss),
-            "gradient_error": norms.joint_relative_frobenius(gradients, reference),
+            "gradient_error": norms.joint_relative_frobenius(gradients, reference_gradients),
             **figures,
         }
 
@@ -325,23 +347,27 @@ class Transformer(shared.TrainingWorkload):
     def gradient_error(self, setup: Setup, reference: Setup) -> float:
         from fp8bench.numerics.norms import joint_relative_frobenius
 
-        _, exact = self._first_gradients(reference)
-        return joint_relative_frobenius(self._first_gradients(setup)[1], exact)
+        _, exact = self._compute_first_gradients(reference)
+        return joint_relative_frobenius(self._compute_first_gradients(setup)[1], exact)
 
-    def _first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
-        """Returns mean loss and gradients of the first step, in a second pass if an arithmetic must settle."""
-        from fp8bench.nn.attention import attention_by
+    def _compute_first_gradients(self, setup: Setup) -> tuple[float, list[Tensor]]:
+        """Returns the mean loss and the gradients of the first step. A precision that needs a history of casts runs
+        the step twice, and the second pass counts.
+        """
+        from fp8bench.nn.attention import select_attention_kernel
 
-        model = self._own(setup)
-        with attention_by(_choice(setup.params, "attention")):
-            forward = _forward(setup, model)
+        model = self._make_case_model(setup)
+        with select_attention_kernel(_read_choice(setup.params, "attention")):
+            forward = _compile_forward(setup, model)
             if setup.settles:
-                _gradients(setup, model, forward, setup.loss_scale)
-            return _gradients(setup, model, forward, setup.loss_scale)
+                _compute_gradients(setup, model, forward, setup.loss_scale)
+            return _compute_gradients(setup, model, forward, setup.loss_scale)
 
     def statistics(self, setup: Setup) -> tuple[TensorStatistics, ...]:
-        """Counts the operands of all products of one micro-batch, forward and backward, by layer kind and role. It runs
-        in fp32 for any precision: fp16 without its loss scale would lose the smallest gradients uncounted."""
+        """Counts the operands of all products of one micro-batch, forward and backward, by kind of layer and by role.
+        It computes in fp32 for every precision. fp16 without its loss scale would lose the smallest gradients before
+        they are counted.
+        """
         import torch
 
         from fp8bench.nn import arithmetics
@@ -350,8 +376,8 @@ class Transformer(shared.TrainingWorkload):
         ledger = Ledger()
         plain = arithmetics.PlainArithmetic(torch.float32)
         kinds = {layer.name: layer.kind for layer in self.layers(setup.params)}
-        model = _model(setup, lambda name: arithmetics.count_casts(plain, kinds[name], ledger), plain.carrier)
-        model(*_loader(setup).next(), SilentPhases()).backward()
+        model = _build_model(setup, lambda name: arithmetics.count_casts(plain, kinds[name], ledger), plain.carrier)
+        model(*_make_loader(setup).next(), SilentPhases()).backward()
         roles = list(Role)
         return tuple(
             sorted(
@@ -361,72 +387,74 @@ class Transformer(shared.TrainingWorkload):
         )
 
 
-def _choice(params: Scalars, name: str) -> str:
-    return str(params.get(name, USUAL[name]))
+def _read_choice(params: Scalars, name: str) -> str:
+    return str(params.get(name, DEFAULT_CHOICES[name]))
 
 
-def _frozen_bytes(params: Scalars) -> float:
-    """Returns a lower bound of the bytes of both frozen models, without scales."""
-    return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_choice(params, "frozen")].bits / 8
+def _count_frozen_bytes(params: Scalars) -> float:
+    """Returns a lower bound of the bytes that the two untrained models of RLHF need, without scales."""
+    return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
 
 
-def _config(setup: Setup) -> GPTConfig:
+def _make_config(setup: Setup) -> GPTConfig:
     return replace(SIZES[str(setup.case.param("size"))], sequence=int(setup.case.param("sequence")))
 
 
-def _model(
-    setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: Core | None = None
+def _build_model(
+    setup: Setup, choose: Choose, carrier: torch.dtype, checkpointing: bool = False, core: AttentionCore | None = None
 ) -> GPT:
-    """Builds a case's model from its seed; weights are the same for every arithmetic."""
-    from fp8bench.nn.gpt import GPT, take_blocks
+    """Builds the model of a case from its seed. The initial weights are the same for every arithmetic."""
+    from fp8bench.nn.gpt import GPT, fuse_blocks
     from fp8bench.nn.training_step import seed_weights
-    from fp8bench.nn.whole_layers import surround
+    from fp8bench.nn.whole_layers import wrap_model_forward
 
     with seed_weights(setup):
-        model = GPT(_config(setup), choose, carrier, checkpointing, core)
-    if _choice(setup.params, "cut") == "block" and not _config(setup).modern:
-        take_blocks(model, _config(setup).heads)
-    surround(model)
+        model = GPT(_make_config(setup), choose, carrier, checkpointing, core)
+    if _read_choice(setup.params, "cut") == "block" and not _make_config(setup).modern:
+        fuse_blocks(model, _make_config(setup).heads)
+    wrap_model_forward(model)
     return model
 
 
-def _weights(setup: Setup, model: GPT) -> Cast:
-    """Returns the cast of a step's weights ahead of its micro-batches; nothing if each micro-batch casts them."""
-    if _choice(setup.params, "weights") == "recast":
+def _make_weight_cast(setup: Setup, model: GPT) -> CastOnce:
+    """Returns the function that casts weights before the micro-batches of a step. If each micro-batch casts the
+    weights, this function does nothing.
+    """
+    if _read_choice(setup.params, "weights") == "recast":
         return lambda phase: nullcontext()
     from fp8bench.nn.whole_layers import CachedWeights
 
     return CachedWeights(model).cast
 
 
-def _forward(setup: Setup, model: GPT) -> Forward:
-    """Returns the model, or compiles it now, on separate text, so that no timed step has to. While scales are found in
-    data it is not compiled, because they change from cast to cast."""
-    calibrating = setup.scales is not None and setup.scales.watching
-    if calibrating or _choice(setup.params, "compile") == "no":
+def _compile_forward(setup: Setup, model: GPT) -> Forward:
+    """Returns the model, or a compiled function of it. It is compiled now, on other text, so that no timed step is.
+    While static scales are calibrated, nothing is compiled, because these scales change from cast to cast.
+    """
+    if (setup.scales is not None and setup.scales.watching) or _read_choice(setup.params, "compile") == "no":
         return model
     from fp8bench.nn.compiling import compile_model
 
-    with _weights(setup, model)(SilentPhases()):
-        return compile_model(model, *_loader(setup).next())
+    with _make_weight_cast(setup, model)(SilentPhases()):
+        return compile_model(model, *_make_loader(setup).next())
 
 
-def _loader(setup: Setup) -> TokenLoader:
-    from fp8bench.nn.batches import loader_for
+def _make_loader(setup: Setup) -> TokenLoader:
+    from fp8bench.nn.batches import make_loader
 
-    return loader_for(setup, int(setup.case.param("batch")), _config(setup))
+    return make_loader(setup, int(setup.case.param("batch")), _make_config(setup))
 
 
-def _gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
-    """Returns mean loss and summed gradients of one step's micro-batches."""
+def _compute_gradients(setup: Setup, model: GPT, forward: Forward, loss_scale: float) -> tuple[float, list[Tensor]]:
+    """Returns the mean loss and the summed gradients of the micro-batches of one step."""
     model.zero_grad()
-    loader = _loader(setup)
+    loader = _make_loader(setup)
     micro_batches = int(setup.case.param("micro_batches"))
-    total = 0.0
-    with _weights(setup, model)(SilentPhases()):
+    total_loss = 0.0
+    with _make_weight_cast(setup, model)(SilentPhases()):
         for _ in range(micro_batches):
             tokens, targets = loader.next()
             loss = forward(tokens, targets, SilentPhases()) / micro_batches
             (loss * loss_scale).backward()  # type: ignore[no-untyped-call]
-            total += float(loss.detach())
-    return total, [parameter.grad / loss_scale for parameter in model.parameters() if parameter.grad is not None]
+            total_loss += float(loss.detach())
+    return total_loss, [parameter.grad / loss_scale for parameter in model.parameters() if parameter.grad is not None]

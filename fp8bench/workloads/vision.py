@@ -1,4 +1,4 @@
-"""Models of images, or of images with text: a training step with every phase, or inference."""
+"""The suite vision: a training step, or inference, of a model of images, or of images and text."""
 
 from __future__ import annotations
 
@@ -20,21 +20,22 @@ if TYPE_CHECKING:
     from fp8bench.nn.training_step import TrainingState
     from fp8bench.nn.vision import InferenceState
 
-_MODELS = ("resnet", "vit", "two-input")
-# Parameters that a model does not have.
-_UNUSED = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
+_MODEL_NAMES = ("resnet", "vit", "two-input")
+# Parameters that a model does not use.
+_UNUSED_PARAMETERS = {"resnet": ("patch", "text"), "vit": ("text",), "two-input": ()}
 
 
-def sizes_of(params: Scalars) -> VisionSizes:
+def read_sizes(params: Scalars) -> VisionSizes:
     model = str(params["model"])
-    names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _UNUSED[model])
+    names = (name for name in ("image", "width", "layers", "patch", "text") if name not in _UNUSED_PARAMETERS[model])
     return VisionSizes(model, **{name: int(params[name]) for name in names if name in params})
 
 
 @workloads.register("vision")
 class Vision(shared.TrainingWorkload):
-    """A vision model. Its first product and its head stay high, and so do elementwise operations, unless a map changes
-    that. Attention's core always stays high."""
+    """Times a vision model. Its first product, its head and elementwise operations stay in high precision unless a
+    precision map changes them. The core of attention always stays in high precision.
+    """
 
     name = "vision"
     summary = "a ResNet stage by memory layout, a ViT block, or an image beside text: a training step, or inference"
@@ -42,8 +43,8 @@ class Vision(shared.TrainingWorkload):
     layer_kinds = ("stem", "block", "head")
     batch_axis = "batch"
     history = Grid(
-        cpu={"model": _MODELS, "width": ("64",), "layout": ("channels_last",)},
-        gpu={"model": _MODELS, "width": ("1024",), "layout": ("channels_last",)},
+        cpu={"model": _MODEL_NAMES, "width": ("64",), "layout": ("channels_last",)},
+        gpu={"model": _MODEL_NAMES, "width": ("1024",), "layout": ("channels_last",)},
         phases=("data_load", "cast", "gemm", "attention", "accumulate", "optimizer_step", "elementwise"),
         errors=("gradient_error", "loss_error"),
         per="flops",
@@ -56,25 +57,24 @@ class Vision(shared.TrainingWorkload):
         return (
             Axis.each(
                 "model",
-                "resnet: its stem and a stage of bottlenecks; vit: patches and blocks; two-input: the tokens "
-                "of a vit ahead of a text's, and as many causal blocks over both",
-                *_MODELS,
+                "resnet: its stem and a stage of bottlenecks; vit: patches and blocks; two-input: a vit, "
+                "then as many causal blocks over image and text tokens",
+                *_MODEL_NAMES,
             ),
             Axis.count("batch", "images in a batch", batch, high=1 << 16),
             Axis.count("image", "height and width of an image", image, high=1 << 12),
-            Axis.count("patch", "of a vit: height and width of a patch", patch, high=1 << 10),
+            Axis.count("patch", "height and width of a patch, in all models but resnet", patch, high=1 << 10),
             Axis.count(
                 "width",
-                "of the stream, in multiples of 16; of a resnet's stage a quarter is between",
+                "features of the residual stream, a multiple of 16; inside a resnet's bottlenecks a quarter of it",
                 width,
                 high=1 << 14,
             ),
             Axis.count("layers", "blocks, or bottlenecks", layers, high=256),
-            Axis.count("text", "of two-input: tokens beside each image", text, high=1 << 14),
+            Axis.count("text", "text tokens for each image of two-input", text, high=1 << 14),
             Axis.choice(
                 "layout",
-                "of images and windows in memory; auto: both for a resnet, one after the other, and "
-                "channels_last for patches",
+                "memory layout of images and weights; auto: both layouts for a resnet, channels_last for other models",
                 "auto",
                 "contiguous",
                 "channels_last",
@@ -85,8 +85,8 @@ class Vision(shared.TrainingWorkload):
     def expand(self, params: Scalars) -> tuple[Params, ...]:
         model = str(params["model"])
         layout = params["layout"]
-        model_params = {name: value for name, value in params.items() if name not in _UNUSED[model]}
-        # Sizes that would fail inside a layer are refused here, with a message on what to change.
+        model_params = {name: value for name, value in params.items() if name not in _UNUSED_PARAMETERS[model]}
+        # Refuse sizes that would fail inside a layer, in a message about what to change.
         if int(params["width"]) % 16:
             raise UsageError(
                 f"width={params['width']} is not a multiple of 16, as heads and bottlenecks need. Choose a multiple."
@@ -98,88 +98,91 @@ class Vision(shared.TrainingWorkload):
         if (
             model == "resnet"
             and shared.is_training(model_params)
-            and int(model_params["batch"]) * sizes_of(model_params).stage == 1
+            and int(model_params["batch"]) * read_sizes(model_params).stage_side == 1
         ):
             raise UsageError(
                 f"batch=1 with image={model_params['image']} leaves one value per channel, too few for a batch norm: "
                 "choose a larger batch or image."
             )
-        # auto: both for a resnet, one after the other; patches are cut out of channels_last images.
-        both = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
+        # With layout=auto a resnet runs in both layouts. Other models cut patches from channels_last images.
+        auto_layouts = ("contiguous", "channels_last") if model == "resnet" else ("channels_last",)
         return tuple(
-            tuple({**model_params, "layout": chosen}.items()) for chosen in (both if layout == "auto" else (layout,))
+            tuple({**model_params, "layout": chosen}.items())
+            for chosen in (auto_layouts if layout == "auto" else (layout,))
         )
 
     def work(self, params: Scalars) -> Work:
-        """Counts two products in training for the first layer and three for others: images need no gradient."""
-        sizes = sizes_of(params)
+        """Counts the FLOPs of a step. In training, the first layer has two products and all others three, because
+        images need no gradient.
+        """
+        sizes = read_sizes(params)
         batch = int(params["batch"])
-        training = shared.is_training(params)
-        flops = (3 if training else 1) * sizes.attention_flops() + sum(
-            2.0 * rows * weights * ((2 if kind == "stem" else 3) if training else 1)
+        is_training = shared.is_training(params)
+        flops = (3 if is_training else 1) * sizes.attention_flops() + sum(
+            2.0 * rows * weights * ((2 if kind == "stem" else 3) if is_training else 1)
             for kind, rows, weights in sizes.products()
         )
         weights = sum(weights for _, _, weights in sizes.products())
-        least = 4.0 * weights * (4 if training else 1) + 3.0 * batch * sizes.image**2
+        least_bytes = 4.0 * weights * (4 if is_training else 1) + 3.0 * batch * sizes.image**2
         tokens = 0 if sizes.model == "resnet" else batch * (sizes.patches + sizes.text)
-        return Work(batch * flops, tokens, least_memory=least)
+        return Work(batch * flops, tokens, least_memory=least_bytes)
 
     def layers(self, params: Scalars) -> tuple[Layer, ...]:
-        sizes = sizes_of(params)
-        first = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
-        low = []
+        sizes = read_sizes(params)
+        first_name = {"resnet": "stem", "vit": "patches", "two-input": "image.patches"}[sizes.model]
+        low_layers = []
         for path in sizes.low_layers():
             group = "attn" if ".attn." in path else "mlp" if ".mlp." in path else ""
-            low.append(Layer(path, "block", group=group))
-        return (Layer(first, "stem", high=True), *low, Layer("head", "head", high=True))
+            low_layers.append(Layer(path, "block", group=group))
+        return (Layer(first_name, "stem", high=True), *low_layers, Layer("head", "head", high=True))
 
     def around(self, params: Scalars) -> tuple[Layer, ...]:
-        return sizes_of(params).around()
+        return read_sizes(params).around()
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         return self.layer_support("block", params, precision, facts)
 
     def layer_support(self, kind: str, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        if kind not in self.layer_kinds:  # an elementwise operation
+        if kind not in self.layer_kinds:  # this is an elementwise operation
             return precision.support(facts)
-        sizes = sizes_of(params)
-        resnet = sizes.model == "resnet"
-        convolved = kind == "stem" or (kind == "block" and resnet)
-        support = shared.convolution_support(precision, facts) if convolved else precision.support(facts)
+        sizes = read_sizes(params)
+        is_resnet = sizes.model == "resnet"
+        is_convolution = kind == "stem" or (kind == "block" and is_resnet)
+        support = shared.convolution_support(precision, facts) if is_convolution else precision.support(facts)
         outputs = sizes.vocabulary if sizes.model == "two-input" else CLASSES
-        narrow = sizes.inner if resnet else sizes.width  # all other sides are multiples of it
-        stem = 3 * (7 if resnet else sizes.patch) ** 2
-        sides = {"stem": (stem, narrow), "block": (narrow,), "head": (sizes.width, outputs)}[kind]
-        for product_kind, of_image, _ in sizes.products():
+        common_side = sizes.inner_width if is_resnet else sizes.width  # All other sizes are multiples of this one.
+        stem_inputs = 3 * (7 if is_resnet else sizes.patch) ** 2
+        sides = {"stem": (stem_inputs, common_side), "block": (common_side,), "head": (sizes.width, outputs)}[kind]
+        for product_kind, image_rows, _ in sizes.products():
             if product_kind == kind:
-                rows = int(params["batch"]) * of_image
-                shown = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
-                support = shared.require_fit(support, precision, rows, sides, shared.is_training(params), shown)
+                rows = int(params["batch"]) * image_rows
+                size_text = f"a {kind} multiplies {rows} rows, with sides {' and '.join(map(str, sides))}"
+                support = shared.require_fit(support, precision, rows, sides, shared.is_training(params), size_text)
         return support
 
     def prepare(self, setup: Setup) -> TrainingState | InferenceState:
         from fp8bench.nn.around import set_around
 
-        state = _state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
+        state = _make_state(setup, self.arithmetics(setup), setup.arithmetic.carrier)
         set_around(state.model, setup.around(self.around(setup.params)))
         return state
 
     def check(self, state: Any) -> str:
-        from fp8bench.nn.vision import fault_of
+        from fp8bench.nn.vision import find_fault
 
-        return fault_of(state)
+        return find_fault(state)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares loss and all gradients of a step, or logits, with the same in fp64 throughout."""
+        """Compares loss and gradients of a training step, or logits of inference, with the same results in fp64."""
         import torch
 
         from fp8bench.nn.arithmetics import PlainArithmetic
-        from fp8bench.nn.vision import outcome
+        from fp8bench.nn.vision import compute_outcome
         from fp8bench.numerics import norms
 
         exact = PlainArithmetic(torch.float64)
-        result, gradients = outcome(self.prepare(setup), setup.settles)
-        exact_result, exact_gradients = outcome(_state(setup, lambda name: exact, exact.carrier), False)
+        result, gradients = compute_outcome(self.prepare(setup), setup.settles)
+        exact_result, exact_gradients = compute_outcome(_make_state(setup, lambda name: exact, exact.carrier), False)
         if not gradients:
             return {"output_error": norms.relative_frobenius(result, exact_result)}
         return {
@@ -188,20 +191,22 @@ class Vision(shared.TrainingWorkload):
         }
 
 
-def _state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState | InferenceState:
-    """Builds a case's model from its seed, with the same weights for every arithmetic and layout, and its batches."""
+def _make_state(setup: Setup, choose: Choose, carrier: torch.dtype) -> TrainingState | InferenceState:
+    """Builds the model and the batches of a case from its seed. Initial weights are the same for every arithmetic and
+    layout.
+    """
     import torch
 
     from fp8bench.nn import training_step, vision
     from fp8bench.nn.image_models import MODELS
 
     params = setup.params
-    sizes = sizes_of(params)
+    sizes = read_sizes(params)
     layout = vision.LAYOUTS[str(params["layout"])]
     with training_step.seed_weights(setup):
         model = MODELS[sizes.model](sizes, choose, layout)
     model = model.double() if carrier is torch.float64 else model
     loader = vision.ImageLoader(sizes, int(params["batch"]), layout, carrier, setup.facts.key, setup.seed)
     if not shared.is_training(params):
-        return vision.inference(model, loader)
-    return training_step.new_state(setup, model, loader, lambda phase: nullcontext())
+        return vision.make_inference_state(model, loader)
+    return training_step.make_training_state(setup, model, loader, lambda phase: nullcontext())

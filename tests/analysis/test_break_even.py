@@ -15,8 +15,8 @@ from fp8bench.analysis.break_even import (
     SizedRatio,
     SweptMode,
     break_even,
-    sweeps_of,
-    swept_modes,
+    find_sweeps,
+    iterate_swept_modes,
 )
 from fp8bench.analysis.findings import find
 from fp8bench.model import Interval, Label, Params, Record, Status, Support, Work
@@ -121,18 +121,18 @@ def params(**values: object) -> Params:
 def test_a_number_that_varies_alone_is_a_sweep() -> None:
     settings = [params(m=m, n=64, product="forward") for m in (64, 16, 32)]
     settings += [params(m=16, n=8, product="forward"), params(m=16, n=64, product="other"), params(m=32, n=64)]
-    (sweep,) = sweeps_of(settings)
+    (sweep,) = find_sweeps(settings)
     assert (sweep.axis, sweep.held, sweep.places) == (
         "m",
         params(n=64, product="forward"),
         ((16, 1), (32, 2), (64, 0)),
     )
     sides = [(m, 8, 8) for m in (4, 8, 16)] + [(8, n, 8) for n in (4, 16)] + [(8, 8, k) for k in (4, 16)]
-    found = sweeps_of([params(m=m, n=n, k=k) for m, n, k in sides])
+    found = find_sweeps([params(m=m, n=n, k=k) for m, n, k in sides])
     assert {sweep.axis for sweep in found} == set("mnk") and all(len(sweep.places) == 3 for sweep in found)
-    assert sweeps_of([params(m=m, n=m) for m in (1, 2, 4)]) == []
-    assert sweeps_of([params(m=m) for m in ("1", "2", "4")]) == []
-    assert sweeps_of([params(m=True), params(m=False), params(m=2), params(m=3)]) == []
+    assert find_sweeps([params(m=m, n=m) for m in (1, 2, 4)]) == []
+    assert find_sweeps([params(m=m) for m in ("1", "2", "4")]) == []
+    assert find_sweeps([params(m=True), params(m=False), params(m=2), params(m=3)]) == []
 
 
 def group(size: int, fp8: int, support: Support = NATIVE) -> list[JudgedCase]:
@@ -153,8 +153,8 @@ def group(size: int, fp8: int, support: Support = NATIVE) -> list[JudgedCase]:
 
 
 def modes(*groups: list[JudgedCase]) -> dict[str, SweptMode]:
-    (sweep,) = sweeps_of([one[0][0].case.params for one in groups])
-    return {one.mode: one for one in swept_modes(sweep, groups)}
+    (sweep,) = find_sweeps([one[0][0].case.params for one in groups])
+    return {one.mode: one for one in iterate_swept_modes(sweep, groups)}
 
 
 def test_low_precision_is_held_against_bf16_in_the_same_rounds() -> None:
@@ -171,7 +171,7 @@ def test_what_has_no_ratio_says_why_and_what_is_doubted_counts() -> None:
     assert modes(*groups)["fp8"].against == "fp32"
     found = modes(*(group(size, 100, EMULATED) for size in (16, 32, 64)))["fp8"]
     assert found.points == () and found.found is None
-    assert found.refused == tuple((size, "emulated here: no speed") for size in (16, 32, 64))
+    assert found.refused == tuple((size, "emulated on this device, so it has no speed") for size in (16, 32, 64))
     groups = [group(size, 300) for size in (16, 32, 64)]
     groups[0][2] = (replace(groups[0][2][0], paired_with=samples(("gemm",), (900,))), groups[0][2][1])
     assert modes(*groups)["fp8"].refused == ((16, "no rounds in common with bf16"),)

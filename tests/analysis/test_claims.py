@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
-from fp8bench.analysis.claims import MARGIN, claims_of
+from fp8bench.analysis.claims import MARGIN, label_false_claims
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.tapes import ProductWork, product_work
 from fp8bench.model import (
@@ -42,7 +42,7 @@ LOW, HIGH = Products(1, True, ("bfloat16",)), Products(3, False, ("float32", "bf
 
 
 def claims(one: Record, reference: Record | None = None) -> dict[Label, str]:
-    found = tuple(claims_of(one, reference))
+    found = tuple(label_false_claims(one, reference))
     assert all(label.hard for label in found)
     return {label.label: label.reason for label in found}
 
@@ -56,8 +56,11 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
     [
         (working(Ceiling(1e11, 1e11), flops=1e9), None),
         (working(Ceiling(1e11, 1e11), flops=0.99 * MARGIN * 1e9, bytes=0.99 * MARGIN * 1e9), None),
-        (working(Ceiling(1e11, 1e11), flops=1e10), "claims 1.00 TFLOP/s, this machine multiplied 100 GFLOP/s at most"),
-        (working(Ceiling(1e11, 41e9), bytes=3.5e10), "claims 3.50 TB/s, this machine copied 41.0 GB/s at most"),
+        (
+            working(Ceiling(1e11, 1e11), flops=1e10),
+            "claims 1.00 TFLOP/s, but this machine multiplied 100 GFLOP/s at most",
+        ),
+        (working(Ceiling(1e11, 41e9), bytes=3.5e10), "claims 3.50 TB/s, but this machine copied 41.0 GB/s at most"),
         (working(Ceiling(None, 1e11), flops=1e15), None),
         (working(Ceiling(1e11, None), bytes=1e15), None),
         (working(None, flops=1e15, bytes=1e15), None),
@@ -73,7 +76,7 @@ def test_above_ceiling(one: Record, reason: str | None) -> None:
 ONE = PhaseCount("gemm", 1000, 500, 1)
 DID = Tape((OperatorCount("gemm", "mm", flops=1000, bytes=500),), (ONE,))
 UNKNOWN = replace(DID, phases=(replace(ONE, unknown=1),))
-OVER = "it declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
+OVER = "the suite declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
 
 
 @for_each(
@@ -83,12 +86,12 @@ OVER = "it declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
         (DID, {"flops": 1049.0}, None, False),
         (DID, {"flops": 1e4}, OVER, True),
         (DID, {"flops": 260.0}, None, False),
-        (DID, {"flops": 240.0}, "it declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
+        (DID, {"flops": 240.0}, "the suite declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
         (DID, {"bytes": 1999.0}, None, False),
-        (DID, {"bytes": 5e3}, "it declares 4.88 KiB a step, its operators move 500 B", True),
+        (DID, {"bytes": 5e3}, "the suite declares 4.88 KiB a step, its operators move 500 B", True),
         (DID, {}, None, False),
         (UNKNOWN, {"flops": 1e4}, None, False),  # an op without a FLOP formula may account for it
-        (UNKNOWN, {"flops": 240.0}, "it declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
+        (UNKNOWN, {"flops": 240.0}, "the suite declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
         (replace(DID, unwritten=1), {"flops": 1e4, "bytes": 5e3}, None, False),
         (None, {"flops": 1e4}, None, False),
     ],
@@ -97,7 +100,7 @@ def test_declared_work_that_the_tape_contradicts(
     tape: Tape | None, work: dict[str, float], reason: str | None, hard: bool
 ) -> None:
     """If the tape covers only part of a step, only a declared count that is too low is a contradiction."""
-    found = tuple(claims_of(replace(working(None, **work), tape=tape), None))
+    found = tuple(label_false_claims(replace(working(None, **work), tape=tape), None))
     assert [(one.label, one.reason, one.hard) for one in found] == [(Label.WORK_MISMATCH, reason, hard)] * bool(reason)
 
 
@@ -106,7 +109,7 @@ def test_tapes_without_work_and_products_of_other_formats() -> None:
     assert claims(one) and not claims(replace(one, case=replace(one.case, ranks=2)))
     # Unless the result also changes: then code outside torch did the work.
     idle = replace(working(None, flops=1e6), tape=Tape())
-    assert claims(idle) == {Label.NO_WORK: "its steps call no operator of torch, and declare 1.00 MFLOP"}
+    assert claims(idle) == {Label.NO_WORK: "its steps call no operator of torch, but the suite declares 1.00 MFLOP"}
     assert claims(replace(idle, effect=StepEffect(True))) == claims(replace(working(None), tape=Tape())) == {}
     found = claims(record(CALM, "fp8", products=HIGH))
     assert found == {Label.FALLBACK: "3 products, of float32 and bfloat16: none has an operand of fp8's formats"}
@@ -122,7 +125,11 @@ def error(*values: float) -> tuple[Measurement, ...]:
 @for_each(
     ("precision", "products", "said"),
     [
-        ("fp8", replace(LOW, wide=True), "1 product, of bfloat16: values of fp8's formats, and none as its codes"),
+        (
+            "fp8",
+            replace(LOW, wide=True),
+            "1 product, of bfloat16: operands with values of fp8's formats, but not as its codes",
+        ),
         ("fp8", replace(LOW, looks_like="bfloat16"), "the numbers of a product are those of bfloat16"),
         ("fp8", replace(LOW, kernels=("nvjet_tst_128x256",)), "its products ran in the kernel nvjet_tst_128x256"),
         ("fp8", replace(LOW, kernels=("nvjet_tst_128x256", "nvjet_qqtst_128x256")), None),
@@ -146,8 +153,8 @@ def test_products_in_another_precision(precision: str, products: Products, said:
 @for_each(
     ("own", "theirs", "products", "said"),
     [
-        (error(0.25, 0.5), error(0.25, 0.5), LOW, "error_0, error_1 exactly fp32's"),
-        (error(0.0, 0.5), error(0.0, 0.5), LOW, "error_0, error_1 exactly fp32's"),
+        (error(0.25, 0.5), error(0.25, 0.5), LOW, "error_0, error_1 equal to fp32's to the last bit"),
+        (error(0.0, 0.5), error(0.0, 0.5), LOW, "error_0, error_1 equal to fp32's to the last bit"),
         (error(0.25, 0.5), error(0.25, 0.6), LOW, None),
         (error(0.0, 0.0), error(0.0, 0.0), LOW, None),  # data that every format represents exactly
         ((), (), LOW, None),
@@ -188,7 +195,7 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
 def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: dict[str, Any], told: bool) -> None:
     given = tuple(Measurement(metric, "", (value,)) for metric, value in errors.items())
     one = record(CALM, mode, **{"products": LOW, "measurements": given, **more})
-    assert [(label.label, label.hard) for label in claims_of(one, None)] == [(Label.FALLBACK, False)] * told
+    assert [(label.label, label.hard) for label in label_false_claims(one, None)] == [(Label.FALLBACK, False)] * told
 
 
 @for_each(
@@ -205,7 +212,7 @@ def test_what_may_lie_on_a_grid_or_is_finer_in_parts_is_believed(params: Any, pr
     """An fp8 error of 2e-4 is possible if values lie on the grid, or some layers round less."""
     one = record(CALM, "fp8", products=LOW, measurements=(Measurement("product_error", "", (2e-4,)),))
     case = replace(one.case, params=params, precision_map=precision_map)
-    assert bool([*claims_of(replace(one, case=case), None)]) is told
+    assert bool([*label_false_claims(replace(one, case=case), None)]) is told
 
 
 def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() -> None:
@@ -231,7 +238,7 @@ NUMBERS = GivenTensors((64, 64), 2, 10.0, 8192.0)
 
 
 def told(case: Record, lead: Record) -> dict[Label, tuple[str, bool]]:
-    return {label.label: (label.reason, label.hard) for label in claims_of(case, lead)}
+    return {label.label: (label.reason, label.hard) for label in label_false_claims(case, lead)}
 
 
 def pair(case: Timing, lead: Timing, own: Tape | None = None, base: Tape | None = None) -> tuple[Record, Record]:
@@ -337,15 +344,15 @@ LATE = LateSteps(by_path=(("fp32", 1e9),), in_operators=9.9e-3, seconds=(("mm", 
     ("base", "own", "why"),
     [
         ({}, {}, None),
-        ({"in_operators": 4e-3}, {}, "spends 60% of its time outside of torch's operators, this case 1%"),
+        ({"in_operators": 4e-3}, {}, "spends 60% of its time outside torch's operators, this case 1%"),
         ({"in_operators": 4e-3}, {"in_operators": 5e-3}, None),
         ({"in_operators": None}, {}, None),
-        ({"waits": 1.0}, {}, "waits for 40% of its time or more, this case for 0%"),
+        ({"waits": 1.0}, {}, "waits for at least 40% of its time, but this case only for 0%"),
         ({"waits": 1.0}, {"waits": 1.0}, None),
         (
             {"subnormal": 0.5},
             {},
-            "has 50% subnormal numbers in its results, this case 0%: a processor is slow at them",
+            "has 50% subnormal numbers in its results, this case 0%: processors compute them slowly",
         ),
         ({"switches": ("oneDNN",)}, {}, "sets oneDNN within its steps, this case no switch"),
         ({}, {"switches": ("oneDNN",)}, "sets no switch within its steps, this case oneDNN"),
@@ -376,13 +383,13 @@ def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, w
         (
             {},
             {"by_path": (("fp64", 1e9),)},
-            "a step with the clock does 1.00 GFLOP in fp64, one that is not timed 0 FLOP",
+            "a timed step does 1.00 GFLOP in fp64, an untimed step 0 FLOP",
             True,
         ),
         (
             {"varies": True},
             {"by_path": (("fp32", 2e8), ("fp64", 3e8)), "varies": True},
-            "not all of its steps do the same products: 500 MFLOP on average, fp32's 1.00 GFLOP",
+            "its steps do not all do the same products: 500 MFLOP on average, fp32's 1.00 GFLOP",
             False,
         ),
         ({"varies": True}, {"varies": True}, None, False),
@@ -408,7 +415,7 @@ def test_what_steps_multiply_after_their_timing(base: Any, own: Any, why: str | 
         (
             replace(NUMBERS, scattered=2),
             NUMBERS,
-            "has numbers of 2 tensors of 64 x 64 scattered in memory, this case side by side",
+            "has numbers of 2 tensors of 64 x 64 scattered in memory, this case has them contiguous",
         ),
         (replace(NUMBERS, scattered=2), replace(NUMBERS, scattered=2), None),
     ],
@@ -425,7 +432,7 @@ def test_products_in_pieces_in_fp64_and_in_casts() -> None:
     (mm,), (gemm,) = tape.operators, tape.phases
     pieces = replace(tape, operators=(replace(mm, calls=40, flops=25_000_000),))
     reasons = {
-        "multiplies in 40 calls, this case in 1": pieces,
+        "multiplies in 40 calls, but this case only in 1": pieces,
         "moves 33% of its numbers in fp64, this case 0%": replace(
             tape, phases=(replace(gemm, by_dtype=(("fp32", 1000), ("fp64", 1000))),)
         ),
@@ -442,9 +449,9 @@ def test_products_in_pieces_in_fp64_and_in_casts() -> None:
 def test_other_threads_and_weights_that_no_step_casts() -> None:
     case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24))
     case, lead = _threaded(case, 1.0), _threaded(lead, 0.5)
-    why = "fp32 has other threads at work for 5.00 ms a step, this case for 0 s"
+    why = "fp32 has other threads that work for 5.00 ms a step, in this case for 0 s"
     assert told(case, lead) == {Label.HANDICAP: (why, False)}
-    assert [*claims_of(case, lead, threads=2)] == []
+    assert [*label_false_claims(case, lead, threads=2)] == []
     held = replace(case, products=Products(1, True, cast_before=2))
     ((label, (reason, hard)),) = told(held, replace(lead, timing=case.timing)).items()
     assert label is Label.WORK_MISMATCH and not hard and reason.startswith("its products read 2 weights that were cast")
@@ -490,17 +497,23 @@ def asleep(share: float, waited: float | None = 0.0) -> Timing:
 )
 def test_a_reference_that_sleeps(own: Timing, base: Timing, hard: bool) -> None:
     case, lead = pair(own, base)
-    assert told(case, lead) == ({Label.HANDICAP: ("fp32 sleeps 30% of its time, this case 0%", True)} if hard else {})
+    assert told(case, lead) == (
+        {Label.HANDICAP: ("fp32 sleeps for 30% of its time, but this case only for 0%", True)} if hard else {}
+    )
     assert (Label.HANDICAP in find([lead, case], {})[1].hard) == hard
 
 
 OTHERS: list[tuple[GivenTensors, str, bool]] = [
     (NUMBERS, "", False),
     (replace(NUMBERS, total=NUMBERS.total + 9.0, squares=NUMBERS.squares * 1.02), "", False),  # rounded to four bits
-    (replace(NUMBERS, total=NUMBERS.total + 128.0), "of fp32's size, and other numbers", False),
-    (replace(NUMBERS, squares=4096.0), "the root mean square of fp32's 64 x 64 is 0.707, that of its own 1", True),
-    (replace(NUMBERS, squares=0.0), "the root mean square of fp32's 64 x 64 is 0, that of its own 1", True),
-    (replace(NUMBERS, subnormals=819), "10% of fp32's numbers in 64 x 64 are subnormal, 0% of its own", True),
+    (
+        replace(NUMBERS, total=NUMBERS.total + 128.0),
+        "inputs have the magnitude of fp32's, but different numbers",
+        False,
+    ),
+    (replace(NUMBERS, squares=4096.0), "the root mean square of fp32's 64 x 64 is 0.707, this case's 1", True),
+    (replace(NUMBERS, squares=0.0), "the root mean square of fp32's 64 x 64 is 0, this case's 1", True),
+    (replace(NUMBERS, subnormals=819), "10% of fp32's numbers in 64 x 64 are subnormal, this case has 0%", True),
     (replace(NUMBERS, subnormals=8), "", False),
     (replace(NUMBERS, tensors=3, squares=0.0), "", False),  # for example a copy in a custom format
     (GivenTensors((64, 32), 2, 0.0, 0.0), "", False),
@@ -599,7 +612,7 @@ def trained(again: bool) -> Tape:
 def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=taped(step))
-    (told,) = [label for label in claims_of(case, lead) if label.label is Label.WORK_MISMATCH]
+    (told,) = [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
     assert told.hard and told.reason.endswith(" a step, fp32's do 393 kFLOP"), told.reason
     assert find([lead, case], {})[1].verdict is Verdict.UNSURE
 
@@ -617,7 +630,7 @@ def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work
     assert found.useful == product_work(base).useful and found == work and found.overhead
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=base)
     case = replace(record(steady(MS, 24), "bf16"), tape=own)
-    assert not [label for label in claims_of(case, lead) if label.label is Label.WORK_MISMATCH]
+    assert not [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
 
 
 def test_recomputation_and_unknown_operators() -> None:
@@ -627,10 +640,10 @@ def test_recomputation_and_unknown_operators() -> None:
     assert found.useful == product_work(once).useful and found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}
     lead: Record = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=once)
     case = replace(record(steady(MS, 24), "bf16"), tape=again)
-    assert not [label for label in claims_of(case, lead) if label.label is Label.WORK_MISMATCH]
+    assert not [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
     lead = replace(lead, tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=replace(taped(half), unwritten=1))
-    assert not [label for label in claims_of(case, lead) if label.label is Label.WORK_MISMATCH]
+    assert not [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
 
 
 def test_a_reference_by_way_of_fp64_leaves_no_verdict() -> None:
@@ -640,8 +653,8 @@ def test_a_reference_by_way_of_fp64_leaves_no_verdict() -> None:
 
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(wide))
     case = replace(record(steady(MS, 24), "bf16"), tape=taped(honest))
-    (told,) = claims_of(lead, None)
+    (told,) = label_false_claims(lead, None)
     assert (told.label, told.reason) == (Label.FALLBACK, "393 kFLOP of its 393 kFLOP a step are in fp64") and told.hard
     assert find([lead, case], {})[1].verdict is Verdict.UNSURE
     untouched = replace(lead, case=replace(lead.case, precision="untouched"))
-    assert not list(claims_of(untouched, None)), "a model may come in fp64"
+    assert not list(label_false_claims(untouched, None)), "a model may come in fp64"

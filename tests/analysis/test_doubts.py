@@ -11,7 +11,13 @@ from typing import Any
 import numpy as np
 import pytest
 
-from fp8bench.analysis.doubts import LEAST_LOOKS, PlaceEffect, clock_offset, flat_times, place_effect
+from fp8bench.analysis.doubts import (
+    MIN_CLOCK_READINGS,
+    PositionEffect,
+    find_position_effect,
+    label_clock_offset,
+    label_flat_times,
+)
 from fp8bench.analysis.findings import find, findings
 from fp8bench.features.duel.values import CaseResult, Session
 from fp8bench.features.duel.verdicts import compare_case
@@ -52,7 +58,7 @@ def sized(n: int, flops: float, time: Any = STEP, **options: Any) -> Record:
 
 
 def flat(*records: Record, threads: int = 1) -> list[tuple[object, str]]:
-    found = flat_times(records, threads)
+    found = label_flat_times(records, threads)
     assert all(one.label is Label.FLAT_TIME and not one.hard for one in found.values())
     return [(one.case.param("n"), found[one.case.id].reason) for one in records if one.case.id in found]
 
@@ -152,7 +158,7 @@ def clocked(clocks: Sequence[float | None]) -> Timing:
 
 def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list[str]:
     """Returns the reasons of the labels, after asserting that all are hard labels."""
-    found = list(clock_offset(clocked(case), [clocked(entry) for entry in entries], "fp32"))
+    found = list(label_clock_offset(clocked(case), [clocked(entry) for entry in entries], "fp32"))
     assert all(one.label is Label.CLOCK_OFFSET and one.hard for one in found)
     return [one.reason for one in found]
 
@@ -165,7 +171,7 @@ def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list
         ([1.75e9] * 8, ([1.76e9] * 8,), False),
         ([1.71e9] * 8, ([1.76e9] * 8, [1.68e9] * 8), False),  # entries of the reference count too
         ([1.71e9, 1.82e9] * 8, ([1.76e9] * 16,), False),
-        ([1.71e9] * (LEAST_LOOKS - 1), ([1.76e9] * (LEAST_LOOKS - 1),), False),
+        ([1.71e9] * (MIN_CLOCK_READINGS - 1), ([1.76e9] * (MIN_CLOCK_READINGS - 1),), False),
         ([1.71e9] * 8, (), False),
         ([None] * 8, ([1.76e9] * 8,), False),
         ([1.71e9, None] * 4, ([None, 1.76e9] * 4,), False),  # no round has both
@@ -222,7 +228,7 @@ def measured(seed: int, arms: int, rounds: int, noise: str = "gaussian", leave: 
     slots: list[list[SlotSample]] = [[] for _ in range(arms)]
     for number in range(rounds):
         there = arms - leave if number >= rounds // 2 else arms
-        for place, arm in enumerate(orders.next(range(there))):
+        for place, arm in enumerate(orders.next_round(range(there))):
             spread = {"gaussian": 0.02, "unlike": 0.005 * (1 + 4 * arm)}.get(noise, 0.0)
             log = draw.normal(0, spread) + 0.3 * max(0, arm - 1)
             log += {"one-sided": draw.exponential(0.03), "drift": 0.2 * number / rounds + draw.normal(0, 0.01)}.get(
@@ -241,23 +247,23 @@ def test_noise_is_no_place(count: int) -> None:
     for seed in range(count):
         arms, rounds = (2, 3, 4, 6, 8)[seed % 5], (16, 24, 100)[seed // 5 % 3]
         leave = arms - 3 if arms > 3 and seed % 2 else 0
-        wrong += place_effect(measured(seed, arms, rounds, NOISES[seed // 15 % 5], leave)) is not None
+        wrong += find_position_effect(measured(seed, arms, rounds, NOISES[seed // 15 % 5], leave)) is not None
     assert wrong <= 0.01 * count + 3 * math.sqrt(0.01 * count)
 
 
 @for_each("arms", [2, 3, 4, 8])
 def test_the_first_of_a_round_is_slower(arms: int) -> None:
-    found = place_effect(measured(1, arms, 40, p0=0.1))
+    found = find_position_effect(measured(1, arms, 40, p0=0.1))
     assert found is not None and found.ratio.low < 1.1 < found.ratio.high and found.ratio.low > 1.05
     assert found.place == 0
 
 
 def test_one_arm_counts_by_its_share_and_few_rounds_say_nothing() -> None:
-    found = place_effect(measured(2, 4, 48, a3p0=1.0))
+    found = find_position_effect(measured(2, 4, 48, a3p0=1.0))
     assert found is not None and found.place == 0 and 1.1 < found.ratio.point < 1.3
-    assert place_effect(measured(5, 4, 9, p0=1.0)) is None
-    assert place_effect(measured(5, 1, 30)) is None and place_effect([]) is None
-    assert isinstance(place_effect(measured(5, 4, 12, p0=1.0)), PlaceEffect)
+    assert find_position_effect(measured(5, 4, 9, p0=1.0)) is None
+    assert find_position_effect(measured(5, 1, 30)) is None and find_position_effect([]) is None
+    assert isinstance(find_position_effect(measured(5, 4, 12, p0=1.0)), PositionEffect)
 
 
 def groups(slow: float, **changes: object) -> list[Timing]:
@@ -283,9 +289,9 @@ def test_the_label_is_that_of_all_cases_of_the_rounds() -> None:
     told = labels(groups(0.2))
     assert [Label.POSITION in one for one in told] == [True, True, True, False]
     assert told[0][Label.POSITION].startswith("the first of its round takes +")
-    assert place_effect(groups(0.2, place=None)) is None
+    assert find_position_effect(groups(0.2, place=None)) is None
     small = measured(4, 3, 4000, "unlike", p0=0.004)
-    assert place_effect(small) is not None
+    assert find_position_effect(small) is not None
     assert not any(Label.POSITION in label for label in labels(small))
 
 
@@ -308,5 +314,5 @@ def _faster(timing: Timing, log: float) -> Timing:
 def test_a_place_that_cannot_be_counts_as_unknown(nonsense: int) -> None:
     honest = measured(1, 3, 40, p0=0.2)
     changed = replace(honest[0], slots=(replace(honest[0].slots[0], place=nonsense), *honest[0].slots[1:]))
-    found = place_effect([changed, *honest[1:]])
+    found = find_position_effect([changed, *honest[1:]])
     assert found is not None and found.place == 0

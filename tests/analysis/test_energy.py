@@ -14,16 +14,16 @@ from hypothesis import strategies as st
 from fp8bench.analysis.energy import (
     Demand,
     PhaseEnergies,
+    compare_pace,
     energy_figures,
     energy_ratio,
     energy_samples,
-    other_pace,
+    explain_unresolved,
     phase_energies,
     why_no_energy,
-    why_unresolved,
 )
-from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.metrics import EnergyValidity, energy_validity, metrics_of
+from fp8bench.analysis.labels import collect_labels
+from fp8bench.analysis.metrics import EnergyValidity, classify_energy_validity, metrics_of
 from fp8bench.model import (
     DeviceWatch,
     EnergyUse,
@@ -78,8 +78,8 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
         ({"idle_before": None}, "the idle power before its windows was not measured"),
         ({"idle_before": None, "why": "idle power: no answer for 5 s"}, "idle power: no answer for 5 s"),
         ({"idle_before": math.nan}, "the idle power before its windows was not measured"),
-        ({"idle_before": 220.0, "idle_after": 230.0}, "what it takes beyond idling, 225 W, is too little to tell"),
-        ({"idle_before": 199.5, "idle_after": 199.5}, "what it takes beyond idling, 200 W, is too little to tell"),
+        ({"idle_before": 220.0, "idle_after": 230.0}, "its energy beyond idling at 225 W is too small to measure"),
+        ({"idle_before": 199.5, "idle_after": 199.5}, "its energy beyond idling at 200 W is too small to measure"),
     ],
 )
 def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
@@ -117,7 +117,7 @@ def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], 
     [
         ({"energy": use((1.0, 1.0))}, (), "2 windows are too few to compare"),
         ({"energy": use((1.0,))}, (), "one window is too few to compare"),
-        ({"paired": False}, (), "it was measured at another time than the reference"),
+        ({"paired": False}, (), "it was measured at a different time than the reference"),
         ({}, (Label.THROTTLED, Label.FEW_SAMPLES), "throttled"),
         ({}, (Label.ENERGY_UNRESOLVED, Label.CONTENDED), "contended, energy-unresolved"),
     ],
@@ -147,7 +147,7 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
     found, ratio = energy_figures(own), energy_ratio(own, base)
     assert found is not None and found.uncertainty is None and ratio is not None
     assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
-    assert ratio.why == "it is unknown how far its power sensor can be off"
+    assert ratio.why == "the error of its power sensor is unknown"
 
 
 @for_each(
@@ -170,7 +170,7 @@ def test_steps_of_windows_that_take_another_time_than_in_slots(
     one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
     figures = energy_figures(one)
     assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
-    found = other_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
+    found = compare_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
     assert found == (None if pace is None else pytest.approx(pace))
 
 
@@ -242,21 +242,21 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
         (used(), "no window was measured"),
         (replace(used(why="the device has gone"), idle_after=None), "the device has gone"),
         (used(seen(1.0), why="a call failed"), "a call failed"),
-        (used(seen(1.0), seen(1.0, 0.0101)), "a window is sure to +-1.0% only"),
-        (used(seen(1.0), seen(1.0, 0.03)), "a window is sure to +-3.0% only"),
+        (used(seen(1.0), seen(1.0, 0.0101)), "a window's uncertainty is +-1.0%"),
+        (used(seen(1.0), seen(1.0, 0.03)), "a window's uncertainty is +-3.0%"),
         (used(seen(0.97), seen(1.0), seen(1.021)), "its windows are 5.1% apart"),
         (used(seen(1.0), seen(2.0)), "its windows are 66.7% apart"),
         (used(seen(1.0, None), source="average"), "error unknown, source average"),
-        (used(seen(1.0, throttle=0x40 | 0x4)), "clocks were held back in its windows: hw-thermal"),
+        (used(seen(1.0, throttle=0x40 | 0x4)), "clocks were throttled in its windows: hw-thermal"),
         (used(seen(0.0)), "a window has no energy"),
         (used(seen(math.nan)), "a window has no energy"),
         (used(seen(math.inf), seen(1.0)), "a window has no energy"),
         (used(seen(1.0), seen(1.0, steps=0)), "a window has no energy"),
-        (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window is sure to +-2.0% only; its windows are 18.2% apart"),
+        (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window's uncertainty is +-2.0%; its windows are 18.2% apart"),
     ],
 )
 def test_unresolved(energy: EnergyUse | None, why: str) -> None:
-    assert why_unresolved(energy) == why
+    assert explain_unresolved(energy) == why
 
 
 # A 10 ms step of 3.03 J: seconds and watts by phase; the rest runs at idle power, 82 W.
@@ -304,8 +304,8 @@ def test_phases_are_measured_each_by_itself() -> None:
         seconds, watts = PHASES[one.phase]
         assert one.provenance is Provenance.MEASURED and one.joules == pytest.approx(seconds * watts)
         assert one.seconds == pytest.approx(seconds) and one.why == ""
-        assert one.low == pytest.approx(one.joules * 0.997 * 0.996)
-        assert one.high == pytest.approx(one.joules * 1.002 * 1.004)
+        assert one.range is not None and one.range.low == pytest.approx(one.joules * 0.997 * 0.996)
+        assert one.range.high == pytest.approx(one.joules * 1.002 * 1.004)
     assert told.void == "" and told.residual is not None
     assert told.residual.middle == pytest.approx(REST * 82.0) and told.residual_seconds == pytest.approx(REST)
     assert told.residual.low < told.residual.middle < told.residual.high
@@ -319,7 +319,7 @@ def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
     told = found(*phases(cast=PhaseEnergy("cast", why="it is given a sparse tensor")))
     (cast,) = (one for one in told.phases if one.phase == "cast")
     assert cast.provenance is Provenance.ESTIMATED and cast.why == "it is given a sparse tensor"
-    assert cast.joules == pytest.approx(STEP / 10) and told.void == "" and told.off_pace == ""
+    assert cast.joules == pytest.approx(STEP / 10) and told.void == "" and told.pace_mismatch == ""
     assert told.residual is not None and told.residual.middle == pytest.approx(REST * 82.0 + 0.1)
     told = found(*phases(optimizer_step=phase("optimizer_step", 1.0, 1.05, 1.2)))
     (short,) = (one for one in told.phases if one.phase == "optimizer_step")
@@ -329,7 +329,7 @@ def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
 @for_each("factor", [0.8, 1.25])
 def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
     told = found(*phases(gemm=phase("gemm", factor, factor)))
-    assert told.void.startswith("they come to ") and "further apart than the error of both" in told.void
+    assert told.void.startswith("the phases sum to ") and "they differ by more than their errors" in told.void
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED}
     assert all(one.why == told.void for one in told.phases if one.phase != "unattributed")
     assert told.residual is not None
@@ -342,10 +342,10 @@ PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, T
 def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: float, label: bool, void: bool) -> None:
     asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
     told = phase_energies(phased(asked), FINDING)
-    assert told is not None and bool(told.off_pace) == label and bool(told.void) == void
+    assert told is not None and bool(told.pace_mismatch) == label and bool(told.void) == void
     if label:
-        assert "of their time in a step, where +-2.0% is noise" in told.off_pace
-    assert (abs(stretch - 1) > 0.1) == ("that is not what the step does" in told.void)
+        assert "of their time in a step, where +-2.0% is noise" in told.pace_mismatch
+    assert (abs(stretch - 1) > 0.1) == ("they behave differently in the step" in told.void)
 
 
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
@@ -361,17 +361,17 @@ def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) ->
         for name, (seconds, watts) in PHASES.items()
     ]
     told = phase_energies(phased(asked), FINDING)
-    assert told is not None and told.noise > 0.3 and told.off_pace == "" and bool(told.void) == void
+    assert told is not None and told.noise > 0.3 and told.pace_mismatch == "" and bool(told.void) == void
 
 
 def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
     fast = phased([phase(name, 0.95, 0.95, stretch=0.95) for name in PHASES])
-    labels = labels_of(replace(fast, timing=samples(("gemm",), (10_000,))), FINDING, None, None)
+    labels = collect_labels(replace(fast, timing=samples(("gemm",), (10_000,))), FINDING, None, None)
     (pace,) = (label for label in labels if label.label is Label.REPLAY_PACE)
-    assert not pace.hard and pace.reason.startswith("by themselves its phases take 0.950x of")
+    assert not pace.hard and pace.reason.startswith("run separately, its phases take 0.950x of")
     shared = replace(phased(()), watch=DeviceWatch(10, 1.0, others=1))
-    assert energy_validity(shared) is EnergyValidity.SHARED
-    assert energy_validity(replace(shared, energy=None)) is None
+    assert classify_energy_validity(shared) is EnergyValidity.SHARED
+    assert classify_energy_validity(replace(shared, energy=None)) is None
 
 
 def test_phases_have_their_ends_and_what_they_leave() -> None:
@@ -401,4 +401,4 @@ def test_an_energy_is_certified_or_says_why_not(changes: dict[str, object], code
     one = phased(())
     assert one.energy is not None
     energy: EnergyUse = replace(one.energy, **changes)  # type: ignore[arg-type]
-    assert energy_validity(replace(one, energy=energy)) is code
+    assert classify_energy_validity(replace(one, energy=energy)) is code

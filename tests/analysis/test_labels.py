@@ -11,16 +11,16 @@ import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.labels import (
-    AHEAD,
     CAN_BE_HARD,
-    FAR_AHEAD,
+    DISTURBED_RATIO,
+    STARVED_RATIO,
     Labelled,
-    disturbed_slots,
-    hard_labels,
+    collect_hard_labels,
+    collect_labels,
+    count_disturbed_slots,
     is_contended,
+    label_clock_limits,
     label_in_process,
-    labels_of,
-    limits_of,
 )
 from fp8bench.model import (
     Case,
@@ -53,7 +53,7 @@ def labelled(
     one: Record, reference: Timing | None = CALM, aa: Interval | None = None, **finding: Any
 ) -> tuple[Labelled, ...]:
     phases = finding.pop("phases", (("gemm", 1e-2),))
-    return labels_of(one, Finding(one.case, Verdict.UNSURE, phases=phases, **finding), reference, aa)
+    return collect_labels(one, Finding(one.case, Verdict.UNSURE, phases=phases, **finding), reference, aa)
 
 
 def clocks(wall: Sequence[float], cpu: float = 0.01, host: float = 0.0, timing_: Timing = CALM) -> Timing:
@@ -134,7 +134,7 @@ def test_launch_bound(host: float, device: str, reason: str | None, hard: bool) 
     timing = clocks((0.01,), host=host)
     expected = [Labelled(Label.LAUNCH_BOUND, reason, hard)] if reason else []
     assert [label for label in labelled(record(timing, device=device)) if label.label is Label.LAUNCH_BOUND] == expected
-    assert hard_labels(timing, None, None, device) == tuple(one for one in expected if hard)
+    assert collect_hard_labels(timing, None, None, device) == tuple(one for one in expected if hard)
 
 
 @for_each(
@@ -176,7 +176,10 @@ def test_what_the_device_its_energy_and_its_memory_say() -> None:
     (found,) = (
         label for label in labelled(record(timing=replace(CALM, slots=slots))) if label.label is Label.MEMORY_FULL
     )
-    assert found == Labelled(Label.MEMORY_FULL, "in 2 of 24 slots, 3 times") and found.label.casts_doubt
+    assert (
+        found == Labelled(Label.MEMORY_FULL, "torch released memory 3 times, in 2 of 24 slots")
+        and found.label.casts_doubt
+    )
 
 
 @for_each(
@@ -250,13 +253,18 @@ def clocked(*slots: tuple[float, float | None, int | None, float | None]) -> Tim
     return Timing(Segments(("gemm",), (0,)), tuple(samples))
 
 
-ALONE = (1.0, 1.0, 0, 0.0)
+MIN_CHANGE_OF_FEW_RUNS = (1.0, 1.0, 0, 0.0)
 LATE = (0.8, 0.8, 2, 0.0)
 
 
 @for_each(
     ("process", "ahead", "on"),
-    [(0.92, AHEAD, False), (0.90, AHEAD, True), (0.21, FAR_AHEAD, False), (0.19, FAR_AHEAD, True)],
+    [
+        (0.92, DISTURBED_RATIO, False),
+        (0.90, DISTURBED_RATIO, True),
+        (0.21, STARVED_RATIO, False),
+        (0.19, STARVED_RATIO, True),
+    ],
 )
 @for_each("counted", [(None, None, None), (0.3, 0, 0.0), (0.3, None, None)])
 def test_the_time_of_the_process_decides_alone(
@@ -267,8 +275,8 @@ def test_the_time_of_the_process_decides_alone(
 
 @for_each(("late", "on"), [(4, False), (5, True), (8, True), (0, False)])
 def test_it_must_be_so_in_most_slots(late: int, on: bool) -> None:
-    timing = clocked(*[LATE] * late, *[ALONE] * (8 - late))
-    assert is_contended(timing) == on and disturbed_slots(timing, AHEAD) == late
+    timing = clocked(*[LATE] * late, *[MIN_CHANGE_OF_FEW_RUNS] * (8 - late))
+    assert is_contended(timing) == on and count_disturbed_slots(timing, DISTURBED_RATIO) == late
     assert not is_contended(replace(timing, slots=()))
 
 
@@ -293,11 +301,11 @@ def test_of_several_threads_the_one_that_runs_the_steps_is_asked(
     The step thread's waiting counts only if another program took a core: here 2 ms per slot, of which half counts.
     """
     assert is_contended(clocked(*[(1.8, thread, preempted, stolen)] * 8)) == on
-    far = [is_contended(clocked(*[(1.3, share, 4, None)] * 8), FAR_AHEAD) for share in (0.19, 0.21)]
+    far = [is_contended(clocked(*[(1.3, share, 4, None)] * 8), STARVED_RATIO) for share in (0.19, 0.21)]
     assert far == [True, False]  # independent of the neighbours' load
     # Preemptions in slots without delay are not evidence: the delays in other slots are its fault.
     mixed = clocked(*[(1.8, 0.8, 0, 0.0)] * 5, *[(1.8, 1.0, 3, 0.0)] * 3)
-    assert not is_contended(mixed) and disturbed_slots(mixed, AHEAD) == 0
+    assert not is_contended(mixed) and count_disturbed_slots(mixed, DISTURBED_RATIO) == 0
 
 
 def test_stolen_time_comes_in_lumps_longer_than_a_slot() -> None:
@@ -352,7 +360,7 @@ def test_few_labels_take_a_verdict_away(label: Label) -> None:
     if label in CAN_BE_HARD:
         assert Labelled(label, hard=True).hard and label.casts_doubt
         return
-    with pytest.raises(ValueError, match=f"{label} takes no verdict away: aa-failed, above-ceiling, clock-offset"):
+    with pytest.raises(ValueError, match=f"{label} cannot remove a verdict: aa-failed, above-ceiling, clock-offset"):
         Labelled(label, hard=True)
 
 
@@ -403,7 +411,7 @@ def test_throttled(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool
     'thermal' covers both kinds; what software does not explain is the hardware's.
     """
     expected = [Labelled(Label.THROTTLED, ", ".join(reasons), hard)] if reasons else []
-    assert [found for found in limits_of(one) if found.label is Label.THROTTLED] == expected
+    assert [found for found in label_clock_limits(one) if found.label is Label.THROTTLED] == expected
 
 
 @for_each(
@@ -419,7 +427,7 @@ def test_throttled(one: DeviceWatch | None, reasons: tuple[str, ...], hard: bool
     ],
 )
 def test_power_cap(one: DeviceWatch | None, on: bool) -> None:
-    assert (Label.POWER_CAPPED in [found.label for found in limits_of(one)]) == on
+    assert (Label.POWER_CAPPED in [found.label for found in label_clock_limits(one)]) == on
 
 
 def test_the_clock_in_words() -> None:
@@ -427,4 +435,6 @@ def test_the_clock_in_words() -> None:
         (1.41e9, "SM clock 1.41 GHz"),
         *((unknown, "") for unknown in (None, 0.0, math.nan, math.inf)),
     ):
-        assert list(limits_of(DeviceWatch(1, 1.0, 0x4, sm_clock=hertz))) == [Labelled(Label.POWER_CAPPED, words)]
+        assert list(label_clock_limits(DeviceWatch(1, 1.0, 0x4, sm_clock=hertz))) == [
+            Labelled(Label.POWER_CAPPED, words)
+        ]

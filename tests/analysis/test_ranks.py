@@ -11,29 +11,29 @@ import pytest
 from fp8bench.analysis.labels import is_contended
 from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.ranks import (
-    EFFICIENCY_WITHIN,
-    FEW,
-    OFF,
-    SHORT,
+    FASTER_THAN_ALONE,
+    MAX_EFFICIENCY_WIDTH,
+    PIPELINE_WAITING,
+    SUM_MISMATCH,
+    TOO_FEW_ROUNDS,
     UNPAIRED,
-    WAITING,
     WIDE_EFFICIENCY,
     WIDE_OVERLAP,
     Bubble,
     Middle,
     OverlapFigures,
     Untold,
-    bubble,
-    efficiency,
-    memory_skew,
-    middle,
+    compute_efficiency,
+    compute_memory_skew,
+    compute_rank_skew,
+    count_sent_bytes,
+    find_median_interval,
+    find_overlap,
+    measure_bubble,
+    measure_communication,
     overlap_figures,
-    overlap_of,
     rank_metrics,
     rank_times,
-    sent_by_rank,
-    skew,
-    true_communication,
 )
 from fp8bench.model import Finding, MemoryUse, Record, Segments, SlotSample, Status, Timing, Verdict
 from fp8bench.model.ranks import Overlap, RankCalls, RankMemory, RankScaling, Sent, Transfer
@@ -56,14 +56,14 @@ def timing(*slots: SlotSample) -> Timing:
 def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
     # Rank 1 sleeps 20 ms before a 7 ms collective, which lasts 27 ms on rank 0 but costs 7.
     found = timing(*(slot(number, (35, 27), (35, 7)) for number in range(5)))
-    assert true_communication(found) == pytest.approx(7e-3)
+    assert measure_communication(found) == pytest.approx(7e-3)
     first, second = rank_times(found)
     assert (first.communication, first.waiting) == (pytest.approx(27e-3), pytest.approx(20e-3))
     assert (second.communication, second.waiting) == (pytest.approx(7e-3), 0.0)
     found = timing(slot(0, (10, 1), (8, 1)), slot(1, (10, 1), (8, 1)), slot(2, (10, 1), (10, 1)))
-    assert skew(found) == pytest.approx(0.2)
+    assert compute_rank_skew(found) == pytest.approx(0.2)
     alone = timing(replace(slot(0, (10, 1)), ranks=()))
-    assert skew(alone) is None and rank_times(alone) == () and true_communication(alone) is None
+    assert compute_rank_skew(alone) is None and rank_times(alone) == () and measure_communication(alone) is None
     waits = [replace(slot(number, (10, 9), (10, 9)), cpu_seconds=1e-3) for number in range(5)]
     computes = [replace(slot(number, (10, 0), (10, 0)), cpu_seconds=1e-3) for number in range(5)]
     assert not is_contended(timing(*waits)) and is_contended(timing(*computes))
@@ -74,8 +74,8 @@ def _told(record: Record) -> MetricSources:
 
 
 def test_memory_of_ranks_may_differ() -> None:
-    assert memory_skew(MemoryUse(8 << 20, ranks=(RankMemory(0, 6 << 20), RankMemory(1, 8 << 20)))) == 0.25
-    assert memory_skew(MemoryUse(5)) is None
+    assert compute_memory_skew(MemoryUse(8 << 20, ranks=(RankMemory(0, 6 << 20), RankMemory(1, 8 << 20)))) == 0.25
+    assert compute_memory_skew(MemoryUse(5)) is None
 
 
 def test_rates_are_those_of_nccl_tests() -> None:
@@ -96,16 +96,20 @@ def test_rates_are_those_of_nccl_tests() -> None:
 def test_a_bubble_is_what_nobody_computes_in() -> None:
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
-    assert bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
+    assert measure_bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
     values = {str(one.name): one.value for one in rank_metrics(MetricSources(record))}
     assert (values["bubble"], values["ideal_bubble"]) == (pytest.approx(25.0), 12.5)
-    assert bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
+    assert measure_bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 
 
 def test_an_interval_lies_between_rounds() -> None:
-    assert middle([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
-    assert middle([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
-    assert middle([1.0] * 4) is FEW and middle([]) is FEW and middle([1.0] * 5 + [math.nan]) is FEW
+    assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
+    assert find_median_interval([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
+    assert (
+        find_median_interval([1.0] * 4) is TOO_FEW_ROUNDS
+        and find_median_interval([]) is TOO_FEW_ROUNDS
+        and find_median_interval([1.0] * 5 + [math.nan]) is TOO_FEW_ROUNDS
+    )
 
 
 def scaled(*parts: tuple[float, ...], **more: object) -> Record:
@@ -121,13 +125,13 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     assert (strong.name, weak.name, wire.name, wire.value) == ("strong_scaling", "weak_scaling", "wire_bytes", 20.0)
     assert strong.value == pytest.approx(1000 / 12) and strong.bounds == pytest.approx((1000 / 14, 100.0))
     assert weak.value == pytest.approx(500 / 6) and weak.bounds == pytest.approx((500 / 7, 100.0))
-    faster = efficiency(scaled((10.0,) * 6, (5.0,) * 6, (4.0,) * 6))
+    faster = compute_efficiency(scaled((10.0,) * 6, (5.0,) * 6, (4.0,) * 6))
     assert faster is not None and isinstance(faster.strong, Middle) and faster.strong.value == pytest.approx(1.25)
-    assert efficiency(replace(made, scaling=None)) is None and sent_by_rank(replace(made, sent=())) == ()
+    assert compute_efficiency(replace(made, scaling=None)) is None and count_sent_bytes(replace(made, sent=())) == ()
     # Medians of each side alone would come from different rounds: 10 over twice 16 ms.
     slow = (1.0, 1.0, 1.0, 4.0, 4.0, 4.0)
     alone, together = tuple(10 * one for one in slow), tuple(6.4 * one for one in slow)
-    found = efficiency(scaled(alone, alone, together))
+    found = compute_efficiency(scaled(alone, alone, together))
     assert found is not None and isinstance(found.strong, Middle)
     assert found.strong == pytest.approx((10 / 12.8,) * 3)
 
@@ -135,7 +139,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
 @for_each(
     ("parts", "why"),
     [
-        (((10.0,), (5.0,), (6.0,)), FEW),
+        (((10.0,), (5.0,), (6.0,)), TOO_FEW_ROUNDS),
         (((10.0,) * 5, (5.0,) * 5, (6.0,) * 6), UNPAIRED),
         (((), (), ()), UNPAIRED),
         (((0.0,) * 6, (0.0,) * 6, (6.0,) * 6), UNPAIRED),
@@ -145,7 +149,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
 )
 def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why: object) -> None:
     made = scaled(*parts)
-    found = efficiency(made)
+    found = compute_efficiency(made)
     assert found is not None and found.strong == why == found.weak
     assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(MetricSources(made))] == [
         (None, None, True)
@@ -160,14 +164,14 @@ def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, flo
         parts = (
             tuple(part * drift * math.exp(noise * source.gauss(0, 1)) for drift in drifts) for part in (1.0, 0.5, 0.625)
         )
-        made = efficiency(scaled(*parts))
+        made = compute_efficiency(scaled(*parts))
         assert made is not None
         found.append(made.strong)
     shares = [one for one in found if isinstance(one, Middle)]
     assert told[0] <= len(shares) / TRIALS <= told[1]
     if told[0]:
         assert sum(share.low <= 0.8 <= share.high for share in shares) / len(shares) > 0.9
-    assert all(share.high - share.low <= EFFICIENCY_WITHIN * share.value for share in shares)
+    assert all(share.high - share.low <= MAX_EFFICIENCY_WIDTH * share.value for share in shares)
 
 
 ROUNDS = 6
@@ -197,20 +201,22 @@ def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
     """The step includes ranks waiting for each other: 30 ms against 8 ms of sending would give -275%."""
     for microbatches in (None, 2):
         params = {} if microbatches is None else {"microbatches": microbatches}
-        found = overlap_of(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
+        found = find_overlap(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
         assert found is not None and told(found.exposed) == pytest.approx(30e-3)
-        assert (found.hidden is WAITING) == (microbatches == 2)
+        assert (found.hidden is PIPELINE_WAITING) == (microbatches == 2)
 
 
 def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
     # Running both in turn took 1.34 times the sum of both alone: they interfere, so no conclusion is possible.
-    assert overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(OFF, OFF, pytest.approx(1.34, abs=0.01))
+    assert overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(
+        SUM_MISMATCH, SUM_MISMATCH, pytest.approx(1.34, abs=0.01)
+    )
     # Products alone took 51 ms and both together 36: 254% would be hidden. A checksum cannot notice.
     products, both = (51.0, 50.0, 52.0, 51.5, 51.0, 50.5), (36.0, 35.0, 37.0, 36.0, 36.5, 35.5)
     parts = Overlap(products, (9.7,) * 6, both, tuple(one + 9.7 for one in products))
-    assert overlap_figures(parts) == OverlapFigures(SHORT, SHORT, pytest.approx(1.0))
+    assert overlap_figures(parts) == OverlapFigures(FASTER_THAN_ALONE, FASTER_THAN_ALONE, pytest.approx(1.0))
     sending = Overlap((9.7,) * 6, products, both, tuple(one + 9.7 for one in products))
-    assert overlap_figures(sending).hidden is SHORT
+    assert overlap_figures(sending).hidden is FASTER_THAN_ALONE
     # Medians give 50% hidden, rounds give -49% to 149%. Exposed time of a long step is still known.
     both = tuple(one * 1e-3 for one in (32.1, 39.9, 40.0, 40.0, 40.1, 47.9))
     found = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
@@ -219,8 +225,8 @@ def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
     assert told(long.exposed) == pytest.approx(4e-3) and long.hidden is WIDE_OVERLAP
     for parts in (((1.0,), (), (1.0,), (1.0,)), ((0.0,), (0.0,), (1.0,), (1.0,)), ((1.0,), (0.0,), (1.0,), (1.0,))):
         found = overlap_figures(Overlap(*parts)).exposed
-        assert isinstance(found, Untold) and found.why == "no round of it was kept"
-    assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden is FEW
+        assert isinstance(found, Untold) and found.why == "it has no recorded rounds"
+    assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden is TOO_FEW_ROUNDS
     assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden, Untold)
 
 
@@ -241,4 +247,4 @@ def test_figures_have_their_bounds_or_their_reason() -> None:
         pytest.approx((37.5, 62.5)),
         "",
     ]
-    assert of(overlap(50e-3, 59e-3)) == [None, None, OFF.why] * 2
+    assert of(overlap(50e-3, 59e-3)) == [None, None, SUM_MISMATCH.why] * 2

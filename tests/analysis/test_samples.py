@@ -26,7 +26,7 @@ from fp8bench.analysis.samples import (
 )
 from fp8bench.model import CELL_PHASES, Level, Provenance, Record, Segments, SlotSample, SustainedTurn, Timing
 from fp8bench.model.stopping import ClockLook, Settling
-from fp8bench.report.panels import panels_of
+from fp8bench.report.panels import group_into_panels
 from tests.counts import for_each
 from tests.fakes import MS, record, steady, timing
 from tests.runs import render_whole, run_of
@@ -206,7 +206,7 @@ def test_it_is_a_figure_of_its_own_and_a_table() -> None:
     told = {metric.name: metric.value for metric in metrics_of(case, findings[case.case.id])}
     assert told["sustained_clock"] == 1.7e9 and "sustained_power" not in told and "sm_clock" not in told
     run = run_of([reference, case])
-    assert panels_of(run, findings)
+    assert group_into_panels(run, findings)
     assert "3, unknown" in " ".join(render_whole(run, findings, 120).split())
 
 

@@ -36,7 +36,9 @@ def noisy(rng: np.random.Generator, best: float, *shape: int) -> Floats:
 
 
 def ratio(case: Floats, references: Sequence[Floats], level: float = 0.99) -> Interval:
-    return stats.ratio(stats.best_case(case), [stats.best_case(reference) for reference in references], level)
+    return stats.ratio(
+        stats.resample_best_case(case), [stats.resample_best_case(reference) for reference in references], level
+    )
 
 
 @for_each("factor", [1e-9, 1e9])
@@ -48,8 +50,8 @@ def test_wide_ratios_stay_finite(factor: float) -> None:
 
 
 def resampled_best(samples: stats.Floats, draws: stats.Counts) -> stats.Floats:
-    fastest = stats.fastest_of(len(samples))
-    sums = [stats._fastest_sums(segment, draws, fastest) for segment in samples.T]
+    fastest = stats.count_fastest_rounds(len(samples))
+    sums = [stats._sum_fastest_rounds(segment, draws, fastest) for segment in samples.T]
     best: stats.Floats = np.sum(sums, axis=0) / fastest
     return best
 
@@ -80,7 +82,7 @@ def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
 @for_each("rounds", [1, 2])
 def test_fewer_than_three_rounds_are_all_taken(rounds: int) -> None:
     samples = np.arange(1.0, rounds + 1)[:, None]
-    found = stats.best_case(samples)
+    found = stats.resample_best_case(samples)
     assert math.exp(found.point) == pytest.approx(samples.mean())
     assert math.exp(found.resampled.max()) <= rounds + 1e-12
 
@@ -88,7 +90,7 @@ def test_fewer_than_three_rounds_are_all_taken(rounds: int) -> None:
 def test_the_interval_is_the_naive_bootstrap_s() -> None:
     rng = np.random.default_rng(4)
     arms = [noisy(rng, best, 12, 3) for best in (1.1, 1.0, 1.0)]
-    drawn = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), stats.BOOTSTRAPS)
+    drawn = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), stats.RESAMPLE_COUNT)
     draws = [np.repeat(np.arange(12), row).tolist() for row in drawn.astype(int)]
     logs = [np.log([naive_best(samples, one) for one in draws]) for samples in arms]
     low, high = np.quantile(logs[0] - (logs[1] + logs[2]) / 2, [0.005, 0.995])
@@ -139,17 +141,17 @@ def test_rank_correlation_spread_and_split_against_others() -> None:
     rng = np.random.default_rng(6)
     for values in (rng.normal(size=30), rng.integers(0, 4, 30).astype(float), np.array([1.0] * 9 + [2.0])):
         expected = scipy.stats.spearmanr(values, np.arange(len(values))).statistic
-        assert stats.rank_correlation(values) == pytest.approx(expected, abs=1e-12)
+        assert stats.correlate_ranks(values) == pytest.approx(expected, abs=1e-12)
     for little in ([], [1.0, 2.0], [5.0] * 20):
-        assert stats.rank_correlation(np.array(little)) == 0.0
-    assert stats.spread(np.array([1.0, 2.0, 3.0, 4.0, 5.0])) == pytest.approx(2 / 3)
-    assert stats.spread(np.zeros(4)) == 0.0
+        assert stats.correlate_ranks(np.array(little)) == 0.0
+    assert stats.relative_quartile_spread(np.array([1.0, 2.0, 3.0, 4.0, 5.0])) == pytest.approx(2 / 3)
+    assert stats.relative_quartile_spread(np.zeros(4)) == 0.0
     values = np.sort(np.random.default_rng(8).normal(size=25))
     total = ((values - values.mean()) ** 2).sum()
     within = [((part - part.mean()) ** 2).sum() for at in range(1, 25) for part in (values[:at], values[at:])]
     best = min(range(24), key=lambda at: within[2 * at] + within[2 * at + 1])
     explained = 1 - (within[2 * best] + within[2 * best + 1]) / total
-    assert stats.best_split(values) == (pytest.approx(explained), best + 1)
+    assert stats.split_into_clusters(values) == (pytest.approx(explained), best + 1)
 
 
 @for_each(
@@ -163,6 +165,6 @@ def test_rank_correlation_spread_and_split_against_others() -> None:
     ],
 )
 def test_best_split_of_known_clusters(values: list[float], explained: float, lesser: float) -> None:
-    share, below = stats.best_split(np.sort(np.array(values)))
+    share, below = stats.split_into_clusters(np.sort(np.array(values)))
     assert share == pytest.approx(explained)
     assert min(below, len(values) - below) == pytest.approx(lesser * len(values))

@@ -6,12 +6,12 @@ from dataclasses import replace
 
 from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.tapes import (
-    Sums,
-    bits_of,
+    OperatorSums,
+    compute_flops_share,
+    compute_intensity,
     describe_changes,
-    intensity_of,
-    share_of,
-    side_by_side,
+    operand_bits_of,
+    tabulate_operators,
     tape_metrics,
 )
 from fp8bench.model import OperatorCount, PhaseCount, Tape
@@ -47,26 +47,32 @@ TAPE = Tape(
     ],
 )
 def test_bits_of_a_path(path: str, bits: int) -> None:
-    assert bits_of(path) == bits
+    assert operand_bits_of(path) == bits
 
 
 def test_shares_of_flops_and_operators_side_by_side() -> None:
-    assert (share_of(TAPE, 8), share_of(TAPE, 32), share_of(TAPE, 4)) == (0.75, 0.25, 0.0)
-    assert intensity_of(TAPE) == 10.0
+    assert (compute_flops_share(TAPE, 8), compute_flops_share(TAPE, 32), compute_flops_share(TAPE, 4)) == (
+        0.75,
+        0.25,
+        0.0,
+    )
+    assert compute_intensity(TAPE) == 10.0
     idle = Tape((CAST,), TAPE.phases[:1])
-    assert share_of(idle, 8) is None and intensity_of(idle) == 0.0
-    assert intensity_of(Tape(phases=(replace(TAPE.phases[1], unknown=1),))) is None
-    assert intensity_of(replace(TAPE, unwritten=1)) is None
+    assert compute_flops_share(idle, 8) is None and compute_intensity(idle) == 0.0
+    assert compute_intensity(Tape(phases=(replace(TAPE.phases[1], unknown=1),))) is None
+    assert compute_intensity(replace(TAPE, unwritten=1)) is None
     other = Tape((replace(CAST, calls=4, bytes=25), replace(PRODUCT, flops=None), PRODUCT, PRODUCT))
-    rows = side_by_side([TAPE, other])
+    rows = tabulate_operators([TAPE, other])
     assert [(row.operator, row.backward) for row in rows] == [
         ("fp8bench::tensor", False),
         ("mm", False),
         ("mm", True),
     ]
-    assert rows[0].sums == (Sums(2, 0, 200), Sums(4, 0, 100)) and rows[0].differs
-    assert rows[1].sums == (Sums(3, 3000, 150), Sums(9, None, 450))
-    assert rows[2].sums == (Sums(1, 1000, 50), Sums()) and not side_by_side([TAPE, TAPE])[0].differs
+    assert rows[0].sums == (OperatorSums(2, 0, 200), OperatorSums(4, 0, 100)) and rows[0].differs
+    assert rows[1].sums == (OperatorSums(3, 3000, 150), OperatorSums(9, None, 450))
+    assert (
+        rows[2].sums == (OperatorSums(1, 1000, 50), OperatorSums()) and not tabulate_operators([TAPE, TAPE])[0].differs
+    )
     wider = Tape((CAST, replace(PRODUCT, calls=4), replace(BACK, bytes=60)))
     assert describe_changes(TAPE, TAPE) == ""
     assert describe_changes(TAPE, wider) == "mm in gemm: 3 calls, then 4; mm in gemm, backward: 50 B, then 60 B"

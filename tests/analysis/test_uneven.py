@@ -12,13 +12,13 @@ import pytest
 
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
-    agrees,
-    below_every_step,
     best_phases,
     best_ratio,
     conclude,
     is_uneven,
-    means,
+    mean_agrees,
+    mean_seconds,
+    share_below_fastest_step,
 )
 from fp8bench.model import Interval, Label, Segments, SlotSample, Timing, Verdict
 from tests.counts import counts, for_each
@@ -83,8 +83,8 @@ def test_what_waited_is_in_no_mean_and_too_few_calls_are_not_the_same() -> None:
     alone = SlotSample(1, ((5_000_000,),), 0.005, 0.001, waited_seconds=0.004)
     others = (replace(slot, round=2, waited_seconds=None), replace(slot, round=3, waited_seconds=1.0))
     timing = replace(called(), slots=(slot, alone, *others))
-    assert means(timing, range(4)).tolist() == pytest.approx([1e-3, 1e-3, 3e-3, 3e-3])
-    assert means(timing, [2]).tolist() == pytest.approx([3e-3])
+    assert mean_seconds(timing, range(4)).tolist() == pytest.approx([1e-3, 1e-3, 3e-3, 3e-3])
+    assert mean_seconds(timing, [2]).tolist() == pytest.approx([3e-3])
     draw = np.random.default_rng(0)
     slots = [[1_000_000, 1_000_000, int(1_000_000 * math.exp(draw.exponential(0.12)))] for _ in range(12)]
     reference = called(*[[1_000_000] * 3] * 12)
@@ -142,7 +142,7 @@ def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_n
         draw = np.random.default_rng(seed)
         reference, control = (stretched(step, draw, 0.4 if step is not spinning else 1.0) for _ in range(2))
         case = stretched(step, draw, 0.8 if step is not spinning else 1.0)
-        best = [sum(seconds for _, seconds in best_phases(one, whole=False)) for one in (case, reference)]
+        best = [sum(seconds for _, seconds in best_phases(one, whole_steps=False)) for one in (case, reference)]
         of_stretches += best[0] < 0.995 * best[1]
         known = conclude(case, reference, control)
         assert known is not None and known.whole
@@ -154,8 +154,8 @@ def test_a_noise_floor_that_making_up_alone_has_widened_does_not_hide_it() -> No
     draw = np.random.default_rng(0)
     reference, control, case = (stretched(pacing, draw, wide) for wide in (0.2, 3.0, 0.2))
     rounds = list(range(ROUNDS))
-    by_stretches = best_ratio([control, reference], rounds, whole=False)
-    assert by_stretches.reach > max(map(below_every_step, (reference, control, case)))
+    by_stretches = best_ratio([control, reference], rounds, whole_steps=False)
+    assert by_stretches.reach > max(map(share_below_fastest_step, (reference, control, case)))
     known = conclude(case, reference, control)
     assert known is not None and known.whole and known.verdict is Verdict.SAME
     assert known.aa is not None and known.aa.reach < 0.02
@@ -193,12 +193,12 @@ def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
     ]
     known = conclude(*arms)
     assert known is not None and not known.whole and known.verdict is Verdict.SAME
-    assert all(below_every_step(arm) < 0.001 for arm in arms)
+    assert all(share_below_fastest_step(arm) < 0.001 for arm in arms)
 
 
 def test_a_best_case_and_a_mean_on_opposite_sides_of_1_do_not_agree() -> None:
     below, above = Interval(0.996, 0.993, 0.999, 0.99), Interval(1.004, 1.001, 1.007, 0.99)
     about = Interval(1.0, 0.998, 1.002, 0.99)
     for verdict, ratio, typical in ((Verdict.FASTER, below, above), (Verdict.SLOWER, above, below)):
-        assert is_uneven(ratio, typical) and not agrees(verdict, ratio, typical)
-        assert not is_uneven(ratio, about) and agrees(verdict, ratio, about)
+        assert is_uneven(ratio, typical) and not mean_agrees(verdict, ratio, typical)
+        assert not is_uneven(ratio, about) and mean_agrees(verdict, ratio, about)

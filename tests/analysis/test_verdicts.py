@@ -13,17 +13,17 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import (
     BAND,
-    LEAST_FOR_VERDICT,
+    MIN_ROUNDS_FOR_VERDICT,
     aa_interval,
-    band_of,
-    below_every_step,
     best_phases,
     best_ratio,
-    common_rounds,
     conclude,
+    decide_verdict,
+    find_common_rounds,
     find_fastest,
     is_decided,
-    rule,
+    share_below_fastest_step,
+    verdict_band,
 )
 from fp8bench.model import CELL_PHASES, Finding, Interval, Label, Level, Overheads, Record, Status, Timing, Verdict
 from fp8bench.model.stopping import LEAST_ROUNDS
@@ -49,7 +49,7 @@ def once(best: int, else_: int, rounds: int = ROUNDS) -> Timing:
 
 def compare(case: Timing, references: Sequence[Timing], level: float) -> Interval | None:
     timings = [case, *references]
-    rounds = common_rounds(timings)
+    rounds = find_common_rounds(timings)
     return best_ratio(timings, rounds, level) if rounds else None
 
 
@@ -71,7 +71,7 @@ def compare(case: Timing, references: Sequence[Timing], level: float) -> Interva
     ],
 )
 def test_the_rule(low: float, high: float, band: float, verdict: Verdict) -> None:
-    assert rule(Interval(1.0, low, high, 0.99), band) is verdict
+    assert decide_verdict(Interval(1.0, low, high, 0.99), band) is verdict
 
 
 @for_each(
@@ -105,7 +105,7 @@ def test_one_odd_round_takes_a_verdict_away() -> None:
     case = timing(*[(11 * MS,)] * 9, (10 * MS,))
     finding = against_ten(case, steady(10 * MS, 10))
     assert finding.verdict is Verdict.UNSURE and finding.why == (
-        "10 rounds are a quick look, and they do not agree; give it 24 or more (no --quick)"
+        "10 rounds are too few, and they do not agree; give it 24 or more (no --quick)"
     )
 
 
@@ -121,7 +121,10 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
         finding = against_ten(steady(round(middle * ratio), ROUNDS), control)
         assert (finding.verdict, finding.hard) == (verdict, ())
     unsure = against_ten(once(round(middle * 1.012), round(middle * 1.03)), control)
-    assert (unsure.verdict, unsure.why) == (Verdict.UNSURE, "the reference differs from its own control by as much")
+    assert (unsure.verdict, unsure.why) == (
+        Verdict.UNSURE,
+        "the reference differs from its control, which runs the same code, by as much",
+    )
 
 
 @for_each(
@@ -130,9 +133,9 @@ def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
 )
 def test_the_band_is_what_is_proven_and_the_floor_what_is_possible(low: float, high: float, band: float) -> None:
     aa = Interval(1.0, low, high, 0.99)
-    assert band_of(aa) == pytest.approx(band)
+    assert verdict_band(aa) == pytest.approx(band)
     assert aa.reach == pytest.approx(max(high - 1, 1 - low))
-    assert band_of(None) == BAND
+    assert verdict_band(None) == BAND
 
 
 def test_noise_that_proves_nothing_leaves_the_band_alone() -> None:
@@ -161,10 +164,10 @@ def test_the_printed_floor_is_the_reach_of_the_same_rounds() -> None:
     assert findings["fp32"].verdict is Verdict.REFERENCE and findings["fp32"].ratio is None
 
 
-@for_each("rounds", range(1, LEAST_FOR_VERDICT + 1))
+@for_each("rounds", range(1, MIN_ROUNDS_FOR_VERDICT + 1))
 def test_few_rounds_are_unsure_however_clear_they_look(rounds: int) -> None:
     finding = against_ten(steady(20 * MS, rounds), TEN)
-    if rounds < LEAST_FOR_VERDICT:
+    if rounds < MIN_ROUNDS_FOR_VERDICT:
         few = "1 round is" if rounds == 1 else f"{rounds} rounds are"
         why = f"{few} too few for a verdict; give it more time (--budget) or rounds"
         assert (finding.verdict, finding.why) == (Verdict.UNSURE, why)
@@ -176,7 +179,7 @@ def wobbling(best: int, rounds: int, start: int = 0) -> Timing:
     return timing(*[(best + (37 * (number + start)) % 101 * best // 10_000,) for number in range(rounds)])
 
 
-@pytest.mark.parametrize("rounds", [LEAST_FOR_VERDICT, LEAST_ROUNDS - 1, LEAST_ROUNDS])
+@pytest.mark.parametrize("rounds", [MIN_ROUNDS_FOR_VERDICT, LEAST_ROUNDS - 1, LEAST_ROUNDS])
 def test_fewer_rounds_than_a_plain_command_takes_have_a_range_and_no_interval(rounds: int) -> None:
     reference, case = wobbling(10 * MS, rounds), wobbling(11 * MS, rounds, 50)
     finding = found(
@@ -202,7 +205,7 @@ def test_only_shared_rounds_count_and_without_any_nothing_is_said() -> None:
     late = replace(TEN, slots=(*TEN.slots, *steady(5 * MS, ROUNDS, start=ROUNDS).slots))
     findings = found(record(late, "fp32", is_reference=True), record(TEN, "bf16"))
     assert findings["bf16"].verdict is Verdict.SAME
-    assert len(common_rounds([TEN, late])) == ROUNDS
+    assert len(find_common_rounds([TEN, late])) == ROUNDS
     finding = against_ten(steady(5 * MS, ROUNDS, start=ROUNDS))
     assert (finding.verdict, finding.why) == (Verdict.UNSURE, "no round has both it and the reference")
     assert finding.ratio is None and finding.best_seconds == pytest.approx(5e-3)
@@ -269,7 +272,7 @@ def busy(parts: int, seed: int, rounds: int = 60) -> Timing:
 
 
 def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.analysis.verdicts.cells_make_up", lambda *told: False)
+    monkeypatch.setattr("fp8bench.analysis.verdicts.do_cells_compensate", lambda *told: False)
     known = conclude(busy(20, 1), busy(1, 2), busy(1, 3))
     assert known is not None and not known.whole and known.ratio.low < 1 < known.ratio.high
 
@@ -278,9 +281,9 @@ def test_many_marks_beside_few_are_whole_steps_whatever_the_noise(monkeypatch: p
 def test_a_step_in_many_marks_is_not_faster_for_that(parts: int) -> None:
     """As a converted copy next to an unconverted model: the best of each mark would make it 25% faster."""
     many, few, control = busy(parts, 1), busy(1, 2), busy(1, 3)
-    marks = best_phases(many, whole=False)
+    marks = best_phases(many, whole_steps=False)
     assert sum(seconds for _, seconds in marks) < 0.8 * sum(seconds for _, seconds in best_phases(few))
-    assert below_every_step(many) > 0.1 and below_every_step(few) == 0
+    assert share_below_fastest_step(many) > 0.1 and share_below_fastest_step(few) == 0
     assert sum(seconds for _, seconds in best_phases(many)) >= min(sum(slot.calls_ns[0]) for slot in many.slots) * 1e-9
     for case, references in ((many, [few, control]), (few, [many])):
         interval = compare(case, references, 0.99)
@@ -362,7 +365,7 @@ def noisy(draw: np.random.Generator, rounds: int = 24) -> Timing:
 
 def speed_up(case: Timing, reference: Timing, control: Timing) -> float:
     entries = [case, reference, control]
-    return 1 / best_ratio(entries, common_rounds(entries)).point
+    return 1 / best_ratio(entries, find_common_rounds(entries)).point
 
 
 @pytest.mark.slow

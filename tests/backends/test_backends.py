@@ -18,7 +18,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Role
 from fp8bench.registry import backends, precisions
-from fp8bench.worker.trial import wrong_product
+from fp8bench.worker.trial import find_wrong_product
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, V100, gpu
 from tests.formats.scaling_definitions import gaussian
@@ -69,7 +69,7 @@ def test_each_recipe_has_a_support_level_and_a_reason(name: str, facts: DeviceFa
     ("word", "facts", "level", "words"),
     [
         ("fp8:backend=torch", H200, Level.NATIVE, "a scale a tensor"),
-        ("fp8:backend=torch", CPU, Level.REFUSED, "torch multiplies no such thing here (no hardware for FP8"),
+        ("fp8:backend=torch", CPU, Level.REFUSED, "torch has no such product here (no hardware for FP8"),
         ("mxfp8:backend=torch", H200, Level.REFUSED, "choose backend=emulated, or auto"),
         ("fp8:backend=emulated", H200, Level.EMULATED, "backend=emulated"),
         ("mxfp6:backend=emulated", CPU, Level.EMULATED, "backend=emulated"),
@@ -190,7 +190,7 @@ def test_deepgemm_multiplies_our_blocks(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setattr(FakeDeepGemm, "calls", [])
     precision = precisions.get("fp8-block:backend=deepgemm")
     theirs, ours = precision.arithmetic(H200), precisions.get("fp8-block").arithmetic(CPU)
-    assert wrong_product(theirs, precision, CPU) == ""
+    assert find_wrong_product(theirs, precision, CPU) == ""
     assert set(FakeDeepGemm.calls) == {(1, 128, 128), (1, 1, 128)}
     a, b = gaussian(64, 640).bfloat16(), gaussian(96, 640, seed=5).bfloat16()  # five blocks do not fill tiles
     results = [

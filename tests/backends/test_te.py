@@ -14,7 +14,7 @@ import torch
 
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request
-from fp8bench.nn.exercise import exercise
+from fp8bench.nn.exercise import make_exercise
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.parts import FeedForward, NormedFeedForward
 from fp8bench.numerics.norms import relative_frobenius
@@ -106,7 +106,7 @@ def test_scales_are_renewed_once_a_pass_and_read_out() -> None:
     case = Case("mlp", (), "fp8-delayed", "cpu")
     setup = Setup(case, CPU, 0, arithmetic, arithmetic, {})
     build = partial(FeedForward, 32, 64, False, 1.0, arithmetic.layer)
-    state = exercise(setup, build, [(16, 32)], torch.bfloat16, True)
+    state = make_exercise(setup, build, [(16, 32)], torch.bfloat16, True)
     before = fake_te.Autocast.left
     state.step(SilentPhases())
     assert fake_te.Autocast.left == before + 1 and not fake_te.Autocast.open
@@ -130,7 +130,7 @@ def test_its_fused_layers_are_the_operations_one_after_the_other(
         arithmetic = precisions.get(word).arithmetic(here(B200))
         setup = Setup(Case("mlp", (), "fp8", "cpu"), CPU, 0, arithmetic, arithmetic, {})
         build = partial(NormedFeedForward, 32, 64, gated, arithmetic.layer, whole)
-        state = exercise(setup, build, [(16, 32)], torch.bfloat16, True)
+        state = make_exercise(setup, build, [(16, 32)], torch.bfloat16, True)
         assert len(list(state.layer.parameters())) == 3
         outcomes.append(state.outcome())
     assert set(called) == {"LayerNormMLP" if whole else "LayerNormLinear"}
@@ -150,7 +150,7 @@ def test_its_block_computes_what_ours_does_and_marks_no_phase(corpus: Corpus) ->
         workload = workloads.get("transformer")
         state = workload.prepare(setup)
         assert state.compiled is (word == "fp8:backend=te")
-        outcomes.append(workload._first_gradients(setup))
+        outcomes.append(workload._compute_first_gradients(setup))
     (loss, gradients), (wanted_loss, wanted) = outcomes
     assert abs(loss - wanted_loss) < 1e-2 and len(gradients) == len(wanted)
     for result, exact in zip(gradients, wanted, strict=True):
@@ -209,14 +209,14 @@ def _told(kind: type[fake_te.LayerNormLinear], called: list[str]) -> Callable[..
 @pytest.mark.parametrize("mode", MODES)
 def test_its_products_are_tried_before_they_are_timed(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case("mlp", (), f"{mode}:backend=te", "cuda:0")
-    assert Trials().wrong(case, here(B200)) == ""
+    assert Trials().find_error(case, here(B200)) == ""
     whole = fake_te.Linear.forward
 
     def wrong(self: fake_te.Linear, inp: torch.Tensor, is_first_microbatch: bool | None) -> torch.Tensor:
         return whole(self, torch.cat((inp[:, :-256], torch.zeros_like(inp[:, -256:])), 1))
 
     monkeypatch.setattr(fake_te.Linear, "forward", wrong)
-    assert "its forward product is wrong" in Trials().wrong(case, here(B200))
+    assert "its forward product is wrong" in Trials().find_error(case, here(B200))
 
 
 @for_each("error", [ImportError, RuntimeError, FileNotFoundError, OSError])
@@ -230,7 +230,7 @@ def test_a_package_that_does_not_import_gives_its_error(
     with pytest.raises(BackendMissing, match=r"te is installed and cannot be imported .*: Found empty"):
         backends.get("te").imported()
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
-    assert "Found empty" in Trials().wrong(Case("mlp", (), "fp8:backend=te", "cuda:0"), here(H200))
+    assert "Found empty" in Trials().find_error(Case("mlp", (), "fp8:backend=te", "cuda:0"), here(H200))
 
 
 @pytest.mark.slow

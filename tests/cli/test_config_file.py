@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.cli.config_file import LARGEST_CONFIG, read_config, with_config
-from fp8bench.cli.main import build_parser, commands_of, main
+from fp8bench.cli.config_file import MAX_CONFIG_BYTES, parse_with_config, read_config
+from fp8bench.cli.main import build_parser, main, subparsers_by_name
 from fp8bench.errors import UsageError
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Environment, Plan, Request, Run
@@ -144,7 +144,7 @@ def test_the_training_keys_of_a_file_that_is_off_ask_for_nothing(asked: Asked) -
 
 def test_every_option_is_a_key(store: Path) -> None:
     """Except options that only make sense on the command line."""
-    command = commands_of(build_parser())["suite"]
+    command = subparsers_by_name(build_parser())["suite"]
     options = {word[2:] for action in command._actions for word in action.option_strings if word.startswith("--")}
     for name in options | {"suite"}:
         Path("my.yaml").write_text(f"{name}: {{a: {{b: c}}}}")
@@ -156,7 +156,7 @@ def test_every_option_is_a_key(store: Path) -> None:
 
 def test_values_keep_their_text(store: Path) -> None:
     """YAML alone would read yes as True, 1e3 as 1000.0, 5:42 as 342 and 2026-01-01 as a date."""
-    options = commands_of(build_parser())["suite"]
+    options = subparsers_by_name(build_parser())["suite"]
     Path("my.yaml").write_text("set: {compile: yes, a: [1e3, 5:42, 2026-01-01, 0x10, ~x, no, 007, 1_000]}")
     assert read_config(Path("my.yaml"), options)["axes"] == [
         ("compile", ("yes",)),
@@ -234,7 +234,7 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
     "an escape that is none": ('data: "\\UFFFFFFFF"', "cannot be read ("),
     "a control character": ("seed: 1\ndata: \x01", "special characters are not allowed"),
     "bytes": (b"\x89PNG\r\n\x1a\n\xff", "'utf-8' codec can't decode byte"),
-    "a huge file": (b"#" * (LARGEST_CONFIG + 1), "and at most 1.00 MiB are read: move it away"),
+    "a huge file": (b"#" * (MAX_CONFIG_BYTES + 1), "and at most 1.00 MiB are read: move it away"),
     **{line: (line, words) for line, words in {
         "use_fp8: yes": "use_fp8: expected true or false, got 'yes'.",
         "fp8_format: hybird": "expected one of hybrid, e4m3, e5m2",
@@ -242,9 +242,9 @@ REFUSED: dict[str, tuple[str | bytes, str]] = {
         "fp8_interval: 0": "expected a whole number from 1 to 65536",
         "fp8_amax_compute_algo: min": "expected one of max, most_recent",
         "fp8_margin: [1]": "margin",
-        "use_fp8: true\ntorch_compile: true\nfp8_amax_history_len: 16": "history=16 is of delayed scaling",
+        "use_fp8: true\ntorch_compile: true\nfp8_amax_history_len: 16": "history=16 belongs to delayed scaling",
         "fp8_magrin: 1": "unknown key 'fp8_magrin'. Did you mean 'fp8_margin'?",
-        "max_grad_norm: 1": "max_grad_norm: '1' is not supported: a suite clips nothing",
+        "max_grad_norm: 1": "max_grad_norm: '1' is not supported: suites clip no gradients",
         "num_epochs: 3": "num_epochs: '3' is not supported: write steps: N for `fp8bench train`",
         "wandb_name: mine": "wandb_name: 'mine' is not supported: a run is named by its id; write log: wandb:PROJECT.",
         "use_wandb: maybe": "use_wandb: 'maybe' is not supported: write log: wandb:PROJECT.",
@@ -280,7 +280,7 @@ def test_a_file_that_cannot_be_read(path: str, store: Path, capsys: pytest.Captu
 
 def test_it_does_not_go_with_resume(refused: Callable[..., str]) -> None:
     """A resumed run takes all options from its run file."""
-    expected = "the run of --resume says what to measure and how, and gemm was given"
+    expected = "the run of --resume determines what is measured and how, and gemm was given"
     assert expected in refused("suite: gemm", "--resume", "last")
 
 
@@ -289,7 +289,9 @@ def test_the_files_values_are_defaults(store: Path) -> None:
     Path("my.yaml").write_text("set: {shape: 1}\nimport: json")
     parser = build_parser()
     words = ["suite", "gemm", "--config", "my.yaml", "--set", "tokens=2", "--import", "csv"]
-    first, second = (with_config(parser, commands_of(parser)["suite"], words, Path("my.yaml")) for _ in range(2))
+    first, second = (
+        parse_with_config(parser, subparsers_by_name(parser)["suite"], words, Path("my.yaml")) for _ in range(2)
+    )
     assert vars(first) == vars(second)
     assert first.axes == [("shape", ("1",)), ("tokens", ("2",))] and first.imports == ["json", "csv"]
 

@@ -128,9 +128,9 @@ def test_a_finished_run_is_told_again_with_all_that_is_asked_for(store: Path, fp
 
 def test_a_run_that_was_cut_off_says_that_there_is_no_page(store: Path) -> None:
     run = fp8bench.run("gemm", set={"shape": 8}, dtypes=["fp32"], rounds=1, isolation=False)
-    wanted, notes = after_run.Wanted(Pages(html=Path("page.html"))), list[str]()
+    wanted, notes = after_run.RequestedOutputs(Pages(html=Path("page.html"))), list[str]()
     assert after_run.after_run(replace(run, finished=False), store, wanted, notes.append)
-    assert notes[1:] == [f"report: none of a run that was cut off; `fp8bench report {run.id}` writes one"]
+    assert notes[1:] == [f"report: not written, because the run was interrupted; `fp8bench report {run.id}` writes it"]
 
 
 def test_figures_for_tensorboard(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -155,10 +155,10 @@ def test_what_fails_after_the_measuring_fails_no_run(
     assert main([*GEMM, "--log", "wandb"]) == 0
     told, run = unfolded(capsys.readouterr().err), the_run(store)
     assert "not logged to wandb:fp8bench (ConnectionError: no network); the run is kept" in told
-    assert f"`fp8bench show {run.id}` takes --log, too" in told
+    assert f"`fp8bench show {run.id}` also takes --log" in told
 
 
-@pytest.mark.parametrize("interrupted", ["jobs.after_run.ScalarLogger.log", "pipeline._group"])
+@pytest.mark.parametrize("interrupted", ["jobs.after_run.ScalarLogger.log", "pipeline._measure_group"])
 def test_an_interrupt_leaves_what_there_is(
     interrupted: str, store: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -173,5 +173,5 @@ def test_an_interrupt_leaves_what_there_is(
     monkeypatch.setitem(sys.modules, "wandb", SimpleNamespace(init=lambda **_: SimpleNamespace(define_metric=print)))
     monkeypatch.setattr(f"fp8bench.{interrupted}", interrupt)
     assert main([*GEMM, "--log", "wandb"]) == 130
-    err, measured = unfolded(capsys.readouterr().err), interrupted != "pipeline._group"
-    assert ("takes --log, too" in err) == the_run(store).finished == measured
+    err, measured = unfolded(capsys.readouterr().err), interrupted != "pipeline._measure_group"
+    assert ("also takes --log" in err) == the_run(store).finished == measured

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, commands_of, main
+from fp8bench.cli.main import COMMANDS, VERBS, Parser, build_parser, main, subparsers_by_name
 from tests.counts import for_each
 
 # A command with more options groups them.
@@ -18,7 +18,7 @@ FEW = 16
 
 def every_parser(parser: argparse.ArgumentParser, name: str = "") -> dict[str, argparse.ArgumentParser]:
     parsers = {name: parser}
-    for word, command in commands_of(parser).items():
+    for word, command in subparsers_by_name(parser).items():
         parsers |= every_parser(command, f"{name} {word}".strip())
     return parsers
 
@@ -44,11 +44,11 @@ def test_every_command_stands_under_one_verb(capsys: pytest.CaptureFixture[str])
 
 @for_each("name", COMMANDS)
 def test_many_options_are_a_dozen_at_first(name: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command = commands_of(build_parser((name,)))[name]
+    command = subparsers_by_name(build_parser((name,)))[name]
     assert isinstance(command, Parser)
     listed = (action for action in command._actions if action.help != argparse.SUPPRESS)
     words = {word for action in listed for word in action.option_strings}
-    first = command.first.split()
+    first = command.first_options.split()
     assert bool(first) == (len(words) > FEW) and len(first) <= 14 and set(first) <= words
     text = helped(name, "--help", capsys=capsys)
     shown = {word for word in words if re.search(rf"^  [^#\n]*{word}\b(?!-)", text, re.MULTILINE)}
@@ -77,7 +77,7 @@ def test_every_option_says_what_it_does_and_examples_stand_where_they_are_many()
     for name, parser in every_parser(build_parser()).items():
         others = (action for action in parser._actions if not isinstance(action, argparse._SubParsersAction))
         assert all(action.help for action in others), name
-        assert isinstance(parser, Parser) and (parser.examples or not parser.first), name
+        assert isinstance(parser, Parser) and (parser.examples or not parser.first_options), name
 
 
 @for_each("words", [(), ("doctor",), ("history", "list"), ("fleet", "status"), ("compare",)])

@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import pipeline
-from fp8bench.cli.main import build_parser, commands_of, main
+from fp8bench.cli.main import build_parser, main, subparsers_by_name
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power
@@ -34,7 +34,7 @@ from tests.facts import CPU
 QUICK = ("--set", "shape=64", "--quick")
 DRY = ("suite", "gemm", "--dry-run", "--no-isolation")
 NO_HISTORY = (
-    "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
+    "fp8bench: history: this was not measured in a git repository; the run is stored, and asv's view is unchanged\n"
 )
 
 
@@ -76,9 +76,9 @@ suite gemm --devices cpu,cpu | --devices names cpu twice. Leave one out.
 suite gemm --set shape=64 --set shape=32,64 | --set shape names 64 twice. Leave one out.
 suite gemm,collective | suite collective needs 2 processes. Add --ranks 2
 suite colective | Did you mean 'collective'
-audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the callable, also as file.py:function). See
-ablate | as profile takes it; --options: precisions, compile
-duel | and then its name; NAME: a suite, several with commas
+audit | required: MODULE:FUNCTION (MODULE:FUNCTION: the function to audit, also as file.py:function). See
+ablate | as in profile; --options: precisions, compile
+duel | followed by its name; NAME: a suite, several with commas
 train nano | Give --model nano.
 profile nothere.py | 'nothere.py' is not a function. Give module:function
 suite gemm --set shap=64 | Did you mean 'shape'
@@ -105,13 +105,13 @@ suite transformer --precision-map mlp=fp8,mlp=bf16 | twice
 suite transformer --precision-map mlp=pf8 | Did you mean 'fp8'
 suite transformer --dtypes bf16 --precision-map mlp=fp8 | would have no effect
 suite mlp --static-scales 0 | --static-scales: expected a whole number from 1 to 100000
-suite mlp --refresh-scales 9 | scales from data are renewed, and there are none
+suite mlp --refresh-scales 9 | renews scales from data, but the request has none
 suite mlp --saturation-bound 1 | Add --static-scales N
 suite mlp --static-scales 2 --saturation-bound 100 | a percentage from 0 to below 100
 suite mlp --saturation-bound nan | a percentage from 0 to below 100
 suite mlp --dtypes bf16,mxfp8 --static-scales 2 | --static-scales would have no effect: no layer of
-suite gemm --dtypes fp8 --static-scales 2 | Add a dtype that has
-suite gemm --max-batch 1G | suite gemm has no batch. Suites that have one: at
+suite gemm --dtypes fp8 --static-scales 2 | Add a dtype with such
+suite gemm --max-batch 1G | suite gemm has no batch axis. Suites with one: at
 suite mlp --max-batch | expected one argument
 suite mlp --max-batch lots | size like 2GiB, 512MB or 1.5G
 suite mlp --max-batch 0.1 | above 0 and up to 100 TiB, like 2GiB, or device, got '0.1'
@@ -131,7 +131,7 @@ suite gemm --threads 0 | expected a whole number from 1
 suite gemm --threads 1000000 | expected a whole number from 1 to 1024, got
 suite gemm --store '' | an empty text is not a path
 show last --store '' | an empty text is not a path
-suite gemm --no-isolation --case-timeout 5 | --case-timeout cannot be kept with --no-isolation
+suite gemm --no-isolation --case-timeout 5 | --case-timeout is impossible with --no-isolation
 suite transformer --data nowhere.txt | --data nowhere.txt cannot be read
 suite gemm --store file/store | store file/store cannot be written
 suite gemm --store file | cannot be written
@@ -144,10 +144,11 @@ list --import failing.py | failed: ValueError
 show abc | no run 'abc' in .fp8bench
 show | RUN
 show file | is not a run file
-selftest --trials 3 | --trials goes with --power
+show deep.json | is not a run file
+selftest --trials 3 | --trials needs --power
 selftest --power --operation smal | Did you mean 'small'
 selftest --power --device cuda:7 | unknown device on this machine
-selftest --json x | --json goes with --power
+selftest --json x | --json needs --power
 """
 EACH = " ".join(map(str, range(1, 151))).replace(" ", ",")
 LONG = [
@@ -166,6 +167,7 @@ def test_bad_input_is_one_sentence_and_code_2(
 ) -> None:
     monkeypatch.setattr(pipeline, "ProcessWorker", LocalWorker)
     Path("file").write_text("something")
+    Path("deep.json").write_text("[" * 100_000)
     Path("failing.py").write_text("raise ValueError('no')")
     code, out, err = unfolding(fp8bench)(*words)
     assert (code, out) == (2, "") and sentence in err and "Traceback" not in err and not list(run_files(store))
@@ -219,7 +221,7 @@ def test_a_dry_run_prints_the_plan_and_writes_no_run(
 @for_each(
     ("words", "told"),
     [
-        ([], ["time: about 6 s to 12 s, more where a step takes seconds"]),
+        ([], ["time: about 6 s to 12 s, or longer if a step takes seconds"]),
         (["--budget", "90"], ["time: about 1 min 30 s, the budget"]),
         (["--rounds", "7"], ["time: 7 rounds of every group"]),
         (["--quick"], ["time: 10 rounds of every group"]),
@@ -370,7 +372,7 @@ sys.exit(cli.main(["show", "last", "--store", sys.argv[1]]))
 
 def every_option(parser: argparse.ArgumentParser) -> set[str]:
     own = {word for action in parser._actions for word in action.option_strings}
-    return own.union(*map(every_option, commands_of(parser).values()))
+    return own.union(*map(every_option, subparsers_by_name(parser).values()))
 
 
 WORDS = st.sampled_from([
@@ -405,10 +407,10 @@ def test_any_words_end_with_a_known_code_and_no_traceback(start: list[str], rest
         patch.setattr(pipeline, "execute", _fake_execute)
         patch.setattr(pipeline, "plan_only", lambda request, store: (make_plan(request, (CPU,), "text:0"), (CPU,)))
         patch.setattr(doctor, "examine", lambda calibrate: iter(["fine"]))
-        patch.setattr(several_runs, "standard_runs", lambda store, observer: iter(["alike"]))
+        patch.setattr(several_runs, "measure_standard_case", lambda store, observer: iter(["alike"]))
         patch.setattr(doctor, "listing", lambda what, imports, name: iter([what]))
-        patch.setattr(checks, "checks", lambda device: iter(()))
-        patch.setattr(power, "measure_power", lambda *_: power.Arms("nothing", loads=[1.0]))
+        patch.setattr(checks, "run_selfchecks", lambda device: iter(()))
+        patch.setattr(power, "measure_power", lambda *_: power.OperationResult("nothing", loads=[1.0]))
         patch.setattr(sys, "path", list(sys.path))
         patch.chdir(stack.enter_context(tempfile.TemporaryDirectory()))  # --csv creates files
         try:
@@ -425,9 +427,9 @@ def test_no_memory_is_a_sentence(monkeypatch: pytest.MonkeyPatch, capsys: pytest
     def greedy(_: list[str]) -> int:
         raise MemoryError
 
-    monkeypatch.setattr("fp8bench.cli.main._run", greedy)
+    monkeypatch.setattr("fp8bench.cli.main._run_command", greedy)
     assert main(["list"]) == 3
-    assert "got no more memory" in " ".join(capsys.readouterr().err.split())
+    assert "ran out of memory" in " ".join(capsys.readouterr().err.split())
 
 
 def test_a_deleted_working_directory_is_a_sentence(

@@ -46,7 +46,7 @@ suite gemm --dtypes FP8 | Did you mean 'fp8'? | suite gemm --dtypes fp8
 suite gemm --dtypes e5m2 | Did you mean 'fp8-e5m2'? | suite gemm --dtypes fp8-e5m2
 suite gemm --dtypes int8 | Did you mean 'fp8'? | suite gemm --dtypes fp8
 suite gemm --dtypes mx | Did you mean 'mxfp8'? | suite gemm --dtypes mxfp8
-suite gemm --dtypes fp64 | every error here is against fp64 already | suite gemm --dtypes fp32
+suite gemm --dtypes fp64 | all errors are already relative to fp64 | suite gemm --dtypes fp32
 suite gemm --dtypes nonsense | unknown dtype 'nonsense' | list dtypes
 suite gemm --dtype bf16 | Did you mean '--dtypes'? | suite gemm --dtypes bf16
 suite gemm --device gpu | Did you mean '--devices'? | suite gemm --devices gpu
@@ -127,7 +127,7 @@ def test_a_wrong_argument_of_a_call_names_the_right_one(name: str, given: dict[s
 def test_a_class_is_no_kernel(store: Path, fp8bench: Say) -> None:
     Path("net.py").write_text("class Kernel:\n    def __call__(self, a, b): ...\n")
     code, _, err = fp8bench("audit", "net.py:Kernel")
-    assert code == 2 and "is a class, and a kernel is a function" in " ".join(err.split())
+    assert code == 2 and "is a class, but a kernel is a function" in " ".join(err.split())
 
 
 def test_nothing_is_meant_by_a_word_that_is_like_no_name() -> None:

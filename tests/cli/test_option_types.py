@@ -10,11 +10,11 @@ from typing import Any
 
 import pytest
 
-from fp8bench.cli.calls import request_fields, takes_options_of
+from fp8bench.cli.calls import accept_fields_of, request_fields
 from fp8bench.cli.config_file import read_config
 from fp8bench.cli.main import Parser
-from fp8bench.cli.option_types import path, precision_map, sessions
-from fp8bench.cli.options import add_options_of
+from fp8bench.cli.option_types import parse_sessions, path, precision_map
+from fp8bench.cli.options import add_request_options
 from fp8bench.errors import UsageError
 from fp8bench.model import Request
 from fp8bench.model.request import HOW, check_fields, option, options_of, whole_number
@@ -42,13 +42,13 @@ def test_a_file_that_is_no_map_is_refused(content: bytes, words: str, tmp_path: 
 
 @for_each(("text", "expected"), [("3", (3, 0.0)), ("3@10m", (3, 600.0)), ("2@90s", (2, 90.0))])
 def test_sessions_and_the_pause_between_them(text: str, expected: tuple[int, float]) -> None:
-    assert sessions(text) == expected
+    assert parse_sessions(text) == expected
 
 
 @for_each("text", ["0", "3@", "@10m", "3@soon", "x"])
 def test_what_is_no_number_of_sessions(text: str) -> None:
     with pytest.raises(argparse.ArgumentTypeError):
-        sessions(text)
+        parse_sessions(text)
 
 
 @for_each("text", ["s3://bucket/store", "gs://bucket", "file:///tmp/x"])
@@ -75,7 +75,7 @@ class More(Request):
 @pytest.fixture
 def parser() -> Parser:
     parser = Parser(prog="fp8bench suite")
-    add_options_of(parser.add_argument_group(HOW), More)
+    add_request_options(parser.add_argument_group(HOW), More)
     return parser
 
 
@@ -93,7 +93,7 @@ def test_it_is_a_key_of_a_file_of_options(parser: Parser, tmp_path: Path) -> Non
 
 
 def test_it_is_a_keyword_of_a_call() -> None:
-    @takes_options_of(More)
+    @accept_fields_of(More)
     def run(suite: str, **options: Any) -> More:
         return More(suite, **request_fields(More, options))
 

@@ -75,7 +75,7 @@ def clock() -> Clock:
 
 @pytest.fixture
 def screen(monkeypatch: pytest.MonkeyPatch) -> Screen:
-    monkeypatch.setattr(live, "columns_of", lambda stream: stream.columns)
+    monkeypatch.setattr(live, "terminal_width", lambda stream: stream.columns)
     return Screen()
 
 
@@ -159,7 +159,7 @@ def test_a_throttled_call_looks_at_the_clock_alone(
     """It runs between slots of 8 ms, which must not wait for formatting or the terminal."""
     observer = line(screen, clock)
     observer.working(CASES[0], "measuring", 0.5)
-    for name in ("time_left", "columns_of", "printable"):
+    for name in ("show_time_left", "terminal_width", "printable"):
         monkeypatch.setattr(live, name, lambda *_: pytest.fail("it draws"))
     before = screen.getvalue()
     for _ in range(100):
@@ -248,7 +248,7 @@ def test_a_log_gets_a_line_at_least_every_30_seconds(clock: Clock) -> None:
 def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
     kind: type[GroupLines | CountedLines], clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(live, "_BEAT_SECONDS", 0.001)
+    monkeypatch.setattr(live, "_CHECK_SECONDS", 0.001)
     lines: list[str] = []
     threads, told = threading.active_count(), threading.Event()
 
@@ -257,7 +257,7 @@ def test_a_long_call_is_told_by_a_thread_that_ends_with_the_job(
         told.set()
 
     observer = kind(say, clock)
-    with live.call_regularly(observer.beat):
+    with live.call_in_thread(observer.print_if_due):
         clock.now += 30
         assert told.wait(60)
     assert lines[0].startswith("after 30 s") and lines[0].endswith(": starting")
@@ -291,7 +291,7 @@ def lines_on_terminal(written: str) -> list[str]:
 
 def test_a_block_is_redrawn_in_place_and_leaves_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     size = (40, 4)
-    monkeypatch.setattr(live, "_size", lambda stream: size)
+    monkeypatch.setattr(live, "_terminal_size", lambda stream: size)
     screen = Screen()
     screen.write("before\n")
     block = LiveBlock(screen)

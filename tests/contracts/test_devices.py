@@ -8,7 +8,7 @@ import torch
 from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import decode, encode
 from fp8bench.registry import devices
-from fp8bench.worker.clock import PhaseClock, calibrate
+from fp8bench.worker.clock import PhaseClock, measure_overheads
 from tests.counts import for_each
 
 NAMES = devices.names()
@@ -73,7 +73,7 @@ def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
 
 @here
 def test_marks_and_stamps_take_less_than_a_millisecond(kind: str, facts: DeviceFacts) -> None:
-    cost = calibrate(devices.get(kind), facts.index)
+    cost = measure_overheads(devices.get(kind), facts.index)
     assert 0 <= cost.marker_off < cost.marker_on < 1e-3 and 0 <= cost.stamp < 1e-3
     assert (cost.event_pair is None) == (kind == "cpu")
 

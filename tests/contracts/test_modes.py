@@ -54,7 +54,7 @@ def case_of(workload: str, mode: str, corpus: Corpus) -> Case:
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
     """Trains a few steps; the optimizer's error needs a thousand."""
-    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)
+    monkeypatch.setattr(optimizer, "ERROR_STEPS", 20)
 
 
 def pairs() -> Iterator[ParameterSet]:

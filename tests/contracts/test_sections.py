@@ -11,12 +11,12 @@ from hypothesis import given, settings
 
 from fp8bench.report.elements import Chart, Code, Element, Facts, Items, Table, Text
 from fp8bench.report.page.charts import numbers_table
-from fp8bench.report.page.section import page_of, parts_of, sections
+from fp8bench.report.page.section import build_parts, load_sections, report_page
 from tests.counts import counts, for_each
 from tests.materials import LONG, many, material, nothing, shapes, skipped, strange
 from tests.runs import Made, gemm, measured, transformer, wild_runs
 
-SECTIONS = sections()
+SECTIONS = load_sections()
 SHAPES = [{"m": m, "n": n, "k": 64} for m, n in product((1, 64), (64, 128))]
 RUNS: dict[str, Callable[[], list[Made]]] = {
     "gemm": lambda: [gemm()],
@@ -49,7 +49,7 @@ def is_empty(element: Element) -> bool:
 
 def check(*made: Made) -> None:
     """Asserts that a page of these runs meets the contract."""
-    page = page_of(material(*made))
+    page = report_page(material(*made))
     assert page.title and page.subtitle and page.parts
     words = Counter(part.name for part in page.parts)
     assert words.keys() <= SECTIONS.keys()
@@ -82,12 +82,12 @@ def test_a_page_keeps_every_promise(runs: str) -> None:
 
 
 def test_names_are_shown_unchanged() -> None:
-    assert LONG in str(SECTIONS["phases"].build(material(strange())))
+    assert LONG in str(SECTIONS["phases"].build_part(material(strange())))
 
 
 @counts(100, 2000)
 def test_many_cases_build(count: int) -> None:
-    for part in parts_of(material(many(count // 3))):
+    for part in build_parts(material(many(count // 3))):
         assert sum(isinstance(element, Chart) for element in part.elements) <= 4
 
 

@@ -33,16 +33,16 @@ from fp8bench.model import (
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.specs import ENERGY, PEAK_MEMORY, PEAKS, spec_of
 from fp8bench.pipeline import execute
-from fp8bench.plan.checked_workload import products_of
+from fp8bench.plan.checked_workload import checked_products
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Arithmetic, Grid, Layer, Setup, SilentObserver
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
-from fp8bench.store.points import points_of_run
-from fp8bench.store.series import check_grid, series_of
+from fp8bench.store.points import extract_points
+from fp8bench.store.series import check_grid, make_series
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.products import formats_of
+from fp8bench.worker.products import find_formats
 from fp8bench.workloads import optimizer
 from fp8bench.workloads.learning import Learning
 from tests.counts import for_each, paired, sampled
@@ -163,7 +163,7 @@ def test_work_is_known_and_positive(name: str, facts: DeviceFacts) -> None:
 def test_layers_are_declared_by_kind_and_can_be_written_in_a_map(name: str, facts: DeviceFacts) -> None:
     workload, kinds = workloads.get(name), []
     for params in default_cases(name, facts):
-        layers = products_of(workload, dict(params))
+        layers = checked_products(workload, dict(params))
         kinds += [layer.kind for layer in layers]
         assert {layer.kind for layer in layers} in (set(), set(workload.layer_kinds))
     assert set(kinds) == set(workload.layer_kinds)
@@ -222,7 +222,7 @@ GIVE_NOTHING_THAT_STAYS = frozenset(
 def test_steps_have_a_visible_effect_or_a_reason(name: str, precision: str, corpus: Corpus, bench: Bench) -> None:
     found = bench.effect(smallest(name, precision, corpus), CPU)
     if name in GIVE_NOTHING_THAT_STAYS and precision != "fp8-delayed":
-        assert found == StepEffect(None, "none of its results is kept in its state, or returned")
+        assert found == StepEffect(None, "no result of it is stored in its state or returned")
     else:
         assert found == StepEffect(True)
 
@@ -232,7 +232,7 @@ def test_steps_have_a_visible_effect_or_a_reason(name: str, precision: str, corp
 def test_errors_are_named_numbers_that_grow_as_bits_go(
     name: str, corpus: Corpus, bench: Bench, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 20)  # a thousand steps take a second each
+    monkeypatch.setattr(optimizer, "ERROR_STEPS", 20)  # a thousand steps take a second each
     runnable = precisions_of(name, corpus, "fp32", "bf16", "nvfp4")
     first, *_, last = runnable
     found = {precision: bench.error(smallest(name, precision, corpus), CPU) for precision in runnable}
@@ -299,10 +299,10 @@ def test_products_run_on_operands_of_the_precision(precision: str, corpus: Corpu
 def test_a_map_without_a_layer_left_is_of_its_own_precisions(corpus: Corpus, bench: Bench) -> None:
     case = replace(smallest("mlp", "fp8", corpus), precision_map=(("up", "bf16"), ("down", "bf16")))
     workload = workloads.get("mlp")
-    assert [one.name for one in formats_of(workload, case, CPU)] == ["bf16"]
+    assert [one.name for one in find_formats(workload, case, CPU)] == ["bf16"]
     partly = replace(case, precision_map=(("up", "bf16"),))
-    assert [one.name for one in formats_of(workload, partly, CPU)] == ["e4m3fn", "e5m2"]
-    assert formats_of(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32"))), CPU) == ()
+    assert [one.name for one in find_formats(workload, partly, CPU)] == ["e4m3fn", "e5m2"]
+    assert find_formats(workload, replace(case, precision_map=(("up", "fp32"), ("down", "fp32"))), CPU) == ()
     for one in (case, partly):
         assert bench.products(one, CPU).low
 
@@ -364,12 +364,12 @@ def test_a_grid_declares_what_its_cases_have(name: str, grid_of: Callable[[str],
 def test_every_series_of_a_grid_has_figures(name: str, grid_of: Callable[[str], tuple[Grid, Run]]) -> None:
     _, run = grid_of(name)
     records = measured_of(run)
-    found = {point.series for point in points_of_run(run).points if point.samples}
+    found = {point.series for point in extract_points(run).points if point.samples}
     corpus = next((str(record.case.param("data")) for record in records if workloads.get(name).uses_corpus), None)
     silent = {ENERGY} if all(not record.energy or not record.energy.windows for record in records) else set()
     if all(record.is_reference or record.support.level is Level.EMULATED for record in records):
         silent |= {specs.RELATIVE, specs.RELATIVE_MEAN}
-    wanted = {one.name for one in series_of(workloads.get(name), corpus) if one.metric not in silent}
+    wanted = {one.name for one in make_series(workloads.get(name), corpus) if one.metric not in silent}
     assert wanted <= found
 
 

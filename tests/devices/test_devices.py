@@ -15,11 +15,11 @@ import pytest
 import torch
 
 from fp8bench.devices import cpu as cpu_module
-from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, last_cache, processor_name
-from fp8bench.devices.cuda import Cuda, QueueFiller, pci_address, why_no_kernels
+from fp8bench.devices.cpu import Cpu, HostStamper, ProfilerMeter, processor_name, read_last_cache
+from fp8bench.devices.cuda import Cuda, QueueFiller, explain_missing_kernels, pci_address
 from fp8bench.model import DeviceFacts, MemoryRole
-from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Sized
-from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, inner_record
+from fp8bench.profiler.allocations import AllocationStream, Event, LiveAddresses, MemoryChange, PhaseStart
+from fp8bench.profiler.gpu import AllocatorMeter, Backward, EventStamper, find_record_method
 from fp8bench.protocols import CannotCapture, CannotLimit, MemoryMeter
 from fp8bench.registry import devices
 from tests.counts import for_each
@@ -69,7 +69,7 @@ def test_events_are_recorded_without_the_python_method_around_it() -> None:
             raise AssertionError
 
     assert "record" in vars(torch.cuda.Event)
-    assert inner_record(Wrapped) is vars(FakeEvent)["record"] is inner_record(FakeEvent)
+    assert find_record_method(Wrapped) is vars(FakeEvent)["record"] is find_record_method(FakeEvent)
 
 
 def test_the_processor_is_one_device_with_plain_facts() -> None:
@@ -125,8 +125,8 @@ def test_the_size_of_the_last_cache_comes_from_the_system(tmp_path: Path) -> Non
         for name, text in zip(("level", "size", "shared_cpu_list"), said, strict=True):
             (cache / f"index{index}" / name).write_text(f"{text}\n")
     (cache / "index9").mkdir()
-    assert last_cache(tmp_path) == (32 << 20, 8)
-    assert last_cache(tmp_path / "none") == (0, 0)
+    assert read_last_cache(tmp_path) == (32 << 20, 8)
+    assert read_last_cache(tmp_path / "none") == (0, 0)
 
 
 def test_host_stamps_are_whole_nanoseconds_that_never_go_back() -> None:
@@ -307,7 +307,7 @@ HOPPER = ["sm_75", "sm_80", "sm_86", "sm_90", "sm_100", "sm_120"]
     ],
 )
 def test_a_build_of_torch_has_kernels_for_some_gpus(arch: str, built: list[str], runs: bool) -> None:
-    why = why_no_kernels(arch, built)
+    why = explain_missing_kernels(arch, built)
     assert bool(why) is not runs
     assert runs or (arch in why and built[0] in why)
 
@@ -335,7 +335,7 @@ def peak_of(meter: MemoryMeter) -> int | None:
     [(1001, torch.float32, 4004), (7, torch.bfloat16, 14), (333, torch.float8_e4m3fn, 333), (99, torch.int64, 792)],
 )
 def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch.dtype, size: int) -> None:
-    meter = ProfilerMeter()
+    meter = ProfilerMeter("cpu")
     meter.start()
     kept = torch.empty(count, dtype=dtype)
     meter.mark()
@@ -343,7 +343,7 @@ def test_memory_on_the_processor_is_counted_to_the_byte(count: int, dtype: torch
 
 
 def test_the_peak_counts_memory_that_was_freed() -> None:
-    meter = ProfilerMeter()
+    meter = ProfilerMeter("cpu")
     meter.start()
     kept = [torch.empty(1000)]
     del kept[0], (gone := [torch.empty(1 << 20)])[0]
@@ -357,7 +357,7 @@ def test_the_peak_counts_memory_that_was_freed() -> None:
 
 def test_memory_from_before_does_not_count() -> None:
     before = [torch.empty(10_000), torch.empty(20_000)]
-    meter = ProfilerMeter()
+    meter = ProfilerMeter("cpu")
     meter.start()
     kept = torch.empty(100)
     del before[0]
@@ -368,7 +368,7 @@ def test_memory_from_before_does_not_count() -> None:
 
 
 def test_what_operations_and_backward_allocate_counts() -> None:
-    side, meter = 64, ProfilerMeter()
+    side, meter = 64, ProfilerMeter("cpu")
     peaks = []
     for backward in (False, True):
         meter.start()
@@ -385,7 +385,7 @@ def test_what_operations_and_backward_allocate_counts() -> None:
 
 
 def test_what_an_earlier_count_left_behind_does_not_count() -> None:
-    meter = ProfilerMeter()
+    meter = ProfilerMeter("cpu")
     cache = []
     for _ in range(3):
         meter.start()
@@ -396,7 +396,7 @@ def test_what_an_earlier_count_left_behind_does_not_count() -> None:
 
 
 def test_a_meter_without_a_mark_has_no_answer() -> None:
-    meter = ProfilerMeter()
+    meter = ProfilerMeter("cpu")
     assert meter.stop() is None
     meter.start()
     kept = torch.empty(10)
@@ -413,7 +413,7 @@ def test_measuring_memory_says_nothing_and_leaves_the_environment_alone() -> Non
         "import os, torch\n"
         "from fp8bench.devices.cpu import ProfilerMeter\n"
         "before = dict(os.environ)\n"
-        "meter = ProfilerMeter()\n"
+        "meter = ProfilerMeter('cpu')\n"
         "for _ in range(2):\n"
         "    meter.start(); meter.mark(); x = torch.empty(9); assert meter.stop().peak == 36; del x\n"
         "assert dict(os.environ) == before\n"
@@ -541,8 +541,8 @@ def test_a_gpus_allocations_come_from_the_profiler(monkeypatch: pytest.MonkeyPat
 
     def told() -> list[Event]:
         AllocationStream.stop(meter._stream)
-        changes = [Sized(1, 512), Sized(2, 32 << 20), Begun("gemm"), Sized(3, 1024)]
-        return [*changes, *notes, Sized(2, -(32 << 20))]
+        changes = [MemoryChange(1, 512), MemoryChange(2, 32 << 20), PhaseStart("gemm"), MemoryChange(3, 1024)]
+        return [*changes, *notes, MemoryChange(2, -(32 << 20))]
 
     monkeypatch.setattr(meter._stream, "stop", told)
     course = meter.stop()
@@ -566,7 +566,7 @@ def test_memory_that_autograds_thread_freed_unseen_does_not_count(monkeypatch: p
     assert not torch._C._is_multithreading_enabled() and len(allocator.ran) == 2
     meter.enter("gemm")
     assert meter.stop() is not None and torch._C._is_multithreading_enabled()
-    assert notes[:3] == [Live(frozenset({7})), Begun("unattributed"), Begun("gemm")]
+    assert notes[:3] == [LiveAddresses(frozenset({7})), PhaseStart("unattributed"), PhaseStart("gemm")]
 
 
 def test_counting_only_the_peak_starts_no_profiler(monkeypatch: pytest.MonkeyPatch) -> None:

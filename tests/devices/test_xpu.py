@@ -132,7 +132,7 @@ def test_memory_ends_at_its_limit(xpu: FakeXpu, monkeypatch: pytest.MonkeyPatch)
         assert xpu.fraction == 0.5
     assert xpu.fraction == 1.0
     monkeypatch.delattr(FakeXpu, "get_per_process_memory_fraction")
-    with pytest.raises(CannotLimit, match="keeps no limit"):
+    with pytest.raises(CannotLimit, match="cannot limit memory"):
         Xpu().memory_limited(0, 400)
 
 

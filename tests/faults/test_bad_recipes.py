@@ -24,7 +24,7 @@ MODES = [
     ("float8_e4m3fn", "unknown dtype 'float8_e4m3fn'. Did you mean 'fp8-e4m3'?"),
     ("torch.half", "Did you mean 'fp16'?"),
     ("bfloat16", "Did you mean 'bf16'?"),
-    ("fp64", "every error here is against fp64 already. The usual reference is fp32"),
+    ("fp64", "all errors are already relative to fp64. The usual reference is fp32"),
     ("fp8-dealyed", "Did you mean 'fp8-delayed'"),
     ("fp8-delayed:hsitory=3", "unknown option of dtype fp8-delayed 'hsitory'. Did you mean 'history'"),
     ("mxfp8:history=3", "unknown option of dtype mxfp8 'history'"),

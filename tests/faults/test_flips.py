@@ -13,7 +13,7 @@ from fp8bench.errors import Fp8benchError
 from fp8bench.features.duel.kind import DuelKind, start_duel
 from fp8bench.features.train.kind import load_training, reopen_training, start_training
 from fp8bench.model.codec import encode
-from fp8bench.store.acks import acks_of, append_acks, load_acks
+from fp8bench.store.acks import acks_path, append_acks, load_acks
 from fp8bench.store.runs.run_file import load_run, start_run
 from tests.counts import counts, for_each
 from tests.duels import SESSION, header, result
@@ -103,7 +103,7 @@ def places(store: Path) -> Kind:
     def read() -> tuple[Any, Sequence[str]]:
         writer = reopen_training(path)
         writer.close()
-        return writer.places, ()
+        return writer.points, ()
 
     return Kind(path.with_name("places.json"), read)
 
@@ -111,8 +111,8 @@ def places(store: Path) -> Kind:
 def a_duel(store: Path) -> Kind:
     writer = start_duel(header(), store)
     for one in (result("fp32", SESSION), result("bf16", SESSION)):
-        writer.result(one)
-    writer.session(header().cases[0], SESSION)
+        writer.write_result(one)
+    writer.write_session(header().cases[0], SESSION)
     writer.finish("finished")
     path = writer.path
 
@@ -133,7 +133,7 @@ def acks(store: Path) -> Kind:
         found = load_acks(store)
         return set(found.acks), found.troubles
 
-    return Kind(acks_of(store), read, ends=False)
+    return Kind(acks_path(store), read, ends=False)
 
 
 KINDS: dict[str, Callable[[Path], Kind]] = {

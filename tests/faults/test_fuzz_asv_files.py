@@ -22,7 +22,7 @@ from fp8bench.store.asv.files import (
     save_machine,
     save_results,
 )
-from fp8bench.store.asv.rows import AsvRow, cell
+from fp8bench.store.asv.rows import AsvRow, summarize_samples
 from tests.counts import counts
 from tests.faults import damage
 
@@ -99,7 +99,7 @@ def originals(tmp_path_factory: pytest.TempPathFactory) -> list[tuple[str, bytes
     """Small valid files of each kind: results of three benchmarks with samples, their list, and a machine."""
     folder = tmp_path_factory.mktemp("originals")
     params = (("'fp8'", "'bf16'"), ("256", "1024"))
-    cells = [cell([1e-3 * place, 1e-3 * (place + 1), 1e-3 * (place + 4)]) for place in range(3)]
+    cells = [summarize_samples([1e-3 * place, 1e-3 * (place + 1), 1e-3 * (place + 4)]) for place in range(3)]
     values, stats = zip(*cells, (float("nan"), None), strict=True)
     samples = (None, (1e-3, 2.0, 3), None, None)
     rows = {

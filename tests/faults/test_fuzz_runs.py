@@ -13,9 +13,9 @@ from fp8bench.analysis.findings import findings
 from fp8bench.errors import StoreError
 from fp8bench.model import Environment
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import run_rows, run_value
+from fp8bench.report.data.run import run_document, run_rows
 from fp8bench.report.terminal import run as text
-from fp8bench.store.runs.run_file import load_run, missing_groups, start_run
+from fp8bench.store.runs.run_file import find_incomplete_groups, load_run, start_run
 from tests.counts import counts
 from tests.faults import damage
 from tests.older import without_sums
@@ -68,8 +68,12 @@ def test_whatever_happened_to_a_run_file_it_is_refused_or_shown(count: int, whol
             continue
         try:
             found = findings(run)
-            outputs = (text.render(run, found), json_line(run_value(run, found)), csv_text(*run_rows([(run, found)])))
-            missing_groups(run)
+            outputs = (
+                text.render(run, found),
+                json_line(run_document(run, found)),
+                csv_text(*run_rows([(run, found)])),
+            )
+            find_incomplete_groups(run)
         except Exception as error:
             kept = tmp_path / "failing.jsonl"
             kept.write_bytes(content)

@@ -21,16 +21,16 @@ from hypothesis import strategies as st
 from fp8bench.files import lock_folder
 from fp8bench.model import Request, Run
 from fp8bench.store.asv.files import load_results
-from fp8bench.store.asv.view import results_of, update_view
+from fp8bench.store.asv.view import results_folder, update_view
 from fp8bench.store.commit_runs import runs_of_commit
-from fp8bench.store.series import METHOD
+from fp8bench.store.series import METHOD_VERSION
 from tests.counts import paired
 from tests.house.sources import ROOT
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
 NOBODY = 65534
 DONE = "history: 2 cases of commit 0a1b2c3d in asv's view"
-AGAIN = " The run is kept; `fp8bench history rebuild` makes the view again."
+AGAIN = " The run is stored; `fp8bench history rebuild` rebuilds the view."
 OTHER = "f00dface" * 5
 # The run is written where there is room; afterwards no file may exceed a kilobyte.
 FULL_DISK = """
@@ -87,7 +87,7 @@ def edit(path: Path, change: Callable[[dict[str, Any]], object]) -> None:
 
 def file_of(store: Path, kind: str) -> Path:
     """The results file, or one of the lists next to it."""
-    results = results_of(store)
+    results = results_folder(store)
     return {"results": the_file(store), "benchmarks.json": results / kind, "machine.json": results / "box" / kind}[kind]
 
 
@@ -209,7 +209,7 @@ def test_a_broken_file_is_renamed_and_written_again(store: Path, kind: str, name
     path.write_text(text, errors="surrogateescape")
     long_ago(path)
     said = again(store)
-    assert said == f"{DONE}; {path.name} was broken and made anew, the old one is {path.name}.broken-1"
+    assert said == f"{DONE}; {path.name} was broken and written again; the old file is {path.name}.broken-1"
     assert path.with_name(f"{path.name}.broken-1").read_text(errors="surrogateescape") == text
     assert json.loads(path.read_text()).keys() == sound.keys() and num_samples(store) == {2 * ROUNDS}
     assert again(store) == DONE
@@ -236,16 +236,19 @@ def test_foreign_rows_and_keys_stay_in_a_file(store: Path) -> None:
         content |= {"later": [1], "durations": {"<build>": 3.0}}
 
     edit(path, change)
-    edit(results_of(store) / "benchmarks.json", lambda known: known.update(x={"name": "x", "params": [], "unit": "s"}))
-    edit(results_of(store) / "box" / "machine.json", lambda known: known.update(gpu="H200", note=[1]))
+    edit(
+        results_folder(store) / "benchmarks.json",
+        lambda known: known.update(x={"name": "x", "params": [], "unit": "s"}),
+    )
+    edit(results_folder(store) / "box" / "machine.json", lambda known: known.update(gpu="H200", note=[1]))
     assert again(store) == DONE
     content = json.loads(path.read_text())
     assert content["results"]["harness.track_start"] == foreign
     assert content["results"]["harness.track_end"] == "by hand"
     assert (content["later"], content["durations"]) == ([1], {"<build>": 3.0})
-    benchmarks = json.loads((results_of(store) / "benchmarks.json").read_text())
+    benchmarks = json.loads((results_folder(store) / "benchmarks.json").read_text())
     assert benchmarks["x"] == {"name": "x", "params": [], "unit": "s"} and f"{TITLE}time" in benchmarks
-    assert json.loads((results_of(store) / "box" / "machine.json").read_text())["note"] == [1]
+    assert json.loads((results_folder(store) / "box" / "machine.json").read_text())["note"] == [1]
 
 
 def test_a_changed_figure_is_restored(store: Path) -> None:
@@ -265,13 +268,13 @@ def test_a_changed_figure_is_restored(store: Path) -> None:
 
 def test_the_machine_json_of_another_machine_gives_a_message(store: Path) -> None:
     """asv would show nothing from such a folder."""
-    path = results_of(store) / "box" / "machine.json"
+    path = results_folder(store) / "box" / "machine.json"
     edit(path, lambda content: content.update(machine="other"))
     before = contents(store / "asv")
     said = again(store)
     assert said == (
-        f"history: {path} is of machine 'other', and its folder of 'box': asv shows nothing of that folder. Make "
-        f"them equal.{AGAIN}"
+        f"history: {path} names the machine 'other', but its folder is 'box': asv ignores that folder. Make both "
+        f"names equal.{AGAIN}"
     )
     assert contents(store / "asv") == before
 
@@ -279,7 +282,7 @@ def test_the_machine_json_of_another_machine_gives_a_message(store: Path) -> Non
 def test_results_of_commits_with_the_same_prefix_are_not_mixed(store: Path) -> None:
     edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:8] + "f" * 32))
     before = contents(store / "asv")
-    assert "holds the results of another commit, 0a1b2c3dffffffff" in again(store)
+    assert "has the results of a different commit, 0a1b2c3dffffffff" in again(store)
     assert contents(store / "asv") == before
     edit(the_file(store), lambda content: content.update(commit_hash=COMMIT[:10]))  # as set with asv run
     assert again(store) == DONE
@@ -308,7 +311,7 @@ def test_a_run_from_the_future_does_not_decide_the_version(store: Path) -> None:
     future = keep(grid_run(started="2040-01-01T00:00:00+00:00", version="0"), store)
     update_view(future, store)
     row = load_results(the_file(store)).rows[f"{TITLE}time"]
-    assert row.version == f"{METHOD}.1" and num_samples(store) == {ROUNDS}
+    assert row.version == f"{METHOD_VERSION}.1" and num_samples(store) == {ROUNDS}
     assert row.started_at == 2208988800000
     assert again(store) == DONE and num_samples(store) == {2 * ROUNDS}
 
@@ -316,9 +319,10 @@ def test_a_run_from_the_future_does_not_decide_the_version(store: Path) -> None:
 def test_runs_of_an_old_version_alone_are_filed_under_it(tmp_path: Path) -> None:
     """asv hides them under the current version, and shows them with the old one."""
     update_view(keep(grid_run(version="0"), tmp_path), tmp_path)
-    assert load_results(the_file(tmp_path)).rows[f"{TITLE}time"].version == f"{METHOD}.0"
+    assert load_results(the_file(tmp_path)).rows[f"{TITLE}time"].version == f"{METHOD_VERSION}.0"
     assert (
-        json.loads((results_of(tmp_path) / "benchmarks.json").read_text())[f"{TITLE}time"]["version"] == f"{METHOD}.1"
+        json.loads((results_folder(tmp_path) / "benchmarks.json").read_text())[f"{TITLE}time"]["version"]
+        == f"{METHOD_VERSION}.1"
     )
 
 
@@ -345,9 +349,9 @@ def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: P
 
 
 def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) -> None:
-    before = contents(results_of(store) / "box")
+    before = contents(results_folder(store) / "box")
     assert update_view(keep(grid_run(facts(machine="new")), store), store) == DONE
-    assert contents(results_of(store) / "box") == before
+    assert contents(results_folder(store) / "box") == before
     old, new = results_files(store)
     assert Results.load(str(old), "box").params["machine"] == "box"
     assert Results.load(str(new), "new").params["machine"] == "new"
@@ -360,7 +364,7 @@ def test_a_machine_name_too_long_for_a_folder_gives_a_message(tmp_path: Path) ->
 
 # Messages when nothing is written.
 
-STAYS = "; the run is kept, and asv's view stays as it is"
+STAYS = "; the run is stored, and asv's view is unchanged"
 
 
 def elsewhere(workload: str) -> Run:
@@ -370,25 +374,25 @@ def elsewhere(workload: str) -> Run:
     return replace(run, records=tuple(replace(one, case=case) for one, case in zip(run.records, cases, strict=True)))
 
 
-DIFFER = "from commit 0a1b2c3d, so that these are not its numbers"
-NAMELESS = "it does not say on which machine, or by a name that is no folder's"
+DIFFER = "from commit 0a1b2c3d, so these are not its numbers"
+NAMELESS = "it does not name its machine, or by a name that cannot be a folder"
 NOT_FILED: list[tuple[Run, str]] = [
     (grid_run(facts(commit=None, dirty=None)), "this was not measured in a git repository"),
     (grid_run(facts(None, commit_unknown="no, she said")), "git names no commit here (no, she said)"),
     (grid_run(facts("HEAD")), "this was not measured in a git repository"),
     (grid_run(facts(7)), "this was not measured in a git repository"),
     (grid_run(facts(dirty=True)), f"the files differ {DIFFER}"),
-    (grid_run(facts(dirty=None)), f"the files may differ (git does not say) {DIFFER}"),
+    (grid_run(facts(dirty=None)), f"the files may differ (git does not report it) {DIFFER}"),
     (
         grid_run(request=Request("gemm", threads=2)),
-        "it was measured with --threads 2, and the history is of one thread",
+        "it was measured with --threads 2, but the history tracks one thread",
     ),
     (grid_run(request=Request("gemm", isolation=False)), "it was measured without a worker (--no-isolation)"),
-    (grid_run(request=Request("gemm", seed=3)), "it was measured with --seed 3, and the history is of seed 0"),
-    (elsewhere("no_such"), "the suite no_such is not known here; --import its module"),
+    (grid_run(request=Request("gemm", seed=3)), "it was measured with --seed 3, but the history tracks seed 0"),
+    (elsewhere("no_such"), "the suite no_such is unknown; --import its module"),
     (elsewhere("gemm"), "none of its cases is in a declared grid"),
     *(
-        (grid_run(started=text), f"its start, {text!r}, is no time")
+        (grid_run(started=text), f"its start, {text!r}, is not a time")
         for text in ("", "yesterday", "2026-13-01", "9" * 30)
     ),
     # Facts come from foreign files and may not lead outside the store.

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.files import lock_folder
-from fp8bench.store.asv.view import results_of, update_view
+from fp8bench.store.asv.view import results_folder, update_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import git, unfolded
@@ -85,9 +85,9 @@ def test_an_interrupt_of_the_view_says_what_is_kept(repository: Path, number: si
     (path,) = run_files(store)
     assert process.returncode == 130 and out.startswith("gemm ")
     assert unfolded(err) == (
-        f"fp8bench: history: interrupted while asv's view was brought up to date; the run is kept in "
-        f"{path.relative_to(repository)}, and `fp8bench history rebuild` makes the view again\n"
+        f"fp8bench: history: interrupted while asv's view was updated; the run is stored in "
+        f"{path.relative_to(repository)}, and `fp8bench history rebuild` updates the view\n"
     )
     run = load_run(path)
-    assert run.finished and not results_of(store).exists()
+    assert run.finished and not results_folder(store).exists()
     assert "1 case of commit" in update_view(run, store) and len(results_files(store)) == 1

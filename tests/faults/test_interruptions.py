@@ -20,7 +20,7 @@ from typing import IO
 import pytest
 
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_run, missing_groups
+from fp8bench.store.runs.run_file import find_incomplete_groups, load_run
 from suites import kill
 from suites.trials import ROOT
 from tests.counts import counts, sampled
@@ -28,7 +28,7 @@ from tests.forked_workers import started as forking
 from tests.forked_workers import workers
 
 NO_HISTORY = (
-    "fp8bench: history: this was not measured in a git repository; the run is kept, and asv's view stays as it is\n"
+    "fp8bench: history: this was not measured in a git repository; the run is stored, and asv's view is unchanged\n"
 )
 LIMITED = """
 import resource, runpy, sys
@@ -118,7 +118,7 @@ def test_an_interrupt_prints_what_there_is_and_how_to_go_on(folder: Path) -> Non
     assert process.returncode == 0 and err.endswith(NO_HISTORY)
     (path,) = run_files(folder / ".fp8bench")
     run = load_run(path)
-    assert run.finished and not missing_groups(run) and len(run.records) == 24 and len(run.resumptions) == 1
+    assert run.finished and not find_incomplete_groups(run) and len(run.records) == 24 and len(run.resumptions) == 1
     with started(folder, *told[1].split()) as process:
         _, err = process.communicate(timeout=240)
     assert process.returncode == 0 and err == f"fp8bench: run {run.id} is finished; nothing was missing\n"

@@ -125,12 +125,12 @@ def test_what_is_no_number_of_the_format_is_refused(fmt: Format) -> None:
     wrong += [] if fmt.has_infinity else [torch.inf, -torch.inf]
     wrong += [0.0, -0.0, -1.0] if fmt is E8M0 else []
     for value in wrong:
-        with pytest.raises(UsageError, match=f"1 of 3 values is no number of {fmt.name}"):
+        with pytest.raises(UsageError, match=f"1 of 3 values cannot be represented in {fmt.name}"):
             encode(torch.tensor([smallest, value, largest]), fmt)
     if not fmt.has_nan:
         values = torch.zeros(1 << 17)
         values[-1] = torch.nan
-        with pytest.raises(UsageError, match=f"{fmt.name} has no NaN, and 1 of 131072 values"):
+        with pytest.raises(UsageError, match=f"{fmt.name} has no code for NaN: replace the 1 NaN among 131072 values"):
             encode(values, fmt)
 
 
@@ -141,6 +141,8 @@ def test_codes_with_more_bits_are_refused(fmt: Format) -> None:
         with pytest.raises(UsageError, match=f"and {wrong} is not one"):
             decode(torch.tensor([0, wrong], dtype=code_dtype(fmt)), fmt)
     assert decode(torch.tensor([0], dtype=code_dtype(fmt)), fmt, checked=False).numel()
+    if fmt is not TF32:
+        assert decode(torch.tensor([over], dtype=code_dtype(fmt)), fmt, checked=False).isnan().all()
 
 
 @each_format

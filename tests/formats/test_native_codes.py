@@ -13,7 +13,7 @@ from torch import Tensor
 
 from fp8bench.formats import operators, vector_width
 from fp8bench.formats.code_kernels import CodesKernel
-from fp8bench.formats.codes import DTYPES
+from fp8bench.formats.codes import CODE_DTYPES
 from fp8bench.formats.compiling import PairKernel
 from fp8bench.formats.grids import E4M3, E5M2, FP16, Format
 from fp8bench.formats.native_codes import (
@@ -27,7 +27,7 @@ from fp8bench.formats.native_codes import (
     transpose_codes,
 )
 from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import by_columns, squares
+from fp8bench.formats.scale_layouts import store_by_columns, store_square_scales
 from fp8bench.formats.scaled import largest_magnitude, quantise
 from tests.counts import for_each, sampled
 from tests.formats.test_operators import AWKWARD, BF16, F16, F32, Operators, assert_fused, counted
@@ -93,8 +93,8 @@ def in_blocks_stored(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Te
     for one, side in ((x, 1), (x.t(), 1), (x, 128), (x, 128), (x.t(), 128)):
         stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding), checked=False)
         assert stored.scales is not None
-        scales = by_columns(stored.scales) if side == 1 else squares(stored.scales)
-        found += [stored.codes.view(DTYPES[fmt.name]), scales]
+        scales = store_by_columns(stored.scales) if side == 1 else store_square_scales(stored.scales)
+        found += [stored.codes.view(CODE_DTYPES[fmt.name]), scales]
     return found
 
 
@@ -141,7 +141,7 @@ def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
             straight = codes_by_definition(given, defined, how.fmt)
             wanted = [straight, straight.T, straight, codes_by_definition(given, 1.0, how.fmt), straight.T]
         for mine, theirs in zip(got, wanted, strict=True):
-            bits = torch.from_numpy(np.ascontiguousarray(theirs).view(np.uint8)).view(DTYPES[how.fmt.name])
+            bits = torch.from_numpy(np.ascontiguousarray(theirs).view(np.uint8)).view(CODE_DTYPES[how.fmt.name])
             assert same(mine, bits), (x.shape, x.stride())
 
 
@@ -216,7 +216,7 @@ def course(delayed: Delayed, fmt: Format, device: str = "cpu") -> list[list[Tens
 def test_compiled_delayed_scales_are_the_eager_ones(delayed: Delayed, monkeypatch: pytest.MonkeyPatch) -> None:
     """State included; eager ones are compared with a definition in tests/nn/test_tensor_scales.py."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    monkeypatch.setattr(vector_width, "vector_widths", lambda device: ())
     eager = course(delayed, E4M3)
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     compiled = course(delayed, E4M3)

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from fp8bench.formats import compiling, fused, operators, quantise, scaled, vector_width
 from fp8bench.formats.grids import E2M1, E3M2, E4M3, E4M3FNUZ, E5M2, FP16, TF32, Format, Overflow
-from fp8bench.formats.memory_layout import Quantisation, layout_of
+from fp8bench.formats.memory_layout import Quantisation, choose_layout
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling
 from tests.counts import for_each, sampled
@@ -133,7 +133,7 @@ def compile_for(*every: Asked) -> None:
     for asked in every:
         called(AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source), asked)
     with pytest.MonkeyPatch.context() as patched:  # one width takes half the time: test_vector_width.py has both
-        patched.setattr(vector_width, "widths", lambda device: ())
+        patched.setattr(vector_width, "vector_widths", lambda device: ())
         operators.KERNELS.compile(*operators.KERNELS.wanted)
 
 
@@ -145,7 +145,7 @@ def assert_fused(
 ) -> None:
     """Asserts that all use the same few kernels with dynamic sizes and equal many operations."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    monkeypatch.setattr(vector_width, "vector_widths", lambda device: ())
     eager = [call(x) for x in many]
     before, *_ = counted()
     operators.KERNELS.compile(*operators.KERNELS.wanted)
@@ -158,7 +158,7 @@ def assert_fused(
 def fresh(monkeypatch: pytest.MonkeyPatch) -> None:
     """A process that has requested no kernel yet."""
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    monkeypatch.setattr(vector_width, "vector_widths", lambda device: ())
 
 
 @pytest.mark.slow
@@ -218,10 +218,10 @@ def test_no_call_compiles_or_has_guards_to_fail() -> None:
 def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
     """torch 2.11 treats equal sizes as the same symbol."""
     x = AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source)
-    placed = layout_of(x, torch.empty_like(x, dtype=asked.target), Quantisation(asked.fmt, asked.scaling))
+    placed = choose_layout(x, torch.empty_like(x, dtype=asked.target), Quantisation(asked.fmt, asked.scaling))
     assert placed is not None
     sizes = placed.kernel.examples()[0].shape
-    assert all(sizes.count(sizes[free]) == 1 for free in fused._FREE[placed.kernel.layout])
+    assert all(sizes.count(sizes[free]) == 1 for free in fused._FREE_DIMENSIONS[placed.kernel.layout])
 
 
 @pytest.mark.slow

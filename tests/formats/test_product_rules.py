@@ -14,15 +14,15 @@ from fp8bench.formats.hardware import (
     MI350X,
     RTX5090,
     DeviceClass,
-    foreign_kernel,
+    find_wider_kernel,
 )
 from fp8bench.formats.product_rules import (
     Product,
     Scheme,
-    missing,
-    objections,
+    explain_missing,
+    explain_te_refusal,
+    list_objections,
     rows_give_float32,
-    te_refusal,
 )
 from fp8bench.formats.recipes import BLOCK, MX, NVFP4, NVFP4_SQUARE, ROW, SQUARE, TENSOR, Scaling, Treatment
 from fp8bench.model import DeviceFacts
@@ -72,7 +72,7 @@ def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) 
     one = product(512, 512, 512, fmt, scaling)
 
     assert one.scheme is scheme
-    found = missing(one, device)
+    found = explain_missing(one, device)
     assert (not found) == (scheme in THERE[device])
 
 
@@ -80,8 +80,8 @@ def test_fnuz_formats_are_those_of_mi300_alone() -> None:
     fnuz = Treatment(E4M3FNUZ, TENSOR), Treatment(E5M2FNUZ, TENSOR)
     one = Product(512, 512, 512, *fnuz)
 
-    assert not missing(one, MI300X) and not objections(one, MI300X)
-    assert missing(one, H100) and missing(product(512, 512, 512), MI300X)
+    assert not explain_missing(one, MI300X) and not list_objections(one, MI300X)
+    assert explain_missing(one, H100) and explain_missing(product(512, 512, 512), MI300X)
 
 
 def test_pairs_that_no_library_multiplies() -> None:
@@ -91,7 +91,7 @@ def test_pairs_that_no_library_multiplies() -> None:
     """
     for fmt, scaling in ((E3M2, None), (E3M2, TENSOR), (E4M3, Scaling(1, 64)), (E2M1, ROW)):
         one = product(512, 512, 512, fmt, scaling)
-        assert one.scheme is None and fmt.name in missing(one, B200)
+        assert one.scheme is None and fmt.name in explain_missing(one, B200)
     assert Product(256, 256, 256, Treatment(E4M3, TENSOR), Treatment(E4M3, ROW)).scheme is None
     assert Product(256, 256, 256, Treatment(E4M3, BLOCK), Treatment(E4M3, SQUARE)).scheme is Scheme.BLOCK
     assert Product(256, 256, 256, Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)).scheme is Scheme.NVFP4
@@ -117,16 +117,16 @@ RUN_BY_TORCH = [
 def test_what_torch_tests_on_blackwell_is_taken(scheme: Scheme, m: int, k: int, n: int) -> None:
     fmt, scaling = SCHEMES[scheme]
 
-    assert not objections(product(m, n, k, fmt, scaling), B200)
-    assert objections(product(m, n, k + 16, fmt, scaling), B200)
+    assert not list_objections(product(m, n, k, fmt, scaling), B200)
+    assert list_objections(product(m, n, k + 16, fmt, scaling), B200)
     if k % 128 and scheme is not Scheme.NVFP4:
-        assert objections(product(m, n, k, fmt, scaling), MI350X)
+        assert list_objections(product(m, n, k, fmt, scaling), MI350X)
 
 
 @for_each("device", [L40S, H100, B200, RTX5090, MI350X], ids=lambda one: one.name)
 def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
-    assert not objections(product(17, 48, 32), device)
-    columns, contraction = objections(product(17, 50257, 40), device)
+    assert not list_objections(product(17, 48, 32), device)
+    columns, contraction = list_objections(product(17, 50257, 40), device)
 
     assert "N=50257 is no multiple of 16" in columns.why and columns.multiples == (1, 16, 1)
     assert "K=40 is no multiple of 16" in contraction.why and contraction.multiples == (1, 1, 16)
@@ -134,9 +134,9 @@ def test_every_scaled_product_wants_sixteens(device: DeviceClass) -> None:
 
 def test_one_objection_a_side_and_the_widest() -> None:
     for fmt, scaling in ((E2M1, NVFP4), (E4M3, MX)):
-        sides = [one.multiples for one in objections(product(33, 33, 40, fmt, scaling), B200)]
+        sides = [one.multiples for one in list_objections(product(33, 33, 40, fmt, scaling), B200)]
         assert sides == [(1, 16, 1), (1, 1, 32)]
-    sides = [one.multiples for one in objections(product(40, 40, 40, E4M3, MX), MI350X)]
+    sides = [one.multiples for one in list_objections(product(40, 40, 40, E4M3, MX), MI350X)]
     assert sides == [(32, 1, 1), (1, 32, 1), (1, 1, 128)]
 
 
@@ -146,24 +146,24 @@ def test_types_that_padding_does_not_mend() -> None:
     turned = Product(64, 64, 64, Treatment(E4M3, ROW), Treatment(E5M2, ROW))
     wide = product(64, 64, 64, E4M3, ROW, output="fp32")
 
-    assert [one.multiples for one in objections(twice, H100)] == [None] and not objections(twice, MI350X)
-    assert not objections(mixed, B200) and not objections(turned, H100)
-    assert "second operand is E4M3" in objections(turned, B200)[0].why
-    assert "not fp32" in objections(wide, L40S)[0].why and not objections(wide, H100)
-    assert objections(product(64, 64, 64, E4M3, ROW, output="fp16"), MI350X)
-    assert "innermost" in objections(product(64, 64, 64, rows=True), H100)[0].why
-    assert objections(product(256, 256, 256, E4M3, MX, output="fp32"), MI350X)
+    assert [one.multiples for one in list_objections(twice, H100)] == [None] and not list_objections(twice, MI350X)
+    assert not list_objections(mixed, B200) and not list_objections(turned, H100)
+    assert "second operand is E4M3" in list_objections(turned, B200)[0].why
+    assert "not fp32" in list_objections(wide, L40S)[0].why and not list_objections(wide, H100)
+    assert list_objections(product(64, 64, 64, E4M3, ROW, output="fp16"), MI350X)
+    assert "innermost" in list_objections(product(64, 64, 64, rows=True), H100)[0].why
+    assert list_objections(product(256, 256, 256, E4M3, MX, output="fp32"), MI350X)
 
 
 def test_transformer_engine_has_rules_of_its_own() -> None:
     """No MXFP8 on desktop Blackwell, no blocks before Hopper; no rules for row scales."""
     mxfp8 = product(64, 64, 64, E4M3, MX)
-    assert not missing(mxfp8, RTX5090) and "refuses MXFP8" in te_refusal(mxfp8, RTX5090)
-    assert te_refusal(mxfp8, B200) == te_refusal(product(64, 64, 64, E4M3, ROW), H100) == ""
-    assert "begins at compute capability 10.0" in te_refusal(product(64, 64, 64, E2M1, NVFP4), H100)
-    assert "E5M2 in every role" in te_refusal(product(64, 64, 64, E5M2), H100)
-    assert "begin at compute capability 9.0" in te_refusal(product(64, 64, 64, E4M3, BLOCK), L40S)
-    assert "begins at compute capability 8.9" in te_refusal(product(64, 64, 64), A100)
+    assert not explain_missing(mxfp8, RTX5090) and "refuses MXFP8" in explain_te_refusal(mxfp8, RTX5090)
+    assert explain_te_refusal(mxfp8, B200) == explain_te_refusal(product(64, 64, 64, E4M3, ROW), H100) == ""
+    assert "begins at compute capability 10.0" in explain_te_refusal(product(64, 64, 64, E2M1, NVFP4), H100)
+    assert "E5M2 in every role" in explain_te_refusal(product(64, 64, 64, E5M2), H100)
+    assert "begin at compute capability 9.0" in explain_te_refusal(product(64, 64, 64, E4M3, BLOCK), L40S)
+    assert "begins at compute capability 8.9" in explain_te_refusal(product(64, 64, 64), A100)
 
 
 def test_where_products_by_rows_give_float32() -> None:
@@ -206,7 +206,7 @@ NO_PRODUCTS = (
 
 def test_a_step_without_a_kernel_of_its_precision() -> None:
     wide = list(WIDE)
-    assert foreign_kernel([NO_PRODUCTS[0], *wide], 8) == wide[0]
-    assert foreign_kernel([*wide, FP8[0]], 8) == "" and foreign_kernel(wide, 16) == ""
-    assert foreign_kernel(NO_PRODUCTS, 8) == "" and foreign_kernel([], 8) == ""
-    assert foreign_kernel(FP8, 4) == FP8[0] and foreign_kernel(["cutlass3x_sm100_gemm_e2m1_e2m1_f32"], 4) == ""
+    assert find_wider_kernel([NO_PRODUCTS[0], *wide], 8) == wide[0]
+    assert find_wider_kernel([*wide, FP8[0]], 8) == "" and find_wider_kernel(wide, 16) == ""
+    assert find_wider_kernel(NO_PRODUCTS, 8) == "" and find_wider_kernel([], 8) == ""
+    assert find_wider_kernel(FP8, 4) == FP8[0] and find_wider_kernel(["cutlass3x_sm100_gemm_e2m1_e2m1_f32"], 4) == ""

@@ -14,7 +14,7 @@ import torch
 
 from fp8bench.errors import UsageError
 from fp8bench.formats.grids import BF16, E2M1, E2M3, E3M2, E4M3, E5M2, E8M0, Format, Overflow
-from fp8bench.formats.quantise import RANDOM_BITS, drawn_bits, key_of, random_bits, round_to
+from fp8bench.formats.quantise import RANDOM_BITS, element_random_bits, random_bits, round_to, seed_key
 from tests.counts import counts, for_each
 from tests.formats.oracles import (
     ALL,
@@ -206,11 +206,11 @@ def test_every_place_has_the_number_of_unsigned_arithmetic(seed: int) -> None:
 @for_each("seed", SEEDS)
 def test_beyond_32_bits_of_index_numbers_go_on_by_another_key(seed: int) -> None:
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (3 << 32) + 5])
-    keys = key_of(torch.tensor([seed]), places >> 32)
-    found = drawn_bits(places.to(torch.int32), keys)
+    keys = seed_key(torch.tensor([seed]), places >> 32)
+    found = element_random_bits(places.to(torch.int32), keys)
     assert np.array_equal(found.numpy(), witness(places.numpy().astype(np.uint64), seed))
     assert keys[-1] != keys[0] != keys[5] == keys[6]
-    assert torch.equal(keys[0], key_of(torch.tensor(seed)))
+    assert torch.equal(keys[0], seed_key(torch.tensor(seed)))
 
 
 def test_places_count_and_nothing_else() -> None:

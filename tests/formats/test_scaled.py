@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Callable
 from math import prod
 
 import pytest
@@ -196,7 +197,7 @@ def test_nan_is_stored_where_there_is_a_code_for_it(fmt: Format) -> None:
         if fmt.has_nan:
             assert differing(dequantised(quantise(x, fmt, scaling)), left) == 0
         else:
-            with pytest.raises(UsageError, match=f"{fmt.name} has no NaN, and 1 of 256 values"):
+            with pytest.raises(UsageError, match=f"{fmt.name} has no code for NaN: replace the 1 NaN among 256 values"):
                 quantise(x, fmt, scaling)
 
 
@@ -214,3 +215,9 @@ def test_stochastic_rounding_is_unbiased(fmt: Format, scaling: Scaling) -> None:
     slope = (drawn.mean(0) * x.double()).sum() / x.double().square().sum()
     deviation = (drawn.var(0) / 64 * x.double().square()).sum().sqrt() / x.double().square().sum()
     assert abs(slope - 1) < 4 * deviation
+
+
+@for_each("cast", [values, quantise])
+def test_a_scale_without_a_scaling_is_refused(cast: Callable[..., object]) -> None:
+    with pytest.raises(ValueError, match="a scale can be given for the scaling of a tensor or of rows, not for None"):
+        cast(torch.ones(4), E4M3, None, scale=torch.ones(()))

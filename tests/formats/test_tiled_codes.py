@@ -15,7 +15,7 @@ from fp8bench.formats.codes import unpack
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
 from fp8bench.formats.quantise import Draw
 from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ScaleRounding, Scaling
-from fp8bench.formats.scale_layouts import by_columns, of_squares, squares, swizzle, unswizzle
+from fp8bench.formats.scale_layouts import read_square_scales, store_by_columns, store_square_scales, swizzle, unswizzle
 from fp8bench.formats.scaled import quantise
 from fp8bench.formats.tiled_codes import FLOAT_BYTES, tiled_codes, tiled_codes_both, unscaled_codes
 from tests.counts import for_each, sampled
@@ -230,9 +230,9 @@ def test_a_scale_lies_where_its_tile_says(down: int, across: int) -> None:
 def test_float_scales_lie_by_columns(down: int, across: int) -> None:
     """The shapes and strides that torch requires on compute capability 9.0; padding is zero."""
     scales = numbered(down, across).float()
-    laid, turned, filled = by_columns(scales), squares(scales), -(-across // 4) * 4
+    laid, turned, filled = store_by_columns(scales), store_square_scales(scales), -(-across // 4) * 4
     assert torch.equal(laid, scales) and laid.shape == (down, across)
     assert laid.stride() == (1, down)
     assert turned.shape == (filled, down) and turned.stride() == (1, filled)
     assert torch.equal(turned[:across].t(), scales) and not turned[across:].any()
-    assert torch.equal(of_squares(turned, across), scales)
+    assert torch.equal(read_square_scales(turned, across), scales)

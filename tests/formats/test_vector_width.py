@@ -11,8 +11,10 @@ import pytest
 import torch
 
 from fp8bench.formats import compiling, fused, operators, vector_width
+from fp8bench.formats.code_kernels import RowCodesKernel
 from fp8bench.formats.grids import E4M3
-from fp8bench.formats.vector_width import Kept, choice
+from fp8bench.formats.recipes import ScaleRounding
+from fp8bench.formats.vector_width import StoredChoice, choose_width
 from tests.counts import for_each, sampled
 from tests.formats.test_operators import ASKED, AWKWARD, Asked, called, differences, eagerly
 
@@ -48,7 +50,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
 
             return run
 
-        monkeypatch.setattr(compiling, "_built", build)
+        monkeypatch.setattr(compiling, "_compile_with_width", build)
         return built
 
     return plant
@@ -65,7 +67,7 @@ def planted(cache: Path, monkeypatch: pytest.MonkeyPatch) -> Planted:
     ],
 )
 def test_wider_vectors_are_taken_where_they_save_a_tenth(seconds: dict[int, float], bits: int) -> None:
-    assert choice(seconds) == bits
+    assert choose_width(seconds) == bits
 
 
 @pytest.mark.parametrize(("seconds", "bits"), [({256: 5e-4, 512: 5e-3}, 256), ({256: 5e-3, 512: 5e-4}, 512)])
@@ -97,22 +99,22 @@ def test_a_width_that_does_not_compile_is_not_taken(planted: Planted) -> None:
 @pytest.mark.usefixtures("cache")
 def test_the_first_choice_counts_for_all() -> None:
     """Two workers that measure at once use the same width, otherwise identical code would differ."""
-    one, other = Kept("a kernel"), Kept("a kernel")
+    one, other = StoredChoice("a kernel"), StoredChoice("a kernel")
     assert one.read() is None
-    assert one.keep(512) == 512 and other.keep(256) == 512 and other.read() == 512
-    assert Kept("another kernel").read() is None
+    assert one.store(512) == 512 and other.store(256) == 512 and other.read() == 512
+    assert StoredChoice("another kernel").read() is None
 
 
 def test_a_file_that_says_nothing_or_cannot_be_written_is_measured_anew(cache: Path) -> None:
-    Kept("a kernel").keep(512)
+    StoredChoice("a kernel").store(512)
     (path,) = cache.glob("*.json")
     for content in ("", "{", "[]", "{}", '{"bits": 128}', '{"bits": [512]}', '"512"'):
         path.write_text(content)
-        assert Kept("a kernel").read() is None, content
-        assert Kept("a kernel").keep(256) == 256 and Kept("a kernel").read() == 256
+        assert StoredChoice("a kernel").read() is None, content
+        assert StoredChoice("a kernel").store(256) == 256 and StoredChoice("a kernel").read() == 256
     cache.rename(cache.with_name("aside"))
     cache.write_text("a file where the folder would be")
-    assert Kept("a kernel").keep(512) == 512 and Kept("a kernel").read() is None
+    assert StoredChoice("a kernel").store(512) == 512 and StoredChoice("a kernel").read() is None
 
 
 @pytest.mark.usefixtures("cache")
@@ -120,21 +122,30 @@ def test_wide_kernels_are_compiled_for_wide_vectors_whatever_the_processor() -> 
     """gcc prefers 256 bits when tuning for some Intel CPUs, which makes e4m3 ten times as slow."""
     from torch._inductor import config
 
-    wide, narrow = (compiling._options(KERNEL, bits, config) for bits in (512, 256))
+    wide, narrow = (compiling._list_inductor_options(KERNEL, bits, config) for bits in (512, 256))
     assert (wide["cpp.simdlen"], narrow["cpp.simdlen"]) == (512, 256) and "cpp.march" not in narrow
     assert wide["cpp.vec_isa_ok"] is True  # no process starts for a fact that torch already knows
     assert wide.get("cpp.march", "") == "native -mprefer-vector-width=512" * hasattr(config.cpp, "march")
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not vector_width.widths("cpu"), reason="this processor has no vectors of 512 bits")
+@pytest.mark.skipif(not vector_width.vector_widths("cpu"), reason="this processor has no vectors of 512 bits")
 @pytest.mark.parametrize("asked", sampled([ASKED[0]], [ASKED[0], ASKED[14], ASKED[18]]), ids=str)
-@for_each("bits", vector_width.widths("cpu") or (vector_width.NARROW,))  # of none, skipped
+@for_each("bits", vector_width.vector_widths("cpu") or (vector_width.NARROW_BITS,))  # of none, skipped
 def test_fused_is_eager_bit_by_bit_with_either_width(bits: int, asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
-    monkeypatch.setattr(vector_width, "widths", lambda device: (bits,))
+    monkeypatch.setattr(vector_width, "vector_widths", lambda device: (bits,))
     x = AWKWARD.to(asked.source)
     called(x, asked)
     operators.KERNELS.compile(*operators.KERNELS.wanted)
     assert differences(called(x, asked), eagerly(x, asked)) == 0
     assert dict(operators.KERNELS.fused) == {bits: 1}
+
+
+@for_each(("block", "turned"), [(0, False), (0, True), (128, False), (128, True)])
+def test_a_kernel_of_row_scales_is_tried_on_a_whole_matrix(block: int, turned: bool) -> None:
+    kernel = RowCodesKernel(E4M3, ScaleRounding.EXACT, torch.bfloat16, "cpu", 16, block, turned)
+    source, out, inverse = kernel.examples()
+    assert source.numel() == out.numel() > 0
+    kernel(source, out, inverse)
+    assert inverse.isfinite().all()

@@ -33,10 +33,10 @@ import pytest
 import fp8bench
 from fp8bench.analysis import stats
 from fp8bench.analysis.tapes import Taped
-from fp8bench.cli.main import build_parser, commands_of, main
+from fp8bench.cli.main import build_parser, main, subparsers_by_name
 from fp8bench.features.audit.values import Audit
 from fp8bench.features.sensitivity.study import Study
-from fp8bench.jobs.tape import tapes_of
+from fp8bench.jobs.tape import read_tapes
 from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import decode
 from fp8bench.model.promises import ModeConformity
@@ -105,9 +105,9 @@ def _of_runs() -> Iterator[tuple[str, Document]]:
 
 def _of_helps() -> Iterator[tuple[str, Document]]:
     yield "help.txt", Document("--help")
-    for name, command in commands_of(build_parser()).items():
-        yield f"help-{name}.txt", Document(f"{name} --help{'-all' if command.first else ''}")
-        for command_name in commands_of(command):
+    for name, command in subparsers_by_name(build_parser()).items():
+        yield f"help-{name}.txt", Document(f"{name} --help{'-all' if command.first_options else ''}")
+        for command_name in subparsers_by_name(command):
             yield f"help-{name}-{command_name}.txt", Document(f"{name} {command_name} --help")
 
 
@@ -305,8 +305,8 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         yield from _of_the_doctor()
         return
     if kind == "tape":
-        known = tapes_of(load_run(next(Path(".fp8bench").rglob("*-4ab2f1d9.jsonl"))))
-        yield "fp8bench.jobs.tape.tapes_now", lambda *words: [_shorter(taped) for taped in known]
+        known = read_tapes(load_run(next(Path(".fp8bench").rglob("*-4ab2f1d9.jsonl"))))
+        yield "fp8bench.jobs.tape.record_tapes", lambda *words: [_shorter(taped) for taped in known]
         return
     if not kind:
         return
@@ -314,7 +314,7 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
     if kind == "sensitivity":
         study = decode(Study, plain)
         yield "fp8bench.features.sensitivity.job.run_study", lambda *words: study
-        yield "fp8bench.features.sensitivity.job.keep_study", lambda *words: study
+        yield "fp8bench.features.sensitivity.job.store_study", lambda *words: study
         return
     facts = decode(DeviceFacts, plain["device"])
     if kind == "audit":
@@ -322,16 +322,16 @@ def _answers(value: str) -> Iterator[tuple[str, Callable[..., object] | type]]:
         yield "fp8bench.features.audit.command.audit", lambda *words: (facts, audit)
     else:
         modes = [decode(ModeConformity, mode) for mode in plain["modes"]]
-        yield "fp8bench.features.conform.command.conformity", lambda *words: (facts, modes)
+        yield "fp8bench.features.conform.command.compare_precisions", lambda *words: (facts, modes)
 
 
 def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     environment = load_run(next(Path(".fp8bench").rglob("*-8b215bef.jsonl"))).environment
     yield "fp8bench.jobs.doctor.ProcessWorker", Pretended
     yield "fp8bench.jobs.doctor.gather", lambda *words: environment
-    yield "fp8bench.jobs.doctor.meter_for", contextlib.nullcontext
-    yield "fp8bench.jobs.doctor.device_lines", lambda meter: ["energy    none: nobody looked"]
-    yield "fp8bench.jobs.doctor.driver_state", lambda: "NVML says: there is no driver"
+    yield "fp8bench.jobs.doctor.open_meter", contextlib.nullcontext
+    yield "fp8bench.jobs.doctor.format_device_lines", lambda meter: ["energy    none: nobody looked"]
+    yield "fp8bench.jobs.doctor.describe_driver", lambda: "NVML says: there is no driver"
 
 
 def _shorter(taped: Taped) -> Taped:
@@ -427,7 +427,7 @@ def file_of(name: str) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _a_case_is_resampled_once() -> Iterator[None]:
     """Caches resampling: documents show the same few runs, of more cases than a command line caches."""
-    with mock.patch.object(stats, "_best_case", functools.cache(stats._best_case.__wrapped__)):
+    with mock.patch.object(stats, "_resample_best_case", functools.cache(stats._resample_best_case.__wrapped__)):
         yield
 
 

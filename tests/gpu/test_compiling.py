@@ -14,7 +14,7 @@ from fp8bench.formats.native_codes import codes_both, current_scale, delayed_sca
 from fp8bench.formats.recipes import MX, NVFP4, Delayed, ScaleRounding
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.formats.tiled_codes import tiled_codes
-from fp8bench.formats.triton_casts import choose_casts, why_not
+from fp8bench.formats.triton_casts import choose_casts, explain_no_triton
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Role
@@ -135,8 +135,8 @@ def kernels_of(call: Callable[[], object]) -> list[str]:
 @pytest.mark.parametrize("by_hand", [False, True], ids=["compiled", "by hand"])
 @pytest.mark.parametrize("turned", [False, True], ids=["by rows", "turned"])
 def test_casts_start_as_many_kernels_as_they_say(turned: bool, by_hand: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    if by_hand and why_not(torch.device("cuda", 0)):
-        pytest.skip(why_not(torch.device("cuda", 0)))
+    if by_hand and explain_no_triton(torch.device("cuda", 0)):
+        pytest.skip(explain_no_triton(torch.device("cuda", 0)))
     with choose_casts(by_hand):
         count_kernels(turned, by_hand, monkeypatch)
 

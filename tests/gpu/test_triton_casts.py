@@ -11,7 +11,7 @@ from fp8bench.formats import operators
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.native_codes import current_codes
 from fp8bench.formats.recipes import ScaleRounding
-from fp8bench.formats.triton_casts import use_by_hand, why_not
+from fp8bench.formats.triton_casts import explain_no_triton, uses_triton
 from tests.formats.test_native_codes import same
 from tests.formats.triton_casts.casts import FAMILIES, matrices
 
@@ -24,9 +24,9 @@ pytestmark = [
 @pytest.fixture(autouse=True)
 def kernels(monkeypatch: pytest.MonkeyPatch) -> operators.Kernels:
     device = torch.device("cuda", 0)
-    if why_not(device):
-        pytest.skip(why_not(device))
-    assert use_by_hand(device)
+    if explain_no_triton(device):
+        pytest.skip(explain_no_triton(device))
+    assert uses_triton(device)
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     return operators.KERNELS
 
@@ -47,7 +47,7 @@ def test_casts_by_hand_are_those_of_a_processor_bit_by_bit(family: str, kernels:
                     here.stride(),
                 )
                 kernels.compile(*kernels.wanted)
-    assert kernels.fused.total() and use_by_hand(torch.device("cuda", 0))
+    assert kernels.fused.total() and uses_triton(torch.device("cuda", 0))
 
 
 def test_a_repeated_cast_leaves_its_counters_at_zero_and_can_be_captured(kernels: operators.Kernels) -> None:

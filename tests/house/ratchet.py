@@ -19,7 +19,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.main import build_parser, subparsers_by_name
 from tests.house.sources import ROOT
 
 LIMITS = Path(__file__).with_name("ratchet.toml")
@@ -100,12 +100,12 @@ def weigh(counts: Counter[str]) -> Weights:
 
 def count_options() -> Table:
     """Counts the options of each command with its subcommands, without `--help` and similar."""
-    return {name: {"options": options_of(command)} for name, command in commands_of(build_parser()).items()}
+    return {name: {"options": options_of(command)} for name, command in subparsers_by_name(build_parser()).items()}
 
 
 def options_of(parser: argparse.ArgumentParser) -> int:
     own = sum(bool(action.option_strings) and not HELP_OPTIONS & {*action.option_strings} for action in parser._actions)
-    return own + sum(options_of(command) for command in commands_of(parser).values())
+    return own + sum(options_of(command) for command in subparsers_by_name(parser).values())
 
 
 def measure() -> Table:

@@ -16,7 +16,7 @@ from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 from packaging.version import Version
 
-from fp8bench.cli.main import COMMANDS, Parser, build_parser, command_module, commands_of
+from fp8bench.cli.main import COMMANDS, Parser, build_parser, command_module, subparsers_by_name
 from tests.counts import for_each
 from tests.house.sources import ROOT
 
@@ -112,7 +112,7 @@ def test_command_lines_parse(
 
 def options_of(command: argparse.ArgumentParser) -> set[str]:
     options = set(chain.from_iterable(action.option_strings for action in command._actions))
-    return options.union(*(options_of(inner) for inner in commands_of(command).values()))
+    return options.union(*(options_of(inner) for inner in subparsers_by_name(command).values()))
 
 
 @for_each("page", PAGES, ids=lambda page: str(page.relative_to(ROOT)))

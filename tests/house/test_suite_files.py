@@ -16,7 +16,7 @@ from fp8bench import asv_bridge
 
 
 class {title}(asv_bridge.Suite):
-    """Its declared grid; see Grid in fp8bench/workloads/{name}.py."""
+    """The declared grid of the suite {name}; see Grid in fp8bench/workloads/{name}.py."""
 
     workload = "{name}"
 '''

@@ -14,12 +14,12 @@ import sys
 sys.modules["asv_runner"] = sys.modules["asv"] = None
 from pathlib import Path
 import fp8bench.cli.commands.suite
-from fp8bench.jobs.after_run import Wanted, after_run
+from fp8bench.jobs.after_run import RequestedOutputs, after_run
 from fp8bench.store.runs.run_file import load_run
 from tests.histories import keep, run_at
 store = Path(sys.argv[1])
 run = load_run(keep(store, run_at(1)))
-print(after_run(run, store, Wanted(), print))
+print(after_run(run, store, RequestedOutputs(), print))
 """
 
 
@@ -30,5 +30,5 @@ def test_without_asv_a_run_keeps_its_table_and_its_file(tmp_path: Path) -> None:
     note, outcome = done.stdout.splitlines()
     assert note.startswith("history: asv's statistics cannot be imported (")
     assert "pip install 'asv_runner" in note
-    assert note.endswith("The run is kept; `fp8bench history rebuild` makes the view again.")
+    assert note.endswith("The run is stored; `fp8bench history rebuild` rebuilds the view.")
     assert outcome == "True" and not (tmp_path / "asv" / "results").exists()

@@ -17,8 +17,8 @@ from fp8bench.cli.main import main
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import StoreError, UsageError, WorkerLost
 from fp8bench.jobs import ceilings as job
-from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
-from fp8bench.jobs.several_runs import standard_runs
+from fp8bench.jobs.ceilings import describe_quotes, is_wrong, parse_quote
+from fp8bench.jobs.several_runs import measure_standard_case
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Ceilings, DeviceFacts, Direction, Limit, Rate, Request, specs
 from fp8bench.store.runs.run_file import load_run
@@ -73,8 +73,8 @@ def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
     (tmp_path / "file").touch()
     store = tmp_path / "file" / "store"
     for measure in (
-        lambda: job.ceilings_run(Request("ceilings"), store, ""),
-        lambda: next(standard_runs(store, TERMINAL)),
+        lambda: job.run_ceilings(Request("ceilings"), store, ""),
+        lambda: next(measure_standard_case(store, TERMINAL)),
     ):
         with pytest.raises(StoreError, match=r"cannot be written .* Choose another --store"):
             measure()
@@ -82,7 +82,7 @@ def test_a_store_that_cannot_be_written_is_said_before_anything_is_measured(tmp_
 
 def test_the_suite_is_a_run_like_any_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_by_hand(monkeypatch)
-    run = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path, "a test")
+    run = job.run_ceilings(Request("ceilings", devices=("cpu",)), tmp_path, "a test")
     assert run.finished and run.ok and run == load_run(Path(run.path))
     cases = [(record.case.param("limit"), record.case.precision, record.status.value) for record in run.records]
     assert cases == [
@@ -103,7 +103,7 @@ def test_a_comparison_shows_that_the_machine_became_slower(tmp_path: Path, monke
     runs = []
     for times in (1.0, 0.5):
         measured_by_hand(monkeypatch, times=times)
-        runs.append(job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / str(times), "a test"))
+        runs.append(job.run_ceilings(Request("ceilings", devices=("cpu",)), tmp_path / str(times), "a test"))
     sides = [make_side(run.id, [(run, findings(run))]) for run in runs]
     comparisons = {comparison.case: comparison for comparison in compare(*sides).comparisons}
     bf16 = comparisons["ceilings[limit=product]@cpu/bf16"]
@@ -114,21 +114,21 @@ def test_a_comparison_shows_that_the_machine_became_slower(tmp_path: Path, monke
 
 @for_each("change", [{"quick": True}, {"dtypes": ("bf16",)}, {"axes": (("m", ("1",)),)}, {"rounds": 3}])
 def test_the_suite_refuses_what_it_would_ignore(change: dict[str, Any], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="takes --devices, --threads"):
-        job.ceilings_run(Request("ceilings", **change), tmp_path, "a test")
+    with pytest.raises(UsageError, match="takes only --devices, --threads"):
+        job.run_ceilings(Request("ceilings", **change), tmp_path, "a test")
 
 
 def test_what_ends_the_worker_ends_one_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured_by_hand(monkeypatch, fails=Limit.COPY)
-    records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
+    records = job.run_ceilings(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
     assert [record.status.value for record in records] == ["ok", "skipped", "skipped", "ok"]
     assert records[2].reason == "WorkerLost: it crashed"
 
 
 @pytest.mark.slow
 def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("fp8bench.measure.ceilings.SECONDS", 1.0)
-    records = job.ceilings_run(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
+    monkeypatch.setattr("fp8bench.measure.ceilings.CEILING_SECONDS", 1.0)
+    records = job.run_ceilings(Request("ceilings", devices=("cpu",)), tmp_path / "store", "a test").records
     for limit in set(Limit) - {Limit.LOAD}:
         details = [record.detail for record in records if record.case.param("limit") == limit.value]
         assert re.search("over [2-5] runs", details[0]), details  # large arrays take long to create and are fewer
@@ -138,7 +138,7 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
     ("text", "right", "words"),
     [
         ("H200 tf32 312", False, ("WRONG: 312 TFLOP/s is not tf32 of", "494.5 TFLOP/s, dense", "sparse tf32 of A100")),
-        ("H200 fp8 3958", False, ("operands with 2:4 structure", "1979 TFLOP/s, dense")),
+        ("H200 fp8 3958", False, ("operands with 2:4 sparsity", "1979 TFLOP/s, dense")),
         ("H200 tf32 989.5", False, ("that is bf16 and fp16 of H200 SXM",)),
         ("H100 SXM bandwidth 4800", False, ("that is bandwidth of H200 SXM", "3350 GB/s")),
         ("NVIDIA H200 bf16 989", True, ("right of H200 SXM", "https://www.nvidia.com/en-us/data-center/h200/")),
@@ -147,13 +147,13 @@ def test_on_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         ("H200 SXM memory 141", True, ("141 GB",)),
         ("H200 SXM link 900", False, ("450 GB/s",)),
         ("A100 SXM 80 GB watts 400", True, ("400 W",)),
-        ("TPU v5p bf16 459", True, ("only published", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
+        ("TPU v5p bf16 459", True, ("published figures only", "https://docs.cloud.google.com/tpu/docs/v5p-training")),
         ("Gaudi3 bf16", True, ("1835 TFLOP/s", "unverified", "fp8bench does not run on such a device")),
     ],
 )
 def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
-    quote = quote_of(text)
-    said = "\n".join(quote_lines([quote]))
+    quote = parse_quote(text)
+    said = "\n".join(describe_quotes([quote]))
     assert is_wrong(quote) is not right and all(word in said for word in words), said
     assert right or "right" not in said
 
@@ -170,8 +170,8 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
         ("H200 speed 3", "'speed' is not a figure"),
         ("H900 tf32 3", "no datasheet of 'H900'"),
         ("NVIDIA tf32 3", "no datasheet"),
-        ("H200 fp4 3", "nothing is published of fp4"),
-        ("L4 memory 24", "nothing is published of memory"),
+        ("H200 fp4 3", "publishes no fp4"),
+        ("L4 memory 24", "publishes no memory"),
         (
             "TPU v5p fp8 459",
             "lists 459 TFLOP/s of FP8, .* no units for FP8 .https://docs.cloud.google.com/tpu/docs/v5p",
@@ -181,7 +181,7 @@ def test_a_quote(text: str, right: bool, words: tuple[str, ...]) -> None:
 )
 def test_what_is_no_quote(text: str, why: str) -> None:
     with pytest.raises(UsageError, match=why):
-        quote_of(text)
+        parse_quote(text)
 
 
 def test_the_exit_code_says_it(capsys: pytest.CaptureFixture[str]) -> None:

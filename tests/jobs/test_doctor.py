@@ -10,7 +10,7 @@ import pytest
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import BackendMissing, WorkerHung, WorkerLost
 from fp8bench.jobs import doctor, several_runs
-from fp8bench.jobs.doctor import by_rank, examine, listing
+from fp8bench.jobs.doctor import examine, listing, precision_names_by_rank
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Level, Request
 from fp8bench.model.raw import Settings
@@ -69,8 +69,8 @@ def test_calibrating_adds_the_harness_own_costs() -> None:
 @pytest.mark.slow
 def test_calibrating_measures_a_standard_case_and_later_runs_know_it(tmp_path: Path) -> None:
     """The store keeps the spread of the runs, not the runs."""
-    text = "\n".join(several_runs.standard_runs(tmp_path, TERMINAL))
-    assert "how far runs lie apart on cpu" in text and "in 6 fresh processes: " in text
+    text = "\n".join(several_runs.measure_standard_case(tmp_path, TERMINAL))
+    assert "difference between runs on cpu" in text and "in 6 fresh processes: " in text
     assert (tmp_path / "reruns").exists() and not list(run_files(tmp_path))
     request = Request("gemm", ("fp32", "bf16"), ("cpu",), axes=(("shape", ("128x128x128",)),), rounds=24)
     run = execute(request, tmp_path, SilentObserver(), "")
@@ -109,15 +109,17 @@ def test_listing_a_suite_shows_the_defaults_of_the_device_it_would_take(monkeypa
     for device in (CPU, H200):
         monkeypatch.setattr(LocalWorker, "probe", lambda self, device=device: (CPU, device))
         shown[device.kind] = "\n".join(listing("transformer", ()))
-    assert "cpu takes by default" in shown["cpu"] and "nano" in shown["cpu"]
-    assert "cuda:0 takes by default" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
+    assert "default values on cpu" in shown["cpu"] and "nano" in shown["cpu"]
+    assert "default values on cuda:0" in shown["cuda"] and " gpt2-124m " in shown["cuda"]
     assert "by kind attn, mlp, head, embed, residual, logits, norm; by name blocks.0.attn.qkv to head" in shown["cuda"]
 
 
 def test_listing_dtypes_gives_aliases_and_support(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(LocalWorker, "probe", lambda self: (CPU, H200))
     short = list(listing("dtypes", ()))
-    assert [line.split()[0] for line in short[:-1]] == by_rank() and all(len(line) <= 80 for line in short)
+    assert [line.split()[0] for line in short[:-1]] == precision_names_by_rank() and all(
+        len(line) <= 80 for line in short
+    )
     assert "list dtypes NAME" in short[-1]
     text = "\n".join(line for name in precisions.names() for line in listing("dtypes", (), name))
     assert "nvfp4 (also fp4): " in text

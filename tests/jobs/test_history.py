@@ -7,11 +7,11 @@ from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
-from fp8bench.analysis.steps.changes import Found, ack_of, find_changes
-from fp8bench.jobs.history import kept_acks
+from fp8bench.analysis.steps.changes import Found, find_changes, make_ack
+from fp8bench.jobs.history import load_matching_acks
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import OperatorCount, PhaseCount, Record, Tape
-from fp8bench.store.acks import acks_of, append_acks
+from fp8bench.store.acks import acks_path, append_acks
 from tests.analysis.steps.test_changes import levels
 from tests.commands import Say
 from tests.histories import history, keep, records, run_at
@@ -27,9 +27,9 @@ def test_one_interpreter_by_two_names(tmp_path: Path) -> None:
     stepped = levels((20, 1.0), (5, 1.1))
     seen = [replace(stepped, python=str(tmp_path / name)) for name in ("python3", "python", "other")]
     changes = [find_changes([trend]).changes[0] for trend in seen]
-    append_acks(tmp_path, [ack_of(changes[0], "2026-01-05T12:00:00+00:00", "")])
+    append_acks(tmp_path, [make_ack(changes[0], "2026-01-05T12:00:00+00:00", "")])
     for change, name in zip(changes, ("python3", "python", "python3"), strict=True):
-        (kept,) = kept_acks(tmp_path, Found((change,), 1, Counter()), NOBODY)
+        (kept,) = load_matching_acks(tmp_path, Found((change,), 1, Counter()), NOBODY)
         assert kept.python == str(tmp_path / name)
 
 
@@ -79,7 +79,7 @@ def test_a_fused_kernel_that_fell_apart(store: Path, fp8bench: Say) -> None:
     assert "track_flops" not in said and "fewer than 11 commits" in said
     assert "fp8bench gate 00000001 00000002 --no-rerun" in said and "any change raises an alarm" in said
     assert fp8bench("history", "ack", "gemm.Gemm.track_*", "--because", "known")[0] == 0
-    assert acks_of(store).exists() and fp8bench("history", "regressions")[0] == 0
+    assert acks_path(store).exists() and fp8bench("history", "regressions")[0] == 0
 
 
 def test_a_history_too_young_for_times_fails_by_its_counts(store: Path, fp8bench: Say) -> None:

@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.cli.main import main
-from fp8bench.jobs.report_files import folder_of, write_report
+from fp8bench.jobs.report_files import report_folder, write_report
 from fp8bench.model import Run
 from fp8bench.store.runs.run_file import start_run
 from tests.runs import measured
@@ -72,7 +72,7 @@ def test_a_page_is_shown_in_the_browser(
 def test_many_runs_have_a_folder_of_bounded_length(store: Path) -> None:
     run = kept(store)
     runs = [replace(run, id=f"{number:08x}") for number in range(40)]
-    assert len(folder_of(runs, store).name) < 150 and folder_of(runs, store).name.endswith("-40-runs")
+    assert len(report_folder(runs, store).name) < 150 and report_folder(runs, store).name.endswith("-40-runs")
 
 
 def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -90,7 +90,7 @@ def test_the_command_prints_where_the_page_is(store: Path, capsys: pytest.Captur
     [
         (["report"], "the following arguments are required: RUN"),
         (["report", "nosuch"], "no run 'nosuch' in .fp8bench"),
-        (["report", "last", "last"], "was named twice"),
+        (["report", "last", "last"], "was given twice"),
         (["report", "last", "--html", "no/such/folder/a.html"], "there is no directory no/such/folder"),
         (["report", "last", "--md", "."], "it is a directory"),
         (["suite", "gemm", "--no-report", "--html", "a.html"], "--no-report and --html contradict each other"),

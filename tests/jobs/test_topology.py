@@ -8,11 +8,11 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.analysis.verdicts import totals
+from fp8bench.analysis.verdicts import step_seconds_of_calls
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
 from fp8bench.jobs import topology
-from fp8bench.jobs.topology import link_rate, links_between, measured_bandwidth, topology_lines
+from fp8bench.jobs.topology import count_links, link_rate, measured_bandwidth, topology_lines
 from fp8bench.model import Case, Ceilings, Limit, Rate, Record, Run, Status
 from fp8bench.model.ranks import Transfer
 from tests.runs import NATIVE, run_of, samples
@@ -75,7 +75,7 @@ def test_a_file_that_a_plan_takes(driver: Path, ports: Path, tmp_path: Path) -> 
 def collective(rate: float, *, gpus: int = 3, device: str = "cuda:0", way: str = "all_reduce") -> Run:
     """A run of a collective whose calls take 1.1 s, at `rate` bytes/s of bus bandwidth."""
     timing = samples(("communication",), (1_100_000,), rounds=1)
-    seconds = float(totals(timing).mean())
+    seconds = float(step_seconds_of_calls(timing).mean())
     case = replace(CASE, params=(("collective", way),), device=device, ranks=gpus)
     transfer = Transfer(0.0, rate * seconds / 1.5, 0.0, 1.5, True)
     record = Record(case, NATIVE, Status.OK, timing=replace(timing, slots=timing.slots[:1]), transfer=transfer)
@@ -91,7 +91,7 @@ def stored(monkeypatch: pytest.MonkeyPatch) -> Callable[..., None]:
 
     def store(*runs: Run) -> None:
         known = {Path(run.id): run for run in runs}
-        monkeypatch.setattr(topology, "newest_files", lambda _: iter(known))
+        monkeypatch.setattr(topology, "iterate_newest_files", lambda _: iter(known))
         monkeypatch.setattr(topology, "load_run", known.__getitem__)
 
     return store
@@ -123,7 +123,7 @@ def test_measured_ceilings_take_the_place_of_datasheets(
 ) -> None:
     rates = (Rate(Limit.PRODUCT, "bf16", (712e12, 713e12, 714e12)),)
     known = [Ceilings(rates, "2026-01-01", device="NVIDIA H200"), Ceilings((), "2026-01-02", device="NVIDIA L4")]
-    monkeypatch.setattr(topology, "history_of_ceilings", lambda _: known)
+    monkeypatch.setattr(topology, "load_ceilings_history", lambda _: known)
     file = tmp_path / "node.yaml"
     list(topology_lines(file, tmp_path / "store", ports))
     assert read_topology(file).bf16 == pytest.approx(rates[0].value, rel=1e-5) and read_topology(file).fp8 == 1979e12
@@ -133,7 +133,7 @@ def test_what_nobody_says_is_left_to_the_reader(driver: Path, tmp_path: Path) ->
     """Without ports the rate between nodes is a comment, and a plan asks for it."""
     file = tmp_path / "node.yaml"
     *_, last = topology_lines(file, tmp_path / "store", tmp_path / "nothing")
-    assert last.endswith("add between, which nothing here says")
+    assert last.endswith("add between, which are unknown here")
     with pytest.raises(UsageError, match="between is missing"):
         read_topology(file)
 
@@ -155,8 +155,8 @@ def test_links_that_are_down_do_not_count() -> None:
         "\t Link 1: <inactive>",
     ]
     assert link_rate(status) == 50 and link_rate([]) == 0
-    assert links_between(TOPOLOGY.splitlines()) == {"NV18": 3}
-    assert links_between(["\x1b[4mGPU0\x1b[0m  X ", "NIC0 X"]) == {}
+    assert count_links(TOPOLOGY.splitlines()) == {"NV18": 3}
+    assert count_links(["\x1b[4mGPU0\x1b[0m  X ", "NIC0 X"]) == {}
 
 
 @pytest.mark.parametrize(
@@ -180,7 +180,7 @@ def test_what_a_driver_does_not_know(driver: Path, tmp_path: Path) -> None:
     (driver / "topo").write_text("GPU0\nGPU0\t X \n")
     file = tmp_path / "node.yaml"
     *_, last = topology_lines(file, tmp_path / "store", tmp_path / "nothing")
-    assert last.endswith("add memory, inside, between, bf16, fp8, which nothing here says")
+    assert last.endswith("add memory, inside, between, bf16, fp8, which are unknown here")
     with pytest.raises(UsageError, match="cannot be written"):
         list(topology_lines(tmp_path / "no" / "node.yaml", tmp_path / "store", tmp_path / "nothing"))
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 from collections.abc import Mapping
 
-from fp8bench.measure.sensors.energy import NAME, Source, SourceKind
+from fp8bench.measure.sensors.energy import THREAD_NAME, Source, SourceKind
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import CELL_PHASES
@@ -112,4 +112,4 @@ class Runner(FakeWorker):
 
 def sampling() -> bool:
     """Whether a sampler's thread is alive."""
-    return any(thread.name == NAME for thread in threading.enumerate())
+    return any(thread.name == THREAD_NAME for thread in threading.enumerate())

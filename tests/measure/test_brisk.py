@@ -19,8 +19,8 @@ from fp8bench.errors import WorkerLost
 from fp8bench.measure import group as group_module
 from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.passes import numbers_key
-from fp8bench.measure.sensors.energy import PAUSE, Energy, Polling, Source, SourceKind
+from fp8bench.measure.passes import make_numbers_key
+from fp8bench.measure.sensors.energy import TICK_PAUSE_SECONDS, Energy, Polling, Source, SourceKind
 from fp8bench.measure.sensors.mean_power import Rhythm, Tick
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
@@ -73,7 +73,7 @@ class Gpu(AbsentDevice):
         self.busy_since = power.clock.now()
         self.processes = 0
 
-    def glance(self) -> Readings:
+    def read_changing_state(self) -> Readings:
         seconds = self.power.clock.now() - self.busy_since
         look = min(len(H200_CLOCKS) - 1, int(seconds / 0.175))
         heat = 39 + 22 * min(1.0, seconds / 5)
@@ -83,10 +83,10 @@ class Gpu(AbsentDevice):
         }
         return {**read, "throttle": Reading(4, "mask", "test")}
 
-    def changing(self) -> Readings:
-        return self.glance()
+    def read_in_this_thread(self) -> Readings:
+        return self.read_changing_state()
 
-    def others(self, pid: int) -> Reading:
+    def count_other_processes(self, pid: int) -> Reading:
         return Reading(self.processes, "", "test")
 
 
@@ -230,7 +230,7 @@ def test_a_third_window_settles_two_that_differ(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_after_a_fault_no_third_window_runs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(WindowResult, "is_apart", True)
+    monkeypatch.setattr(WindowResult, "needs_third_window", True)
     faulty = lasting(0.7, faults=[Fault("loop", WorkerLost("the worker crashed"), at=14)])
     power = SlowCounter()
     worker = Runner(power, {"bf16": lasting(0.7), "fp8": faulty})
@@ -247,19 +247,22 @@ def test_an_idle_window_that_failed_is_not_the_runs_idle_power() -> None:
     power = SlowCounter()
     meter = power.meter()
     power.broken = "the GPU is busy"
-    assert isinstance(meter.idle_once(1.5), Unavailable)
+    assert isinstance(meter.measure_idle_once(1.5), Unavailable)
     power.broken = ""
-    idle = meter.idle_once(1.5)
-    assert isinstance(idle, Energy) and meter.idle_once(1.5) is idle
+    idle = meter.measure_idle_once(1.5)
+    assert isinstance(idle, Energy) and meter.measure_idle_once(1.5) is idle
 
 
 def test_every_tick_is_waited_for() -> None:
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
     for count in (1, 2, 12):
-        assert pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * PAUSE) and not pace.blind
-        assert pace.next(1.017, None, count) == PAUSE
+        assert (
+            pace.next(1.0, Tick(1.0, 1.0, 0.0), count) == pytest.approx(0.02 - 2 * TICK_PAUSE_SECONDS)
+            and not pace.blind
+        )
+        assert pace.next(1.017, None, count) == TICK_PAUSE_SECONDS
         pace.limit_cost(0.2, 1.0)
-        assert pace.next(1.017, None, count) > PAUSE
+        assert pace.next(1.017, None, count) > TICK_PAUSE_SECONDS
         pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02), every_tick=True)
 
 
@@ -297,8 +300,8 @@ def test_errors_are_shared_by_cases_with_the_same_numbers() -> None:
     case = planned("fp8").case
     ready, cold = (replace(case, params=(*case.params, pair)) for pair in (("operands", "ready"), ("cache", "cold")))
     layout, precision = replace(case, params=(*case.params, ("layout", "padded"))), planned("bf16").case
-    assert numbers_key(ready) == numbers_key(cold) == numbers_key(case)
-    assert len({numbers_key(case), numbers_key(layout), numbers_key(precision)}) == 3
+    assert make_numbers_key(ready) == make_numbers_key(cold) == make_numbers_key(case)
+    assert len({make_numbers_key(case), make_numbers_key(layout), make_numbers_key(precision)}) == 3
 
 
 def test_the_worker_that_times_nothing_is_no_stranger_on_the_device() -> None:
@@ -306,5 +309,5 @@ def test_the_worker_that_times_nothing_is_no_stranger_on_the_device() -> None:
     for processes, idle_workers, strangers in ((1, 1, 0), (2, 1, 1), (1, 0, 1), (0, 1, 0)):
         device.processes = processes
         watch = Watch(device, pid=1, idle_workers=idle_workers)
-        watch.end()
+        watch.finish()
         assert watch.summarise(arm("bf16")).others == strangers

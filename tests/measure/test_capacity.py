@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import WorkerFault, WorkerHung, WorkerLost
 from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, Search
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.limits import USUAL
+from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, DeviceFacts, MemoryUse, PlannedCase, Request
 from fp8bench.plan.make import make_plan, with_batch
@@ -75,7 +75,9 @@ def search(
 ) -> Capacity:
     outcome = CaseOutcome(case or planned(batch="2"))
     rule = CapacityRule(limit, with_batch)
-    CapacityPass(worker, {facts.key: facts}, USUAL, observer or SilentObserver(), rule).search([outcome])
+    CapacityPass(worker, {facts.key: facts}, DEFAULT_LIMITS, observer or SilentObserver(), rule).find_largest_batches(
+        [outcome]
+    )
     assert outcome.draft.capacity is not None
     return outcome.draft.capacity
 
@@ -150,7 +152,7 @@ def test_what_is_no_matter_of_memory_ends_the_search_with_its_reason(error: Exce
     worker = Filled(dies=lambda batch: error if batch > 20 else None)
     found = search(worker)
     assert found.batch is None and found.beyond is None and found.attempts >= 2
-    assert "ended it" in found.why and str(error) in found.why
+    assert "ended the search" in found.why and str(error) in found.why
     assert worker.restarts == 1
 
 
@@ -231,8 +233,8 @@ def largest(takes: Takes, room: int, top: int) -> int:
 
 def answer(search: Search) -> int:
     """Its answer, after trying both neighbours."""
-    best = search.fitting.number if search.fitting else 0
-    failing = search.failing
+    best = search.largest_fitting.number if search.largest_fitting else 0
+    failing = search.smallest_failing
     assert (failing.number == best + 1) if failing is not None else (best == search.top)
     return best
 

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.measure.ceilings import ceiling_of
+from fp8bench.measure.ceilings import derive_ceiling
 from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase, Rate
 from tests.counts import for_each
 from tests.fakes import planned
@@ -39,7 +39,7 @@ MAPPED = replace(planned("fp32"), case=replace(planned("fp32").case, precision_m
     ],
 )
 def test_what_a_case_may_multiply_in(case: PlannedCase, known: Ceilings | None, ceiling: Ceiling | None) -> None:
-    found = ceiling_of(case, known)
+    found = derive_ceiling(case, known)
     assert (None if found is None else replace(found, rates=())) == ceiling
 
 
@@ -48,5 +48,5 @@ def test_the_most_of_all_runs_is_what_a_case_may_reach_and_runs_that_differ_boun
     rates = Rate(Limit.PRODUCT, "fp32", steady), Rate(Limit.CACHED, runs=wide)
     assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].steady
     assert not rates[1].steady and not Rate(Limit.COPY, why="no memory").steady
-    assert ceiling_of(planned("fp32"), Ceilings(rates)) == Ceiling(104.0, 108.0, rates)
+    assert derive_ceiling(planned("fp32"), Ceilings(rates)) == Ceiling(104.0, 108.0, rates)
     assert Ceilings(rates).bound(Limit.PRODUCT, "fp32") == 102.0 and Ceilings(rates).bound(Limit.CACHED) is None

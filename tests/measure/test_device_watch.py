@@ -41,13 +41,13 @@ class Device(AbsentDevice):
         self.looks, self.asked = looks, 0
         self._violations = list(violations or (reading(1.0), reading(1.0)))
 
-    def glance(self) -> Readings:
+    def read_changing_state(self) -> Readings:
         look = self.looks[self.asked]
         self.asked += 1
         names = ("throttle", "sm_clock", "temperature")
         return {name: Unavailable("lost") if (value := look[name]) is None else reading(value) for name in names}
 
-    def violations(self) -> Readings:
+    def read_violations(self) -> Readings:
         return {"thermal": self._violations.pop(0), "power-cap": reading(0.0)}
 
 
@@ -60,7 +60,7 @@ class Shared(Device):
 
     shared_by = 3
 
-    def others(self, pid: int) -> Reading:
+    def count_other_processes(self, pid: int) -> Reading:
         assert pid == 42
         self.asked_for_others = getattr(self, "asked_for_others", 0) + 1
         return reading(self.asked_for_others)
@@ -68,12 +68,12 @@ class Shared(Device):
 
 def test_who_shares_a_device_is_told_with_the_label() -> None:
     for device, pid, counted, reason in (
-        (Shared(), 42, (2, 2), "2 other processes on it, 2 other slices of it"),
+        (Shared(), 42, (2, 2), "2 other processes on the device, 2 other slices of the device"),
         (Device(), 42, (None, 0), ""),
         (Device(), None, (None, 0), ""),
     ):
         watch = Watch(device, pid=pid)
-        watch.end()
+        watch.finish()
         seen = watch.summarise(arm("bf16"))
         assert (seen.others, seen.slices) == counted
         assert [(label.label, label.reason, label.hard) for label in label_shared_device(seen)] == [
@@ -102,17 +102,17 @@ def watched(
         one.prepare(worker)
     watch = Watch(device, clock=clock)
 
-    def glance(plain: Callable[[], Readings] = device.glance) -> Readings:
+    def read_changing_state(plain: Callable[[], Readings] = device.read_changing_state) -> Readings:
         clock.now += look_seconds
         return plain()
 
-    device.glance = glance  # type: ignore[method-assign]
+    device.read_changing_state = read_changing_state  # type: ignore[method-assign]
     for number, names in enumerate(rounds):
         for name in names:
             arms[name].run(worker, number)
             clock.now += slot_seconds
-            watch.look(arms[name])
-    watch.end()
+            watch.read_after_slot(arms[name])
+    watch.finish()
     return {name: (watch.summarise(one), one) for name, one in arms.items()}
 
 
@@ -157,7 +157,7 @@ class Leaning(AbsentDevice):
         super().__init__("not asked")
         self.worker, self.lower, self.noise, self.draw = worker, lower, noise, random.Random(7)
 
-    def glance(self) -> Readings:
+    def read_changing_state(self) -> Readings:
         share = 1 - self.lower * (self.worker.log[-1][1] == "bf16") + self.draw.gauss(0, self.noise)
         known = {"sm_clock": reading(15e6 * round(1.755e9 * share / 15e6))}
         return {name: known.get(name, Unavailable("not asked")) for name in look()}
@@ -167,7 +167,7 @@ class Leaning(AbsentDevice):
 def test_a_case_that_ran_at_another_clock_has_no_verdict(
     monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
 ) -> None:
-    monkeypatch.setattr(device_watch, "_SHARE", 1.0)  # on this worker's clock a slot takes no time
+    monkeypatch.setattr(device_watch, "_READING_SHARE", 1.0)  # on this worker's clock a slot takes no time
     worker = FakeWorker({"bf16": lasting(5)})
     method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0)
     meter = Meter((), Leaning(worker, lower, noise), "no energy")
@@ -193,7 +193,7 @@ def test_what_held_the_clocks_back_is_counted_by_the_driver_over_the_sitting(
     after: Read, held: tuple[tuple[str, float], ...], why: str
 ) -> None:
     watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
-    watch.end()
+    watch.finish()
     seen = watch.summarise(arm("fp32"))
     assert seen.held == held and seen.why == why and seen.looks == 0 and seen.throttle is None
 
@@ -208,7 +208,7 @@ class Warming(AbsentDevice):
         super().__init__("nothing to say")
         self.worker, self.temperature, self.silent = worker, temperature, silent
 
-    def glance(self) -> Readings:
+    def read_changing_state(self) -> Readings:
         nothing = {name: Unavailable("lost") for name in ("sm_clock", "temperature", "throttle")}
         if self.silent:
             return nothing

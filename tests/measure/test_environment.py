@@ -146,6 +146,6 @@ def test_how_many_cores_others_keep_busy(
     monkeypatch: pytest.MonkeyPatch, texts: list[str | None], cores: float | None
 ) -> None:
     looks = iter(texts)
-    monkeypatch.setattr(environment, "_read", lambda path: next(looks) if path == "/proc/stat" else None)
+    monkeypatch.setattr(environment, "_read_file", lambda path: next(looks) if path == "/proc/stat" else None)
     monkeypatch.setattr(environment.os, "cpu_count", lambda: 1)
     assert gather({}, "1", 1).facts["busy_cores"] == cores

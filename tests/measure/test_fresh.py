@@ -10,7 +10,7 @@ from fp8bench.analysis.findings import find
 from fp8bench.analysis.verdicts import find_fastest, is_decided
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.group import GroupMeasurement, Method
-from fp8bench.measure.rounds import Choose
+from fp8bench.measure.rounds import ChooseFastest
 from fp8bench.model import Level, PlannedCase, Record, Verdict
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -26,7 +26,7 @@ SCRIPTS = {"bf16": FADING, "fp16": lasting(6), "tf32": lasting(9)}
 def measured(
     *cases: PlannedCase,
     scripts: Mapping[str, Script] = SCRIPTS,
-    choose: Choose | None = find_fastest,
+    choose: ChooseFastest | None = find_fastest,
     capacity: int = 1000,
 ) -> tuple[dict[str, Record], FakeWorker]:
     worker = FakeWorker(scripts, capacity)
@@ -48,7 +48,7 @@ def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
     finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
     assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
-    assert finding.why == "the fastest of 3: its speed-up is by rounds after the choice"
+    assert finding.why == "the fastest of 3: its speed-up is from rounds after the choice"
     assert finding.best_seconds == pytest.approx(5e-3)  # the reference's over its speed-up
 
 
@@ -57,7 +57,7 @@ def test_where_it_is_not_timed_again_that_is_said() -> None:
     assert all(record.fresh is None for record in records.values()) and len(worker.slots("bf16")) == 2 + 24
     found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
     assert found["bf16"].why == (
-        "the fastest of 3 by these rounds, and not timed again: chosen so, its speed-up is too good"
+        "the fastest of 3 by these rounds, and not timed again: choosing it inflates its speed-up"
     )
     assert found["fp16"].why == found["tf32"].why == ""
 

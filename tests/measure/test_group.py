@@ -110,7 +110,9 @@ def by_two(
 ) -> dict[str, Record]:
     method = Method(rule=TEN, judge=is_decided, seed=0, quantisers=quantisers)
     cases = [replace(case, work=replace(case.work, least_memory=least_memory)) for case in native("fp32", "bf16")]
-    measurement = GroupMeasurement(group(*cases), {"cpu": facts}, first, listener or Listener(), method, _second=second)
+    measurement = GroupMeasurement(
+        group(*cases), {"cpu": facts}, first, listener or Listener(), method, _second_worker=second
+    )
     return by_mode(measurement.run())
 
 
@@ -199,7 +201,7 @@ def test_the_worker_that_times_nothing_starts_when_nothing_is_timed_any_more() -
     other.log = worker.log
     method = Method(rule=TEN, judge=is_decided, seed=0)
     cases = group(*native("fp32", "bf16"))
-    GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method, _other=other).run()
+    GroupMeasurement(cases, {"cpu": CPU}, worker, SilentObserver(), method, _untimed_worker=other).run()
     asked = [entry[0] for entry in worker.log]
     begun = asked.index("begin")
     assert "slot" in asked[:begun] and "slot" not in asked[begun:] and "memory" in asked[begun:]
@@ -343,7 +345,7 @@ def test_allocations_are_counted_by_a_worker_that_is_not_timed() -> None:
     method = Method(rule=TEN, judge=is_decided, seed=0, traces=None)
     grouped = group(*native("fp32", "bf16"))
     for record in GroupMeasurement(
-        grouped, {"cpu": CPU}, FakeWorker({}), SilentObserver(), method, _counting=Counting({})
+        grouped, {"cpu": CPU}, FakeWorker({}), SilentObserver(), method, _counting_worker=Counting({})
     ).run():
         assert record.measurements[-1].samples == (3.0,)
         assert record.detail.endswith("; no bytes: there is no probe; no calls")
@@ -386,6 +388,27 @@ def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: s
     assert prepared(worker)[-3:] == ["fp32", "fp32'", "fp16"]
     assert records["fp32"].timing is not None and records["fp32"].timing.num_rounds == 10
     assert records["fp32"].control is not None and records["fp32"].control.num_rounds == 10
+
+
+class LostAtRelease(FakeWorker):
+    """A worker that is lost when its first state is freed."""
+
+    def release(self, key: str) -> tuple[str, ...]:
+        if not self.restarts:
+            raise WorkerLost("it was ended by SIGSEGV")
+        return super().release(key)
+
+
+def test_a_worker_that_is_lost_when_it_frees_a_state_is_restarted() -> None:
+    worker = LostAtRelease({})
+    records = GroupMeasurement(
+        group(*native("fp32", "bf16")),
+        {"cpu": CPU},
+        worker,
+        SilentObserver(),
+        Method(rule=TEN, judge=is_decided, seed=0),
+    ).run()
+    assert statuses(by_mode(records)) == {"fp32": "ok", "bf16": "ok"} and worker.restarts == 1
 
 
 def of_gpu(worker: FakeWorker, method: Method, *modes: str) -> dict[str, Record]:

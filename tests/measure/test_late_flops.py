@@ -101,8 +101,8 @@ def said(fp8bench: Say, store: Path, monkeypatch: pytest.MonkeyPatch, short_slot
 @pytest.mark.parametrize(
     ("how", "told"),
     [
-        ("clock", "it declares 524 kFLOP a step, its operators do 262 kFLOP"),
-        ("count", "a step with the clock does 262 kFLOP, one that is not timed 524 kFLOP"),
+        ("clock", "the suite declares 524 kFLOP a step, its operators do 262 kFLOP"),
+        ("count", "a timed step does 262 kFLOP, an untimed step 524 kFLOP"),
     ],
 )
 def test_a_step_that_does_less_once_it_is_timed(how: str, told: str, said: Any) -> None:

@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from fp8bench.devices import cpu
-from fp8bench.measure.handle import ProcessWorker, workers_ahead
-from fp8bench.measure.process import describe_exit, last_words
+from fp8bench.measure.handle import ProcessWorker, start_workers_early
+from fp8bench.measure.process import describe_exit, describe_last_line
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute, worker_for
@@ -33,7 +33,7 @@ from tests.counts import for_each
     ],
 )
 def test_the_last_error_of_a_log_is_quoted(log: bytes, words: str) -> None:
-    assert last_words(io.BytesIO(log)) == words
+    assert describe_last_line(io.BytesIO(log)) == words
 
 
 def test_exit_statuses_have_words() -> None:
@@ -45,7 +45,7 @@ def test_exit_statuses_have_words() -> None:
 
 def test_workers_started_ahead_are_those_of_the_run_and_end_with_it(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
-    with workers_ahead(Request("gemm", ("fp32",), seed=7), second=True) as (begun, second):
+    with start_workers_early(Request("gemm", ("fp32",), seed=7), with_second=True) as (begun, second):
         assert begun.pid is not None and second.pid is not None and begun.pid != second.pid
         corpus = Corpus("/tokens", "text", "0" * 64, 1)
         with worker_for(Request("gemm", ("fp32",), seed=7), corpus, begun) as worker:
@@ -68,14 +68,14 @@ def test_a_run_gets_as_many_workers_ahead_as_it_has_cores_for(
     request: Request, second: bool, count: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1, 2, 3})
-    with workers_ahead(request, second) as begun:
+    with start_workers_early(request, second) as begun:
         assert len(begun) == count
 
 
 def test_a_machine_with_little_memory_gets_one_worker(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(os, "sched_getaffinity", lambda pid: {0, 1})
     monkeypatch.setattr(cpu, "free_bytes", lambda: 1 << 30)
-    with workers_ahead(Request("gemm", ("fp32",)), second=True) as begun:
+    with start_workers_early(Request("gemm", ("fp32",)), with_second=True) as begun:
         assert len(begun) == 1
 
 

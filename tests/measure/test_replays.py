@@ -11,12 +11,12 @@ from fp8bench.errors import WorkerFault, WorkerLost
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.rounds import REPLAY_ROUNDS, ReplayPass
-from fp8bench.measure.slots import filling_of
+from fp8bench.measure.slots import choose_filling
 from fp8bench.model import DeviceFacts, Level, Record, Replays, StaticScales
 from fp8bench.model.raw import Filling, RawStep
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
-from fp8bench.report.words.naming import replays_of
+from fp8bench.report.words.naming import describe_replays
 from tests.counts import for_each
 from tests.fakes import (
     CAST,
@@ -77,7 +77,7 @@ def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
-    words = replays_of(replace(record("fp8"), replays=found["fp8"]))
+    words = describe_replays(replace(record("fp8"), replays=found["fp8"]))
     assert words == "phases of a replay: cast 50%, gemm 50%"
     for error in (WorkerFault("RuntimeError", "no"), WorkerLost("it crashed")):
         failing = lasting(1, replay_phases=marked, faults=[Fault("replay_phases", error)])
@@ -99,7 +99,7 @@ def test_what_replays_leave_out_is_kept() -> None:
         (replays,) = found.values()
         assert replays.timing is not None and replays.loaded == ("its batches" if workload == "transformer" else "")
         (fillings[workload],) = {entry[4] for entry in worker.log if entry[0] == "replay"}
-    assert fillings == {"transformer": filling_of(20e-6, 1), "gemm": filling_of(20e-6, 8)}
+    assert fillings == {"transformer": choose_filling(20e-6, 1), "gemm": choose_filling(20e-6, 8)}
 
 
 def test_steps_that_are_not_captured_have_a_reason() -> None:
@@ -113,7 +113,7 @@ def test_steps_that_are_not_captured_have_a_reason() -> None:
             LOADING,
             "its states rotate, and its batches would have to be loaded between the steps of a replay",
         ),
-        (RENEWED, "its scales are renewed every so many steps, which the host counts"),
+        (RENEWED, "its scales are renewed every few steps, which only the host counts"),
     ):
         found, worker = replayed({untried.planned.case.mode: lasting(1)}, untried)
         assert [*found.values()] == [Replays(None, why)]

@@ -16,9 +16,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.analysis.verdicts import conclude, is_decided
-from fp8bench.measure.arm import STATES, MeasuredArm
+from fp8bench.measure.arm import STATES_PER_SHORT_STEP, MeasuredArm
 from fp8bench.measure.rounds import Judge, Orders, RoundSession
-from fp8bench.measure.slots import segment
+from fp8bench.measure.slots import cut_into_cells
 from fp8bench.model import Level, SlotSample, Timing, Work
 from fp8bench.model.raw import RawSlot, RawStep
 from fp8bench.model.stopping import EMULATED_ROUNDS, StoppingRule
@@ -120,7 +120,7 @@ class Noting(FakeWorker):
 @for_each(
     ("one", "states"),
     [
-        (arm("fp32"), STATES),
+        (arm("fp32"), STATES_PER_SHORT_STEP),
         (arm("bf16"), 1),
         (arm("fp32", EMULATED), 1),
         (MeasuredArm("gpu", planned("fp32"), replace(CPU, kind="cuda")), 1),
@@ -359,7 +359,7 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
 
 def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:
     orders: Orders[int] = Orders(random.Random(seed))
-    return [orders.next(range(arms)) for _ in range(rounds)]
+    return [orders.next_round(range(arms)) for _ in range(rounds)]
 
 
 def count_places(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
@@ -388,8 +388,8 @@ def test_everybody_follows_everybody_as_often(arms: int) -> None:
 @for_each("before", [3, 16, 17])
 def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> None:
     orders: Orders[int] = Orders(random.Random(stay))
-    first = [orders.next(range(7)) for _ in range(before)]
-    rest = [orders.next(range(stay)) for _ in range(3 * stay)]
+    first = [orders.next_round(range(7)) for _ in range(before)]
+    rest = [orders.next_round(range(stay)) for _ in range(3 * stay)]
     cut = count_places(first)
     least = min(cut.values()) if len(cut) == 7 * 7 else 0
     assert max(cut.values()) - least <= 1
@@ -398,7 +398,7 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
 
 def test_orders_are_drawn() -> None:
     orders: Orders[int] = Orders(random.Random(0))
-    assert orders.next([]) == [] and sorted(orders.next([3, 4])) == [3, 4] and orders.next([]) == []
+    assert orders.next_round([]) == [] and sorted(orders.next_round([3, 4])) == [3, 4] and orders.next_round([]) == []
     assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)
     blocks = {tuple(map(tuple, drawn(4, 400)[4 * block :][:4])) for block in range(100)}
     assert len(blocks) > 60
@@ -409,10 +409,10 @@ def test_orders_are_drawn() -> None:
 def test_steps_without_marks_have_the_proportions_of_the_one_before() -> None:
     one = arm("fp8", facts=GPU)
     marked = RawStep((UNATTRIBUTED, CAST, GEMM), (10, 30, 60))
-    one.calibrated, one.segmentation = marked, segment(marked.codes, marked.intervals_ns)
+    one.calibrated, one.segmentation = marked, cut_into_cells(marked.codes, marked.intervals_ns)
     bare = [RawStep((UNATTRIBUTED,), (total,)) for total in (200, 77)]
     other = RawStep(marked.codes, (0, 50, 50))
-    one.add(RawSlot((marked, *bare, other, bare[1]), 1.0, 1.0, 0.0), 0)
+    one.add_slot(RawSlot((marked, *bare, other, bare[1]), 1.0, 1.0, 0.0), 0)
     calls = one.slots[0].calls_ns
-    assert calls == ((10, 30, 60), (20, 60, 120), (7, 23, 47), (0, 50, 50), (0, 39, 38)) and not one.varying
+    assert calls == ((10, 30, 60), (20, 60, 120), (7, 23, 47), (0, 50, 50), (0, 39, 38)) and not one.marks_vary
     assert [sum(call) for call in calls] == [100, 200, 77, 100, 77]

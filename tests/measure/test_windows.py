@@ -203,7 +203,7 @@ class Heating(AbsentDevice):
         super().__init__("nothing to say")
         self.worker, self.heat, self.last = worker, 40.0, 0.0
 
-    def glance(self) -> Readings:
+    def read_changing_state(self) -> Readings:
         loops = [entry[1] for entry in self.worker.log if entry[0] == "loop"]
         goal = {"fp32": 80.0, "bf16": 60.0}[loops[-1]] if loops else 40.0
         now = self.worker.clock()
@@ -256,7 +256,7 @@ def phases_measured(
     arms = [arm(mode, (levels or {}).get(mode, Level.NATIVE)) for mode in scripts]
     for one in arms:
         one.prepare(worker)
-    found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).phases(arms, worker)
+    found = WindowPass(power.meter(), WindowRule(windows), 0, lambda arm, share: None).measure_phases(arms, worker)
     by_mode = {}
     for measured_arm in arms:
         by_mode[measured_arm.planned.case.mode] = {part.phase: part for part in found[measured_arm.key]}

@@ -226,7 +226,7 @@ def test_the_first_way_that_works_counts_and_a_failure_becomes_its_reason() -> N
 
 @for_each("value", [0, 0.0, -1.0, math.nan, math.inf])
 def test_what_cannot_be_is_no_reading(value: float) -> None:
-    with pytest.raises(NoReading, match=r"the sensor said .* W, which cannot be"):
+    with pytest.raises(NoReading, match=r"the sensor reported .* W, which is impossible"):
         positive(value, "W", "the sensor")
 
 

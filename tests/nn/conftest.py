@@ -28,6 +28,6 @@ def grouped_kernel(monkeypatch: pytest.MonkeyPatch) -> GroupedKernel:
 @pytest.fixture
 def exact_products(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes products whose bits do not depend on the CPU, on padding, or on alignment."""
-    monkeypatch.setattr("fp8bench.nn.arithmetics.values_product", exact)
+    monkeypatch.setattr("fp8bench.nn.arithmetics.multiply_in_float32", exact)
     monkeypatch.setattr(torch, "mm", exact_mm)
     monkeypatch.setattr(torch.nn.functional, "grouped_mm", exact_grouped_mm)

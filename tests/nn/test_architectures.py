@@ -13,10 +13,10 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.model.step import Coverage
-from fp8bench.nn.holders import weights_of
-from fp8bench.nn.model_calls import call_of, loss_of, tensors_in
+from fp8bench.nn.holders import find_product_weights
+from fp8bench.nn.model_calls import loss_of, make_call, tensors_in
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.tape.coverage import coverage_of
+from fp8bench.tape.coverage import measure_coverage
 from tests.counts import for_each, sampled
 from tests.nn.converted_models import FP32, converted
 from tests.nn.layers import arithmetic_of
@@ -40,10 +40,10 @@ class Case:
 
     def __init__(self, name: str) -> None:
         self.model, self.batch = architectures().made(name)
-        self.call = call_of(self.model, self.batch)
+        self.call = make_call(self.model, self.batch)
         self.words = loss_of(self.model, self.batch, self.call())[1]
-        self.coverage: Coverage = coverage_of(
-            self.model, weights_of(self.model), self.step, multiple=16, loss=self.words
+        self.coverage: Coverage = measure_coverage(
+            self.model, find_product_weights(self.model), self.step, multiple=16, loss=self.words
         )
 
     def step(self) -> None:
@@ -168,12 +168,12 @@ def test_what_is_not_covered_says_why() -> None:
 def test_experts_are_covered_whichever_way_transformers_multiplies_them(way: str) -> None:
     model, batch = architectures().made("mixtral")
     model.set_experts_implementation(way)
-    call = call_of(model, batch)
+    call = make_call(model, batch)
 
     def step() -> None:
         loss_of(model, batch, call())[0].backward()
 
-    coverage = coverage_of(model, weights_of(model), step)
+    coverage = measure_coverage(model, find_product_weights(model), step)
     assert of_kind(coverage, "experts") == of_kind(case("mixtral").coverage, "experts")
     with converted(model, FP32) as conversion:
 

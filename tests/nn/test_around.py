@@ -11,7 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from fp8bench.features.train.lab.models import around_of, built, config_of, layers_of
+from fp8bench.features.train.lab.models import build_model, list_elementwise_layers, list_layers, make_config
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.model import Case, DeviceFacts
 from fp8bench.nn.around import cast_to, set_around
@@ -20,7 +20,7 @@ from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.kept import draw_weights
 from fp8bench.nn.parts import Norm
-from fp8bench.nn.served import served_shapes
+from fp8bench.nn.served import list_weight_shapes
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import workloads
 from tests.counts import for_each, paired
@@ -104,10 +104,10 @@ def test_a_batch_norm_in_fp16_keeps_its_statistics_in_it(channels_apart: bool) -
 
 def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel:
     settings = TrainerSettings(arch=arch, batch=2, sequence=32)
-    config = config_of(settings, 256)
+    config = make_config(settings, 256)
     torch.manual_seed(3)
-    model = built(settings, config, lambda name: arithmetic_of(mode), arithmetic_of(mode).carrier)
-    named = {layer.name: layer for layer in around_of(arch, config)}
+    model = build_model(settings, config, lambda name: arithmetic_of(mode), arithmetic_of(mode).carrier)
+    named = {layer.name: layer for layer in list_elementwise_layers(arch, config)}
     set_around(model, {name: arithmetic_of(map_[layer.kind]) for name, layer in named.items() if layer.kind in map_})
     return model
 
@@ -115,11 +115,11 @@ def _model(arch: str, map_: dict[str, str], mode: str = "bf16") -> LanguageModel
 @pytest.mark.parametrize(("arch", "mode"), paired(("gpt", "mlp", "cnn", "moe"), ("fp32", "fp8", "mxfp4")))
 def test_every_part_of_every_model_takes_it_and_still_learns(arch: str, mode: str) -> None:
     tokens = torch.arange(64).view(2, 32) % 256
-    plain, config = _model(arch, {}), config_of(TrainerSettings(arch=arch), 256)
-    usual, layers = plain(tokens, tokens, SilentPhases()), around_of(arch, config)
+    plain, config = _model(arch, {}), make_config(TrainerSettings(arch=arch), 256)
+    usual, layers = plain(tokens, tokens, SilentPhases()), list_elementwise_layers(arch, config)
     norms = {path for path, module in plain.named_modules() if isinstance(module, Norm | BatchNorm)}
     assert {layer.name for layer in layers if layer.kind == "norm"} == norms
-    assert not any(layer.product for layer in layers) and all(layer.product for layer in layers_of(arch, config))
+    assert not any(layer.product for layer in layers) and all(layer.product for layer in list_layers(arch, config))
     for kind in ("embed", "norm", "residual", "logits"):
         model = _model(arch, {kind: mode})
         loss = model(tokens, tokens, SilentPhases())
@@ -205,8 +205,8 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
         state = workload.prepare(setup)
         config = state.model.config
         model = GPT(config, lambda name: arithmetic_of("fp32"), torch.float32).eval()
-        draw = draw_weights(served_shapes(config), 0, "cpu")
-        model.load_state_dict({name: draw(name) for name in served_shapes(config)}, strict=False)
+        draw = draw_weights(list_weight_shapes(config), 0, "cpu")
+        model.load_state_dict({name: draw(name) for name in list_weight_shapes(config)}, strict=False)
         set_around(model, setup.around(workload.around(dict(case.params))))
         with torch.no_grad():
             wanted = cast_to(model.logits(state.tokens, SilentPhases()), taken.get("logits"))

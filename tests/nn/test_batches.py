@@ -17,11 +17,11 @@ from fp8bench.nn.batches import (
     Bytes,
     CompressedRecords,
     DecodedRecords,
-    Destination,
+    DeviceBuffers,
     Records,
     TokenLoader,
+    draw_text_records,
     normalise_bytes,
-    text_records,
 )
 from fp8bench.protocols import Operand
 from tests.counts import for_each
@@ -59,7 +59,7 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     places = set()
     for _ in range(3):
         ahead.load_ahead(2)
-        places.add(tuple(item.data_ptr() for item in ahead._ahead))
+        places.add(tuple(item.data_ptr() for item in ahead._loaded))
         wanted = [plain.next() for _ in range(2)]
         for _ in range(2):
             assert all(
@@ -93,7 +93,7 @@ def tokens(tmp_path: Path) -> str:
 
 
 def records(tokens: str, seed: int = 0, size: int = 300) -> Bytes:
-    return text_records(tokens, 20, size, np.random.default_rng(seed))
+    return draw_text_records(tokens, 20, size, np.random.default_rng(seed))
 
 
 def test_records_are_windows_of_the_text(tokens: str) -> None:
@@ -108,7 +108,7 @@ def test_records_are_windows_of_the_text(tokens: str) -> None:
 def test_a_batch_is_the_records_of_its_indices(tokens: str, kind: type[Records]) -> None:
     text = records(tokens)
     indices = np.array([7, 0, 19, 7])
-    batch = kind(text).batch(indices)  # type: ignore[call-arg]
+    batch = kind(text).read_batch(indices)  # type: ignore[call-arg]
     assert batch.dtype == torch.float32 and batch.shape == (4, 300)
     assert torch.equal(batch, torch.from_numpy(normalise_bytes(text[indices])))
 
@@ -117,7 +117,7 @@ def test_codes_travel_with_their_scale() -> None:
     x = torch.randn(4, 8)
     scale, inverse = factor(x, E4M3, TENSOR)
     operand = Operand(torch_codes(x, E4M3, scale), inverse)
-    there = Destination(operand, "cpu")
+    there = DeviceBuffers(operand, "cpu")
     there.take(operand)
     data, scale = there.buffers
     assert data.element_size() == 1 and torch.equal(data.float(), operand.data.float())

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.conversion import Conversion
-from fp8bench.nn.holders import check_map, weights_of
+from fp8bench.nn.holders import check_map, find_product_weights
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -111,10 +111,10 @@ def test_all_is_as_it_was_after_an_error(model: Model) -> None:
 
 
 def test_a_layer_of_two_names_is_one_layer(model: Model) -> None:
-    (first,) = (holder for holder in weights_of(model) if holder.name == "first")
-    assert first.also == ("again",) and "again" not in [holder.name for holder in weights_of(model)]
+    (first,) = (holder for holder in find_product_weights(model) if holder.name == "first")
+    assert first.also == ("again",) and "again" not in [holder.name for holder in find_product_weights(model)]
     for name in ("first", "again"):
-        (skipped,) = (holder for holder in weights_of(model, [name]) if holder.rule == "skipped")
+        (skipped,) = (holder for holder in find_product_weights(model, [name]) if holder.rule == "skipped")
         assert skipped.name == "first" and skipped.reason == f"left out by '{name}'"
     with converted(model, FP8):
         assert model.again.forward is model.first.forward
@@ -132,25 +132,26 @@ LEFT_OUT = {
 
 def test_what_is_left_out(model: Model) -> None:
     skipped = {
-        word: [holder.name for holder in weights_of(model, [word]) if holder.rule == "skipped"] for word in LEFT_OUT
+        word: [holder.name for holder in find_product_weights(model, [word]) if holder.rule == "skipped"]
+        for word in LEFT_OUT
     }
-    assert skipped == LEFT_OUT and [holder.name for holder in weights_of(model) if holder.head] == ["out"]
+    assert skipped == LEFT_OUT and [holder.name for holder in find_product_weights(model) if holder.head] == ["out"]
     for alone, skip, names in (
         (nn.Linear(4, 4), [], ["Linear"]),
         (nn.LSTM(4, 4), [], ["weight_ih_l0", "weight_hh_l0"]),
         (Experts("bmm"), ["stack"], ["stack", "position"]),
     ):
-        assert [holder.name for holder in weights_of(alone, skip)] == names
+        assert [holder.name for holder in find_product_weights(alone, skip)] == names
 
 
 def test_what_fits_nothing_is_refused(model: Model) -> None:
     with pytest.raises(UnknownName, match=r"'rooter'.*Did you mean 'router'"):
-        weights_of(model, ["rooter"])
+        find_product_weights(model, ["rooter"])
     with pytest.raises(UnknownName, match=r"'pictures'.*Did you mean 'picture'"):
-        check_map(["first", "head", "experts", "pictures"], weights_of(model))
+        check_map(["first", "head", "experts", "pictures"], find_product_weights(model))
     with pytest.raises(UnknownName, match="Known: linear, norm; layers"):
         Conversion(nn.Sequential(nn.Linear(4, 4), nn.LayerNorm(4)), lambda layer: FP8, keys=["embed"])
-    with pytest.raises(UsageError, match=r"nothing of ReLU .*no layer that multiplies"):
+    with pytest.raises(UsageError, match=r"no layer of ReLU .*no layer with a matrix product"):
         converted(nn.ReLU())
     with pytest.raises(UsageError, match="meta device"):
         converted(nn.Linear(4, 4, device="meta"))
@@ -179,8 +180,8 @@ def test_layers_are_chosen_by_name_and_kind(model: Model) -> None:
 
 def test_a_forward_pass_of_its_own_is_not_lost() -> None:
     model = nn.Sequential(Doubled(16, 16), Renamed(16, 16))
-    own, renamed = weights_of(model)
-    assert own.rule == "forward" and own.reason.startswith("Doubled has a forward pass of its own")
+    own, renamed = find_product_weights(model)
+    assert own.rule == "forward" and own.reason.startswith("Doubled overrides forward")
     assert not renamed.reason
     x = torch.randn(4, 16)
     with converted(model):
@@ -211,7 +212,7 @@ def test_what_cannot_be_converted_says_why() -> None:
         }
     )
     model["whole"].weight = nn.Parameter(torch.ones(16, 16, dtype=torch.int8), requires_grad=False)
-    held = weights_of(model)
+    held = find_product_weights(model)
     assert {holder.name: holder.rule for holder in held if holder.name != "memory.weight_hh_l0"} == {
         "attention.in_proj_weight": "class",
         "attention.out_proj": "not-called",
@@ -223,7 +224,7 @@ def test_what_cannot_be_converted_says_why() -> None:
         "whole": "dtype",
     }
     assert all(holder.reason for holder in held)
-    with pytest.raises(UsageError, match=r"nothing of ModuleDict .* \(2 weights: .* LSTM; 1 weight: "):
+    with pytest.raises(UsageError, match=r"no layer of ModuleDict .* \(2 weights: .* LSTM; 1 weight: "):
         converted(model)
 
 

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.conversion import LayerProducts
-from fp8bench.nn.holders import Stacked
+from fp8bench.nn.holders import StackedWeightWatch
 from fp8bench.nn.linear import linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Arithmetic, Phases, SilentPhases
@@ -168,7 +168,7 @@ def test_experts_in_fp8_are_so_many_linear_layers(way: str) -> None:
 def test_rows_behind_the_last_group_are_zeros() -> None:
     stack, x = nn.Parameter(torch.randn(3, 16, 32)), torch.randn(8, 16)
     products = LayerProducts(FP32, SilentPhases)
-    with Stacked({"stack": stack}, {"stack": products}):
+    with StackedWeightWatch({"stack": stack}, {"stack": products}):
         y = F.grouped_mm(x, stack, offs=torch.tensor([2, 2, 5], dtype=torch.int32))
     assert torch.equal(y[5:], torch.zeros(3, 32))
     torch.testing.assert_close(y[:2], x[:2] @ stack[0])

@@ -13,12 +13,12 @@ from fp8bench.formats.scaled import values
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.kept import IntegerWeight, KeptHeads, KeptWeight, OwnWeight, draw_weights, kept_weight
+from fp8bench.nn.kept import CachedHeads, CastWeight, IntegerWeight, StoredWeight, draw_weights, store_weight
 from fp8bench.nn.served import (
     KV_FORMATS,
     WEIGHT_FORMATS,
-    served_shapes,
-    shape_of,
+    list_weight_shapes,
+    make_served_shape,
     step_bytes,
 )
 from fp8bench.nn.served import ServedArm as Arm
@@ -36,11 +36,11 @@ def model_of(
 ) -> Decoder:
     plain = PlainArithmetic(carrier)
 
-    def keep(name: str, weight: Tensor) -> KeptWeight:
+    def keep(name: str, weight: Tensor) -> StoredWeight:
         own = weights == "own" or name == "head"
-        return OwnWeight(weight, plain) if own else kept_weight(weight, weights, False)
+        return CastWeight(weight, plain) if own else store_weight(weight, weights, False)
 
-    drawn = draw_weights(served_shapes(config), 3, "cpu")
+    drawn = draw_weights(list_weight_shapes(config), 3, "cpu")
     return Decoder(config, drawn, keep, kv, carrier, (batch, config.sequence))
 
 
@@ -54,9 +54,9 @@ def token_by_token(model: Decoder, tokens: Tensor, first: int) -> Tensor:
 def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str) -> None:
     """GPT has no cache; checkpoints of the mixture are read in this order."""
     config = replace(SERVED_SIZES[size], sequence=32)
-    plain, weight = PlainArithmetic(torch.float32), draw_weights(served_shapes(config), 3, "cpu")
+    plain, weight = PlainArithmetic(torch.float32), draw_weights(list_weight_shapes(config), 3, "cpu")
     gpt = GPT(config, lambda name: plain, torch.float32)
-    wanted = [(name, shape) for name, (shape, _) in served_shapes(config).items()]
+    wanted = [(name, shape) for name, (shape, _) in list_weight_shapes(config).items()]
     assert [(name, (*item.shape,)) for name, item in gpt.named_parameters()] == wanted
     with torch.no_grad():
         for name, parameter in gpt.named_parameters():
@@ -71,12 +71,12 @@ def test_the_trained_model_of_these_weights_gives_the_same_logits(size: str) -> 
 def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
     """The formats have separate oracles."""
     x = torch.randn(2, 3, 10, 48, generator=torch.Generator().manual_seed(5)) * 3
-    heads, slowly = (KeptHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
+    heads, slowly = (CachedHeads(name, (2, 3, 16, 48), torch.float32, "cpu") for _ in range(2))
     for item in (heads, slowly):
         item.calibrate(x)
-    heads.put(x, 0)
+    heads.write(x, 0)
     for at in range(10):
-        slowly.put(x[:, :, at : at + 1], at)
+        slowly.write(x[:, :, at : at + 1], at)
     result, kept = heads.read(10), KV_FORMATS[name]
     assert torch.equal(result, slowly.read(10))
     if kept.fmt is None or name == "fp8":
@@ -95,9 +95,9 @@ def test_what_a_cache_gives_back_is_the_formats_own_rounding(name: str) -> None:
 def test_kept_weights_multiply_as_their_values(name: str) -> None:
     random = torch.Generator().manual_seed(6)
     weight, x = (torch.randn(rows, 96, generator=random) for rows in (64, 5))
-    kept = kept_weight(weight, name, False)
+    kept = store_weight(weight, name, False)
     restored = kept.restore()  # type: ignore[attr-defined]
-    product = kept.times(x.bfloat16(), SilentPhases()).double()
+    product = kept.multiply(x.bfloat16(), SilentPhases()).double()
     exact = x.bfloat16().double() @ restored.double().t()
     assert float((product - exact).norm() / exact.norm()) < 6e-3  # bf16's rounding of inputs and outputs
     known = WEIGHT_FORMATS[name]
@@ -113,11 +113,11 @@ def test_kept_weights_multiply_as_their_values(name: str) -> None:
 
 def test_bytes_are_those_of_a_hand_count() -> None:
     """nano: width 192, 2 layers, 256 ids. llama3-8b: 32 layers of 218,103,808 weights in their products."""
-    nano = step_bytes(shape_of(SERVED_SIZES["nano"]), Arm("fp32"), 1, 512)
+    nano = step_bytes(make_served_shape(SERVED_SIZES["nano"]), Arm("fp32"), 1, 512)
     # embedding row + position + 5 norms + 2 x (3 + 1 + 4 + 4) x 192^2 + head, in four bytes
     assert nano.weights == 4 * (192 + 192 + 5 * 192 + 2 * 12 * 192 * 192 + 256 * 192)
     assert nano.kv == 2 * 2 * 192 * 512 * 4
-    llama, eight = shape_of(SERVED_SIZES["llama3-8b"]), 8192
+    llama, eight = make_served_shape(SERVED_SIZES["llama3-8b"]), 8192
     block = 4096 * (4096 + 2 * 1024) + 4096 * 4096 + 3 * 4096 * 14336
     assert block == 218_103_808
     others = 3 * 4096 + 65 * 4096 + 128256 * 4096  # three tokens' rows, norms, head
@@ -134,7 +134,7 @@ def test_bytes_are_those_of_a_hand_count() -> None:
 
 def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
     """mixtral-8x7b: 46.7e9 weights, of which a token uses 12.9e9; olmoe-1b-7b: 6.9e9 and 1.3e9."""
-    mixtral = shape_of(SERVED_SIZES["mixtral-8x7b"])
+    mixtral = make_served_shape(SERVED_SIZES["mixtral-8x7b"])
     attention, expert, router = 4096 * (4096 + 2 * 1024) + 4096 * 4096, 3 * 4096 * 14336, 8 * 4096
     whole = 2 * 32000 * 4096 + 32 * (attention + 8 * expert + router) + 65 * 4096
     assert sum(math.prod(shape) for _, shape in mixtral.shapes) == whole == 46_702_792_704
@@ -144,15 +144,22 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
     rows = 6144 + 4096 + 2 * (28672 + 4096)
     int8 = 2 * others + 32 * (attention + 2 * expert + 2 * rows)
     assert step_bytes(mixtral, Arm("bf16", "", "int8"), 1, 8).weights == int8
-    assert mixtral.chosen(1) == 2 and 7.7 < mixtral.chosen(12) < 7.8 and mixtral.chosen(10**6) == 8
+    assert (
+        mixtral.count_chosen_experts(1) == 2
+        and 7.7 < mixtral.count_chosen_experts(12) < 7.8
+        and mixtral.count_chosen_experts(10**6) == 8
+    )
     flops = 2 * (32 * (attention + 2 * expert + router) + 32000 * 4096) + 4 * 32 * 4096 * 8
     assert workloads.get("decode").work({"size": "mixtral-8x7b", "batch": 1, "context": 8}).flops == flops
-    olmoe = shape_of(SERVED_SIZES["olmoe-1b-7b"])
+    olmoe = make_served_shape(SERVED_SIZES["olmoe-1b-7b"])
     assert sum(math.prod(shape) for _, shape in olmoe.shapes) == pytest.approx(6.92e9, rel=0.01)
-    assert olmoe.active + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01) and olmoe.chosen(1) == 8
+    assert (
+        olmoe.active_weights + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01)
+        and olmoe.count_chosen_experts(1) == 8
+    )
     # DeepSeek-V3's, as published: 256 experts, 8 per token.
     deepseek = replace(olmoe, experts=256, top_k=8)
-    assert [round(deepseek.chosen(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]
+    assert [round(deepseek.count_chosen_experts(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]
 
 
 @for_each("kv", KV_FORMATS)
@@ -163,12 +170,12 @@ def test_counted_bytes_are_those_that_are_stored(kv: str, weights: str, tied: bo
     config = replace(SERVED_SIZES["nano-llama"], layers=1, sequence=32, tied=tied)
     model = model_of(config, kv, "own" if weights == "bf16" else weights, torch.bfloat16, batch=2)
     model.fill(32, torch.Generator().manual_seed(0))
-    counted = step_bytes(shape_of(config), Arm("bf16", kv, weights), 2, 32)
+    counted = step_bytes(make_served_shape(config), Arm("bf16", kv, weights), 2, 32)
     assert model.cache_bytes(32) == counted.kv
     unread = ((0 if tied else config.vocabulary) - 2) * config.width * 2
     assert model.weight_bytes() == counted.weights + unread
     if weights == "bf16":
-        parameters = sum(math.prod(shape) for shape, _ in served_shapes(config).values())
+        parameters = sum(math.prod(shape) for shape, _ in list_weight_shapes(config).values())
         assert 8 * model.weight_bytes() == 16 * parameters
 
 

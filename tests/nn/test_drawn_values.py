@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from fp8bench.model import Request
-from fp8bench.numerics.distributions import drawn
+from fp8bench.numerics.distributions import draw_values
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols.axes import VALUES
 from fp8bench.registry import workloads
@@ -33,13 +33,13 @@ def cases(workload: str, kinds: str, *modes: str):  # type: ignore[no-untyped-de
 @for_each("kind", KINDS)
 def test_a_kind_is_what_its_name_says(kind: str) -> None:
     params = {"values": kind}
-    one, again = (drawn(params, (64, 128), torch.Generator().manual_seed(3)) for _ in range(2))
+    one, again = (draw_values(params, (64, 128), torch.Generator().manual_seed(3)) for _ in range(2))
     assert one.dtype is torch.float32 and one.shape == (64, 128) and torch.equal(one, again)
     torch.manual_seed(3)
-    assert torch.equal(drawn(params, (64, 128)), one)
+    assert torch.equal(draw_values(params, (64, 128)), one)
     if kind == "normal":
         assert torch.equal(one, torch.randn(64, 128, generator=torch.Generator().manual_seed(3)))
-        assert torch.equal(drawn({}, (64, 128), torch.Generator().manual_seed(3)), one)
+        assert torch.equal(draw_values({}, (64, 128), torch.Generator().manual_seed(3)), one)
     elif kind == "uniform":
         assert -1 <= float(one.min()) < -0.99 and 0.99 < float(one.max()) <= 1 and len(one.unique()) > 8000
     elif kind == "integers":

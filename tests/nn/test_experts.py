@@ -11,7 +11,7 @@ import torch.nn.functional as functional
 from torch import Tensor
 
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.experts import BALANCE, ROWS, Experts
+from fp8bench.nn.experts import BALANCE_WEIGHT, ROW_MULTIPLE, Experts
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parts import gelu
 from fp8bench.nn.sizes import GPTConfig
@@ -81,7 +81,7 @@ def test_products_are_of_whole_blocks_of_rows_in_the_arithmetic_given() -> None:
     y = block(torch.randn(50, 32), SilentPhases())
     y.sum().backward()
     inputs = [rows for role, rows in seen if role is Role.INPUT]
-    assert len(inputs) == 8 and all(rows % ROWS == 0 and rows > 0 for rows in inputs)
+    assert len(inputs) == 8 and all(rows % ROW_MULTIPLE == 0 and rows > 0 for rows in inputs)
     assert {role for role, _ in seen} == set(Role)
 
 
@@ -124,7 +124,7 @@ def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
     assert float(loss.detach()) == float(plain.detach())
     router = model.blocks[0].mlp.router  # type: ignore[union-attr]
     parts = [block.mlp.balance for block in model.blocks]  # type: ignore[union-attr]
-    (wanted,) = torch.autograd.grad(plain + BALANCE * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
+    (wanted,) = torch.autograd.grad(plain + BALANCE_WEIGHT * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
     assert torch.allclose(router.grad, wanted, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
     each = model(tokens, targets, SilentPhases(), "none")
     assert each.shape == (24,) and float(each.mean().detach()) == pytest.approx(float(plain.detach()), rel=1e-12)

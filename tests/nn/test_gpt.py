@@ -13,7 +13,7 @@ from torch import Tensor
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Choose, Linear
-from fp8bench.nn.sizes import SIZES, GPTConfig, features_in, features_of, usual_tokens
+from fp8bench.nn.sizes import SIZES, GPTConfig, default_tokens, list_features, list_model_features
 from fp8bench.nn.whole_layers import CachedWeights
 from fp8bench.protocols import Arithmetic, SilentPhases
 from fp8bench.registry import precisions
@@ -143,10 +143,10 @@ def test_the_weights_of_the_plan_are_those_of_the_model(name: str) -> None:
         model = GPT(config, lambda name: arithmetic, torch.float32)
     built = {path: (*module.weight.shape,) for path, module in model.named_modules() if isinstance(module, Linear)}
     sides = {path.rpartition(".")[2]: shape for path, shape in built.items()}
-    assert sides == features_in(config) and list(features_of(name).values()) == list(sides.values())
+    assert sides == list_features(config) and list(list_model_features(name).values()) == list(sides.values())
     head = built.pop("head")
     assert sum(outputs * inputs for outputs, inputs in built.values()) == config.layers * config.block_weights
-    assert head == (config.vocabulary, config.width) and usual_tokens(name) == config.batch * config.sequence
+    assert head == (config.vocabulary, config.width) and default_tokens(name) == config.batch * config.sequence
     total = sum(parameter.numel() for parameter in model.parameters())
     described = {"nano": 1.0e6, "micro": 3.3e6, "gpt2-124m": 124e6, "gpt-350m": 354e6, "llama-1b": 1.236e9}
     assert described[name] == pytest.approx(total, rel=0.01)

@@ -9,7 +9,14 @@ import torch
 
 from fp8bench.formats import vector_width
 from fp8bench.formats.compiling import compile_kernel
-from fp8bench.nn.rotations import SIZE, LookingRotationKernel, _matrix, _runs, rotate, rotation
+from fp8bench.nn.rotations import (
+    SIZE,
+    LookingRotationKernel,
+    _make_matrix,
+    _view_as_runs,
+    rotate,
+    rotate_and_find_amaxes,
+)
 from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian, outliers
 from tests.formats.test_operators import Operators
@@ -73,7 +80,7 @@ def test_what_is_not_finite_stays_among_its_16() -> None:
 @pytest.mark.slow
 @for_each("turned", [False, True])
 def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(vector_width, "widths", lambda device: ())
+    monkeypatch.setattr(vector_width, "vector_widths", lambda device: ())
     kernel = LookingRotationKernel(torch.bfloat16, "cpu", turned)
     compiled_too = compile_kernel(kernel).run
     for rows, columns in ((48, 64), (1, 16), (33, 160)):
@@ -85,8 +92,8 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
             for run in (compiled_too, kernel):
                 out = torch.empty(memory.shape)
                 peaks = [torch.zeros(columns // SIZE if turned else rows) for _ in parts]
-                seen = [_runs(item, turned) for item in (memory, out)]
-                run(seen[0], _matrix(3, torch.device("cpu")), seen[1], *peaks)
+                seen = [_view_as_runs(item, turned) for item in (memory, out)]
+                run(seen[0], _make_matrix(3, torch.device("cpu")), seen[1], *peaks)
                 given = [out.t() if turned else out, *peaks]
                 for result, right in zip(
                     given, [wanted, *(item.abs().flatten(1).amax(1) for item in parts)], strict=True
@@ -98,9 +105,9 @@ def test_a_gpu_s_kernel_looks_at_both(turned: bool, monkeypatch: pytest.MonkeyPa
 @for_each("device", ["cpu", "meta"])
 def test_one_pass_looks_at_both(device: str) -> None:
     x = outliers(64, 48).to(device).t()
-    rotation(x, 3)  # its matrix is cached
+    rotate_and_find_amaxes(x, 3)  # its matrix is cached
     with Operators() as seen:
-        result = rotation(x, 3)
+        result = rotate_and_find_amaxes(x, 3)
     assert result.values.shape == (48, 64)
     if device == "meta":
         ours = [name for name in seen.names if not any(item in name for item in ("aten.t.", "detach", "empty"))]
@@ -113,7 +120,7 @@ def test_one_pass_looks_at_both(device: str) -> None:
 
 def test_a_matrix_is_made_of_numbers_whatever_tensors_are_made_on() -> None:
     """Under a meta default device (memory derivation) the matrix is still real; later steps use the cached one."""
-    wanted = _matrix(12, torch.device("cpu"))
-    _matrix.cache_clear()
+    wanted = _make_matrix(12, torch.device("cpu"))
+    _make_matrix.cache_clear()
     with torch.device("meta"):
-        assert torch.equal(_matrix(12, torch.device("cpu")), wanted)
+        assert torch.equal(_make_matrix(12, torch.device("cpu")), wanted)

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.nn.model_calls import call_of, loss_of
+from fp8bench.nn.model_calls import loss_of, make_call
 from tests.counts import for_each
 
 X = torch.ones(2, 4)
@@ -47,7 +47,7 @@ class Output:
 )
 def test_batches_of_all_sorts(batch: Any) -> None:
     model = Two()
-    assert torch.equal(call_of(model, batch)(), model(X))
+    assert torch.equal(make_call(model, batch)(), model(X))
 
 
 @for_each(
@@ -57,19 +57,19 @@ def test_batches_of_all_sorts(batch: Any) -> None:
         ((X, X, X), "too many positional arguments"),
         (3, "a batch of type int"),
         (None, "a batch of type NoneType"),
-        ({"x": X.to("meta")}, "^x is on meta, and the model on cpu"),
+        ({"x": X.to("meta")}, "^x is on meta, but the model is on cpu"),
         (torch.ones(2, 5), "forward of Two fails on this batch: RuntimeError: mat1 and mat2"),
     ],
 )
 def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: str) -> None:
     with pytest.raises(UsageError, match=words) as caught:
-        call_of(Two(), batch)()
+        make_call(Two(), batch)()
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
 def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None) -> tuple[Tensor, str]:
     model = Two(result)
-    return loss_of(model, {"x": X}, call_of(model, X)(), own)
+    return loss_of(model, {"x": X}, make_call(model, X)(), own)
 
 
 @for_each(
@@ -111,7 +111,7 @@ def test_a_loss_of_ones_own() -> None:
     [
         (lambda y: y, lambda y: y, r"a tensor of shape \[2, 4\]"),
         (lambda y: {"a": y}, lambda y: y["no"], "fails on the output: KeyError"),
-        (lambda y: [y.argmax()], None, "without a floating tensor"),
+        (lambda y: [y.argmax()], None, "without a floating-point tensor"),
         (lambda y: y.detach().sum(), None, "no gradient flows"),
     ],
 )

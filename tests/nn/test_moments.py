@@ -10,7 +10,7 @@ from torch import Tensor
 from fp8bench.formats.grids import E4M3, FP16
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
-from fp8bench.nn.moments import Bucket, Storage, scaled_storage, split_into_buckets, storages
+from fp8bench.nn.moments import Bucket, Storage, make_scaled_storage, split_into_buckets, storages
 from tests.counts import for_each
 from tests.nn.layers import arithmetic_of
 
@@ -95,7 +95,7 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     wanted = {
         "as it is": x,
         "bf16": x.bfloat16().float(),
-        "scaled": scaled_storage(FP16).restore(scaled_storage(FP16).keep(x)),
+        "scaled": make_scaled_storage(FP16).restore(make_scaled_storage(FP16).keep(x)),
         "e4m3": values(x, E4M3, TENSOR),
     }[second]
     first, storage = storages_of(precision, same)

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 from fp8bench.errors import UsageError
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.decoder import Decoder
-from fp8bench.nn.kept import KeptWeight, OwnWeight, draw_weights, kept_weight
-from fp8bench.nn.own_decoder import OwnDecoder, make_model, shape_of_own
+from fp8bench.nn.kept import CastWeight, StoredWeight, draw_weights, store_weight
+from fp8bench.nn.own_decoder import OwnDecoder, check_user_model, make_model
 from fp8bench.nn.served import ServedArm as Arm
-from fp8bench.nn.served import check_groups, served_shapes, step_bytes
+from fp8bench.nn.served import check_groups, list_weight_shapes, step_bytes
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from tests.counts import for_each
@@ -28,17 +28,17 @@ TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1
 
 
 def plainly_served(arm: Arm) -> Decoder:
-    def keep(name: str, weight: Tensor) -> KeptWeight:
+    def keep(name: str, weight: Tensor) -> StoredWeight:
         if name == "head" or not arm.weights:
-            return OwnWeight(weight, PlainArithmetic(torch.float32))
-        return kept_weight(weight, arm.weights, False)
+            return CastWeight(weight, PlainArithmetic(torch.float32))
+        return store_weight(weight, arm.weights, False)
 
-    drawn = draw_weights(served_shapes(CONFIG), 3, "cpu")
+    drawn = draw_weights(list_weight_shapes(CONFIG), 3, "cpu")
     return Decoder(CONFIG, drawn, keep, arm.kv_format, torch.float32, (2, 16))
 
 
 def of_the_same_weights() -> nn.Module:
-    drawn = draw_weights(served_shapes(CONFIG), 3, "cpu")
+    drawn = draw_weights(list_weight_shapes(CONFIG), 3, "cpu")
     state = {"model.embed_tokens.weight": drawn("embedding"), "model.norm.weight": drawn("norm.weight")}
     state["lm_head.weight"] = drawn("head.weight")
     for block in range(LAYERS):
@@ -107,7 +107,7 @@ def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Mod
 @for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     model = make()
-    shape = shape_of_own("own", model, 0, CPU)
+    shape = check_user_model("own", model, 0, CPU)
     assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)
     stored = sum(parameter.numel() for parameter in model.parameters())
     places = sum(
@@ -155,14 +155,14 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
 REFUSED = {
     "without_a_cache": "takes no past_key_values",
     "keeping_nothing": "puts nothing into the cache",
-    "without_logits": "gives scores. Let it give logits",
-    "a_slip": "does not keep what a prompt gives",
-    "seeing_later": "tokens see later ones",
-    "mixtral": "a stack of experts",
+    "without_logits": "returns scores. It must return logits",
+    "a_slip": "not return what it stored",
+    "seeing_later": "tokens attend to later tokens",
+    "mixtral": "stacked experts",
     "mistral": "a sliding window",
-    "with_more_in_the_list": "would be in layer 2, and the cache has layers 0 to 1",
+    "with_more_in_the_list": "is in block 2, but the cache has 2 layers",
     "with_nan": "logits have NaN",
-    "heads_that_do_not_divide": "a token with a cache fails",
+    "heads_that_do_not_divide": "running one token with a cache fails",
 }
 
 
@@ -170,17 +170,17 @@ REFUSED = {
 def test_what_cannot_be_served_is_a_sentence(make: str) -> None:
     model, _ = make_model(getattr(served_models, make), make, 0, CPU)
     with pytest.raises(UsageError, match=REFUSED[make]):
-        shape_of_own(make, model, 0, CPU)
+        check_user_model(make, model, 0, CPU)
 
 
 def test_a_model_that_masks_ids_is_served() -> None:
-    assert shape_of_own("masking", served_models.masking()[0], 0, CPU).vocabulary == WORDS
+    assert check_user_model("masking", served_models.masking()[0], 0, CPU).vocabulary == WORDS
 
 
 def test_weights_in_no_numbered_block_cannot_be_kept() -> None:
-    shape = shape_of_own("own", served_models.OneBlock(), 0, CPU)
+    shape = check_user_model("own", served_models.OneBlock(), 0, CPU)
     check_groups(shape, Arm("bf16", "fp8", "bf16"))
-    with pytest.raises(UsageError, match="weights=int8 changes nothing"):
+    with pytest.raises(UsageError, match="weights=int8 has no effect"):
         check_groups(shape, Arm("bf16", "", "int8"))
 
 
@@ -190,10 +190,10 @@ def test_what_makers_may_give() -> None:
     assert tokens is not None and tokens.shape == (3, 17)
     assert all(torch.equal(*pair) for pair in zip(model.parameters(), again.parameters(), strict=True))
     for wrong, words in (
-        (lambda: 3, "gives int"),
-        (lambda: (model, torch.rand(2, 3)), "no tokens"),
-        (lambda: (model, torch.ones(2, 2, dtype=torch.int64)), "3 positions or more"),
-        (lambda: (model, torch.ones(0, 9, dtype=torch.int64)), "no tokens"),
+        (lambda: 3, "returns int"),
+        (lambda: (model, torch.rand(2, 3)), "invalid tokens"),
+        (lambda: (model, torch.ones(2, 2, dtype=torch.int64)), "with 3 or more positions"),
+        (lambda: (model, torch.ones(0, 9, dtype=torch.int64)), "invalid tokens"),
         (lambda: 1 / 0, "fails: Zero"),
     ):
         with pytest.raises(UsageError, match=words):

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.grids import E2M1, E4M3, E5M2
-from fp8bench.formats.recipes import HOPPER_BITS, MX, TENSOR, Accumulator, Recipe, Treatment
+from fp8bench.formats.recipes import HOPPER_SUM_BITS, MX, TENSOR, Accumulator, Recipe, Treatment
 from fp8bench.formats.scaled import values
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.arithmetics import RecipeArithmetic
@@ -119,7 +119,7 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     y = layer(x, SilentPhases())
     found = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
     kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
-    bits = 8 if mode.endswith("8") else HOPPER_BITS
+    bits = 8 if mode.endswith("8") else HOPPER_SUM_BITS
     assert kind is (Accumulator.PROMOTED if "promoted" in mode else Accumulator.SHORT)
     for result, (a, role_a), (b, role_b) in (
         (found[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),

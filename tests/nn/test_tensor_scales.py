@@ -16,7 +16,7 @@ from fp8bench.formats.recipes import ROW, TENSOR, Amax, Delayed, Recipe, ScaleRo
 from fp8bench.model import LayerScale, StaticScales
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, view_of
+from fp8bench.nn.tensor_scales import DelayedScale, StaticScale, make_recipe_view
 from fp8bench.numerics.tensor_error import tensor_error
 from fp8bench.protocols import Role, ScaleBook, SilentPhases
 from fp8bench.registry import precisions
@@ -102,7 +102,7 @@ def scale_of(
 ) -> tuple[ScaleBook, StaticScale]:
     book = ScaleBook(rule, None if known is None else {("one", "input"): known})
     scale = StaticScale(book, E4M3, rounding, known)
-    book.keep("one", "input", scale.state)
+    book.keep("one", "input", scale.read_state)
     return book, scale
 
 
@@ -167,7 +167,7 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     for x in (values, of_magnitude(1.0)):
         used = scale.next(placed(x))
         assert float(used.scale) == pytest.approx(448 / wanted) and torch.equal(used.inverse, 1 / used.scale)
-    standing = scale.state()
+    standing = scale.read_state()
     assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
 
 
@@ -239,7 +239,7 @@ def cast(mode: str, role: Role, *steps: torch.Tensor) -> torch.Tensor:
 def test_a_delayed_scale_is_that_of_the_steps_before() -> None:
     steps = [normal(2.0**power) for power in range(4)]
     before = list(reversed(steps[:-1]))
-    view = view_of(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)
+    view = make_recipe_view(precisions.get("fp8-delayed"), Role.INPUT, steps[-1], before)
     assert view.factors is not None and view.course is not None
     amax = float(steps[-2].abs().max())
     assert float(view.factors.steps) == pytest.approx(amax / 448, rel=1e-6)

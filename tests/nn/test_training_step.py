@@ -9,19 +9,19 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.nn.attention import recompute
-from fp8bench.nn.captured import Course, capture_tensors
+from fp8bench.nn.captured import StepTensors, capture_tensors
 from fp8bench.nn.sizes import CAPTURED, SIZES, TRAINED_BATCH, TRAINED_SIZE
-from fp8bench.nn.training_step import eager
+from fp8bench.nn.training_step import skip_compiler_wrappers
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role
 
 
 @pytest.fixture(scope="module")
-def found(corpus: Corpus) -> dict[str, Course]:
+def found(corpus: Corpus) -> dict[str, StepTensors]:
     return dict(capture_tensors(corpus.path, 0))
 
 
-def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
+def test_they_are_what_training_makes_of_them(found: dict[str, StepTensors]) -> None:
     for name, course in found.items():
         change = float((course[-1] - course[-2]).norm() / course[-1].norm())
         assert (0 < change < 0.2) if CAPTURED[name].role is Role.WEIGHT else change > 0.3
@@ -36,7 +36,7 @@ def test_they_are_what_training_makes_of_them(found: dict[str, Course]) -> None:
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.SGD, torch.optim.Adam])
 def test_steps_are_torchs_to_the_bit(kind: type[torch.optim.Optimizer]) -> None:
     result = []
-    for made in (kind, eager(kind)):
+    for made in (kind, skip_compiler_wrappers(kind)):
         torch.manual_seed(0)
         layer = nn.Linear(8, 8)
         optimizer = made(layer.parameters(), lr=0.1, weight_decay=0.1)  # type: ignore[call-arg]

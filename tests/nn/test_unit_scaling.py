@@ -19,9 +19,9 @@ from fp8bench.nn.parts import FeedForward, gelu, silu_gate
 from fp8bench.nn.sizes import SIZES, GPTConfig
 from fp8bench.nn.text_models import TextCNN, WindowMLP
 from fp8bench.nn.unit_scaling import (
-    GATED,
+    GATED_DEVIATION,
     GATED_SLOPE,
-    GELU,
+    GELU_DEVIATION,
     GELU_SLOPE,
     scale_to_unit,
 )
@@ -131,10 +131,10 @@ def test_constants_are_those_of_a_gaussian() -> None:
 
     squares, slopes = both(gelu(z))
     average = mean(gelu(z.detach()))
-    assert math.sqrt(squares - average**2) == pytest.approx(GELU, abs=5e-4)
+    assert math.sqrt(squares - average**2) == pytest.approx(GELU_DEVIATION, abs=5e-4)
     assert math.sqrt(slopes) == pytest.approx(GELU_SLOPE, abs=5e-4)
     squares, slopes = both(silu_gate(z, torch.ones_like(z)))
-    assert math.sqrt(squares) == pytest.approx(GATED, abs=5e-4)
+    assert math.sqrt(squares) == pytest.approx(GATED_DEVIATION, abs=5e-4)
     assert math.sqrt((squares + slopes) / 2) == pytest.approx(GATED_SLOPE, abs=5e-4)
 
 

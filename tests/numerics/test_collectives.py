@@ -13,6 +13,7 @@ from torch import Tensor
 from fp8bench.numerics import rank_programs
 from fp8bench.numerics.collectives import (
     E4M3,
+    FP8_MEAN_METHODS,
     FP8LM_AUTO,
     GATHER,
     MS_AMP,
@@ -20,23 +21,22 @@ from fp8bench.numerics.collectives import (
     PRE,
     RING,
     TWOSHOT,
-    WAYS,
     AutoScale,
     InFP8,
     Pieces,
     SelfCheckFailed,
-    check_ones,
-    expected,
+    check_mean_of_ones,
+    compute_expected,
+    compute_fp8_mean,
+    compute_largest_scale,
+    draw_rank_values,
     flushed_share,
-    largest_scale,
-    mean_in_fp8,
-    rank_values,
-    ring,
+    gather_tensors,
     saturated_share,
-    transport_tensors,
+    sum_in_ring,
 )
 from fp8bench.numerics.collectives import Plain as PlainCall
-from fp8bench.numerics.rank_programs import AllGather, Counted, Program, Shift, simulate
+from fp8bench.numerics.rank_programs import AllGather, Program, SentBytes, Shift, simulate
 from fp8bench.workloads.collective import SCALINGS
 from tests.counts import for_each
 
@@ -99,8 +99,8 @@ WITHIN_DB = 0.6
 
 
 def sources(size: int, shared: bool, count: int) -> list[Tensor]:
-    own = [rank_values(1, rank, count) for rank in range(size)]
-    common = rank_values(2, 0, count)
+    own = [draw_rank_values(1, rank, count) for rank in range(size)]
+    common = draw_rank_values(2, 0, count)
     return [(values + common).mul_(0.5**0.5) for values in own] if shared else own
 
 
@@ -113,7 +113,9 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
     size, mu = len(given), torch.ones(1)
     while True:
         autos = [AutoScale(mu) for _ in given]
-        result = simulate([mean_in_fp8(way, item, scaling, rank, size, autos[rank]) for rank, item in enumerate(given)])
+        result = simulate(
+            [compute_fp8_mean(way, item, scaling, rank, size, autos[rank]) for rank, item in enumerate(given)]
+        )
         assert all(torch.equal(tensor.values, result[0].values) for tensor in result)
         share = float(saturated_share(result[0].codes))
         if scaling != FP8LM_AUTO or share <= 1e-5:
@@ -127,7 +129,7 @@ def mean_of(way: str, scaling: str, given: list[Tensor]) -> tuple[Tensor, float,
 def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
     table = SHARED if shared else OWN
     given = sources(size, shared, 1 << 15)
-    exact = expected("all_reduce", given, 0)
+    exact = compute_expected("all_reduce", given, 0)
     for (way, scaling), row in table.items():
         if size not in row:
             continue
@@ -138,13 +140,13 @@ def test_errors_are_those_of_the_table(size: int, shared: bool) -> None:
     if not shared:
         for wire, row in ((Plain(torch.bfloat16), BF16), (MX32(), MX)):
             if size in row:
-                sums = simulate([ring(item, wire, rank, size) for rank, item in enumerate(given)])[0]
+                sums = simulate([sum_in_ring(item, wire, rank, size) for rank, item in enumerate(given)])[0]
                 result = torch.cat([wire.decode(part) for part in sums.chunk(size)]) / size
                 assert sqnr(result, exact) == pytest.approx(row[size], abs=WITHIN_DB)
 
 
 def test_a_smaller_factor_flushes_more() -> None:
-    rows = torch.exp(2 * rank_values(3, 0, 512)).repeat_interleave(128)
+    rows = torch.exp(2 * draw_rank_values(3, 0, 512)).repeat_interleave(128)
     given = [values * rows for values in sources(8, False, 1 << 16)]
     lost = []
     for name in (PRE, MS_AMP, POST):
@@ -156,35 +158,35 @@ def test_a_smaller_factor_flushes_more() -> None:
 def test_mu_is_halved_until_next_to_nothing_saturates() -> None:
     assert mean_of(RING, FP8LM_AUTO, sources(16, False, 1 << 14))[2] == 0.25
     auto = AutoScale()
-    auto.after(torch.tensor([2e-5]))
+    auto.update(torch.tensor([2e-5]))
     assert float(auto.mu) == 0.5
     for _ in range(1000):
-        auto.after(torch.tensor([0.0]))
+        auto.update(torch.tensor([0.0]))
     assert float(auto.mu) == pytest.approx(1.0, rel=1e-3)
     for _ in range(1500):
-        auto.after(torch.tensor([0.0]))
+        auto.update(torch.tensor([0.0]))
     assert float(auto.mu) == 2.0
 
 
 @for_each("whole", [True, False])
-@for_each("way", WAYS)
+@for_each("way", FP8_MEAN_METHODS)
 def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
     one = torch.ones(1 << 12)
     given = [torch.cat([one, 1.9 * one]), torch.cat([one, one])]
     autos = [AutoScale(torch.full((1,), 2.0)) for _ in given]
-    simulate([mean_in_fp8(way, item, FP8LM_AUTO, rank, 2, autos[rank], whole) for rank, item in enumerate(given)])
+    simulate([compute_fp8_mean(way, item, FP8LM_AUTO, rank, 2, autos[rank], whole) for rank, item in enumerate(given)])
     assert [float(auto.mu) for auto in autos] == [1.0, 1.0]
 
 
 def test_bytes_are_counted() -> None:
     size, count = 4, 1 << 12
     moved = {}
-    for way in WAYS:
-        counted = Counted(size)
+    for way in FP8_MEAN_METHODS:
+        counted = SentBytes(size)
         autos = [AutoScale() for _ in range(size)]
         simulate(
             [
-                mean_in_fp8(way, item, POST, rank, size, autos[rank])
+                compute_fp8_mean(way, item, POST, rank, size, autos[rank])
                 for rank, item in enumerate(sources(size, False, count))
             ],
             counted,
@@ -192,10 +194,13 @@ def test_bytes_are_counted() -> None:
         moved[way] = counted.bytes
     amax = 2 * 4 * (size - 1) / size
     for way in (RING, TWOSHOT):  # each part is sent only to its owner
-        counted, autos = Counted(size), [AutoScale() for _ in range(size)]
+        counted, autos = SentBytes(size), [AutoScale() for _ in range(size)]
         given = sources(size, False, count)
         simulate(
-            [mean_in_fp8(way, item, PRE, rank, size, autos[rank], whole=False) for rank, item in enumerate(given)],
+            [
+                compute_fp8_mean(way, item, PRE, rank, size, autos[rank], whole_vector=False)
+                for rank, item in enumerate(given)
+            ],
             counted,
         )
         assert counted.bytes == count * (size - 1) / size + amax
@@ -204,12 +209,12 @@ def test_bytes_are_counted() -> None:
     assert moved[TWOSHOT] == moved[RING] + 4 * (size - 1)  # each part's scale
 
 
-@for_each("way", WAYS)
+@for_each("way", FP8_MEAN_METHODS)
 @for_each("scaling", SCALINGS)
 def test_parts_are_those_of_the_whole(way: str, scaling: str) -> None:
     given = sources(4, False, 1 << 10)
-    whole = InFP8("all_reduce", way, scaling).alone(given)[0].values
-    parts = torch.cat([item.values for item in InFP8("reduce_scatter", way, scaling).alone(given)])
+    whole = InFP8("all_reduce", way, scaling).simulate_ranks(given)[0].values
+    parts = torch.cat([item.values for item in InFP8("reduce_scatter", way, scaling).simulate_ranks(given)])
     assert torch.equal(parts, whole) or way == TWOSHOT
     assert sqnr(parts, whole.double()) > 27
 
@@ -220,15 +225,15 @@ def test_a_scale_is_the_largest_power_of_two_that_fits() -> None:
     1 for an empty tensor, NaN for a non-finite one: an overflow sent as 448 would go unnoticed.
     """
     amax = torch.tensor([448.0, 449.0, 1.0, 0.0, 1e-45])
-    assert largest_scale(amax).tolist() == [1.0, 0.5, 256.0, 1.0, 1.0]
-    assert largest_scale(torch.tensor([math.inf, math.nan])).isnan().all()
+    assert compute_largest_scale(amax).tolist() == [1.0, 0.5, 256.0, 1.0, 1.0]
+    assert compute_largest_scale(torch.tensor([math.inf, math.nan])).isnan().all()
     assert E4M3().decode(E4M3().encode(torch.tensor([1e6, -1e6, 448.0]))).tolist() == [448.0, -448.0, 448.0]
 
 
 def test_ones_must_come_to_what_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(PlainCall, "__call__", lambda self, given, size, around: given * size)
-    with pytest.raises(SelfCheckFailed, match=r"ones came to 2\.0, and must be 1\.0"):
-        check_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")
+    with pytest.raises(SelfCheckFailed, match=r"the mean of ones is 2\.0 instead of 1\.0"):
+        check_mean_of_ones(PlainCall("all_reduce", torch.float32), 64, 0, 2, "cpu")
 
 
 def test_a_shift_sends_to_the_next_rank_and_receives_from_the_previous_one(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -247,7 +252,7 @@ def test_ranks_that_end_early_are_noticed() -> None:
         yield AllGather(torch.ones(1))
         return rank
 
-    with pytest.raises(RuntimeError, match="1 of 2 ranks have ended, and the others wait"):
+    with pytest.raises(RuntimeError, match="1 of 2 ranks have ended while the others wait"):
         simulate([leaves(0), leaves(1)])
 
 
@@ -255,5 +260,5 @@ def test_each_tensor_travels_with_its_own_scale() -> None:
     """Ranks own unequal numbers of tensors. Powers of two are exact in E4M3 if their tensor's scale is used."""
     pieces = [Pieces((3, 2), 2), Pieces((4,), 2)]
     owned = [torch.tensor([1.0, 2.0, -0.5, 2.0**15, -(2.0**14)]), torch.tensor([2.0**-20, -(2.0**-19), 0.0, 2.0**-21])]
-    results = simulate([transport_tensors(values, rank, pieces) for rank, values in enumerate(owned)])
+    results = simulate([gather_tensors(values, rank, pieces) for rank, values in enumerate(owned)])
     assert all(torch.equal(result, torch.cat(owned)) for result in results)

@@ -16,14 +16,14 @@ from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
     ConformitySums,
     are_short_sums,
+    count_steps_between,
+    estimate_sum_bits,
     explain_cast,
     explain_product,
-    kept_bits,
-    looks_like,
-    match_units,
-    steps_between,
+    find_nearest_guess,
+    matches_hopper_units,
 )
-from fp8bench.numerics.products import PROMOTION, short_product, unit_sums
+from fp8bench.numerics.products import PROMOTION_LENGTH, short_product, sum_like_hopper_units
 from fp8bench.protocols import Operand, Role
 from fp8bench.registry import precisions
 from fp8bench.worker.conformity import _Compared
@@ -86,7 +86,11 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
         (lambda a, b: plain(a[torch.randperm(SIZE)], b), Difference.LAYOUT, "rows are permuted"),
         (lambda a, b: plain(a, b).roll(16, 1), Difference.LAYOUT, "columns are permuted"),
         (blocks_exchanged, Difference.LAYOUT, "rows are permuted"),
-        (lambda a, b: plain(a.view(SIZE, -1, 2).flip(-1).reshape(a.shape), b), Difference.LAYOUT, "neighbours"),
+        (
+            lambda a, b: plain(a.view(SIZE, -1, 2).flip(-1).reshape(a.shape), b),
+            Difference.LAYOUT,
+            "neighbouring elements",
+        ),
         (lambda a, b: 2 * plain(a, b), Difference.SCALE, "the tensor scaled by 2"),
         (lambda a, b: plain(a, b) * torch.linspace(1, 2, SIZE)[:, None], Difference.SCALE, "rows scaled by 1 to 2"),
         (lambda a, b: plain(a, b) * torch.linspace(1, 2, SIZE), Difference.SCALE, "columns scaled by 1 to 2"),
@@ -95,7 +99,7 @@ def where_nine(one: Tensor, other: Tensor) -> Tensor:
         (lambda a, b: short_product(a, b, Accumulator.SHORT), Difference.ACCUMULATION, "about 14 bits"),
         (lambda a, b: plain(a, where_nine(b.flip(1), b)), Difference.UNEXPLAINED, ""),
         (lambda a, b: plain(values(a, E5M2, Scaling(1, 0)), b), Difference.UNEXPLAINED, ""),
-        (lambda a, b: plain(a, b) / 0, Difference.UNEXPLAINED, "no numbers"),
+        (lambda a, b: plain(a, b) / 0, Difference.UNEXPLAINED, "NaN or infinite"),
     ],
 )
 def test_wrong_products_are_diagnosed(dtype: torch.dtype, made: Made, difference: Difference, words: str) -> None:
@@ -109,7 +113,7 @@ def test_products_that_are_rounded_read_or_ended_otherwise() -> None:
     a, b = drawn(SIZE, LONG), drawn(SIZE, LONG, 1)
     sums = ConformitySums(a.double(), b.double(), torch.bfloat16)
     explained, why = explain_product(cut(a, b).to(torch.bfloat16), sums)
-    assert explained is Difference.ROUNDING and "cut off toward 0" in why
+    assert explained is Difference.ROUNDING and "truncated toward 0" in why
     noise = torch.randint(0, 1 << 16, (SIZE, SIZE), generator=torch.Generator().manual_seed(2), dtype=torch.int32)
     result = ((plain(a, b).view(torch.int32) + noise) & -(1 << 16)).view(torch.float32).to(torch.bfloat16)
     assert explain_product(result, sums)[0] is Difference.ROUNDING
@@ -141,7 +145,7 @@ def test_a_recipe_of_short_sums_takes_them() -> None:
     assert (
         explain_product(result, ConformitySums(a.double(), b.double(), torch.float32, bits=14))[0] is Difference.ORDER
     )
-    assert kept_bits(result.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
+    assert estimate_sum_bits(result.double(), ConformitySums(a.double(), b.double(), torch.float32)) == 14
 
 
 def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
@@ -150,7 +154,7 @@ def test_results_where_all_products_are_zero_are_sums_of_nothing() -> None:
     result = a @ b.t()
     result[0] = 8
     sums = ConformitySums(a.double(), b.double(), torch.float32)
-    assert kept_bits(result.double(), sums) == 24 and explain_product(result, sums)[0] is Difference.UNEXPLAINED
+    assert estimate_sum_bits(result.double(), sums) == 24 and explain_product(result, sums)[0] is Difference.UNEXPLAINED
 
 
 def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
@@ -172,8 +176,8 @@ def cut_cast(x: Tensor) -> Tensor:
         (lambda x: rounded(x).roll(3, 0), Difference.LAYOUT, "rows are permuted"),
         (lambda x: 2 * rounded(x), Difference.SCALE, "the tensor scaled by 2"),
         (lambda x: rounded(x) * torch.exp2(torch.arange(128) % 3)[:, None], Difference.SCALE, "rows scaled by 1 to 4"),
-        (cut_cast, Difference.ROUNDING, "cut off toward 0"),
-        (lambda x: rounded(x, E5M2), Difference.UNEXPLAINED, "values of 2 bits of mantissa, where e4m3fn has 3"),
+        (cut_cast, Difference.ROUNDING, "truncated toward 0"),
+        (lambda x: rounded(x, E5M2), Difference.UNEXPLAINED, "values have 2 mantissa bits, where e4m3fn has 3"),
         (torch.clone, Difference.UNEXPLAINED, ""),
     ],
 )
@@ -190,14 +194,14 @@ def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
     result = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
     assert explain_cast(result, wanted, x, E4M3) == (
         Difference.OVERFLOW,
-        "what lies beyond the largest becomes nan, not 448",
+        "a value above the format's largest becomes nan, not 448",
     )
 
 
 def test_steps_are_counted_across_zero() -> None:
     one = torch.tensor([1.0, -(2.0**-149), torch.nan, torch.nan])
     other = torch.tensor([1.0 + 2.0**-22, 2.0**-149, torch.nan, 1.0])
-    assert steps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
+    assert count_steps_between(one, other).tolist() == [2.0, 2.0, 0.0, float("inf")]
 
 
 def test_results_that_should_be_zero_are_not_taken_for_short_sums() -> None:
@@ -214,7 +218,7 @@ def test_a_device_that_computes_nothing_is_not_scaled_by_zero() -> None:
         "all results are 0",
     )
     wrong = ConformitySums(torch.full_like(a, torch.nan).double(), b.double(), torch.float32)
-    assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands are no numbers")
+    assert explain_product(nothing + 1, wrong) == (Difference.UNEXPLAINED, "operands have NaN or infinity")
     assert explain_cast(nothing, rounded(a[:, :SIZE]), a[:, :SIZE], E4M3) == (
         Difference.UNEXPLAINED,
         "all values are 0",
@@ -243,29 +247,29 @@ def guesses() -> dict[str, tuple[Tensor, Tensor]]:
 @for_each(("operands", "like"), [("fp8", ""), ("bf16", "bf16"), ("copies", "copies")])
 def test_a_product_looks_like_what_it_was_made_of(operands: str, like: str, dtype: torch.dtype) -> None:
     a, b = (tensor.float() for tensor in guesses()[operands])
-    assert looks_like((a @ b.t()).to(dtype), "fp8", guesses()) == like
+    assert find_nearest_guess((a @ b.t()).to(dtype), "fp8", guesses()) == like
 
 
 def test_short_sums_and_what_is_no_number_accuse_nobody() -> None:
     a, b = fp8(*sources())
-    assert looks_like(short_product(a, b, Accumulator.SHORT), "fp8", guesses()) == ""
-    assert looks_like(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
+    assert find_nearest_guess(short_product(a, b, Accumulator.SHORT), "fp8", guesses()) == ""
+    assert find_nearest_guess(torch.full((M, N), torch.nan), "fp8", guesses()) == ""
 
 
 def test_powers_of_two_keep_copies_from_being_told() -> None:
     """If bfloat16 represents the operands exactly, numbers cannot show that copies were used."""
     low = tuple(round_to(item.float(), E4M3) for item in sources())
     same = {"fp8": (low[0], low[1]), "copies": (low[0].bfloat16(), low[1].bfloat16())}
-    assert looks_like((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
+    assert find_nearest_guess((low[0] @ low[1].t()).bfloat16(), "fp8", same) == ""
 
 
 def test_tf32_that_is_not_switched_on() -> None:
     a, b = sources(torch.float32)
     low = tuple(round_to(item, TF32, overflow=Overflow.INFINITY) for item in (a, b))
     known = {"tf32": (low[0], low[1]), "fp32": (a, b), "bf16": (a.bfloat16(), b.bfloat16())}
-    assert looks_like(a @ b.t(), "tf32", known) == "fp32"
-    assert looks_like(low[0] @ low[1].t(), "tf32", known) == ""
-    assert looks_like(a.bfloat16().float() @ b.bfloat16().float().t(), "fp32", known) == "bf16"
+    assert find_nearest_guess(a @ b.t(), "tf32", known) == "fp32"
+    assert find_nearest_guess(low[0] @ low[1].t(), "tf32", known) == ""
+    assert find_nearest_guess(a.bfloat16().float() @ b.bfloat16().float().t(), "fp32", known) == "bf16"
 
 
 @for_each("seed", range(2))
@@ -287,7 +291,7 @@ def test_honest_products_never_alarm(name: str, seed: int) -> None:
             except (ValueError, RuntimeError, NotImplementedError, KeyError):  # torch has no such kernel here
                 assert maker is not makers[0]
                 continue
-            assert looks_like(product, name, known) == ""
+            assert find_nearest_guess(product, name, known) == ""
 
 
 def test_sums_as_short_as_units_may_have_are_not_taken_for_errors() -> None:
@@ -335,9 +339,22 @@ def test_units_that_nobody_knows_may_sum_as_short_as_hoppers(
         precision, lambda: _Summing(bits, forgets), lambda: precision.arithmetic(CPU).layer("conform"), device, 0
     )  # type: ignore[arg-type, return-value]
     compared._device = "cpu"
-    long_sums = [case.difference for case in compared._product("forward", 128, 128, 1024)]
+    long_sums = [case.difference for case in compared._compare_product("forward", 128, 128, 1024)]
     conforms = all(difference is not None and difference.conforms for difference in long_sums)
     assert kind in long_sums and conforms == (kind is Difference.SHORT_SUMS)
+
+
+@for_each("name", ["fp8", "fp8-e5m2"])
+def test_casts_are_also_compared_above_the_range_of_a_format(name: str) -> None:
+    precision, compared_values = precisions.get(name), []
+    compared = _Compared(
+        precision, lambda: _Summing(24, False), lambda: precision.arithmetic(CPU).layer("conform"), H200, 0
+    )  # type: ignore[arg-type, return-value]
+    compared._device = "cpu"
+    compared._compare_cast = lambda words, role, x, how: compared_values.append((words, compared._formats[role], x))  # type: ignore[method-assign]
+    list(compared.compare_casts())
+    above = [x.abs().max() > fmt.largest for words, fmt, x in compared_values if "beyond its range" in words]
+    assert above and all(above)
 
 
 def test_units_are_told_by_their_bits_alone() -> None:
@@ -346,18 +363,20 @@ def test_units_are_told_by_their_bits_alone() -> None:
     ways = {
         "tensor": tuple(scale[:1, :1].expand(16, 256) for scale in scales),
         "rows": tuple(scale[:, :1].expand(16, 256) for scale in scales),
-        "blocks": tuple(scale.repeat_interleave(PROMOTION, 1) for scale in scales),
+        "blocks": tuple(scale.repeat_interleave(PROMOTION_LENGTH, 1) for scale in scales),
     }
     for way, (down, across) in ways.items():
         total = torch.zeros(16, 16)
-        for start in range(0, 256, PROMOTION):
-            part = slice(start, start + PROMOTION)
-            sums = unit_sums(codes[0][:, part], codes[1][:, part]).float()
+        for start in range(0, 256, PROMOTION_LENGTH):
+            part = slice(start, start + PROMOTION_LENGTH)
+            sums = sum_like_hopper_units(codes[0][:, part], codes[1][:, part]).float()
             total += sums * down[:, start, None] * across[:, start]
         for dtype in (torch.float32, torch.bfloat16):
-            assert match_units(total.to(dtype), codes, (down, across), promoted=True), way
+            assert matches_hopper_units(total.to(dtype), codes, (down, across), promoted=True), way
         one = total.clone()
         one[3, 5] *= 1 + 2.0**-12
         whole = (codes[0] * down) @ (codes[1] * across).t()
-        assert not any(match_units(result, codes, (down, across), promoted=True) for result in (one, whole)), way
-        assert not match_units(total, codes, (down, across), promoted=False), way
+        assert not any(matches_hopper_units(result, codes, (down, across), promoted=True) for result in (one, whole)), (
+            way
+        )
+        assert not matches_hopper_units(total, codes, (down, across), promoted=False), way

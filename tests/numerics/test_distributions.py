@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from fp8bench.numerics.distributions import (
-    DEGREES,
+    DEGREES_OF_FREEDOM,
     DISTRIBUTIONS,
     GRADIENT_DEVIATION,
     GRADIENT_MEDIAN,
     OUTLIER_FACTOR,
     GradientSource,
-    drawn,
+    draw_values,
 )
 from tests.counts import for_each
 
@@ -36,7 +36,7 @@ def test_it_comes_from_the_seed_alone(name: str) -> None:
 
 def test_student_t_has_the_tails_of_its_degrees() -> None:
     x = made("student-t").abs()
-    assert DEGREES == 3
+    assert DEGREES_OF_FREEDOM == 3
     for q in (1.0, 3.0, 10.0):
         beyond = 1 - 2 / math.pi * (math.atan(q / math.sqrt(3)) + math.sqrt(3) * q / (q * q + 3))
         share = float((x > q).double().mean())
@@ -67,14 +67,14 @@ def source(seed: int = 0) -> GradientSource:
 
 def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
     gradients = source()
-    drawn = gradients.draw()
-    rows = torch.stack([tensor.square().mean(1).sqrt() for tensor in drawn])
+    draw_values = gradients.draw()
+    rows = torch.stack([tensor.square().mean(1).sqrt() for tensor in draw_values])
     scales = torch.cat(gradients.scales, dim=1).t()
     assert ((rows / scales).log().abs() < 0.6).all()
     spread = rows.log10()
     assert 2.5 < (spread.amax(1) - spread.amin(1)).min() < (spread.amax(1) - spread.amin(1)).max() < 3.5
     assert 3 < spread.median(1).values.max() - spread.median(1).values.min() < 5
-    standard = torch.cat([gradient / scale for gradient, scale in zip(drawn, gradients.scales, strict=True)])
+    standard = torch.cat([gradient / scale for gradient, scale in zip(draw_values, gradients.scales, strict=True)])
     assert abs(standard.mean()) < 0.01 and abs(standard.std() - 1) < 0.01
 
 
@@ -88,6 +88,6 @@ def test_rows_and_tensors_have_magnitudes_of_their_own() -> None:
     ],
 )
 def test_operands_are_of_the_kind_that_was_asked_for(kind: str, deviation: float, most: float) -> None:
-    x = drawn({"values": kind}, SHAPE, torch.Generator().manual_seed(0))
+    x = draw_values({"values": kind}, SHAPE, torch.Generator().manual_seed(0))
     assert float(x.std()) == pytest.approx(deviation, rel=0.01) and float(x.abs().max()) <= most
     assert (kind == "integers") == (len(x.unique()) == 9)

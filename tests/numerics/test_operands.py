@@ -52,6 +52,13 @@ def test_quantised_values_are_of_their_format(fmt: Format, scaling: str) -> None
         assert has_format(x.t().contiguous().view(1, columns, 64), fmt)
 
 
+@for_each("kind", MADE)
+def test_values_that_nobody_rounded_are_of_no_format(kind: str) -> None:
+    for columns in (5, 32, 128, 512):
+        x = made(kind, columns)
+        assert [fmt.name for fmt in NARROW if has_format(x, fmt) or has_format(x.bfloat16(), fmt)] == []
+
+
 def test_rounded_values_in_a_wider_dtype_are_of_their_format() -> None:
     x = made("gaussian", 64)
     assert has_format(x.bfloat16().float(), FORMATS["bf16"]) and has_format(x.half().double(), FORMATS["fp16"])
@@ -123,4 +130,4 @@ def test_the_kernel_of_attention_is_named(backend: str, gradients: bool) -> None
         "_flash_attention_forward": "",
         "mm": "",
     }
-    assert {name: operands._attention(name) for name in kernels} == kernels
+    assert {name: operands._attention_kernel_of(name) for name in kernels} == kernels

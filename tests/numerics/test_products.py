@@ -15,16 +15,16 @@ from torch import Tensor
 
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.quantise import round_to
-from fp8bench.formats.recipes import HOPPER_BITS, Accumulator
+from fp8bench.formats.recipes import HOPPER_SUM_BITS, Accumulator
 from fp8bench.numerics.products import (
-    INSTRUCTION,
-    PROMOTION,
+    INSTRUCTION_LENGTH,
+    PROMOTION_LENGTH,
+    choose_rows,
     exact_product,
-    product_errors,
-    rows_within,
+    measure_product_errors,
+    multiply_in_float32,
     short_product,
-    unit_sums,
-    values_product,
+    sum_like_hopper_units,
 )
 from tests.counts import for_each
 from tests.formats.scaling_definitions import gaussian
@@ -52,13 +52,13 @@ def test_exact_product_is_the_product_of_those_rows(columns: int) -> None:
     ],
 )
 def test_rows_are_spread_and_within_the_cap(sides: tuple[int, int, int], cap: float, rows: Sequence[int]) -> None:
-    assert rows_within(*sides, flops_cap=cap) == tuple(rows)
+    assert choose_rows(*sides, flops_cap=cap) == tuple(rows)
 
 
 def test_values_product_sums_in_float32_and_rounds_once() -> None:
     a, b = gaussian(6, 40), gaussian(7, 40, seed=1)
-    assert torch.equal(values_product(a, b, torch.bfloat16), (a @ b.t()).to(torch.bfloat16))
-    assert values_product(a.to(torch.bfloat16), b, torch.float32).dtype == torch.float32
+    assert torch.equal(multiply_in_float32(a, b, torch.bfloat16), (a @ b.t()).to(torch.bfloat16))
+    assert multiply_in_float32(a.to(torch.bfloat16), b, torch.float32).dtype == torch.float32
 
 
 ROWS = tuple(range(0, 64, 3))
@@ -72,7 +72,7 @@ def operands() -> tuple[torch.Tensor, torch.Tensor]:
 def test_an_exact_kernel_has_the_casts_error_alone() -> None:
     a, b = operands()
     low = round_to(a, E4M3), round_to(b, E4M3)
-    whole, kernel = product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
+    whole, kernel = measure_product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
     assert kernel == pytest.approx(0, abs=1e-15)
     # Separately measured: an SQNR of 28.5 dB with E4M3 on both sides.
     assert -20 * math.log10(whole) == pytest.approx(28.5, abs=0.3)
@@ -83,15 +83,15 @@ def test_what_a_short_accumulator_adds_is_the_kernels() -> None:
     total = torch.zeros(64, 48, dtype=torch.bfloat16)
     for part in range(0, 512, 32):
         total += (a[:, part : part + 32] @ b[:, part : part + 32].t()).to(torch.bfloat16)
-    whole, kernel = product_errors(total, (a, b), (a, b), ROWS)
+    whole, kernel = measure_product_errors(total, (a, b), (a, b), ROWS)
     assert whole == kernel > 2e-3
 
 
 def test_errors_that_are_independent_add_up_as_squares() -> None:
     a, b = operands()
     low = round_to(a, E4M3), round_to(b, E4M3)
-    casts, _ = product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
-    whole, kernel = product_errors(round_to(values_product(*low, torch.float32), E4M3), (a, b), low, ROWS)
+    casts, _ = measure_product_errors(low[0].double() @ low[1].double().t(), (a, b), low, ROWS)
+    whole, kernel = measure_product_errors(round_to(multiply_in_float32(*low, torch.float32), E4M3), (a, b), low, ROWS)
     assert whole == pytest.approx(math.hypot(casts, kernel), rel=0.05)
     assert kernel == pytest.approx(10 ** (-31.56 / 20), rel=0.05)
 
@@ -110,11 +110,11 @@ def cut(value: Fraction, bits: int) -> Fraction:
 def by_hand(row: list[float], column: list[float], accumulator: Accumulator, bits: int) -> np.float32:
     """One element of the product: exact sums of 32, truncated, and promoted every 128 or never."""
     total, kept = np.float32(0), Fraction(0)
-    for start in range(0, len(row), INSTRUCTION):
-        part = slice(start, start + INSTRUCTION)
+    for start in range(0, len(row), INSTRUCTION_LENGTH):
+        part = slice(start, start + INSTRUCTION_LENGTH)
         products = sum((Fraction(a) * Fraction(b) for a, b in zip(row[part], column[part], strict=True)), Fraction(0))
         kept = cut(kept + products, bits)
-        if accumulator is Accumulator.PROMOTED and (start + INSTRUCTION) % PROMOTION == 0:
+        if accumulator is Accumulator.PROMOTED and (start + INSTRUCTION_LENGTH) % PROMOTION_LENGTH == 0:
             total, kept = total + np.float32(float(kept)), Fraction(0)
     return total + np.float32(float(kept))
 
@@ -134,7 +134,7 @@ LENGTHS = (1, 31, 32, 96, 128, 129, 500)
 @for_each(
     ("accumulator", "bits", "k"),
     [
-        *product((Accumulator.SHORT, Accumulator.PROMOTED), (HOPPER_BITS,), LENGTHS),
+        *product((Accumulator.SHORT, Accumulator.PROMOTED), (HOPPER_SUM_BITS,), LENGTHS),
         *((Accumulator.SHORT, bits, 129) for bits in (2, 8, 23)),
     ],
 )
@@ -158,7 +158,7 @@ def test_what_is_lost_is_what_was_published() -> None:
         for item in (Accumulator.SHORT, Accumulator.PROMOTED)
     }
     assert 2e-3 < lost[Accumulator.SHORT] < 4e-3
-    assert 0 < lost[Accumulator.PROMOTED] < 3 * 2.0**-HOPPER_BITS
+    assert 0 < lost[Accumulator.PROMOTED] < 3 * 2.0**-HOPPER_SUM_BITS
 
 
 def test_nothing_and_what_is_not_finite() -> None:
@@ -181,18 +181,20 @@ def values_of(kept: np.ndarray, name: str) -> Tensor:
 
 def units_by_hand(row: Sequence[float], column: Sequence[float]) -> Fraction:
     kept = Fraction(0)
-    for start in range(0, len(row), INSTRUCTION):
-        pairs = [pair for pair in zip(row[start:], column[start : start + INSTRUCTION], strict=False) if all(pair)]
+    for start in range(0, len(row), INSTRUCTION_LENGTH):
+        pairs = [
+            pair for pair in zip(row[start:], column[start : start + INSTRUCTION_LENGTH], strict=False) if all(pair)
+        ]
         exponents = [math.frexp(a)[1] + math.frexp(b)[1] - 2 for a, b in pairs]
         terms = [Fraction(a) * Fraction(b) for a, b in pairs]
         if kept:
             terms, exponents = [*terms, kept], [*exponents, math.frexp(float(kept))[1] - 1]
         if not terms:
             continue
-        last = Fraction(2) ** (max(exponents) - HOPPER_BITS + 1)
+        last = Fraction(2) ** (max(exponents) - HOPPER_SUM_BITS + 1)
         kept = sum((math.trunc(term / last) for term in terms), 0) * last
         if kept:
-            last = Fraction(2) ** (math.frexp(float(kept))[1] - HOPPER_BITS)
+            last = Fraction(2) ** (math.frexp(float(kept))[1] - HOPPER_SUM_BITS)
             kept = math.trunc(kept / last) * last
     return kept
 
@@ -203,10 +205,12 @@ def test_sums_of_units_are_those_that_a_gpu_made() -> None:
         for name in results:
             operands, how = name.rsplit("_", 1)
             a, b = (values_of(kept[name], name) for name in (f"{operands}_a", f"{operands}_b"))
-            length = PROMOTION if how == "promoted" else a.shape[1]
+            length = PROMOTION_LENGTH if how == "promoted" else a.shape[1]
             total = torch.zeros(len(a), len(b))
             for start in range(0, a.shape[1], length):
-                total += unit_sums(a[:, start : start + length], b[:, start : start + length]).to(torch.float32)
+                total += sum_like_hopper_units(a[:, start : start + length], b[:, start : start + length]).to(
+                    torch.float32
+                )
             assert np.array_equal(total.numpy(), kept[name]), name
             assert not np.array_equal((a @ b.t()).numpy(), kept[name])
     assert len(results) == 12
@@ -217,4 +221,4 @@ def test_sums_of_units_by_hand(fmt: Format) -> None:
     for k in (1, 31, 96):
         a, b = short_operands(fmt, k, 4.0)
         wanted = [float(units_by_hand(row, column)) for row, column in product(a.tolist(), b.tolist())]
-        assert unit_sums(a, b).flatten().tolist() == wanted
+        assert sum_like_hopper_units(a, b).flatten().tolist() == wanted

@@ -20,15 +20,15 @@ from fp8bench.formats.recipes import MX, NVFP4, NVFP4_SQUARE, NVFP4_UP, ROW, SQU
 from fp8bench.formats.scaled import values
 from fp8bench.model.specs import spec_of
 from fp8bench.numerics import norms
-from fp8bench.numerics.norms import relative_error, relative_frobenius, vanished_share
+from fp8bench.numerics.norms import compute_vanished_share, relative_error, relative_frobenius
 from fp8bench.numerics.tensor_error import (
-    BLOCK,
+    SPREAD_BLOCK,
     Factors,
     Spread,
     TensorError,
-    factors_of,
-    figures,
-    scale_course,
+    compute_factors,
+    figures_by_name,
+    follow_scale,
     tensor_error,
 )
 from tests.counts import for_each
@@ -53,9 +53,9 @@ SCALINGS = [
 @for_each(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
     x = gaussian(*shape, seed=3)
-    factors = factors_of(x, fmt, scaling)
+    factors = compute_factors(x, fmt, scaling)
     left = values(x, fmt, scaling)
-    steps = factors.over((slice(0, shape[0]), slice(0, shape[1]))).expand(shape)
+    steps = factors.expand_to_tile((slice(0, shape[0]), slice(0, shape[1]))).expand(shape)
     elements = (left.double() / steps).to(torch.float32)
     torch.testing.assert_close(elements, round_to(elements, fmt), rtol=2**-22, atol=0)
     result = tensor_error(x, left, fmt, factors)
@@ -67,7 +67,7 @@ def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling |
 def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
     x = gaussian(8, 64, seed=3)
     scale = 2 * E4M3.largest / x.abs().max()
-    result = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, factors_of(x, E4M3, TENSOR, scale))
+    result = tensor_error(x, values(x, E4M3, TENSOR, scale=scale), E4M3, compute_factors(x, E4M3, TENSOR, scale))
     assert result.utilisation == pytest.approx(2) and result.saturated
     assert result.saturated == int((x.abs() > x.abs().max() / 2).sum())
 
@@ -79,7 +79,7 @@ def test_peaks_are_the_largest_of_each_block_over_all_pieces() -> None:
     for top in range(0, 10, 3):
         for left in range(0, 12, 8):
             place = slice(top, min(top + 3, 10)), slice(left, min(left + 8, 12))
-            factors.raise_to_peaks(peaks, x[place], place)
+            factors.update_block_peaks(peaks, x[place], place)
     wanted = [float(x[row : row + 4, column : column + 4].max()) for row, column in product((0, 4, 8), repeat=2)]
     assert peaks.flatten().tolist() == wanted
 
@@ -112,7 +112,7 @@ def by_definition(x: Array, y: Array, fmt: Format, steps: Array) -> dict[str, An
         if a != 0 and abs(a / s) <= fmt.largest
     ]
     rows = list(zip(x, y, strict=True))
-    cuts = range(BLOCK, x.shape[1], BLOCK)
+    cuts = range(SPREAD_BLOCK, x.shape[1], SPREAD_BLOCK)
     blocks = list(chain.from_iterable(zip(np.split(a, cuts), np.split(b, cuts), strict=True) for a, b in rows))
     nonzero = np.abs(x[x != 0])
     return {
@@ -142,7 +142,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
 @for_each("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "TILE", tile)
+    monkeypatch.setattr(norms, "TILE_ELEMENTS", tile)
     x = gaussian(9, 100) * torch.logspace(-2, 2, 9).unsqueeze(1)
     x[:, ::7] = 0
     x[4] = 0
@@ -156,7 +156,7 @@ def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pyte
 
 
 def test_blocks_of_any_shape_have_their_own_factors(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(norms, "TILE", 96)
+    monkeypatch.setattr(norms, "TILE_ELEMENTS", 96)
     x = gaussian(40, 72)
     for rows, columns in ((1, 0), (1, 16), (16, 16), (128, 128), (0, 0)):
         shape = (-(-40 // rows) if rows else 1, -(-72 // columns) if columns else 1)
@@ -194,7 +194,7 @@ def test_nothing_has_no_figures_and_shapes_must_agree() -> None:
     with pytest.raises(ValueError, match="shapes differ"):
         tensor_error(torch.ones(3, 1), torch.ones(3))
     with pytest.raises(ValueError, match="2 scales"):
-        scale_course([1.0, 1.0], [1.0], E4M3)
+        follow_scale([1.0, 1.0], [1.0], E4M3)
 
 
 def test_a_zero_tensor_has_no_ratios() -> None:
@@ -259,7 +259,7 @@ UNITS = {
 
 def test_every_figure_has_its_name_and_unit() -> None:
     error = tensor_error(X, round_to(X, E4M3), E4M3)
-    result = figures(error, scale_course([1.0, 2.0], [448.0, 112.0], E4M3))
+    result = figures_by_name(error, follow_scale([1.0, 2.0], [448.0, 112.0], E4M3))
     assert {name: spec_of(name).unit for name in result} == UNITS
     assert all(type(value) is float and math.isfinite(value) for value in result.values())
     assert result["sqnr_db"] == error.sqnr_db and result["slope"] == error.slope and result["max_ulp"] == error.max_ulp
@@ -300,9 +300,9 @@ def test_drift_and_lag_of_scales(
     lag: tuple[float, ...],
     most: tuple[float, float],
 ) -> None:
-    course = scale_course(scales, amaxes, E4M3)
+    course = follow_scale(scales, amaxes, E4M3)
     assert (course.drift, course.lag) == (drift, lag)
-    result = figures(tensor_error(X, X), course)
+    result = figures_by_name(tensor_error(X, X), course)
     assert (result["scale_drift_octaves"], result["scale_lag_octaves"]) == most
 
 
@@ -327,6 +327,6 @@ def test_relative_errors_equal_a_count_by_hand(value: list[float], reference: li
 def test_what_vanished_is_counted_over_all_tensors() -> None:
     values = [torch.tensor([[0.0, -0.0], [0.0, 9.0]]), torch.tensor([0.0, math.nan, 1e-38, 0.0])]
     references = [torch.tensor([[1e-30, -2.0], [0.0, 1.0]]), torch.tensor([math.inf, 1.0, 1.0, 0.0])]
-    assert vanished_share(values, references) == 3 / 8
-    assert vanished_share(references, references) == 0.0 == vanished_share([], [])
-    assert vanished_share([torch.ones(0)], [torch.ones(0)]) == 0.0
+    assert compute_vanished_share(values, references) == 3 / 8
+    assert compute_vanished_share(references, references) == 0.0 == compute_vanished_share([], [])
+    assert compute_vanished_share([torch.ones(0)], [torch.ones(0)]) == 0.0

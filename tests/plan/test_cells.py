@@ -9,7 +9,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.model import Plan, Request
 from fp8bench.model.run import Cell
-from fp8bench.plan.cells import cell_of, cells_of, kind_of, of_cell
+from fp8bench.plan.cells import list_cells, make_cell, restrict_to_cell, short_device_name
 from fp8bench.plan.make import make_plan
 from tests.facts import CPU, H200
 
@@ -21,28 +21,28 @@ def planned(*devices: str, shapes: tuple[str, ...] = ("64", "128", "256")) -> Pl
 
 def test_every_group_that_measures_something_is_a_cell() -> None:
     plan = planned("cpu", "cuda")
-    cells = cells_of(plan)
+    cells = list_cells(plan)
     assert [cell.setting for cell in cells] == [group.setting for group in plan] and len(cells) == 6
-    assert all(of_cell(plan, cell).groups == (group,) for cell, group in zip(cells, plan, strict=True))
+    assert all(restrict_to_cell(plan, cell).groups == (group,) for cell, group in zip(cells, plan, strict=True))
     first = plan.groups[0]
     skipped = replace(first, cases=tuple(replace(one, skip="no memory") for one in first.cases))
-    assert cells_of(replace(plan, groups=(skipped, *plan.groups[1:]))) == cells[1:]
+    assert list_cells(replace(plan, groups=(skipped, *plan.groups[1:]))) == cells[1:]
 
 
 def test_a_cell_names_its_device() -> None:
     plan = planned("cpu", "cuda")
-    cells = cells_of(plan, (CPU, H200))
+    cells = list_cells(plan, (CPU, H200))
     assert {(cell.kind, cell.gpus) for cell in cells} == {("cpu", 0), ("h200", 1)}
-    assert of_cell(plan, cells[0]) == of_cell(plan, replace(cells[0], kind="b200"))
+    assert restrict_to_cell(plan, cells[0]) == restrict_to_cell(plan, replace(cells[0], kind="b200"))
     names = {"NVIDIA H100 80GB HBM3": "h100-80gb-hbm3", "AMD Instinct MI300X": "mi300x", "NVIDIA": "gpu"}
-    assert {name: kind_of(name) for name in names} == names
+    assert {name: short_device_name(name) for name in names} == names
 
 
 def test_a_cell_of_another_machine_or_version_is_refused() -> None:
-    cell = cells_of(planned("cuda"))[0]
+    cell = list_cells(planned("cuda"))[0]
     with pytest.raises(UsageError, match="planned for other devices"):
-        of_cell(planned("cpu"), cell)
+        restrict_to_cell(planned("cpu"), cell)
     other = Cell(cell.setting, (*cell.cases, cell.cases[0].replace("bf16", "mxfp8")))
     with pytest.raises(UsageError, match=r"planned differently here .*mxfp8"):
-        of_cell(planned("cuda"), other)
-    assert cell_of(planned("cuda").groups[0]) == cell
+        restrict_to_cell(planned("cuda"), other)
+    assert make_cell(planned("cuda").groups[0]) == cell

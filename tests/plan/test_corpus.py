@@ -18,7 +18,7 @@ from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan import corpus
-from fp8bench.plan.corpus import LEAST_BYTES, Corpus, prepare_corpus, standard_library_text
+from fp8bench.plan.corpus import MIN_BYTES, Corpus, prepare_corpus, standard_library_text
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
@@ -52,7 +52,7 @@ def test_the_default_is_pythons_own_library_and_always_the_same(tmp_path: Path) 
     first, second = prepare_corpus(None, tmp_path / "a"), prepare_corpus(None, tmp_path / "b")
     assert first.identity == second.identity
     assert first.name == f"python-{sys.version_info.major}.{sys.version_info.minor}.{sys.version_info.micro}"
-    assert LEAST_BYTES < first.num_tokens <= corpus.MOST_BYTES
+    assert MIN_BYTES < first.num_tokens <= corpus.MAX_BYTES
     assert tokens(first)[:500].astype(np.uint8).tobytes() == standard_library_text()[:500]
 
 
@@ -85,15 +85,15 @@ def test_a_token_file_of_the_wrong_length_is_made_again(tmp_path: Path, text: Pa
 
 
 def test_a_long_text_is_cut(tmp_path: Path, text: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(corpus, "MOST_BYTES", LEAST_BYTES + 100)
+    monkeypatch.setattr(corpus, "MAX_BYTES", MIN_BYTES + 100)
     made = prepare_corpus(str(text), tmp_path / "data")
-    assert made.num_tokens == LEAST_BYTES + 100
-    assert made.digest == hashlib.sha256(TEXT[: LEAST_BYTES + 100]).hexdigest()
+    assert made.num_tokens == MIN_BYTES + 100
+    assert made.digest == hashlib.sha256(TEXT[: MIN_BYTES + 100]).hexdigest()
 
 
 @for_each(
     ("content", "words"),
-    [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * LEAST_BYTES, "is not text"), (None, "cannot be read")],
+    [(b"", "has 0 bytes"), (b"tiny", "has 4 bytes"), (b"\0" * MIN_BYTES, "is not text"), (None, "cannot be read")],
     ids=["empty", "tiny", "binary", "missing"],
 )
 def test_what_cannot_be_trained_on_is_refused(tmp_path: Path, content: bytes | None, words: str) -> None:

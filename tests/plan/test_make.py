@@ -14,7 +14,7 @@ import pytest
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.model import DeviceFacts, Group, Level, Params, Plan, PlannedCase, Request, Scalar, Support, Work
 from fp8bench.model.codec import decode, encode
-from fp8bench.plan.checked_workload import MOST_CASES
+from fp8bench.plan.checked_workload import MAX_CASES
 from fp8bench.plan.make import check_names, has_reference_added, make_plan
 from fp8bench.protocols import Layer, Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
@@ -182,7 +182,7 @@ def test_a_layer_that_one_size_lacks_is_a_reason_there() -> None:
     given = {"dtypes": ("bf16", "fp8"), "axes": (("size", ("nano", "gpt2-124m")),)}
     nano, large = plan(CPU, "transformer", precision_map=(("blocks.7", "bf16"),), **given).groups
     kinds = "attn and mlp and head and embed and residual and logits and norm"
-    assert nano.cases[1].skip.startswith(f"no layer is called blocks.7 here, there are {kinds}:")
+    assert nano.cases[1].skip.startswith(f"no layer is called blocks.7 in this case, only {kinds}:")
     assert large.cases[1].runs and nano.cases[0].runs
     with pytest.raises(UnknownName, match=r"layer of suite transformer 'blocks\.12'"):
         plan(CPU, "transformer", precision_map=(("blocks.12", "bf16"),), **given)
@@ -262,8 +262,17 @@ def test_too_many_combinations_are_refused_at_once() -> None:
     """With their number; expanding them would exhaust memory."""
     sides = tuple(str(side) for side in range(1, 201))
     axes = (("shape", sides), ("tokens", sides))
-    with pytest.raises(UsageError, match=f"40000 combinations; the most is {MOST_CASES}"):
+    with pytest.raises(UsageError, match=f"40000 combinations; the most is {MAX_CASES}"):
         plan(CPU, axes=axes)
+
+
+def test_as_many_combinations_as_the_limit_are_planned(monkeypatch: pytest.MonkeyPatch) -> None:
+    sides = (("shape", ("16", "32", "48")),)
+    monkeypatch.setattr("fp8bench.plan.checked_workload.MAX_CASES", 3)
+    assert len(plan(CPU, axes=sides, dtypes=("fp32",)).groups) == 3
+    monkeypatch.setattr("fp8bench.plan.checked_workload.MAX_CASES", 2)
+    with pytest.raises(UsageError, match="3 combinations"):
+        plan(CPU, axes=sides, dtypes=("fp32",))
 
 
 def test_case_ids_are_unique_and_readable() -> None:
@@ -391,7 +400,11 @@ def test_what_no_file_can_keep_is_refused_while_it_is_planned(name: str, answeri
 
 
 def test_what_a_file_can_keep_is_planned_and_read_back(answering: type[Answering]) -> None:
-    answering.answers = {**SOUND, "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)), "work": Work(3, 4)}
+    answering.answers = {
+        **SOUND,
+        "params": (("a", 1), ("b", 0.5), ("c", "µ b"), ("d", True)),
+        "work": Work(3, 4),
+    }
     made = make_plan(Request("answering", ("fp32",)), (CPU,))
     assert decode(Plan, json.loads(json.dumps(encode(made)))) == made
 

@@ -10,9 +10,9 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import UsageError
 from fp8bench.model import Case, Params, Plan, Request, StaticScales
-from fp8bench.plan.checked_workload import layers_of_all
+from fp8bench.plan.checked_workload import merge_layers
 from fp8bench.plan.make import check_names, make_plan
-from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, keys_of
+from fp8bench.protocols import Arithmetic, Layer, Operand, Role, Setup, key_of, list_map_keys
 from fp8bench.registry import workloads
 from tests.counts import for_each
 from tests.facts import CPU
@@ -42,8 +42,8 @@ def test_the_longest_name_wins_over_the_kind(keys: tuple[str, ...], wanted: str 
 
 
 def test_the_keys_of_layers_are_kinds_names_and_front_parts() -> None:
-    layers = layers_of_all(workloads.get("transformer"), [SMALL])
-    keys = list(keys_of(layers))
+    layers = merge_layers(workloads.get("transformer"), [SMALL])
+    keys = list(list_map_keys(layers))
     assert keys[:5] == ["attn", "blocks", "blocks.0", "blocks.0.attn", "blocks.0.attn.qkv"]
     # The head is also called output; embedding (embed), residual, logits and norms have only their names and kinds.
     assert len(keys) == 3 + 1 + 2 * (1 + 2 + 4) + 1 + 2 + 1 + 1 + 1 + 2 * 2
@@ -110,8 +110,8 @@ def test_scales_from_data_are_for_cases_with_one_scale_a_tensor() -> None:
     assert modes == ["bf16", f"fp8+{rule}", "mxfp8", f"fp8-delayed+{rule}"]
     assert plan.groups[0].cases[1].case.static == StaticScales(8, 100, 0.001)
     assert plan.notes == (
-        "--static-scales has no effect on mxfp8, whose tensors have no float32 scale each",
-        f"scales from data take the place of delayed scaling in {modes[3].partition('+')[0]}",
+        "--static-scales has no effect on mxfp8, whose tensors have no float32 scale",
+        f"static scales replace delayed scaling in {modes[3].partition('+')[0]}",
     )
 
 
@@ -124,9 +124,9 @@ def test_one_layer_with_such_scales_is_enough() -> None:
 
 def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
     plan = static_plan("mlp,gemm", "fp32", "fp8")
-    assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers to find scales for",)
+    assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers with scales",)
     assert {planned.case.workload for planned in cases_of(plan) if planned.case.static} == {"mlp"}
-    with pytest.raises(UsageError, match=r"Add a dtype that has \(.*fp8.*\), or leave it out"):
+    with pytest.raises(UsageError, match=r"Add a dtype with such scales \(.*fp8.*\), or leave the option out"):
         static_plan("gemm", "fp8")
 
 
@@ -139,5 +139,5 @@ def test_scales_cannot_be_renewed_in_a_compiled_graph() -> None:
 
 @for_each("options", [{"refresh_scales": 3}, {"saturation_bound": 0.5}], ids=str)
 def test_what_renews_scales_needs_some(options: dict[str, float]) -> None:
-    with pytest.raises(UsageError, match=r"Add --static-scales N, or leave --(refresh-scales|saturation-bound) out"):
+    with pytest.raises(UsageError, match=r"Add --static-scales N, or omit --(refresh-scales|saturation-bound)"):
         check_names(Request("mlp", **options))  # type: ignore[arg-type]

@@ -10,13 +10,13 @@ import pytest
 
 from fp8bench.model import Case, DeviceFacts, Params, Request, Scalar, Work
 from fp8bench.model.codec import decode, encode
-from fp8bench.plan.make import make_plan, searched_for_batches, with_batch
-from fp8bench.plan.resumable import foreign
+from fp8bench.plan.make import make_plan, settings_with_batch_search, with_batch
+from fp8bench.plan.resumable import find_difference
 from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
-from fp8bench.store.points import cell_of
-from fp8bench.store.series import cells_of, parameters, series_of
+from fp8bench.store.points import find_cell
+from fp8bench.store.series import list_cells, list_parameters, make_series
 from tests.facts import CPU, H200
 from tests.plans import cases_of
 from tests.runs import run_of
@@ -103,20 +103,20 @@ def test_another_batch_is_the_same_case_otherwise(suite: Callable[[type[Workload
     for group, more in zip(plan, ("", ",way=back"), strict=True):
         other = with_batch(group.cases[0], 16, CPU)
         assert other is not None and other.case.setting == f"quiet[rows=16{more}]@cpu"
-    assert searched_for_batches(plan) == {group.setting for group in plan}
+    assert settings_with_batch_search(plan) == {group.setting for group in plan}
 
 
 def test_a_history_goes_on(suite: Callable[[type[Workload]], None]) -> None:
     suite(Before)
-    before = series_of(Before(), None), cells_of(Before(), CPU, None)
+    before = make_series(Before(), None), list_cells(Before(), CPU, None)
     suite(After)
-    assert (series_of(After(), None), cells_of(After(), CPU, None)) == before
+    assert (make_series(After(), None), list_cells(After(), CPU, None)) == before
     run = run_of([], request=Request("quiet"))
     (there, _), (back, _) = cases(), cases("back")
-    assert [cell_of(case, run) for case in (there, back)] == [("fp32", 8), None]
+    assert [find_cell(case, run) for case in (there, back)] == [("fp32", 8), None]
     suite(Following)
-    assert parameters(Following()) == {"dtype": ("fp32", "bf16"), "rows": (8, 64), "way": ("there", "back")}
-    assert [cell_of(case, run) for case in (there, back)] == [("fp32", 8, "there"), ("fp32", 8, "back")]
+    assert list_parameters(Following()) == {"dtype": ("fp32", "bf16"), "rows": (8, 64), "way": ("there", "back")}
+    assert [find_cell(case, run) for case in (there, back)] == [("fp32", 8, "there"), ("fp32", 8, "back")]
 
 
 def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], None]) -> None:
@@ -125,7 +125,7 @@ def test_a_run_from_before_is_gone_on_with(suite: Callable[[type[Workload]], Non
     stored = decode(type(make_plan(request, (CPU,))), encode(make_plan(request, (CPU,))))
     run = run_of([], request=request, plan=stored, devices=(CPU,))
     suite(After)
-    assert foreign(run, make_plan(request, (CPU,)), (CPU,), run.environment) == ""
+    assert find_difference(run, make_plan(request, (CPU,)), (CPU,), run.environment) == ""
 
 
 class Strict(Before):
@@ -152,8 +152,8 @@ def test_every_suite_has_the_axis_of_its_cache(suite: Callable[[type[Workload]],
     cold = plan.groups[1].cases[0]
     other = with_batch(cold, 16, KNOWN)
     assert other is not None and other.case.setting == "quiet[rows=16,cache=cold]@cpu"
-    assert cell_of(cold.case, run_of([], request=Request("quiet"))) is None
-    assert searched_for_batches(plan) == {group.setting for group in plan}
+    assert find_cell(cold.case, run_of([], request=Request("quiet"))) is None
+    assert settings_with_batch_search(plan) == {group.setting for group in plan}
 
 
 def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[Workload]], None]) -> None:
@@ -161,5 +161,5 @@ def test_a_cache_of_which_nobody_knows_the_size_stays_hot(suite: Callable[[type[
     hot, cold = make_plan(Request("quiet", axes=(("cache", ("hot", "cold")),)), (CPU,))
     assert all(planned.runs for planned in hot.cases)
     assert {planned.skip for planned in cold.cases} == {
-        "cache=cold: the size of the last-level cache of cpu is not known; choose cache=hot"
+        "cache=cold: the size of the last-level cache of cpu is unknown; choose cache=hot"
     }

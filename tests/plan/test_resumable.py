@@ -14,11 +14,11 @@ import pytest
 from fp8bench import pipeline
 from fp8bench.errors import NotKept, StoreError, UsageError
 from fp8bench.model import Case, DeviceFacts, Environment, Group, Plan, Record, Request, Run
-from fp8bench.plan.resumable import foreign, refuse_elsewhere, refuse_foreign
+from fp8bench.plan.resumable import find_difference, refuse_changed_conditions, refuse_missing_files
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import workloads
-from fp8bench.store.runs.listing import running_beside
-from fp8bench.store.runs.run_file import RunWriter, load_run, missing_groups
+from fp8bench.store.runs.listing import list_running_stems
+from fp8bench.store.runs.run_file import RunWriter, find_incomplete_groups, load_run
 from fp8bench.user_code import import_user_modules
 from tests.counts import for_each
 from tests.own_suites import adding_up, forgotten
@@ -71,7 +71,7 @@ def test_only_what_is_missing_is_measured(suite: str, tmp_path: Path) -> None:
     before = path.read_bytes()
     watching = Watching()
     resumed, run = pipeline.resume(path, tmp_path, watching, "the second half")
-    assert resumed and run.finished and missing_groups(run) == ()
+    assert resumed and run.finished and find_incomplete_groups(run) == ()
     assert watching.worked == [2, 3]
     assert path.read_bytes().startswith(before)
     assert run.records[:4] == first.records and len(run.records) == 8
@@ -126,8 +126,8 @@ def test_a_run_beside_another_one_says_so(suite: str, tmp_path: Path) -> None:
     with other.open() as held:
         fcntl.flock(held, fcntl.LOCK_EX)
         run = cut_off(suite, tmp_path, stop_at=None)
-        assert running_beside(Path(run.path)) == [other.stem]
-    assert running_beside(Path(run.path)) == []
+        assert list_running_stems(Path(run.path)) == [other.stem]
+    assert list_running_stems(Path(run.path)) == []
     assert len(run.notes) == 1 and f"run {other.stem} was measured at the same time (load" in run.notes[0]
     assert load_run(other).notes == ()
 
@@ -158,7 +158,7 @@ def test_the_header_comes_with_the_file(suite: str, tmp_path: Path, monkeypatch:
     def killed(self: RunWriter, values: object) -> None:
         raise SystemExit
 
-    monkeypatch.setattr(RunWriter, "_lines", killed)
+    monkeypatch.setattr(RunWriter, "_append_numbered_lines", killed)
     with pytest.raises(SystemExit):
         cut_off(suite, tmp_path)
     assert [one for one in tmp_path.glob("runs/*/*") if one.is_file()] == []
@@ -193,7 +193,7 @@ def a_run(**changes: object) -> Run:
 def test_changed_load_and_memory_do_not_forbid_resuming() -> None:
     """Load and free memory may have changed."""
     facts = replace(FACTS, memory_bytes=1 << 31)
-    assert not foreign(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
+    assert not find_difference(a_run(load_1min=0.1), planned(), (facts,), Environment({**SAME, "load_1min": 9.9}))
 
 
 @for_each(
@@ -208,12 +208,12 @@ def test_changed_load_and_memory_do_not_forbid_resuming() -> None:
         ("commit", "the commit", "0123abcd"),
         ("dirty", "whether files differ from the commit", True),
         ("imports_sha256", "the code of --import", "0123abcd"),
-        ("switches_set", "what is set in the process", "oneDNN at False"),
+        ("switches_set", "the setting of switches", "oneDNN at False"),
     ],
 )
 def test_another_machine_or_software_is_refused(name: str, called: str, now: str | int) -> None:
     with pytest.raises(UsageError, match=rf"cannot be resumed here: {called} was .* and is {now}.*start a new run"):
-        refuse_foreign(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
+        refuse_changed_conditions(a_run(), planned(), (FACTS,), Environment({**SAME, name: now}))
 
 
 @for_each(
@@ -221,8 +221,8 @@ def test_another_machine_or_software_is_refused(name: str, called: str, now: str
     [
         ((replace(FACTS, name="another"),), planned(), "cpu was a processor and is another"),
         ((replace(FACTS, kind="cuda"),), planned(), "there is no device cpu"),
-        ((FACTS,), planned("bf16"), "it would be planned differently today"),
-        ((FACTS,), Plan((*planned().groups, *planned("bf16").groups)), "planned differently today .*bf16"),
+        ((FACTS,), planned("bf16"), "it would be planned differently now"),
+        ((FACTS,), Plan((*planned().groups, *planned("bf16").groups)), "planned differently now .*bf16"),
         ((FACTS,), planned(version="2"), "the workload gemm was version 1 and is 2"),
     ],
     ids=["device", "no device", "case gone", "case more", "version"],
@@ -230,7 +230,7 @@ def test_another_machine_or_software_is_refused(name: str, called: str, now: str
 def test_another_device_or_plan_is_refused(facts: tuple[DeviceFacts, ...], plan: Plan, words: str) -> None:
     """Halves of two different things are not a run."""
     with pytest.raises(UsageError, match=words):
-        refuse_foreign(a_run(), plan, facts, Environment(dict(SAME)))
+        refuse_changed_conditions(a_run(), plan, facts, Environment(dict(SAME)))
 
 
 def test_a_run_without_its_header_is_not_resumed(suite: str, tmp_path: Path) -> None:
@@ -289,17 +289,17 @@ def test_code_that_somebody_else_may_have_put_there_is_not_imported(
     code, ran = own / "sent.py", tmp_path / "ran"
     run = replace(a_run(), request=Request("gemm", imports=(str(code),)))
     with pytest.raises(UsageError, match=r"it reads .*sent\.py, which does not exist here"):
-        refuse_elsewhere(run)
+        refuse_missing_files(run)
     code.write_text(f"open({str(ran)!r}, 'w')")
-    refuse_elsewhere(run)
+    refuse_missing_files(run)
     (link := shared / "fp8bench-model-2").symlink_to(own)
     linked = replace(run, request=Request("gemm", imports=(str(link / "sent.py"),)))
-    refuse_elsewhere(linked)
+    refuse_missing_files(linked)
     real = Path.lstat
     monkeypatch.setattr(Path, "lstat", lambda self: _of_another(real(self)))
     for one in (run, linked):
         with pytest.raises(UsageError, match=r"sent\.py belongs to another user, in a folder where"):
-            refuse_elsewhere(one)
+            refuse_missing_files(one)
     assert not ran.exists()
 
 

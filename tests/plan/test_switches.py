@@ -13,7 +13,7 @@ from fp8bench.plan.resolve import CEILINGS_VARIABLE as CEILINGS
 from fp8bench.plan.resolve import SECOND_VARIABLE as SECOND
 from fp8bench.plan.resolve import TAPE_VARIABLE as TAPE
 from fp8bench.plan.resolve import WARM_UP_VARIABLE as WARM_UP
-from fp8bench.plan.resolve import switches_of
+from fp8bench.plan.resolve import read_switches
 from tests.counts import for_each
 
 EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
@@ -52,7 +52,7 @@ EAGER, QUICK = f"{QUANTISERS}=eager compiles none", "--quick compiles none"
 def test_every_extra_runs_unless_switched_off(
     switch: str, asked: dict[str, bool], environ: dict[str, str], answer: Any
 ) -> None:
-    assert getattr(switches_of(environ, **asked), switch) == answer
+    assert getattr(read_switches(environ, **asked), switch) == answer
 
 
 @for_each(
@@ -67,4 +67,4 @@ def test_every_extra_runs_unless_switched_off(
 )
 def test_unknown_values_are_refused_with_the_valid_ones(variable: str, usual: str, word: str) -> None:
     with pytest.raises(UsageError, match=rf"{variable} is '{word}'\. Set it to {usual}"):
-        switches_of({variable: word}, tape=True)
+        read_switches({variable: word}, tape=True)

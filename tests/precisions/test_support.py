@@ -95,7 +95,7 @@ def test_each_device_supports_the_listed_modes(device: str) -> None:
         ("fp8-block:accumulator=promoted", H200, "a model, which no kernel follows"),
         ("fp8-block:accumulator=promoted", CPU, "no hardware for block-scaled FP8"),
         ("mxfp6", B200, "torch has neither the format nor the product"),
-        ("mxfp4", B200, "kernels of FBGEMM's, which are not used here"),
+        ("mxfp4", B200, "by FBGEMM's kernels, which are not used here"),
         ("mxfp8", H200, "MX blocks begin at compute capability 10.0; this device has 9.0"),
         ("mxfp8:formats=hybrid", B200, "with scales of 32 elements both operands are E4M3"),
         ("mxfp8", replace(B200, cuda=None), "needs CUDA 12.8; this torch has None"),
@@ -109,7 +109,7 @@ def test_each_device_supports_the_listed_modes(device: str) -> None:
         ("fp8-block", MI300X, "scales of 128 elements is not used on AMD's devices yet"),
         ("mxfp8", MI350X, "MXFP8 is not used on AMD's devices yet"),
         ("fp8:accumulator=short", MI350X, "a model, which no kernel follows"),
-        ("fp8", MI250X, "nothing is known of FP8 units of gfx90a"),
+        ("fp8", MI250X, "fp8bench does not know the FP8 units of gfx90a"),
         ("mxfp8", B200, "a scale for 32 elements"),
         ("nvfp4", CPU, "no hardware for NVFP4"),
         ("fp8", MI300X, "a scale a tensor, in e4m3fnuz and e5m2fnuz as this device has them"),
@@ -158,3 +158,10 @@ def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceF
         assert "there is no such buffer" in support.reason
     else:
         assert support == precision.support(facts)
+
+
+def test_an_unknown_version_of_cuda_refuses_only_scales_that_need_one() -> None:
+    facts = replace(B200, cuda=None)
+    assert precisions.get("fp8").support(facts).level is NATIVE
+    support = precisions.get("mxfp8").support(facts)
+    assert support.level is EMULATED and "needs CUDA 12.8" in support.reason

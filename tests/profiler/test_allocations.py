@@ -13,15 +13,23 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model import HeldBlock, MemoryRole
 from fp8bench.profiler import allocations as stream_module
-from fp8bench.profiler.allocations import AllocationStream, Begun, Event, Live, Said, Sized, course
+from fp8bench.profiler.allocations import (
+    AllocationStream,
+    Event,
+    LiveAddresses,
+    MemoryChange,
+    PhaseStart,
+    RoleNote,
+    find_memory_course,
+)
 from tests.counts import for_each
 
-START = Begun("unattributed")
+START = PhaseStart("unattributed")
 
 
 def changes(*pairs: tuple[int, int] | None) -> list[Event]:
     """Changes by address and size; None begins the stretch."""
-    return [START if pair is None else Sized(*pair) for pair in pairs]
+    return [START if pair is None else MemoryChange(*pair) for pair in pairs]
 
 
 @for_each(
@@ -40,25 +48,25 @@ def changes(*pairs: tuple[int, int] | None) -> list[Event]:
     ],
 )
 def test_the_most_held_at_once_from_the_first_turn_on(events: list[Event], peak: int | None) -> None:
-    found = course(events)
+    found = find_memory_course(events)
     assert (None if found is None else found.peak) == peak
     assert found is None or sum(stretch.size for stretch in found.held) == peak
 
 
 def test_phases_have_their_own_highest_points() -> None:
-    found = course(
+    found = find_memory_course(
         [
-            Sized(1, 10),
+            MemoryChange(1, 10),
             START,
-            Begun("cast"),
-            Sized(2, 5),
-            Begun("gemm"),
-            Sized(3, 100),
-            Sized(3, -100),
-            Begun("cast"),
-            Sized(2, -5),
-            Sized(4, 2),
-            Begun("unattributed"),
+            PhaseStart("cast"),
+            MemoryChange(2, 5),
+            PhaseStart("gemm"),
+            MemoryChange(3, 100),
+            MemoryChange(3, -100),
+            PhaseStart("cast"),
+            MemoryChange(2, -5),
+            MemoryChange(4, 2),
+            PhaseStart("unattributed"),
         ]
     )
     assert found is not None
@@ -67,42 +75,48 @@ def test_phases_have_their_own_highest_points() -> None:
 
 
 def test_what_is_held_when_backward_begins() -> None:
-    before = [Sized(7, 70), Sized(8, 80, 1), Sized(8, -80, 1)]
-    forward = [START, Sized(1, 10), Sized(2, 20), Sized(2, -20), Sized(3, 30)]
-    backward = [Sized(4, 40, 2), Sized(3, -30, 2), Sized(1, -10, 3), Sized(9, 900), Sized(9, -900)]
-    found = course([*before, *forward, *backward])
+    before = [MemoryChange(7, 70), MemoryChange(8, 80, 1), MemoryChange(8, -80, 1)]
+    forward = [START, MemoryChange(1, 10), MemoryChange(2, 20), MemoryChange(2, -20), MemoryChange(3, 30)]
+    backward = [
+        MemoryChange(4, 40, 2),
+        MemoryChange(3, -30, 2),
+        MemoryChange(1, -10, 3),
+        MemoryChange(9, 900),
+        MemoryChange(9, -900),
+    ]
+    found = find_memory_course([*before, *forward, *backward])
     assert found is not None and {stretch.address: stretch.size for stretch in found.forward} == {7: 70, 1: 10, 3: 30}
     assert found.peak == 1010 and {stretch.address for stretch in found.held} == {7, 4, 9}
-    none = course([*before, *forward])
+    none = find_memory_course([*before, *forward])
     assert none is not None and none.forward == ()
 
 
 def held(*events: Event) -> dict[int, HeldBlock]:
     """Bytes held at the peak, by address; a large block at address 0 sets the peak."""
-    found = course(events)
+    found = find_memory_course(events)
     assert found is not None
     return {stretch.address: stretch for stretch in found.held if stretch.address}
 
 
 def test_when_a_block_came_and_went() -> None:
     found = held(
-        Sized(1, 1),
-        Begun("elementwise"),
-        Sized(2, 1),
-        Sized(3, 1),
-        Sized(4, 1),
-        Begun("gemm"),
-        Begun("elementwise"),
-        Sized(5, 1),
-        Sized(6, 1),
-        Sized(0, 1000),
-        Sized(0, -1000),
-        Sized(3, -1),
-        Sized(6, -1),
-        Sized(7, 1, node=1),
-        Sized(2, -1, node=1),
-        Sized(7, -1, node=2),
-        Sized(5, -1, node=2),
+        MemoryChange(1, 1),
+        PhaseStart("elementwise"),
+        MemoryChange(2, 1),
+        MemoryChange(3, 1),
+        MemoryChange(4, 1),
+        PhaseStart("gemm"),
+        PhaseStart("elementwise"),
+        MemoryChange(5, 1),
+        MemoryChange(6, 1),
+        MemoryChange(0, 1000),
+        MemoryChange(0, -1000),
+        MemoryChange(3, -1),
+        MemoryChange(6, -1),
+        MemoryChange(7, 1, node=1),
+        MemoryChange(2, -1, node=1),
+        MemoryChange(7, -1, node=2),
+        MemoryChange(5, -1, node=2),
     )
     assert found == {
         1: HeldBlock(1, 1, lasting=True),
@@ -116,15 +130,15 @@ def test_when_a_block_came_and_went() -> None:
 
 def test_backward_has_nodes_where_forward_has_pieces() -> None:
     found = held(
-        Begun("elementwise"),
-        Sized(1, 1),
-        Sized(2, 1, node=1),
-        Sized(3, 1, node=1),
-        Sized(4, 1),
-        Sized(0, 1000, node=2),
-        Sized(0, -1000, node=2),
-        Sized(2, -1, node=2),
-        Sized(3, -1, node=1),
+        PhaseStart("elementwise"),
+        MemoryChange(1, 1),
+        MemoryChange(2, 1, node=1),
+        MemoryChange(3, 1, node=1),
+        MemoryChange(4, 1),
+        MemoryChange(0, 1000, node=2),
+        MemoryChange(0, -1000, node=2),
+        MemoryChange(2, -1, node=2),
+        MemoryChange(3, -1, node=1),
     )
     assert (found[2].backward, found[2].brief, found[2].awaited) == (True, False, False)
     assert (found[3].backward, found[3].brief) == (True, True)
@@ -133,13 +147,13 @@ def test_backward_has_nodes_where_forward_has_pieces() -> None:
 
 def test_what_the_allocator_no_longer_has_is_gone() -> None:
     events: list[Event] = [
-        Sized(1, 100),
-        Sized(2, 50),
-        Live(frozenset({2, 9})),
-        Begun("gemm"),
-        Sized(1, 30),
+        MemoryChange(1, 100),
+        MemoryChange(2, 50),
+        LiveAddresses(frozenset({2, 9})),
+        PhaseStart("gemm"),
+        MemoryChange(1, 30),
     ]
-    found = course(events)
+    found = find_memory_course(events)
     assert found is not None and found.peak == 80
     assert [(stretch.address, stretch.size) for stretch in found.held] == [(2, 50), (1, 30)]
 
@@ -147,18 +161,18 @@ def test_what_the_allocator_no_longer_has_is_gone() -> None:
 def test_words_are_about_what_lies_there_when_they_are_said() -> None:
     low, weights = MemoryRole.LOW_WEIGHTS, MemoryRole.WEIGHTS
     found = held(
-        Said((1,), weights),
-        Sized(1, 1),
+        RoleNote((1,), weights),
+        MemoryChange(1, 1),
         START,
-        Sized(2, 1),
-        Said((1, 2, 9), low),
-        Sized(2, -1),
-        Sized(2, 1),
-        Sized(3, 1),
-        Said((3,), weights),
-        Said((3,), low),
-        Said((3,), weights),
-        Sized(0, 1000),
+        MemoryChange(2, 1),
+        RoleNote((1, 2, 9), low),
+        MemoryChange(2, -1),
+        MemoryChange(2, 1),
+        MemoryChange(3, 1),
+        RoleNote((3,), weights),
+        RoleNote((3,), low),
+        RoleNote((3,), weights),
+        MemoryChange(0, 1000),
     )
     assert found[1].said == (low,) and found[2].said == () and found[3].said == (weights, low)
 
@@ -171,15 +185,15 @@ def test_any_stream_comes_to_what_a_plain_count_says() -> None:
     for _ in range(10_000):
         address = draw.randrange(1, 200)
         if address in alive:
-            events.append(Sized(address, -alive.pop(address), draw.choice((0, 0, 3))))
+            events.append(MemoryChange(address, -alive.pop(address), draw.choice((0, 0, 3))))
         else:
             alive[address] = draw.randrange(1, 1000)
-            events.append(Sized(address, alive[address], draw.choice((0, 0, 4))))
+            events.append(MemoryChange(address, alive[address], draw.choice((0, 0, 4))))
         if draw.random() < 0.2:
-            events.append(Begun(draw.choice(("gemm", "cast"))))
+            events.append(PhaseStart(draw.choice(("gemm", "cast"))))
         if sum(alive.values()) > sum(most.values()):
             most = dict(alive)
-    found = course(events)
+    found = find_memory_course(events)
     assert found is not None and found.peak == sum(most.values()) == max(phase.allocated for phase in found.phases)
     assert {stretch.address: stretch.size for stretch in found.held} == most
 
@@ -192,19 +206,19 @@ def heard(stream: AllocationStream) -> list[Event]:
 
 def test_words_stand_where_they_were_said() -> None:
     stream = AllocationStream("cpu")
-    stream.note(Begun("before anybody listens"))
+    stream.note(PhaseStart("before anybody listens"))
     stream.start()
     first = torch.empty(10)
-    stream.note(Begun("gemm"))
+    stream.note(PhaseStart("gemm"))
     second = torch.empty(20)
-    stream.note(Said((second.data_ptr(),), MemoryRole.WEIGHTS))
+    stream.note(RoleNote((second.data_ptr(),), MemoryRole.WEIGHTS))
     del first
     events = heard(stream)
-    assert [one.size if isinstance(one, Sized) else one for one in events] == [
+    assert [one.size if isinstance(one, MemoryChange) else one for one in events] == [
         40,
-        Begun("gemm"),
+        PhaseStart("gemm"),
         80,
-        Said((second.data_ptr(),), MemoryRole.WEIGHTS),
+        RoleNote((second.data_ptr(),), MemoryRole.WEIGHTS),
         -40,
     ]
     assert stream.stop() is None
@@ -214,20 +228,20 @@ def test_of_another_device_nothing_is_heard() -> None:
     stream = AllocationStream("cuda:1")
     stream.start()
     kept = torch.empty(10)
-    stream.note(Begun("gemm"))
-    assert heard(stream) == [Begun("gemm")] and kept.numel() == 10
+    stream.note(PhaseStart("gemm"))
+    assert heard(stream) == [PhaseStart("gemm")] and kept.numel() == 10
 
 
 def test_allocations_outside_of_operations_are_heard(monkeypatch: pytest.MonkeyPatch) -> None:
-    told = stream_module._changes_and_notes
+    told = stream_module._iterate_changes_and_notes
     monkeypatch.setattr(
-        stream_module, "_changes_and_notes", lambda tree: told([one for one in tree if one.name != "[memory]"])
+        stream_module, "_iterate_changes_and_notes", lambda tree: told([one for one in tree if one.name != "[memory]"])
     )
     stream = AllocationStream("cpu")
     stream.start()
     kept = torch.empty(10)
     del kept
-    assert [one.size for one in heard(stream) if isinstance(one, Sized)] == [40, -40]
+    assert [one.size for one in heard(stream) if isinstance(one, MemoryChange)] == [40, -40]
 
 
 def test_backward_runs_where_all_of_it_is_heard() -> None:
@@ -261,7 +275,7 @@ class Doubled(torch.autograd.Function):
 
 
 def passes_of(events: list[Event], values: int) -> list[bool]:
-    return [one.node > 0 for one in events if isinstance(one, Sized) and one.size == 4 * values]
+    return [one.node > 0 for one in events if isinstance(one, MemoryChange) and one.size == 4 * values]
 
 
 def test_backward_is_distinguished_from_forward_and_recomputation() -> None:
@@ -280,13 +294,17 @@ def test_a_thread_of_pythons_is_not_heard_and_nothing_breaks() -> None:
     stream = AllocationStream("cpu")
 
     def work() -> None:
-        stream.note(Begun("cast"))
+        stream.note(PhaseStart("cast"))
         torch.empty(77)
 
     stream.start()
-    stream.note(Begun("gemm"))
+    stream.note(PhaseStart("gemm"))
     thread = threading.Thread(target=work)
     thread.start()
     thread.join()
     torch.empty(10)
-    assert [one.size if isinstance(one, Sized) else one for one in heard(stream)] == [Begun("gemm"), 40, -40]
+    assert [one.size if isinstance(one, MemoryChange) else one for one in heard(stream)] == [
+        PhaseStart("gemm"),
+        40,
+        -40,
+    ]

@@ -11,7 +11,7 @@ from torch.nn.functional import ScalingType
 
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E8M0, Format
 from fp8bench.formats.hardware import CLASSES, DeviceClass
-from fp8bench.formats.product_rules import Product, Scheme, missing, objections
+from fp8bench.formats.product_rules import Product, Scheme, explain_missing, list_objections
 from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
 from fp8bench.model import DeviceFacts
 
@@ -80,8 +80,8 @@ def broken_rule(
     if fast and product.scheme not in (Scheme.TENSOR, Scheme.ROW):
         return f"sums of {product.scheme} are never fast"
     device = class_of(facts)
-    lacking = missing(product, device)
-    return lacking or "; ".join(one.why for one in objections(product, device))
+    lacking = explain_missing(product, device)
+    return lacking or "; ".join(one.why for one in list_objections(product, device))
 
 
 def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tensor]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.cli.commands.suite import expected_time
+from fp8bench.cli.commands.suite import describe_expected_time
 from fp8bench.model import DeviceFacts, Request
 from fp8bench.plan.make import make_plan
 from fp8bench.registry import workloads
@@ -22,7 +22,7 @@ def test_all_suites_are_planned(facts: DeviceFacts) -> None:
 
 def told(**options: bool | float | str) -> str:
     request = Request("cast", ("fp32", "bf16", "mxfp8"), axes=(("direction", ("to",)),), **options)
-    return expected_time(make_plan(request, (H200,)), request)
+    return describe_expected_time(make_plan(request, (H200,)), request)
 
 
 def test_turns_are_part_of_it_too() -> None:
@@ -33,7 +33,7 @@ def test_turns_are_part_of_it_too() -> None:
 def test_energy_is_part_of_the_estimated_time() -> None:
     """Two groups idle for six seconds each; in each, two cases have three windows and the emulated one has one."""
     assert (
-        "about 12 s to 24 s, more where a step takes seconds or a GPU warms up, and 30 s to 1 min 26 s for energy"
+        "about 12 s to 24 s, or longer if a step takes seconds or a GPU warms up, and 30 s to 1 min 26 s for energy"
         in told()
     )
     assert "10 rounds of every group take what they take, and 14 s to 38 s for energy" in told(quick=True)

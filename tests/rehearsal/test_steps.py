@@ -15,8 +15,8 @@ from fp8bench.formats.product_rules import Product
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import Case, DeviceFacts, Level, PlannedCase, Request
 from fp8bench.nn import experts, sizes
-from fp8bench.nn.served import OWN, served_support
-from fp8bench.numerics.operands import needs_host
+from fp8bench.nn.served import OWN, check_served_support
+from fp8bench.numerics.operands import explain_host_dependence
 from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Role, SilentPhases
@@ -74,7 +74,7 @@ def leaves(workload: str, mode: str) -> bool:
         return True
     if workload in SERVED:
         params = {"size": "llama-1b", "kv": OWN, "weights": OWN}
-        return served_support(params, precisions.get(mode), H200).level is Level.REFUSED
+        return check_served_support(params, precisions.get(mode), H200).level is Level.REFUSED
     if workload == "norm_act":
         return bool(precisions.get(mode).carried_by)
     return (mode == "tf32" and workload in STORES) or (mode == "fp32" and workload == "numerics")
@@ -209,7 +209,7 @@ def test_a_served_mixture_waits_once_a_layer(
         return [1] * 8 + [0] * 56
 
     size = "olmoe-1b-7b"
-    monkeypatch.setattr(experts, "counts_on_host", first_eight)
+    monkeypatch.setattr(experts, "copy_counts_to_host", first_eight)
     monkeypatch.setitem(sizes.SERVED_SIZES, size, replace(sizes.SERVED_SIZES[size], layers=BLOCKS))
     request = Request("decode", (mode,), axes=(("size", (size,)), ("batch", ("1",)), ("context", ("4096",))))
     (planned,) = [
@@ -229,7 +229,7 @@ def test_a_replayed_step_needs_no_host(workload: str, stage: Stage, corpus: Corp
     state = leaf.prepare(stage.bench._setup(planned.case, H200))
     step = partial(leaf.step, state, SilentPhases())
     takes = "its step takes data from the host"
-    assert needs_host(step).startswith(takes) == (bool(leaf.loads) or workload == "data")
+    assert explain_host_dependence(step).startswith(takes) == (bool(leaf.loads) or workload == "data")
     if leaf.loads:
         leaf.load(state)
-    assert needs_host(step) == "" or workload == "data"
+    assert explain_host_dependence(step) == "" or workload == "data"

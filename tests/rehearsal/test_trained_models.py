@@ -16,7 +16,7 @@ from fp8bench.features.train.values import TokenSpan
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn import experts
-from fp8bench.nn.experts import CHOSEN
+from fp8bench.nn.experts import EXPERTS_PER_TOKEN
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import SilentPhases
@@ -44,9 +44,9 @@ def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
     """
 
     def evenly(counts: torch.Tensor) -> list[int]:
-        return [SIZE.batch * SIZE.sequence * CHOSEN // len(counts)] * len(counts)
+        return [SIZE.batch * SIZE.sequence * EXPERTS_PER_TOKEN // len(counts)] * len(counts)
 
-    monkeypatch.setattr(experts, "counts_on_host", evenly)
+    monkeypatch.setattr(experts, "copy_counts_to_host", evenly)
     monkeypatch.setitem(SIZES, "micro", SIZE)
 
 
@@ -54,15 +54,15 @@ def small_and_even(monkeypatch: pytest.MonkeyPatch) -> None:
 def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage, corpus: Corpus) -> None:
     facts: DeviceFacts = GPUS[gpu]
     settings, precision = TrainerSettings(model="micro", arch=arch), precisions.get(mode)
-    config = models.config_of(settings, 256)
-    level = models.support(settings, config, precision, facts).level
+    config = models.make_config(settings, 256)
+    level = models.find_support(settings, config, precision, facts).level
     if level is Level.REFUSED:
         assert (arch, mode) == ("cnn", "nvfp4"), "its positions are no multiple of 32"
         return
     arithmetic, carrier = precision.arithmetic(facts), precisions.get(precision.carried_by or mode).arithmetic(facts)
-    layers = {layer.name: layer for layer in models.layers_of(arch, config)}
+    layers = {layer.name: layer for layer in models.list_layers(arch, config)}
     with precision.scope(), torch.device(facts.key):
-        model = models.built(
+        model = models.build_model(
             settings, config, lambda name: carrier if layers[name].high else arithmetic.layer(name), arithmetic.carrier
         )
     windows = TokenWindows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key, config.vocabulary)

@@ -9,7 +9,7 @@ import pytest
 
 from fp8bench.model import Finding, Interval, Label, Record, Status, Support, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import Standing, describe_intervals, speed_up, standing, tone_of
+from fp8bench.report.case_status import Standing, describe_intervals, find_standing, speed_up, standing_tone
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result
 from tests.counts import for_each
@@ -49,7 +49,7 @@ def result(
     ],
 )
 def test_standing(case_result: Result, expected: Standing, tone: Tone) -> None:
-    assert standing(case_result) is expected and tone_of(case_result) is tone
+    assert find_standing(case_result) is expected and standing_tone(case_result) is tone
 
 
 @for_each(("level", "words"), [(0.99, "the 99% interval of this run, over 2 sessions"), (0.0, "over 2 sessions")])
@@ -62,7 +62,7 @@ def test_a_range_of_several_sessions_is_their_hull_too(level: float, words: str)
 @for_each("verdict", [Verdict.FASTER, Verdict.SLOWER, Verdict.SAME])
 def test_a_label_makes_a_fact_doubtful(verdict: Verdict, label: Label) -> None:
     labelled = result(verdict, label)
-    assert standing(labelled) is Standing.DOUBTED and tone_of(labelled) is Tone.DOUBT
+    assert find_standing(labelled) is Standing.DOUBTED and standing_tone(labelled) is Tone.DOUBT
 
 
 def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:

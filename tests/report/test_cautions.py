@@ -10,7 +10,7 @@ from fp8bench.analysis.findings import findings
 from fp8bench.analysis.verdicts import conclude
 from fp8bench.model import Environment, Reruns, Run, Scalar, Timing, Verdict
 from fp8bench.report.page.html import render as html
-from fp8bench.report.page.section import material_of, page_of
+from fp8bench.report.page.section import make_material, report_page
 from fp8bench.report.terminal.run import render
 from tests.counts import counts, for_each
 from tests.fakes import called, record
@@ -35,7 +35,7 @@ def settings(count: int, speed: float = 2.0) -> Run:
 
 def texts(run: Run) -> list[str]:
     found = findings(run)
-    page = html(page_of(material_of([run], [found])))
+    page = html(report_page(make_material([run], [found])))
     return [" ".join(text.split()) for text in (render(run, found), render_whole(run, found), page)]
 
 

@@ -23,8 +23,8 @@ from fp8bench.report.elements import (
     Tone,
 )
 from fp8bench.report.page.drawing import scale as limits
-from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.scale import Scale, escape, fit_scale, show_number, width
+from fp8bench.report.page.drawing.draw import draw_svg
+from fp8bench.report.page.drawing.scale import Scale, escape, fit_scale, show_number, text_width
 from tests.counts import for_each
 from tests.pages import SPEED, TIME, charts
 from tests.told_before import Told, as_before
@@ -83,7 +83,7 @@ def texts_of(sheet: ElementTree.Element) -> list[str]:
 
 
 def described(chart: AnyChart) -> str:
-    return parsed(draw(chart)).findtext("desc") or ""
+    return parsed(draw_svg(chart)).findtext("desc") or ""
 
 
 @KINDS
@@ -92,7 +92,7 @@ def test_drawings(kind: str) -> None:
 
     The sheet names itself, loads nothing, uses only classes of charts.css, and has marks reachable by keyboard.
     """
-    chart, drawn = CHARTS[kind], draw(CHARTS[kind])
+    chart, drawn = CHARTS[kind], draw_svg(CHARTS[kind])
     assert drawn + "\n" == (GOLDEN / f"{kind}.svg").read_text()
     for word in ("http", "url(", "<?xml", "<!", "<style", "<script", "xlink", "metadata", "font-family", "@import"):
         assert word not in drawn
@@ -168,7 +168,7 @@ ANY = {
 @given(data=st.data())
 def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
     """Arbitrary texts and numbers give valid XML, finite coordinates, and unchanged texts."""
-    drawn = draw(data.draw(ANY[kind]))
+    drawn = draw_svg(data.draw(ANY[kind]))
     for element in parsed(drawn).iter():
         assert element.tag in ("svg", "title", "desc", "defs", "path", "use", "text")
         geometry = " ".join(element.get(name, "") for name in ("d", "x", "y", "viewBox"))
@@ -178,7 +178,7 @@ def test_anything_is_drawn_soundly(kind: str, data: st.DataObject) -> None:
 
 @for_each("text", ["<b>&amp;</b>", "a \" b ' c", "🚀 שלום", "$x^2$ \\frac{1}{2}"])
 def test_texts_show_as_they_are(text: str) -> None:
-    sheet = parsed(draw(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),))))
+    sheet = parsed(draw_svg(Bars("n", text, text, ChartAxis(text, "x"), ((text, (mark(text, 1.2),)),))))
     assert sheet.findtext("title") == text and sheet.findtext("desc") == text
     assert texts_of(sheet).count(text) == 3
     assert (marks_of(sheet)[0].get("data-hint") or "").startswith(text)
@@ -189,12 +189,12 @@ def test_what_is_not_drawn_is_counted() -> None:
     marks = [Mark("inf", math.inf), Mark("nan", math.nan), Mark("ok", 1.2, -math.inf, 2.0), *([mark("x", 1.1)] * 30)]
     chart = bars(*marks)
     assert described(chart) == "How fast each case is. In the table only: 8."
-    assert len(marks_of(parsed(draw(chart)))) == limits.BARS
+    assert len(marks_of(parsed(draw_svg(chart)))) == limits.MAX_BARS
 
 
 def drawing(chart: AnyChart) -> list[str]:
     """The first sheet's description, and its drawing: texts, classes with hints, and rounded corners."""
-    sheet = parsed(draw(chart))
+    sheet = parsed(draw_svg(chart))
     shapes = [element for element in sheet.iter() if element.tag in ("path", "use", "text") and element.get("class")]
     return [f"role {sheet.get('role')}: {described(chart)}".strip()] + [
         " ".join(filter(None, (shape.get("class"), shape.text or shape.get("data-hint"), places_of(shape))))
@@ -245,7 +245,7 @@ def spans(drawn: str, style: str) -> list[tuple[float, float]]:
 
 def test_each_sample_has_a_stroke_at_its_place() -> None:
     """1x and 2x are the ends of the first bar; non-finite samples have none."""
-    drawn = draw(bars(Mark("a", 2.0), Mark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
+    drawn = draw_svg(bars(Mark("a", 2.0), Mark("b", 1.5, samples=(1.0, 2.0, math.nan, 0.0))))
     (start, end), *_ = spans(drawn, "bar plain")
     assert spans(drawn, "samples plain") == [(pytest.approx(start, abs=0.02), pytest.approx(end, abs=0.02))]
 
@@ -253,10 +253,10 @@ def test_each_sample_has_a_stroke_at_its_place() -> None:
 @settings(max_examples=12, deadline=None)
 @given(values=st.lists(st.floats(0.01, 100), min_size=1, max_size=12))
 def test_nothing_runs_over_the_sheet(values: list[float]) -> None:
-    sheet = parsed(draw(bars(*(mark(f"case {value:.3g}", value) for value in values))))
+    sheet = parsed(draw_svg(bars(*(mark(f"case {value:.3g}", value) for value in values))))
     wide = float(sheet.get("viewBox", "").split()[2])
     for element in sheet.iter("text"):
-        long, x = width(element.text or "", 13), float(element.get("x", ""))
+        long, x = text_width(element.text or "", 13), float(element.get("x", ""))
         left = x - {"end": long, "middle": long / 2}.get(element.get("text-anchor", ""), 0.0)
         assert left >= -0.5 and left + long <= wide + 0.5
 
@@ -303,15 +303,15 @@ def test_any_axis_has_ticks_in_order_and_told_apart(values: list[float], log: bo
     scale = fit_scale(values, 10, 90, log, unit)
     ticks = scale.ticks(6)
     assert 1 <= len(ticks) <= 20
-    assert [scale.at(value) for value, _ in ticks] == sorted(scale.at(value) for value, _ in ticks)
+    assert [scale.to_pixels(value) for value, _ in ticks] == sorted(scale.to_pixels(value) for value, _ in ticks)
     assert len({text for _, text in ticks}) == len(ticks)
-    assert all(9.99 <= scale.at(value) <= 90.01 for value in values)
+    assert all(9.99 <= scale.to_pixels(value) <= 90.01 for value in values)
 
 
 def test_an_axis_is_as_wide_as_the_intervals_of_its_points() -> None:
     point = ChartPoint("bf16", "bf16", 1.01, 5e-3, x_low=0.9, x_high=1.2)
     chart = Scatter("s", "", "", SPEED, ChartAxis("error", "ratio"), (point,))
-    drawn = draw(chart)
+    drawn = draw_svg(chart)
     ((left, right),) = spans(drawn, "whisker")
     (axis,) = spans(drawn, "axis")
     assert axis[0] < left < right < axis[1]

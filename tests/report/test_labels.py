@@ -7,11 +7,11 @@ from dataclasses import replace
 from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import doubts, named_labels
-from fp8bench.report.data.run import rows, run_value
+from fp8bench.report.case_status import describe_doubts, describe_labels
+from fp8bench.report.data.run import run_document, tidy_rows
 from fp8bench.report.elements import Items
-from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.verdict import comparisons
+from fp8bench.report.panels import group_into_panels
+from fp8bench.report.topics.verdict import compare_precisions
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import LABELS, explain_label
 from tests.counts import for_each
@@ -61,7 +61,7 @@ def capped(number: int) -> Made:
 @as_before
 def test_labels() -> Told:
     def sentences(made: Made) -> list[object]:
-        return [text for panel in panels_of(*made) for text in comparisons(panel)]
+        return [text for panel in group_into_panels(*made) for text in compare_precisions(panel)]
 
     yield "a table has the reason beside the label, and the ratio beside no verdict", on_terminal(HOT, "labels", "bf16")
     yield "the sentence says why once: the hard label is in the why", sentences(HOT)
@@ -76,14 +76,14 @@ def test_labels() -> Told:
             of_kind(part("environment", capped(number)), Items),
         )
     yield "a long reason is not in the row, and stands in the notes", on_terminal(LONG, "labels", "notes")
-    yield "nor is it among the labels in short", list(named_labels(panels_of(*LONG)[0].members[1]))
+    yield "nor is it among the labels in short", list(describe_labels(group_into_panels(*LONG)[0].members[1]))
     yield "eager quantisers are told with the reason they ran so", on_terminal(eager(), "labels", "notes")
     yield "on the page, too", of_kind(part("environment", eager()), Items)
 
 
 def test_legends_say_what_labels_mean() -> None:
     text = render_whole(*HOT, width=300)
-    assert f"\n  {explain_label(Label.THROTTLED)}\n" in text and f"\n  {legend.HARD}\n" in text
+    assert f"\n  {explain_label(Label.THROTTLED)}\n" in text and f"\n  {legend.NO_VERDICT}\n" in text
 
 
 @for_each("label", sorted(REMARKS))
@@ -91,7 +91,7 @@ def test_remarks_are_shown_and_are_no_doubt(label: Label) -> None:
     run, findings = judged((Verdict.FASTER, 0.5, label))
     text = render_whole(run, findings, width=300)
     assert f"labels: {label}" in text and LABELS[label].meaning in text
-    assert doubts(panels_of(run, findings)[0].members[1]) == ()
+    assert describe_doubts(group_into_panels(run, findings)[0].members[1]) == ()
 
 
 def eager() -> Made:
@@ -106,10 +106,10 @@ def eager() -> Made:
 
 def test_other_programs_get_labels_with_their_reasons() -> None:
     why = "--quick compiles nothing"
-    of_fp8 = [row for row in rows(*eager()) if row["mode"] == "fp8"]
+    of_fp8 = [row for row in tidy_rows(*eager()) if row["mode"] == "fp8"]
     (step,) = [row for row in of_fp8 if (row["phase"], row["metric"]) == (STEP, "time")]
     assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {why}", why)
     assert all(row["why"] is None for row in of_fp8 if row["phase"] not in (STEP, None))
-    record = run_value(*eager())["records"][-1]
+    record = run_document(*eager())["records"][-1]
     assert record["finding"]["labels"] == ["eager-quantiser"]
     assert record["timing"]["eager"] == why and record["timing"]["fused"] is False

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Environment, Run, Scalar
-from fp8bench.report.page.section import labels_of, material_of, page_of, sections
+from fp8bench.report.page.section import label_runs, load_sections, make_material, report_page
 from tests.materials import material, nothing, skipped
 from tests.runs import case, gemm, judged, run_of, transformer
 from tests.told_before import Told, as_before
@@ -32,31 +32,31 @@ def test_labels_of_runs() -> Told:
         ("ids", run("1"), run("2")),
         ("ids and numbers", run("1"), run("1"), run("2")),
     ):
-        yield claim, labels_of(runs)
+        yield claim, label_runs(runs)
 
 
 @as_before
 def test_titles_of_pages() -> Told:
     run, findings = gemm()
     ten = [replace(run.records[0], case=case(f"suite{number}", "fp32", {})) for number in range(10)]
-    yield "many suites are counted", page_of(material((run_of(ten), findings))).title
-    yield "four are named", page_of(material((run_of(ten[:4]), findings))).title
+    yield "many suites are counted", report_page(material((run_of(ten), findings))).title
+    yield "four are named", report_page(material((run_of(ten[:4]), findings))).title
     long = [replace(run.records[0], case=case("x" * 300, "fp32", {}))]
-    yield "a long name does not fill the page", page_of(material((run_of(long), findings))).title
+    yield "a long name does not fill the page", report_page(material((run_of(long), findings))).title
     runs = ((replace(run, id=f"r{number}"), findings) for number in range(10))
-    yield "more runs than one reads are counted", page_of(material(*runs)).subtitle
-    lost = page_of(material((replace(run, started="", command="", devices=(), id=""), findings)))
+    yield "more runs than one reads are counted", report_page(material(*runs)).subtitle
+    lost = report_page(material((replace(run, started="", command="", devices=(), id=""), findings)))
     yield "what is lost is said", [lost.title, lost.subtitle]
     for claim, made in {"no case": (nothing(),), "no case that ran": (skipped(),), "no run": ()}.items():
-        page = page_of(material(*made))
+        page = report_page(material(*made))
         yield f"of {claim} there is a page", [page.title, page.subtitle, *(part.name for part in page.parts[:2])]
 
 
 def test_material_and_its_page_are_in_order_and_the_same_again() -> None:
     first, second = gemm(), transformer()
-    entries = material_of([first[0], second[0]], [first[1], second[1]]).entries
+    entries = make_material([first[0], second[0]], [first[1], second[1]]).entries
     assert [(entry.run, dict(entry.findings)) for entry in entries] == [first, second]
-    names = [part.name for part in page_of(material(gemm())).parts]
+    names = [part.name for part in report_page(material(gemm())).parts]
     assert names[:3] == ["verdict", "results", "speedup"] and names[-1] == "environment"
-    assert names == [name for name in sections() if name in names]
-    assert page_of(material(gemm(), judged())) == page_of(material(gemm(), judged()))
+    assert names == [name for name in load_sections() if name in names]
+    assert report_page(material(gemm(), judged())) == report_page(material(gemm(), judged()))

@@ -16,12 +16,12 @@ from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advise
-from fp8bench.features.advise.view import page_of as advice_page
+from fp8bench.features.advise.view import render_page as advice_page
 from fp8bench.model import Finding, Label, Run, Segments, SlotSample, Timing, Work
-from fp8bench.report.comparisons import page_of as comparison_page
-from fp8bench.report.data.run import rows
+from fp8bench.report.comparisons import comparison_page as comparison_page
+from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.page.html import render as html
-from fp8bench.report.page.section import material_of, page_of
+from fp8bench.report.page.section import make_material, report_page
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import render
 from tests.counts import for_each
@@ -58,7 +58,7 @@ def measured(microseconds: float, slow: float = 0.0, calls: int = 60) -> Run:
 def prints(run: Run, found: dict[str, Finding]) -> Iterator[str]:
     yield render(run, found)
     yield render_whole(run, found)
-    yield html(page_of(material_of([run], [found])))
+    yield html(report_page(make_material([run], [found])))
     yield layout.render(advice_page(advise(Basis(run, found)), ()), 400)
 
 
@@ -78,7 +78,7 @@ def test_all_that_is_printed_of_a_case_has_one_speed_up(microseconds: float, slo
         assert shown in text and printed == {shown}
     times = set(SECONDS.findall(render_whole(run, found)))
     assert times == {units.seconds(lead.best_seconds), units.seconds(case.best_seconds)}
-    table = {row["mode"]: row for row in rows(run, found) if row["metric"] == "time" and row["phase"] == "step"}
+    table = {row["mode"]: row for row in tidy_rows(run, found) if row["metric"] == "time" and row["phase"] == "step"}
     row = table["bf16"]
     assert row["speedup"] == pytest.approx(speed.point) and 1 / row["ratio_to_reference"] == pytest.approx(speed.point)  # type: ignore[operator]
     assert table["fp32"]["best_in_unit"] / row["best_in_unit"] == pytest.approx(speed.point)  # type: ignore[operator]

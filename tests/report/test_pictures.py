@@ -14,8 +14,8 @@ from matplotlib.image import imread
 
 from fp8bench.cli.main import main
 from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Tone
-from fp8bench.report.page.drawing.draw import draw
-from fp8bench.report.page.drawing.pictures import looks, picture
+from fp8bench.report.page.drawing.draw import draw_svg
+from fp8bench.report.page.drawing.pictures import css_properties, draw_picture
 from tests.counts import for_each, paired
 from tests.report.test_drawing import CHARTS, KINDS, parsed, texts_of
 
@@ -32,23 +32,27 @@ def texts_in(svg: bytes) -> list[str]:
 @pytest.mark.slow
 @pytest.mark.parametrize(("kind", "form"), paired([*CHARTS], [*PICTURE_FORMATS]))
 def test_each_chart_in_each_format_is_the_same_bytes_again(kind: str, form: str) -> None:
-    first = picture(CHARTS[kind], "page", form)
-    assert first.startswith(STARTS[form]) and picture(CHARTS[kind], "page", form) == first
+    first = draw_picture(CHARTS[kind], "page", form)
+    assert first.startswith(STARTS[form]) and draw_picture(CHARTS[kind], "page", form) == first
 
 
 @KINDS
 def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
     chart = CHARTS[kind]
-    texts = texts_in(picture(chart, "page", "svg"))
-    for text in texts_of(parsed(draw(chart))):
+    texts = texts_in(draw_picture(chart, "page", "svg"))
+    for text in texts_of(parsed(draw_svg(chart))):
         texts.remove(" ".join(text.split()))
     assert texts[0] == chart.title and " ".join(texts[1:]).startswith(chart.description)
 
 
 def test_colours_are_those_of_the_light_page() -> None:
-    assert looks("path", "bar good")["fill"] == GREEN
-    assert looks("path", "bar doubt") | {"fill": "#626a74", "fill-opacity": ".18"} == looks("path", "bar doubt")
-    assert looks("path", "line s2")["stroke"] == "#bf5a0d" and looks("text", "tick")["fill"] == "#59626d"
+    assert css_properties("path", "bar good")["fill"] == GREEN
+    assert css_properties("path", "bar doubt") | {"fill": "#626a74", "fill-opacity": ".18"} == css_properties(
+        "path", "bar doubt"
+    )
+    assert (
+        css_properties("path", "line s2")["stroke"] == "#bf5a0d" and css_properties("text", "tick")["fill"] == "#59626d"
+    )
 
 
 def lengths(png: bytes) -> list[int]:
@@ -64,7 +68,7 @@ def test_a_bar_is_as_long_as_its_value() -> None:
     """On a log scale from 1, read from the pixels."""
     marks = tuple(Mark(name, value, tone=Tone.GOOD) for name, value in (("a", 2.0), ("b", 4.0), ("c", 16.0)))
     chart = Bars("b", "B", "", ChartAxis("speed-up", "x"), (("", marks),))
-    short, middle, long = lengths(picture(chart, "page", "png"))
+    short, middle, long = lengths(draw_picture(chart, "page", "png"))
     assert long > 500 and middle == pytest.approx(long / 2, abs=2) and short == pytest.approx(long / 4, abs=2)
 
 
@@ -86,7 +90,7 @@ def test_report_writes_each_chart_of_the_page(tmp_path: Path, capsys: pytest.Cap
 @for_each(
     ("words", "said"),
     [
-        (["--plots", "{}", "--plots-format", "jpeg"], "'jpeg' is none of png, svg, pdf"),
+        (["--plots", "{}", "--plots-format", "jpeg"], "'jpeg' is not supported. Give one of png, svg, pdf"),
         (["--plots-format", "svg"], "Add --plots DIR"),
         (["--plots", "{}/file"], "cannot be written"),
         (["--plots", "{}", "--plots-format", "png,"], "empty name"),

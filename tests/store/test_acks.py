@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
 from fp8bench.model import Ack, Direction
-from fp8bench.store.acks import Acks, Undo, acks_of, append_acks, load_acks, merge_acks
+from fp8bench.store.acks import Acks, Undo, acks_path, append_acks, load_acks, merge_acks
 from tests.counts import for_each
 
 ACK = Ack(
@@ -51,18 +51,18 @@ def test_what_is_written_is_read_and_an_undo_holds_wherever_it_stands(tmp_path: 
         (b'{"version": 1, "ack": {"id": "0', "is not JSON"),
         (b"\xff\xfe", "is not JSON"),
         (b"[" * 100_000, "is not JSON"),
-        (b"[]", "is not as it was written: expected an object"),
-        (b'{"ack": {}}', "is of version None"),
-        (b'{"version": 2, "ack": {}}', "is of version 2 (this fp8bench reads 1)"),
-        (b'{"version": 1}', "is no acknowledgement"),
-        (b'{"version": 1, "ack": {"id": "0b"}}', "is no acknowledgement"),
-        (b'{"version": 1, "undo": {"id": 3, "when": ""}}', "is no acknowledgement"),
-        (b'{"version": 1, "ack": null}', "is no acknowledgement"),
+        (b"[]", "was changed after it was written: expected an object"),
+        (b'{"ack": {}}', "has version None"),
+        (b'{"version": 2, "ack": {}}', "has version 2 (this fp8bench reads 1)"),
+        (b'{"version": 1}', "is not a valid acknowledgement"),
+        (b'{"version": 1, "ack": {"id": "0b"}}', "is not a valid acknowledgement"),
+        (b'{"version": 1, "undo": {"id": 3, "when": ""}}', "is not a valid acknowledgement"),
+        (b'{"version": 1, "ack": null}', "is not a valid acknowledgement"),
     ],
 )
 def test_a_torn_line_acknowledges_nothing_and_those_around_it_hold(tmp_path: Path, line: bytes, words: str) -> None:
     append_acks(tmp_path, [ACK])
-    with acks_of(tmp_path).open("ab") as file:
+    with acks_path(tmp_path).open("ab") as file:
         file.write(line)
     after = replace(ACK, id="0b")
     append_acks(tmp_path, [after])
@@ -72,7 +72,7 @@ def test_a_torn_line_acknowledges_nothing_and_those_around_it_hold(tmp_path: Pat
 
 
 def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
-    acks_of(tmp_path).mkdir()
+    acks_path(tmp_path).mkdir()
     assert load_acks(tmp_path).troubles[0].startswith("it cannot be read (")
     with pytest.raises(StoreError, match="cannot be written"):
         append_acks(tmp_path, [ACK])
@@ -87,11 +87,11 @@ def test_a_merge_takes_what_is_new_and_sound(tmp_path: Path) -> None:
         folder.mkdir()
     append_acks(ours, [ACK])
     append_acks(theirs, [ACK, replace(ACK, id="0b"), UNDO])
-    with acks_of(theirs).open("ab") as file:
+    with acks_path(theirs).open("ab") as file:
         file.write(b'{"version": 1, "ack"')
-    before = acks_of(theirs).read_bytes()
+    before = acks_path(theirs).read_bytes()
     assert merge_acks(ours, theirs) == 2 and merge_acks(ours, theirs) == 0
-    assert acks_of(theirs).read_bytes() == before
+    assert acks_path(theirs).read_bytes() == before
     assert load_acks(ours) == Acks((replace(ACK, id="0b"),))
     assert merge_acks(ours, tmp_path / "none") == 0
 
@@ -108,12 +108,12 @@ LINES = st.lists(
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(LINES, st.integers(0, 1000))
 def test_the_order_of_lines_means_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
-    acks_of(tmp_path).unlink(missing_ok=True)
+    acks_path(tmp_path).unlink(missing_ok=True)
     append_acks(tmp_path, lines)
     first = load_acks(tmp_path)
-    shuffled = acks_of(tmp_path).read_text().splitlines(keepends=True)
+    shuffled = acks_path(tmp_path).read_text().splitlines(keepends=True)
     random.Random(seed).shuffle(shuffled)
-    acks_of(tmp_path).write_text("".join(shuffled))
+    acks_path(tmp_path).write_text("".join(shuffled))
     assert load_acks(tmp_path) == first
 
 
@@ -121,4 +121,4 @@ def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(lambda number: append_acks(tmp_path, [replace(ACK, id=f"{number:02x}")]), range(64)))
     assert len(load_acks(tmp_path).acks) == 64 and not load_acks(tmp_path).troubles
-    assert all(json.loads(line) for line in acks_of(tmp_path).read_text().splitlines())
+    assert all(json.loads(line) for line in acks_path(tmp_path).read_text().splitlines())

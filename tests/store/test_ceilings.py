@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from fp8bench.model import Ceilings, DeviceFacts, Environment, Limit, Rate
-from fp8bench.store.ceilings import CURRENT_DAYS, current_ceilings, history_of_ceilings, new_ceilings
+from fp8bench.store.ceilings import CURRENT_DAYS, find_or_measure_ceilings, load_ceilings_history, remeasure_ceilings
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.older import as_older
@@ -23,7 +23,7 @@ WHOLE = Ceilings((Rate(Limit.PRODUCT, "fp32", (1e11, 1.01e11), 6, (256, 256, 256
 def kept(
     tmp_path: Path, environment: Environment, measure: Measuring | None = None, device: DeviceFacts = CPU
 ) -> object:
-    ceilings = current_ceilings(tmp_path, environment, device, measure)
+    ceilings = find_or_measure_ceilings(tmp_path, environment, device, measure)
     return None if ceilings is None else replace(ceilings, when="", under=())
 
 
@@ -65,7 +65,7 @@ def test_another_machine_torch_or_device_has_ceilings_of_its_own(tmp_path: Path)
 @for_each("content", ["", "{", "[]", '{"version": 99}', '{"version": 2, "ceilings": {"rates": 3}}'])
 def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
     measure, environment = Measuring(), Environment(FACTS)
-    current_ceilings(tmp_path, environment, CPU, measure)
+    find_or_measure_ceilings(tmp_path, environment, CPU, measure)
     (path,) = (tmp_path / "ceilings").glob("*.json")
     path.write_text(content)
     assert kept(tmp_path, environment) is None
@@ -76,8 +76,8 @@ def test_a_broken_file_is_measured_again(content: str, tmp_path: Path) -> None:
 
 def test_ceilings_are_of_their_settings(tmp_path: Path) -> None:
     environment = Environment({**FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590"})
-    new_ceilings(tmp_path, environment, H200, lambda: WHOLE)
-    known = current_ceilings(tmp_path, environment.also({"load_1min": 3.0}), H200, None)
+    remeasure_ceilings(tmp_path, environment, H200, lambda: WHOLE)
+    known = find_or_measure_ceilings(tmp_path, environment.also({"load_1min": 3.0}), H200, None)
     assert known is not None and known.rates == WHOLE.rates and known.when[:2] == "20"
     assert dict(known.under) == {
         **FACTS,
@@ -89,7 +89,7 @@ def test_ceilings_are_of_their_settings(tmp_path: Path) -> None:
     for name, value in (("threads", 1), ("cuda:0 power_cap", 500.0), ("cuda:0 driver", "600"), ("torch", "2.14")):
         assert kept(tmp_path, environment.also({name: value}), None, H200) is None
     later = Ceilings((Rate(Limit.COPY, runs=(1.0, 2.0)),))
-    new_ceilings(tmp_path, environment, H200, lambda: later)
+    remeasure_ceilings(tmp_path, environment, H200, lambda: later)
     assert kept(tmp_path, environment, None, H200) == later
 
 
@@ -98,7 +98,7 @@ def test_ceilings_are_measured_again_after_a_week(
     days: int, times: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     measure, environment = Measuring(), Environment({**FACTS, "machine": f"box {days}"})
-    new_ceilings(tmp_path, environment, CPU, lambda: WHOLE)
+    remeasure_ceilings(tmp_path, environment, CPU, lambda: WHOLE)
 
     class Later(datetime):
         @classmethod
@@ -114,9 +114,9 @@ def test_every_whole_measurement_is_in_the_history_also_behind_a_broken_line(tmp
     environment = Environment(FACTS)
     history = tmp_path / "ceilings" / "history.jsonl"
     for _ in range(2):
-        new_ceilings(tmp_path, environment, CPU, lambda: WHOLE)
-    assert [ceilings.rates for ceilings in history_of_ceilings(tmp_path)] == [WHOLE.rates] * 2
+        remeasure_ceilings(tmp_path, environment, CPU, lambda: WHOLE)
+    assert [ceilings.rates for ceilings in load_ceilings_history(tmp_path)] == [WHOLE.rates] * 2
     history.write_bytes(history.read_bytes() + b'{"version": 2, "ceil')
-    new_ceilings(tmp_path, environment, H200, lambda: WHOLE)
-    names = [dict(ceilings.under)["name"] for ceilings in history_of_ceilings(tmp_path)]
+    remeasure_ceilings(tmp_path, environment, H200, lambda: WHOLE)
+    names = [dict(ceilings.under)["name"] for ceilings in load_ceilings_history(tmp_path)]
     assert names == [CPU.name, CPU.name, H200.name]

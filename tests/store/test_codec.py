@@ -135,7 +135,7 @@ def test_other_numbers_unknown_keys_and_missing_ones() -> None:
         (("case", "params"), "m=64", "Record.case.params"),
         (("case", "params", 0), ["m"], r"Record.case.params\[\]"),
         (("case", "params", 0, 1), None, r"Record.case.params\[\]"),
-        (("status",), "great", "Record.status: 'great' is no Status"),
+        (("status",), "great", "Record.status: 'great' is not a Status"),
         (("support", "level"), [], "Record.support.level"),
         (("is_reference",), 1, "Record.is_reference"),
         (("work", "tokens"), 1.5, "Record.work.tokens"),

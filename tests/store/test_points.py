@@ -40,8 +40,8 @@ from fp8bench.protocols import Grid, Phases, Setup, Workload
 from fp8bench.protocols.axes import Axis, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import points
-from fp8bench.store.points import merge_points, metric_of, points_of_run
-from fp8bench.store.series import METHOD, cells_of, tracked_by
+from fp8bench.store.points import extract_points, merge_points, metric_of
+from fp8bench.store.series import METHOD_VERSION, list_cells, list_tracked_metrics
 from tests.counts import for_each
 from tests.facts import CPU, H200
 from tests.fakes import MS
@@ -99,7 +99,7 @@ def samples(content: Run, precision: str) -> dict[str, tuple[float, ...]]:
     """Samples by metric, for one precision of gemm's first cell."""
     return {
         point.series.removeprefix("gemm.Gemm.track_"): point.samples
-        for point in points_of_run(content).points
+        for point in extract_points(content).points
         if point.cell == (precision, "512")
     }
 
@@ -131,25 +131,29 @@ def test_every_metric_that_is_declared_has_a_point_and_every_number_is_right(pre
     grid = workloads.get("gemm").history
     assert grid is not None
     content = samples(run(), precision)
-    assert list(content) == [metric.name for metric in tracked_by(grid)]
+    assert list(content) == [metric.name for metric in list_tracked_metrics(grid)]
     told = {name: values for name, values in content.items() if values}
     assert told == {name: pytest.approx(values, rel=1e-12) for name, values in TOLD[precision].items()}
 
 
 def test_points_come_under_their_series_with_the_version_of_their_case() -> None:
-    content = points_of_run(run())
+    content = extract_points(run())
     assert (content.others, content.why) == (0, "")
     assert {point.series for point in content.points} == {series.name for series in content.series}
     assert len(content.points) == len(content.series) * 3
     assert {point.cell for point in content.points} == {("fp32", "512"), ("bf16", "512"), ("fp8", "512")}
-    assert {point.version for point in content.points} == {point.version for point in content.series} == {f"{METHOD}.1"}
+    assert (
+        {point.version for point in content.points}
+        == {point.version for point in content.series}
+        == {f"{METHOD_VERSION}.1"}
+    )
     old = [replace(record, case=replace(record.case, version="0")) for record in RECORDS]
-    assert {point.version for point in points_of_run(run(old)).points} == {f"{METHOD}.0"}
+    assert {point.version for point in extract_points(run(old)).points} == {f"{METHOD_VERSION}.0"}
 
 
 @for_each("status", [Status.SKIPPED, Status.FAILED])
 def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> None:
-    content = points_of_run(run([FP32, replace(BF16, status=status, reason="why")]))
+    content = extract_points(run([FP32, replace(BF16, status=status, reason="why")]))
     lost = [point for point in content.points if point.cell[0] == "bf16"]
     assert len(lost) == len(content.series)
     assert all((point.status, point.reason, point.samples) == (status, "why", ()) for point in lost)
@@ -175,14 +179,14 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
 @for_each(
     ("words", "why"),
     [
-        ({"threads": 2}, "it was measured with --threads 2, and the history is of one thread"),
-        ({"seed": 7}, "it was measured with --seed 7, and the history is of seed 0"),
+        ({"threads": 2}, "it was measured with --threads 2, but the history tracks one thread"),
+        ({"seed": 7}, "it was measured with --seed 7, but the history tracks seed 0"),
         ({"isolation": False}, "it was measured without a worker (--no-isolation)"),
     ],
     ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
-    assert points_of_run(run(**words)) == points.RunPoints(others=3, why=why)
+    assert extract_points(run(**words)) == points.RunPoints(others=3, why=why)
 
 
 OUTSIDE = {
@@ -198,21 +202,21 @@ OUTSIDE = {
 
 @for_each("name", OUTSIDE)
 def test_cases_outside_of_the_grid_are_counted_and_left_out(name: str) -> None:
-    content = points_of_run(run([FP32, replace(BF16, case=OUTSIDE[name])]))
+    content = extract_points(run([FP32, replace(BF16, case=OUTSIDE[name])]))
     assert (content.others, content.why) == (1, "") and {point.cell for point in content.points} == {("fp32", "512")}
-    alone = points_of_run(run([replace(BF16, case=OUTSIDE[name])]))
+    alone = extract_points(run([replace(BF16, case=OUTSIDE[name])]))
     assert alone == points.RunPoints(others=1)
 
 
 def test_the_machines_main_device_is_its_first_gpu() -> None:
     shape = (("m", 4096), ("n", 4096), ("k", 4096), *PARAMS[3:])
     both = replace(run([FP32, replace(BF16, case=case("bf16", shape, device="cuda:0"))]), devices=(CPU, H200))
-    content = points_of_run(both)
+    content = extract_points(both)
     assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "4096")}
     second = replace(H200, index=1)
     other = run([replace(BF16, case=case("bf16", shape, device="cuda:1"))])
-    assert points_of_run(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
-    assert points_of_run(replace(run(), devices=())) == points.RunPoints(others=3)
+    assert extract_points(replace(other, devices=(CPU, H200, second))) == points.RunPoints(others=1)
+    assert extract_points(replace(run(), devices=())) == points.RunPoints(others=3)
 
 
 def transformer(data: str) -> Record:
@@ -232,23 +236,23 @@ def transformer(data: str) -> Record:
 
 
 def test_the_text_is_part_of_the_version_and_a_users_own_is_in_no_series() -> None:
-    content = points_of_run(run([transformer(TEXT)]))
-    wanted = f"{METHOD}.{workloads.get('transformer').version} {TEXT}"
+    content = extract_points(run([transformer(TEXT)]))
+    wanted = f"{METHOD_VERSION}.{workloads.get('transformer').version} {TEXT}"
     assert {point.version for point in content.points} == {point.version for point in content.series} == {wanted}
     times = {point.series.rpartition("_")[2]: point.samples for point in content.points}
     assert times["mtok"] == pytest.approx((3.0, 1.0))
-    content = points_of_run(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
+    content = extract_points(run([transformer("mine:1a2b3c4d"), BF16], data="mine.txt"))
     assert content.others == 1 and {point.cell for point in content.points} == {("bf16", "512")}
 
 
 def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
     unknown = replace(BF16, case=case("bf16", workload="nosuch"))
     hidden = replace(BF16, case=case("bf16", workload="_planted"))
-    assert points_of_run(run([unknown])) == points.RunPoints(
-        others=1, why="the suite nosuch is not known here; --import its module"
+    assert extract_points(run([unknown])) == points.RunPoints(
+        others=1, why="the suite nosuch is unknown; --import its module"
     )
-    assert points_of_run(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
-    content = points_of_run(run([unknown, BF16, hidden]))
+    assert extract_points(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
+    content = extract_points(run([unknown, BF16, hidden]))
     assert content.others == 2 and content.why and len(content.points) == len(content.series)
 
 
@@ -280,11 +284,11 @@ def own(monkeypatch: pytest.MonkeyPatch, kind: type[Workload]) -> Run:
 def test_an_axis_that_is_called_data_is_no_text(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its values are cells of one series instead of versions of which only the newest counts."""
     workloads.names()
-    content = points_of_run(own(monkeypatch, Own))
+    content = extract_points(own(monkeypatch, Own))
     assert content.others == 0
     assert {(point.version, point.cell) for point in content.points} == {
-        (f"{METHOD}.1", ("bf16", 1)),
-        (f"{METHOD}.1", ("bf16", 2)),
+        (f"{METHOD_VERSION}.1", ("bf16", 1)),
+        (f"{METHOD_VERSION}.1", ("bf16", 2)),
     }
     # Time per token only if there are tokens.
     assert {point.samples for point in content.points if point.series.endswith("per_mtok")} == {()}
@@ -294,7 +298,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     workloads.names()
     faulty = type("Faulty", (Own,), {"history": replace(Own.history, dtypes=())})
     mixed = own(monkeypatch, faulty)
-    content = points_of_run(replace(mixed, records=(*mixed.records, BF16)))
+    content = extract_points(replace(mixed, records=(*mixed.records, BF16)))
     assert content.others == 2 and {point.cell for point in content.points} == {("bf16", "512")}
     assert content.why.startswith("the grid that suite 'own' declares cannot be tracked: its dtypes are none")
 
@@ -311,7 +315,7 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
     ids=str,
 )
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
-    by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in points_of_run(run(**words)).points}
+    by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in extract_points(run(**words)).points}
     assert by_metric.pop("product_error") is by_metric.pop("kernel_error") is by_metric.pop("peak_memory") is False
     assert not any(by_metric.pop(name) for name in COUNTS)
     assert set(by_metric.values()) == {hasty}
@@ -328,13 +332,13 @@ def test_a_budget_that_ended_early_is_hasty() -> None:
         (emulated, 1.0, False),
         (FP8, 1.0, True),
     ):
-        points = points_of_run(run([record], budget=budget)).points
+        points = extract_points(run([record], budget=budget)).points
         assert [point.hasty for point in points if metric_of(point) == "time"] == [hasty]
 
 
 def under(changed: Run) -> Any:
     """The conditions of its first point; all points of a run have the same, except counts."""
-    (content,) = {point.under for point in points_of_run(changed).points if metric_of(point) not in COUNTS}
+    (content,) = {point.under for point in extract_points(changed).points if metric_of(point) not in COUNTS}
     return content
 
 
@@ -395,7 +399,7 @@ def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> N
     assert BF16.timing is not None
     eager = [FP32, replace(BF16, timing=replace(BF16.timing, eager="--quick"))]
     before, after = (
-        {point.under for point in points_of_run(made).points if metric_of(point) in COUNTS}
+        {point.under for point in extract_points(made).points if metric_of(point) in COUNTS}
         for made in (run(), replace(run(eager), environment=Environment(facts)))
     )
     assert len(before) == len(after) == 1 and (before == after) is same
@@ -410,7 +414,7 @@ def test_compiled_and_eager_quantisers_are_conditions_of_what_they_change() -> N
     }
     plain = under(run([FP32]))
     for name, made in by_kind.items():
-        for point in points_of_run(made).points:
+        for point in extract_points(made).points:
             metric = point.series.removeprefix("gemm.Gemm.track_")
             touched = name != "none" and point.cell[0] == "fp8"
             touched = touched and not metric.endswith("_error")
@@ -423,7 +427,7 @@ def test_the_source_of_joules_is_a_condition_of_theirs() -> None:
         run([replace(BF16, energy=EnergyUse(source, (EnergyWindow(1, 1.0, joules, 11),)))])
         for source, joules in (("counter", 1.0), ("instant", 1.7), ("counter", 1.1))
     ]
-    points = [point for made in runs for point in points_of_run(made).points]
+    points = [point for made in runs for point in extract_points(made).points]
     plain = under(run())
     for point in points:
         energy = point.series.endswith("track_energy")
@@ -516,7 +520,7 @@ def test_the_order_of_runs_changes_no_samples(orders: tuple[list[Point], list[Po
 
 def of_ranks(ranks: int, **facts: Scalar) -> Run:
     device = replace(CPU, ranks=ranks)
-    grid = cells_of(workloads.get("collective"), replace(CPU, ranks=2), None)
+    grid = list_cells(workloads.get("collective"), replace(CPU, ranks=2), None)
     params = next(params for params, cell in grid.items() if cell[0] == "all_reduce")
     asked = case("bf16", params, "collective", ranks=ranks)
     sent = Transfer(4e6, 2e6, 3e6, 1.0, counted=False)
@@ -525,14 +529,14 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
 
 
 def test_ranks_are_part_of_a_cell_and_other_numbers_are_said() -> None:
-    content = points_of_run(of_ranks(2))
+    content = extract_points(of_ranks(2))
     assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
     values = {metric_of(point): point.samples for point in content.points}
     assert values["wire_bytes"] == (3e6,) and values["time"] == pytest.approx((1e-3,))
     assert not {"energy", *COUNTS} & values.keys()
     for ranks, words in ((4, "4 ranks"), (1, "1 rank")):
-        content = points_of_run(of_ranks(ranks))
+        content = extract_points(of_ranks(ranks))
         assert not content.points and content.others == 1
-        assert content.why == f"it was measured by {words}, and the history of collective is of 2, 8"
-    alone = points_of_run(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
-    assert alone.why == "it was measured by 2 ranks, and the history of gemm is of 1"
+        assert content.why == f"it was measured by {words}, but the history of collective tracks 2, 8"
+    alone = extract_points(run_of([record for record in RECORDS if record.timing], devices=(replace(CPU, ranks=2),)))
+    assert alone.why == "it was measured by 2 ranks, but the history of gemm tracks 1"

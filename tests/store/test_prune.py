@@ -17,7 +17,7 @@ from tests.trainings import training
 
 def cut_off(store: Path) -> Path:
     writer = start_training(training(), store)
-    folder = writer.checkpoint(0, 50)
+    folder = writer.make_checkpoint_folder(0, 50)
     folder.mkdir(parents=True)
     (folder / "state").write_bytes(bytes(1 << 20))
     writer.keep(0, 50, folder, ())
@@ -30,18 +30,23 @@ def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8benc
     path = cut_off(tmp_path)
     writer = reopen_training(path)  # a file in use is locked
     before = tree(tmp_path)
-    assert "nothing that nobody needs" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1])
+    assert "nothing to remove" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[1])
     assert tree(tmp_path) == before
     writer.close()
     code, out, _ = fp8bench("store", "prune", "--store", str(tmp_path))
-    assert code == 0 and "1.00 MiB may go" in out and "remove it with --yes" in out and tree(tmp_path) == before
+    assert (
+        code == 0
+        and "1.00 MiB can be removed" in unfolded(out)
+        and "remove these files with --yes" in out
+        and tree(tmp_path) == before
+    )
     assert "cut off" in unfolded(out)
     assert fp8bench("store", "prune", "--store", str(tmp_path), "--yes")[0] == 0
     left = {name for name in tree(tmp_path) if not name.startswith("runs")}
     assert left == {str(path.relative_to(tmp_path))}
-    assert "nothing that nobody needs" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path))[1])
+    assert "nothing to remove" in unfolded(fp8bench("store", "prune", "--store", str(tmp_path))[1])
     writer = reopen_training(path)
-    assert [(place.number, place.step) for place in writer.places] == [(0, 0)]
+    assert [(place.number, place.step) for place in writer.points] == [(0, 0)]
     writer.close()
 
 
@@ -56,7 +61,7 @@ def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch
             patch.setattr("fp8bench.files.append", full)
             with pytest.raises(StoreError) as told:
                 act()
-        return "finished before" in str(told.value)
+        return "Finished results are in it" in str(told.value)
 
     assert not said(lambda: writer.note("more"))
     writer.note("kept")

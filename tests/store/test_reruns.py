@@ -9,11 +9,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from fp8bench.analysis.findings import find, reach_of
-from fp8bench.analysis.verdicts import best_log, conclude
+from fp8bench.analysis.findings import find, reach_of_reruns
+from fp8bench.analysis.verdicts import conclude, log_of_best_ratio
 from fp8bench.model import Environment, Interval, Record, Reruns, Run, Timing, Verdict
-from fp8bench.store.reruns import LEAST_FREEDOM, CaseRuns, add_reruns, is_busy, learn_spread, with_reruns
-from fp8bench.store.verify import verify
+from fp8bench.store.reruns import MIN_COMPARISONS, CaseRuns, add_rerun_spreads, is_busy, learn_spread, store_ratios
+from fp8bench.store.verify import verify_store
 from tests.analysis.test_verdicts import busy
 from tests.counts import for_each
 from tests.fakes import CPU, MS, record, steady
@@ -33,67 +33,68 @@ def group(time: int = 5 * MS, late: bool = False, rounds: int = 24, control: int
 
 def known(store: Path, records: tuple[Record, ...] | None = None, run: Run = RUN) -> list[int]:
     return [
-        marked.reruns.runs if marked.reruns is not None else 0 for marked in with_reruns(records or group(), run, store)
+        marked.reruns.runs if marked.reruns is not None else 0
+        for marked in add_rerun_spreads(records or group(), run, store)
     ]
 
 
 def test_the_fifth_run_knows_the_four_before_it(tmp_path: Path) -> None:
     for number in range(6):
         assert known(tmp_path) == [number if number > 4 else 0] * 2
-        add_reruns(group(5 * MS + number), RUN, tmp_path)
-    (_, one) = with_reruns(group(), RUN, tmp_path)
+        store_ratios(group(5 * MS + number), RUN, tmp_path)
+    (_, one) = add_rerun_spreads(group(), RUN, tmp_path)
     assert one.reruns is not None and 0 < one.reruns.spread < 1e-6
 
 
 def test_how_far_identical_code_lies_apart_is_learned_too(tmp_path: Path) -> None:
     for number in range(6):
-        add_reruns(group(control=10 * MS + (-1) ** number * MS // 10), RUN, tmp_path)
-    lead, case = with_reruns(group(), RUN, tmp_path)
+        store_ratios(group(control=10 * MS + (-1) ** number * MS // 10), RUN, tmp_path)
+    lead, case = add_rerun_spreads(group(), RUN, tmp_path)
     assert lead.reruns is not None and lead.reruns.spread == pytest.approx(0.011, rel=0.05)
     assert case.reruns is not None and case.reruns.spread < 0.006  # half of a control's difference is the reference's
     findings = find([lead, case], {})
-    assert all(finding.floor == pytest.approx(math.expm1(reach_of(lead.reruns))) for finding in findings)
+    assert all(finding.floor == pytest.approx(math.expm1(reach_of_reruns(lead.reruns))) for finding in findings)
 
 
 def test_other_code_another_machine_and_a_busy_one_are_known_apart(tmp_path: Path) -> None:
     for _ in range(6):
-        add_reruns(group(), RUN, tmp_path)
+        store_ratios(group(), RUN, tmp_path)
     assert known(tmp_path)[1] == 6 and known(tmp_path, group(late=True)) == [6, 6]  # quiet ones, while none was busy
     for _ in range(5):
-        add_reruns(group(late=True), RUN, tmp_path)
+        store_ratios(group(late=True), RUN, tmp_path)
     assert known(tmp_path) == [11, 6] and known(tmp_path, group(late=True)) == [11, 5]  # its reference was not late
     for facts in ({"threads": 2}, {"torch": "9.9"}):
         assert known(tmp_path, run=replace(RUN, environment=RUN.environment.also(facts))) == [0, 0]
-    other = with_reruns(group(), replace(RUN, environment=RUN.environment.also({"commit": "b" * 40})), tmp_path)
+    other = add_rerun_spreads(group(), replace(RUN, environment=RUN.environment.also({"commit": "b" * 40})), tmp_path)
     assert [one.reruns.freedom for one in other if one.reruns] == [2, 2]  # without runs: like the others
 
 
 def test_few_rounds_are_no_run_and_where_nobody_can_write_a_run_goes_on(tmp_path: Path) -> None:
     for _ in range(6):
-        add_reruns(group(rounds=6), RUN, tmp_path)
+        store_ratios(group(rounds=6), RUN, tmp_path)
     assert not (tmp_path / "reruns").exists()
     (tmp_path / "reruns").write_text("a file")
-    add_reruns(group(), RUN, tmp_path)
+    store_ratios(group(), RUN, tmp_path)
     assert known(tmp_path) == [0, 0]
 
 
 @for_each("content", [b"", b"[]", b'{"version": 7}', b'{"version": 1, "cases": {"a": 1}}', b"\xff"])
 def test_a_broken_file_is_none_and_is_written_anew(tmp_path: Path, content: bytes) -> None:
-    add_reruns(group(), RUN, tmp_path)
+    store_ratios(group(), RUN, tmp_path)
     (path,) = (tmp_path / "reruns").glob("*.json")
     path.write_bytes(content)
     assert known(tmp_path) == [0, 0]
     for _ in range(6):
-        add_reruns(group(), RUN, tmp_path)
+        store_ratios(group(), RUN, tmp_path)
     assert known(tmp_path)[1] == 6
 
 
 def test_a_digit_that_changed_is_named_when_a_store_is_verified(tmp_path: Path) -> None:
-    add_reruns(group(), RUN, tmp_path)
+    store_ratios(group(), RUN, tmp_path)
     (path,) = (tmp_path / "reruns").glob("*.json")
-    assert not [fault for fault in verify(tmp_path).faults if fault.broken]
+    assert not [fault for fault in verify_store(tmp_path).faults if fault.broken]
     path.write_text(path.read_text().replace("[1,", "[7,", 1))
-    (fault,) = verify(tmp_path).faults
+    (fault,) = verify_store(tmp_path).faults
     assert fault.path == str(path) and "its checksum does not match its content" in fault.what
 
 
@@ -115,15 +116,15 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     assert known_runs.squares / known_runs.freedom == pytest.approx(np.var(logs, ddof=1))
     assert learn_spread("a", {}) is None
     assert learn_spread("a", {"a": seen(0.0, 0.01, 0.02), **{name: seen(0.1) for name in "bcdefg"}}) is None
-    assert learn_spread("a", {"a": seen(*[0.01] * LEAST_FREEDOM, 0.02)}) is not None
+    assert learn_spread("a", {"a": seen(*[0.01] * MIN_COMPARISONS, 0.02)}) is not None
     assert learn_spread("new", {"b": seen(0.0, 0.01, 0.02), "c": seen(0.0, 0.01, 0.02)}) is not None
-    assert reach_of(None) == 0.0
+    assert reach_of_reruns(None) == 0.0
     runs = np.random.default_rng(1).normal(0, 0.02, 50)
     own = learn_spread("a", {"a": seen(*runs)})
     assert own is not None and own.spread == pytest.approx(np.std(runs, ddof=1)) and own.freedom == 49
     other = learn_spread("new", {"a": seen(*runs)})
     assert other is not None and other.spread == pytest.approx(own.spread) and (other.freedom, other.runs) == (2, 50)
-    assert reach_of(other) > reach_of(own)  # a new case may be worse than the others
+    assert reach_of_reruns(other) > reach_of_reruns(own)  # a new case may be worse than the others
     known = {"calm": seen(0, 0.01, 0.02), "usual": seen(0, 0.02, 0.04), "wild": seen(0, 2.0, 4.0)}
     known_runs = learn_spread("new", known)
     assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
@@ -136,7 +137,7 @@ def test_the_long_run_is_held() -> None:
         known = {str(place): seen(*draw.normal(0, one, draw.integers(1, 12))) for place, one in enumerate(spreads)}
         for place, one in enumerate(spreads):
             if (found := learn_spread(str(place), known)) is not None:
-                held.append(abs(draw.normal(0, one)) <= reach_of(found))
+                held.append(abs(draw.normal(0, one)) <= reach_of_reruns(found))
     assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
 
 
@@ -156,7 +157,7 @@ def test_what_no_more_rounds_would_settle_says_so() -> None:
     lead = record(TEN, "fp32", is_reference=True, control=TEN)
     case = replace(record(TEN), reruns=Reruns(0.02, 12, 40))
     (_, finding) = find([lead, case], {})
-    assert finding.verdict is Verdict.UNSURE and "by 40 earlier ones: more rounds do not help" in finding.why
+    assert finding.verdict is Verdict.UNSURE and "40 earlier runs on this machine differed by" in finding.why
     (_, finding) = find([lead, replace(case, reruns=None)], {})
     assert finding.verdict is Verdict.SAME
 
@@ -197,16 +198,16 @@ def test_who_was_held_up_is_busy() -> None:
 @for_each("rounds", [8, 24, 60])
 def test_the_ratio_without_an_interval_is_that_of_the_verdict(rounds: int) -> None:
     arms = [busy(3, seed, rounds) for seed in (1, 2, 3)]
-    known, log = conclude(*arms), best_log(*arms)
+    known, log = conclude(*arms), log_of_best_ratio(*arms)
     assert known is not None and (log is None) == (rounds < 24)
     assert log is None or known.ratio.point == pytest.approx(math.exp(log), rel=1e-12)
 
 
 @for_each("bad", [Reruns(math.nan, 4, 4), Reruns(math.inf, 4, 4), Reruns(-1.0, 4, 4), Reruns(0.1, 0, 4)])
 def test_a_file_that_somebody_changed_ends_in_no_traceback(bad: Reruns) -> None:
-    assert reach_of(bad) == 0.0
+    assert reach_of_reruns(bad) == 0.0
     none = [Interval(point, 0.9, 1.1, 0.99) for point in (0.0, -1.0, math.nan, math.inf)]
     plain = conclude(FIVE, TEN, TEN)
     assert plain == conclude(FIVE, TEN, TEN, sessions=none)
-    wide = conclude(FIVE, TEN, TEN, reach=reach_of(Reruns(1e9, 4, 4)))
+    wide = conclude(FIVE, TEN, TEN, reach=reach_of_reruns(Reruns(1e9, 4, 4)))
     assert wide is not None and wide.verdict is Verdict.UNSURE and math.isfinite(wide.ratio.high)

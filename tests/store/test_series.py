@@ -20,14 +20,14 @@ from fp8bench.protocols.axes import Axis, one_of, whole_number
 from fp8bench.registry import workloads
 from fp8bench.store import series as followed
 from fp8bench.store.series import (
-    cells_of,
     check_grid,
     class_name,
-    parameters,
-    reference_of,
-    series_of,
-    tracked_by,
-    version_of,
+    join_versions,
+    list_cells,
+    list_parameters,
+    list_tracked_metrics,
+    make_series,
+    reference_precision,
 )
 from tests.counts import for_each
 from tests.histories import FOLLOWED
@@ -91,12 +91,12 @@ def grids_as_text() -> str:
     for name in FOLLOWED:
         workload = workloads.get(name)
         lines.append(name)
-        series = series_of(workload, TEXT if workload.uses_corpus else None)
+        series = make_series(workload, TEXT if workload.uses_corpus else None)
         lines += [f"  {one.name} ({one.unit}), version {one.version}" for one in series]
-        lines += [f"  {key}: {', '.join(map(repr, values))}" for key, values in parameters(workload).items()]
+        lines += [f"  {key}: {', '.join(map(repr, values))}" for key, values in list_parameters(workload).items()]
         sizes = workload.history.ranks or (1,)  # type: ignore[union-attr]
         for facts in (replace(one, ranks=size) for one in (CPU, GPU) for size in sizes):
-            for params, cell in cells_of(workload, facts, TEXT).items():
+            for params, cell in list_cells(workload, facts, TEXT).items():
                 case = ", ".join(f"{key}={value!r}" for key, value in params)
                 work = workload.work(dict(params))
                 counts = f"{work.flops:.6g} flops, {work.tokens} tokens, {work.bytes:.6g} bytes"
@@ -116,27 +116,27 @@ def test_what_is_followed_stands_still_and_every_public_workload_is() -> None:
 def test_numbers_of_ranks_never_share_a_series() -> None:
     workload = workloads.get("collective")
     sizes = workload.history.ranks  # type: ignore[union-attr]
-    cells = [set(cells_of(workload, replace(one, ranks=size), None).values()) for one in (CPU, GPU) for size in sizes]
+    cells = [set(list_cells(workload, replace(one, ranks=size), None).values()) for one in (CPU, GPU) for size in sizes]
     assert all(cells) and sum(map(len, cells)) == len(set().union(*cells))
     assert {cell[-1] for cell in set().union(*cells)} == {"2 gloo", "8 gloo", "2 nccl", "8 nccl"}
-    assert not cells_of(workload, CPU, None) and not cells_of(workload, replace(CPU, ranks=3), None)
-    assert not cells_of(workloads.get("gemm"), replace(CPU, ranks=2), None)
+    assert not list_cells(workload, CPU, None) and not list_cells(workload, replace(CPU, ranks=3), None)
+    assert not list_cells(workloads.get("gemm"), replace(CPU, ranks=2), None)
 
 
 @for_each("name", workloads.names())
 def test_cells_are_combinations_of_the_series_parameters(name: str) -> None:
     workload = workloads.get(name)
-    values = parameters(workload)
+    values = list_parameters(workload)
     assert next(iter(values)) == "dtype" and values["dtype"] == tuple(workload.history.dtypes)  # type: ignore[union-attr]
     combinations = set(itertools.product(*list(values.values())[1:]))
-    cpu, gpu = (cells_of(workload, facts, TEXT) for facts in (CPU, GPU))
+    cpu, gpu = (list_cells(workload, facts, TEXT) for facts in (CPU, GPU))
     for cells in (cpu, gpu):
         assert cells and set(cells.values()) <= combinations and len(set(cells.values())) == len(cells)
     assert not set(cpu.values()) & set(gpu.values())
     # asv has one version and one list of parameters per class.
-    found = series_of(workload, None)
+    found = make_series(workload, None)
     assert len({(one.param_names, one.params, one.version, one.workload) for one in found}) == 1
-    assert [one.metric for one in found] == [metric.name for metric in tracked_by(workload.history)]  # type: ignore[arg-type]
+    assert [one.metric for one in found] == [metric.name for metric in list_tracked_metrics(workload.history)]  # type: ignore[arg-type]
     assert {one.name for one in found} == {f"{name}.{class_name(name)}.track_{one.metric}" for one in found}
 
 
@@ -148,7 +148,10 @@ def test_a_class_is_called_like_its_workload() -> None:
 
 
 def test_metrics_are_those_that_a_grid_declares() -> None:
-    names = [metric.name for metric in tracked_by(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))]
+    names = [
+        metric.name
+        for metric in list_tracked_metrics(Grid({}, {}, phases=("cast",), errors=("loss_error",), per="tokens"))
+    ]
     assert names == [
         "time",
         "mean_time",
@@ -164,8 +167,8 @@ def test_metrics_are_those_that_a_grid_declares() -> None:
         "loss_error",
     ]
     of_all = ["time", "mean_time", "relative_time", "relative_mean_time", "peak_memory", *COUNTS, "energy"]
-    assert [metric.name for metric in tracked_by(GRID)] == of_all
-    assert all(metric.description for metric in tracked_by(GRID))
+    assert [metric.name for metric in list_tracked_metrics(GRID)] == of_all
+    assert all(metric.description for metric in list_tracked_metrics(GRID))
 
 
 @given(st.from_regex(r"[a-z_][a-zA-Z0-9_]{0,20}", fullmatch=True))
@@ -179,25 +182,25 @@ def test_a_name_is_refused_or_makes_a_class(name: str) -> None:
 
 
 def test_parameters_are_axes_of_which_the_grid_has_several_values() -> None:
-    assert parameters(tiny(dtypes=("bf16",))) == {"dtype": ("bf16",), "n": (8, 64)}
+    assert list_parameters(tiny(dtypes=("bf16",))) == {"dtype": ("bf16",), "n": (8, 64)}
     both = tiny(cpu={"way": ("from", "to"), "n": ("8", "4")}, gpu={"way": ("from", "to"), "n": ("64", "064")[:1]})
-    assert parameters(both) == {"dtype": ("fp32", "bf16", "fp8"), "way": ("from", "to"), "n": (8, 4, 64)}
+    assert list_parameters(both) == {"dtype": ("fp32", "bf16", "fp8"), "way": ("from", "to"), "n": (8, 4, 64)}
     # A cell is in the order of the parameters, not in that of the workload's axes.
-    assert cells_of(both, CPU, None)[("n", 4), ("way", "from")] == ("from", 4)
+    assert list_cells(both, CPU, None)[("n", 4), ("way", "from")] == ("from", 4)
     mode = "fp8-delayed:history=16:margin=1"
-    assert list(parameters(tiny(dtypes=("bf16", mode)))["dtype"]) == ["bf16", mode]
+    assert list(list_parameters(tiny(dtypes=("bf16", mode)))["dtype"]) == ["bf16", mode]
     for dtypes, highest in ((("bf16", mode), "bf16"), (("fp8", "bf16", "fp32"), "fp32")):
-        assert reference_of(tiny(dtypes=dtypes)) == highest
+        assert reference_precision(tiny(dtypes=dtypes)) == highest
 
 
 def test_the_text_is_part_of_the_cases_of_those_who_read_it() -> None:
     plain = tiny()
     reader = type("Reader", (Tiny,), {"uses_corpus": True})()
-    assert list(cells_of(plain, CPU, TEXT)) == [(("n", 8), ("way", "to"))]
-    assert list(cells_of(reader, CPU, TEXT)) == [(("n", 8), ("way", "to"), ("data", TEXT))]
-    assert list(cells_of(reader, GPU, None)) == [(("n", 64), ("way", "to"))]
-    assert version_of("2", TEXT) == f"{version_of('2', None)} {TEXT}" == f"{followed.METHOD}.2 {TEXT}"
-    assert {metric.version for metric in series_of(reader, TEXT)} == {f"{followed.METHOD}.3 {TEXT}"}
+    assert list(list_cells(plain, CPU, TEXT)) == [(("n", 8), ("way", "to"))]
+    assert list(list_cells(reader, CPU, TEXT)) == [(("n", 8), ("way", "to"), ("data", TEXT))]
+    assert list(list_cells(reader, GPU, None)) == [(("n", 64), ("way", "to"))]
+    assert join_versions("2", TEXT) == f"{join_versions('2', None)} {TEXT}" == f"{followed.METHOD_VERSION}.2 {TEXT}"
+    assert {metric.version for metric in make_series(reader, TEXT)} == {f"{followed.METHOD_VERSION}.3 {TEXT}"}
 
 
 class Many(Tiny):
@@ -210,30 +213,30 @@ class Many(Tiny):
 
 FAULTS: dict[str, tuple[Workload, str]] = {
     "several defaults": (Many(), "the axis 'way' has several defaults on a gpu, and the grid does not choose one."),
-    "name with a dash": (tiny("my-own"), "asv takes the name for a module's"),
-    "name of underscores": (tiny("___"), "asv takes the name for a module's"),
-    "name that leaves a number": (tiny("_1"), "asv takes the name for a module's"),
+    "name with a dash": (tiny("my-own"), "asv uses the name for a module"),
+    "name of underscores": (tiny("___"), "asv uses the name for a module"),
+    "name that leaves a number": (tiny("_1"), "asv uses the name for a module"),
     "axes that differ": (tiny(gpu={}), "cpu names the axes n and gpu none"),
     "axes that differ both ways": (tiny(gpu={"way": ("to",)}), "cpu names the axes n and gpu way"),
-    "no axes": (tiny(cpu={}, gpu={}), "no axis differs wholly between cpu and gpu"),
-    "no such axis": (tiny(cpu={"m": ("1",)}, gpu={"m": ("2",)}), "'m' is no axis; it has cache, n, way"),
+    "no axes": (tiny(cpu={}, gpu={}), "no axis has entirely different values on cpu and gpu"),
+    "no such axis": (tiny(cpu={"m": ("1",)}, gpu={"m": ("2",)}), "'m' is not an axis; the axes are cache, n, way"),
     "no value on a cpu": (tiny(cpu={"n": ()}), "the axis 'n' has no value on a cpu"),
     "no value on a gpu": (tiny(gpu={"n": ()}), "the axis 'n' has no value on a gpu"),
     "no such value": (tiny(cpu={"n": ("x",)}), "axis 'n' cannot be 'x': expected a whole number"),
     "no such value on a gpu": (tiny(gpu={"n": ("x",)}), "axis 'n' cannot be 'x': expected a whole number"),
-    "the same on both": (tiny(gpu={"n": ("8", "64")}), "no axis differs wholly between cpu and gpu"),
-    "the same in other words": (tiny(gpu={"n": ("008",)}), "no axis differs wholly between cpu and gpu"),
+    "the same on both": (tiny(gpu={"n": ("8", "64")}), "no axis has entirely different values on cpu and gpu"),
+    "the same in other words": (tiny(gpu={"n": ("008",)}), "no axis has entirely different values on cpu and gpu"),
     "the same case twice": (tiny(cpu={"n": ("8", "08")}), "two cells are the same case on a cpu ({'n': 8, "),
-    "several cases": (tiny(gpu={"n": ("-2",)}), "-2, to, hot stands for 3 cases, and a cell is one"),
-    "no such phase": (tiny(phases=("gem",)), f"'gem' is no phase; they are {', '.join(PHASES)}"),
+    "several cases": (tiny(gpu={"n": ("-2",)}), "-2, to, hot gives 3 cases, but a cell is one case"),
+    "no such phase": (tiny(phases=("gem",)), f"'gem' is not a phase; the phases are {', '.join(PHASES)}"),
     "an error called as a metric": (tiny(errors=("peak_memory",)), "'peak_memory' is the name of a figure"),
     "an error called as a phase's time": (tiny(errors=("time_gemm",)), "'time_gemm' is the name of a figure"),
     "an alias": (tiny(dtypes=("fp32", "fp4")), "the dtype 'fp4' is an alias of nvfp4"),
     "another word for a mode": (tiny(dtypes=("fp8:gw=low",)), "the dtype 'fp8:gw=low' is an alias of fp8"),
     "a mode that cannot be": (tiny(dtypes=("fp8-delayed:history=0",)), "fp8-delayed: history cannot be '0'"),
     "no such dtype": (tiny(dtypes=("fp33",)), "unknown dtype 'fp33'. Did you mean 'fp32'?"),
-    "a dtype twice": (tiny(dtypes=("fp32", "fp32")), "its dtypes are fp32, fp32; name at least one, and each once"),
-    "no dtype": (tiny(dtypes=()), "its dtypes are none; name at least one, and each once"),
+    "a dtype twice": (tiny(dtypes=("fp32", "fp32")), "its dtypes are fp32, fp32; give at least one, and each once"),
+    "no dtype": (tiny(dtypes=()), "its dtypes are none; give at least one, and each once"),
 }  # fmt: skip
 
 
@@ -241,7 +244,7 @@ FAULTS: dict[str, tuple[Workload, str]] = {
 def test_a_grid_that_cannot_be_followed_is_a_sentence(workload: Workload, sentence: str) -> None:
     assert why_not(workload).startswith(sentence)
     with pytest.raises(UsageError):
-        series_of(workload, None)
+        make_series(workload, None)
 
 
 def test_what_a_users_workload_raises_is_a_sentence_and_so_is_one_without_a_grid() -> None:
@@ -252,7 +255,7 @@ def test_what_a_users_workload_raises_is_a_sentence_and_so_is_one_without_a_grid
     with pytest.raises(UsageError, match=r"suite 'tiny' cannot be planned: ZeroDivisionError: oh no"):
         check_grid(Raising())
     bare = type("Bare", (Tiny,), {"history": None})()
-    for ask in (check_grid, parameters, reference_of, lambda one: series_of(one, None)):
+    for ask in (check_grid, list_parameters, reference_precision, lambda one: make_series(one, None)):
         with pytest.raises(UsageError, match="declares no grid with a history"):
             ask(bare)
 
@@ -265,12 +268,12 @@ grids = st.fixed_dictionaries({}, optional={"n": words, "way": words, "m": words
 def test_any_grid_is_refused_or_unambiguous(cpu: dict[str, Any], gpu: dict[str, Any], dtypes: tuple[str, ...]) -> None:
     workload = tiny(cpu=cpu, gpu=gpu, dtypes=dtypes)
     try:
-        series = series_of(workload, None)
+        series = make_series(workload, None)
     except UsageError:
         return
     values = dict(zip(series[0].param_names, series[0].params, strict=True))
     assert all(len(set(value)) == len(value) and value for value in values.values())
-    known = [cells_of(workload, facts, None) for facts in (CPU, GPU)]
+    known = [list_cells(workload, facts, None) for facts in (CPU, GPU)]
     places = [place for cells in known for place in cells.values()]
     assert len(set(places)) == len(places)
     assert set(places) <= set(itertools.product(*list(values.values())[1:]))

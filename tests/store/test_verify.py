@@ -12,13 +12,13 @@ import pytest
 
 from fp8bench.model import Fault
 from fp8bench.store.asv.files import load_results
-from fp8bench.store.asv.view import results_of
-from fp8bench.store.figures.cache import cache_of
+from fp8bench.store.asv.view import results_folder
+from fp8bench.store.figures.cache import cache_path
 from fp8bench.store.figures.history import open_history
-from fp8bench.store.merge_stores import rebuild
+from fp8bench.store.merge_stores import rebuild_asv_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
-from fp8bench.store.verify import verify
+from fp8bench.store.verify import verify_store
 from tests.counts import for_each
 from tests.histories import commit, history, keep, run_at, tree
 from tests.older import as_older
@@ -30,13 +30,13 @@ def store(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path))
     folder = tmp_path / "store"
     history(folder, 1.0, 1.1)
-    rebuild(folder)
+    rebuild_asv_view(folder)
     return folder
 
 
 def faults_of(store: Path) -> list[Fault]:
     before = tree(store)
-    faults = verify(store).faults
+    faults = verify_store(store).faults
     assert tree(store) == before
     return list(faults)
 
@@ -55,11 +55,11 @@ def a_run(store: Path) -> Path:
 
 
 def a_file(store: Path) -> Path:
-    return min((results_of(store) / "box").glob("0*.json"))
+    return min((results_folder(store) / "box").glob("0*.json"))
 
 
 def test_a_sound_store(store: Path, tmp_path: Path) -> None:
-    found = verify(store)
+    found = verify_store(store)
     assert not found.faults and (found.sound, found.files) == (2, 2)
     dirty = tmp_path / "dirty"
     keep(dirty, run_at(1, facts={"dirty": True}))
@@ -68,10 +68,10 @@ def test_a_sound_store(store: Path, tmp_path: Path) -> None:
 
 def test_what_can_be_made_again_is_no_fault(store: Path) -> None:
     open_history(store, lambda done, runs: None)
-    shutil.rmtree(results_of(store))
-    cache_of(store).write_bytes(b"no cache")
+    shutil.rmtree(results_folder(store))
+    cache_path(store).write_bytes(b"no cache")
     assert not faults_of(store)
-    made = rebuild(store, [commit(1)[:8]])  # the requested commits and no others
+    made = rebuild_asv_view(store, [commit(1)[:8]])  # the requested commits and no others
     assert [load_results(path).commit_hash for path in made.files] == [commit(1)] and made.runs == 1
 
 
@@ -97,7 +97,7 @@ def test_broken_lines_of_a_run_that_is_not_whole_and_of_one_that_is(store: Path)
 def test_a_run_that_is_being_written_is_not_broken(store: Path) -> None:
     run = run_at(5, finished=False)
     path = keep(store, run)
-    rebuild(store)
+    rebuild_asv_view(store)
     append(path, '{"rec')
     with path.open("a") as file:
         lock_run(file, path)
@@ -114,7 +114,7 @@ STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
         (lambda whole: "", "it is empty"),
         (lambda whole: "words\n", "it is not a run file"),
         (lambda whole: '{"schema":99,"header":{}}\n', "was written by a newer fp8bench"),
-        (lambda whole: whole.partition("\n")[2], "the header is gone"),
+        (lambda whole: whole.partition("\n")[2], "the header is missing"),
     ],
 )
 def test_files_that_are_no_runs(store: Path, content: Callable[[str], str], words: str) -> None:
@@ -129,11 +129,11 @@ def test_files_that_are_no_runs(store: Path, content: Callable[[str], str], word
 @pytest.mark.parametrize(
     ("name", "words"),
     [
-        ("box/x.partial", "left"),
-        ("notes.txt", "nothing reads it"),
-        ("stray.jsonl", "nothing reads it"),
-        ("box/deep/er.jsonl", "nothing reads it"),
-        (STRAY, "nothing reads it"),
+        ("box/x.partial", "killed"),
+        ("notes.txt", "is not a run file and is ignored"),
+        ("stray.jsonl", "is not a run file and is ignored"),
+        ("box/deep/er.jsonl", "is not a run file and is ignored"),
+        (STRAY, "is not a run file and is ignored"),
     ],
 )
 def test_what_lies_among_the_runs(store: Path, name: str, words: str) -> None:
@@ -158,17 +158,17 @@ def test_a_run_that_is_there_twice_or_under_a_wrong_name(store: Path) -> None:
 def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is planted, because root may read every folder."""
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
-    only(store, store / "runs" / "box", True, "it may not be read, and nothing is known", "chmod")
+    only(store, store / "runs" / "box", True, "it is not readable, so its runs are unknown", "chmod")
 
 
 def test_the_first_run_names_the_machine_again(store: Path) -> None:
     """A later kernel, or second name of an interpreter, starts no new line, even after a rebuild."""
     keep(store, run_at(1, 9, facts={"asv_os": "Linux 7"}))
-    rebuild(store)
-    before = tree(results_of(store))
-    shutil.rmtree(results_of(store))
-    rebuild(store)
-    assert tree(results_of(store)) == before
+    rebuild_asv_view(store)
+    before = tree(results_folder(store))
+    shutil.rmtree(results_folder(store))
+    rebuild_asv_view(store)
+    assert tree(results_folder(store)) == before
     assert load_results(a_file(store)).params["os"] == "Linux 6.1"
 
 
@@ -180,7 +180,7 @@ def test_a_digit_that_changes_is_seen_by_its_checksum(store: Path) -> None:
     at, new = digit.start(1), b"8" if digit[1] == b"9" else b"9"
     path.write_bytes(content[:at] + new + content[at + 1 :])
     fault = only(store, path, True, "checksum")
-    assert "--resume" in fault.remedy and verify(store).sound == 1
+    assert "--resume" in fault.remedy and verify_store(store).sound == 1
 
 
 def test_runs_without_checksums_are_named(store: Path) -> None:

@@ -13,9 +13,9 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.errors import UsageError
 from fp8bench.model.step import Coverage, HeldProduct, Holder
-from fp8bench.nn.holders import weights_of
-from fp8bench.tape.coverage import coverage_of, products_of
-from fp8bench.tape.formulas import flops_of
+from fp8bench.nn.holders import find_product_weights
+from fp8bench.tape.coverage import list_products, measure_coverage
+from fp8bench.tape.formulas import count_flops
 from fp8bench.tape.recorder import OperatorTape
 from tests.counts import for_each
 from tests.nn.converted_models import Experts
@@ -30,7 +30,7 @@ def training(model: nn.Module, *given: Tensor) -> Callable[[], None]:
 
 
 def covered(model: nn.Module, step: Callable[[], None], **options: Any) -> Coverage:
-    return coverage_of(model, weights_of(model), step, **options)
+    return measure_coverage(model, find_product_weights(model), step, **options)
 
 
 def of(coverage: Coverage, name: str) -> Holder:
@@ -67,10 +67,8 @@ def test_each_product_has_its_holder() -> None:
     outside = {(call.operator, call.module): call.flops for call in coverage.others}
     assert outside == {("bmm", ""): 6 * 2 * 2 * 8 * 8 * 16, ("mm", ""): 3 * ONE}
     reasons = {(call.operator, call.weight): call.reason for call in coverage.others}
-    assert reasons["mm", "tied.weight"] == (
-        "a function multiplies by the weight, and calls no layer that could be converted"
-    )
-    assert reasons["bmm", ""].startswith("no layer's")
+    assert reasons["mm", "tied.weight"] == "a function multiplies by the weight directly, so no layer can be converted"
+    assert reasons["bmm", ""].startswith("a function multiplies tensors, and none")
     assert of(coverage, "tied").reason == "the step multiplies by its weight in a function, and never calls it"
     assert of(coverage, "never").reason == "the step never calls it"
     assert sorted((product.m, product.n, product.k, product.backward) for product in of(coverage, "qkv").products) == [
@@ -222,7 +220,7 @@ def test_sides_of_products_give_their_flops(name: str) -> None:
     mode = OperatorTape()
     with mode:
         OPERATORS[name](a, b).square().sum().backward()
-    counted = [(products_of(call), flops_of(call)[0]) for call in mode.calls if flops_of(call)[0]]
+    counted = [(list_products(call), count_flops(call)[0]) for call in mode.calls if count_flops(call)[0]]
     assert len(counted) >= 2
     for products, flops in counted:
         assert sum(product.flops for product in products) == flops
@@ -258,7 +256,7 @@ class Late(nn.Module):
     ("make", "said"),
     [
         (Alternating, "steps are not alike: the first multiplies 20.5 kFLOP, the second 8.19 kFLOP (b); the"),
-        (Late, "made in the first step, after copies were converted and optimizers begun: late.weight, late.bias; let"),
+        (Late, "the first step creates parameters after copies were converted and optimizers made: late.weight, late"),
         (Block, ""),
     ],
 )

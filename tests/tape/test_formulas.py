@@ -17,8 +17,8 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.model import Phase
 from fp8bench.model.step import ShareKind
 from fp8bench.nn import rotations
-from fp8bench.tape.formulas import Where, _multiplies_nothing, flops_of, kind_of
-from fp8bench.tape.recorder import Call, TensorSeen
+from fp8bench.tape.formulas import CallLocation, _multiplies_nothing, classify_call, count_flops
+from fp8bench.tape.recorder import Call, RecordedTensor
 from fp8bench.tape.timed_calls import OperatorTimes
 from tests.counts import for_each
 from tests.tapes import only, tape_of
@@ -84,8 +84,8 @@ def test_products_have_the_flops_of_their_loops(name: str) -> None:
 
 
 def asked(operator: Any, *given: Any, result: Tensor) -> tuple[int | None, str]:
-    seen = tuple(TensorSeen(argument) if isinstance(argument, Tensor) else argument for argument in given)
-    return flops_of(Call(operator, "gemm", False, seen, {}, TensorSeen(result)))
+    seen = tuple(RecordedTensor(argument) if isinstance(argument, Tensor) else argument for argument in given)
+    return count_flops(Call(operator, "gemm", False, seen, {}, RecordedTensor(result)))
 
 
 def windows(batch: int, channels: int, out: int, side: int, window: int, groups: int) -> int:
@@ -195,45 +195,45 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
 @for_each(
     ("operator", "where", "kind"),
     [
-        (aten.mm.default, Where(), (ShareKind.GEMM, "")),
-        (aten.bmm.default, Where(), (ShareKind.GEMM, "")),
-        (aten.bmm.default, Where(module="layers.0.self_attn"), (ShareKind.ATTENTION, "")),
-        (aten.mm.default, Where(module="layers.0.self_attn.q_proj"), (ShareKind.GEMM, "")),
-        (aten._softmax.default, Where(module="block.0.SelfAttention"), (ShareKind.ATTENTION, "")),
-        (aten._softmax.default, Where(module="loss"), (ShareKind.ELEMENTWISE, "")),
-        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, Where(), (ShareKind.ATTENTION, "")),
-        (aten.convolution.default, Where(), (ShareKind.GEMM, "conv")),
-        (aten.convolution_backward.default, Where(), (ShareKind.GEMM, "conv")),
-        (aten._to_copy.default, Where(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
-        (aten._to_copy.default, Where(dtypes=(INT64, FP32)), (ShareKind.COPY, "")),
-        (aten.copy_.default, Where(dtypes=(FP32, FP32)), (ShareKind.COPY, "")),
-        (aten.copy_.default, Where(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
-        (aten.clone.default, Where(), (ShareKind.COPY, "")),
-        (aten.embedding_dense_backward.default, Where(), (ShareKind.GATHER, "")),
-        (aten.index_put_.default, Where(), (ShareKind.GATHER, "")),
-        (aten.t.default, Where(), (ShareKind.VIEW, "")),
-        (aten.empty_like.default, Where(), (ShareKind.VIEW, "")),
-        (aten.native_layer_norm.default, Where(), (ShareKind.ELEMENTWISE, "")),
-        (aten.bernoulli_.float, Where(), (ShareKind.ELEMENTWISE, "")),
-        (aten._foreach_addcdiv_.ScalarList, Where(), (ShareKind.ELEMENTWISE, "")),
-        (aten._foreach_addcdiv_.ScalarList, Where(optimizing=True), (ShareKind.OPTIMIZER, "")),
-        (aten._fused_adamw_.default, Where(), (ShareKind.OPTIMIZER, "")),
-        (aten.add_.Tensor, Where(node="torch::autograd::AccumulateGrad"), (ShareKind.ACCUMULATE, "")),
-        (aten.amax.default, Where(phase=Phase.CAST), (ShareKind.CAST, "")),
-        (aten.mul.Tensor, Where(phase=Phase.OPTIMIZER_STEP), (ShareKind.OPTIMIZER, "")),
-        (aten.mm.default, Where(phase=Phase.ELEMENTWISE), (ShareKind.GEMM, "")),
-        (aten._linalg_svd.default, Where(), (ShareKind.UNKNOWN, "_linalg_svd")),
+        (aten.mm.default, CallLocation(), (ShareKind.GEMM, "")),
+        (aten.bmm.default, CallLocation(), (ShareKind.GEMM, "")),
+        (aten.bmm.default, CallLocation(module="layers.0.self_attn"), (ShareKind.ATTENTION, "")),
+        (aten.mm.default, CallLocation(module="layers.0.self_attn.q_proj"), (ShareKind.GEMM, "")),
+        (aten._softmax.default, CallLocation(module="block.0.SelfAttention"), (ShareKind.ATTENTION, "")),
+        (aten._softmax.default, CallLocation(module="loss"), (ShareKind.ELEMENTWISE, "")),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, CallLocation(), (ShareKind.ATTENTION, "")),
+        (aten.convolution.default, CallLocation(), (ShareKind.GEMM, "conv")),
+        (aten.convolution_backward.default, CallLocation(), (ShareKind.GEMM, "conv")),
+        (aten._to_copy.default, CallLocation(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
+        (aten._to_copy.default, CallLocation(dtypes=(INT64, FP32)), (ShareKind.COPY, "")),
+        (aten.copy_.default, CallLocation(dtypes=(FP32, FP32)), (ShareKind.COPY, "")),
+        (aten.copy_.default, CallLocation(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
+        (aten.clone.default, CallLocation(), (ShareKind.COPY, "")),
+        (aten.embedding_dense_backward.default, CallLocation(), (ShareKind.GATHER, "")),
+        (aten.index_put_.default, CallLocation(), (ShareKind.GATHER, "")),
+        (aten.t.default, CallLocation(), (ShareKind.VIEW, "")),
+        (aten.empty_like.default, CallLocation(), (ShareKind.VIEW, "")),
+        (aten.native_layer_norm.default, CallLocation(), (ShareKind.ELEMENTWISE, "")),
+        (aten.bernoulli_.float, CallLocation(), (ShareKind.ELEMENTWISE, "")),
+        (aten._foreach_addcdiv_.ScalarList, CallLocation(), (ShareKind.ELEMENTWISE, "")),
+        (aten._foreach_addcdiv_.ScalarList, CallLocation(optimizing=True), (ShareKind.OPTIMIZER, "")),
+        (aten._fused_adamw_.default, CallLocation(), (ShareKind.OPTIMIZER, "")),
+        (aten.add_.Tensor, CallLocation(node="torch::autograd::AccumulateGrad"), (ShareKind.ACCUMULATE, "")),
+        (aten.amax.default, CallLocation(phase=Phase.CAST), (ShareKind.CAST, "")),
+        (aten.mul.Tensor, CallLocation(phase=Phase.OPTIMIZER_STEP), (ShareKind.OPTIMIZER, "")),
+        (aten.mm.default, CallLocation(phase=Phase.ELEMENTWISE), (ShareKind.GEMM, "")),
+        (aten._linalg_svd.default, CallLocation(), (ShareKind.UNKNOWN, "_linalg_svd")),
     ],
 )
-def test_each_operator_has_a_kind(operator: object, where: Where, kind: tuple[ShareKind, str]) -> None:
-    assert kind_of(operator, where) == kind
+def test_each_operator_has_a_kind(operator: object, where: CallLocation, kind: tuple[ShareKind, str]) -> None:
+    assert classify_call(operator, where) == kind
 
 
 def kinds(step: Callable[[], object], *roots: nn.Module) -> set[tuple[ShareKind, str]]:
     mode = OperatorTimes(roots)
-    with mode.watching() as calls:
+    with mode.time_calls() as calls:
         step()
-    return {kind_of(call.operator, call.where) for call in calls}
+    return {classify_call(call.operator, call.location) for call in calls}
 
 
 def test_under_autocast_casts_are_seen_by_their_dtypes() -> None:

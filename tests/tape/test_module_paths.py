@@ -17,7 +17,7 @@ from torch.optim.optimizer import _global_optimizer_pre_hooks
 from torch.utils.checkpoint import checkpoint
 
 from fp8bench.model.step import ShareKind
-from fp8bench.tape.timed_calls import RANGE, OperatorTimes, TimedCall, seconds_by_operator, shares_of
+from fp8bench.tape.timed_calls import RANGE_PREFIX, OperatorTimes, TimedCall, compute_shares, sum_kernel_seconds
 from tests.counts import for_each
 from tests.pretended_device import run_pretended
 
@@ -113,14 +113,16 @@ CASES: dict[str, tuple[Model, int, int]] = {  # with the sigmoids and tanhs of i
 
 def watched(step: Callable[[], object], *roots: nn.Module) -> list[TimedCall]:
     mode = OperatorTimes(roots)
-    with mode.watching() as calls:
+    with mode.time_calls() as calls:
         step()
     return calls
 
 
 def backward_of(calls: list[TimedCall], name: str) -> list[str]:
     return [
-        call.where.module for call in calls if call.backward and call.operator is getattr(torch.ops.aten, name).default
+        call.location.module
+        for call in calls
+        if call.backward and call.operator is getattr(torch.ops.aten, name).default
     ]
 
 
@@ -132,8 +134,8 @@ def test_a_backward_operator_belongs_to_the_module_that_made_its_node(case: str)
     assert backward_of(calls, "sigmoid_backward") == ["region"] * sigmoids
     assert backward_of(calls, "tanh_backward") == ["Model"] * tanhs
     products = [call for call in calls if call.operator is torch.ops.aten.mm.default]
-    assert {one.where.module for one in products} == {"region"}
-    assert {call.where.module for call in calls if call.operator is torch.ops.aten.sum.default} == {""}
+    assert {one.location.module for one in products} == {"region"}
+    assert {call.location.module for call in calls if call.operator is torch.ops.aten.sum.default} == {""}
 
 
 def test_nothing_is_left_behind() -> None:
@@ -146,12 +148,12 @@ def test_nothing_is_left_behind() -> None:
     wanted, model.region.weight.grad = model.region.weight.grad, None
     failing = Model(lambda region, x: region(x) @ torch.ones(5))
     mode = OperatorTimes([failing, model])
-    with mode.watching() as calls:
+    with mode.time_calls() as calls:
         with pytest.raises(RuntimeError):
             failing(x)
         x.exp()
-    assert calls[-1].where.module == ""
-    with mode.watching():
+    assert calls[-1].location.module == ""
+    with mode.time_calls():
         model(x).sum().backward()
     assert torch.equal(model.region.weight.grad, wanted)
     assert before == [dict(one) for one in (hooks._global_forward_hooks, hooks._global_forward_pre_hooks)]
@@ -169,7 +171,7 @@ def test_kinds_of_a_whole_step() -> None:
         optimizer.step()
 
     calls = watched(step, model)
-    shares = shares_of([calls], [1.0])
+    shares = compute_shares([calls], [1.0])
     kinds = {(part.kind, part.module, part.backward): part.calls for part in shares.parts}
     assert kinds[ShareKind.GEMM, "0", False] == 2 and kinds[ShareKind.GEMM, "2", True] == 4
     assert (ShareKind.OPTIMIZER, "", False) in kinds and (ShareKind.ELEMENTWISE, "1", True) in kinds
@@ -181,8 +183,8 @@ def test_kinds_of_a_whole_step() -> None:
         one = torch.optim.SGD([parameter], 0.1)
         parameter.register_post_accumulate_grad_hook(lambda _, one=one: one.step())  # type: ignore[misc]
     calls = watched(lambda: model(x).sum().backward(), model)
-    assert sum(call.where.optimizing for call in calls) >= 6 and all(
-        call.backward for call in calls if call.where.optimizing
+    assert sum(call.location.optimizing for call in calls) >= 6 and all(
+        call.backward for call in calls if call.location.optimizing
     )
 
 
@@ -212,10 +214,10 @@ for multithreaded in (False, True):
         with mode._paths.watch(), mode:
             model(x).backward(Pretended(ones))
     else:
-        with mode.watching():
+        with mode.time_calls():
             model(x).backward(Pretended(ones))
     print(threads[-1] == threading.get_ident(), *(
-        f"{one.operator.overloadpacket.__name__}={one.where.module}" for one in mode.calls if one.backward))
+        f"{one.operator.overloadpacket.__name__}={one.location.module}" for one in mode.calls if one.backward))
 """
 
 
@@ -233,13 +235,13 @@ def event(name: str, start: float, length: float, kind: str = "cpu_op", tid: int
 
 
 def test_kernels_by_the_operator_in_whose_range_they_were_launched() -> None:
-    inside, outside = seconds_by_operator(
+    inside, outside = sum_kernel_seconds(
         [
-            event(f"{RANGE}0", 0, 20, "user_annotation"),
+            event(f"{RANGE_PREFIX}0", 0, 20, "user_annotation"),
             event("aten::mm", 5, 10),
             event("cudaLaunchKernel", 6, 2, "cuda_runtime", correlation=1),
             event("hipLaunchKernel", 9, 2, "cuda_runtime", correlation=2),
-            event(f"{RANGE}1", 30, 20, "user_annotation"),
+            event(f"{RANGE_PREFIX}1", 30, 20, "user_annotation"),
             event("cudaLaunchKernel", 35, 2, "cuda_runtime", correlation=3),
             event("cudaLaunchKernel", 60, 2, "cuda_runtime", correlation=4),
             event("one", 100, 5, "kernel", 9, correlation=1),

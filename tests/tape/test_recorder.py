@@ -110,6 +110,7 @@ def test_of_a_tensor_around_others_the_operators_inside_are_seen() -> None:
 
 WIDE, HALF = torch.zeros(4, 8), torch.zeros(4, 8, dtype=torch.bfloat16)
 ROW, TABLE, ROWS = torch.zeros(8), torch.zeros(100, 8), torch.tensor([1, 2, 3])
+PAIR = torch.arange(32).view(4, 8) < 2
 # An operator, a call that runs it, and its bytes read and written.
 MOVED: dict[str, tuple[str, Callable[[], object], int, int]] = {
     "two tensors": ("add", lambda: WIDE + WIDE.clone(), 256, 128),
@@ -132,6 +133,7 @@ MOVED: dict[str, tuple[str, Callable[[], object], int, int]] = {
     "rows filled": ("index_fill_", lambda: TABLE.index_fill_(0, ROWS, 1.0), 24, 96),
     "a number for rows": ("index_put_", lambda: TABLE.index_put_((ROWS,), torch.ones(())), 24 + 4, 96),
     "a number by mask": ("index_put_", lambda: WIDE.index_put_((WIDE > 1,), torch.ones(())), 32 + 4, 128),
+    "numbers by mask": ("index_put_", lambda: WIDE.index_put_((PAIR,), torch.ones(2)), 32 + 8, 8),
     "a number for places": ("scatter_", lambda: TABLE.scatter_(0, ROWS[:, None], 1.0), 24, 12),
     "numbers for places": ("scatter_", lambda: TABLE.scatter_(0, ROWS[:, None], torch.ones(3, 1)), 24 + 12, 12),
     "rows in a bag": (

@@ -121,11 +121,11 @@ STEPS = (in_place_between, views_of_its_own, random_numbers, forward_and_backwar
 def test_a_phase_gives_what_the_step_gave(step: Step) -> None:
     replay = recorded(step)
     state = torch.get_rng_state()
-    assert replay.differs() == ""
+    assert replay.find_difference() == ""
     replay.run(3)
-    assert replay.differs() == "" and replay.lost() == ""
+    assert replay.find_difference() == "" and replay.find_lost_values() == ""
     assert torch.equal(torch.get_rng_state(), state) == (step is not random_numbers)  # only run() draws on
-    with replay.random_kept():
+    with replay.keep_random_states():
         state = torch.get_rng_state()
         replay.run(2)
     assert torch.equal(torch.get_rng_state(), state)
@@ -176,8 +176,8 @@ def test_numbers_that_a_replay_spoils_are_reported() -> None:
     replay, lost = recorded(overflowing), []
     for _ in range(2):
         replay.run(1)
-        lost.append(replay.lost())
-    assert lost == ["", "what it writes, over and over, is no longer finite"]
+        lost.append(replay.find_lost_values())
+    assert lost == ["", "after many repetitions its written memory is no longer finite"]
 
 
 def reads_the_host(mark: Mark) -> None:
@@ -204,16 +204,16 @@ def moves(mark: Mark) -> None:
 @for_each(
     ("step", "why"),
     [
-        (sparse, "no plain part of a memory"),
-        (moves, "aten.resize_.default gives a tensor other memory"),
+        (sparse, "which has no plain memory"),
+        (moves, "aten.resize_.default gives a tensor different memory"),
         (lambda mark: None, "it calls no operator of torch"),
     ],
 )
 def test_what_cannot_be_done_again_says_why(step: Step, why: str) -> None:
     with pytest.raises(CannotReplay, match=why):
         recorded(step)
-    said = "aten.sin.default, operator 1 of it, gives other numbers than in the step"
-    assert recorded(reads_the_host).differs() == said
+    said = "aten.sin.default (operator 1 of the phase) gives other numbers than in the step"
+    assert recorded(reads_the_host).find_difference() == said
 
 
 def test_no_more_is_kept_than_may_be() -> None:
@@ -231,7 +231,7 @@ def test_no_more_is_kept_than_may_be() -> None:
 
 ON_A_DEVICE = """
 from fp8bench.model import UNATTRIBUTED
-from fp8bench.protocols import Markers, TellingMarker
+from fp8bench.protocols import Markers, ReportingMarker
 from fp8bench.tape import replay as recording
 from fp8bench.tape.recorder import OperatorTape
 
@@ -241,8 +241,8 @@ def noted(self, wrapped):
     make(self, wrapped)
     known[self.untyped_storage()._cdata] = self
 Pretended.__init__ = noted
-recording._refusal = lambda func, inputs: ""
-recording._lying = lambda spec, storage, device: known[storage._cdata]
+recording._explain_refusal = lambda func, inputs: ""
+recording._view_storage = lambda spec, storage, device: known[storage._cdata]
 
 class Product(torch.autograd.Function):
     @staticmethod
@@ -258,12 +258,12 @@ class Product(torch.autograd.Function):
 
 main, elsewhere, stack = threading.get_ident(), [], [UNATTRIBUTED]
 x, ones = Pretended(torch.ones(4)).requires_grad_(), Pretended(torch.ones(4))
-phases = Markers(lambda name: TellingMarker(name, stack, lambda told: None))
+phases = Markers(lambda name: ReportingMarker(name, stack, lambda told: None))
 with (mode := recording.Recording("gemm", stack, 1 << 30, check=False)):
     grads = torch.autograd.grad(Product.apply(x), x, ones)
 replay = mode.replay()
 registers = [None] * replay.registers
-print(elsewhere, [call.into(registers).wrapped.tolist()[0] for call in replay.calls])
+print(elsewhere, [call.execute(registers).wrapped.tolist()[0] for call in replay.calls])
 phases = (tape := OperatorTape()).phases
 with tape:
     grads = torch.autograd.grad(Product.apply(x), x, ones)

@@ -13,7 +13,7 @@ from types import ModuleType
 import pytest
 
 from fp8bench.errors import ImportFailed
-from fp8bench.user_code import digest_of, import_user_modules, modules_under
+from fp8bench.user_code import hash_user_code, import_user_modules, modules_under
 from tests.counts import for_each
 from tests.own_suites import forgotten
 
@@ -106,25 +106,25 @@ def test_what_a_module_and_its_children_print_is_no_output(tmp_path: Path, redir
 
 
 def test_the_digest_is_of_the_code_and_not_of_its_place(folder: Path) -> None:
-    assert digest_of([]) is None
+    assert hash_user_code([]) is None
     digests = []
     for place in ("one", "two"):
         (folder / place).mkdir()
         path = folder / place / "digested.py"
         path.write_text("x = 1\n")
         import_user_modules([str(path)])
-        digests.append(digest_of([str(path)]))
+        digests.append(hash_user_code([str(path)]))
     assert digests[0] == digests[1] is not None
     path.write_text("x = 2\n")
-    assert digest_of([str(path)]) not in (digests[0], None)
+    assert hash_user_code([str(path)]) not in (digests[0], None)
     package = folder / "digested_package"
     package.mkdir()
     (package / "__init__.py").write_text("")
     (package / "inner.py").write_text("y = 1\n")
     import_user_modules(["digested_package"])
-    before = digest_of(["digested_package"])
+    before = hash_user_code(["digested_package"])
     (package / "inner.py").write_text("y = 2\n")
-    assert before is not None and digest_of(["digested_package"]) not in (before, None)
+    assert before is not None and hash_user_code(["digested_package"]) not in (before, None)
 
 
 @pytest.mark.slow

@@ -13,11 +13,11 @@ from typing import Any, ClassVar
 import pytest
 import torch
 
-from fp8bench.analysis.labels import hard_labels
+from fp8bench.analysis.labels import collect_hard_labels
 from fp8bench.devices.cpu import Cpu, HostStamper
 from fp8bench.model import CELL_PHASES, Case, DeviceFacts, Label, Rotation, Scalar, Segments, SlotSample, Timing, Work
 from fp8bench.model.raw import Filling, RawSlot, Settings
-from fp8bench.numerics.operands import transfer
+from fp8bench.numerics.operands import find_transfer
 from fp8bench.protocols import Device, Phases, Setup, Stamper, Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import devices, workloads
@@ -106,7 +106,7 @@ def test_rotating_states_take_turns_and_hot_and_cold_have_one(bench: Bench) -> N
     ("cache_bytes", "most", "states"),
     [
         (64 * KIB, 1000, 4),
-        (1 << 40, 1000, prepared.MOST_STATES),  # small states: as many as can be prepared in the time
+        (1 << 40, 1000, prepared.MAX_STATES),  # small states: as many as can be prepared in the time
         (64, 1000, 2),  # large states: two, otherwise nothing would rotate
         (64 * KIB, 1, 1),  # out of memory leaves fewer
         (64 * KIB, 3, 3),
@@ -136,7 +136,7 @@ def pass_time(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
     ahead, seconds, nanoseconds = [0.0], time.perf_counter, time.perf_counter_ns
     monkeypatch.setattr(time, "perf_counter", lambda: seconds() + ahead[0])
     monkeypatch.setattr(time, "perf_counter_ns", lambda: nanoseconds() + round(ahead[0] * 1e9))
-    monkeypatch.setattr(prepared, "agreeing", lambda clocks: nullcontext())
+    monkeypatch.setattr(prepared, "require_agreeing_clocks", lambda clocks: nullcontext())
 
     def passing(more: float) -> None:
         ahead[0] += more
@@ -148,7 +148,7 @@ def test_flushing_is_not_timed(
     bench: Bench, pass_time: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """How long calls waited for a core is unknown: the flush may have waited."""
-    monkeypatch.setattr("fp8bench.worker.bench.flush_of", lambda facts: partial(pass_time, 1000.0))
+    monkeypatch.setattr("fp8bench.worker.bench.make_cache_flush", lambda facts: partial(pass_time, 1000.0))
     bench.prepare("key", case("cold"), FACTS)
     slot = bench.slot("key", 3, 0)
     assert max(step.seconds for step in slot.steps) < 1000 < 3000 <= slot.wall_seconds
@@ -216,7 +216,7 @@ def test_no_call_meets_an_empty_queue(bench: Bench) -> None:
     assert all(step.seconds >= 200e-6 for step in empty.steps)
     assert [step.intervals_ns for step in filled.steps] == [(50_000,)] * 3
     assert filled.host_seconds >= 200e-6
-    (label,) = hard_labels(timing(filled), None, None, "queue:0")
+    (label,) = collect_hard_labels(timing(filled), None, None, "queue:0")
     assert label.label is Label.LAUNCH_BOUND and label.hard
 
 
@@ -261,7 +261,7 @@ def test_rotating_states_are_replayed_together(bench: Bench, monkeypatch: pytest
     slot = bench.replay("key", 12, 1, Filling(3, 60.0))
     assert [step.intervals_ns for step in slot.steps] == [(7_000,)] * 3
     bench.release("key")
-    monkeypatch.setattr(prepared, "MOST_STATES", 2)
+    monkeypatch.setattr(prepared, "MAX_STATES", 2)
     bench.prepare("key", case("rotating", "queue:0"), replace(QUEUE, cache_bytes=64 * KIB))
     assert bench.capture("key") == f"its 2 states have {64 * KIB} bytes, and fit the last cache of {64 * KIB}"
 
@@ -380,8 +380,12 @@ def test_a_step_that_needs_its_host_is_not_captured(bench: Bench, monkeypatch: p
 
 def test_what_moves_between_host_and_device() -> None:
     host, device, number = torch.zeros(2), torch.zeros(2, device="meta"), torch.tensor(1.0)
-    assert transfer("aten.add.Tensor", [device, number], [device]) == transfer("aten.add.Tensor", [host], [host]) == ""
-    assert transfer("aten._scaled_dot_product_efficient_attention.default", [device], [device, number]) == ""
-    assert "takes data from the host" in transfer("aten.copy_.default", [device, number], [device])
-    assert "waits for a value" in transfer("aten._local_scalar_dense.default", [device], [])
-    assert "waits for a value" in transfer("aten._to_copy.default", [device], [host])
+    assert (
+        find_transfer("aten.add.Tensor", [device, number], [device])
+        == find_transfer("aten.add.Tensor", [host], [host])
+        == ""
+    )
+    assert find_transfer("aten._scaled_dot_product_efficient_attention.default", [device], [device, number]) == ""
+    assert "takes data from the host" in find_transfer("aten.copy_.default", [device, number], [device])
+    assert "waits for a value" in find_transfer("aten._local_scalar_dense.default", [device], [])
+    assert "waits for a value" in find_transfer("aten._to_copy.default", [device], [host])

@@ -12,7 +12,7 @@ import pytest
 from fp8bench.model import Level, Limit, Rate
 from fp8bench.registry import devices, precisions
 from fp8bench.worker import ceilings
-from fp8bench.worker.ceilings import count_of, shapes_of
+from fp8bench.worker.ceilings import count_work, list_shapes
 from tests.facts import CPU, H200
 
 
@@ -31,7 +31,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
 def best(counts: dict[int, float], call: Callable[[int], None], seconds: float) -> tuple[int, object, int]:
     """The winning shape, its rate, and how many were tried."""
     shapes = {(size,): count for size, count in counts.items()}
-    (size,), rate, tried = ceilings._best(shapes, lambda shape: partial(call, *shape), lambda: None, seconds)
+    (size,), rate, tried = ceilings._find_best_shape(shapes, lambda shape: partial(call, *shape), lambda: None, seconds)
     return size, pytest.approx(rate), tried
 
 
@@ -48,23 +48,23 @@ SMALL = replace(CPU, cache_bytes=1 << 16)
 def test_winners_are_measured_again_in_every_run(
     clock: Callable[[float], None], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setitem(ceilings._PRODUCTS, "cpu", ((8, 8, 8), (16, 16, 16)))
+    monkeypatch.setitem(ceilings._PRODUCT_SHAPES, "cpu", ((8, 8, 8), (16, 16, 16)))
     made: list[tuple[Limit, ceilings.Shape, int]] = []
 
     def call(limit: Limit, shape: ceilings.Shape, facts: object, arithmetic: object, seed: int) -> Callable[[], None]:
         made.append((limit, shape, seed))
         return partial(clock, 1e-4)
 
-    monkeypatch.setattr(ceilings, "call_of", call)
-    native = [name for name in ceilings.DTYPES if precisions.get(name).support(CPU).level is Level.NATIVE]
-    wanted = ceilings.wanted_rates(SMALL)
+    monkeypatch.setattr(ceilings, "make_call", call)
+    native = [name for name in ceilings.PRECISION_NAMES if precisions.get(name).support(CPU).level is Level.NATIVE]
+    wanted = ceilings.list_rates(SMALL)
     assert [rate.precision for rate in wanted if rate.limit is Limit.PRODUCT] == native == ["fp32", "bf16", "fp16"]
     for rate in wanted:
         made.clear()
         again = rate
         for _ in range(6):
-            again = ceilings.one_more(devices.get("cpu"), SMALL, again, 0.01)
-        assert len(again.runs) == 5 and again.searched == len(shapes_of(again.limit, SMALL))
+            again = ceilings.measure_next(devices.get("cpu"), SMALL, again, 0.01)
+        assert len(again.runs) == 5 and again.searched == len(list_shapes(again.limit, SMALL))
         assert [(shape, seed) for _, shape, seed in made if seed] == [(again.shape, run) for run in range(1, 6)]
     assert {rate.limit for rate in wanted} == {*Limit} - {Limit.LOAD}
 
@@ -78,24 +78,24 @@ def test_what_a_device_refuses_ends_no_other_search(
             raise RuntimeError("no kernel")
         return partial(clock, 1e-4)
 
-    monkeypatch.setattr(ceilings, "call_of", call)
+    monkeypatch.setattr(ceilings, "make_call", call)
     cpu = devices.get("cpu")
-    found = [ceilings.one_more(cpu, SMALL, rate, 0.005) for rate in ceilings.wanted_rates(SMALL)]
+    found = [ceilings.measure_next(cpu, SMALL, rate, 0.005) for rate in ceilings.list_rates(SMALL)]
     assert {rate.why for rate in found if not rate.shape} == {"RuntimeError: no kernel"}
     assert {rate.limit for rate in found if rate.shape} == {Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LAUNCH}
     once = Rate(Limit.PRODUCT, "bf16", (1.0,), 2, (8, 8, 8))
-    assert ceilings.one_more(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
+    assert ceilings.measure_next(cpu, SMALL, once, 0.005) == replace(once, runs=(), why="RuntimeError: no kernel")
 
 
 def test_counts_by_hand_and_tensors_beyond_the_cache() -> None:
-    assert count_of(Limit.PRODUCT, (2, 3, 5)) == 60 and count_of(Limit.LAUNCH, (1,)) == 1
+    assert count_work(Limit.PRODUCT, (2, 3, 5)) == 60 and count_work(Limit.LAUNCH, (1,)) == 1
     moving = (Limit.COPY, Limit.TRIAD, Limit.CACHED, Limit.LOAD)
-    assert [count_of(limit, (100,)) for limit in moving] == [200, 300, 200, 100]
+    assert [count_work(limit, (100,)) for limit in moving] == [200, 300, 200, 100]
     for facts in (replace(CPU, cache_bytes=33 << 20), replace(H200, cache_bytes=60 << 20), H200):
         for limit in (Limit.COPY, Limit.TRIAD):
-            assert min(shapes_of(limit, facts))[0] >= 2 * facts.cache_bytes
-            assert max(shapes_of(limit, facts))[0] <= facts.memory_bytes / 16
+            assert min(list_shapes(limit, facts))[0] >= 2 * facts.cache_bytes
+            assert max(list_shapes(limit, facts))[0] <= facts.memory_bytes / 16
         for limit in Limit:
-            counts = [count_of(limit, shape) for shape in shapes_of(limit, facts)]
-            assert counts == sorted(counts) and len(counts) == len({*shapes_of(limit, facts)})
-    assert shapes_of(Limit.LOAD, H200) and not shapes_of(Limit.LOAD, CPU)
+            counts = [count_work(limit, shape) for shape in list_shapes(limit, facts)]
+            assert counts == sorted(counts) and len(counts) == len({*list_shapes(limit, facts)})
+    assert list_shapes(Limit.LOAD, H200) and not list_shapes(Limit.LOAD, CPU)

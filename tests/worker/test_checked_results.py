@@ -10,7 +10,7 @@ import pytest
 import torch
 
 from fp8bench.model import TensorStatistics
-from fp8bench.worker.checked_results import errors_of, statistics_of
+from fp8bench.worker.checked_results import check_errors, check_statistics
 from tests.counts import for_each
 
 
@@ -22,7 +22,7 @@ class Text(str):
 
 def test_numbers_of_any_kind_become_plain_floats() -> None:
     given = {"a": torch.tensor(0.5), "b": np.float32(1), "c": 3, Text("d"): math.nan, "e": torch.ones(1, 1)}
-    errors = errors_of(given)
+    errors = check_errors(given)
     assert list(errors) == ["a", "b", "c", "d", "e"] and [*errors.values()][:3] == [0.5, 1.0, 3.0]
     assert {type(value) for value in errors.values()} == {float} and {type(name) for name in errors} == {str}
 
@@ -44,13 +44,13 @@ def test_numbers_of_any_kind_become_plain_floats() -> None:
 )
 def test_errors_that_are_none_are_refused(given: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
-        errors_of(given)
+        check_errors(given)
     assert words in str(caught.value)
 
 
 def test_statistics_become_plain_values_of_their_own() -> None:
     row: Any = TensorStatistics(Text("k"), "input", torch.tensor(4), np.float64(2), [["fp8", np.float32(0.5), 0]])  # type: ignore[arg-type]
-    (made,) = statistics_of(one for one in [row])
+    (made,) = check_statistics(one for one in [row])
     assert made == TensorStatistics("k", "input", 4, 2.0, (("fp8", 0.5, 0.0),))
     assert [type(field) for field in (made.kind, made.count, made.amax, *made.outside[0])] == [
         str,
@@ -81,5 +81,5 @@ def test_statistics_become_plain_values_of_their_own() -> None:
 )
 def test_statistics_that_are_none_are_refused(given: Any, words: str) -> None:
     with pytest.raises(TypeError) as caught:
-        statistics_of([TensorStatistics(*given)] if isinstance(given, tuple) else given)
+        check_statistics([TensorStatistics(*given)] if isinstance(given, tuple) else given)
     assert words in str(caught.value)

@@ -95,8 +95,8 @@ def run(tmp_path_factory: pytest.TempPathFactory, told: Listener) -> Iterator[Ru
     with pytest.MonkeyPatch.context() as patch:
         patch.setenv(VARIABLE, "measured")
         patch.setenv(TAPE, "recorded")
-        patch.setattr(ceilings, "SECONDS", 1.5)
-        patch.setattr(ceilings, "RUNS", 3)  # one alone may coincide with another program's time slice
+        patch.setattr(ceilings, "CEILING_SECONDS", 1.5)
+        patch.setattr(ceilings, "RUNS_PER_RATE", 3)  # one alone may coincide with another program's time slice
         asked = {"axes": (("how", HOWS),), "rounds": 8, "energy": False}
         with suite_run(tmp_path_factory, SUITE, "claims", ("fp32", *LOW), told, **asked) as run:
             yield run
@@ -120,7 +120,7 @@ def test_what_is_honest_has_no_label(run: Run) -> None:
 def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
     for found in reasons(run, "boasts").values():
         assert list(found) == [Label.ABOVE_CEILING, Label.WORK_MISMATCH]
-        assert found[Label.WORK_MISMATCH] == "it declares 524 MFLOP a step, its operators do 524 kFLOP"
+        assert found[Label.WORK_MISMATCH] == "the suite declares 524 MFLOP a step, its operators do 524 kFLOP"
         above = found[Label.ABOVE_CEILING]
         assert above.startswith("claims ") and "this machine multiplied" in above
     (bf16,) = (one for one in findings(run).values() if one.case.param("how") == "boasts" and one.case.mode == "bf16")
@@ -130,18 +130,20 @@ def test_ten_times_the_work_in_no_time_is_above_the_ceiling(run: Run) -> None:
 def test_work_that_is_skipped_while_it_is_timed_is_above_the_ceiling(run: Run) -> None:
     for found in reasons(run, "lazy").values():
         above = found[Label.ABOVE_CEILING]
-        assert above.startswith("gemm did ") and " by the tape, this machine" in above
+        assert above.startswith("gemm multiplied ") and " by the tape, but this machine" in above
 
 
 def test_a_suite_that_ignores_its_precision_is_labelled(run: Run) -> None:
     ignored, kept, repeated = (reasons(run, how) for how in ("deaf", "keeps", "repeats"))
     assert ignored.pop("fp32") == repeated.pop("fp32") == {}
-    assert kept["bf16"][Label.WORK_MISMATCH].startswith("its products read a weight that was cast to bf16 while prepar")
+    assert kept["bf16"][Label.WORK_MISMATCH].startswith(
+        "its products read a weight that was cast to bf16 during prepar"
+    )
     assert {mode: told[Label.FALLBACK] for mode, told in ignored.items()} == {
         mode: f"1 product, of float32: none has an operand of {mode}'s formats" for mode in LOW
     }
     assert "of bfloat16: none" in kept["fp8"][Label.FALLBACK]
-    assert repeated == {mode: {Label.FALLBACK: "some_error exactly fp32's"} for mode in LOW}
+    assert repeated == {mode: {Label.FALLBACK: "some_error equal to fp32's to the last bit"} for mode in LOW}
 
 
 @for_each(("how", "said"), [("exact", ("0.0e+00", "0.0e+00")), ("boasts_numbers", ("1.0e-06", "1.0e-05"))])
@@ -151,8 +153,8 @@ def test_errors_that_its_products_cannot_have_are_labelled(how: str, said: tuple
     rounds = {"bf16": "1.5e-03", "fp8": "2.4e-02"}
     assert found == {
         mode: {
-            Label.FALLBACK: f"its error() says some_error {told}: too little, for {mode} rounds each value by about "
-            f"{rounds[mode]}"
+            Label.FALLBACK: f"its error() reports some_error {told}, which is too little: {mode} rounds each value "
+            f"by about {rounds[mode]}"
         }
         for mode, told in zip(LOW, said, strict=True)
     }

@@ -11,7 +11,7 @@ import pytest
 import torch
 
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.measure.slots import segment
+from fp8bench.measure.slots import cut_into_cells
 from fp8bench.model import CELL_PHASES, DeviceFacts, Scalar, Work
 from fp8bench.model.raw import Filling
 from fp8bench.model.readings import Reading
@@ -19,7 +19,7 @@ from fp8bench.protocols import Device, Phases, Setup, SilentPhases, Stamper, Wor
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions
 from fp8bench.worker import prepared as prepared_module
-from fp8bench.worker.clock import PhaseClock, calibrate, marks_of_step
+from fp8bench.worker.clock import PhaseClock, find_shared_marks, measure_overheads
 from fp8bench.worker.finite import FiniteState
 from fp8bench.worker.prepared import Prepared, State
 from fp8bench.worker.step_guards import Running
@@ -74,7 +74,7 @@ def test_nested_phases_are_exclusive(clock: PhaseClock) -> None:
         "unattributed", "elementwise", "gemm", "cast", "gemm", "gemm", "gemm", "elementwise", "unattributed"
     )
     assert found[1] == [10 * tick for tick in range(10)]
-    assert segment(found[0], CountingStamper().intervals_ns(found[1])).segments.phases == (
+    assert cut_into_cells(found[0], CountingStamper().intervals_ns(found[1])).segments.phases == (
         "unattributed",
         "elementwise",
         "gemm",
@@ -127,7 +127,7 @@ def test_only_marks_without_a_launch_between_share_a_stamp() -> None:
         with phase.elementwise, phase.cast:
             pass
 
-    notes, begins = marks_of_step(step)
+    notes, begins = find_shared_marks(step)
     names = ["cast", "gemm", "elementwise", "elementwise"]
     assert [CELL_PHASES[note] for note in notes if note >= 0] == [*names, "cast"]
     assert begins == [2, 6]
@@ -150,7 +150,7 @@ def test_a_phase_closed_out_of_turn_fails_the_step(clock: PhaseClock, closed: tu
         getattr(clock, name).__exit__(None, None, None)
     with clock.elementwise:
         pass
-    with pytest.raises(RuntimeError, match="not the last one opened"):
+    with pytest.raises(RuntimeError, match="not the innermost open one"):
         clock.end()
     clock.begin()
     clock.end()
@@ -217,7 +217,7 @@ class Queued(Device):
 
 def test_the_cost_of_an_event_pair_is_the_device_s() -> None:
     """On an idle device an event waits for the host, which takes ten times as long."""
-    assert calibrate(Queued(), 0).event_pair == pytest.approx(0.5e-6)
+    assert measure_overheads(Queued(), 0).event_pair == pytest.approx(0.5e-6)
 
 
 class Waiting(Queued):
@@ -306,7 +306,7 @@ def test_a_step_is_looked_at_again_before_it_is_accused(moved: float, accused: b
 def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bool) -> None:
     """Each asks the others before each slot, which all must begin."""
     prepared, elsewhere = ready_to_move(moved), [True] * 4 + [False] * 99
-    prepared.is_so_anywhere = lambda here: elsewhere.pop(0) or here
+    prepared.any_rank = lambda here: elsewhere.pop(0) or here
     prepared.slot(8, 0)
     assert bool(prepared.check().wrong) is accused
     assert len(prepared._missing) > 4
@@ -314,7 +314,7 @@ def test_ranks_take_as_many_slots_as_one_of_them_needs(moved: float, accused: bo
 
 DEVICE_THREAD = """
 from fp8bench.devices.cpu import HostStamper
-from fp8bench.protocols import Markers, TellingMarker
+from fp8bench.protocols import Markers, ReportingMarker
 from fp8bench.tape.recorder import OperatorTape
 from fp8bench.tape.replay import Recording
 from fp8bench.tape.replay import CannotReplay
@@ -368,7 +368,7 @@ stack = ["unattributed"]
 recording = Recording("gemm", stack, 1 << 20, False)
 with recording:
     x = Pretended(torch.ones(4)).requires_grad_()
-    Outside.apply(x, Markers(lambda name: TellingMarker(name, stack, str))).backward(Pretended(torch.ones(4)))
+    Outside.apply(x, Markers(lambda name: ReportingMarker(name, stack, str))).backward(Pretended(torch.ones(4)))
 try:
     recording.replay()
 except CannotReplay as why:
@@ -396,5 +396,5 @@ def test_marks_of_a_backward_on_another_thread_arrive_in_the_same_clock() -> Non
     assert clocked == [" ".join(["True", "False", *map(str, expected)])] * 2
     # A tape sees that thread's operators, marked as backward, in that thread's phases. So does the recording of a
     # phase, which refuses such tensors.
-    assert recorded == "aten.mul.Tensor is given a Pretended, a kind of tensor of its own"
+    assert recorded == "aten.mul.Tensor takes a Pretended, which is a tensor subclass"
     assert taped.startswith("True") and taped.count("('gemm', False)") == taped.count("('gemm', True)") == 1

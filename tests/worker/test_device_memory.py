@@ -13,12 +13,12 @@ from fp8bench.model.consumed import Emulating, EmulationEnd, Laid, Lifted
 from fp8bench.nn import rotations
 from fp8bench.nn.linear import Linear
 from fp8bench.plan.make import make_plan
-from fp8bench.profiler.allocations import Begun, Event, Live, Sized, course
+from fp8bench.profiler.allocations import Event, LiveAddresses, MemoryChange, PhaseStart, find_memory_course
 from fp8bench.protocols import Arithmetic, MemoryMeter, Operand, Phases, Role, Setup
 from fp8bench.registry import devices, precisions, workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.device_layout import DeviceLedger
-from fp8bench.worker.memory_pass import _second_step, of_workload
+from fp8bench.worker.memory_pass import _measure_second_step, make_preparer
 from tests.counts import for_each, sampled
 from tests.worker.device_codes import RealCodes
 from tests.worker.scripted import CPU, Script
@@ -101,7 +101,7 @@ def with_codes(bench: Bench, case: Case) -> int:
     def setup() -> Setup:
         return replace(bench._setup(case, CPU), arithmetic=RealCodes(hardware, ledger))
 
-    found = _second_step(of_workload(workloads.get(case.workload), setup), device, meter, None).course
+    found = _measure_second_step(make_preparer(workloads.get(case.workload), setup), device, meter, None).course
     assert found is not None and found.on_device is not None
     return found.on_device
 
@@ -121,7 +121,7 @@ def test_against_codes_in_memory(suite: str, precision: str, bench: Bench) -> No
         with_codes(bench, case)  # one-time allocations of the process exist by then
         figures = []
         for counted in (with_codes, derived):
-            rotations._matrix.cache_clear()  # a matrix that a state creates is part of it
+            rotations._make_matrix.cache_clear()  # a matrix that a state creates is part of it
             figures.append(counted(bench, case))
         assert figures[0] == figures[1], case
 
@@ -147,7 +147,7 @@ def test_where_it_cannot_be_measured_there_is_a_reason(suite: str, precision: st
     ("step", "why"),
     [
         # An operand that did not come from a cast is transposed.
-        (lambda setup, x: setup.arithmetic.turn(Operand(x.clone()), x, Role.WEIGHT), "came from somewhere else"),
+        (lambda setup, x: setup.arithmetic.turn(Operand(x.clone()), x, Role.WEIGHT), "was not made by a cast"),
         (lambda setup, x: x.clone(), "no cast was seen"),
     ],
 )
@@ -160,27 +160,31 @@ def test_what_was_not_followed_is_no_figure(
 
 
 STRETCH: list[tuple[str, list[Event], int]] = [
-    ("a temporary of a cast", [Emulating(), Sized(1, 9), Sized(1, -9), EmulationEnd()], 100),
-    ("what a cast leaves", [Emulating(), Sized(1, 9), EmulationEnd()], 109),
-    ("what is replaced", [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,))], 103),
+    ("a temporary of a cast", [Emulating(), MemoryChange(1, 9), MemoryChange(1, -9), EmulationEnd()], 100),
+    ("what a cast leaves", [Emulating(), MemoryChange(1, 9), EmulationEnd()], 109),
+    ("what is replaced", [Emulating(), MemoryChange(1, 9), Laid(5, 3), EmulationEnd((1,))], 103),
     (
         "what is laid lives on",
-        [Emulating(), Sized(1, 9), Laid(5, 3), EmulationEnd((1,)), Sized(1, -9), Sized(2, 4)],
+        [Emulating(), MemoryChange(1, 9), Laid(5, 3), EmulationEnd((1,)), MemoryChange(1, -9), MemoryChange(2, 4)],
         107,
     ),
-    ("what is lifted does not", [Laid(5, 3), Lifted(5), Sized(2, 2)], 103),
-    ("a source that is kept", [Laid(5, 0, 7), Sized(7, -100), Sized(2, 8)], 108),
-    ("a source that is let go", [Laid(5, 0, 7), Sized(7, -100), Lifted(5), Sized(2, 8)], 100),
-    ("twice kept, once let go", [Laid(5, 0, 7), Laid(6, 0, 7), Sized(7, -100), Lifted(5), Sized(2, 8)], 108),
-    ("laid where nothing lies", [Laid(5, 0, 99), Lifted(5), Lifted(6), Sized(2, 8)], 108),
-    ("an address that is used again", [Sized(7, 50), Sized(2, 8)], 100),
-    ("what the allocator has no more", [Live(frozenset()), Sized(2, 8)], 100),
+    ("what is lifted does not", [Laid(5, 3), Lifted(5), MemoryChange(2, 2)], 103),
+    ("a source that is kept", [Laid(5, 0, 7), MemoryChange(7, -100), MemoryChange(2, 8)], 108),
+    ("a source that is let go", [Laid(5, 0, 7), MemoryChange(7, -100), Lifted(5), MemoryChange(2, 8)], 100),
+    (
+        "twice kept, once let go",
+        [Laid(5, 0, 7), Laid(6, 0, 7), MemoryChange(7, -100), Lifted(5), MemoryChange(2, 8)],
+        108,
+    ),
+    ("laid where nothing lies", [Laid(5, 0, 99), Lifted(5), Lifted(6), MemoryChange(2, 8)], 108),
+    ("an address that is used again", [MemoryChange(7, 50), MemoryChange(2, 8)], 100),
+    ("what the allocator has no more", [LiveAddresses(frozenset()), MemoryChange(2, 8)], 100),
 ]
 
 
 @for_each(("events", "peak"), [(events, peak) for _, events, peak in STRETCH], ids=[row[0] for row in STRETCH])
 def test_a_stretch(events: list[Event], peak: int) -> None:
-    stretch = course([Sized(7, 100), Begun("gemm"), *events, Emulating(), EmulationEnd()])
+    stretch = find_memory_course([MemoryChange(7, 100), PhaseStart("gemm"), *events, Emulating(), EmulationEnd()])
     assert stretch is not None and stretch.on_device == peak
-    silent = course([Sized(7, 100), Begun("gemm")])
+    silent = find_memory_course([MemoryChange(7, 100), PhaseStart("gemm")])
     assert silent is not None and silent.on_device is None, "without notes there are zero bytes"

@@ -79,7 +79,7 @@ HONEST = ("honest-native", "honest-emulated", "copies-emulated")
 FALLBACKS = {
     "leaves-native": "1 product, of bfloat16: none has an operand of leaves-native's formats",
     "leaves-emulated": "1 product, of bfloat16: none has an operand of leaves-emulated's formats",
-    "copies-native": "1 product, of bfloat16: values of copies-native's formats, and none as its codes",
+    "copies-native": "1 product, of bfloat16: operands with values of copies-native's formats, but not as its codes",
     "pretends-emulated": "the numbers of a product are those of bfloat16",
 }
 AXES = (("shape", ("128",)), ("product", ("forward",)), ("operands", ("cast",)))
@@ -123,12 +123,12 @@ def test_what_is_kept_of_it(mode: str, wanted: Products, run: Run, bench: Bench)
 def test_kernels_of_a_profiled_step_are_those_that_multiply(monkeypatch: pytest.MonkeyPatch) -> None:
     names = ("nvjet_tst_128x256", "vectorized_elementwise_kernel", "nvjet_tst_128x256", "nvjet_qqtst_64x8")
     events = [{"cat": "kernel", "name": name} for name in names] + [{"cat": "cpu_op", "name": "aten::mm gemm bf16"}]
-    monkeypatch.setattr(products, "record", lambda run, kind: {"traceEvents": events})
-    assert products._kernels(lambda phases: None, H200) == ("nvjet_tst_128x256", "nvjet_qqtst_64x8")
-    assert products._kernels(lambda phases: None, CPU) == ()
+    monkeypatch.setattr(products, "record_trace", lambda run, kind: {"traceEvents": events})
+    assert products._list_multiplying_kernels(lambda phases: None, H200) == ("nvjet_tst_128x256", "nvjet_qqtst_64x8")
+    assert products._list_multiplying_kernels(lambda phases: None, CPU) == ()
 
     def silent(run: object, kind: str) -> None:
         raise RuntimeError("torch's profiler recorded nothing")
 
-    monkeypatch.setattr(products, "record", silent)
-    assert products._kernels(lambda phases: None, H200) == ()
+    monkeypatch.setattr(products, "record_trace", silent)
+    assert products._list_multiplying_kernels(lambda phases: None, H200) == ()

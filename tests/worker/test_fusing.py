@@ -65,7 +65,7 @@ def test_a_state_asks_compiles_and_runs_compiled(bench: Bench) -> None:
     assert bench.quantisers()[1] == ""
     compiled = bench.slot("key", 2, 1)
     assert (compiled.eager_quantisers, compiled.fused_quantisers) == (0, 6)
-    widths = vector_width.widths("cpu")
+    widths = vector_width.vector_widths("cpu")
     assert len(compiled.vector_bits) == bool(widths) and set(compiled.vector_bits) <= set(widths)
     assert torch.equal(operators.values(x, E4M3).view(torch.int32), before.view(torch.int32))
 
@@ -133,7 +133,7 @@ def test_what_waits_is_compiled_before_the_first_timed_slot() -> None:
     ]
     limits = [limit for name, limit in worker.limits if name == "compile_quantisers"]
     assert limits[0] >= 2 * COMPILE_SECONDS
-    assert Limits(1.0).compiling(CASES[0].work, 2) == 2 * COMPILE_SECONDS + 1.0
+    assert Limits(1.0).for_compiling(CASES[0].work, 2) == 2 * COMPILE_SECONDS + 1.0
 
 
 def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_to_an_end() -> None:
@@ -142,7 +142,7 @@ def test_quantisers_that_later_steps_ask_for_are_compiled_too_until_that_comes_t
     assert told(records)["mxfp8"] == ("", True)
     assert [entry[2] for entry in worker.log if entry[0] == "compile"] == [1, 1]
     records, worker = measure({"mxfp8": Script(quantisers=[1] * 50)}, Quantisers(), CASES[0], CASES[1])
-    assert told(records)["mxfp8"] == ("they were first asked for while it was timed", True)
+    assert told(records)["mxfp8"] == ("they were first requested during the timing", True)
     assert len([entry for entry in worker.log if entry[0] == "compile"]) == 3
 
 

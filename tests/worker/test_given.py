@@ -60,11 +60,11 @@ SOFT = {
     "copies": (Label.HANDICAP, "fp32 moves 7.7 times the numbers that this case moves"),
     "copy": (Label.HANDICAP, "fp32 moves 40% of its numbers in copies that this case does not make"),
     "rows": (Label.HANDICAP, "fp32 moves 22.0 times the numbers that this case moves"),
-    "seed": (Label.OTHER_INPUTS, "of fp32's size, and other numbers"),
+    "seed": (Label.OTHER_INPUTS, "inputs have the magnitude of fp32's, but different numbers"),
 }
 HARD = {
     "sleep": (Label.HANDICAP, "fp32 sleeps "),
-    "subnormal": (Label.OTHER_INPUTS, "25% of fp32's numbers in 64 x 64 are subnormal, 0% of its own"),
+    "subnormal": (Label.OTHER_INPUTS, "25% of fp32's numbers in 64 x 64 are subnormal, this case has 0%"),
     "zeros": (Label.OTHER_INPUTS, "the root mean square of fp32's 64 x 64 is 0.8"),
 }
 

@@ -14,7 +14,7 @@ import pytest
 import fp8bench
 from fp8bench.errors import UsageError, WorkerHung, WorkerLost
 from fp8bench.features.duel import partners as partner
-from fp8bench.features.duel.partners import PartnerWorker, Start, refusal
+from fp8bench.features.duel.partners import PartnerWorker, Start, explain_refusal
 from fp8bench.model import Case, DeviceFacts, LayerScale
 from fp8bench.model.raw import PROTOCOL, RawSlot, RawStep, Settings
 from fp8bench.worker.bench import Bench
@@ -65,13 +65,13 @@ def test_it_says_who_it_is() -> None:
     ("said", "sentence"),
     [
         ({"protocol": PROTOCOL, "torch": "2.13.0"}, ""),
-        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "speaks protocol 6 of fp8bench 9.9"),
-        ({}, "speaks protocol None of fp8bench None"),
+        ({"protocol": PROTOCOL + 1, "fp8bench": "9.9", "torch": "2.13.0"}, "uses protocol 6 of fp8bench 9.9"),
+        ({}, "uses protocol None of fp8bench None"),
         ({"protocol": PROTOCOL, "torch": None, "torch_missing": "ImportError: no libcuda"}, "(ImportError: no libcuda"),
     ],
 )
 def test_refusals_are_sentences(said: partner.Handshake, sentence: str) -> None:
-    why = refusal(said, Start("B", "/env/bin/python", ()))
+    why = explain_refusal(said, Start("B", "/env/bin/python", ()))
     assert sentence in why and bool(why) == bool(sentence) == why.startswith("side B (/env/bin/python)")
 
 
@@ -93,8 +93,8 @@ def changed(file: str, old: str, new: str) -> Callable[[Path], Start]:
 @for_each(
     ("start", "error", "sentence"),
     [
-        (changed("model/raw.py", "PROTOCOL = 5", "PROTOCOL = 99"), UsageError, "speaks protocol 99"),
-        (changed("worker/main.py", '"greet"', '"salute"'), UsageError, "its fp8bench is older than duels"),
+        (changed("model/raw.py", "PROTOCOL = 5", "PROTOCOL = 99"), UsageError, "uses protocol 99"),
+        (changed("worker/main.py", '"greet"', '"salute"'), UsageError, "its fp8bench is too old for duels"),
         (changed("worker/main.py", "import gc", "import gc, nowhere"), WorkerLost, "No module named 'nowhere'"),
     ],
 )

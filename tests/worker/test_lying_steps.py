@@ -90,7 +90,7 @@ def is_back_to_back(state, phase):
 
 
 LESS_WHERE = {
-    "slot_above": lambda state, phase: sys._getframe(3).f_code.co_name == "_slot",
+    "slot_above": lambda state, phase: sys._getframe(3).f_code.co_name == "_time_slot",
     "slot_below_no_look": lambda state, phase: "slot" in frames() and "told_apart" not in frames(),
     "back_to_back": is_back_to_back,
     "late": lambda state, phase: state.calls > 6,
@@ -101,7 +101,7 @@ LESS_WHERE = {
     "no_mode": lambda state, phase: not torch._C._len_torch_dispatch_stack(),
     "no_gc": lambda state, phase: not gc.isenabled(),
     "stdout_held": lambda state, phase: type(sys.stdout) is io.StringIO,
-    "clock": lambda state, phase: getattr(phase, "_told", 1) is None,
+    "clock": lambda state, phase: getattr(phase, "_report", 1) is None,
     "first_inputs": lambda state, phase: state.calls > 6 and float(state.x[0, 0]) == state.first,
 }
 

@@ -272,7 +272,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
             ),
             ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
             ("thread", "LeftRunning: a step left 1 running (stayer)"),
-            ("prefetch", "started while preparing still run after the state was given back (stayer"),
+            ("prefetch", "of preparing it still run after its state was freed (stayer"),
             ("nan", "its numbers are not finite: some_error is nan"),
             ("spoil", "after its steps: the parameters are not finite"),
             ("stale", "an answer to 'slot' belongs to another request (number 1, not "),
@@ -375,8 +375,8 @@ def test_whatever_a_step_raises_is_a_fault(hazard: str, kind: type[ProcessWorker
     [
         # A broken interpreter: its last output, and no hang.
         ("#!/bin/sh\necho no such luck >&2\nexit 7\n", True, "during 'open': it exited with status 7: no such luck"),
-        ("", True, "the worker could not be started .*No such file"),  # not a Python
-        ("#!/bin/sh\n", False, "the worker could not be started .*unavailable"),  # no process available
+        ("", True, "the worker process could not be started .*No such file"),  # not a Python
+        ("#!/bin/sh\n", False, "the worker process could not be started .*unavailable"),  # no process available
     ],
 )
 def test_a_worker_that_cannot_start(
@@ -528,20 +528,20 @@ THOUSAND = Work(flops=1e12)
 @for_each(
     ("limit", "seconds"),
     [
-        (Limits().slot(0.001, 1), 60.0),
-        (Limits().slot(2.9, 1), 60.0),
-        (Limits().slot(3.1, 1), 62.0),  # twenty steps
-        (Limits().slot(0.5, 10), 100.0),
+        (Limits().for_slot(0.001, 1), 60.0),
+        (Limits().for_slot(2.9, 1), 60.0),
+        (Limits().for_slot(3.1, 1), 62.0),  # twenty steps
+        (Limits().for_slot(0.5, 10), 100.0),
         # An untimed step gets time for its FLOPs at five GFLOP/s, which any device reaches.
-        (Limits().first(Work()), 60.0),
-        (Limits().first(Work(flops=1e9)), 60.0),
-        (Limits().first(THOUSAND), 200.0),
-        (Limits().first(Work(setup_seconds=100)), 160.0),
-        (Limits().numbers(THOUSAND), 800.0),
+        (Limits().for_first_step(Work()), 60.0),
+        (Limits().for_first_step(Work(flops=1e9)), 60.0),
+        (Limits().for_first_step(THOUSAND), 200.0),
+        (Limits().for_first_step(Work(setup_seconds=100)), 160.0),
+        (Limits().for_untimed_pass(THOUSAND), 800.0),
         # The user's limit applies to every request.
-        (Limits(2.5).first(THOUSAND), 2.5),
-        (Limits(2.5).slot(100.0, 9), 2.5),
-        (Limits(2.5).numbers(Work()), 2.5),
+        (Limits(2.5).for_first_step(THOUSAND), 2.5),
+        (Limits(2.5).for_slot(100.0, 9), 2.5),
+        (Limits(2.5).for_untimed_pass(Work()), 2.5),
     ],
 )
 def test_when_an_answer_is_a_hang(limit: float, seconds: float) -> None:

@@ -15,7 +15,14 @@ from fp8bench.nn.arithmetics import PlainArithmetic, count_casts
 from fp8bench.numerics.ranges import Ledger
 from fp8bench.protocols import Arithmetic, Role, Setup, WatchedArithmetic
 from fp8bench.registry import precisions
-from fp8bench.worker.memory_pass import LONGEST_SECONDS, growth, leak_of, listening, role_of, roles
+from fp8bench.worker.memory_pass import (
+    LONGEST_SECONDS,
+    compute_growth,
+    find_role,
+    measure_growth,
+    report_casts,
+    sum_by_role,
+)
 from tests.counts import for_each
 from tests.facts import CPU, H200
 
@@ -52,7 +59,7 @@ NEW = HeldBlock(1, 10, "gemm")
 )
 def test_a_role(block: HeldBlock, before: dict[int, R | None], after: dict[int, R | None], role: MemoryRole) -> None:
     """Addresses are reused, and refer only to the tensor there at the time."""
-    assert role_of(block, before, after) is role
+    assert find_role(block, before, after) is role
 
 
 def test_any_blocks_sum_to_their_size() -> None:
@@ -72,7 +79,7 @@ def test_any_blocks_sum_to_their_size() -> None:
         for number in range(1000)
     ]
     known: list[dict[int, R | None]] = [{number: draw.choice((None, *R)) for number in range(500)} for _ in range(2)]
-    found = roles(held, sum(stretch.size for stretch in held), *known)
+    found = sum_by_role(held, sum(stretch.size for stretch in held), *known)
     assert sum(found.values()) == sum(one.size for one in held) and list(found) == [role for role in R if role in found]
 
 
@@ -107,7 +114,7 @@ ENDING: dict[str, Callable[[int], int]] = {
 @for_each("how", [*GROWING, *ENDING])
 def test_growth_is_bytes_a_step_where_it_goes_on(how: str) -> None:
     size_of, wanted = GROWING[how] if how in GROWING else (ENDING[how], 0.0)
-    assert growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
+    assert compute_growth(held(size_of)) == pytest.approx(wanted, rel=0.3)
 
 
 def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again() -> None:
@@ -115,11 +122,11 @@ def test_garbage_in_cycles_is_no_leak_and_steps_that_take_long_are_not_run_again
         cycle: list[object] = [torch.ones(KIB)]
         cycle.append(cycle)
 
-    assert leak_of(step, "cpu", 0.001) == 0.0
-    assert leak_of(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None
+    assert measure_growth(step, "cpu", 0.001) == 0.0
+    assert measure_growth(lambda: pytest.fail("not to be run"), "cpu", LONGEST_SECONDS + 1) is None
 
 
-class Said:
+class RoleNote:
     """Records the last role that was reported for each address."""
 
     def __init__(self) -> None:
@@ -133,10 +140,10 @@ class Said:
         return [role for addresses, role in self.words if tensor.untyped_storage().data_ptr() in addresses]
 
 
-def told(arithmetic: Arithmetic) -> tuple[Arithmetic, Said]:
-    said = Said()
+def told(arithmetic: Arithmetic) -> tuple[Arithmetic, RoleNote]:
+    said = RoleNote()
     setup = Setup(Case("mlp", (), "bf16", "cpu"), CPU, 0, arithmetic, arithmetic, {"up": arithmetic})
-    changed = listening(setup, said)
+    changed = report_casts(setup, said)
     for listener in (changed.high, changed.layers["up"]):
         assert isinstance(listener, WatchedArithmetic) and listener.inner is arithmetic
     return changed.arithmetic, said

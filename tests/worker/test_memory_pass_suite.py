@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 
 from fp8bench.errors import WorkerFault, WorkerHung
-from fp8bench.measure.limits import USUAL
+from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.measure.passes import CaseOutcome, Passes
-from fp8bench.measure.sensors.driver import Looks
+from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model import DeviceFacts, MemoryUse
@@ -18,7 +18,7 @@ from tests.facts import CPU
 from tests.fakes import GPU, FakeWorker, Fault, Script, planned
 
 
-class Driver(Looks):
+class Driver(DeviceReader):
     """A driver that counts process memory, or gives a reason; it records which states still exist."""
 
     def __init__(self, worker: FakeWorker, read: Read) -> None:
@@ -42,8 +42,8 @@ def remembered(
     worker = FakeWorker(scripts)
     driver = None if read is None else Driver(worker, read)
     outcomes = [CaseOutcome(planned(mode)) for mode in scripts]
-    passes = Passes(worker, {"cpu": facts}, USUAL, SilentObserver())
-    passes.memory(outcomes, Meter((), driver or AbsentDevice("no driver")))
+    passes = Passes(worker, {"cpu": facts}, DEFAULT_LIMITS, SilentObserver())
+    passes.measure_memory(outcomes, Meter((), driver or AbsentDevice("no driver")))
     return outcomes, worker, driver
 
 

@@ -17,5 +17,5 @@ def test_a_pace_leaves_out_warm_steps_and_ends_early_where_steps_are_long(monkey
     case = make_plan(request, (CPU,)).groups[0].cases[0].case
     worker = LocalWorker(Settings())
     assert len(taken := worker.within(60).pace(case, CPU, 5)) == 5 and min(taken) > 0
-    monkeypatch.setattr(untimed_passes, "_ENOUGH_SECONDS", 0.0)
+    monkeypatch.setattr(untimed_passes, "_MAX_PACE_SECONDS", 0.0)
     assert len(worker.within(60).pace(case, CPU, 5)) == 1

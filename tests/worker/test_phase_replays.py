@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
+from types import SimpleNamespace
 
 import pytest
 
@@ -14,7 +15,7 @@ from fp8bench.protocols import Setup
 from fp8bench.registry import devices, workloads
 from fp8bench.worker import held_phase as held_phase_module
 from fp8bench.worker.bench import Bench
-from fp8bench.worker.held_phase import held_phase
+from fp8bench.worker.held_phase import HeldPhase, held_phase
 from tests.counts import sampled
 from tests.workloads.steps import CPU, SMALL, marks, setup_of
 
@@ -23,7 +24,7 @@ GPT = {"size": "tiny", "batch": 2, "sequence": 16, "micro_batches": 2}
 MODES = ("fp32", "bf16", "fp16", "fp8", "fp8-delayed", "fp8-block", "fp8-rowwise", "mxfp8", "nvfp4", "mxfp4")
 SAMPLE = {("attention", "fp8"), ("optimizer", "bf16"), ("data", "fp8")}
 NO_OPERATOR = "it calls no operator of torch"
-NO_LOAD = "its data are loaded by code of its suite, which has no `load` that does nothing else"
+NO_LOAD = "its suite loads data within its step, and has no `load` that only loads data"
 
 
 @pytest.fixture(autouse=True)
@@ -42,7 +43,7 @@ def check(setup: Setup) -> dict[str, str]:
             whys[phase] = held.why
             continue
         held.loop(2)
-        assert held.replay.differs() == "" and held.replay.lost() == ""
+        assert held.replay.find_difference() == "" and held.replay.find_lost_values() == ""
     return whys
 
 
@@ -82,3 +83,21 @@ def test_a_prepared_case_holds_one_phase_at_a_time(corpus: Corpus, bench: Bench)
     assert "more than the 16 bytes" in bench.hold_phase("key", Phase.GEMM, 16).why
     assert bench.slot("key", 1, 0).steps and bench.check("key").wrong == ""
     bench.release("key")
+
+
+def test_warming_up_repeats_a_phase_in_short_pieces(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a clock that only the phase moves: 1 ms a time, so that no piece may be much longer than 50."""
+    clock, pieces = [0.0], []
+
+    def loop(_: HeldPhase, times: int) -> float:
+        pieces.append(times)
+        clock[0] += 1e-3 * times
+        return 1e-3 * times
+
+    monkeypatch.setattr(held_phase_module, "WARM_SECONDS", 0.3)
+    monkeypatch.setattr(held_phase_module.time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(HeldPhase, "loop", loop)
+    replay = SimpleNamespace(restore=lambda: None, calls=[None], bytes=8)
+    held = HeldPhase(None, None, None, 0, replay, loads_data=False)  # type: ignore[arg-type]
+    assert held.warm_up().seconds == pytest.approx(1e-3)
+    assert max(pieces) == 50 and 0.3 <= clock[0] < 0.4

@@ -23,7 +23,7 @@ from fp8bench.worker.ranks.bench import (
     StartLine,
     StepAnswer,
     refuse_strangers,
-    rounds,
+    time_rounds,
     watch_groups,
 )
 from fp8bench.worker.ranks.launcher import _end_all
@@ -78,11 +78,11 @@ def test_a_plain_collective_is_measured_once_for_all_variants_of_fp8(monkeypatch
 def test_rounds_are_as_many_of_each_part_in_the_same_order_on_all_ranks(
     monkeypatch: pytest.MonkeyPatch, seconds: float, count: int
 ) -> None:
-    monkeypatch.setattr(bench, "_most", lambda own: seconds)
+    monkeypatch.setattr(bench, "_find_largest_of_ranks", lambda own: seconds)
     names, ran = ["one", "two", "both", "in_turn"], {0: list[str](), 1: list[str]()}
     for said in ran.values():
         parts = {name: partial(said.append, name) for name in names}
-        found = rounds(parts, RankMeeting(lambda: None, partial(said.append, "met")), 7)
+        found = time_rounds(parts, RankMeeting(lambda: None, partial(said.append, "met")), 7)
         assert {name: len(times) for name, times in found.items()} == dict.fromkeys(names, count)
     assert ran[0] == ran[1] and ran[0][:3] == ["one", "two", "met"] and ran[0].count("met") == 4 * count
     order = random.Random(7)

@@ -20,7 +20,7 @@ from fp8bench.model import MemoryRole
 from fp8bench.worker import finite
 from fp8bench.worker import state_tensors as module
 from fp8bench.worker.finite import FiniteState, Lost
-from fp8bench.worker.state_tensors import state_tensors, tensors_of
+from fp8bench.worker.state_tensors import iterate_tensors, state_tensors
 from tests.counts import for_each
 
 
@@ -135,7 +135,7 @@ def test_of_a_tensor_that_is_spread_over_ranks_what_lies_here_is_found() -> None
 
     inner, spread = torch.ones(3), Spread(torch.ones(1))
     vars(spread).update(here=inner, mesh=object())
-    assert [tensor is inner for tensor in tensors_of([spread])] == [True]
+    assert [tensor is inner for tensor in iterate_tensors([spread])] == [True]
 
 
 State = SimpleNamespace

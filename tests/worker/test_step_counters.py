@@ -14,7 +14,7 @@ from unittest.mock import Mock
 import pytest
 
 from fp8bench.devices.cpu import Cpu
-from fp8bench.measure.handle import CountingWorker, built, counting_worker
+from fp8bench.measure.handle import CountingWorker, compile_probe, counting_worker
 from fp8bench.model import UNATTRIBUTED, Case, Measurement, Request, specs
 from fp8bench.model.raw import Settings
 from fp8bench.model.readings import Reading, Unavailable, grown
@@ -54,7 +54,7 @@ for call in calls:
 
 
 def under_probe(folder: Path, code: str) -> list[list[int]]:
-    probe = built(folder)
+    probe = compile_probe(folder)
     assert isinstance(probe, Path), probe
     done = subprocess.run(
         [sys.executable, "-c", code],
@@ -77,14 +77,14 @@ def test_the_probe_counts_every_call_and_its_bytes_while_it_is_on(tmp_path: Path
 
 
 def test_why_there_is_no_probe(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    assert "Linux" in str(built(tmp_path, "darwin"))
+    assert "Linux" in str(compile_probe(tmp_path, "darwin"))
     monkeypatch.setenv("PATH", str(tmp_path))
     monkeypatch.delenv("CC", raising=False)
-    assert "install gcc" in str(built(tmp_path, "linux"))
+    assert "install gcc" in str(compile_probe(tmp_path, "linux"))
     broken = tmp_path / "cc"
     broken.write_text("#!/bin/sh\necho 'x.c:1: error: no such header' >&2\nexit 1\n")
     broken.chmod(0o755)
-    assert "error: no such header" in str(built(tmp_path, "linux"))
+    assert "error: no such header" in str(compile_probe(tmp_path, "linux"))
 
 
 def figures(found: tuple[Measurement, ...], phase: str | None = None) -> Mapping[str, tuple[float, ...]]:
@@ -148,7 +148,7 @@ class CountingDevice(Cpu):
 
 
 def test_a_devices_allocations_are_those_of_steps() -> None:
-    found, _ = step_counters.counters_of_step(workloads.get("cast"), small("cast", "bf16"), CountingDevice(), 0)
+    found, _ = step_counters.count_step_allocations(workloads.get("cast"), small("cast", "bf16"), CountingDevice(), 0)
     whole = figures(found)
     assert sum(whole[specs.DEVICE_ALLOCATIONS]) in (2, 3) and set(whole[specs.DEVICE_ALLOCATIONS]) == {0.0, 1.0}
     assert sum(whole[specs.ALLOCATION_RETRIES]) in (1, 2) and whole[specs.DEVICE_ALLOCATOR_TIME] == (0.0,)

@@ -21,8 +21,8 @@ from fp8bench.model import StepEffect
 from fp8bench.protocols import Phases, Workload
 from fp8bench.registry import devices
 from fp8bench.worker import bits, step_effect
-from fp8bench.worker.bits import digest, other_numbers
-from fp8bench.worker.step_effect import Left, compare_slots, effect_of, restore_state, slot_of
+from fp8bench.worker.bits import digest, replace_numbers
+from fp8bench.worker.step_effect import Sketches, check_step_effect, compare_slots, make_slot, restore_state
 from tests.counts import for_each
 
 State = SimpleNamespace
@@ -49,7 +49,7 @@ def state() -> State:
 
 def effect(step: Step, prepare: Callable[[], object] = state) -> StepEffect:
     workload = SimpleNamespace(prepare=lambda setup: prepare(), step=step)
-    return effect_of(cast(Workload, workload), cast(Any, SimpleNamespace(scales=None)), devices.get("cpu"), 0)
+    return check_step_effect(cast(Workload, workload), cast(Any, SimpleNamespace(scales=None)), devices.get("cpu"), 0)
 
 
 def memoised(state: State, phase: Phases) -> Any:
@@ -224,10 +224,10 @@ def numpy_state() -> State:
 
 
 UNDECIDED: dict[str, tuple[Callable[[], object], Step, str]] = {
-    "a local result": (state, lambda state, phase: _drop(state.x @ state.w), "kept"),
-    "whether all is finite": (state, lambda state, phase: state.x.isfinite().all(), "kept"),
+    "a local result": (state, lambda state, phase: _drop(state.x @ state.w), "stored"),
+    "whether all is finite": (state, lambda state, phase: state.x.isfinite().all(), "stored"),
     "the same file each time": (state, load, "may read"),
-    "work that torch does not see": (state, lambda state, phase: _drop(sum(range(20_000))), "kept"),
+    "work that torch does not see": (state, lambda state, phase: _drop(sum(range(20_000))), "stored"),
     "numbers": (lambda: 3, lambda state, phase: _drop(sum(range(cast(int, state)))), "holds no tensor"),
     "arrays of NumPy's": (numpy_state, lambda state, phase: state.out.fill_(float(state.x.sum())), "may read"),
     "results alone": (lambda: State(out=torch.empty(SIZE)), lambda state, phase: state.out.fill_(1), "no input tensor"),
@@ -239,7 +239,7 @@ def test_where_nothing_can_be_seen_nothing_is_claimed(how: str, monkeypatch: pyt
     prepare, step, words = UNDECIDED[how]
     told = effect(step, prepare)
     assert told.changes is None and words in told.why
-    monkeypatch.setattr(step_effect, "LONGEST_SECONDS", 0.0)
+    monkeypatch.setattr(step_effect, "MAX_STEP_SECONDS", 0.0)
     assert "takes more than 0 s" in effect(lambda state, phase: None).why
 
 
@@ -264,7 +264,7 @@ def test_tensors_that_others_hold_too_are_as_before() -> None:
 
 @for_each("count", [1, 7, 8, 1000])
 def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bits, "_PIECE", 16)
+    monkeypatch.setattr(bits, "_PIECE_ELEMENTS", 16)
     numbers = torch.randint(256, (count,), dtype=torch.uint8, generator=torch.Generator().manual_seed(3))
     seen = {digest(numbers)}
     for place in range(count):
@@ -293,23 +293,30 @@ def test_a_digest_is_of_every_bit_and_its_place(count: int, monkeypatch: pytest.
 def test_numbers_are_replaced_by_others_of_their_range(dtype: torch.dtype) -> None:
     numbers = (torch.arange(1, 200) % 5).to(dtype)
     view, version, before = numbers.view(-1)[3:], numbers._version, digest(numbers)
-    with other_numbers(view, 1):
+    with replace_numbers(view, 1):
         assert digest(numbers) != before and numbers._version == version
         if not dtype.is_complex:
             assert float(numbers.to(torch.float32).min()) >= 0 and float(numbers.to(torch.float32).max()) <= 4
     assert digest(numbers) == before and numbers._version == version
 
 
+def test_equal_numbers_are_replaced_by_numbers_of_their_size() -> None:
+    numbers = torch.full((64,), 448.0)
+    with replace_numbers(numbers, 1):
+        assert 224 <= float(numbers.min()) < float(numbers.max()) <= 448
+    assert bool((numbers == 448).all())
+
+
 MS = 1e-3
 
 
-def told(left: Callable[[int, bool], Left], seconds: Callable[[int, bool], float] = lambda n, timed: MS) -> str:
+def told(left: Callable[[int, bool], Sketches], seconds: Callable[[int, bool], float] = lambda n, timed: MS) -> str:
     """Compares scripted slots; the n-th leaves `left(n)` and takes `seconds(n)`."""
     numbers = iter(range(8))
 
     def slot(timed: bool) -> step_effect.Slot:
         number = next(numbers)
-        return slot_of([seconds(number, timed)] * 3, 1, left(number, timed), seconds(number, timed))
+        return make_slot([seconds(number, timed)] * 3, 1, left(number, timed), seconds(number, timed))
 
     return compared(slot)
 
@@ -334,7 +341,7 @@ def test_slots_that_agree_are_two() -> None:
 
     def slot(timed: bool) -> step_effect.Slot:
         seen.append(timed)
-        return slot_of([MS], 1, [sums(1, 2), sums(3, 4)], MS)
+        return make_slot([MS], 1, [sums(1, 2), sums(3, 4)], MS)
 
     assert compared(slot) == "" and seen == [True, False]
     assert compared(lambda timed: None) == ""
@@ -360,7 +367,7 @@ def test_turns_are_no_lie(period: int, run: int) -> None:
         ([], [], False),
     ],
 )
-def test_what_differs_each_time_is_a_difference(timed: Left, counted: Left, lies: bool) -> None:
+def test_what_differs_each_time_is_a_difference(timed: Sketches, counted: Sketches, lies: bool) -> None:
     said = "timed, a step leaves other numbers than while its operators are counted" if lies else ""
     assert told(lambda n, is_timed: timed if is_timed else counted) == said
 
@@ -382,12 +389,12 @@ def test_a_state_is_as_it_was(monkeypatch: pytest.MonkeyPatch) -> None:
     found = []
     with restore_state(state, {given.untyped_storage().data_ptr()}) as beginning:
         for _ in range(2):
-            beginning.again()
+            beginning.restore()
             assert not torch.equal(given, before[0]) and torch.equal(weights, before[1])
             weights.add_(given @ torch.rand(8, 8))
-            found.append(beginning.left(given @ given))
+            found.append(beginning.sketch_changes(given @ given))
     assert torch.equal(given, before[0]) and torch.equal(weights, before[1])
     assert all(map(torch.equal, *found)) and sorted(bool(tensor.any()) for tensor in found[0]) == [False, True, True]
-    monkeypatch.setattr(step_effect, "MOST_BYTES", 100)
+    monkeypatch.setattr(step_effect, "MAX_BYTES", 100)
     with restore_state(state, {given.untyped_storage().data_ptr()}) as beginning:
-        assert torch.equal(given, before[0]) and beginning.left(given) == []
+        assert torch.equal(given, before[0]) and beginning.sketch_changes(given) == []

@@ -29,11 +29,17 @@ from fp8bench.model.run import SWITCH, SWITCHES_SET
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Phases
 from fp8bench.registry import precisions
-from fp8bench.user_code.switches import values_of
+from fp8bench.user_code.switches import read_values
 from fp8bench.worker import step_guards
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
-from fp8bench.worker.switches import SwitchesChanged, recorded_values, restore_switches, switches, under
+from fp8bench.worker.switches import (
+    SwitchesChanged,
+    precision_scope,
+    read_recorded_switches,
+    restore_switches,
+    switches,
+)
 from fp8bench.workloads.gemm import Gemm
 from tests.counts import for_each
 from tests.fakes import CPU
@@ -239,11 +245,11 @@ def test_what_is_left_changed_is_named_and_put_back(which: str) -> None:
     if which in SINCE_2_12 and not SINCE_2_12[which]:
         pytest.skip("this torch does not have it; 2.12 has")
     leave, words = LEFT[which]
-    before = values_of(switches())
+    before = read_values(switches())
     with pytest.raises(SwitchesChanged) as caught, restore_switches():
         leave()
     assert words in str(caught.value)
-    assert values_of(switches()) == before
+    assert read_values(switches()) == before
 
 
 @for_each("which", KEPT)
@@ -268,7 +274,7 @@ def test_every_switch_is_left_changed_by_a_test() -> None:
 def test_what_is_recorded_are_plain_values_and_one_text_of_what_is_unusual() -> None:
     torch.backends.mkldnn.enabled = False
     try:
-        found = recorded_values()
+        found = read_recorded_switches()
     finally:
         torch.backends.mkldnn.enabled = True
     assert found["switch oneDNN"] is False and found["switch the default dtype"] == "torch.float32"
@@ -303,10 +309,10 @@ def test_a_users_precision_has_to_put_back_what_it_sets() -> None:
             torch.backends.mkldnn.enabled = False
             yield
 
-    before = values_of(switches())
-    with pytest.raises(SwitchesChanged, match="it left oneDNN at False"), under(Careless()):
+    before = read_values(switches())
+    with pytest.raises(SwitchesChanged, match="it left oneDNN at False"), precision_scope(Careless()):
         assert not torch.backends.mkldnn.enabled
-    assert values_of(switches()) == before
+    assert read_values(switches()) == before
 
 
 @for_each("precision", ["fp32", "bf16"])

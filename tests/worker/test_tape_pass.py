@@ -7,7 +7,7 @@ from itertools import count
 
 import pytest
 
-from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.claims import label_false_claims
 from fp8bench.model import Label, Record, Request, Status, Tape
 from fp8bench.model.step import ShareKind, Shares, SharesFrom
 from fp8bench.plan.corpus import Corpus
@@ -34,7 +34,7 @@ def mismatches(found: list[Record]) -> dict[str, str]:
     return {
         record.case.id: label.reason
         for record in found
-        for label in claims_of(record, None)
+        for label in label_false_claims(record, None)
         if label.label in (Label.WORK_MISMATCH, Label.NO_WORK)
     }
 
@@ -132,17 +132,17 @@ def test_a_compiled_function_runs_as_what_it_was_made_of(bench: Bench, corpus: C
 
 @pytest.fixture(autouse=True)
 def few_steps(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape_pass, "STEPS", 1)
+    monkeypatch.setattr(tape_pass, "MAX_STEPS", 1)
 
 
 def test_steps_end_after_some_seconds(monkeypatch: pytest.MonkeyPatch) -> None:
     """The first is a warm-up, and the only one if it exceeds the total time."""
-    monkeypatch.setattr(tape_pass, "STEPS", 5)
-    assert list(tape_pass._turns()) == [0, 1, 2, 3, 4, 5]
-    for seconds, turns in ((tape_pass.SECONDS, [0, 1]), (tape_pass.SECONDS + 1, [0])):
+    monkeypatch.setattr(tape_pass, "MAX_STEPS", 5)
+    assert list(tape_pass._iterate_limited_turns()) == [0, 1, 2, 3, 4, 5]
+    for seconds, turns in ((tape_pass.MAX_SECONDS, [0, 1]), (tape_pass.MAX_SECONDS + 1, [0])):
         clock = count(10.0, seconds)
         monkeypatch.setattr(tape_pass.time, "perf_counter", lambda clock=clock: next(clock))
-        assert list(tape_pass._turns()) == turns
+        assert list(tape_pass._iterate_limited_turns()) == turns
 
 
 def shares(bench: Bench, corpus: Corpus, suite: str, *dtypes: str, **axes: str) -> Iterator[tuple[str, Shares]]:

@@ -25,7 +25,7 @@ from fp8bench.protocols import Phases, Setup
 from fp8bench.worker import untimed_passes
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.step_guards import LeftRunning
-from fp8bench.worker.tracing import STEPS, WARM_UPS, cut_overlaps, write
+from fp8bench.worker.tracing import TRACED_STEPS, WARM_UP_STEPS, cut_overlaps, write_trace
 from tests.counts import for_each
 from tests.worker.scripted import CPU, Script
 from tests.worker.scripted import script as script
@@ -86,8 +86,8 @@ def test_a_profiler_around_the_process_sees_one_slot_with_its_phases(
     monkeypatch.setattr(untimed_passes.devices, "get", lambda kind: Collected())
     Collected.log.clear()
     bench.mark_slot(case, CPU)
-    one = [part for number in range(STEPS) for part in (f"step {number} [", "step", "fp8bench.cast [", "]", "]")]
-    assert Collected.log == [*["step"] * WARM_UPS, "start", f"{case.id} [", *one, "]", "stop"]
+    one = [part for number in range(TRACED_STEPS) for part in (f"step {number} [", "step", "fp8bench.cast [", "]", "]")]
+    assert Collected.log == [*["step"] * WARM_UP_STEPS, "start", f"{case.id} [", *one, "]", "stop"]
 
 
 def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Case], tmp_path: Path) -> None:
@@ -101,22 +101,22 @@ def test_a_few_steps_after_a_warm_up(bench: Bench, stepping: Callable[[Step], Ca
 
     file = tmp_path / "new" / "fp8bench.1.pt.trace.json.gz"
     bench.trace(stepping(step), CPU, str(file))
-    assert len(calls) == WARM_UPS + 1 + STEPS
+    assert len(calls) == WARM_UP_STEPS + 1 + TRACED_STEPS
     events = read(file)["traceEvents"]
     steps = [event for event in events if str(event.get("name")).startswith("ProfilerStep#")]
     ranges = [event for event in events if event.get("name") == "fp8bench.gemm"]
     products = [event for event in events if event.get("name") == "aten::mm"]
-    assert len(steps) == len(ranges) == len(products) == STEPS
+    assert len(steps) == len(ranges) == len(products) == TRACED_STEPS
     assert products[0]["args"]["Input Dims"] == [[8, 8], [8, 8]]
     assert STATES[-1]() is None, "the state is given back"
 
 
 def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     file = tmp_path / "case" / "fp8bench.1.pt.trace.json.gz"
-    write({"traceEvents": [], "traceName": "/tmp/elsewhere/trace.json"}, file)
+    write_trace({"traceEvents": [], "traceName": "/tmp/elsewhere/trace.json"}, file)
     first = file.read_bytes()
     assert read(file) == {"traceEvents": [], "traceName": file.name}
-    write({"traceEvents": [], "traceName": "another"}, file)
+    write_trace({"traceEvents": [], "traceName": "another"}, file)
     assert file.read_bytes() == first and list(file.parent.iterdir()) == [file]
 
     def full(file: IO[bytes], content: bytes, sync: bool) -> None:
@@ -125,7 +125,7 @@ def test_a_trace_names_itself_and_no_folder_of_this_machine(tmp_path: Path, monk
 
     monkeypatch.setattr(files, "append", full)
     with pytest.raises(OSError, match="No space left"):
-        write({"traceEvents": []}, tmp_path / "a.pt.trace.json.gz")
+        write_trace({"traceEvents": []}, tmp_path / "a.pt.trace.json.gz")
     assert list(tmp_path.iterdir()) == [file.parent]
 
 
@@ -135,7 +135,7 @@ def test_an_exception_leaves_no_profiler_behind(bench: Bench, stepping: Callable
     def step(phase: Phases) -> None:
         calls.append(1)
         with phase.gemm:
-            if len(calls) == WARM_UPS + 3:
+            if len(calls) == WARM_UP_STEPS + 3:
                 raise ValueError("no such thing")
 
     with pytest.raises(ValueError, match="no such thing"):

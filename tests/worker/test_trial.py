@@ -15,10 +15,10 @@ from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
 from fp8bench.nn.linear import linear
 from fp8bench.nn.whole_layers import WholeLayer, WholeLayers
-from fp8bench.numerics.products import values_product
+from fp8bench.numerics.products import multiply_in_float32
 from fp8bench.protocols import Arithmetic, Operand, Precision, Role, SilentObserver, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.trial import Trials, wrong_product
+from fp8bench.worker.trial import Trials, find_wrong_product
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.nn.grouped_kernel import kernel
@@ -116,7 +116,7 @@ class OtherRows(RecipeArithmetic):
 
 def wrong(kind: type[RecipeArithmetic], mode: str = "fp8") -> str:
     precision = precisions.get(mode)
-    return wrong_product(kind(precision.recipe), precision, CPU)  # type: ignore[attr-defined]
+    return find_wrong_product(kind(precision.recipe), precision, CPU)  # type: ignore[attr-defined]
 
 
 @for_each(
@@ -146,7 +146,7 @@ def test_whole_layers_may_round_at_random_and_may_leave_nothing_out(mode: str, l
         kept = weight.shape[1] - left_out
         return WholeLayer(lambda x: linear(x[:, :kept], weight[:, :kept], other, SilentPhases()))
 
-    found = wrong_product(WholeLayers("other", torch.bfloat16, build), precision, CPU)
+    found = find_wrong_product(WholeLayers("other", torch.bfloat16, build), precision, CPU)
     assert ("product is wrong" in found) == bool(left_out) and ("emulation of it" in found) == bool(left_out)
 
 
@@ -167,7 +167,7 @@ OTHERS_SCALES = {
 
 
 def _of_values(self: BlockArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-    return values_product(*(self.restore(operand, torch.float32) for operand in (a, b)), dtype)
+    return multiply_in_float32(*(self.restore(operand, torch.float32) for operand in (a, b)), dtype)
 
 
 def _of_another_part(scale: Tensor, rows: int) -> Tensor:
@@ -183,7 +183,7 @@ def test_products_of_several_weights(mode: str, gpu: DeviceFacts, lie: str, monk
     assert arithmetic.groups
     monkeypatch.setattr(torch.ops.aten._scaled_grouped_mm, "default", OTHERS_SCALES.get(lie, kernel))
     monkeypatch.setattr(BlockArithmetic, "product", _of_values)
-    found = wrong_product(arithmetic, precision, CPU)
+    found = find_wrong_product(arithmetic, precision, CPU)
     assert f"its {lie} product is wrong" in found if lie else not found
 
 
@@ -197,7 +197,7 @@ def tried(monkeypatch: pytest.MonkeyPatch, kind: type[Arithmetic] | None, **envi
         monkeypatch.setenv(name, value)
     monkeypatch.setattr("fp8bench.nn.shared_precisions.RecipePrecision.arithmetic", arithmetic)
     monkeypatch.setattr(DeviceFacts, "key", property(lambda facts: "cpu"))
-    return Trials().wrong(Case("gemm", (), "bf16", "cpu", (("mlp", "fp8"),)), H200)
+    return Trials().find_error(Case("gemm", (), "bf16", "cpu", (("mlp", "fp8"),)), H200)
 
 
 def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -210,10 +210,10 @@ def test_a_map_s_dtypes_are_tried_and_a_failing_product_is_a_reason(monkeypatch:
 
 def test_a_precision_is_tried_once_and_emulation_and_torch_s_own_never(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("bf16", "fp32", "fp8", "fp8:backend=emulated"):
-        assert Trials().wrong(Case("gemm", (), name, "cpu"), CPU) == ""
+        assert Trials().find_error(Case("gemm", (), name, "cpu"), CPU) == ""
     calls = []
     monkeypatch.setattr(
         "fp8bench.worker.trial._try_precision", lambda precision, facts, single: calls.append(precision.mode) or "no"
     )
     trials, case = Trials(), Case("gemm", (), "fp8", "cuda:0")
-    assert [trials.wrong(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]
+    assert [trials.find_error(case, H200) for _ in range(3)] == ["no"] * 3 and calls == ["fp8"]

@@ -17,14 +17,14 @@ from fp8bench.devices.cpu import Cpu, data_bytes
 from fp8bench.errors import WorkerFault
 from fp8bench.measure.capacity import CapacityPass, CapacityRule
 from fp8bench.measure.handle import LocalWorker, ProcessWorker, Worker
-from fp8bench.measure.limits import USUAL
+from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.measure.passes import CaseOutcome
 from fp8bench.model import Capacity, Case, PlannedCase, Request
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import make_plan, with_batch
 from fp8bench.protocols import Phases, Setup, SilentObserver, SilentPhases
 from fp8bench.registry import precisions, workloads
-from fp8bench.worker.memory_pass import of_workload, try_batch
+from fp8bench.worker.memory_pass import make_preparer, try_batch
 from tests.own_suites import suite_file
 from tests.worker.scripted import CPU, Scripted, Storages, setup_of
 
@@ -79,7 +79,9 @@ def planned(suite: str, dtype: str = "fp32", **axes: str) -> PlannedCase:
 
 def searched(worker: Worker, one: PlannedCase, limit: int) -> Capacity:
     outcome = CaseOutcome(one)
-    CapacityPass(worker, {"cpu": CPU}, USUAL, SilentObserver(), CapacityRule(limit, with_batch)).search([outcome])
+    CapacityPass(
+        worker, {"cpu": CPU}, DEFAULT_LIMITS, SilentObserver(), CapacityRule(limit, with_batch)
+    ).find_largest_batches([outcome])
     assert outcome.draft.capacity is not None
     return outcome.draft.capacity
 
@@ -172,7 +174,7 @@ def test_preparing_counts_and_both_steps_do() -> None:
         torch.empty(6950)
 
     def peak(prepare: Callable[[Setup], Any], step: Callable[[Any, Phases], None]) -> int | None:
-        return try_batch(of_workload(Scripted(prepare, step), setup), Cpu(), 0, 1 << 30)
+        return try_batch(make_preparer(Scripted(prepare, step), setup), Cpu(), 0, 1 << 30)
 
     assert peak(rough, lambda state, phase: None) == 4 * 5000
     assert peak(rough, first) == 4 * (10 + 100 + 7000)
@@ -192,9 +194,9 @@ def test_the_meter_is_stopped_and_garbage_collected_after_a_failure(monkeypatch:
         raise ValueError("no")
 
     with pytest.raises(ValueError, match="no"):
-        try_batch(of_workload(Scripted(lambda _: {}, step), setup), device, 0, None)
+        try_batch(make_preparer(Scripted(lambda _: {}, step), setup), device, 0, None)
     assert stopped == [1] and gc.isenabled()
-    assert try_batch(of_workload(Scripted(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
+    assert try_batch(make_preparer(Scripted(lambda _: {}, lambda state, phase: None), setup), Cpu(), 0, None) == 0
 
 
 def test_scales_from_data_are_found_before_anything_counts(local: LocalWorker) -> None:

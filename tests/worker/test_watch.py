@@ -16,7 +16,7 @@ from fp8bench.model import Case, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import SilentObserver
 from fp8bench.user_code import import_user_modules
-from fp8bench.user_code.switches import put_back, values_of
+from fp8bench.user_code.switches import read_values, restore_values
 from fp8bench.worker.switches import switches
 from tests.counts import for_each
 from tests.own_suites import forgotten
@@ -114,9 +114,9 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
         isolation=isolation,
     )
     import_user_modules(request.imports)
-    before = values_of(switches())
+    before = read_values(switches())
     run = pipeline.execute(request, tmp_path, SilentObserver(), "a test")
-    assert values_of(switches()) == before
+    assert read_values(switches()) == before
     failed = [record for record in run.records if record.status is not Status.OK]
     assert len(failed) == len(WHERE) * len(WORDS)
     for record in failed:
@@ -137,11 +137,11 @@ def test_switches_that_one_suite_leaves_reach_no_other(own: Path, tmp_path: Path
 def test_a_file_whose_import_sets_switches_is_refused(line: str, words: str, tmp_path: Path) -> None:
     path = tmp_path / "sets_at_import.py"
     path.write_text(line)
-    before = values_of(switches())
+    before = read_values(switches())
     for _ in range(2):
-        with pytest.raises(ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: everything"):
+        with pytest.raises(ImportFailed, match=rf"importing '.*sets_at_import.py' leaves {words}.*: all later"):
             import_user_modules([str(path)])
-        assert values_of(switches()) == before
+        assert read_values(switches()) == before
 
 
 def test_a_file_whose_import_sets_switches_of_torch_is_refused_by_the_worker(tmp_path: Path) -> None:
@@ -180,18 +180,18 @@ BENT = {
 def test_a_process_that_would_bend_its_reference_is_refused(
     which: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    usual = values_of(switches())
+    usual = read_values(switches())
     with KEPT[which][0]() if which in KEPT else nullcontext():
         if which in LEFT:
             LEFT[which][0]()
         elif which not in KEPT:
             monkeypatch.setenv("ONEDNN_DEFAULT_FPMATH_MODE", "BF16")
-        before = values_of(switches())
+        before = read_values(switches())
         with pytest.raises(UsageError, match=BENT[which]):
             fp8bench.run("gemm", dtypes="fp32", set={"shape": 8}, rounds=1, isolation=False, store=tmp_path)
-        assert values_of(switches()) == before
+        assert read_values(switches()) == before
     if which in LEFT:
-        put_back(switches(), usual)
+        restore_values(switches(), usual)
 
 
 @pytest.mark.slow

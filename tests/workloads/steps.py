@@ -94,7 +94,7 @@ class Operations(TorchDispatchMode):
 def kept_weights(monkeypatch: pytest.MonkeyPatch) -> None:
     """Makes new states cache the weights that they have cast."""
     for module in ("linear", "convolution", "diffusion"):
-        monkeypatch.setattr(f"fp8bench.nn.{module}.let_go", lambda weight: None)
+        monkeypatch.setattr(f"fp8bench.nn.{module}.free_weight", lambda weight: None)
 
 
 def cast_again(layers: Iterable[Any]) -> int:

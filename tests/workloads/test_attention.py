@@ -16,7 +16,7 @@ from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.products import products_of_step
+from fp8bench.worker.products import inspect_products
 from fp8bench.workloads.attention import Attention
 from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, small
@@ -49,10 +49,10 @@ def test_the_flops_are_those_torch_counts(part: str, pass_: str, causal: str) ->
     changes = {"part": part, "pass": pass_, "causal": causal, "key_heads": 4}
     state = Attention().prepare(setup_for(**changes))
     with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        if state.pull is None:
+        if state.output_gradient is None:
             Attention().step(state, SilentPhases())
         else:  # the counter cannot follow autograd.grad, which a step calls
-            state.layer(*state.inputs, SilentPhases()).backward(state.pull)
+            state.layer(*state.inputs, SilentPhases()).backward(state.output_gradient)
     counted = counter.get_flop_counts()["Global"]
     attention = counted[torch.ops.aten.bmm] / (2 if causal == "yes" else 1)
     assert Attention().work({**TINY, **changes}).flops == counted.get(torch.ops.aten.mm, 0) + attention
@@ -139,11 +139,11 @@ def test_a_core_alone_has_no_layer_to_map() -> None:
     """A map that would change nothing is a reason to skip."""
     request = Request("attention", ("fp32", "bf16"), axes=(("sequence", ("128",)),), precision_map=(("out", "fp8"),))
     cases = {str(group.cases[1].case.param("part")): group.cases[1] for group in make_plan(request, (CPU,)).groups}
-    assert cases["core"].skip.startswith("no layer is called out here")
+    assert cases["core"].skip.startswith("no layer is called out in this case")
     assert cases["layer"].support.level is Level.EMULATED
 
 
 def test_which_kernel_auto_takes_is_seen() -> None:
     for scores, kernels in (("high", ("flash",)), ("low", ())):
         make = partial(setup_for, "bf16", part="core", scores=scores)
-        assert products_of_step(Attention(), make, CPU).attention == kernels
+        assert inspect_products(Attention(), make, CPU).attention == kernels

@@ -25,7 +25,7 @@ def setup_for(precision: str = "fp8", seed: int = 0, **changes: Scalar) -> Setup
 
 
 def result(setup: Setup) -> torch.Tensor:
-    made = Cast().prepare(setup).change()
+    made = Cast().prepare(setup).operation()
     assert isinstance(made, torch.Tensor)
     return made
 
@@ -50,7 +50,7 @@ def expand(**changes: Scalar) -> dict[str, Scalar]:
 def test_formats_without_scales_have_both_scalings_alike() -> None:
     (axis,) = (one for one in Cast().axes(CPU) if one.name == "scaling")
     alike = [name for name in ALL if torch.equal(result(setup_for(name)), result(setup_for(name, scaling="off")))]
-    assert alike == ["fp32", "bf16", "fp16"] and "fp32, bf16 and fp16 have no scales" in axis.description
+    assert alike == ["fp32", "bf16", "fp16"] and "fp32, bf16 and fp16, which have no scales" in axis.description
 
 
 @for_each("direction", ["to", "from"])
@@ -59,7 +59,7 @@ def test_formats_without_scales_have_both_scalings_alike() -> None:
 def test_a_step_never_hands_back_what_it_was_given(precision: str, source: str, direction: str) -> None:
     setup = setup_for(precision, source=source, direction=direction)
     state = Cast().prepare(setup)
-    one, other = state.change(), state.change()
+    one, other = state.operation(), state.operation()
     assert isinstance(one, torch.Tensor) and isinstance(other, torch.Tensor)
     assert one.shape == (40, 72) and torch.equal(one, other) and one.data_ptr() != other.data_ptr()
     assert marks(Cast(), state) == ["unattributed", "cast", "unattributed"]

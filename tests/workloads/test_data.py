@@ -13,16 +13,16 @@ from fp8bench.formats.grids import E4M3
 from fp8bench.formats.recipes import TENSOR
 from fp8bench.formats.scaled import values
 from fp8bench.model import Level, Scalar
-from fp8bench.nn.batches import DecodedRecords, Indices, text_records
+from fp8bench.nn.batches import DecodedRecords, Indices, draw_text_records
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.data import BATCHES, READY, RECORDS, Data, LoadState
+from fp8bench.workloads.data import DEFAULT_BATCHES, PREPARED_BATCHES, RECORD_COUNT, Data, LoadState
 from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, SMALL, phases, setup_of
 
 SIZES = SMALL["data"]
-KINDS = for_each("kind", BATCHES)
+KINDS = for_each("kind", DEFAULT_BATCHES)
 
 
 def setup_for(corpus: Corpus, precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setup:
@@ -38,8 +38,8 @@ def arrived(state: LoadState) -> torch.Tensor:
 def by_hand(corpus: Corpus, steps: int) -> list[np.ndarray]:
     """The batches of the first steps, decoded from the text itself; preparing draws one."""
     random = np.random.default_rng(0)
-    text = text_records(corpus.path, RECORDS, 512, random)
-    batches = [text[random.integers(0, RECORDS, 4)] for _ in range(steps + 1)]
+    text = draw_text_records(corpus.path, RECORD_COUNT, 512, random)
+    batches = [text[random.integers(0, RECORD_COUNT, 4)] for _ in range(steps + 1)]
     return [(one.astype(np.float32) - np.float32(127.5)) / np.float32(63.75) for one in batches[1:]]
 
 
@@ -50,19 +50,19 @@ def test_a_step_brings_the_next_records_to_the_device(corpus: Corpus, kind: str)
         assert torch.equal(arrived(state), torch.from_numpy(wanted))
 
 
-@for_each(("batch", "ready"), [(4, READY), (RECORDS + 1, 1)])
+@for_each(("batch", "ready"), [(4, PREPARED_BATCHES), (RECORD_COUNT + 1, 1)])
 def test_a_transfer_gathers_nothing_in_its_steps(
     corpus: Corpus, batch: int, ready: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Gathering a batch takes longer than copying it."""
     gathered = []
-    gather = DecodedRecords.batch
+    gather = DecodedRecords.read_batch
 
     def watched(self: DecodedRecords, indices: Indices) -> torch.Tensor:
         gathered.append(len(indices))
         return gather(self, indices)
 
-    monkeypatch.setattr(DecodedRecords, "batch", watched)
+    monkeypatch.setattr(DecodedRecords, "read_batch", watched)
     state = Data().prepare(setup_for(corpus, kind="transfer", batch=batch))
     assert gathered == [batch] * ready
     came = [arrived(state) for _ in range(2 * ready)]

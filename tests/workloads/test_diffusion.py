@@ -12,17 +12,17 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.claims import label_false_claims
 from fp8bench.analysis.findings import find
 from fp8bench.errors import UsageError
 from fp8bench.model import Label, Level, Scalar, Tape, Verdict
 from fp8bench.nn.arithmetics import PlainArithmetic
-from fp8bench.nn.diffusion import GUIDANCE, DenoiserTraining, Sampling, angle
+from fp8bench.nn.diffusion import GUIDANCE_WEIGHT, DenoiserTraining, Sampling, compute_noise_angle
 from fp8bench.nn.linear import Linear
 from fp8bench.nn.sizes import SamplerPlan
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.diffusion import Diffusion, ends_word
+from fp8bench.workloads.diffusion import Diffusion, parse_high_steps
 from tests.counts import for_each
 from tests.fakes import MS, record, steady
 from tests.tapes import tape_in_phases
@@ -192,7 +192,7 @@ def by_loops(denoiser: str, state: Sampling, guidance: str = "none") -> list[Arr
 
 
 def agree(denoiser: str, state: Sampling, guidance: str = "none") -> bool:
-    ours = [latent.numpy() for latent in state.latents(SilentPhases())]
+    ours = [latent.numpy() for latent in state.sample_latents(SilentPhases())]
     wanted = by_loops(denoiser, state, guidance)
     return len(ours) == len(wanted) and all(
         np.allclose(a, b, rtol=1e-9, atol=1e-9) for a, b in zip(ours, wanted, strict=True)
@@ -203,7 +203,7 @@ def mismatched(tape: Tape, reference: Tape) -> bool:
     """Whether a case with that tape gets the label for different work, which removes its verdict."""
     lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=reference)
     case = replace(record(steady(MS, 24), "bf16"), tape=tape)
-    labels = [one for one in claims_of(case, lead) if one.label is Label.WORK_MISMATCH and one.hard]
+    labels = [one for one in label_false_claims(case, lead) if one.label is Label.WORK_MISMATCH and one.hard]
     return bool(labels) and find([lead, case], {})[1].verdict is Verdict.UNSURE
 
 
@@ -212,7 +212,7 @@ def mismatched(tape: Tape, reference: Tape) -> bool:
 @DENOISERS
 def test_sampling_is_what_plain_loops_compute(denoiser: str, guidance: str) -> None:
     state = exact_of(denoiser, guidance=guidance)
-    assert isinstance(state, Sampling) and GUIDANCE == 4
+    assert isinstance(state, Sampling) and GUIDANCE_WEIGHT == 4
     assert agree(denoiser, state, guidance)
 
 
@@ -334,8 +334,8 @@ def test_time_steps_in_the_carrier_are_other_time_steps() -> None:
 def test_times_and_angles_go_from_noise_to_image() -> None:
     assert [SamplerPlan(4, "none", 0, 0).time(step) for step in range(5)] == [999, 749, 499, 249, -1]
     assert len({SamplerPlan(250, "none", 0, 0).time(step) for step in range(251)}) == 251
-    assert angle(-1) == 0 and 0 < angle(0) < angle(999) < math.pi / 2
-    assert [SamplerPlan(5, "none", 1, 2).high(step) for step in range(5)] == [True, False, False, True, True]
+    assert compute_noise_angle(-1) == 0 and 0 < compute_noise_angle(0) < compute_noise_angle(999) < math.pi / 2
+    assert [SamplerPlan(5, "none", 1, 2).is_high(step) for step in range(5)] == [True, False, False, True, True]
 
 
 def test_weights_are_cast_ahead_of_all_steps(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -362,11 +362,11 @@ def test_what_cannot_be_is_refused() -> None:
         params_of("unet", width=12)
     for text in ("", "4", "4+", "+1", "-1+2", "a+b"):
         with pytest.raises(ValueError, match="as in 4"):
-            ends_word(text)
-    assert ends_word("04+1") == "4+1"
+            parse_high_steps(text)
+    assert parse_high_steps("04+1") == "4+1"
     support = Diffusion().support
     params = params_of("dit", high_steps="3+1")
-    assert "leaves none of 4 steps to fp8" in support(params, precisions.get("fp8"), CPU).reason
+    assert "leaves no step of 4 to fp8" in support(params, precisions.get("fp8"), CPU).reason
     assert support(params, precisions.get("bf16"), CPU).level is Level.NATIVE
     training = params_of("dit", **{"pass": "training"})
     assert not {"steps", "guidance", "high_steps"} & set(training)

@@ -9,14 +9,14 @@ import pytest
 import torch
 import torch.nn.functional as functional
 
-from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.claims import label_false_claims
 from fp8bench.devices.cpu import HostStamper
 from fp8bench.errors import UsageError
 from fp8bench.model import Label, Level, Record, Scalar, Status, Tape
 from fp8bench.nn.early_exit import EarlyExit
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.worker.tape_pass import tape_of_step
+from fp8bench.worker.tape_pass import record_tape
 from fp8bench.workloads.early_exit import EarlyExits
 from tests.workloads.steps import CPU, SMALL, phases, small
 
@@ -30,7 +30,7 @@ def setup_for(precision: str = "fp32", seed: int = 0, **changes: Scalar) -> Setu
 def depths(setup: Setup) -> list[int]:
     state = EarlyExits().prepare(setup)
     assert isinstance(state.layer, EarlyExit)
-    return [int(depth) for depth in state.layer.depths(*state.inputs)]
+    return [int(depth) for depth in state.layer.count_blocks(*state.inputs)]
 
 
 def by_hand(setup: Setup) -> tuple[torch.Tensor, list[int]]:
@@ -73,7 +73,7 @@ def test_as_many_leave_by_schedule_as_in_the_exact_pass(tokens: int, leaving: in
 
 def tape(precision: str, **changes: Scalar) -> Tape:
     setup = setup_for(precision, **changes)
-    return tape_of_step(EarlyExits(), setup, precisions.get(precision), HostStamper())
+    return record_tape(EarlyExits(), setup, precisions.get(precision), HostStamper())
 
 
 @pytest.mark.parametrize("exits", ["held", "own"])
@@ -96,7 +96,7 @@ def record(precision: str, **changes: Scalar) -> Record:
 
 
 def mismatch(own: Record, reference: Record) -> tuple[bool, str] | None:
-    told = [one for one in claims_of(own, reference) if one.label is Label.WORK_MISMATCH]
+    told = [one for one in label_false_claims(own, reference) if one.label is Label.WORK_MISMATCH]
     return (told[0].hard, told[0].reason) if told else None
 
 
@@ -134,7 +134,7 @@ def test_a_held_step_looks_as_sure_as_one_that_chooses() -> None:
 
 
 def test_rows_that_are_equally_sure_are_a_sentence() -> None:
-    with pytest.raises(UsageError, match="equally sure"):
+    with pytest.raises(UsageError, match="the same confidence"):
         EarlyExits().prepare(setup_for(exits="own", width=1))
     for exits, level in (("own", Level.REFUSED), ("held", Level.NATIVE)):
         params = dict(setup_for(exits=exits, values="ones").case.params)
@@ -144,7 +144,7 @@ def test_rows_that_are_equally_sure_are_a_sentence() -> None:
 def test_all_rows_may_be_gone_ahead_of_the_last_block() -> None:
     state = EarlyExits().prepare(setup_for(exits="own"))
     state.layer.exits = state.layer.exits._replace(thresholds=(0.0,) * 3)
-    assert set(state.layer.depths(*state.inputs).tolist()) == {1}
+    assert set(state.layer.count_blocks(*state.inputs).tolist()) == {1}
     state.layer.exits = state.layer.exits._replace(thresholds=(math.inf,) * 3)
-    assert set(state.layer.depths(*state.inputs).tolist()) == {4}
+    assert set(state.layer.count_blocks(*state.inputs).tolist()) == {4}
     state.step(SilentPhases())

@@ -10,14 +10,14 @@ import pytest
 import torch
 
 from fp8bench.model import Level, Request, Scalar
-from fp8bench.nn.sizes import MODELS, PRODUCTS, model_products
+from fp8bench.nn.sizes import MODELS, PRODUCTS, parse_model_products
 from fp8bench.numerics import products
-from fp8bench.numerics.distributions import laid_out
+from fp8bench.numerics.distributions import apply_layout
 from fp8bench.plan.make import make_plan
-from fp8bench.profiler.allocations import AllocationStream, Begun, course
+from fp8bench.profiler.allocations import AllocationStream, PhaseStart, find_memory_course
 from fp8bench.protocols import Operand, Role, Setup, SilentPhases
 from fp8bench.registry import precisions
-from fp8bench.workloads.gemm import LARGEST, Gemm, parse_layouts, parse_shape, parse_sides
+from fp8bench.workloads.gemm import LARGEST_SIDE, Gemm, parse_layouts, parse_shape, parse_sides
 from tests.counts import for_each
 from tests.facts import B200
 from tests.workloads.steps import CPU, H200, phases, small
@@ -35,7 +35,7 @@ def setup_for(precision: str = "bf16", seed: int = 0, **changes: Scalar) -> Setu
         ("007", "7x7x7"),
         ("llama3-8b", "llama3-8b"),
         ("hidden:64/ffn:128/heads:2", "hidden:64/ffn:128/heads:2"),
-        (str(LARGEST), f"{LARGEST}x{LARGEST}x{LARGEST}"),
+        (str(LARGEST_SIDE), f"{LARGEST_SIDE}x{LARGEST_SIDE}x{LARGEST_SIDE}"),
         ("sweep", "sweep"),
         ("sweep:nk", "sweep:nk"),
     ],
@@ -61,7 +61,7 @@ def test_shapes_that_can_be_meant(text: str, shape: str) -> None:
         "1xx3",
         "²",
         "٣",
-        str(LARGEST + 1),
+        str(LARGEST_SIDE + 1),
         "gpt3",
         "hidden:64/ffn:128/heads:x",
     ],
@@ -138,7 +138,7 @@ def test_sizes_give_the_products_of_the_model_that_they_describe() -> None:
     described, named = expand(sizes), expand("llama3-8b", tokens=100)
     sides = [[(case["m"], case["n"], case["k"], case["product"]) for case in cases] for cases in (described, named)]
     assert sides[0] == sides[1] and described[0]["layer"] == f"{sizes}/qkv"
-    assert model_products("hidden:5120/ffn:25600/heads:64/kv:8/head:128").features == MODELS["qwen3-32b"]
+    assert parse_model_products("hidden:5120/ffn:25600/heads:64/kv:8/head:128").features == MODELS["qwen3-32b"]
 
 
 @for_each(
@@ -146,8 +146,8 @@ def test_sizes_give_the_products_of_the_model_that_they_describe() -> None:
     [
         ("hidden:64/ffn:128", "need heads:N"),
         ("hidden:64/ffn:128/heads:3", "3 heads do not divide hidden:64"),
-        ("hidden:64/ffn:128/heads:2/layers:3", "'layers:3' is not one of hidden:N, ffn:N"),
-        ("hidden:64/hidden:64/ffn:128/heads:2", "each once"),
+        ("hidden:64/ffn:128/heads:2/layers:3", "'layers:3' is not a size: use each of hidden:N, ffn:N"),
+        ("hidden:64/hidden:64/ffn:128/heads:2", "at most once"),
         ("hidden:0/ffn:128/heads:2", "from 1 to"),
         ("llama3", "sweep, hidden:4096/ffn:14336/heads:32/kv:8, or one of gpt2, .*; the nearest is 'llama3-8b'"),
         ("12x", "deepseek-v3$"),
@@ -238,7 +238,7 @@ def test_the_error_of_the_kernel_is_what_it_adds_to_the_casts() -> None:
 
 def test_the_error_of_a_large_product_is_that_of_some_rows(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = Gemm().error(setup_for("fp8", m=256))["product_error"]
-    monkeypatch.setattr(products.rows_within, "__defaults__", (2.0 * 40 * 64 * 16,))
+    monkeypatch.setattr(products.choose_rows, "__defaults__", (2.0 * 40 * 64 * 16,))
     some = Gemm().error(setup_for("fp8", m=256))["product_error"]
     assert some != whole and some == pytest.approx(whole, rel=0.2)
 
@@ -256,9 +256,9 @@ def test_a_native_product_that_does_not_fit_says_why(m: int, n: int, k: int, fit
 def test_two_operands_are_never_held_in_fp32_at_once() -> None:
     stream = AllocationStream("cpu")
     stream.start()
-    stream.note(Begun("preparing"))
+    stream.note(PhaseStart("preparing"))
     Gemm().prepare(setup_for("bf16", m=512, n=512, k=512))
-    found = course(stream.stop() or [])
+    found = find_memory_course(stream.stop() or [])
     elements = 512 * 512
     assert found is not None and 8 * elements <= found.peak < 9 * elements
 
@@ -295,7 +295,7 @@ def test_native_codes_are_row_by_row_whatever_they_are_cast_from(precision: str)
     source = torch.randn(256, 384, generator=torch.Generator().manual_seed(3)).bfloat16()
     usual = arithmetic.cast(source, Role.INPUT)
     for layout in ("transposed", "padded", "strided"):
-        found = arithmetic.cast(laid_out(source, layout), Role.INPUT)
+        found = arithmetic.cast(apply_layout(source, layout), Role.INPUT)
         assert found.data.is_contiguous() and found.data.stride() == usual.data.stride()
         assert torch.equal(found.data.view(torch.uint8), usual.data.view(torch.uint8))
         assert found.scale is not None and usual.scale is not None

@@ -27,9 +27,9 @@ from tests.workloads.steps import CPU, H200, setup_of
 def one_thread() -> Iterator[None]:
     threads = torch.get_num_threads()
     torch.set_num_threads(1)
-    learning._reference.cache_clear()
+    learning._train_reference_loss.cache_clear()
     yield
-    learning._reference.cache_clear()
+    learning._train_reference_loss.cache_clear()
     torch.set_num_threads(threads)
 
 
@@ -57,9 +57,9 @@ def test_a_layer_that_is_mapped_takes_the_other_precision(corpus: Corpus) -> Non
 
 
 def test_a_loss_that_is_not_finite_is_no_figure(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(learning, "_RATE", 1e30)
+    monkeypatch.setattr(learning, "_LEARNING_RATE", 1e30)
     setup = setup_for(corpus, "fp8", steps=6)
-    assert math.isinf(learning._mean_loss(setup))
+    assert math.isinf(learning._train_mean_loss(setup))
 
 
 def test_every_width_fits_every_native_product() -> None:
@@ -76,7 +76,7 @@ def octave_off(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def towards_zero(monkeypatch: pytest.MonkeyPatch) -> None:
-    sound = quantise.on_grid
+    sound = quantise.round_to_grid
 
     def cut(magnitudes: Tensor, fmt: Format, random: Tensor | None = None) -> Tensor:
         nearest = sound(magnitudes, fmt, random)
@@ -85,7 +85,7 @@ def towards_zero(monkeypatch: pytest.MonkeyPatch) -> None:
         exponents = nearest.log2().floor().clamp(min=fmt.min_exponent)
         return torch.where(nearest > magnitudes, nearest - torch.exp2(exponents - fmt.mantissa_bits), nearest)
 
-    monkeypatch.setattr(quantise, "on_grid", cut)
+    monkeypatch.setattr(quantise, "round_to_grid", cut)
 
 
 @pytest.mark.slow

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.devices.cpu import _container_memory, memory_bytes
+from fp8bench.devices.cpu import _read_container_memory, memory_bytes
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.model import Plan, Request, Scalar
 from fp8bench.model.raw import Settings
@@ -85,7 +85,7 @@ def test_scores_that_are_written_down_are_counted(corpus: Corpus, monkeypatch: p
     assert Attention().error(small("attention", "fp32", kernel="math"))["scores_bytes"] == written
     assert Attention().error(small("attention", "bf16", kernel="math", part="core"))["scores_bytes"] == written
     assert Attention().error(small("attention", "fp8", scores="low"))["scores_bytes"] == written
-    monkeypatch.setattr(attention, "fused_attention", lambda q, k, v, causal: (q @ k.mT).softmax(-1) @ v)
+    monkeypatch.setattr(attention, "compute_fused_attention", lambda q, k, v, causal: (q @ k.mT).softmax(-1) @ v)
     assert Attention().error(small("attention", "fp32", key_heads=4))["scores_bytes"] == written
     monkeypatch.undo()
     for kernel, most in (("auto", 0), ("math", 4 * 48 * 48 * 4)):
@@ -103,9 +103,9 @@ def test_what_does_not_fit_is_a_row_with_its_reason_and_said_before() -> None:
     fused, written = plan.groups
     assert all(one.runs for one in fused.cases) and not any(one.runs for one in written.cases)
     assert "take about 51.5 GiB and cpu has 4.00 GiB" in written.cases[0].skip
-    (said,) = plan.what_fits
+    (said,) = plan.memory_notes
     assert "(fp32) takes about 288 MiB, cpu has 4.00 GiB; 2 of 4 cases take more and are skipped" in said
-    (alone,) = planned(4 << 30, sequence=("32768",), kernel=("math",)).what_fits
+    (alone,) = planned(4 << 30, sequence=("32768",), kernel=("math",)).memory_notes
     assert "does not fit" in alone
 
 
@@ -142,12 +142,12 @@ def test_a_worker_ends_where_memory_does() -> None:
 
 
 def test_a_container_has_what_it_may_have(tmp_path: Path) -> None:
-    assert [*_container_memory(tmp_path)] == []
+    assert [*_read_container_memory(tmp_path)] == []
     (tmp_path / "memory.max").write_text("max\n")
     (tmp_path / "memory.current").write_text("7\n")
-    assert [*_container_memory(tmp_path)] == []
+    assert [*_read_container_memory(tmp_path)] == []
     (tmp_path / "memory.max").write_text("4096\n")
     (tmp_path / "memory").mkdir()
     (tmp_path / "memory/memory.limit_in_bytes").write_text("8192\n")
     (tmp_path / "memory/memory.usage_in_bytes").write_text("9\n")
-    assert [*_container_memory(tmp_path)] == [(4096, 7), (8192, 9)]
+    assert [*_read_container_memory(tmp_path)] == [(4096, 7), (8192, 9)]

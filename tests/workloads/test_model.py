@@ -17,7 +17,7 @@ from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
-from fp8bench.workloads.model import LIVE, MADE, Model
+from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS, Model
 from tests.facts import CPU
 
 Make = Callable[[], Any]
@@ -26,16 +26,16 @@ Make = Callable[[], Any]
 @pytest.fixture(autouse=True)
 def _forgotten() -> Iterator[None]:
     yield
-    LIVE.clear()
-    MADE.clear()
+    LIVE_MODELS.clear()
+    LOADED_MODELS.clear()
 
 
 def setup_of(
     make: Make, precision: str = "untouched", layers: tuple[tuple[str, str], ...] = (), **more: Scalar
 ) -> Setup:
-    if LIVE.get("Net") is not make:
-        MADE.clear()
-    LIVE["Net"] = make
+    if LIVE_MODELS.get("Net") is not make:
+        LOADED_MODELS.clear()
+    LIVE_MODELS["Net"] = make
     params = {"make": "Net", "pass": "training", "optimizer": "adamw", "compile": "no", **more}
     chosen = precisions.get(precision)
     arithmetic = chosen.arithmetic(CPU)
@@ -100,7 +100,7 @@ def test_a_model_in_its_own_dtypes_stays_so(kind: str) -> None:
 def test_all_arms_have_the_same_weights_and_draws() -> None:
     first, second = (Model().prepare(setup_of(make)) for _ in range(2))
     assert first.model is not second.model
-    MADE.clear()
+    LOADED_MODELS.clear()
     torch.manual_seed(12345)
     third = Model().prepare(setup_of(make))
     for other in (second, third):
@@ -214,7 +214,7 @@ def test_steps_that_reach_other_weights_are_compared_whole() -> None:
 def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     setup = setup_of(make, optimizer=name)
     state = Model().prepare(setup)
-    kept = next(iter(MADE.values())).model
+    kept = next(iter(LOADED_MODELS.values())).model
     state.step(SilentPhases())
     moved = [not torch.equal(*pair) for pair in zip(kept.parameters(), state.model.parameters(), strict=True)]
     assert all(moved) if name != "none" else not any(moved)
@@ -243,7 +243,7 @@ def test_maps_and_filters_leave_layers_as_they_came() -> None:
         (lambda: (Net(), (torch.randn(4, 32), 3)), "takes"),
         (lambda: (Net(), torch.randn(4, 32), lambda y: y), "one number"),
         (lambda: (Net().requires_grad_(False), torch.randn(4, 32)), "--forward"),
-        (lambda: 3, "gives int; expected (model, batch)"),
+        (lambda: 3, "returns int; expected (model, batch)"),
     ],
 )
 def test_what_cannot_be_profiled_is_a_sentence(given: Make, sentence: str) -> None:
@@ -273,11 +273,11 @@ def test_accelerate_prepares_a_model_by_its_own_hand() -> None:
     covered = Model().covered(setup)
     assert covered is not None
     assert [one.reason for one in covered.held] == [
-        "Accelerate leaves the first and the last linear layer as they are",
+        "Accelerate skips the first and the last linear layer",
         "",
         "",
-        "Accelerate leaves layers whose sides are no multiples of 16",
-        "Accelerate leaves layers whose sides are no multiples of 16",
+        "Accelerate skips layers whose sides are not multiples of 16",
+        "Accelerate skips layers whose sides are not multiples of 16",
     ]
     torch.manual_seed(3)
     own = Model().prepare(setup_of(deep)).model
@@ -303,5 +303,5 @@ def test_a_compiled_step_gives_what_the_model_gives() -> None:
     class Off(Net):
         forward = torch.compiler.disable(Net.forward)  # type: ignore[assignment]
 
-    with pytest.raises(RuntimeError, match="compiled nothing"):
+    with pytest.raises(RuntimeError, match="compiled no part"):
         Model().prepare(setup_of(lambda: (Off(), torch.randn(8, 32)), compile="yes"))

@@ -16,10 +16,10 @@ from fp8bench.analysis.tapes import product_work
 from fp8bench.errors import UsageError
 from fp8bench.model import DeviceFacts, Level, Scalar
 from fp8bench.nn.exercise import Exercise
-from fp8bench.nn.experts import Mixture, disagreements, draw_load, load_figures, transport
+from fp8bench.nn.experts import Mixture, draw_load, measure_disagreements, summarise_load, transport
 from fp8bench.nn.sizes import MoeSizes
 from fp8bench.registry import precisions
-from fp8bench.workloads.moe import Moe, load_word
+from fp8bench.workloads.moe import Moe, parse_load
 from tests.counts import for_each
 from tests.facts import B200
 from tests.nn.grouped_kernel import GroupedKernel
@@ -58,7 +58,7 @@ def by_loops(state: Exercise, load: str, seed: int = 0) -> Tensor:
 def agree(state: Exercise, load: str) -> bool:
     output, gradients = state.outcome()
     wanted = by_loops(state, load)
-    others = torch.autograd.grad(wanted, state.leaves(), state.pull, allow_unused=True)
+    others = torch.autograd.grad(wanted, state.leaves(), state.output_gradient, allow_unused=True)
     pairs = [
         (output, wanted),
         *((a, torch.zeros_like(a) if b is None else b) for a, b in zip(gradients, others, strict=True)),
@@ -73,7 +73,7 @@ def test_it_is_what_plain_loops_compute(load: str) -> None:
 
 def rows_of(state: Exercise) -> list[int]:
     assert isinstance(state.layer, Mixture)
-    ((_, counts),) = state.layer.watch(state.outcome)
+    ((_, counts),) = state.layer.record_routing(state.outcome)
     return counts
 
 
@@ -147,8 +147,8 @@ def test_a_low_router_chooses_others_and_says_from_which_layer_on() -> None:
 
 def test_agreement_and_load_by_hand() -> None:
     ours, exact = torch.tensor([[0, 1], [2, 3]]), torch.tensor([[1, 0], [2, 1]])
-    assert disagreements([ours], [exact]) == [0.25]
-    assert load_figures([[6, 0, 1, 1], [2, 2, 2, 2]], 10) == {
+    assert measure_disagreements([ours], [exact]) == [0.25]
+    assert summarise_load([[6, 0, 1, 1], [2, 2, 2, 2]], 10) == {
         "load_ratio": 3.0,
         "distinct_experts": 7.0,
         "expert_bytes": 70.0,
@@ -165,7 +165,7 @@ def test_bytes_are_those_of_experts_that_have_tokens(precision: str, each: int) 
 
 def test_decoding_casts_no_weight_in_its_step_and_keeps_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
     state = state_of("fp8", **{"pass": "decode"})
-    assert state.pull is None and weight_bytes(state.layer.modules()) == 8 * 4  # one number each
+    assert state.output_gradient is None and weight_bytes(state.layer.modules()) == 8 * 4  # one number each
     kept_weights(monkeypatch)
     other = state_of("fp8", **{"pass": "decode"})
     assert cast_again(other.layer.modules()) == 8
@@ -208,8 +208,8 @@ def test_what_cannot_be_is_refused() -> None:
         Moe().expand({**SMALL["moe"], "top_k": 5})
     for text in ("zipf", "zipf:0", "zipf:9", "skewed"):
         with pytest.raises(ValueError, match="expected"):
-            load_word(text)
-    assert load_word("zipf:1.50") == "zipf:1.5"
+            parse_load(text)
+    assert parse_load("zipf:1.50") == "zipf:1.5"
     support = Moe().support({**SMALL["moe"], "width": 40}, precisions.get("fp8"), H200)
     assert support.level is Level.REFUSED and "width=40" in support.reason
     support = Moe().support({**SMALL["moe"], "router": "fp8"}, precisions.get("bf16"), H200)

@@ -16,7 +16,7 @@ from fp8bench.nn.sizes import CAPTURED
 from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Role, Setup
 from fp8bench.registry import precisions
-from fp8bench.workloads.numerics import MADE, Numerics
+from fp8bench.workloads.numerics import SYNTHETIC_TENSORS, Numerics
 from tests.counts import for_each
 from tests.workloads.steps import CPU, H200, setup_of
 
@@ -35,14 +35,14 @@ def errors(
     return Numerics().error(setup_for(precision, tensor, corpus, **changes))
 
 
-@for_each("name", [*MADE, *CAPTURED])
+@for_each("name", [*SYNTHETIC_TENSORS, *CAPTURED])
 def test_a_tensor_has_the_shape_and_role_of_its_case(name: str, corpus: Corpus) -> None:
     setup = setup_for("fp16", name, corpus)
     state = Numerics().prepare(setup)
     params = dict(setup.case.params)
     assert state.source.shape == (params["rows"], params["columns"]) and state.source.dtype == torch.float32
     assert Numerics().work(params).bytes == state.source.numel() * 4
-    assert state.role == (CAPTURED[name].role if name in CAPTURED else MADE[name])
+    assert state.role == (CAPTURED[name].role if name in CAPTURED else SYNTHETIC_TENSORS[name])
     assert dict(setup_for("fp16", name, corpus, role="weight").case.params)["role"] == "weight"
 
 

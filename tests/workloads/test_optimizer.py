@@ -106,13 +106,13 @@ def test_a_bf16_second_moment_only_grows(monkeypatch: pytest.MonkeyPatch) -> Non
     bf16, fp8 = errors_of("bf16"), errors_of("fp8")
     assert 0.15 < bf16["second_moment_error"] < 0.4 and bf16["second_moment_error"] > 20 * fp8["second_moment_error"]
     assert bf16["update_error"] > 0.9 * fp8["update_error"]
-    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 10)
+    monkeypatch.setattr(optimizer, "ERROR_STEPS", 10)
     few = Optimizer().error(setup_for("bf16"))
     assert few["second_moment_error"] < 0.01 and few["update_error"] < 0.1 * bf16["update_error"]
 
 
 def test_errors_are_those_of_one_small_matrix(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(optimizer, "STEPS_OF_ERROR", 3)
+    monkeypatch.setattr(optimizer, "ERROR_STEPS", 3)
     threads = torch.get_num_threads()
     torch.set_num_threads(2)
     try:
@@ -125,13 +125,13 @@ def test_errors_are_those_of_one_small_matrix(monkeypatch: pytest.MonkeyPatch) -
 
 def test_the_update_error_is_that_of_weights_by_hand() -> None:
     setup = setup_for("bf16", tensors=1)
-    state, source = optimizer._begin(setup, optimizer._storages(setup), fused=False)
-    exact, same_source = optimizer._begin(setup, optimizer._plain(), fused=False)
+    state, source = optimizer._draw_initial_state(setup, optimizer._choose_storages(setup), fused=False)
+    exact, same_source = optimizer._draw_initial_state(setup, optimizer._make_exact_storages(), fused=False)
     first, second = exact.moments()
     w, m, v = (np.stack([one.double().numpy() for one in some]) for some in (exact.parameters(), first, second))
     start = w.copy()
     for t in range(1001, 2001):
-        state.take(source.draw())
+        state.copy_gradients(source.draw())
         Optimizer().step(state, SilentPhases())
         g = np.stack([one.double().numpy() for one in same_source.draw()])
         m, v = 0.9 * m + 0.1 * g, 0.999 * v + 0.001 * g * g

@@ -17,7 +17,7 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.model import Case, DeviceFacts, Request, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.experts import draw_load
-from fp8bench.nn.parallel.exchanges import owners
+from fp8bench.nn.parallel.exchanges import assign_owners
 from fp8bench.nn.sizes import SIZES, MoeSizes
 from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
@@ -37,7 +37,7 @@ def planned(ranks: int = 2, **axes: str) -> list[tuple[dict[str, object], str]]:
 
 def test_one_process_is_not_parallel() -> None:
     skipped = [one.skip for group in make_plan(Request("parallel"), (CPU,)) for one in group.cases]
-    assert skipped and all("there is 1: add --ranks" in why for why in skipped)
+    assert skipped and all("ranks, not 1: add --ranks" in why for why in skipped)
     assert "parallel" not in workloads.names()
 
 
@@ -49,7 +49,7 @@ def test_a_batch_has_an_equal_share_for_everybody() -> None:
 
 def test_unequal_rows_are_refused() -> None:
     (first, *_) = planned(ranks=5, way="fsdp2", wire="fp32", batch="10")
-    assert "the vocabulary (256) has no equal part for each of 5 ranks" in first[1]
+    assert "the vocabulary (256) cannot be divided equally among 5 ranks" in first[1]
     torchao = {why for _, why in planned(way="fsdp2", wire="torchao_fp8")}
     assert any("torchao's layers, which multiply in fp8: choose dtype fp8" in why for why in torchao)
     assert any("needs the package torchao" in why for why in torchao)
@@ -57,7 +57,7 @@ def test_unequal_rows_are_refused() -> None:
 
 def test_owners_have_about_the_same() -> None:
     sizes = [400, 100, 100, 100, 90, 10]
-    found = owners(sizes, 3)
+    found = assign_owners(sizes, 3)
     held = [sum(size for size, owner in zip(sizes, found, strict=True) if owner == rank) for rank in range(3)]
     assert sorted(held) == [200, 200, 400]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from fp8bench.errors import UsageError
-from fp8bench.features.plan_parallel.formulas import DecoderModel, Load, ParallelLayout, memory_of
+from fp8bench.features.plan_parallel.formulas import DecoderModel, Load, ParallelLayout, predict_memory
 from fp8bench.model import Level, MemoryUse, StaticScales
 from fp8bench.model.raw import Settings
 from fp8bench.nn.rlhf import FourModels
@@ -50,7 +50,7 @@ def test_bytes_of_each_model_are_those_of_the_formula(size: str, corpus: Corpus)
     four.step(SilentPhases())
     sides = config.vocabulary, config.width, config.layers, config.heads, config.key_heads, config.hidden
     model = DecoderModel(size, *sides, config.modern, config.tied)
-    formula, rest = memory_of(model, ParallelLayout(), Load(16, 2, rlhf=True)), config.width
+    formula, rest = predict_memory(model, ParallelLayout(), Load(16, 2, rlhf=True)), config.width
     rest += 0 if config.modern else config.sequence * config.width
     figures = four.figures()
     assert figures["actor_bytes"] == formula.states + 16 * rest
@@ -121,7 +121,7 @@ def test_what_cannot_be_is_a_sentence(corpus: Corpus) -> None:
         with pytest.raises(UsageError, match=why):
             workload.expand({**params, **changes})
     four = {**params, "models": "rlhf"}
-    assert "two are trained" in workload.scales_refused(four, StaticScales(4))
+    assert "RLHF trains two models" in workload.scales_refused(four, StaticScales(4))
     assert workload.support({**four, "frozen": "fp8"}, precisions.get("bf16"), CPU).level is Level.EMULATED
     assert workload.support(four, precisions.get("bf16"), CPU).level is Level.NATIVE
     assert workload.work(four).flops == workload.work(params).flops * (2 + 2 / 3)

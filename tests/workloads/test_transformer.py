@@ -28,7 +28,7 @@ from fp8bench.protocols import Phases, Role, Setup, SilentPhases, WatchedArithme
 from fp8bench.registry import precisions
 from fp8bench.worker.static_scales import Calibrations, step
 from fp8bench.workloads import transformer
-from fp8bench.workloads.transformer import Transformer, _gradients, _loader, _model
+from fp8bench.workloads.transformer import Transformer, _build_model, _compute_gradients, _make_loader
 from tests.counts import for_each
 from tests.nn.test_scaled_arithmetic import NEEDS_PRODUCTS
 from tests.workloads.steps import CPU, H200, MI300, Operations, marks, setup_of
@@ -132,7 +132,7 @@ def test_the_loss_falls(corpus: Corpus, precision: str) -> None:
 
 def test_a_loss_of_zero_has_an_error(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     losses = iter([0.0, 0.0, 0.0, 0.5])
-    monkeypatch.setattr(transformer, "_gradients", lambda *given: (next(losses), [torch.zeros(2)]))
+    monkeypatch.setattr(transformer, "_compute_gradients", lambda *given: (next(losses), [torch.zeros(2)]))
     found = [Transformer().error(setup_for(corpus)) for _ in range(2)]
     assert [one["loss_error"] for one in found] == [0.0, math.inf]
     assert all(one["gradient_error"] == 0.0 for one in found)
@@ -171,11 +171,11 @@ def test_the_exact_step_keeps_no_scores_and_is_what_it_was(corpus: Corpus, size:
         most.add(scores.most)
     assert len(most) == 1 and most.pop() < 12
     exact = PlainArithmetic(torch.float64)
-    model = _model(setup, lambda name: exact, exact.carrier).double()
-    loss, gradients = _gradients(setup, model, model, 1.0)
+    model = _build_model(setup, lambda name: exact, exact.carrier).double()
+    loss, gradients = _compute_gradients(setup, model, model, 1.0)
     state = Transformer().prepare(setup)
     with sdpa_kernel(SDPBackend.MATH):
-        own_loss, own = _gradients(setup, state.model, state.model, 1.0)
+        own_loss, own = _compute_gradients(setup, state.model, state.model, 1.0)
     assert found["loss_error"] == pytest.approx(abs(own_loss - loss) / loss, rel=1e-6)
     assert found["gradient_error"] == pytest.approx(joint_relative_frobenius(own, gradients), rel=1e-6)
 
@@ -427,7 +427,7 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
     """torch.compile returns the function itself if it is switched off."""
     state = Transformer().prepare(setup_for(corpus))
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
-    with pytest.raises(RuntimeError, match="compiled nothing: is it switched off"):
+    with pytest.raises(RuntimeError, match="compiled no graph: is it switched off"):
         compile_model(state.model, *state.loader.next())
 
 
@@ -495,10 +495,10 @@ def test_losses_are_those_of_the_steps_that_are_timed(corpus: Corpus) -> None:
     setup = setup_for(corpus, "fp8")
     losses = Transformer().losses(setup, 3)
     state = Transformer().prepare(setup)
-    first, _ = _gradients(setup, state.model, state.model, 1.0)
+    first, _ = _compute_gradients(setup, state.model, state.model, 1.0)
     assert len(losses) == 3 and losses[0] == pytest.approx(first, rel=1e-6)
     later = stepped(setup, 2)
-    loader = _loader(setup)
+    loader = _make_loader(setup)
     batches = [loader.next() for _ in range(6)][4:]
     third = [float(later.model(*batch, SilentPhases()).detach()) for batch in batches]
     assert losses[2] == pytest.approx(sum(third) / 2, rel=1e-6)
@@ -521,7 +521,7 @@ def test_the_first_gradients_are_held_against_another_setups(corpus: Corpus) -> 
     found = []
     for setup in (low, high):
         model = Transformer().prepare(setup).model
-        found.append(_gradients(setup, model, model, setup.loss_scale)[1])
+        found.append(_compute_gradients(setup, model, model, setup.loss_scale)[1])
     wanted = joint_relative_frobenius(*found)
     assert 0 < wanted < 0.5 and Transformer().gradient_error(low, high) == wanted
     assert Transformer().gradient_error(low, low) == 0.0

@@ -16,7 +16,7 @@ from fp8bench.nn import convolution
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.image_models import ResNet
 from fp8bench.nn.training_step import TrainingState
-from fp8bench.nn.vision import InferenceState, outcome
+from fp8bench.nn.vision import InferenceState, compute_outcome
 from fp8bench.numerics.norms import joint_relative_frobenius
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions
@@ -140,7 +140,7 @@ BY_LOOPS: dict[str, Callable[..., Tensor]] = {
 
 def agrees(model: str, layout: str, passing: str) -> bool:
     state, other = (state_of(model, layout=layout, **{"pass": passing}) for _ in range(2))
-    ours, gradients = outcome(state, False)
+    ours, gradients = compute_outcome(state, False)
     (images, *text), targets = other.loader.next()
     weights: Weights = {}
     for name, weight in other.model.named_parameters():
@@ -178,7 +178,7 @@ def test_bf16_is_what_autocast_computes() -> None:
     """Compares with torch's modules, channels last, with the same weights."""
     state = state_of("resnet", "bf16", layers=1)
     assert isinstance(state, TrainingState) and isinstance(state.model, ResNet)
-    _, ours = outcome(state, False)
+    _, ours = compute_outcome(state, False)
     (images,), targets = state.loader.next()
     weights = {name: weight.detach().requires_grad_() for name, weight in state.model.named_parameters()}
 
@@ -244,7 +244,7 @@ def _converted(function: Callable[..., Tensor], layout: torch.memory_format) -> 
 def test_a_layout_that_is_converted_back_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     """Inside a convolution, and between layers, where the next one would restore it."""
     with monkeypatch.context() as patches:
-        patches.setattr(convolution, "_images", _converted(convolution._images, torch.contiguous_format))
+        patches.setattr(convolution, "_shape_images", _converted(convolution._shape_images, torch.contiguous_format))
         assert "layout=channels_last" in Vision().check(state_of("resnet"))
     relu = functional.relu
     state = state_of("resnet")
@@ -257,28 +257,28 @@ def test_a_layout_that_is_converted_back_is_found(monkeypatch: pytest.MonkeyPatc
 
 def test_windows_of_one_place_do_not_say_channels_last(monkeypatch: pytest.MonkeyPatch) -> None:
     """torch chooses by a window's strides, and returned channels last."""
-    images = convolution._images
+    images = convolution._shape_images
 
     def as_they_come(matrix: Tensor, shape: tuple[int, ...], layout: torch.memory_format) -> Tensor:
         return matrix.reshape(*shape[:3], -1).permute(0, 3, 1, 2).contiguous()
 
-    monkeypatch.setattr(convolution, "_images", as_they_come)
+    monkeypatch.setattr(convolution, "_shape_images", as_they_come)
     state = state_of("resnet", layout="contiguous")
     for layer in state.model.modules():
         if isinstance(layer, convolution.Convolution) and layer.geometry.size == (1, 1):
             layer.weight.data = layer.weight.data.permute(0, 2, 3, 1).contiguous().permute(0, 3, 1, 2)
     assert "layout=contiguous" in Vision().check(state)
-    monkeypatch.setattr(convolution, "_images", images)
+    monkeypatch.setattr(convolution, "_shape_images", images)
     assert Vision().check(state) == ""
 
 
 def test_batch_norm_in_the_other_mode_is_found() -> None:
     state = state_of("resnet")
     state.model.eval()
-    assert "batch norm norm goes by kept statistics" in Vision().check(state)
+    assert "batch norm norm uses its running statistics" in Vision().check(state)
     state = state_of("resnet", **{"pass": "forward"})
     state.model.train()
-    assert "batch norm norm goes by its batch" in Vision().check(state)
+    assert "batch norm norm uses the batch" in Vision().check(state)
     assert {norm.training for norm in state_of("resnet").model.modules() if isinstance(norm, BatchNorm)} == {True}
 
 
@@ -287,13 +287,13 @@ def test_batch_norm_in_the_other_mode_is_found() -> None:
 def test_inference_casts_no_weight_in_its_step_and_keeps_no_other(model: str, layout: str) -> None:
     state, count = state_of(model, "fp8", layout=layout, **{"pass": "forward"}), len(Vision().layers(params_of(model)))
     assert weight_bytes(state.model.modules()) == 4 * count  # one number each
-    logits, gradients = outcome(state, False)
+    logits, gradients = compute_outcome(state, False)
     assert gradients == []
     with pytest.MonkeyPatch.context() as patch:
         kept_weights(patch)
         other = state_of(model, "fp8", layout=layout, **{"pass": "forward"})
     assert cast_again(other.model.modules()) == count
-    assert torch.equal(outcome(other, False)[0], logits)
+    assert torch.equal(compute_outcome(other, False)[0], logits)
 
 
 def test_what_is_native_and_what_is_not() -> None:

@@ -1,4 +1,6 @@
-"""Compares two sides that were measured at different times: every case and figure that both have."""
+"""Compares two sides, each of one or several runs, that were measured at different times. Every case and every figure
+that both sides have is compared.
+"""
 
 from __future__ import annotations
 
@@ -8,11 +10,11 @@ from dataclasses import dataclass, replace
 from statistics import fmean
 
 from fp8bench.analysis.compare.interval import (
-    Estimate,
     FigureChange,
     RunDifference,
     compare_exact_values,
     compare_runs,
+    geometric_mean,
     judge_difference,
 )
 from fp8bench.analysis.compare.sides import (
@@ -25,30 +27,32 @@ from fp8bench.analysis.compare.sides import (
     match_noisy_costs,
     match_times,
 )
-from fp8bench.analysis.labels import AHEAD, FAR_AHEAD, disturbed_slots, positive_fact
-from fp8bench.analysis.tapes import counts_of, describe_changes
-from fp8bench.analysis.verdicts import agrees, is_uneven
+from fp8bench.analysis.labels import DISTURBED_RATIO, STARVED_RATIO, count_disturbed_slots, read_positive_fact
+from fp8bench.analysis.tapes import describe_changes, exact_counts_of
+from fp8bench.analysis.verdicts import is_uneven, mean_agrees
 from fp8bench.model import Case, Comparison, Direction, Evidence, Interval, Label, Record, SlotSample, Status, Verdict
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.units import percent
 
-_VERDICTS = {
+_VERDICT_BY_DIRECTION = {
     Direction.BETTER: Verdict.FASTER,
     Direction.WORSE: Verdict.SLOWER,
     Direction.SAME: Verdict.SAME,
 }
-# Other programs disturbed one side more if the shares of disturbed slots, or the loads at the start, differ by this.
-_DISTURBED_SHARE, _LOAD = 0.2, 1.0
-# A step had a core for at least this share of its time, regardless of the system's waiting counters.
-_LEAST_SHARE = 1e-3
+# Other programs disturbed one side more than the other if the shares of disturbed slots differ by the first number,
+# or the loads per core at the start of the runs by the second.
+_MIN_EXTRA_DISTURBED_SHARE, _MIN_EXTRA_LOAD = 0.2, 1.0
+# A lower limit for the share of a step's time in which it had a core, in case the system reports too much waiting.
+_MIN_CORE_SHARE = 1e-3
 _STATUS_WORDS = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
 
 
 @dataclass(frozen=True)
 class Compared:
-    """Comparisons of two sides, ids of cases that only one side has, and facts that differ.
+    """The comparisons of two sides, the ids of cases that only one side has, and the facts that differ.
 
-    `conditions` are the differing facts that times depend on ('threads was 1 and is 2'); '' if times compare.
+    `conditions` describes the differing facts that times depend on, like 'threads was 1 and is 2'. It is '' if times
+    are comparable.
     """
 
     before: Side
@@ -67,10 +71,10 @@ class Compared:
 def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compared:
     """Compares the cases that both sides have, in the order of the new side.
 
-    Runs of the `extra` side only show how much runs differ.
+    Runs of the `extra` side are not compared. They only show how much runs of the same code differ.
     """
-    facts = list_differing_facts(old_side.runs, new_side.runs)
-    changed_conditions = [fact for fact in facts if fact.of_times]
+    differing_facts = list_differing_facts(old_side.runs, new_side.runs)
+    changed_conditions = [fact for fact in differing_facts if fact.of_times]
     conditions = "; ".join(f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in changed_conditions)
     comparisons: list[Comparison] = []
     for name, new_sightings in new_side.sightings.items():
@@ -81,76 +85,88 @@ def compare(old_side: Side, new_side: Side, extra: Side | None = None) -> Compar
         old_side,
         new_side,
         tuple(comparisons),
-        _list_lone_cases(old_side, new_side),
-        _list_lone_cases(new_side, old_side),
-        facts,
+        _list_cases_of_one_side(old_side, new_side),
+        _list_cases_of_one_side(new_side, old_side),
+        differing_facts,
         conditions,
     )
 
 
 def _describe_busier_side(old: Sequence[Sighting], new: Sequence[Sighting]) -> str:
-    """Returns how other programs used the machine more during one side; '' if both sides were alike, or on a GPU."""
+    """Describes how much more other programs used the machine during the runs of one side. Returns '' on a GPU, and
+    if both sides had a similar load.
+    """
     if not all(sighting.record.case.device.startswith("cpu") for sighting in (*old, *new)):
         return ""
-    shares = [_disturbed_share(old), _disturbed_share(new)]
-    if abs(shares[0] - shares[1]) > _DISTURBED_SHARE:
-        old_words, new_words = (percent(share, 0) for share in shares)
+    disturbed_shares = [_average_disturbed_share(old), _average_disturbed_share(new)]
+    if abs(disturbed_shares[0] - disturbed_shares[1]) > _MIN_EXTRA_DISTURBED_SHARE:
+        old_words, new_words = (percent(share, 0) for share in disturbed_shares)
         return (
-            f"others took the CPU in {old_words} of the slots before and {new_words} of the slots now: "
-            "measure both sides alike, or duel"
+            f"other programs took the CPU in {old_words} of the slots before and {new_words} of the slots now: "
+            "measure both sides under the same load, or duel"
         )
     loads = [_list_loads(old), _list_loads(new)]
     if not all(loads):
         return ""
-    means = [fmean(load) for load in loads]
-    if abs(means[0] - means[1]) > _LOAD:
-        old_words, new_words = (percent(load, 0) for load in means)
+    mean_loads = [fmean(load) for load in loads]
+    if abs(mean_loads[0] - mean_loads[1]) > _MIN_EXTRA_LOAD:
+        old_words, new_words = (percent(load, 0) for load in mean_loads)
         return (
             f"the load at the start was {old_words} of the cores before and {new_words} of the cores now: "
-            "measure both sides alike, or duel"
+            "measure both sides under the same load, or duel"
         )
     return ""
 
 
-def _disturbed_share(side: Sequence[Sighting]) -> float:
-    """Returns the share of slots whose wall clock ran ahead of the processor's time, the mean over runs."""
+def _average_disturbed_share(side: Sequence[Sighting]) -> float:
+    """Returns the share of slots whose wall-clock time exceeds their CPU time, averaged over runs."""
     shares = []
     for sighting in side:
         timing = sighting.record.timing
         has_slots = timing is not None and timing.slots
-        shares.append(disturbed_slots(timing, AHEAD) / len(timing.slots) if timing is not None and has_slots else 0.0)
+        shares.append(
+            count_disturbed_slots(timing, DISTURBED_RATIO) / len(timing.slots)
+            if timing is not None and has_slots
+            else 0.0
+        )
     return fmean(shares)
 
 
 def _withhold_disturbed_time(
     comparison: Comparison, old: Sequence[Sighting], new: Sequence[Sighting], busier: str
 ) -> Comparison:
-    """Withholds a difference in time that other programs may have caused on one side.
+    """Makes a difference in time UNSURE if other programs may have caused it by disturbing one side.
 
-    A p-value already includes their waiting, because the spread of many runs does.
+    A comparison with a p-value stays unchanged. It is based on the spread of many runs, which already includes
+    waiting for a core.
     """
-    longer = max(_waiting_factor(old), _waiting_factor(new)) if comparison.p_value is None else 1.0
-    comparison = replace(comparison, others=max(FAR_AHEAD, longer) if busier else longer)
+    waiting_factor = (
+        max(_compute_waiting_factor(old), _compute_waiting_factor(new)) if comparison.p_value is None else 1.0
+    )
+    comparison = replace(comparison, others=max(STARVED_RATIO, waiting_factor) if busier else waiting_factor)
     if comparison.direction is Direction.UNSURE:
         return replace(comparison, why=busier or comparison.why)
     if comparison.direction is Direction.SAME or comparison.ratio is None:
         return comparison
     if abs(math.log(comparison.ratio.point)) > math.log(comparison.others):
         return comparison
-    waited = f"steps took up to {longer:.1f} times as long for want of a core: measure while others do less, or duel"
-    return replace(comparison, direction=Direction.UNSURE, why=busier or waited)
+    waiting_reason = (
+        f"steps took up to {waiting_factor:.1f} times as long because they waited for a core: "
+        "measure on a quieter machine, or duel"
+    )
+    return replace(comparison, direction=Direction.UNSURE, why=busier or waiting_reason)
 
 
-def _waiting_factor(side: Sequence[Sighting]) -> float:
-    """Returns how many times as long steps took because they waited for a core; 1 on a GPU."""
+def _compute_waiting_factor(side: Sequence[Sighting]) -> float:
+    """Returns how many times as long steps took because they waited for a core, or 1 on a GPU."""
     slots: list[SlotSample] = []
     for sighting in side:
         timing = sighting.record.timing
         if timing is not None and sighting.record.case.device.startswith("cpu"):
             slots += timing.slots
-    wall = sum(slot.wall_seconds for slot in slots)
-    waited = sum(_seconds_off_core(slot) for slot in slots)
-    return wall / max(wall - waited, wall * _LEAST_SHARE) if wall else 1.0
+    wall_seconds = sum(slot.wall_seconds for slot in slots)
+    waiting_seconds = sum(_seconds_off_core(slot) for slot in slots)
+    return wall_seconds / max(wall_seconds - waiting_seconds, wall_seconds * _MIN_CORE_SHARE) if wall_seconds else 1.0
 
 
 def _seconds_off_core(slot: SlotSample) -> float:
@@ -160,19 +176,21 @@ def _seconds_off_core(slot: SlotSample) -> float:
 
 
 def _list_loads(side: Sequence[Sighting]) -> list[float]:
-    """Returns the load of a core at the start of each run that recorded it."""
-    loads = []
+    """Returns the load per core at the start of each run that recorded it."""
+    loads_per_core = []
     for sighting in side:
         facts = sighting.run.environment.facts
-        if cores := positive_fact(facts, "cpu_count"):
-            loads.append(positive_fact(facts, "load_1min") / cores)
-    return loads
+        if cores := read_positive_fact(facts, "cpu_count"):
+            loads_per_core.append(read_positive_fact(facts, "load_1min") / cores)
+    return loads_per_core
 
 
-def _list_lone_cases(side: Side, opposite: Side) -> tuple[str, ...]:
-    """Returns the cases that the opposite side lacks, without those that were skipped."""
-    lone = {name: sightings[-1] for name, sightings in side.sightings.items() if name not in opposite.sightings}
-    return tuple(name for name, sighting in lone.items() if sighting.record.status is not Status.SKIPPED)
+def _list_cases_of_one_side(side: Side, opposite: Side) -> tuple[str, ...]:
+    """Returns the ids of cases that the opposite side lacks, without skipped cases."""
+    missing_sightings = {
+        name: sightings[-1] for name, sightings in side.sightings.items() if name not in opposite.sightings
+    }
+    return tuple(name for name, sighting in missing_sightings.items() if sighting.record.status is not Status.SKIPPED)
 
 
 def _compare_case(
@@ -182,33 +200,33 @@ def _compare_case(
     case = new_record.case
     if old_record.status is new_record.status is Status.SKIPPED:
         return
-    # 1. Nothing is compared unless both sides have the same work.
+    # 1. Compare only if both sides did the same work.
     if not (old_record.is_ok and new_record.is_ok):
-        failed = new_record.status is Status.FAILED and old_record.status is not Status.FAILED
+        newly_failed = new_record.status is Status.FAILED and old_record.status is not Status.FAILED
         reason = f"{_describe_status(old_record)} before, {_describe_status(new_record)} now"
-        yield _no_comparison(case, reason, failed)
+        yield _make_missing_comparison(case, reason, newly_failed)
         return
-    old, new, extra = (_with_version(side, case.version) for side in (old, new, extra))
+    old, new, extra = (_select_version(side, case.version) for side in (old, new, extra))
     if not old:
         reason = f"version {old_record.case.version} before and {case.version} now: the work changed"
-        yield _no_comparison(case, reason)
+        yield _make_missing_comparison(case, reason)
         return
     if old_record.support.level is not new_record.support.level:
-        reason = f"{old_record.support.level} before and {new_record.support.level} now: not the same work"
-        yield _no_comparison(case, reason)
+        reason = f"{old_record.support.level} before and {new_record.support.level} now: they do different work"
+        yield _make_missing_comparison(case, reason)
         return
-    # 2. Figures that a clock or a sensor measures have noise.
+    # 2. Compare times and energy, which have noise.
     old, new, extra = _choose_sightings(old), _choose_sightings(new), _choose_sightings(extra)
-    busier = _describe_busier_side(old, new)
+    busier_side = _describe_busier_side(old, new)
     labels = _collect_labels((*old, *new))
     for figures in (*match_times(old, new, extra), *match_noisy_costs(old, new, extra)):
         comparison = compare_figures(figures, case.id, case.workload, labels)
         if figures.metric in (TIME, RELATIVE):
-            comparison = _withhold_disturbed_time(comparison, old, new, busier)
+            comparison = _withhold_disturbed_time(comparison, old, new, busier_side)
         if conditions:
             comparison = replace(comparison, direction=Direction.DIFFERS, why=conditions)
         yield comparison
-    # 3. Memory, errors and counts are exact.
+    # 3. Compare memory, errors and counts, which are exact.
     for metric, old_values, new_values in match_exact_costs(old, new):
         change = compare_exact_values(old_values, new_values)
         yield _to_comparison(case.id, case.workload, metric.name, metric.unit, change)
@@ -221,7 +239,7 @@ def _describe_status(record: Record) -> str:
     return _STATUS_WORDS[record.status] + reason
 
 
-def _with_version(side: Sequence[Sighting], version: str) -> list[Sighting]:
+def _select_version(side: Sequence[Sighting], version: str) -> list[Sighting]:
     return [sighting for sighting in side if sighting.record.case.version == version]
 
 
@@ -229,7 +247,7 @@ def _compare_tapes(old: Record, new: Record) -> Iterator[Comparison]:
     if old.tape is None or new.tape is None:
         return
     case, changes = new.case, describe_changes(old.tape, new.tape)
-    for spec, old_count, new_count in zip(COUNTS, counts_of(old.tape), counts_of(new.tape), strict=True):
+    for spec, old_count, new_count in zip(COUNTS, exact_counts_of(old.tape), exact_counts_of(new.tape), strict=True):
         change = compare_exact_values([float(old_count)], [float(new_count)], rounding=0.0)
         change = change._replace(why=changes if old_count != new_count else "")
         yield _to_comparison(case.id, case.workload, spec.name, spec.unit, change)
@@ -253,47 +271,53 @@ def _to_comparison(case: str, suite: str, metric: str, unit: str, change: Figure
 
 
 def _choose_sightings(side: Sequence[Sighting]) -> list[Sighting]:
-    """Returns the sightings with figures; those of --quick runs only if no others exist."""
-    measured = [sighting for sighting in side if sighting.record.is_ok]
-    thorough = [sighting for sighting in measured if not sighting.run.request.quick]
-    return thorough or measured
+    """Returns the measurements of a case that have figures. Measurements of --quick runs are used only if all runs
+    are quick.
+    """
+    measured_sightings = [sighting for sighting in side if sighting.record.is_ok]
+    without_quick = [sighting for sighting in measured_sightings if not sighting.run.request.quick]
+    return without_quick or measured_sightings
 
 
-def _no_comparison(case: Case, reason: str, failed: bool = False) -> Comparison:
+def _make_missing_comparison(case: Case, reason: str, failed: bool = False) -> Comparison:
     return Comparison(case.id, case.workload, TIME, "s", Direction.NONE, Evidence.CROSS_RUN, why=reason, failed=failed)
 
 
 def compare_figures(figures: MatchedFigures, case: str, suite: str, labels: tuple[str, ...]) -> Comparison:
-    """Compares one noisy figure; the mean over all calls may contradict its fastest calls."""
-    # 1. Judge the fastest calls.
-    difference = _move_to_shown(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
-    where, reason = judge_difference(difference)
+    """Compares one noisy figure of a case. The result is UNSURE if the mean over all calls contradicts the fastest
+    calls.
+    """
+    # 1. Compare the fastest calls.
+    difference = _move_to_reported_ratio(compare_runs(figures.old, figures.new, figures.extra), figures.shown)
+    direction, reason = judge_difference(difference)
     ratio = difference.ratio
     if figures.few and difference.alone:
-        where, reason = Direction.UNSURE, "a few runs of a few rounds each"
+        direction, reason = Direction.UNSURE, "a few runs of a few rounds each are too few"
         ratio = Interval(ratio.point, ratio.point, ratio.point, 0.0)
-    # 2. Compare them with all calls.
-    typical = compare_runs(*figures.typical).ratio if figures.typical else ratio
-    contradicted = where in _VERDICTS and not agrees(_VERDICTS[where], ratio, typical)
-    if contradicted:
-        where, reason = Direction.UNSURE, "the mean over all calls contradicts the fastest calls"
-    if is_uneven(ratio, typical) and (contradicted or not difference.alone):
+    # 2. Check this result against the mean over all calls.
+    mean_ratio = compare_runs(*figures.typical).ratio if figures.typical else ratio
+    is_contradicted = direction in _VERDICT_BY_DIRECTION and not mean_agrees(
+        _VERDICT_BY_DIRECTION[direction], ratio, mean_ratio
+    )
+    if is_contradicted:
+        direction, reason = Direction.UNSURE, "the mean over all calls contradicts the fastest calls"
+    if is_uneven(ratio, mean_ratio) and (is_contradicted or not difference.alone):
         labels = tuple(label for label in Label if label in (*labels, Label.UNEVEN))
-    old, new = figures.shown or (_geometric_mean(figures.old), _geometric_mean(figures.new))
-    change = FigureChange(where, old, new, ratio, difference.p_value, reason, difference.noise)
+    old, new = figures.shown or (geometric_mean(figures.old), geometric_mean(figures.new))
+    change = FigureChange(direction, old, new, ratio, difference.p_value, reason, difference.noise)
     return replace(_to_comparison(case, suite, figures.metric, figures.unit, change), labels=labels)
 
 
-def _geometric_mean(side: Sequence[Estimate]) -> float:
-    return math.exp(fmean(estimate.log for estimate in side))
-
-
-def _move_to_shown(difference: RunDifference, shown: tuple[float, float] | None) -> RunDifference:
-    """Moves a ratio to the ratio of the times in both runs' reports; the interval is widened to hold both points."""
-    if shown is None:
+def _move_to_reported_ratio(difference: RunDifference, reported_seconds: tuple[float, float] | None) -> RunDifference:
+    """Returns the difference with its ratio replaced by the ratio of the times that both runs reported. The interval
+    is widened to contain the old and the new ratio.
+    """
+    if reported_seconds is None:
         return difference
-    ratio, point = difference.ratio, shown[1] / shown[0]
-    ratio = replace(ratio, point=point, low=min(ratio.low, point), high=max(ratio.high, point))
+    ratio, reported_ratio = difference.ratio, reported_seconds[1] / reported_seconds[0]
+    ratio = replace(
+        ratio, point=reported_ratio, low=min(ratio.low, reported_ratio), high=max(ratio.high, reported_ratio)
+    )
     return replace(difference, ratio=ratio)
 
 

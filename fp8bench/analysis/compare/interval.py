@@ -1,9 +1,12 @@
-"""The ratio of two sides that were measured at different times, with an interval that includes how much runs differ.
+"""Computes the ratio of two sides that were measured at different times. Its interval includes differences between
+runs.
 
-The next run may have different clocks, memory layout and neighbours, which noise within a run does not show. With eight
-runs or more the spread between runs is known and is part of the interval. With fewer it is unknown: then the interval
-holds the ratio of any old run to any new one, it has no p-value, and no change below 10% is called better or worse.
-Exact values are also compared here.
+Runs differ in clocks, memory layout and other programs. Noise within a run does not show these differences. With
+eight runs or more, the spread between runs is known and is part of the interval. With fewer runs, the interval
+contains the ratio of every new run to every old run. There is then no p-value, and a change below 10% is neither
+better nor worse.
+
+This module also compares exact values, such as memory.
 """
 
 from __future__ import annotations
@@ -21,21 +24,23 @@ from fp8bench.model import Direction, Interval, Noise
 from fp8bench.model.specs import BAND
 from fp8bench.units import percent
 
-# The least change that a few runs can show, because they were measured at different times.
-ALONE = 0.10
+# The smallest change that a comparison of few runs can show, because those runs were measured at different times.
+MIN_CHANGE_OF_FEW_RUNS = 0.10
 # Limits for evaluating the continued fraction of Student's distribution.
-_TINY = 1e-300
-_CLOSE = 1e-15
-_MOST_TERMS = 1000
-# With fewer degrees of freedom the spread between runs is a guess, and its t interval far too wide.
-LEAST_FREEDOM = 6
-# Exact values are the same whenever the same code runs, except for the digits that are stored.
-ROUNDING = 1e-6
+_SMALLEST_TERM = 1e-300
+_CONVERGENCE_TOLERANCE = 1e-15
+_MAX_TERMS = 1000
+# From this many degrees of freedom on, the spread between runs counts as known. With fewer, it is a guess, and its t
+# interval is far too wide.
+MIN_DEGREES_OF_FREEDOM = 6
+# Exact values are equal whenever the same code runs. They may still differ by this share, because stored numbers have
+# few digits.
+STORED_DIGITS_TOLERANCE = 1e-6
 
 
 @dataclass(frozen=True)
 class Estimate:
-    """The logarithm of a run's figure, and its standard error within the run (0: exact)."""
+    """The logarithm of a run's figure, with its standard error within the run. An exact figure has error 0."""
 
     log: float
     error: float
@@ -43,7 +48,9 @@ class Estimate:
 
 @dataclass(frozen=True)
 class RunDifference:
-    """The new side over the old one. `p_value` is None if the spread between runs is unknown."""
+    """The ratio of the new side to the old side, with its interval. `p_value` is None if it is unknown how much runs
+    differ.
+    """
 
     ratio: Interval
     p_value: float | None
@@ -55,30 +62,40 @@ class RunDifference:
 
 
 def compare_runs(old: Sequence[Estimate], new: Sequence[Estimate], extra: Sequence[Estimate] = ()) -> RunDifference:
-    """Compares the means of the runs of two sides. `extra` runs only show how much runs differ."""
-    point = _mean_log(new) - _mean_log(old)
-    within = math.sqrt(_variance_of_mean(old) + _variance_of_mean(new))
+    """Compares the mean over the runs of the new side with that of the old side. The `extra` runs only show how much
+    runs of the same code differ.
+    """
+    log_ratio = _mean_log(new) - _mean_log(old)
+    error_within_runs = math.sqrt(_variance_of_mean(old) + _variance_of_mean(new))
     freedom = sum(max(0, len(side) - 1) for side in (old, new, extra))
-    if freedom < LEAST_FREEDOM:
-        # 1. Too few runs: the interval holds the ratio of any new run to any old one, by the noise within them.
+    if freedom < MIN_DEGREES_OF_FREEDOM:
+        # 1. With too few runs, the interval contains the ratio of any new run to any old run, widened by the noise
+        # within these runs.
         reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
         low, high = math.inf, -math.inf
         for old_run, new_run in product(old, new):
             log, error = new_run.log - old_run.log, reach * math.hypot(new_run.error, old_run.error)
             low, high = min(low, log - error), max(high, log + error)
-        return RunDifference(_to_interval(point, low, high), None, Noise(within, 0, len(old), len(new)))
-    # 2. Enough runs: the spread between them, by Student's t. Runs that agree by chance are not surer than each is.
-    squares = [*_squares_about_mean(old), *_squares_about_mean(new), *_squares_about_mean(extra)]
-    pooled = sum(squares) / freedom
-    between = math.sqrt(pooled * (1 / len(old) + 1 / len(new)))
-    error = max(between, within)
+        return RunDifference(_to_interval(log_ratio, low, high), None, Noise(error_within_runs, 0, len(old), len(new)))
+    # 2. With enough runs, use the spread between them and Student's t. The error is at least the error within runs,
+    # because runs may agree by chance.
+    squared_deviations = [*_squared_deviations(old), *_squared_deviations(new), *_squared_deviations(extra)]
+    pooled_variance = sum(squared_deviations) / freedom
+    error_between_runs = math.sqrt(pooled_variance * (1 / len(old) + 1 / len(new)))
+    error = max(error_between_runs, error_within_runs)
     if error:
-        statistic = abs(point) / error
+        t_statistic = abs(log_ratio) / error
     else:
-        statistic = math.inf if point else 0.0
-    reach = quantile(FINAL_LEVEL, freedom) * error
+        t_statistic = math.inf if log_ratio else 0.0
+    reach = student_quantile(FINAL_LEVEL, freedom) * error
     noise = Noise(error, freedom, len(old), len(new))
-    return RunDifference(_to_interval(point, point - reach, point + reach), p_value(statistic, freedom), noise)
+    return RunDifference(
+        _to_interval(log_ratio, log_ratio - reach, log_ratio + reach), p_value(t_statistic, freedom), noise
+    )
+
+
+def geometric_mean(side: Sequence[Estimate]) -> float:
+    return math.exp(_mean_log(side))
 
 
 def _mean_log(side: Sequence[Estimate]) -> float:
@@ -89,31 +106,33 @@ def _variance_of_mean(side: Sequence[Estimate]) -> float:
     return sum(estimate.error**2 for estimate in side) / len(side) ** 2
 
 
-def _squares_about_mean(side: Sequence[Estimate]) -> list[float]:
+def _squared_deviations(side: Sequence[Estimate]) -> list[float]:
     mean = _mean_log(side) if side else 0.0
     return [(estimate.log - mean) ** 2 for estimate in side]
 
 
 def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
-    """Returns the direction, and the reason if it is UNSURE."""
+    """Returns whether a change is better, worse, the same or UNSURE. Also returns the reason if it is UNSURE."""
     ratio = difference.ratio
-    band = ALONE if difference.alone else BAND
-    if ratio.low > 1 and ratio.point > 1 + band:
+    min_change = MIN_CHANGE_OF_FEW_RUNS if difference.alone else BAND
+    if ratio.low > 1 and ratio.point > 1 + min_change:
         return Direction.WORSE, ""
-    if ratio.high < 1 and ratio.point < 1 / (1 + band):
+    if ratio.high < 1 and ratio.point < 1 / (1 + min_change):
         return Direction.BETTER, ""
     if difference.alone:
         return Direction.UNSURE, (
-            f"fewer than {LEAST_FREEDOM + 2} runs in all do not tell how far runs lie apart, and below "
-            f"{percent(ALONE, 0)} they say nothing: measure more of them, or duel"
+            f"fewer than {MIN_DEGREES_OF_FREEDOM + 2} runs in all do not show how much runs differ; no change below "
+            f"{percent(MIN_CHANGE_OF_FEW_RUNS, 0)} is judged: measure more runs, or duel"
         )
     if ratio.low > 1 - SAME and ratio.high < 1 + SAME:
         return Direction.SAME, ""
-    return Direction.UNSURE, "runs of one side differ too much; measure more of them, or duel"
+    return Direction.UNSURE, "runs of one side differ too much; measure more runs, or duel"
 
 
 class FigureChange(NamedTuple):
-    """The change of a value from `before` to `after`. `ratio` is None if either is 0, `p_value` if values are exact."""
+    """The change of a figure from `before` to `after`. `ratio` is None if either value is 0. `p_value` is None for
+    exact values.
+    """
 
     direction: Direction
     before: float
@@ -124,98 +143,106 @@ class FigureChange(NamedTuple):
     noise: Noise | None = None
 
 
-def compare_exact_values(old: Sequence[float], new: Sequence[float], *, rounding: float = ROUNDING) -> FigureChange:
-    """Compares values that are the same whenever the same code runs, such as memory and errors.
-
-    A value that differs by more than `rounding` has changed. If the values of one side vary, their spread counts.
+def compare_exact_values(
+    old: Sequence[float], new: Sequence[float], *, rounding: float = STORED_DIGITS_TOLERANCE
+) -> FigureChange:
+    """Compares values like memory and errors, which are equal whenever the same code runs. A value that differs by
+    more than `rounding` has changed. If the values of one side vary, both sides are compared like noisy values.
     """
-    # 1. A NaN among the values of a tensor is worse than any number.
-    broken = [any(map(math.isnan, side)) for side in (old, new)]
-    old_value = math.nan if broken[0] else median(old)
-    new_value = math.nan if broken[1] else median(new)
-    if all(broken):
-        return FigureChange(Direction.NONE, old_value, new_value, why="it is not a number on both sides")
-    if any(broken):
-        where = Direction.WORSE if broken[1] else Direction.BETTER
-        return FigureChange(where, old_value, new_value, why="it is not a number on one side")
-    # 2. Neither zero nor infinity has a ratio.
+    # 1. NaN is worse than any number.
+    has_nan = [any(map(math.isnan, side)) for side in (old, new)]
+    old_value = math.nan if has_nan[0] else median(old)
+    new_value = math.nan if has_nan[1] else median(new)
+    if all(has_nan):
+        return FigureChange(Direction.NONE, old_value, new_value, why="the figure is NaN on both sides")
+    if any(has_nan):
+        direction = Direction.WORSE if has_nan[1] else Direction.BETTER
+        return FigureChange(direction, old_value, new_value, why="the figure is NaN on one side")
+    # 2. Zero and infinity have no ratio.
     if old_value == new_value and not 0 < old_value < math.inf:
         return FigureChange(Direction.SAME, old_value, new_value)
-    where = Direction.WORSE if new_value > old_value else Direction.BETTER
+    direction = Direction.WORSE if new_value > old_value else Direction.BETTER
     if not (0 < old_value < math.inf and 0 < new_value < math.inf):
-        reason = "from or to zero, or without bound: it has no ratio"
-        return FigureChange(where, old_value, new_value, why=reason)
-    # 3. Values that vary are compared like measured ones.
-    varies = any(max(side) > min(side) * (1 + ROUNDING) for side in (old, new))
-    if varies and all(0 < value < math.inf for value in (*old, *new)):
+        reason = "a change from or to zero or infinity has no ratio"
+        return FigureChange(direction, old_value, new_value, why=reason)
+    # 3. Compare values that vary on one side like noisy ones.
+    values_vary = any(max(side) > min(side) * (1 + STORED_DIGITS_TOLERANCE) for side in (old, new))
+    if values_vary and all(0 < value < math.inf for value in (*old, *new)):
         old_logs = [Estimate(math.log(value), 0.0) for value in old]
         new_logs = [Estimate(math.log(value), 0.0) for value in new]
         difference = compare_runs(old_logs, new_logs)
-        where, reason = judge_difference(difference)
-        old_value, new_value = math.exp(_mean_log(old_logs)), math.exp(_mean_log(new_logs))
-        return FigureChange(where, old_value, new_value, difference.ratio, difference.p_value, reason, difference.noise)
+        direction, reason = judge_difference(difference)
+        old_value, new_value = geometric_mean(old_logs), geometric_mean(new_logs)
+        return FigureChange(
+            direction, old_value, new_value, difference.ratio, difference.p_value, reason, difference.noise
+        )
     ratio = new_value / old_value
     if abs(ratio - 1) <= rounding:
-        where = Direction.SAME
-    return FigureChange(where, old_value, new_value, Interval(ratio, ratio, ratio, 1.0))
+        direction = Direction.SAME
+    return FigureChange(direction, old_value, new_value, Interval(ratio, ratio, ratio, 1.0))
 
 
 def mean_with_reach(values: Sequence[float]) -> tuple[float, float]:
-    """Returns the mean of at least two values, and how far its interval reaches to either side, by Student's t."""
-    return fmean(values), quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
+    """Returns the mean of at least two values, and the half-width of its interval by Student's t."""
+    return fmean(values), student_quantile(FINAL_LEVEL, len(values) - 1) * stdev(values) / math.sqrt(len(values))
 
 
 def _to_interval(*logs: float) -> Interval:
-    """Makes an interval of the logarithms of its point and ends; math.exp fails beyond a float's range."""
+    """Makes an interval from the logarithms of its point, its low end and its high end. They are clipped, because
+    math.exp overflows for large numbers.
+    """
     point, low, high = (math.exp(min(log, 700.0)) for log in logs)
     return Interval(point, low, high, FINAL_LEVEL)
 
 
 def p_value(statistic: float, freedom: float) -> float:
-    """Returns the chance that Student's t, with these degrees of freedom, is at least this far from 0."""
+    """Returns the probability that Student's t with these degrees of freedom is at least this far from 0."""
     if math.isinf(statistic):
         return 0.0
     return _incomplete_beta(freedom / 2, 0.5, freedom / (freedom + statistic * statistic))
 
 
 @lru_cache(maxsize=2048)
-def quantile(level: float, freedom: float) -> float:
-    """Returns the bound that Student's t does not exceed with the chance `level`: 12.7 for 95% and 1 degree of
-    freedom."""
+def student_quantile(level: float, freedom: float) -> float:
+    """Returns the number that a value with Student's t distribution exceeds, in either direction, only with
+    probability 1 - `level`.
+
+    An example is 12.7 for 95% and 1 degree of freedom.
+    """
     low, high = 0.0, 1.0
     while p_value(high, freedom) > 1 - level:
         high *= 2
     while high - low > 1e-10 * high:
-        middle = (low + high) / 2
-        low, high = (middle, high) if p_value(middle, freedom) > 1 - level else (low, middle)
+        midpoint = (low + high) / 2
+        low, high = (midpoint, high) if p_value(midpoint, freedom) > 1 - level else (low, midpoint)
     return high
 
 
 def _incomplete_beta(a: float, b: float, x: float) -> float:
-    """The regularised incomplete beta function, by its continued fraction where that converges fast."""
+    """Returns the regularised incomplete beta function, using its continued fraction where that converges fast."""
     if x <= 0 or x >= 1:
         return 0.0 if x <= 0 else 1.0
     if x > (a + 1) / (a + b + 2):
         return 1 - _incomplete_beta(b, a, 1 - x)
-    front = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
-    return math.exp(front) * _fraction(a, b, x) / a
+    prefactor = math.lgamma(a + b) - math.lgamma(a) - math.lgamma(b) + a * math.log(x) + b * math.log1p(-x)
+    return math.exp(prefactor) * _evaluate_continued_fraction(a, b, x) / a
 
 
-def _fraction(a: float, b: float, x: float) -> float:
-    """Evaluates the fraction 1 / (1 + d1 / (1 + d2 / ...)) by Lentz's method."""
-    c, d = 1.0, 1 / _not_zero(1 - (a + b) * x / (a + 1))
+def _evaluate_continued_fraction(a: float, b: float, x: float) -> float:
+    """Evaluates the fraction 1 / (1 + d1 / (1 + d2 / ...)) of the incomplete beta function by Lentz's method."""
+    c, d = 1.0, 1 / _avoid_zero(1 - (a + b) * x / (a + 1))
     value = d
-    for m in range(1, _MOST_TERMS):
-        even = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
-        odd = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
-        for term in (even, odd):
-            d = 1 / _not_zero(1 + term * d)
-            c = _not_zero(1 + term / c)
+    for m in range(1, _MAX_TERMS):
+        even_term = m * (b - m) * x / ((a + 2 * m - 1) * (a + 2 * m))
+        odd_term = -(a + m) * (a + b + m) * x / ((a + 2 * m) * (a + 2 * m + 1))
+        for term in (even_term, odd_term):
+            d = 1 / _avoid_zero(1 + term * d)
+            c = _avoid_zero(1 + term / c)
             value *= c * d
-        if abs(c * d - 1) < _CLOSE:
+        if abs(c * d - 1) < _CONVERGENCE_TOLERANCE:
             break
     return value
 
 
-def _not_zero(value: float) -> float:
-    return value if abs(value) > _TINY else _TINY
+def _avoid_zero(value: float) -> float:
+    return value if abs(value) > _SMALLEST_TERM else _SMALLEST_TERM

@@ -1,11 +1,10 @@
-"""The two sides of a comparison, and the figures of a case that both sides have.
+"""The two sides of a comparison, and the figures that a case has on both sides.
 
-A side is several runs and the facts they were measured under. Facts that differ may explain a change that the code does
-not.
+A side is several runs with the conditions under which they were measured, such as the machine and torch's version. If
+these conditions differ, they may explain a change that the code does not explain.
 
-The best of more rounds is lower simply because there are more, and so is a sum over more parts of a step. So each run
-counts only as many of its first rounds, and calls per round, as the shortest run has. If the marks within a step
-changed, whole steps are compared.
+More rounds, or more parts of a step, make a best case faster. So of every run only as many rounds and calls per round
+are used as the shortest run has. If steps were divided into different parts, whole steps are compared.
 """
 
 from __future__ import annotations
@@ -21,17 +20,17 @@ from fp8bench.analysis import stats
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.metric import Metric
 from fp8bench.analysis.metrics import metrics_of
-from fp8bench.analysis.verdicts import FINAL_LEVEL, cells, fewest_calls, means
+from fp8bench.analysis.verdicts import FINAL_LEVEL, cell_seconds, count_common_calls, mean_seconds
 from fp8bench.model import Case, Finding, Interval, Label, Record, Run, Scalar, Timing
 from fp8bench.model.run import BUSY_CORES, CONDITIONS, DEVICE_SETTINGS, SWITCH, SWITCHES_SET
 from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 
-# Facts that change from minute to minute, or that are the subject of the comparison.
-_PASSING = frozenset(
+# Facts of a run that are not compared: they change every minute, or the comparison is about them.
+_IGNORED_FACTS = frozenset(
     {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
-# Older runs did not record these; if only one side recorded a fact, it may still be the same on both.
-_OLDER = frozenset(
+# Older runs did not record these facts. If only one side recorded such a fact, it may still be equal on both sides.
+_FACTS_MISSING_IN_OLD_RUNS = frozenset(
     {
         "torch_threads",
         "torch_interop_threads",
@@ -41,20 +40,21 @@ _OLDER = frozenset(
         "bf16_reduced_precision_reduction",
     }
 )
-# The machine's name, as in a history: its entry in ~/.asv-machine.json, else the host's name.
-_MACHINE = "asv_machine"
-_HARDWARE = frozenset({_MACHINE, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
-_TIME_FACTS = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
-# Prefixes of facts that times depend on. Signal handlers are also switches, but cost no time.
-_PREFIXES = ("env_", SWITCH, "driver's cuda", "rank ")
-_SIGNALS = f"{SWITCH}the handler of "
-# Fields of a request that count as facts.
-_REQUESTED = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data")
+# The machine's name in histories: its entry in ~/.asv-machine.json, or the host's name.
+_MACHINE_FACT = "asv_machine"
+_HARDWARE_FACTS = frozenset({_MACHINE_FACT, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
+_FACTS_THAT_CHANGE_TIMES = frozenset({*CONDITIONS, "threads", "torch_threads", "asked: isolation"})
+# Prefixes of the names of facts that change measured times. Signal handlers have the same prefix as torch's switches,
+# but cost no time.
+_PREFIXES_OF_FACTS_THAT_CHANGE_TIMES = ("env_", SWITCH, "driver's cuda", "rank ")
+_SIGNAL_HANDLER_PREFIX = f"{SWITCH}the handler of "
+# Fields of a run's request whose values are compared like facts about the machine.
+_COMPARED_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data")
 
 
 @dataclass(frozen=True)
 class Sighting:
-    """One case as one run measured it."""
+    """The measurement of one case by one run."""
 
     run: Run
     record: Record
@@ -64,7 +64,7 @@ class Sighting:
 
 @dataclass(frozen=True)
 class Side:
-    """Runs that count as one side, and their sightings by case id, the newest last."""
+    """Runs that are compared together, and their measurements of each case by id, the newest measurement last."""
 
     name: str
     runs: tuple[Run, ...]
@@ -77,27 +77,29 @@ class Side:
 
     @property
     def is_measured(self) -> bool:
-        """Whether any case of it was measured."""
+        """Whether any case was measured when it was last run."""
         return any(sightings[-1].record.is_ok for sightings in self.sightings.values())
 
 
 def make_side(name: str, judged_runs: Sequence[tuple[Run, Mapping[str, Finding]]]) -> Side:
-    """Makes a side of some runs, each with its findings by case id."""
-    ordered = sorted(judged_runs, key=lambda pair: pair[0].started)
+    """Makes one side of a comparison from runs. Each run comes with its findings by case id."""
+    sorted_runs = sorted(judged_runs, key=lambda pair: pair[0].started)
     sightings: dict[str, list[Sighting]] = {}
-    for run, findings in ordered:
-        references = {record.case.setting: record.case.mode for record in run.records if record.is_reference}
+    for run, findings in sorted_runs:
+        reference_by_setting = {record.case.setting: record.case.mode for record in run.records if record.is_reference}
         for record in run.records:
-            reference = references.get(record.case.setting, "")
+            reference = reference_by_setting.get(record.case.setting, "")
             sighting = Sighting(run, record, findings.get(record.case.id), reference)
             sightings.setdefault(record.case.id, []).append(sighting)
-    runs = tuple(run for run, _ in ordered)
+    runs = tuple(run for run, _ in sorted_runs)
     return Side(name, runs, {case: tuple(of_case) for case, of_case in sightings.items()})
 
 
 @dataclass(frozen=True)
 class DifferingFact:
-    """A fact that differs between the sides. `of_times`: times depend on it."""
+    """A fact about the runs or their machine that differs between the sides. `of_times` is True if measured times
+    depend on it.
+    """
 
     name: str
     before: str
@@ -106,58 +108,61 @@ class DifferingFact:
 
 
 def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tuple[DifferingFact, ...]:
-    """Returns the facts that differ, those that times depend on first."""
+    """Returns the facts that differ between old and new runs. Facts that measured times depend on come first."""
     old, new = _collect_facts(old_runs), _collect_facts(new_runs)
     facts = []
     for name in {**old, **new}:
         if old.get(name) == new.get(name):
             continue
-        # An older run may not have recorded a fact that was already the same.
-        may_be_missing = name in _OLDER or name.startswith(SWITCH)
+        # An older run may lack a fact whose value was equal.
+        may_be_missing = name in _FACTS_MISSING_IN_OLD_RUNS or name.startswith(SWITCH)
         if may_be_missing and not (name in old and name in new):
             continue
         old_words, new_words = _describe_values(old.get(name, [])), _describe_values(new.get(name, []))
-        facts.append(DifferingFact(name, old_words, new_words, _is_of_times(name)))
+        facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))
     return tuple(sorted(facts, key=lambda fact: not fact.of_times))
 
 
-Machine = tuple[tuple[str, Scalar | None], ...]
+MachineFacts = tuple[tuple[str, Scalar | None], ...]
 
 
-def machine_of(run: Run) -> Machine:
-    """Returns the hardware facts of a run, its machine's name first. Runs on different machines are not combined."""
-    hardware = [pair for pair in _list_facts(run) if _is_hardware(pair[0])]
-    return tuple(sorted(hardware, key=lambda pair: pair[0] != _MACHINE))
+def hardware_of(run: Run) -> MachineFacts:
+    """Returns the hardware facts of a run, starting with its machine's name. Runs on different hardware are not
+    combined.
+    """
+    hardware_facts = [pair for pair in _list_facts(run) if _is_hardware_fact(pair[0])]
+    return tuple(sorted(hardware_facts, key=lambda pair: pair[0] != _MACHINE_FACT))
 
 
-def machine_words(machines: Iterable[Machine]) -> list[str]:
-    """Returns names; where several machines share one, it is followed by a distinguishing fact: 'box (asv_cpu
-    Xeon)'."""
-    distinct = list(dict.fromkeys(machines))
+def name_machines(machines: Iterable[MachineFacts]) -> list[str]:
+    """Returns the machines' names. If several machines share a name, a fact that distinguishes them follows it, like
+    'box (asv_cpu Xeon)'.
+    """
+    distinct_machines = list(dict.fromkeys(machines))
     words = []
-    for machine in distinct:
+    for machine in distinct_machines:
         name = str(machine[0][1])
-        shared = set(machine)
-        for namesake in distinct:
+        shared_facts = set(machine)
+        for namesake in distinct_machines:
             if namesake[0] == machine[0]:
-                shared &= set(namesake)
-        differences = ", ".join(f"{fact} {value}" for fact, value in machine if (fact, value) not in shared)
+                shared_facts &= set(namesake)
+        differences = ", ".join(f"{fact} {value}" for fact, value in machine if (fact, value) not in shared_facts)
         words.append(f"{name} ({differences})" if differences else name)
     return words
 
 
-def _is_hardware(name: str) -> bool:
-    return name in _HARDWARE or name.startswith("device ")
+def _is_hardware_fact(name: str) -> bool:
+    return name in _HARDWARE_FACTS or name.startswith("device ")
 
 
-def _is_of_times(name: str) -> bool:
-    if _is_hardware(name) or name in _TIME_FACTS or name.rpartition(" ")[2] in DEVICE_SETTINGS:
+def _changes_times(name: str) -> bool:
+    if _is_hardware_fact(name) or name in _FACTS_THAT_CHANGE_TIMES or name.rpartition(" ")[2] in DEVICE_SETTINGS:
         return True
-    return name.startswith(_PREFIXES) and not name.startswith(_SIGNALS)
+    return name.startswith(_PREFIXES_OF_FACTS_THAT_CHANGE_TIMES) and not name.startswith(_SIGNAL_HANDLER_PREFIX)
 
 
 def _collect_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
-    """Returns the distinct values of each fact, sorted."""
+    """Returns the distinct values of each fact in sorted order."""
     facts: dict[str, dict[Scalar | None, None]] = {}
     for run in runs:
         for name, value in _list_facts(run):
@@ -166,13 +171,13 @@ def _collect_facts(runs: Sequence[Run]) -> dict[str, list[Scalar | None]]:
 
 
 def _list_facts(run: Run) -> Iterator[tuple[str, Scalar | None]]:
-    """Yields facts of the environment, of the request, and of the devices."""
+    """Yields the name and value of each fact about a run's environment, its request and its devices."""
     facts = run.environment.facts
-    machine = facts.get(_MACHINE) or facts.get("machine")
-    for name, value in {**facts, _MACHINE: machine}.items():
-        if name not in _PASSING:
+    machine = facts.get(_MACHINE_FACT) or facts.get("machine")
+    for name, value in {**facts, _MACHINE_FACT: machine}.items():
+        if name not in _IGNORED_FACTS:
             yield name, value
-    for name in _REQUESTED:
+    for name in _COMPARED_REQUEST_FIELDS:
         yield f"asked: {name}", getattr(run.request, name)
     for device in run.devices:
         if not device.accelerated:
@@ -187,20 +192,20 @@ def _describe_values(values: Sequence[Scalar | None]) -> str:
     return " and ".join(words) or "none"
 
 
-# Emulated cases have this many rounds. The fastest three of fewer rounds are not representative.
-LEAST_ROUNDS = 8
-# The standard error of a median over that of a mean, for Gaussian samples.
-_MEDIAN_ERROR = math.sqrt(math.pi / 2)
-_RATIO, _TYPICAL = attrgetter("ratio"), attrgetter("typical")
+# Emulated cases have this many rounds. With fewer rounds, the mean of the fastest three is not representative.
+MIN_ROUNDS_FOR_BEST_CASE = 8
+# The standard error of a median divided by that of a mean, for Gaussian samples.
+_MEDIAN_ERROR_FACTOR = math.sqrt(math.pi / 2)
+_get_ratio, _get_typical_ratio = attrgetter("ratio"), attrgetter("typical")
 
 
 @dataclass(frozen=True)
 class MatchedFigures:
-    """One figure of a case on both sides, an estimate for each run.
+    """One figure of a case on both sides, with an estimate for each run.
 
-    `extra` are estimates of further runs, which only show how much runs differ. `few`: too few rounds for an interval
-    within a run. `typical` has the same three by the mean over all calls. `shown` are the figures of both sides in the
-    reports of their runs; None if these have none.
+    Estimates of `extra` runs only show how much runs differ. `few` is True if there are too few rounds for an
+    interval within a run. `typical` has estimates of the mean over all calls, for old, new and extra runs. `shown`
+    has the figures of both sides as their runs reported them, or is None.
     """
 
     metric: str
@@ -216,30 +221,46 @@ class MatchedFigures:
 def match_times(
     old: Sequence[Sighting], new: Sequence[Sighting], extra: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
-    """Yields the time of a step, and its ratio to the reference where all runs have the same reference."""
+    """Yields the time of a step on both sides. Also yields its ratio to the reference's time, if all runs have the
+    same reference.
+    """
     sides = (old, new, extra)
     timings = [_list_timings(side) for side in sides]
     if not timings[0] or not timings[1]:
         return
-    # 1. All runs count with as many rounds and calls as the run that has fewest.
+    # 1. Use as many rounds, and as many calls per round, of each run as the shortest run has.
     all_timings = [*timings[0], *timings[1], *timings[2]]
     rounds = min(timing.num_rounds for timing in all_timings)
-    calls = fewest_calls(*all_timings)
-    few = rounds < LEAST_ROUNDS
-    # 2. Compare steps part by part only if all have the same parts.
+    calls = count_common_calls(*all_timings)
+    has_few_rounds = rounds < MIN_ROUNDS_FOR_BEST_CASE
+    # 2. Compare the parts of steps only if all runs have the same parts.
     layouts = {(timing.segments, timing.varying) for timing in all_timings}
-    whole = len(layouts) > 1 or any(map(_compares_whole_steps, (*old, *new, *extra)))
-    best = [_estimate_best(side, rounds, calls, whole) for side in timings]
-    typical = tuple(_estimate_means(side, rounds) for side in timings)
-    yield MatchedFigures(TIME, "s", best[0], best[1], few, best[2], typical, _shown_times(old, new))
-    # 3. Ratios compare only if all have the same reference.
+    whole_steps = len(layouts) > 1 or any(
+        sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
+        for sighting in (*old, *new, *extra)
+    )
+    best_estimates = [_estimate_best(side, rounds, calls, whole_steps) for side in timings]
+    mean_estimates = tuple(_estimate_means(side, rounds) for side in timings)
+    yield MatchedFigures(
+        TIME,
+        "s",
+        best_estimates[0],
+        best_estimates[1],
+        has_few_rounds,
+        best_estimates[2],
+        mean_estimates,
+        _reported_times(old, new),
+    )
+    # 3. Compare ratios only if all runs have the same reference.
     if len({sighting.reference for sighting in (*old, *new, *extra)}) > 1:
         return
-    ratios = [_estimate_ratios(side, _RATIO) for side in sides]
+    ratios = [_estimate_ratios(side, _get_ratio) for side in sides]
     if ratios[0] and ratios[1]:
-        typical = tuple(_estimate_ratios(side, _TYPICAL) for side in sides)
-        has_typical = typical[0] and typical[1]
-        yield MatchedFigures(RELATIVE, "x", ratios[0], ratios[1], few, ratios[2], typical if has_typical else ())
+        mean_estimates = tuple(_estimate_ratios(side, _get_typical_ratio) for side in sides)
+        has_mean_estimates = mean_estimates[0] and mean_estimates[1]
+        yield MatchedFigures(
+            RELATIVE, "x", ratios[0], ratios[1], has_few_rounds, ratios[2], mean_estimates if has_mean_estimates else ()
+        )
 
 
 def _list_timings(side: Sequence[Sighting]) -> list[Timing]:
@@ -247,26 +268,26 @@ def _list_timings(side: Sequence[Sighting]) -> list[Timing]:
     return [record.timing for record in records if record.timing is not None and record.timing.slots]
 
 
-def _compares_whole_steps(sighting: Sighting) -> bool:
-    return sighting.finding is not None and Label.WHOLE_STEPS in sighting.finding.labels
-
-
-def _shown_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
-    """Returns the best cases of both sides as the reports of their runs show them, the geometric mean of several."""
-    means = []
+def _reported_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
+    """Returns for each side the best-case seconds in the report of its run. For several runs, this is their geometric
+    mean.
+    """
+    side_means = []
     for side in sides:
-        times = [sighting.finding.best_seconds for sighting in side if sighting.finding is not None]
-        if not times or not all(times):
+        reported_seconds = [sighting.finding.best_seconds for sighting in side if sighting.finding is not None]
+        if not reported_seconds or not all(reported_seconds):
             return None
-        means.append(math.exp(fmean(math.log(seconds) for seconds in times if seconds)))
-    return means[0], means[1]
+        side_means.append(math.exp(fmean(math.log(seconds) for seconds in reported_seconds if seconds)))
+    return side_means[0], side_means[1]
 
 
 def match_noisy_costs(
     old: Sequence[Sighting], new: Sequence[Sighting], extra: Sequence[Sighting] = ()
 ) -> Iterator[MatchedFigures]:
-    """Yields energy and similar costs, with the error of the median of each run's samples."""
-    sides = [list(map(_costs_of, side)) for side in (old, new, extra)]
+    """Yields noisy figures for which low values are good, such as energy. Each run's estimate is the median of its
+    samples, with the error of this median.
+    """
+    sides = [list(map(_collect_costs, side)) for side in (old, new, extra)]
     for metric in _list_metrics(sides[1]):
         if metric.noisy:
             estimates = [_estimate_medians(side, metric) for side in sides]
@@ -277,8 +298,10 @@ def match_noisy_costs(
 def match_exact_costs(
     old: Sequence[Sighting], new: Sequence[Sighting]
 ) -> Iterator[tuple[Metric, list[float], list[float]]]:
-    """Yields memory and errors, which no clock measures: all values of each side that both sides have."""
-    sides = [list(map(_costs_of, side)) for side in (old, new)]
+    """Yields exact figures for which low values are good, such as memory and errors. Each comes with its values in
+    the runs of both sides. Skips figures that one side lacks.
+    """
+    sides = [list(map(_collect_costs, side)) for side in (old, new)]
     for metric in _list_metrics(sides[1]):
         if not metric.noisy:
             old_values, new_values = (list(chain(*_list_samples(side, metric))) for side in sides)
@@ -286,11 +309,11 @@ def match_exact_costs(
                 yield metric, old_values, new_values
 
 
-_Costs = Mapping[str, Metric]
+_CostByName = Mapping[str, Metric]
 
 
-def _costs_of(sighting: Sighting) -> _Costs:
-    """Returns a step's main figures by name, without its time; low values are good."""
+def _collect_costs(sighting: Sighting) -> _CostByName:
+    """Returns the main figures of a step for which low values are good, by name. The time of the step is left out."""
     costs: dict[str, Metric] = {}
     if not sighting.record.is_ok:
         return costs
@@ -301,50 +324,52 @@ def _costs_of(sighting: Sighting) -> _Costs:
     return costs
 
 
-def _list_metrics(side: Sequence[_Costs]) -> Iterable[Metric]:
-    """Returns the metrics that any run has, each as the newest run with it describes it."""
+def _list_metrics(side: Sequence[_CostByName]) -> Iterable[Metric]:
+    """Returns the metrics that any run of a side has. Their descriptions come from the newest run."""
     return dict(chain(*(costs.items() for costs in side))).values()
 
 
-def _list_samples(side: Sequence[_Costs], metric: Metric) -> list[tuple[float, ...]]:
-    """Returns the samples of runs that have the metric from the same source and in the same unit."""
-    same = [costs[metric.name] for costs in side if metric.name in costs]
-    return [cost.samples() for cost in same if (cost.source, cost.unit) == (metric.source, metric.unit)]
+def _list_samples(side: Sequence[_CostByName], metric: Metric) -> list[tuple[float, ...]]:
+    """Returns the samples of all runs that have the metric from the same source and in the same unit."""
+    costs_of_metric = [costs[metric.name] for costs in side if metric.name in costs]
+    return [cost.samples() for cost in costs_of_metric if (cost.source, cost.unit) == (metric.source, metric.unit)]
 
 
-def _estimate_medians(side: Sequence[_Costs], metric: Metric) -> tuple[Estimate, ...]:
+def _estimate_medians(side: Sequence[_CostByName], metric: Metric) -> tuple[Estimate, ...]:
     estimates = []
     for samples in _list_samples(side, metric):
         logs = [math.log(value) for value in samples if 0 < value < math.inf]
         if logs:
-            error = _MEDIAN_ERROR * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
+            error = _MEDIAN_ERROR_FACTOR * stdev(logs) / math.sqrt(len(logs)) if len(logs) > 1 else 0.0
             estimates.append(Estimate(median(logs), error))
     return tuple(estimates)
 
 
-def _first_rounds(timing: Timing, rounds: int) -> list[int]:
+def _list_first_rounds(timing: Timing, rounds: int) -> list[int]:
     return [slot.round for slot in timing.slots[:rounds]]
 
 
-def _estimate_best(side: Sequence[Timing], rounds: int, calls: int, whole: bool) -> tuple[Estimate, ...]:
+def _estimate_best(side: Sequence[Timing], rounds: int, calls: int, whole_steps: bool) -> tuple[Estimate, ...]:
     estimates = []
     for timing in side:
-        samples = cells(timing, calls, _first_rounds(timing, rounds))
-        best = stats.best_case(samples.sum(axis=1, keepdims=True) if whole else samples)
-        estimates.append(Estimate(best.point, best.error))
+        samples = cell_seconds(timing, calls, _list_first_rounds(timing, rounds))
+        best_case = stats.resample_best_case(samples.sum(axis=1, keepdims=True) if whole_steps else samples)
+        estimates.append(Estimate(best_case.point, best_case.error))
     return tuple(estimates)
 
 
 def _estimate_means(side: Sequence[Timing], rounds: int) -> tuple[Estimate, ...]:
     estimates = []
     for timing in side:
-        mean = stats.mean_case(means(timing, _first_rounds(timing, rounds)))
+        mean = stats.resample_mean(mean_seconds(timing, _list_first_rounds(timing, rounds)))
         estimates.append(Estimate(mean.point, mean.error))
     return tuple(estimates)
 
 
 def _estimate_ratios(side: Sequence[Sighting], read: Callable[[Finding], Interval | None]) -> tuple[Estimate, ...]:
-    """Returns estimates of the ratios that `read` takes from findings, with errors from their intervals."""
+    """Returns an estimate for each ratio that `read` takes from a finding. The error of an estimate is derived from
+    the ratio's interval.
+    """
     reach = NormalDist().inv_cdf((1 + FINAL_LEVEL) / 2)
     estimates = []
     for sighting in side:

@@ -1,9 +1,11 @@
-"""Steps in a series of values, one a commit: where the level changed, by how much, and how surely.
+"""Finds steps in series with one value per commit: where the level changed, by how much, and with which confidence.
 
-Series are searched in logarithms, so that a step is a ratio, and many at once. Single outliers (bad nights) are
-replaced by their surroundings. Then each series is cut into pieces of one level, at a price for each cut that flat
-series rarely pay. The price is in units of the series' own noise: first of differences of neighbours, then of the
-residuals around the pieces, where autocorrelation counts as more noise. reports/asv_cpu_202611 shows how often that is
+Series are searched in logarithms, so that a step is a ratio. Many series are searched at once. Single outliers are
+replaced by the median of their neighbours. Then each series is cut into pieces of constant level. Each cut adds a
+price to the cost of a division, so that flat series are rarely cut.
+
+The price is in units of the series' own noise. The noise is first estimated from differences of neighbours, then from
+the residuals around the pieces, increased for autocorrelation. reports/asv_cpu_202611 shows how often the steps are
 right.
 """
 
@@ -21,168 +23,193 @@ from numpy.typing import NDArray
 from fp8bench.analysis.stats import Floats
 from fp8bench.model import Interval
 
-# The least length of a level, so that a bad night or two is not one; the first level needs more values before a step.
-LEAST = 3
-LEAST_FIRST = 8
-# A level with fewer values than this costs as much as another cut.
-SETTLED = 8
+# A level has at least this many values, so that one or two outliers are not a level. The first level needs more.
+MIN_LEVEL_LENGTH = 3
+MIN_FIRST_LEVEL_LENGTH = 8
+# A level with fewer values than this raises the cost of its series by the price of an additional cut.
+SETTLED_LEVEL_LENGTH = 8
 
 Counts = NDArray[np.intp]
 
 
 @dataclass(frozen=True)
 class Batch:
-    """Series as rows of a table, each of the length in `lengths`; values beyond its end do not count."""
+    """Several series as rows of a table. `lengths` has the length of each series. Values beyond this length are
+    ignored.
+    """
 
     values: Floats
     lengths: Counts
 
     @property
-    def inside(self) -> NDArray[np.bool_]:
+    def is_value(self) -> NDArray[np.bool_]:
         rows: NDArray[np.bool_] = np.arange(self.values.shape[1]) < self.lengths[:, None]
         return rows
 
 
-def partition(batch: Batch, by_length: float) -> list[list[int]]:
-    """Returns where each series is cut: the first index of every piece but the first one.
+def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
+    """Returns where each series is cut: the first index of every piece except the first.
 
-    Dynamic programming finds the cuts with the least sum of squares around the means of the pieces, plus 1 per cut and,
-    for each piece, `by_length` times the logarithm of its length: the best way to cut the first t values contains a
-    best way to cut fewer. Pieces are priced by length because noise has many places to cut in the middle of a long
-    series, and few near its end, where new steps are. Short levels cost 1 more.
+    Dynamic programming finds the cuts with the lowest cost. The cost is the sum of squares around the means of the
+    pieces, plus 1 per cut, plus `length_price` times the logarithm of each piece's length. Longer pieces cost more,
+    because noise finds many places to cut in the middle of a long series. It finds few near the end, where new steps
+    are. A short level costs 1 more. The search goes from left to right: the best cuts before some cut are the best
+    cuts of the values before it.
     """
-    series, most = batch.values.shape
-    rows = np.arange(series)
-    # Indexed by (longest series - length of the piece).
-    prices, weights = by_length * np.log(np.arange(most, 0, -1) / LEAST), -1.0 / np.arange(most, 0, -1)
-    sums = np.zeros((series, most + 1))
-    (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # a common level would cost digits
-    # The least cost of the first s values, without the sum of their squares, which is the same for all cuts.
-    cost = np.full((series, most + 1), np.inf)
-    cost[:, 0] = 0.0
-    last, last_before_end = np.zeros((2, series, most + 1), dtype=np.intp)
-    ends = set(batch.lengths.tolist())
-    for end in range(LEAST, most + 1):
-        begins, lengths = slice(end - LEAST + 1), slice(most - end, most - LEAST + 1)
-        total = sums[:, begins] - sums[:, end : end + 1]
-        total *= total
-        total *= weights[lengths]
-        total += prices[lengths]
-        total += cost[:, begins]
-        if end in ends:
-            last_before_end[:, end] = total.argmin(axis=1)
-        if end >= LEAST_FIRST:
-            total[:, max(end - SETTLED + 1, 1) :] += 1.0
-            last[:, end] = total.argmin(axis=1)
-            cost[:, end] = total[rows, last[:, end]] + 1.0
-    ends_of_rows = last_before_end[rows, batch.lengths].tolist()
-    return [_trace_cuts(row, cut) for row, cut in zip(last, ends_of_rows, strict=True)]
+    series_count, longest = batch.values.shape
+    rows = np.arange(series_count)
+    # These arrays are indexed by (length of the longest series - length of the piece).
+    length_prices, weights = (
+        length_price * np.log(np.arange(longest, 0, -1) / MIN_LEVEL_LENGTH),
+        -1.0 / np.arange(longest, 0, -1),
+    )
+    sums = np.zeros((series_count, longest + 1))
+    (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # subtracting the first value preserves digits
+    # The lowest cost of the first s values, without the sum of their squares, which is equal for all cuts.
+    lowest_cost = np.full((series_count, longest + 1), np.inf)
+    lowest_cost[:, 0] = 0.0
+    last_cut, last_cut_of_whole_series = np.zeros((2, series_count, longest + 1), dtype=np.intp)
+    series_ends = set(batch.lengths.tolist())
+    for end in range(MIN_LEVEL_LENGTH, longest + 1):
+        begins, lengths = slice(end - MIN_LEVEL_LENGTH + 1), slice(longest - end, longest - MIN_LEVEL_LENGTH + 1)
+        cost_by_begin = sums[:, begins] - sums[:, end : end + 1]
+        cost_by_begin *= cost_by_begin
+        cost_by_begin *= weights[lengths]
+        cost_by_begin += length_prices[lengths]
+        cost_by_begin += lowest_cost[:, begins]
+        if end in series_ends:
+            last_cut_of_whole_series[:, end] = cost_by_begin.argmin(axis=1)
+        if end >= MIN_FIRST_LEVEL_LENGTH:
+            cost_by_begin[:, max(end - SETTLED_LEVEL_LENGTH + 1, 1) :] += 1.0
+            last_cut[:, end] = cost_by_begin.argmin(axis=1)
+            lowest_cost[:, end] = cost_by_begin[rows, last_cut[:, end]] + 1.0
+    ends_of_rows = last_cut_of_whole_series[rows, batch.lengths].tolist()
+    return [_trace_cuts(row, cut) for row, cut in zip(last_cut, ends_of_rows, strict=True)]
 
 
-def _trace_cuts(last: Counts, cut: int) -> list[int]:
+def _trace_cuts(last_cut: Counts, position: int) -> list[int]:
     cuts = []
-    while cut > 0:
-        cuts.append(cut)
-        cut = int(last[cut])
+    while position > 0:
+        cuts.append(position)
+        position = int(last_cut[position])
     return cuts[::-1]
 
 
-# The median of |x| for Gaussian values of spread 1.
-_MEDIAN = 0.6745
-# Differences are clipped at this many spreads, so that steps and bad nights do not count as noise.
-_MOST = 3.0
-# If more than half of the values equal their neighbours, the median is 0; then the noise comes from this share of the
-# smallest differences.
-_TRIMMED_SHARE = 0.9
-# In log units: series have six digits, and nothing that matters is smaller.
-LEAST_SPREAD = 1e-5
-_AROUND = 2
-# A value this many spreads from the median of five, itself and its neighbours, is a bad night.
-_BAD = 4.0
-# In units of 1/sqrt(n): without memory one series in twenty has a larger correlation.
-_CHANCE = 1.3
-_MOST_CORRELATION = 0.7
+# For Gaussian values with standard deviation 1, the median of their magnitudes.
+_MEDIAN_OF_GAUSSIAN = 0.6745
+# Differences are clipped at this many standard deviations, so that steps and outliers do not count as noise.
+_CLIPPING_LIMIT_IN_DEVIATIONS = 3.0
+# The median of the differences is 0 if more than half of the values equal their neighbours. Then the noise is
+# estimated from this share of the smallest differences.
+_SHARE_OF_SMALLEST_DIFFERENCES = 0.9
+# The smallest noise of a series, as a logarithm. Values have six digits, and smaller differences do not matter.
+MIN_SPREAD = 1e-5
+_NEIGHBOURS_PER_SIDE = 2
+# A value is an outlier if it is this many standard deviations from the median of five: itself and its neighbours.
+_OUTLIER_LIMIT_IN_DEVIATIONS = 4.0
+# A smaller correlation of neighbours counts as chance, in units of 1/sqrt(n). Of 20 series without autocorrelation,
+# one has a larger correlation than this.
+_CHANCE_CORRELATION_FACTOR = 1.3
+_MAX_CORRELATION = 0.7
 
 
-def spreads(batch: Batch) -> Floats:
-    """Returns the noise of each series, from the differences of neighbours, where levels and trends cancel."""
+def estimate_noise(batch: Batch) -> Floats:
+    """Returns the noise of each series, estimated from the differences of neighbouring values. In these differences,
+    levels and trends cancel.
+    """
     counts = batch.lengths - 1
-    steps = np.where(batch.inside[:, 1:], np.abs(np.diff(batch.values, axis=1)), np.inf)
-    steps.sort(axis=1)
-    row = np.arange(len(steps))
-    middle = (steps[row, (counts - 1) // 2] + steps[row, counts // 2]) / 2
-    squares = np.where(np.isfinite(steps), steps, 0.0) ** 2
-    smallest = (counts * _TRIMMED_SHARE).astype(np.intp)
-    trimmed = squares.cumsum(axis=1)[row, smallest - 1] / smallest
-    rough = np.maximum(np.maximum(middle / _MEDIAN, np.sqrt(trimmed)), LEAST_SPREAD)
-    clipped = np.minimum(squares, (_MOST * rough[:, None]) ** 2).sum(axis=1) / counts
-    spread: Floats = np.maximum(np.sqrt(clipped / 2), LEAST_SPREAD)
-    return spread
+    differences = np.where(batch.is_value[:, 1:], np.abs(np.diff(batch.values, axis=1)), np.inf)
+    differences.sort(axis=1)
+    row_indices = np.arange(len(differences))
+    median_difference = (differences[row_indices, (counts - 1) // 2] + differences[row_indices, counts // 2]) / 2
+    squared_differences = np.where(np.isfinite(differences), differences, 0.0) ** 2
+    smallest_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
+    trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, smallest_count - 1] / smallest_count
+    rough_noise = np.maximum(
+        np.maximum(median_difference / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square)), MIN_SPREAD
+    )
+    mean_clipped_square = (
+        np.minimum(squared_differences, (_CLIPPING_LIMIT_IN_DEVIATIONS * rough_noise[:, None]) ** 2).sum(axis=1)
+        / counts
+    )
+    noise: Floats = np.maximum(np.sqrt(mean_clipped_square / 2), MIN_SPREAD)
+    return noise
 
 
-def without_bad_nights(batch: Batch, spread: Floats) -> Batch:
-    """Replaces outliers by the median of their neighbours.
+def replace_outliers(batch: Batch, spread: Floats) -> Batch:
+    """Replaces each outlier by the median of its neighbours.
 
-    At either end that is the median of the outermost five, so that three values of a new level are enough to be kept.
+    At either end of a series that is the median of its outermost five values, so three values of a new level are not
+    replaced.
     """
-    centre = np.clip(np.arange(batch.values.shape[1]), _AROUND, batch.lengths[:, None] - 1 - _AROUND)
-    around = [np.take_along_axis(batch.values, centre + by, axis=1) for by in range(-_AROUND, _AROUND + 1)]
-    middle = np.sort(around, axis=0)[_AROUND]
-    bad = np.abs(batch.values - middle) > _BAD * spread[:, None]
-    return Batch(np.where(bad, middle, batch.values), batch.lengths)
+    window_centre = np.clip(
+        np.arange(batch.values.shape[1]), _NEIGHBOURS_PER_SIDE, batch.lengths[:, None] - 1 - _NEIGHBOURS_PER_SIDE
+    )
+    window_values = [
+        np.take_along_axis(batch.values, window_centre + offset, axis=1)
+        for offset in range(-_NEIGHBOURS_PER_SIDE, _NEIGHBOURS_PER_SIDE + 1)
+    ]
+    window_median = np.sort(window_values, axis=0)[_NEIGHBOURS_PER_SIDE]
+    is_outlier = np.abs(batch.values - window_median) > _OUTLIER_LIMIT_IN_DEVIATIONS * spread[:, None]
+    return Batch(np.where(is_outlier, window_median, batch.values), batch.lengths)
 
 
-def memory(residuals: Floats, pieces: int) -> float:
-    """Returns how much more means of many values vary than without autocorrelation: 1, or (1 + r) / (1 - r).
+def autocorrelation_factor(residuals: Floats, pieces: int) -> float:
+    """Returns the factor by which autocorrelation increases the variance of means: (1 + r) / (1 - r), or 1.
 
-    r is the correlation of neighbours, if it is more than chance would give. The mean of a piece follows its values,
-    which hides some of it; that is added back.
+    r is the correlation of neighbours, and the factor is 1 if r may be chance. Subtracting the mean of each piece
+    hides some of the correlation, so that part is added back.
     """
-    total = float(residuals @ residuals)
-    if total == 0:
+    sum_of_squares = float(residuals @ residuals)
+    if sum_of_squares == 0:
         return 1.0
-    correlation = float(residuals[1:] @ residuals[:-1]) / total + pieces / len(residuals)
-    if correlation <= _CHANCE / math.sqrt(len(residuals)):
+    correlation = float(residuals[1:] @ residuals[:-1]) / sum_of_squares + pieces / len(residuals)
+    if correlation <= _CHANCE_CORRELATION_FACTOR / math.sqrt(len(residuals)):
         return 1.0
-    correlation = min(correlation, _MOST_CORRELATION)
+    correlation = min(correlation, _MAX_CORRELATION)
     return (1 + correlation) / (1 - correlation)
 
 
-# Values above 0 in the order of their commits, without gaps.
+# The values of a series. They are positive, in the order of their commits, and have no gaps.
 Values = Sequence[float] | Floats
 
-# A shorter series has no room for a step.
-LEAST_VALUES = LEAST_FIRST + LEAST
-# The price of a cut in deviations of one value, at the last and at the first search, and that of the logarithm of a
-# piece's length, in squares of deviations. Chosen by trials (`suites/change_points.py` of commit 3e6cdca3).
-DEVIATIONS = 3.35
+# A series with fewer values cannot have a step.
+MIN_SERIES_LENGTH = MIN_FIRST_LEVEL_LENGTH + MIN_LEVEL_LENGTH
+# The price of a cut in the final search: how many standard deviations a single value must deviate to be worth a cut.
+# Like _FIRST_CUT_PRICE of the first search and _LENGTH_PRICE, this number was chosen by experiments
+# (`suites/change_points.py` of commit 3e6cdca3).
+CUT_PRICE = 3.35
 # The share of flat Gaussian series that have a step by chance.
-BY_CHANCE = 0.005
-_FIRST_DEVIATIONS = 3.0
-_BY_LENGTH = 2.0
-# Without its furthest value, the mean of the last level must be this many standard errors from the level before it.
-_FIRM = 2.1
-# Dropping the furthest of three values lowers their mean by this many deviations on average.
-_FURTHEST = 0.42
-# Since the noise is estimated from the series and the place was chosen, a flat series is cut somewhere as often as if
-# deviations were smaller by this factor. Counted for 15 to 300 values.
-_WORTH = 0.8
-# The chance that the true step precedes its range, and the same chance for following it.
-_TAIL = 0.03
-# Gaussian deviations to either side for this level.
-_LEVEL = 0.99
-_REACH = 2.576
-# Series per batch: their tables fit into a processor's cache.
-_AT_ONCE = 256
+FALSE_STEP_SHARE = 0.005
+_FIRST_CUT_PRICE = 3.0
+_LENGTH_PRICE = 2.0
+# The last step of a series counts only if it would still be found without the furthest value of the last level. The
+# mean of the other values must then differ from the level before it by this many standard errors.
+_FIRM_STEP_ERRORS = 2.1
+# If the furthest of three values is dropped, their mean falls by this many standard deviations on average.
+_FURTHEST_VALUE_SHIFT = 0.42
+# Deviations are multiplied by this factor before they are converted to p-values, because the noise and the place of a
+# step are estimated from the same series. With this factor, the p-values of flat series of 15 to 300 values are
+# correct.
+_DEVIATION_DISCOUNT = 0.8
+# The probability that the true step is before the range of commits that is given for it. The probability that it is
+# after this range is the same.
+_TAIL_PROBABILITY = 0.03
+# The level of the interval of a step, and the half-width of this interval in standard deviations.
+_INTERVAL_LEVEL = 0.99
+_INTERVAL_DEVIATIONS = 2.576
+# The number of series in a batch, chosen so that the tables fit into a processor's cache.
+_BATCH_SIZE = 256
 
 
 @dataclass(frozen=True)
 class Step:
-    """A change of level.
+    """A change of level in a series.
 
-    The new level most likely begins at index `at`. `low` is the last value that certainly has the old level and `high`
-    the first that certainly has the new one. `p_value` is the chance that a flat series of that length shows such a
-    step or a clearer one anywhere. `error` is the standard error of the ratio's logarithm, without bad nights.
+    The new level most likely begins at index `at`. `low` is the last index that certainly has the old level. `high`
+    is the first index that certainly has the new level. `p_value` is the probability that a flat series of the same
+    length has a step at least as clear by chance. `error` is the standard error of the ratio's logarithm, without
+    outliers.
     """
 
     at: int
@@ -195,79 +222,83 @@ class Step:
 
     @property
     def ratio(self) -> Interval:
-        """The new level over the old one, with a 99% interval: above 1 is worse."""
+        """The new level over the old level, with a 99% interval. Above 1 is worse."""
         log = math.log(self.after / self.before)
-        reach = _REACH * self.error
-        return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _LEVEL)
+        reach = _INTERVAL_DEVIATIONS * self.error
+        return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _INTERVAL_LEVEL)
 
 
-def steps_of_many(series: Sequence[Values], deviations: float = DEVIATIONS) -> list[tuple[Step, ...]]:
-    """Returns the steps of each series, in order; much faster than searching them one by one.
+def find_steps(series: Sequence[Values], cut_price: float = CUT_PRICE) -> list[tuple[Step, ...]]:
+    """Returns the steps of each series in order. Searching all series together is much faster than searching them one
+    by one.
 
-    `deviations` is the price of a cut: a lower one finds more steps, and more false ones.
+    `cut_price` is the price of a cut. A lower price finds more steps, but also more false ones.
     """
     arrays = [np.asarray(values, dtype=np.float64) for values in series]
     for array in arrays:
         if not (np.isfinite(array).all() and (array > 0).all()):
-            raise ValueError("a value is not above 0, or not finite: so it has no logarithm")
-    # Series of similar length are searched together, because a batch is padded to its longest.
-    numbers = [number for number, array in enumerate(arrays) if len(array) >= LEAST_VALUES]
-    numbers.sort(key=lambda number: len(arrays[number]))
+            raise ValueError("values must be positive and finite, because steps are searched in logarithms")
+    # Search series of similar length together, because a batch is padded to its longest series.
+    searchable = [number for number, array in enumerate(arrays) if len(array) >= MIN_SERIES_LENGTH]
+    searchable.sort(key=lambda number: len(arrays[number]))
     steps_by_series: list[tuple[Step, ...]] = [()] * len(series)
-    for begin in range(0, len(numbers), _AT_ONCE):
-        chosen = numbers[begin : begin + _AT_ONCE]
-        batch = _table([arrays[number] for number in chosen])
-        for number, steps in zip(chosen, _find_steps(batch, deviations), strict=True):
+    for begin in range(0, len(searchable), _BATCH_SIZE):
+        batch_numbers = searchable[begin : begin + _BATCH_SIZE]
+        batch = _make_batch([arrays[number] for number in batch_numbers])
+        for number, steps in zip(batch_numbers, _find_batch_steps(batch, cut_price), strict=True):
             steps_by_series[number] = steps
     return steps_by_series
 
 
 class PieceLevel(NamedTuple):
-    """The newest level of a series: the noise of a value around it, its degrees of freedom, and its length."""
+    """The newest level of a series. It has the noise of a value around the level, the degrees of freedom of this
+    noise, and the length of the level.
+    """
 
     noise: float
     freedom: int
     length: int
 
 
-def newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
-    """Returns the newest level of each series; None for one that is too short for a step."""
+def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
+    """Returns the newest level of each series, or None for a series that is too short for a step."""
     return [
-        _newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= LEAST_VALUES else None
-        for values, steps in zip(series, steps_of_many(series), strict=True)
+        _measure_newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= MIN_SERIES_LENGTH else None
+        for values, steps in zip(series, find_steps(series), strict=True)
     ]
 
 
-def _newest_level(values: Floats, steps: Sequence[Step]) -> PieceLevel:
-    batch = _table([values])
+def _measure_newest_level(values: Floats, steps: Sequence[Step]) -> PieceLevel:
+    batch = _make_batch([values])
     cuts = [step.at for step in steps]
-    noise, freedom = _noise(without_bad_nights(batch, spreads(batch)).values[0], cuts)
+    noise, freedom = _estimate_residual_noise(replace_outliers(batch, estimate_noise(batch)).values[0], cuts)
     return PieceLevel(noise, freedom, len(values) - (cuts[-1] if cuts else 0))
 
 
-def least_step(level: PieceLevel, chance: float) -> tuple[float, float]:
-    """Returns the smallest step, as a logarithm, that would be found at the end of a level, and its standard error.
-
-    It must pass the rules for cuts and firm steps, and have a p-value of at most `chance`.
+def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
+    """Returns the logarithm of the smallest step that would be found at the end of a level, and its standard error. A
+    step is found if it meets three conditions. It is large enough to be worth a cut, it is still found without its
+    furthest value, and its p-value is at most `chance`.
     """
-    new_values, old_values = LEAST, level.length - LEAST
-    if old_values < LEAST:
+    new_values, old_values = MIN_LEVEL_LENGTH, level.length - MIN_LEVEL_LENGTH
+    if old_values < MIN_LEVEL_LENGTH:
         return math.inf, math.inf
     variance = 1 / old_values + 1 / new_values
-    lengths = math.log(old_values / LEAST) - math.log((old_values + new_values) / LEAST)
-    # 1. The step must pay for its cut.
-    price = 1 + (old_values < SETTLED) + _BY_LENGTH / DEVIATIONS**2 * lengths
-    cut = _t_of(DEVIATIONS, level.freedom) * math.sqrt(price * variance)
-    # 2. It must hold without its furthest value.
-    firm = _FIRM * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST
-    # 3. Its p-value must be small.
-    evidence = (NormalDist().inv_cdf(1 - chance / 2) / _WORTH) ** 2 + _BY_LENGTH * lengths
-    sure = _t_of(math.sqrt(max(evidence, 0.0)), level.freedom) * math.sqrt(variance)
-    return level.noise * max(cut, firm, sure), level.noise * math.sqrt(variance)
+    length_term = math.log(old_values / MIN_LEVEL_LENGTH) - math.log((old_values + new_values) / MIN_LEVEL_LENGTH)
+    # 1. Compute the size from which a step is worth a cut: it lowers the sum of squares by more than the price of the
+    # cut.
+    cut_price = 1 + (old_values < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * length_term
+    cut_step = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(cut_price * variance)
+    # 2. Compute the size from which a step is still found without its furthest value.
+    firm_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST_VALUE_SHIFT
+    # 3. Compute the size from which a step's p-value is small enough.
+    evidence = (NormalDist().inv_cdf(1 - chance / 2) / _DEVIATION_DISCOUNT) ** 2 + _LENGTH_PRICE * length_term
+    significant_step = _to_student_t(math.sqrt(max(evidence, 0.0)), level.freedom) * math.sqrt(variance)
+    return level.noise * max(cut_step, firm_step, significant_step), level.noise * math.sqrt(variance)
 
 
-def _table(series: Sequence[Floats]) -> Batch:
-    """Returns the logarithms of the series as rows."""
+def _make_batch(series: Sequence[Floats]) -> Batch:
+    """Returns the logarithms of the series as rows of a table."""
     lengths = np.array([len(values) for values in series], dtype=np.intp)
     table = np.zeros((len(series), int(lengths.max())))
     for row, values in zip(table, series, strict=True):
@@ -275,94 +306,124 @@ def _table(series: Sequence[Floats]) -> Batch:
     return Batch(table, lengths)
 
 
-def _find_steps(batch: Batch, deviations: float) -> list[tuple[Step, ...]]:
-    """Searches with the noise of differences; if that finds steps, again with the residuals around the pieces."""
-    spread = spreads(batch)
-    clean = without_bad_nights(batch, spread)
-    units = _FIRST_DEVIATIONS * spread
-    rough = partition(Batch(clean.values / units[:, None], clean.lengths), _BY_LENGTH / _FIRST_DEVIATIONS**2)
-    steps: list[tuple[Step, ...]] = [()] * len(rough)
-    numbers = np.flatnonzero([bool(cuts) for cuts in rough])
-    if not len(numbers):
+def _find_batch_steps(batch: Batch, cut_price: float) -> list[tuple[Step, ...]]:
+    """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
+    If it finds cuts, a second search uses the residuals around the pieces.
+    """
+    noise = estimate_noise(batch)
+    without_outliers = replace_outliers(batch, noise)
+    price_per_series = _FIRST_CUT_PRICE * noise
+    first_cuts = find_cuts(
+        Batch(without_outliers.values / price_per_series[:, None], without_outliers.lengths),
+        _LENGTH_PRICE / _FIRST_CUT_PRICE**2,
+    )
+    steps: list[tuple[Step, ...]] = [()] * len(first_cuts)
+    numbers_with_cuts = np.flatnonzero([bool(cuts) for cuts in first_cuts])
+    if not len(numbers_with_cuts):
         return steps
-    stepped = Batch(clean.values[numbers], clean.lengths[numbers])
-    rows = [row[:length] for row, length in zip(stepped.values, stepped.lengths, strict=True)]
-    units = np.array([_unit(row, rough[number], deviations) for row, number in zip(rows, numbers, strict=True)])
-    cuts = partition(Batch(stepped.values / units[:, None], stepped.lengths), _BY_LENGTH / deviations**2)
-    for number, row, places in zip(numbers, rows, cuts, strict=True):
-        steps[number] = tuple(_steps(row, _drop_weak_end(row, places)))
+    series_with_cuts = Batch(without_outliers.values[numbers_with_cuts], without_outliers.lengths[numbers_with_cuts])
+    rows = [row[:length] for row, length in zip(series_with_cuts.values, series_with_cuts.lengths, strict=True)]
+    price_per_series = np.array(
+        [
+            _compute_cut_price(row, first_cuts[number], cut_price)
+            for row, number in zip(rows, numbers_with_cuts, strict=True)
+        ]
+    )
+    cuts = find_cuts(
+        Batch(series_with_cuts.values / price_per_series[:, None], series_with_cuts.lengths),
+        _LENGTH_PRICE / cut_price**2,
+    )
+    for number, row, places in zip(numbers_with_cuts, rows, cuts, strict=True):
+        steps[number] = tuple(_make_steps(row, _drop_weak_end(row, places)))
     return steps
 
 
-def _unit(row: Floats, cuts: Sequence[int], deviations: float) -> float:
-    """Returns how far off a value must be to be worth a cut: the noise times a quantile, as in Student's t."""
-    noise, freedom = _noise(row, cuts)
-    return noise * _t_of(deviations, freedom)
+def _compute_cut_price(row: Floats, cuts: Sequence[int], cut_price: float) -> float:
+    """Returns how far from its level a value must be to be worth a cut: the noise times a quantile, as in Student's
+    t.
+    """
+    noise, freedom = _estimate_residual_noise(row, cuts)
+    return noise * _to_student_t(cut_price, freedom)
 
 
-def _noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
-    """Returns the spread around the pieces, enlarged by autocorrelation, and its degrees of freedom."""
+def _estimate_residual_noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
+    """Returns the noise of a series around its pieces, increased for autocorrelation, and the degrees of freedom of
+    this noise.
+    """
     pieces = np.split(row, cuts)
     residuals = np.concatenate([piece - piece.mean() for piece in pieces])
     freedom = max(len(row) - len(pieces), 1)
-    variance = float(residuals @ residuals) / freedom * memory(residuals, len(pieces))
-    return max(math.sqrt(variance), LEAST_SPREAD), freedom
+    variance = float(residuals @ residuals) / freedom * autocorrelation_factor(residuals, len(pieces))
+    return max(math.sqrt(variance), MIN_SPREAD), freedom
 
 
 def _drop_weak_end(row: Floats, cuts: Sequence[int]) -> Sequence[int]:
-    """Drops the last cut if its step depends on its furthest value, which may be a bad night."""
+    """Drops the last cut of a series if its step depends on a single value, which may be an outlier."""
     if not cuts:
         return cuts
-    noise, _ = _noise(row, cuts)
+    noise, _ = _estimate_residual_noise(row, cuts)
     begin, cut = [0, *cuts][-2:]
     distances = row[cut:] - row[begin:cut].mean()
-    nearest = np.sort(distances * math.copysign(1.0, distances.mean()))[:-1]
-    error = noise * math.sqrt(1 / len(nearest) + 1 / (cut - begin))
-    return cuts if nearest.mean() >= _FIRM * error else cuts[:-1]
+    without_furthest = np.sort(distances * math.copysign(1.0, distances.mean()))[:-1]
+    error = noise * math.sqrt(1 / len(without_furthest) + 1 / (cut - begin))
+    return cuts if without_furthest.mean() >= _FIRM_STEP_ERRORS * error else cuts[:-1]
 
 
-def _steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
-    noise, freedom = _noise(row, cuts)
-    ends = [0, *cuts, len(row)]
-    for begin, at, end in zip(ends, ends[1:], ends[2:], strict=False):
-        gains = _gains(row[begin:end]) / noise**2
-        low, high = begin + 1 + np.searchsorted(_shares(gains), (_TAIL, 1 - _TAIL))
-        lengths = at - begin, end - at
-        # Two pieces cost more by length than their union.
-        price = sum(math.log(length / LEAST) for length in lengths) - math.log(sum(lengths) / LEAST)
-        # Convert to equally rare Gaussian deviations (Wallace's approximation of Student's t).
-        gaussian = math.sqrt(freedom * math.log1p(math.sqrt(gains[at - begin - 1]) ** 2 / freedom))
-        gaussian = gaussian * (8 * freedom + 1) / (8 * freedom + 3)
-        evidence = gaussian**2 - _BY_LENGTH * price
+def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
+    noise, freedom = _estimate_residual_noise(row, cuts)
+    piece_ends = [0, *cuts, len(row)]
+    for begin, cut, end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
+        log_likelihoods = _variance_reductions(row[begin:end]) / noise**2
+        low, high = (
+            begin
+            + 1
+            + np.searchsorted(_cumulative_probabilities(log_likelihoods), (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
+        )
+        lengths = cut - begin, end - cut
+        # The lengths of two pieces cost more than the length of one piece.
+        length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths) - math.log(
+            sum(lengths) / MIN_LEVEL_LENGTH
+        )
+        # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
+        # t).
+        gaussian_deviations = math.sqrt(
+            freedom * math.log1p(math.sqrt(log_likelihoods[cut - begin - 1]) ** 2 / freedom)
+        )
+        gaussian_deviations = gaussian_deviations * (8 * freedom + 1) / (8 * freedom + 3)
+        evidence = gaussian_deviations**2 - _LENGTH_PRICE * length_term
         yield Step(
-            at,
-            min(int(low), at) - 1,
-            max(int(high), at),
-            math.exp(row[begin:at].mean()),
-            math.exp(row[at:end].mean()),
-            math.erfc(_WORTH * math.sqrt(max(evidence, 0.0) / 2)),
+            cut,
+            min(int(low), cut) - 1,
+            max(int(high), cut),
+            math.exp(row[begin:cut].mean()),
+            math.exp(row[cut:end].mean()),
+            math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(evidence, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )
 
 
-def _shares(gains: Floats) -> Floats:
-    """Returns the chance that the step is at or before each place, if all places were equally likely beforehand."""
-    weights = np.exp((gains - gains.max()) / 2).cumsum()
-    shares: Floats = weights / weights[-1]
-    return shares
+def _cumulative_probabilities(log_likelihoods: Floats) -> Floats:
+    """Returns for each index the probability that the step is there or before. All indices are equally likely in
+    advance.
+    """
+    weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
+    probabilities: Floats = weights / weights[-1]
+    return probabilities
 
 
-def _gains(values: Floats) -> Floats:
-    """Returns how much each cut of a piece reduces the sum of squares; the first cut is before the second value."""
+def _variance_reductions(values: Floats) -> Floats:
+    """Returns by how much each cut of a piece reduces the sum of squares. The first cut is before the second value."""
     count = len(values)
-    first = np.arange(1, count)
+    first_lengths = np.arange(1, count)
     sums = values.cumsum()
-    distance = sums[:-1] / first - (sums[-1] - sums[:-1]) / (count - first)
-    gains: Floats = distance**2 * first * (count - first) / count
-    return gains
+    mean_difference = sums[:-1] / first_lengths - (sums[-1] - sums[:-1]) / (count - first_lengths)
+    reductions: Floats = mean_difference**2 * first_lengths * (count - first_lengths) / count
+    return reductions
 
 
-def _t_of(deviations: float, freedom: int) -> float:
-    """Returns Student's t that is as rare as this many Gaussian deviations (Wallace's approximation)."""
-    shrunk = deviations * (8 * freedom + 3) / (8 * freedom + 1)
-    return math.sqrt(freedom * math.expm1(shrunk**2 / freedom))
+def _to_student_t(deviations: float, freedom: int) -> float:
+    """Returns the value of Student's t that is as rare as a value this many standard deviations from a Gaussian's
+    mean (Wallace's approximation).
+    """
+    scaled_deviations = deviations * (8 * freedom + 3) / (8 * freedom + 1)
+    return math.sqrt(freedom * math.expm1(scaled_deviations**2 / freedom))

@@ -1,4 +1,4 @@
-"""`fp8bench compare A B`: two runs, commits or stores, figure by figure."""
+"""`fp8bench compare A B`: compares two runs, commits or stores, figure by figure."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Compares two runs, commits or stores: every case and figure that both have. `fp8bench gate` judges "
         "the comparison and sets an exit code."
     )
-    parser.epilog = "Exit codes: 0 compared, whatever it says; 2 wrong usage, or there is no such run."
+    parser.epilog = "Exit codes: 0 compared, whatever the result; 2 wrong usage, or an unknown run."
     parser.add_argument(
         "before",
         metavar="A",
@@ -28,10 +28,10 @@ def add(parser: argparse.ArgumentParser) -> None:
             "several, separated by commas, are joined (streams as seeds)"
         ),
     )
-    parser.add_argument("after", metavar="B", help="the same; ratios are of B over A")
-    add_common(parser, "--store", help="where A and B are, as in suite")
+    parser.add_argument("after", metavar="B", help="as A; ratios are B over A")
+    add_common(parser, "--store", help="the store of A and B, as in suite")
     add_common(parser, "--json", help="print the comparison as JSON instead of the table")
-    add_common(parser, "--csv", help="also write it there as rows, one a figure; '-' prints them instead of the table")
+    add_common(parser, "--csv", help="also write a row per figure to PATH; '-' prints the rows instead")
     add_common(parser, "--md", "--explain")
 
 
@@ -41,18 +41,18 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    """Compares both sides, without judging: `gate` does that."""
-    from fp8bench.jobs.compare import compared_sides
-    from fp8bench.report.comparisons import page_of, rows_of, value_of
+    """Compares two sides without a verdict. `fp8bench gate` gives verdicts."""
+    from fp8bench.jobs.compare import compare_named_sides
+    from fp8bench.report.comparisons import comparison_document, comparison_page, comparison_rows
 
-    if (together := join_results((arguments.before, arguments.after), arguments.store)) is not None:
-        kind, kept = together
-        return CommandResult(None, *kind.view(kept))
-    compared = compared_sides(arguments.before, arguments.after, arguments.store, observer)
+    if (joined_results := join_results((arguments.before, arguments.after), arguments.store)) is not None:
+        kind, results = joined_results
+        return CommandResult(None, *kind.view(results))
+    compared = compare_named_sides(arguments.before, arguments.after, arguments.store, observer)
     return CommandResult(
         compared,
-        partial(page_of, compared),
-        partial(value_of, compared),
-        partial(rows_of, compared.comparisons),
-        whole=partial(page_of, compared, everything=True),
+        partial(comparison_page, compared),
+        partial(comparison_document, compared),
+        partial(comparison_rows, compared.comparisons),
+        whole=partial(comparison_page, compared, with_unchanged=True),
     )

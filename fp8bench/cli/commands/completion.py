@@ -1,6 +1,6 @@
-"""`fp8bench completion SHELL`: a script that completes commands, options and names.
+"""`fp8bench completion SHELL`: prints a script that completes commands, options and names in a shell.
 
-shtab makes it from the parsers. In a list with commas the last name is completed.
+shtab makes the script from the parsers. In a list with commas, the last name is completed.
 """
 
 from __future__ import annotations
@@ -10,7 +10,7 @@ import shlex
 from collections.abc import Sequence
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.main import build_parser, subparsers_by_name
 from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UsageError
 from fp8bench.plan.asked_suites import known_suites
@@ -20,7 +20,7 @@ EXAMPLES = (
     'eval "$(fp8bench completion bash)"                  # in ~/.bashrc',
     'eval "$(fp8bench completion zsh)"                   # in ~/.zshrc, below compinit',
 )
-_IN_BASH = """_fp8bench_names() {
+_BASH_FUNCTION = """_fp8bench_names() {
   local before=""
   [[ $1 == *,* ]] && before="${1%,*},"
   compgen -P "$before" -W "${*:2}" -- "${1##*,}"
@@ -45,27 +45,27 @@ def run(arguments: argparse.Namespace) -> int:
     }
     names |= {"dtype": names["dtypes"], "reference": names["dtypes"], "device": names["devices"]}
     parser = build_parser()
-    for action in _every_action(parser):
+    for action in _list_actions(parser):
         if action.dest in names and action.choices is None:
-            vars(action)["complete"] = _by_shell(action.dest, names[action.dest])
+            vars(action)["complete"] = _completion_by_shell(action.dest, names[action.dest])
         elif action.type is types.path:
             vars(action)["complete"] = shtab.DIRECTORY if action.metavar == "DIR" else shtab.FILE
     say(shtab.complete(parser, arguments.shell))
     return EXIT_OK
 
 
-def _every_action(parser: argparse.ArgumentParser) -> list[argparse.Action]:
+def _list_actions(parser: argparse.ArgumentParser) -> list[argparse.Action]:
     actions = list(parser._actions)
-    for command in commands_of(parser).values():
-        actions += _every_action(command)
+    for command in subparsers_by_name(parser).values():
+        actions += _list_actions(command)
     return actions
 
 
-def _by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
-    listed, function = shlex.join(words), f"_fp8bench_{name}"
-    bash = f'{_IN_BASH}{function}() {{\n  _fp8bench_names "$1" {listed}\n}}\n'
+def _completion_by_shell(name: str, words: Sequence[str]) -> dict[str, object]:
+    quoted_words, function = shlex.join(words), f"_fp8bench_{name}"
+    bash_script = f'{_BASH_FUNCTION}{function}() {{\n  _fp8bench_names "$1" {quoted_words}\n}}\n'
     return {
         "bash": function,
-        "zsh": f"_values -s , {name} {listed}",
-        "preamble": {"bash": bash},
+        "zsh": f"_values -s , {name} {quoted_words}",
+        "preamble": {"bash": bash_script},
     }

@@ -1,4 +1,4 @@
-"""`fp8bench doctor`: what this machine can do, and what not and why."""
+"""`fp8bench doctor`: prints what this machine supports. If it does not support something, prints the reason."""
 
 from __future__ import annotations
 
@@ -42,14 +42,14 @@ def run(arguments: argparse.Namespace) -> int:
         print_lines(topology_lines(arguments.topology, arguments.store))
         return EXIT_OK
     if arguments.peak:
-        from fp8bench.jobs.ceilings import is_wrong, quote_lines, quote_of
+        from fp8bench.jobs.ceilings import describe_quotes, is_wrong, parse_quote
 
-        quotes = [quote_of(text) for text in arguments.peak]
-        print_lines(quote_lines(quotes))
+        quotes = [parse_quote(text) for text in arguments.peak]
+        print_lines(describe_quotes(quotes))
         return EXIT_REGRESSION if any(map(is_wrong, quotes)) else EXIT_OK
     print_lines(doctor.examine(arguments.calibrate))
     if arguments.calibrate:
-        from fp8bench.jobs.several_runs import standard_runs
+        from fp8bench.jobs.several_runs import measure_standard_case
 
-        print_lines(standard_runs(arguments.store, TERMINAL))
+        print_lines(measure_standard_case(arguments.store, TERMINAL))
     return EXIT_OK

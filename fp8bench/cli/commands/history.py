@@ -1,4 +1,4 @@
-"""`fp8bench history`: what is stored, one series over time, what changed, whether files are intact, and repairs."""
+"""`fp8bench history`: lists stored runs and series, finds changes over commits, and checks and repairs a store."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from pathlib import Path
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.options import add_common, subcommands
-from fp8bench.cli.outputs import check_outputs, in_store, options_of, print_lines, tell
+from fp8bench.cli.outputs import check_outputs, in_store, print_lines, store_and_import_options, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_REGRESSION, StoreError, UsageError
@@ -18,119 +18,117 @@ from fp8bench.files import is_locked
 from fp8bench.jobs.kinds import kinds
 from fp8bench.registry import workloads
 from fp8bench.report.terminal.history import (
+    asv_files_page,
     faults_page,
-    joined_page,
-    rebuilt_page,
+    merge_page,
     run_row,
     runs_page,
     trend_page,
     trends_page,
 )
 from fp8bench.store.commit_runs import UNREADABLE
-from fp8bench.store.runs.listing import closed_folders, listing, newest_files
+from fp8bench.store.runs.listing import iterate_newest_files, list_unreadable_folders, listing
 from fp8bench.store.runs.run_file import load_run
-from fp8bench.store.series import tracked_by
-from fp8bench.store.verify import verify
+from fp8bench.store.series import list_tracked_metrics
+from fp8bench.store.verify import verify_store
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     add_command = subcommands(parser)
 
-    def command(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
+    def add_with_store(name: str, words: str, epilog: str = "") -> argparse.ArgumentParser:
         subparser = add_command(name, words, epilog)
         add_common(subparser, "--store", help="as in suite")
-        add_common(subparser, "--import", help="module or .py file of your suites that were measured")
+        add_common(subparser, "--import", help="module or .py file that defines the measured suites")
         return subparser
 
-    listing = command("list", "list the series, or the runs")
+    listing = add_with_store("list", "list the series, or the runs")
     listing.add_argument("word", nargs="?", default="", metavar="WORD", help="print only lines that contain WORD")
     add_common(listing, "--explain", "--md")
     listing.add_argument("--runs", action="store_true", help="list the runs instead, newest first")
-    show = command("show", "print a series, commit by commit")
+    show = add_with_store("show", "print a series, commit by commit")
     add_common(show, "--explain", "--md")
-    show.add_argument(
-        "series", metavar="SERIES", help="a name from `history list`, or a part of it that matches only one"
-    )
-    regressions = command(
+    show.add_argument("series", metavar="SERIES", help="a name from `history list`, or a part that only one name has")
+    regressions = add_with_store(
         "regressions",
-        "list lasting steps of series, up or down",
-        "Exit codes: 0 no open change is worse and no count changed, 1 one is or has, 2 wrong usage.",
+        "list lasting changes of series, up or down",
+        "Exit codes: 0 no alarm, 1 an open change is worse or changes a count, 2 wrong usage.",
     )
     regressions.add_argument(
         "--all",
         action="store_true",
-        help="also steps that were acknowledged, reverted by a later change, or measured with another version",
+        help="also changes that were acknowledged, reverted later, or measured with another version",
     )
     add_common(regressions, "--explain", "--md")
-    add_common(regressions, "--json", help="print all of them as JSON instead")
-    ack = command("ack", "accept the open changes of a series, so that they raise no more alarms")
+    add_common(regressions, "--json", help="print all changes as JSON instead")
+    ack = add_with_store("ack", "accept the open changes of a series, so that they raise no more alarms")
     ack.add_argument(
-        "series", metavar="SERIES", help="as in show; with * for any part, all that fit: 'gemm.Gemm.track_*(bf16, 512)'"
+        "series", metavar="SERIES", help="as in show; * stands for any part: 'gemm.Gemm.track_*(bf16, 512)'"
     )
     ack.add_argument("--because", metavar="TEXT", help="the reason")
     ack.add_argument("--undo", action="store_true", help="allow alarms again")
-    command(
+    add_with_store(
         "verify",
         "read every file of the store and report damage; change nothing",
         "Exit codes: 0 no damage, 2 no such store, 3 damage found.",
     )
-    command(
+    add_with_store(
         "rebuild",
-        "write asv's view again from the runs; results that only asv measured stay",
+        "write asv's files again from the runs; keep results that only asv measured",
         "Exit codes: 0 fine, 2 the store cannot be written, 3 something could not be written.",
     )
-    merge = command(
+    merge = add_with_store(
         "merge",
-        "import the store of another machine",
-        "Exit codes: 0 fine, 2 wrong usage, 3 something of the other store could not be taken.",
+        "import a store from a different machine",
+        "Exit codes: 0 fine, 2 wrong usage, 3 part of the other store could not be imported.",
     )
     merge.add_argument("folder", type=types.path, metavar="DIR", help="the other store; it is only read")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store
+    from fp8bench.jobs.history import check_store_exists
 
     check_outputs(arguments)
     if arguments.subcommand == "merge":
         return _merge(arguments)
     reads_all = arguments.subcommand in ("verify", "rebuild") or getattr(arguments, "runs", False)
-    store = existing_store(arguments.store, TERMINAL, reads_all)
+    store = check_store_exists(arguments.store, TERMINAL, reads_all)
     if arguments.subcommand == "verify":
-        checked = verify(store)
-        tell(arguments, partial(faults_page, checked.faults, checked.sound, checked.files, str(store)))
-        return EXIT_FAILED if any(fault.broken for fault in checked.faults) else EXIT_OK
-    commands = {
+        verification = verify_store(store)
+        tell(arguments, partial(faults_page, verification.faults, verification.sound, verification.files, str(store)))
+        return EXIT_FAILED if any(fault.broken for fault in verification.faults) else EXIT_OK
+    function_by_command = {
         "list": _list,
         "show": _show,
         "regressions": _regressions,
         "ack": _acknowledge,
         "rebuild": _rebuild,
     }
-    return commands[arguments.subcommand](arguments, store)
+    return function_by_command[arguments.subcommand](arguments, store)
 
 
 def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
-    # 1. List runs from their files alone: reading a long history takes time.
+    # 1. Read the history. With --runs this is not needed, because listing run files is faster.
     history = read_history(store, TERMINAL) if not arguments.runs else None
     if history is not None:
-        told_of = bool(history.runs or history.left)
+        has_results = bool(history.runs or history.left)
     else:
-        told_of = bool(_kept_lines(store, Counter())) or any(newest_files(store))
-    # 2. Explain an empty store, unless its files could not be read.
-    if not told_of:
-        begin = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        print_lines([f"{store}: {'no runs that may be read' if closed_folders(store) else begin}"])
+        has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
+    # 2. If the store has no results, explain how to begin, or that its files may not be read.
+    if not has_results:
+        empty_store_hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
+        print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else empty_store_hint}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:
         return _list_runs(arguments, store, word)
-    # 3. List the last point of every series that contains the word.
+    # 3. List the last point of each series whose name contains the word.
     endings = history.endings(lambda name: word in name.lower())
     if not endings and word and history.runs:
         raise UsageError(f"no series has {arguments.word!r:.80} in its name. `fp8bench history list` names them all.")
-    options = options_of(arguments)
+    options = store_and_import_options(arguments)
     tell(arguments, partial(trends_page, endings, str(store), history.runs, history.commits, history.left, options))
     return EXIT_OK
 
@@ -139,7 +137,7 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
     rows = []
     files = listing(store)
     skipped = files.left
-    # 1. List runs whose line contains the word; count unreadable ones.
+    # 1. List the runs whose line contains the word, and count unreadable files.
     for path in files.files:
         try:
             run = load_run(path)
@@ -149,93 +147,93 @@ def _list_runs(arguments: argparse.Namespace, store: Path, word: str) -> int:
         row = run_row(run, not run.finished and is_locked(path), in_store(store))
         if any(word in field.text.lower() for field in row):
             rows.append(row)
-    # 2. List other stored results: duels, studies, ablations.
-    other_lines = {}
-    for name, lines in _kept_lines(store, skipped).items():
-        if fitting := [line for line in lines if word in line.lower()]:
-            other_lines[name] = fitting
-    if not rows and not other_lines and word:
+    # 2. List other stored results, such as duels of two revisions, studies and ablations.
+    other_results = {}
+    for name, lines in _list_other_results(store, skipped).items():
+        if matching_lines := [line for line in lines if word in line.lower()]:
+            other_results[name] = matching_lines
+    if not rows and not other_results and word:
         raise UsageError(f"no run has {word!r:.80} in its line. `fp8bench history list --runs` names them all.")
-    tell(arguments, partial(runs_page, rows, str(store), skipped, in_store(store), other_lines))
+    tell(arguments, partial(runs_page, rows, str(store), skipped, in_store(store), other_results))
     return EXIT_OK
 
 
-def _kept_lines(store: Path, skipped: Counter[str]) -> dict[str, list[str]]:
-    by_kind: dict[str, list[str]] = {}
+def _list_other_results(store: Path, skipped: Counter[str]) -> dict[str, list[str]]:
+    lines_by_kind: dict[str, list[str]] = {}
     for kind in kinds():
         for line in kind.lines(store):
             try:
-                by_kind.setdefault(kind.name, []).append(line())
+                lines_by_kind.setdefault(kind.name, []).append(line())
             except StoreError:
                 skipped[UNREADABLE] += 1
-    return by_kind
+    return lines_by_kind
 
 
 def _show(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import read_history, series_meant
+    from fp8bench.jobs.history import find_series, read_history
 
     history = read_history(store, TERMINAL)
-    series_name = series_meant(arguments.series, history)
+    series_name = find_series(arguments.series, history)
     trends = history.trends(lambda name: name == series_name)
     series = trends[0].series
     grid = workloads.get(series.workload).history
     assert grid is not None
-    words = next(spec.history for spec in tracked_by(grid) if spec.name == series.metric)
-    description = f"{words}, a ratio" if series.unit == "ratio" else f"{words}, in {series.unit}"
+    metric_text = next(spec.history for spec in list_tracked_metrics(grid) if spec.name == series.metric)
+    description = f"{metric_text}, a ratio" if series.unit == "ratio" else f"{metric_text}, in {series.unit}"
     tell(arguments, partial(trend_page, trends, description))
     return EXIT_OK
 
 
 def _regressions(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.jobs.history import all_changes, read_history
-    from fp8bench.report.terminal.changes import page_of, value_of
+    from fp8bench.jobs.history import find_all_changes, read_history
+    from fp8bench.report.terminal.changes import changes_document, changes_page
 
-    search = all_changes(read_history(store, TERMINAL), store, TERMINAL)
-    page = partial(page_of, search, str(store), arguments.all, options_of(arguments))
-    tell(arguments, page, partial(value_of, search))
-    return EXIT_REGRESSION if any(change.alarms for change in search.changes) else EXIT_OK
+    search_result = find_all_changes(read_history(store, TERMINAL), store, TERMINAL)
+    page = partial(changes_page, search_result, str(store), arguments.all, store_and_import_options(arguments))
+    tell(arguments, page, partial(changes_document, search_result))
+    return EXIT_REGRESSION if any(change.alarms for change in search_result.changes) else EXIT_OK
 
 
 def _acknowledge(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import acknowledge
 
-    done = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
-    changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in done)
+    acknowledged = acknowledge(arguments.series, store, TERMINAL, arguments.because, arguments.undo)
+    changes = (f"  {name}, after {since[:8]} and up to {until[:8]}" for name, since, until in acknowledged)
     print_lines((f"{store}: {'not acknowledged any more' if arguments.undo else 'acknowledged'}", *changes))
     return EXIT_OK
 
 
 def _rebuild(arguments: argparse.Namespace, store: Path) -> int:
-    from fp8bench.store.merge_stores import rebuild
+    from fp8bench.store.merge_stores import rebuild_asv_view
 
-    rebuilt = rebuild(store)
-    tell(arguments, partial(rebuilt_page, str(store), len(rebuilt.files), rebuilt.series, rebuilt.runs, rebuilt.left))
-    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in rebuilt.aside)
-    return _complain_of(rebuilt.failed)
+    view = rebuild_asv_view(store)
+    tell(arguments, partial(asv_files_page, str(store), len(view.files), view.series, view.runs, view.left))
+    _complain_all(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
+    return _complain_all(view.failed)
 
 
 def _merge(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store
-    from fp8bench.store.merge_stores import find_store, join
+    from fp8bench.jobs.history import check_store_exists
+    from fp8bench.store.merge_stores import find_store, merge_store
 
     store = arguments.store
     other_store = find_store(arguments.folder, store)
-    existing_store(other_store, TERMINAL, reading=True)
-    merged, view = join(store, other_store)
+    check_store_exists(other_store, TERMINAL, reading=True)
+    merged, view = merge_store(store, other_store)
     counts = {
-        "runs that are new here": len(merged.copied),
-        "runs that had gone on there": len(merged.extended),
-        "runs that were here already": merged.same,
-        **({"acknowledgements that are new here": merged.acks} if merged.acks else {}),
-        "asv's files made again from the runs": len(view.files),
+        "new runs": len(merged.copied),
+        "runs with new cases": len(merged.extended),
+        "runs that both stores had": merged.same,
+        **({"new acknowledgements": merged.acks} if merged.acks else {}),
+        "asv's files written again": len(view.files),
     }
-    tell(arguments, partial(joined_page, f"{store}: took in {other_store}", counts))
-    _complain_of(merged.notes)
-    _complain_of(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
-    return _complain_of([*merged.failed, *view.failed])
+    tell(arguments, partial(merge_page, f"{store}: imported {other_store}", counts))
+    _complain_all(merged.notes)
+    _complain_all(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
+    return _complain_all([*merged.failed, *view.failed])
 
 
-def _complain_of(sentences: Iterable[str]) -> int:
+def _complain_all(sentences: Iterable[str]) -> int:
     messages = list(sentences)
     for sentence in messages:
         complain(sentence)

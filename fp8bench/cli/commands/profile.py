@@ -1,12 +1,12 @@
-"""`fp8bench profile`: your model, unchanged and with its products in other precisions."""
+"""`fp8bench profile`: measures a user's model, unchanged and with its products in other precisions."""
 
 from __future__ import annotations
 
 import argparse
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.commands.suite import OUTPUTS, PASSES, measure_and_tell
-from fp8bench.cli.options import add_common, request_of
+from fp8bench.cli.commands.suite import OUTPUT_OPTIONS, PASS_OPTIONS, measure_and_print
+from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import check_outputs
 from fp8bench.workloads.model import OPTIMIZERS
 
@@ -30,58 +30,68 @@ def add(parser: argparse.ArgumentParser) -> None:
             "file.py:function. A batch is a tensor, a tuple of positional arguments, or a mapping of named ones"
         ),
     )
-    _add_what(parser.add_argument_group("what to measure"))
-    how = parser.add_argument_group("how")
+    _add_model_options(parser.add_argument_group("what to measure"))
+    how_group = parser.add_argument_group("how")
     add_common(
-        how, "--quick", "--budget", "--rounds", "--seed", "--threads", "--case-timeout", *PASSES, "--no-isolation"
+        how_group,
+        "--quick",
+        "--budget",
+        "--rounds",
+        "--seed",
+        "--threads",
+        "--case-timeout",
+        *PASS_OPTIONS,
+        "--no-isolation",
     )
-    where = parser.add_argument_group("where")
-    add_common(where, "--store", *OUTPUTS)
+    storage_group = parser.add_argument_group("where")
+    add_common(storage_group, "--store", *OUTPUT_OPTIONS)
 
 
-def _add_what(group: argparse._ArgumentGroup) -> None:
-    add = group.add_argument
-    add_common(group, "--dtypes", help="precisions of the copies, accelerate-fp8 too; default bf16,fp8")
+def _add_model_options(group: argparse._ArgumentGroup) -> None:
+    add_option = group.add_argument
+    add_common(group, "--dtypes", help="precisions of the copies, also accelerate-fp8; default bf16,fp8")
     add_common(group, "--devices")
-    add_common(group, "--reference", help="what the others are compared with; default untouched, the unchanged model")
+    add_common(group, "--reference", help="the precision to compare with; default untouched, the unchanged model")
     add_common(group, "--backend")
-    add(
+    add_option(
         "--skip",
         type=types.words,
         default=(),
         metavar="A,B",
         help="layers to leave unchanged: kinds (head, linear, conv2d), or module paths with * and ?",
     )
-    add(
+    add_option(
         "--precision-map",
         type=types.precision_map,
         default=(),
         metavar="LAYER=DTYPE,...",
         help=(
-            "layers with another precision than their copy's: a kind, a module path (model.layers.0.mlp.up_proj) "
+            "layers whose precision differs from their copy's: a kind, a module path (model.layers.0.mlp.up_proj) "
             "or the beginning of paths; or a file with one per line. untouched leaves a layer unchanged"
         ),
     )
-    add("--forward", action="store_true", help="measure forward only, without gradients; default a training step")
-    add(
+    add_option(
+        "--forward", action="store_true", help="measure forward only, without gradients; default a training step"
+    )
+    add_option(
         "--optimizer",
         choices=OPTIMIZERS,
         default=OPTIMIZERS[0],
         metavar="NAME",
-        help=f"of the training step: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
+        help=f"the step's optimizer: {', '.join(OPTIMIZERS)}; default {OPTIMIZERS[0]}",
     )
-    add("--compile", action="store_true", help="torch.compile both the unchanged and the converted models")
+    add_option("--compile", action="store_true", help="torch.compile both the unchanged and the converted models")
     add_common(group, "--import")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.profile import function_named, profile, profile_axes, profile_dtypes
+    from fp8bench.jobs.profile import check_function_name, profile, profile_axes, profile_dtypes
 
     check_outputs(arguments)
     options = vars(arguments)
     axes = profile_axes(
-        function_named(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
+        check_function_name(arguments.target), arguments.forward, arguments.optimizer, arguments.compile, arguments.skip
     )
     modes = profile_dtypes(arguments.dtypes, arguments.reference)
-    request = request_of(argparse.Namespace(**{**options, "axes": axes, **modes}))
-    return measure_and_tell(request, arguments, profile)
+    request = make_request(argparse.Namespace(**{**options, "axes": axes, **modes}))
+    return measure_and_print(request, arguments, profile)

@@ -1,4 +1,4 @@
-"""`fp8bench report`: the report of stored runs, side by side if there are several, or of a training."""
+"""`fp8bench report`: writes the report of stored runs or of a training; several runs are shown side by side."""
 
 from __future__ import annotations
 
@@ -38,28 +38,28 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.report_files import Pages, report_of, short_path, why_not_shown
+    from fp8bench.jobs.report_files import Pages, open_in_browser, short_path, write_named_report
 
     check_outputs(arguments)
     formats = _picture_formats(arguments)
     pages = Pages(arguments.html, arguments.md, arguments.open, arguments.plots, formats)
-    page = report_of(arguments.runs, arguments.store, pages)
-    for written in (page, arguments.html, arguments.md):
-        if written is not None:
-            say(f"{printable(short_path(written))}\n")
-    problem = why_not_shown(page) if pages.browser else ""
-    if problem:
-        complain(problem)
+    page = write_named_report(arguments.runs, arguments.store, pages)
+    for written_file in (page, arguments.html, arguments.md):
+        if written_file is not None:
+            say(f"{printable(short_path(written_file))}\n")
+    browser_problem = open_in_browser(page) if pages.browser else ""
+    if browser_problem:
+        complain(browser_problem)
     return EXIT_OK
 
 
 def _picture_formats(arguments: argparse.Namespace) -> tuple[str, ...]:
-    """Returns the formats of --plots without repetitions. Raises UsageError if pictures cannot be drawn or written."""
+    """Returns the formats of --plots-format, each once. Raises UsageError if pictures cannot be drawn or written."""
     formats = tuple(dict.fromkeys(arguments.plots_format or PICTURE_FORMATS[:1]))
     for unknown in [form for form in formats if form not in PICTURE_FORMATS]:
-        raise UsageError(f"--plots-format {unknown!r:.80} is none of {', '.join(PICTURE_FORMATS)}. Give one of these.")
+        raise UsageError(f"--plots-format {unknown!r:.80} is not supported. Give one of {', '.join(PICTURE_FORMATS)}.")
     if arguments.plots is not None:
-        check_package("matplotlib", "'fp8bench[plots]'", ".figure", wanted_by="--plots")
+        check_package("matplotlib", "'fp8bench[plots]'", ".figure", option="--plots")
         check_folder("--plots", arguments.plots)
     elif arguments.plots_format:
         raise UsageError("--plots-format needs a folder to write to. Add --plots DIR, or leave it out.")

@@ -1,4 +1,4 @@
-"""`fp8bench store`: remove unneeded files from a store."""
+"""`fp8bench store`: deletes files of a store that no result needs."""
 
 from __future__ import annotations
 
@@ -12,20 +12,22 @@ from fp8bench.errors import EXIT_OK
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    words = "list checkpoints that no stored result needs"
-    prune = subcommands(parser)("prune", words, "Exit codes: 0 done, 2 wrong usage, or something could not be removed.")
+    purpose = "list checkpoints that no stored result needs"
+    prune = subcommands(parser)(
+        "prune", purpose, "Exit codes: 0 done, 2 wrong usage, or something could not be removed."
+    )
     add_common(prune, "--store", help="as in suite")
     prune.add_argument("--yes", action="store_true", help="delete them")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.history import existing_store, prune_store
+    from fp8bench.jobs.history import check_store_exists, prune_store
 
-    store = existing_store(arguments.store, TERMINAL)
+    store = check_store_exists(arguments.store, TERMINAL)
     parts = prune_store(store, remove=arguments.yes)
-    total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "may go"
-    lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing that nobody needs"]
+    total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "can be removed"
+    lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing to remove"]
     lines += [f"  {units.size(size)}: {content}" for content, size in parts]
-    lines += ["  remove it with --yes"] if parts and not arguments.yes else []
+    lines += ["  remove these files with --yes"] if parts and not arguments.yes else []
     print_lines(lines)
     return EXIT_OK

@@ -1,4 +1,4 @@
-"""`fp8bench suite`: measure a suite, or resume a run that was interrupted."""
+"""`fp8bench suite`: measures a suite, or resumes an interrupted run."""
 
 from __future__ import annotations
 
@@ -17,29 +17,29 @@ from typing import cast
 
 from fp8bench.cli import option_types as types
 from fp8bench.cli.main import DEFAULT_STORE
-from fp8bench.cli.options import add_common, add_options_of, check_alone, request_of
-from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, tell, wanted_of
+from fp8bench.cli.options import add_common, add_request_options, make_request, refuse_other_options
+from fp8bench.cli.outputs import check_outputs, import_renderers, in_store, print_run, requested_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, NotKept, UsageError
 from fp8bench.measure.environment import command_line
-from fp8bench.measure.handle import workers_ahead
-from fp8bench.measure.interrupts import only_once
-from fp8bench.measure.windows import window_rule_for, windows_of
+from fp8bench.measure.handle import start_workers_early
+from fp8bench.measure.interrupts import interrupt_only_once
+from fp8bench.measure.windows import count_windows, window_rule_for
 from fp8bench.model import Plan, Request, Run
 from fp8bench.model.request import HOW, NVTX, PROFILERS, WHAT, whole_number
 from fp8bench.model.run import CEILINGS
 from fp8bench.model.stopping import BRISK_SECONDS, BUDGET_SECONDS, QUICK_ROUNDS
 from fp8bench.plan.asked_suites import known_suites
 from fp8bench.plan.make import check_names
-from fp8bench.plan.resolve import switches_of
+from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Observer
 from fp8bench.store.fleet_plans import read_plan, write_plan
 from fp8bench.store.runs.listing import find_run
 from fp8bench.units import clock
 
-PASSES = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
-OUTPUTS = (
+PASS_OPTIONS = ("--trace", "--no-energy", "--energy", "--sustained", "--tape", "--shares", "--counters")
+OUTPUT_OPTIONS = (
     "--explain",
     "--json",
     "--csv",
@@ -49,7 +49,7 @@ OUTPUTS = (
     "--no-report",
     "--log",
 )
-_BESIDE_RESUME = {"--resume", "--store", *OUTPUTS}
+_RESUME_OPTIONS = {"--resume", "--store", *OUTPUT_OPTIONS}
 EXAMPLES = (
     "fp8bench suite transformer --dtypes fp8,bf16  # beside fp32",
     "fp8bench suite gemm --set shape=1024 --quick  # does it run?",
@@ -65,15 +65,15 @@ def add(parser: argparse.ArgumentParser) -> None:
         "suite",
         nargs="?",
         metavar="NAME",
-        help="a suite, several with commas, all, or a .py file with suites of your own; `fp8bench list` names them; or "
-        "ceilings, what this machine does at most",
+        help="a suite, several with commas, all, or a .py file that defines suites; `fp8bench list` names suites; or "
+        "ceilings, which measures the machine's peaks",
     )
-    add_options_of(parser.add_argument_group(WHAT))
-    how = parser.add_argument_group(HOW)
-    add_options_of(how)
-    how.add_argument(
+    add_request_options(parser.add_argument_group(WHAT))
+    how_group = parser.add_argument_group(HOW)
+    add_request_options(how_group)
+    how_group.add_argument(
         "--sessions",
-        type=types.sessions,
+        type=types.parse_sessions,
         default=types.Sessions(),
         metavar="N[@TIME]",
         help=(
@@ -81,17 +81,17 @@ def add(parser: argparse.ArgumentParser) -> None:
             "and so include slow changes of the machine; default 1"
         ),
     )
-    how.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
-    how.add_argument(
+    how_group.add_argument("--dry-run", action="store_true", help="print the plan, measure nothing")
+    how_group.add_argument(
         "--write-plan",
         type=types.path,
         metavar="FILE",
         help="with --dry-run: also write the plan to FILE, divided into cells for --plan and --cell",
     )
-    _add_where(parser.add_argument_group("where"))
+    _add_storage_options(parser.add_argument_group("where"))
 
 
-def _add_where(group: argparse._ArgumentGroup) -> None:
+def _add_storage_options(group: argparse._ArgumentGroup) -> None:
     add_common(group, "--store")
     group.add_argument(
         "--config",
@@ -112,38 +112,38 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
         metavar="N",
         help="the cell of the plan to measure, counted from 0",
     )
-    add_common(group, *OUTPUTS)
+    add_common(group, *OUTPUT_OPTIONS)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    # 1. Handle options that need no suite name.
+    # 1. Handle the options that need no suite.
     check_outputs(arguments)
     if arguments.resume is not None:
         return _resume(arguments)
     if arguments.plan is not None or arguments.cell is not None:
-        return _cell(arguments)
+        return _measure_cell(arguments)
     if arguments.write_plan is not None and not arguments.dry_run:
         raise UsageError(
             "--write-plan only works with --dry-run, which measures nothing. Add --dry-run, or leave --write-plan out."
         )
     if arguments.suite is None:
         raise UsageError(f"no suite was named. Give one of {', '.join(known_suites())}, all, or a .py file.")
-    # 2. Ceilings have separate rounds and a separate file.
-    request = request_of(arguments)
+    # 2. Measure the peaks of this machine, called ceilings, if asked. They have separate rounds and a separate file.
+    request = make_request(arguments)
     if arguments.sessions.runs > 1 and (arguments.dry_run or request.suite == CEILINGS):
         raise UsageError("--sessions measures a suite several times. Leave it out with --dry-run and with ceilings.")
     if request.suite == CEILINGS:
-        return _ceilings(request, arguments)
+        return _measure_ceilings(request, arguments)
     check_names(request)
     if request.trace in PROFILERS:
-        return _run_under(request.trace, arguments)
-    # 3. A dry run plans without measuring.
+        return _run_under_profiler(request.trace, arguments)
+    # 3. For a dry run, only make and print the plan.
     if arguments.dry_run:
         from fp8bench.pipeline import plan_only
-        from fp8bench.report.terminal.run import page_of_plan
+        from fp8bench.report.terminal.run import plan_page
 
         plan, facts = plan_only(request, arguments.store)
-        tell(arguments, partial(page_of_plan, plan, facts, expected_time(plan, request)))
+        tell(arguments, partial(plan_page, plan, facts, describe_expected_time(plan, request)))
         if arguments.write_plan is not None:
             from fp8bench.jobs.several_runs import cut_into_cells
 
@@ -152,37 +152,38 @@ def run(arguments: argparse.Namespace) -> int:
                 write_plan(cells, file)
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
-            count = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
+            num_cells = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
             command = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {cells.id}: {count} in {file}; one of them: {command}")
+            complain(f"plan {cells.id}: {num_cells} in {file}; one of them: {command}")
         return EXIT_OK
-    # 4. Measure, once or in several sessions. Workers import torch while this process imports the rest.
+    # 4. Measure once or in several sessions. While workers import torch, this process imports its own modules.
     if arguments.sessions.runs == 1:
-        with workers_ahead(request, switches_of(os.environ).second) as begun:
+        with start_workers_early(request, read_switches(os.environ).second) as begun:
             from fp8bench.pipeline import execute
 
-            return measure_and_tell(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
+            return measure_and_print(request, arguments, partial(execute, begun=begun, meanwhile=import_renderers))
     from fp8bench.jobs.several_runs import execute_sessions
 
-    several = partial(execute_sessions, sessions=arguments.sessions.runs, apart=arguments.sessions.pause)
-    return measure_and_tell(request, arguments, several)
+    execute_several = partial(execute_sessions, sessions=arguments.sessions.runs, pause=arguments.sessions.pause)
+    return measure_and_print(request, arguments, execute_several)
 
 
-# Both record nothing outside of the marked slots; a report a slot, named by the process.
-_PROFILER_WORDS = {
+# The command line and options of each profiler. Both profilers record only slots that are marked, and write a report
+# for each slot, named by its process.
+_PROFILER_OPTIONS = {
     "nsys": "--trace=cuda,nvtx --capture-range=cudaProfilerApi --capture-range-end=repeat --output=fp8bench-%p",
     "ncu": "--profile-from-start off --target-processes all --nvtx --set full --export fp8bench-%p",
 }
 
 
-def _run_under(profiler: str, arguments: argparse.Namespace) -> int:
-    """Runs this command again under a profiler, or prints the command for that.
+def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
+    """Runs this command again under a profiler. With --dry-run, prints the profiler's command instead.
 
-    Times under a profiler are distorted, so the run is stored in a separate folder unless --store names one.
+    A profiler distorts times, so the run is stored in a separate folder unless --store names one.
     """
-    command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_WORDS[profiler].split()]
+    command = [profiler, *(["profile"] if profiler == "nsys" else []), *_PROFILER_OPTIONS[profiler].split()]
     words = [word for word in arguments.words if word != "--dry-run"]
-    # The last --trace and --store of a command count.
+    # If an option is repeated, the last one counts.
     words += ["--trace", NVTX]
     if arguments.store == Path(DEFAULT_STORE):
         words += ["--store", f"fp8bench-{profiler}"]
@@ -200,114 +201,123 @@ def _run_under(profiler: str, arguments: argparse.Namespace) -> int:
     return subprocess.call(command)
 
 
-def measure_and_tell(
+def measure_and_print(
     request: Request, arguments: argparse.Namespace, execute: Callable[[Request, Path, Observer, str], Run]
 ) -> int:
-    with only_once():
-        with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
+    with interrupt_only_once():
+        with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
             run = execute(request, arguments.store, observer, command_line())
-        _tell_how_to_go_on(run)
-    return _finish(run, arguments)
+        _explain_resume(run)
+    return _print_and_store(run, arguments)
 
 
-def _ceilings(request: Request, arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.ceilings import ceilings_run
+def _measure_ceilings(request: Request, arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.ceilings import run_ceilings
 
     if arguments.dry_run:
         raise UsageError(
             f"the suite {CEILINGS} plans nothing: it searches for less than a minute. Leave --dry-run out."
         )
-    with only_once():
-        run = ceilings_run(request, arguments.store, command_line())
-    return _finish(run, arguments)
+    with interrupt_only_once():
+        run = run_ceilings(request, arguments.store, command_line())
+    return _print_and_store(run, arguments)
 
 
-def expected_time(plan: Plan, request: Request) -> str:
+def describe_expected_time(plan: Plan, request: Request) -> str:
     groups = sum(any(planned.runs for planned in group.cases) for group in plan)
     if not groups:
         return ""
-    # A budget bounds the time; rounds do not, because their length is unknown.
+    # Only a budget limits the time. A number of rounds does not, because nobody knows how long a round takes.
     if request.budget is not None:
-        return f"time: about {clock(request.budget)}, the budget, beside what starting takes"
-    energy = _energy_time(plan, request)
+        return f"time: about {clock(request.budget)}, the budget, plus the time to start"
+    energy_time = _describe_energy_time(plan, request)
     if request.rounds is not None or request.quick:
-        count = request.rounds or QUICK_ROUNDS
-        return f"time: {count} rounds of every group take what they take{energy}; --budget SECONDS sets an end"
-    # Without either, groups may take up to twice their usual time if noise is large.
-    least = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
-    times = f"{clock(least)} to {clock(2 * least)}"
+        num_rounds = request.rounds or QUICK_ROUNDS
+        return (
+            f"time: {num_rounds} rounds of every group take what they take{energy_time}; --budget SECONDS sets an end"
+        )
+    # Without a budget or rounds, a group may take twice its usual time if the noise is large.
+    min_seconds = (BRISK_SECONDS if request.brisk else BUDGET_SECONDS) * groups
+    time_range = f"{clock(min_seconds)} to {clock(2 * min_seconds)}"
     return (
-        f"time: about {times}, more where a step takes seconds or a GPU warms up{energy}; --budget SECONDS sets an end"
+        f"time: about {time_range}, or longer if a step takes seconds or a GPU warms up{energy_time}; "
+        "--budget SECONDS sets a limit"
     )
 
 
-def _energy_time(plan: Plan, request: Request) -> str:
-    """Returns the time for energy, for GPUs only: other devices must be opened before their counters are known."""
+def _describe_energy_time(plan: Plan, request: Request) -> str:
+    """Returns how long energy windows or sustained turns will take, or '' if that is unknown.
+
+    The time of energy windows is predicted only for GPUs, because a CPU's counters are unknown until the device is
+    opened.
+    """
     rule = window_rule_for(request, len(plan.groups))
     if rule is None:
         return ""
-    # Sustained turns run on every device, energy windows only on GPUs.
-    everywhere = bool(rule.turn_seconds)
-    groups = [group for group in plan if everywhere or not group.cases[0].case.device.startswith("cpu")]
-    windows = [count for group in groups if (count := windows_of(group, rule))]
-    if not windows:
+    # Sustained turns run on every device. The time of energy windows is predicted only for GPUs.
+    measures_cpus = bool(rule.turn_seconds)
+    groups = [group for group in plan if measures_cpus or not group.cases[0].case.device.startswith("cpu")]
+    window_counts = [count for group in groups if (count := count_windows(group, rule))]
+    if not window_counts:
         return ""
-    idle = rule.idle_seconds * (1 if rule.brisk else 2 * len(windows))
-    least, most = (clock(idle + sum(windows) * seconds) for seconds in rule.window_seconds)
+    idle_seconds = rule.idle_seconds * (1 if rule.brisk else 2 * len(window_counts))
+    min_time, max_time = (clock(idle_seconds + sum(window_counts) * seconds) for seconds in rule.window_seconds)
     reason = "turns of seconds (--sustained)" if rule.turn_seconds else "energy, which --no-energy leaves out"
-    phases_words = ", more for that of phases" if rule.phases else ""
-    return f", and {least} to {most} for {reason}{phases_words}"
+    phases_text = ", more for that of phases" if rule.phases else ""
+    return f", and {min_time} to {max_time} for {reason}{phases_text}"
 
 
-def _cell(arguments: argparse.Namespace) -> int:
-    """Measures one cell of a plan, which holds the request."""
+def _measure_cell(arguments: argparse.Namespace) -> int:
+    """Measures one cell of a stored plan, by the request in the plan's file."""
     from fp8bench.jobs.several_runs import measure_cell
 
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
-    # The plan holds the request: any other option would be ignored.
+    # Refuse other options. The request in the plan counts, so they would be ignored.
     positional = [arguments.suite] if arguments.suite is not None else []
-    check_alone(arguments.words, {"--plan", "--cell", "--store", *OUTPUTS}, positional)
+    refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, positional)
     plan = read_plan(arguments.plan)
-    with only_once(), _kept_or_shown(arguments), TERMINAL.measuring() as observer:
-        now, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
-    if now:
-        return _finish(run, arguments)
+    with interrupt_only_once(), _print_unstored_run(arguments), TERMINAL.measuring() as observer:
+        was_measured, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
+    if was_measured:
+        return _print_and_store(run, arguments)
     return _print_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
-    """Resumes a run, whose file holds the request."""
+    """Resumes an interrupted run, by the request in the run's file."""
     from fp8bench.pipeline import resume
 
-    check_alone(arguments.words, _BESIDE_RESUME, [arguments.suite] if arguments.suite is not None else [])
+    refuse_other_options(arguments.words, _RESUME_OPTIONS, [arguments.suite] if arguments.suite is not None else [])
     path = find_run(arguments.resume, arguments.store)
-    with only_once():
-        with _kept_or_shown(arguments), TERMINAL.measuring() as observer:
-            resumed, run = resume(path, arguments.store, observer, command_line())
-        _tell_how_to_go_on(run)
-    if resumed:
-        return _finish(run, arguments)
+    with interrupt_only_once():
+        with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
+            was_resumed, run = resume(path, arguments.store, observer, command_line())
+        _explain_resume(run)
+    if was_resumed:
+        return _print_and_store(run, arguments)
     return _print_again(run, arguments, f"run {run.id} is finished; nothing was missing")
 
 
 def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:
-    """Prints a run that was measured earlier, and writes the requested files; its page in the store is unchanged."""
-    from fp8bench.jobs.after_run import published
+    """Prints a run that was measured earlier, and writes the requested files. The run's page in the store stays
+    unchanged.
+    """
+    from fp8bench.jobs.after_run import publish_run
 
     complain(reason)
     print_run(run, arguments)
-    outputs = wanted_of(arguments)
+    outputs = requested_outputs(arguments)
     # The store already has the default page.
     if outputs.pages is not None and not outputs.pages.asked:
         outputs = replace(outputs, pages=None)
-    is_complete = published(run, arguments.store, outputs, complain)
+    is_complete = publish_run(run, arguments.store, outputs, complain)
     return (EXIT_OK if run.ok else EXIT_FAILED) if is_complete else EXIT_INTERRUPTED
 
 
 @contextmanager
-def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
-    """Prints a run that could not be stored."""
+def _print_unstored_run(arguments: argparse.Namespace) -> Iterator[None]:
+    """A context in which a run is stored. If storing fails, prints the run and raises the error again."""
     try:
         yield
     except NotKept as error:
@@ -315,21 +325,23 @@ def _kept_or_shown(arguments: argparse.Namespace) -> Iterator[None]:
         raise
 
 
-def _tell_how_to_go_on(run: Run) -> None:
-    """Prints how to resume, before the table, which another interrupt may cut off."""
+def _explain_resume(run: Run) -> None:
+    """Prints how to resume an interrupted run. This is printed before the table, because a second interrupt may cut
+    off the table.
+    """
     if not run.finished:
-        resume = f"fp8bench suite --resume {run.id}{in_store(run)}"
-        complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume}")
+        resume_command = f"fp8bench suite --resume {run.id}{in_store(run)}"
+        complain(f"interrupted; what was finished is kept in {run.path}.\n  To do the rest: {resume_command}")
 
 
-def _finish(run: Run, arguments: argparse.Namespace) -> int:
+def _print_and_store(run: Run, arguments: argparse.Namespace) -> int:
     from fp8bench.jobs.after_run import after_run
 
     code = (EXIT_OK if run.ok else EXIT_FAILED) if run.finished else EXIT_INTERRUPTED
     try:
         print_run(run, arguments)
-    except KeyboardInterrupt:  # it only cuts the table short
+    except KeyboardInterrupt:  # an interrupt only cuts off the table
         code = EXIT_INTERRUPTED
-    finally:  # even if stdout cannot be written, the run is added to the history
-        is_complete = after_run(run, arguments.store, wanted_of(arguments), complain)
+    finally:  # Add the run to the history even if stdout cannot be written.
+        is_complete = after_run(run, arguments.store, requested_outputs(arguments), complain)
     return code if is_complete else EXIT_INTERRUPTED

@@ -1,4 +1,4 @@
-"""`fp8bench tape`: the operators of a step, their FLOPs and bytes, in several precisions."""
+"""`fp8bench tape`: counts the operators of a step, their FLOPs and bytes, in several precisions."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import argparse
 from functools import partial
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common, request_of
+from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK
@@ -23,30 +23,28 @@ def add(parser: argparse.ArgumentParser) -> None:
         "operator without a formula is unknown."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 no case has a tape."
-    parser.add_argument("suite", metavar="NAME", help="a suite, or a .py file with suites of your own")
+    parser.add_argument("suite", metavar="NAME", help="a suite, or a .py file that defines suites")
     add_common(parser, "--dtypes", "--devices", "--set", "--data", "--import", "--seed", "--threads", "--case-timeout")
     parser.add_argument(
         "--precision-map",
         type=types.precision_map,
         default=(),
         metavar="LAYER=DTYPE,...",
-        help="layers with another precision than the case's, as in suite",
+        help="layers whose precision differs from the case's, as in suite",
     )
     add_common(parser, "--store", help="where suites look for their text")
     add_common(parser, "--no-isolation", help="record in this process, without a worker")
     add_common(parser, "--explain")
     add_common(parser, "--json", help="print the tapes as JSON instead")
-    add_common(
-        parser, "--csv", help="also write them there as rows, one an operator and shape; '-' prints them instead"
-    )
+    add_common(parser, "--csv", help="also write a row per operator and shape to PATH; '-' prints the rows instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.tape import tapes_now
-    from fp8bench.report.topics.tape import page_of, tape_rows
+    from fp8bench.jobs.tape import record_tapes
+    from fp8bench.report.topics.tape import tape_page, tape_rows
 
     check_outputs(arguments)
-    taped = tapes_now(request_of(arguments), arguments.store, TERMINAL)
-    page = partial(page_of, f"the operators of a step of {arguments.suite}", taped)
-    tell(arguments, page, lambda: {"tapes": encode(taped)}, partial(tape_rows, taped))
-    return EXIT_OK if any(case.tape is not None for case in taped) else EXIT_FAILED
+    tapes = record_tapes(make_request(arguments), arguments.store, TERMINAL)
+    page = partial(tape_page, f"the operators of a step of {arguments.suite}", tapes)
+    tell(arguments, page, lambda: {"tapes": encode(tapes)}, partial(tape_rows, tapes))
+    return EXIT_OK if any(case.tape is not None for case in tapes) else EXIT_FAILED

@@ -11,10 +11,10 @@ from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model import Request
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.plan.asked_suites import files_of
+from fp8bench.plan.asked_suites import suite_files
 from fp8bench.workloads.model import Model
 
 EXAMPLES = (
@@ -26,23 +26,28 @@ FIRST_OPTIONS = "--options --reference --set --quick --budget --device --store -
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Measures a step without options, with each alone, with each added to those before it, and with each left out, "
-        "all in the same rounds: what each saves, and whether options need one another or overlap."
+        "Measures a step without options, with each option alone, with each added to the earlier "
+        "ones, and with each left "
+        "out, all in the same rounds. Reports what each option saves, and whether options need one another or overlap."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the step without options failed, 130 interrupted."
     add = parser.add_argument
-    words = "a suite, a .py file with your suite, or MODULE:FUNCTION of a model, as profile takes it"
-    add("target", metavar="SUITE", help=words)
-    named = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
+    target_help = "a suite, a .py file with your suite, or MODULE:FUNCTION of a model, as in profile"
+    add("target", metavar="SUITE", help=target_help)
+    option_names = "compile, checkpointing, cached-weights, fused-optimizer, static-kv, channels_last, or AXIS=VALUE"
     add(
         "--options",
         required=True,
         type=types.words,
         metavar="A,B",
-        help=f"precisions, {named}, in the order in which they are added",
+        help=f"precisions, {option_names}, in the order in which they are added",
     )
-    add("--reference", metavar="DTYPE", help="the precision without options; default fp32, for your model untouched")
-    add_common(parser, "--set", help="an axis of the suite for all arms")
+    add(
+        "--reference",
+        metavar="DTYPE",
+        help="the precision of the step without options; default fp32, or your model unchanged",
+    )
+    add_common(parser, "--set", help="a value of an axis, for all arms")
     add_common(parser, "--quick")
     add_common(parser, "--budget")
     add_common(parser, "--rounds")
@@ -51,29 +56,29 @@ def add(parser: argparse.ArgumentParser) -> None:
         add_common(parser, option)
     add_common(parser, "--store", help="as in suite")
     add_common(parser, "--explain")
-    add_common(parser, "--json", help="print all of it as JSON instead of the tables, every round included")
-    add_common(parser, "--md", help="also write it to PATH as Markdown")
-    add_common(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the tables")
+    add_common(parser, "--json", help="print all results, with every round, as JSON instead of tables")
+    add_common(parser, "--md", help="also write the result to PATH as Markdown")
+    add_common(parser, "--csv", help="also write a row for each arm to PATH; '-' prints the rows instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    with only_once():
+    with interrupt_only_once():
         return answer(arguments, TERMINAL).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.ablate.run import ablate, keep
-    from fp8bench.features.ablate.view import page_of, rows_of, value_of
+    from fp8bench.features.ablate.run import ablate, store_ablation
+    from fp8bench.features.ablate.view import encode_ablation, list_rows, render_page
 
-    # 1. A model file replaces the suite, and its unchanged copy is the reference.
+    # 1. A user's model is measured by the suite `model`; the reference is its unchanged copy.
     is_own_model = ":" in arguments.target
     axes = dict(arguments.axes)
     if is_own_model and "make" in axes:
-        raise UsageError(f"--set make={axes['make'][0]} names a second model. Leave it out.")
+        raise UsageError(f"--set make={axes['make'][0]} names a second model. Omit it.")
     if is_own_model:
         axes["make"] = (arguments.target,)
-    # 2. The arm without options is an ordinary run, so an ablation accepts all options of a suite.
+    # 2. The arm without options is an ordinary run, so an ablation accepts the options of a suite.
     request = Request(
         Model.name if is_own_model else arguments.target,
         (arguments.reference or (UNTOUCHED if is_own_model else "fp32"),),
@@ -86,11 +91,11 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         rounds=arguments.rounds,
         seed=arguments.seed,
         threads=arguments.threads,
-        imports=(*arguments.imports, *files_of(arguments.target)),
+        imports=(*arguments.imports, *suite_files(arguments.target)),
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
-    # 3. Store before printing: a closed pipe loses no measurement.
-    ablation = keep(ablate(request, arguments.options, arguments.store, observer), arguments.store)
-    page, value, rows = partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation)
+    # 3. Store before printing, so that a closed pipe loses no measurement.
+    ablation = store_ablation(ablate(request, arguments.options, arguments.store, observer), arguments.store)
+    page, value, rows = partial(render_page, ablation), partial(encode_ablation, ablation), partial(list_rows, ablation)
     return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)

@@ -1,39 +1,40 @@
-"""An ablation as a stored result: `ablations/<utc>-<id>/ablation.json`."""
+"""Reads ablations from the store: `ablations/<utc>-<id>/ablation.json`."""
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
 
 from fp8bench.errors import StoreError
-from fp8bench.features.ablate.values import KEPT, Ablation
-from fp8bench.files import read_file, unseal
+from fp8bench.features.ablate.values import FILE_NAME, Ablation
+from fp8bench.files import parse_json, read_file, unseal
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import Malformed, decode
 
 
 class AblationKind(Kind[Ablation]):
-    """Ablations have no history, because their arms are measured only for comparison with each other."""
+    """Reads and shows stored ablations. They have no history, because the arms of an ablation are only compared with
+    each other.
+    """
 
     name = "ablation"
     holds = Ablation
-    pattern = f"ablations/*/{KEPT}"
+    pattern = f"ablations/*/{FILE_NAME}"
     refused = ("log",)
 
     def load(self, path: Path) -> Ablation:
         try:
-            ablation: Ablation = decode(Ablation, unseal(json.loads(read_file(path))))
-        except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
+            ablation: Ablation = decode(Ablation, unseal(parse_json(read_file(path))))
+        except (OSError, ValueError, TypeError, Malformed) as error:
             raise StoreError(f"{path} is not an ablation ({str(error)[:120]}).") from None
         return replace(ablation, path=str(path))
 
     def view(self, ablation: Ablation) -> View:
-        from fp8bench.features.ablate.view import page_of, rows_of, value_of
+        from fp8bench.features.ablate.view import encode_ablation, list_rows, render_page
 
-        return View(partial(page_of, ablation), partial(value_of, ablation), partial(rows_of, ablation))
+        return View(partial(render_page, ablation), partial(encode_ablation, ablation), partial(list_rows, ablation))
 
     def report(self, ablation: Ablation) -> View:
         return self.view(ablation)

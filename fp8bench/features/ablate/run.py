@@ -1,4 +1,4 @@
-"""Measures all arms of an ablation as one group of an ordinary run: prepared together, timed in the same rounds."""
+"""Measures all arms of an ablation as one group of a run: they are prepared together and timed in the same rounds."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.samples import step_samples
 from fp8bench.analysis.tapes import product_work
-from fp8bench.analysis.verdicts import common_rounds
+from fp8bench.analysis.verdicts import find_common_rounds
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.ablate.values import KEPT, AblatedArm, AblatedOption, Ablation, arms_of
+from fp8bench.features.ablate.values import FILE_NAME, AblatedArm, AblatedOption, Ablation, iterate_arms
 from fp8bench.files import compact, keeping, seal, write_whole
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import Quantisers
@@ -30,17 +30,17 @@ from fp8bench.model.codec import encode
 from fp8bench.model.file_names import stamp
 from fp8bench.model.stopping import rule_for
 from fp8bench.pipeline import examine, now, worker_for
-from fp8bench.plan.checked_workload import axes_of
+from fp8bench.plan.checked_workload import checked_axes
 from fp8bench.plan.make import choose_devices, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Workload
 from fp8bench.protocols.axes import Axis
 from fp8bench.registry import precisions, workloads
-from fp8bench.report.panels import value_of
-from fp8bench.report.topics.memory import PEAK
+from fp8bench.report.panels import median_value
+from fp8bench.report.topics.memory import PEAK_METRIC
 
-# For each named option: the axis that it sets, and its values with the option and without.
-NAMED = {
+# For each named option: the axis that it sets, the axis value with the option, and the value without it.
+NAMED_OPTIONS = {
     "compile": ("compile", "yes", "no"),
     "checkpointing": ("checkpointing", "blocks", "no"),
     "cached-weights": ("weights", "cached", "recast"),
@@ -48,13 +48,15 @@ NAMED = {
     "fused-optimizer": ("fused", "yes", "no"),
     "static-kv": ("static", "yes", "no"),
 }
-# If the useful FLOPs of two steps' products differ by more than this share, their work differs.
-_SAME_WORK = 0.05
-_ERRORS = ("gradient_error", "output_error", "relative_error")
+# If the useful FLOPs of the products of two steps differ by more than this share, the steps do different work.
+_WORK_TOLERANCE = 0.05
+_ERROR_METRICS = ("gradient_error", "output_error", "relative_error")
 
 
-def _takes(axis: Axis, value: str) -> bool:
-    """Whether the axis has this value: suites use one name for different axes, like layouts of images and matrices."""
+def _accepts_value(axis: Axis, value: str) -> bool:
+    """Returns whether the axis accepts this value. Different suites use the same name for different axes, such as
+    `layout` for images and for matrices.
+    """
     try:
         axis.values([value])
     except UsageError:
@@ -62,67 +64,70 @@ def _takes(axis: Axis, value: str) -> bool:
     return True
 
 
-def option_of(word: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
-    """Parses a precision, a named option, or AXIS=VALUE. Raises UnknownName, or UsageError for a wrong value."""
-    axes = {axis.name: axis for axis in axes_of(workload, facts)}
-    name, equals, value = word.partition("=")
-    # A named option counts only if the suite has its axis, with the option's value.
-    named = {}
-    for option_name, option in NAMED.items():
+def parse_option(text: str, workload: Workload, facts: DeviceFacts) -> AblatedOption:
+    """Parses a precision, a named option, or AXIS=VALUE. Raises UnknownName for other names, and UsageError for a
+    wrong value."""
+    axes = {axis.name: axis for axis in checked_axes(workload, facts)}
+    name, equals, value = text.partition("=")
+    # A named option is available only if the suite has its axis, and the axis has its value.
+    available_options = {}
+    for option_name, option in NAMED_OPTIONS.items():
         axis, on, _ = option
-        if axis in axes and _takes(axes[axis], on):
-            named[option_name] = option
-    if word in named:
-        axis, on, off = named[word]
-        return AblatedOption(word, axis=axis, on=on, off=off)
+        if axis in axes and _accepts_value(axes[axis], on):
+            available_options[option_name] = option
+    if text in available_options:
+        axis, on, off = available_options[text]
+        return AblatedOption(text, axis=axis, on=on, off=off)
     if equals and name in axes:
-        return AblatedOption(word, axis=name, on=value)
-    if not equals and (word in precisions.names() or ":" in word):
-        return AblatedOption(word, precision=precisions.canonical(word))
-    words = [*named, *(f"{axis}=" for axis in axes), *precisions.names()]
-    raise UnknownName(f"option of suite {workload.name}", word, words)
+        return AblatedOption(text, axis=name, on=value)
+    if not equals and (text in precisions.names() or ":" in text):
+        return AblatedOption(text, precision=precisions.canonical(text))
+    known_names = [*available_options, *(f"{axis}=" for axis in axes), *precisions.names()]
+    raise UnknownName(f"option of suite {workload.name}", text, known_names)
 
 
-def options_of(suite: str, words: Sequence[str], facts: DeviceFacts) -> tuple[AblatedOption, ...]:
+def parse_options(suite: str, texts: Sequence[str], facts: DeviceFacts) -> tuple[AblatedOption, ...]:
     workload = workloads.get(suite)
-    options = tuple(option_of(word, workload, facts) for word in words)
-    for option in options:  # a precision has no axis
+    options = tuple(parse_option(word, workload, facts) for word in texts)
+    for option in options:  # Options that are precisions have no axis. They count as values of an axis named ''.
         same_axis = [candidate.name for candidate in options if candidate.axis == option.axis]
         if len(same_axis) > 1:
-            kind = f"values of {option.axis}" if option.axis else "precisions"
+            conflict = f"values of {option.axis}" if option.axis else "precisions"
             raise UsageError(
-                f"--options {','.join(same_axis)} are {kind}: a step has only one at a time. Leave out all but one."
+                f"--options {','.join(same_axis)} are {conflict}, and a step has only one at a time. Keep one of them."
             )
     if len(options) < 2:
-        raise UsageError("--options needs two or more: for a single one run a suite. Give --options bf16,compile.")
+        raise UsageError("--options needs two or more; for a single one, run a suite. Give --options bf16,compile.")
     return options
 
 
-def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObserver) -> Ablation:
-    """Measures all arms of options; `request` is the run of the arm without options, with one precision. After an
-    interrupt raises KeyboardInterrupt, because incomplete arms prove nothing."""
-    # 1. Require a single suite, because rounds interleave the arms of one case.
+def ablate(request: Request, option_texts: Sequence[str], store: Path, observer: JobObserver) -> Ablation:
+    """Measures all arms of an ablation. `request` is the run without options, in one precision. Raises
+    KeyboardInterrupt if it is interrupted, because incomplete arms prove nothing.
+    """
+    # 1. Require a single suite, because all arms are variants of one case.
     resolved = resolve(request, os.environ)
     suite, *other_suites = resolved.suites
     if other_suites:
         raise UsageError(
-            f"{request.suite} is {len(resolved.suites)} suites, and an ablation measures one. Name {suite.name}, say; "
-            "--import FILE makes the suites of a file known."
+            f"{request.suite} is {len(resolved.suites)} suites, but an ablation measures one. Name "
+            f"one, such as {suite.name}; "
+            "--import FILE loads the suites of a file."
         )
     corpus, switches = resolved.corpus(store), resolved.switches
     with claim_process(request.isolation), worker_for(request, corpus) as worker, Meters(request.energy) as meters:
-        # 2. A case for each arm; those that the device refuses drop out with their reason.
+        # 2. Plan a case for each arm. An arm that the device refuses is dropped, with its reason.
         facts = worker.probe()
         (device,) = choose_devices(request, facts)
-        options = options_of(suite.name, words, device)
-        planned = planned_arms(request, options, facts, corpus.identity if corpus else None)
-        group = Group(tuple(planned.values()), 0)
+        options = parse_options(suite.name, option_texts, device)
+        planned_by_arm = plan_arms(request, options, facts, corpus.identity if corpus else None)
+        group = Group(tuple(planned_by_arm.values()), 0)
         examine(Plan((group,)), facts, worker, Limits(request.case_timeout))
-        # 3. Measure all arms in one group, so that they share rounds and thus the machine's drift.
+        # 3. Measure all arms in one group. The machine's drift then affects all of them in the same rounds.
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         method = Method(
             rule=rule_for(request.quick, request.rounds, request.budget),
-            # Arms are compared with each other at the end: no verdict ends their rounds early.
+            # Arms are compared only at the end, so no verdict ends their rounds early.
             judge=lambda *timings: False,
             seed=request.seed,
             limits=Limits(request.case_timeout),
@@ -133,36 +138,36 @@ def ablate(request: Request, words: Sequence[str], store: Path, observer: JobObs
         )
         with observer.measuring() as watch:
             records = GroupMeasurement(group, {device.key: device}, worker, watch, method, meters.of(device)).run()
-    return _ablation_of(options, device, planned, records, environment)
+    return _build_ablation(options, device, planned_by_arm, records, environment)
 
 
-def planned_arms(
+def plan_arms(
     request: Request, options: Sequence[AblatedOption], facts: Sequence[DeviceFacts], corpus: str | None
 ) -> dict[tuple[str, ...], PlannedCase]:
-    """Plans a case for each arm; a refused case has the reason."""
+    """Plans one case for each arm. If an arm is refused, its case holds the reason."""
     arms: dict[tuple[str, ...], PlannedCase] = {}
-    by_name = {option.name: option for option in options}
-    off = {option.axis: (option.off,) for option in options if option.off}
-    # Options that are off are set, too: a suite's default may turn one on.
-    for names in arms_of(list(by_name)):
-        chosen = [by_name[name] for name in names]
-        on = {option.axis: (option.on,) for option in chosen if option.axis}
-        precision = next((option.precision for option in chosen if option.precision), "")
-        axes = {**dict(request.axes), **off, **on}
+    option_by_name = {option.name: option for option in options}
+    off_axes = {option.axis: (option.off,) for option in options if option.off}
+    # Set the axis of each option that the arm leaves out, because the suite's default may turn that option on.
+    for names in iterate_arms(list(option_by_name)):
+        arm_options = [option_by_name[name] for name in names]
+        on_axes = {option.axis: (option.on,) for option in arm_options if option.axis}
+        precision = next((option.precision for option in arm_options if option.precision), "")
+        axes = {**dict(request.axes), **off_axes, **on_axes}
         dtypes = (precision,) if precision else request.dtypes
-        groups = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
-        # Two cases would be two unrelated ablations.
-        if len(groups.groups) > 1:
+        plan = make_plan(replace(request, dtypes=dtypes, axes=tuple(axes.items())), facts, corpus, False)
+        # Several groups mean several cases, and an ablation compares only the arms of one case.
+        if len(plan.groups) > 1:
             raise UsageError(
-                f"suite {request.suite} has {len(groups.groups)} cases, and an ablation measures one. "
-                f"Choose: --set {_first_difference(groups)}, say."
+                f"suite {request.suite} has {len(plan.groups)} cases, but an ablation measures one. "
+                f"Choose one, as in --set {_find_first_difference(plan)}."
             )
-        arms[names] = groups.groups[0].cases[0]
+        arms[names] = plan.groups[0].cases[0]
     return arms
 
 
-def _first_difference(plan: Plan) -> str:
-    """Returns the first parameter in which the cases of a plan differ, as AXIS=VALUE of the first case."""
+def _find_first_difference(plan: Plan) -> str:
+    """Returns the first parameter that is not equal in all cases of a plan, as AXIS=VALUE of the first case."""
     first, *remaining = [group.cases[0].case for group in plan]
     for name, value in first.params:
         if any(case.param(name) != value for case in remaining):
@@ -170,7 +175,7 @@ def _first_difference(plan: Plan) -> str:
     raise AssertionError("cases of one suite differ in some parameter")
 
 
-def _ablation_of(
+def _build_ablation(
     options: tuple[AblatedOption, ...],
     device: DeviceFacts,
     planned: Iterable[tuple[str, ...]],
@@ -178,20 +183,20 @@ def _ablation_of(
     environment: Environment,
 ) -> Ablation:
     first = records[0]
-    together = [record for record in records if record.paired and record.paired_with is None]
-    native = [record.timing for record in together if record.timing and record.support.is_native]
-    entries = [*native, *([first.control] if first.control else [])]
-    rounds = frozenset(common_rounds(entries)) if entries else frozenset()
-    error = next((name for name in _ERRORS if first.measurement(name)), "")
+    paired_records = [record for record in records if record.paired and record.paired_with is None]
+    native_timings = [record.timing for record in paired_records if record.timing and record.support.is_native]
+    timings = [*native_timings, *([first.control] if first.control else [])]
+    shared_rounds = frozenset(find_common_rounds(timings)) if timings else frozenset()
+    error_metric = next((name for name in _ERROR_METRICS if first.measurement(name)), "")
     arms = []
     for names, record in zip(planned, records, strict=True):
-        share = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
-        energy, paired = energy_figures(record), record in together
+        token_ratio = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
+        energy, paired = energy_figures(record), record in paired_records
         reason = record.reason or (
-            "" if paired else "memory has no room for it next to the remaining arms, so it could not share their rounds"
+            "" if paired else "memory has no room for it next to the other arms, so it could not share their rounds"
         )
-        reason = reason or other_work(record, first, share)
-        # One record at a time, because findings of several records assume that all do the same work.
+        reason = reason or describe_other_work(record, first, token_ratio)
+        # Label each record separately. `find` on several records assumes that all do the same work.
         (finding,) = find([record], {})
         reason = reason or ", ".join(label.value for label in finding.hard)
         arms.append(
@@ -200,10 +205,10 @@ def _ablation_of(
                 record.case.id,
                 record.support.level,
                 reason,
-                _rounds(record, rounds, share) if paired else (),
-                value_of(record.measurement(PEAK)),
-                value_of(record.measurement(error)) if error else None,
-                None if energy is None else share * energy.gross.middle,
+                _list_round_seconds(record, shared_rounds, token_ratio) if paired else (),
+                median_value(record.measurement(PEAK_METRIC)),
+                median_value(record.measurement(error_metric)) if error_metric else None,
+                None if energy is None else token_ratio * energy.gross.middle,
                 tuple(label.value for label in finding.labels),
             )
         )
@@ -215,42 +220,48 @@ def _ablation_of(
         first.case.precision,
         options,
         tuple(arms),
-        error,
-        _rounds(replace(first, timing=first.control), rounds, 1.0),
+        error_metric,
+        _list_round_seconds(replace(first, timing=first.control), shared_rounds, 1.0),
         started=now(),
         environment=environment.facts,
     )
 
 
-def other_work(record: Record, first: Record, share: float) -> str:
-    """Describes how an arm's products differ from the first arm's for equally many tokens; '' if they agree or are
-    unknown."""
-    tape, base = record.tape, first.tape
-    if tape is None or base is None or not (tape.complete and base.complete):
+def describe_other_work(record: Record, first: Record, token_ratio: float) -> str:
+    """Returns a sentence if the products of an arm have more or fewer FLOPs than those of the first arm, for the same
+    number of tokens. Returns '' if the FLOPs agree or are unknown.
+    """
+    tape, first_tape = record.tape, first.tape
+    if tape is None or first_tape is None or not (tape.complete and first_tape.complete):
         return ""
-    base_work = product_work(base).useful
-    # With another batch size, extra work may be padding or recomputation; only less work is suspicious.
-    useful = product_work(tape, base).useful if share == 1 else min(base_work, share * product_work(tape).useful)
-    if abs(useful - base_work) <= _SAME_WORK * max(useful, base_work):
+    first_work = product_work(first_tape).useful
+    # With another batch size, extra work may be padding or recomputation, so only less work counts.
+    arm_work = (
+        product_work(tape, first_tape).useful
+        if token_ratio == 1
+        else min(first_work, token_ratio * product_work(tape).useful)
+    )
+    if abs(arm_work - first_work) <= _WORK_TOLERANCE * max(arm_work, first_work):
         return ""
-    own_flops, first_flops = (units.count(flops, "FLOP") for flops in (useful, base_work))
-    return f"other work: for as many tokens its products do {own_flops}, those of the first arm {first_flops}"
+    arm_flops, first_flops = (units.count(flops, "FLOP") for flops in (arm_work, first_work))
+    return f"different work: for the same tokens, its products do {arm_flops}, those of the first arm {first_flops}"
 
 
-def _rounds(record: Record, rounds: Collection[int], share: float) -> tuple[float, ...]:
-    """Returns seconds of whole steps times `share`, in these rounds; for an emulated arm, which has few, in all
-    rounds."""
+def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: float) -> tuple[float, ...]:
+    """Returns the seconds of complete steps in these rounds, multiplied by `token_ratio`. An emulated arm has few
+    rounds, so all of its rounds are used.
+    """
     if record.timing is None:
         return ()
-    numbers = (slot.round for slot in record.timing.slots)
-    emulated = record.support.is_emulated
-    samples = zip(numbers, step_samples(record.timing), strict=True)
-    return tuple(share * seconds for number, seconds in samples if emulated or number in rounds)
+    round_numbers = (slot.round for slot in record.timing.slots)
+    is_emulated = record.support.is_emulated
+    samples = zip(round_numbers, step_samples(record.timing), strict=True)
+    return tuple(token_ratio * seconds for number, seconds in samples if is_emulated or number in rounds)
 
 
-def keep(ablation: Ablation, store: Path) -> Ablation:
+def store_ablation(ablation: Ablation, store: Path) -> Ablation:
     """Writes the ablation into the store, and returns it with its path."""
-    path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / KEPT
+    path = store / "ablations" / f"{stamp(ablation.started)}-{secrets.token_hex(4)}" / FILE_NAME
     with keeping(f"the ablation {path}", "Choose another --store DIR."):
         write_whole(path, compact(seal(encode(replace(ablation, path="")))) + "\n")
     return replace(ablation, path=str(path))

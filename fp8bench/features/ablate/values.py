@@ -1,4 +1,4 @@
-"""Values of `ablate`: options, arms and the whole ablation."""
+"""The options, arms and results of an ablation."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from dataclasses import dataclass, field
 
 from fp8bench.model import Level, Scalar
 
-KEPT = "ablation.json"
+FILE_NAME = "ablation.json"
 
 
 @dataclass(frozen=True)
 class AblatedOption:
-    """A precision, or the value `on` of an axis; without the option the axis has the value `off` ('': its default)."""
+    """An option of a step. It is a precision, or the value `on` of an axis. Without the option, the axis has the
+    value `off`; '' stands for its default.
+    """
 
     name: str
     precision: str = ""
@@ -23,8 +25,9 @@ class AblatedOption:
 
 @dataclass(frozen=True)
 class AblatedArm:
-    """A step with these options. `rounds` are seconds, scaled to the tokens of the arm without options; `why` explains
-    what is missing."""
+    """A step with some of the options. `rounds` are its seconds in each round. They are scaled to the number of
+    tokens of the arm without options. `why` is the reason for missing figures.
+    """
 
     options: tuple[str, ...]
     case: str
@@ -38,13 +41,15 @@ class AblatedArm:
 
     @property
     def is_timed(self) -> bool:
-        """Whether its time is a speed that can be compared."""
+        """Whether the arm's time may be compared with the times of other arms."""
         return bool(self.rounds) and self.level is Level.NATIVE and not self.why
 
 
 @dataclass(frozen=True)
 class Ablation:
-    """All arms, the one without options first; `control` are the rounds of a copy of it, for the noise floor."""
+    """All arms of an ablation. The first one is the arm without options. `control` has the rounds of a copy of that
+    arm, from which the noise floor is computed.
+    """
 
     suite: str
     setting: tuple[tuple[str, Scalar], ...]
@@ -63,17 +68,18 @@ class Ablation:
     def names(self) -> tuple[str, ...]:
         return tuple(option.name for option in self.options)
 
-    def arm(self, options: Sequence[str]) -> AblatedArm:
-        # Accept options in any order: arms list them in that of the ablation.
-        key = tuple(name for name in self.names if name in options)
-        return next(arm for arm in self.arms if arm.options == key)
+    def find_arm(self, options: Sequence[str]) -> AblatedArm:
+        # Options are accepted in any order. Arms list them in the order of the ablation.
+        ordered_options = tuple(name for name in self.names if name in options)
+        return next(arm for arm in self.arms if arm.options == ordered_options)
 
 
-def arms_of(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
-    """Yields no option, each alone, each added to those before it, and all without each: 3k - 1 arms for k >= 3
-    options."""
+def iterate_arms(names: Sequence[str]) -> Iterator[tuple[str, ...]]:
+    """Yields the options of each arm: no options, each one alone, each one added to all earlier ones, and all but
+    one. With k >= 3 options, these are 3k - 1 arms.
+    """
     combinations = [(), *((name,) for name in names)]
     combinations += [tuple(names[:count]) for count in range(2, len(names) + 1)]
     combinations += [(*names[:place], *names[place + 1 :]) for place in range(len(names))]
-    # With one or two options the same arm occurs twice.
+    # With one or two options, some combinations are equal.
     yield from dict.fromkeys(combinations)

@@ -1,6 +1,5 @@
-"""Computes what options save (alone, added, left out) and shows it.
-
-Arms shared rounds, so differences between any two are resampled with the same draws of rounds.
+"""Computes what options save (alone, added, left out), and renders the ablation. All arms were timed in the same
+rounds. To compare two arms, the same rounds of both are resampled.
 """
 
 from __future__ import annotations
@@ -15,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from fp8bench import units
-from fp8bench.analysis.stats import Floats, Resampled, best_case
+from fp8bench.analysis.stats import Floats, Resampled, resample_best_case
 from fp8bench.features.ablate.values import AblatedArm, Ablation
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import encode
@@ -27,154 +26,174 @@ from fp8bench.report.elements import Element, Page, Part, Text, Tone
 from fp8bench.report.panels import show_params
 from fp8bench.report.words.naming import join_words
 
-_LEVEL = 0.99
-_ENDS = ((1 - _LEVEL) / 2, (1 + _LEVEL) / 2)
+_CONFIDENCE = 0.99
+_QUANTILES = ((1 - _CONFIDENCE) / 2, (1 + _CONFIDENCE) / 2)
 
 
 @dataclass(frozen=True)
 class Savings:
-    """Savings in seconds per step, with intervals; None if an arm's time is not a speed."""
+    """The seconds that options save per step, with intervals. A saving is None if the time of an arm cannot be
+    compared.
+    """
 
     ablation: Ablation
 
-    def alone(self, name: str) -> Interval | None:
-        return self._sum((((), 1), ((name,), -1)))
+    def compute_saving_alone(self, name: str) -> Interval | None:
+        """Returns what the option saves in a step without other options."""
+        return self._sum_arms((((), 1), ((name,), -1)))
 
-    def cumulative(self, name: str) -> Interval | None:
-        """The saving when added to the options before it."""
-        place = self.ablation.names.index(name)
-        return self._sum(((self.ablation.names[:place], 1), (self.ablation.names[: place + 1], -1)))
+    def compute_added_saving(self, name: str) -> Interval | None:
+        """Returns what the option saves when it is added to all earlier options."""
+        index = self.ablation.names.index(name)
+        return self._sum_arms(((self.ablation.names[:index], 1), (self.ablation.names[: index + 1], -1)))
 
-    def left_out(self, name: str) -> Interval | None:
-        """The loss if only this option is left out."""
-        return self._sum(((self._but(name), 1), (self.ablation.names, -1)))
+    def compute_loss_without(self, name: str) -> Interval | None:
+        """Returns what a step with all options loses if only this option is left out."""
+        return self._sum_arms(((self._names_without(name), 1), (self.ablation.names, -1)))
 
-    def interaction(self) -> Interval | None:
-        """The saving of all options together, beyond the sum of each alone."""
-        alone = [((name,), 1.0) for name in self.ablation.names]
-        return self._sum((*alone, (self.ablation.names, -1), ((), 1.0 - len(alone))))
+    def measure_interaction(self) -> Interval | None:
+        """Returns how much more all options together save than the sum of what each saves alone."""
+        single_arms = [((name,), 1.0) for name in self.ablation.names]
+        return self._sum_arms((*single_arms, (self.ablation.names, -1), ((), 1.0 - len(single_arms))))
 
-    def speed_up(self, arm: AblatedArm) -> Interval | None:
+    def measure_speedup(self, arm: AblatedArm) -> Interval | None:
         first = self.ablation.arms[0]
         if not arm.is_timed or not first.is_timed or arm is first:
             return None
-        return _ratio(first.rounds, arm.rounds)
+        return _resample_ratio(first.rounds, arm.rounds)
 
-    def _sum(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
-        """Adds up arms' seconds, each times a factor; None unless all arms are timed."""
-        arms = [(self.ablation.arm(options), times) for options, times in terms]
+    def _sum_arms(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
+        """Adds up the seconds of arms, each times its factor. Returns None if any arm is not timed."""
+        arms = [(self.ablation.find_arm(options), factor) for options, factor in terms]
         if not all(arm.is_timed for arm, _ in arms):
             return None
-        # Arms draw the same rounds, so that the noise of a round cancels in the difference.
-        cases = [(resample(arm.rounds), times) for arm, times in arms]
-        point = sum(times * math.exp(case.point) for case, times in cases)
-        draws: Floats = np.sum([times * np.exp(case.resampled) for case, times in cases], axis=0)
-        by_round: Floats = np.sum([times * np.array(arm.rounds) for arm, times in arms], axis=0)
-        return _interval(point, draws, by_round)
+        # Each resample draws the same rounds for all arms, so that the noise of a round cancels in the difference.
+        cases = [(resample_rounds(arm.rounds), factor) for arm, factor in arms]
+        point = sum(factor * math.exp(case.point) for case, factor in cases)
+        draws: Floats = np.sum([factor * np.exp(case.resampled) for case, factor in cases], axis=0)
+        by_round: Floats = np.sum([factor * np.array(arm.rounds) for arm, factor in arms], axis=0)
+        return _make_interval(point, draws, by_round)
 
     @property
     def floor(self) -> float | None:
-        """The share by which the times of identical code may differ in these rounds."""
+        """The share of a step by which times may differ in these rounds, even if the code is identical."""
         first = self.ablation.arms[0]
         if not self.ablation.control or not first.is_timed:
             return None
-        return _ratio(self.ablation.control, first.rounds).reach
+        return _resample_ratio(self.ablation.control, first.rounds).reach
 
-    def _but(self, name: str) -> tuple[str, ...]:
+    def _names_without(self, name: str) -> tuple[str, ...]:
         return tuple(option for option in self.ablation.names if option != name)
 
 
-def seconds_of(arm: AblatedArm) -> float | None:
-    """Returns the mean of the fastest quarter of the rounds."""
-    return math.exp(resample(arm.rounds).point) if arm.rounds else None
+def measure_arm_seconds(arm: AblatedArm) -> float | None:
+    """Returns the mean of the fastest quarter of an arm's rounds."""
+    return math.exp(resample_rounds(arm.rounds).point) if arm.rounds else None
 
 
 @cache
-def resample(rounds: tuple[float, ...]) -> Resampled:
-    """Resamples the best case of whole steps; arms with equally many rounds draw the same ones."""
-    return best_case(np.array(rounds, dtype=np.float64)[:, None])
+def resample_rounds(rounds: tuple[float, ...]) -> Resampled:
+    """Returns resampled times of complete steps of an arm. Arms with equally many rounds draw the same rounds."""
+    return resample_best_case(np.array(rounds, dtype=np.float64)[:, None])
 
 
-def _ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
-    numerator, denominator = resample(above), resample(below)
+def _resample_ratio(above: tuple[float, ...], below: tuple[float, ...]) -> Interval:
+    numerator, denominator = resample_rounds(above), resample_rounds(below)
     draws: Floats = np.exp(numerator.resampled - denominator.resampled)
-    return _interval(math.exp(numerator.point - denominator.point), draws, np.array(above) / np.array(below))
+    return _make_interval(math.exp(numerator.point - denominator.point), draws, np.array(above) / np.array(below))
 
 
-def _interval(point: float, draws: Floats, by_round: Floats) -> Interval:
-    """Returns the central 99% of the resamples or, if rounds are few and resamples unreliable, the range over
-    rounds."""
-    # The interval must include the point, even if that is outside the middle of its resamples.
-    if few := len(by_round) < LEAST_ROUNDS:
+def _make_interval(point: float, draws: Floats, by_round: Floats) -> Interval:
+    """Returns the interval that holds the central 99% of the resamples. With too few rounds for reliable resamples,
+    returns the range over rounds.
+    """
+    # The interval must include the point, even if the resamples are all on one side of it.
+    if has_few_rounds := len(by_round) < LEAST_ROUNDS:
         low, high = by_round.min(), by_round.max()
     else:
-        low, high = np.quantile(draws, _ENDS)
-    return Interval(point, min(float(low), point), max(float(high), point), 0.0 if few else _LEVEL)
+        low, high = np.quantile(draws, _QUANTILES)
+    return Interval(point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE)
 
 
-# The speed-up that is often quoted for FP8 with these axis values, and only with all of them.
-_QUOTED = (3.0, 4.0)
-_QUOTED_WITH = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
+# The speed-up that is often quoted for FP8 together with all of these axis values.
+_QUOTED_SPEEDUP = (3.0, 4.0)
+_QUOTED_AXES = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 _LEGEND = (
-    "saves: in seconds of a step; below 0 it costs; [low, high]: 99% interval of this run, or the range of its rounds",
-    "alone: the option and no other; then: added to those before it; left out: what is lost where it alone is missing",
-    "reading: alone below left out: it needs another; alone above left out: another does the same work",
-    "times: of whole steps, the fastest quarter of the rounds; of another batch as if it had as many tokens",
-    "emulated: right in numbers, and no speed: neither it nor what is measured with it has a saving",
+    "saves: seconds of a step; below 0 it costs time; [low, high]: 99% interval of this run, or the range of rounds",
+    "alone: only this option; then: added to the earlier options; left out: the loss if only this option is missing",
+    "alone below left out: it needs another option; alone above left out: another option does the same work",
+    "time: of a step, in the fastest quarter of the rounds; another batch size is scaled to the same tokens",
+    "emulated: the results are right, but times say nothing, so no saving is computed from such an arm",
 )
 
 
-def page_of(ablation: Ablation) -> Page:
+def render_page(ablation: Ablation) -> Page:
     title = f"ablation of {ablation.suite} on {ablation.device}"
     setting = f"{show_params(ablation.setting)} ({ablation.device_name})"
     parts = [
-        Part("answer", "", tuple(Text(f"{sentence}.") for sentence in sentences(ablation))),
-        Part("options", "what each option saves of a step", (_options(ablation),)),
-        Part("arms", "arms, all timed in the same rounds", (_arms(ablation), *_labels(ablation))),
+        Part("answer", "", tuple(Text(f"{sentence}.") for sentence in describe_results(ablation))),
+        Part("options", "savings of each option per step", (_make_option_table(ablation),)),
+        Part("arms", "arms, timed in the same rounds", (_make_arm_table(ablation), *_describe_labels(ablation))),
     ]
     if ablation.path:
         parts.append(Part("kept", "", (Text(f"stored in {ablation.path}"),)))
     return Page(title, setting, tuple(parts), _LEGEND)
 
 
-def sentences(ablation: Ablation) -> Iterator[str]:
-    first, complete = ablation.arms[0], ablation.arm(ablation.names)
+def describe_results(ablation: Ablation) -> Iterator[str]:
+    base_arm, full_arm = ablation.arms[0], ablation.find_arm(ablation.names)
     names = join_words(ablation.names)
-    emulated = "emulated: its time does not show a speed"
-    # 1. A speed needs both ends.
-    if not first.is_timed:
-        yield f"speed is unknown: the step without options has none ({first.why or emulated})"
+    emulated = "emulated, so its time says nothing about speed"
+    # 1. A speed-up needs the times of the arms without options and with all options.
+    if not base_arm.is_timed:
+        yield f"speed is unknown: the step without options has no time ({base_arm.why or emulated})"
         return
-    if not complete.is_timed:
-        yield f"{names} together have no speed here: {complete.why or emulated}"
+    if not full_arm.is_timed:
+        yield f"{names} together have no speed: {full_arm.why or emulated}"
         return
-    # 2. Compare all options together with the noise floor.
+    # 2. Compare the speed-up of all options with the noise floor.
     savings = Savings(ablation)
-    speed = savings.speed_up(complete)
-    assert speed is not None
-    beyond = 1 + (savings.floor or 0.0)
-    word = "faster" if speed.low > beyond else "slower" if speed.high < 1 / beyond else "not told apart"
-    yield f"{names} together: {word}, {_show_speed(speed)} of {ablation.reference}"
-    # 3. Describe how options interact.
-    yield from _interplay(ablation)
-    # 4. Judge the often-quoted claim only if intervals and machine allow it.
-    if speed.level and savings.floor is not None and _is_quoted(ablation) and _are_quiet((first, complete)):
-        quoted = f"{_QUOTED[0]:g} to {_QUOTED[1]:g} times"
-        judged = "refuted" if speed.high < _QUOTED[0] else "reached" if speed.low >= _QUOTED[0] else "not decided"
+    speedup = savings.measure_speedup(full_arm)
+    assert speedup is not None
+    noise_factor = 1 + (savings.floor or 0.0)
+    verdict = (
+        "faster" if speedup.low > noise_factor else "slower" if speedup.high < 1 / noise_factor else "not told apart"
+    )
+    yield f"{names} together: {verdict}, {_format_speedup(speedup)} of {ablation.reference}"
+    # 3. Describe how the options interact.
+    yield from _describe_interaction(ablation)
+    # 4. Judge the often-quoted speed-up only if the intervals and the machine allow it.
+    if (
+        speedup.level
+        and savings.floor is not None
+        and _has_quoted_options(ablation)
+        and _are_quiet((base_arm, full_arm))
+    ):
+        quoted_text = f"{_QUOTED_SPEEDUP[0]:g} to {_QUOTED_SPEEDUP[1]:g} times"
+        outcome = (
+            "refuted"
+            if speedup.high < _QUOTED_SPEEDUP[0]
+            else "reached"
+            if speedup.low >= _QUOTED_SPEEDUP[0]
+            else "not decided"
+        )
         yield (
-            f"the often-quoted '{quoted}' of FP8 with compile, flash attention, a fused optimizer and checkpointing: "
-            f"{judged} here"
+            f"the often-quoted '{quoted_text}' of FP8 with compile, flash attention, a fused optimizer "
+            "and checkpointing: "
+            f"{outcome} here"
         )
     if savings.floor is not None:
-        few = "" if speed.level else f"; [low, high]: range of {len(complete.rounds)} rounds, too few for an interval"
-        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{few}"
+        too_few = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
+        yield f"noise floor (A/A): +-{units.percent(savings.floor)}{too_few * (not speedup.level)}"
 
 
-def _is_quoted(ablation: Ablation) -> bool:
-    """Whether all options of the often-quoted speed-up were measured: other sets do not test it."""
+def _has_quoted_options(ablation: Ablation) -> bool:
+    """Returns whether all options were measured to which the often-quoted speed-up refers. Other sets of options do
+    not test it.
+    """
     values = {option.axis: option.on for option in ablation.options}
     has_fp8 = any("fp8" in option.precision for option in ablation.options)
-    return has_fp8 and _QUOTED_WITH.items() <= values.items()
+    return has_fp8 and _QUOTED_AXES.items() <= values.items()
 
 
 def _are_quiet(arms: Sequence[AblatedArm]) -> bool:
@@ -182,40 +201,48 @@ def _are_quiet(arms: Sequence[AblatedArm]) -> bool:
     return all(remarks.issuperset(arm.labels) for arm in arms)
 
 
-def _interplay(ablation: Ablation) -> Iterator[str]:
+def _describe_interaction(ablation: Ablation) -> Iterator[str]:
     savings = Savings(ablation)
-    gained = savings.interaction()
-    if gained is None:
+    interaction = savings.measure_interaction()
+    if interaction is None:
         return
-    comparison = "less" if gained.point > 0 else "more"
-    beyond = f"the whole takes {units.seconds(abs(gained.point))} {comparison} than the options alone add up to"
-    # An interval around 0 shows neither synergy nor overlap.
-    if gained.low <= 0 <= gained.high:
-        yield f"additive within these rounds: savings alone add up to the whole, but for {_show_saving(gained)}"
+    comparison = "less" if interaction.point > 0 else "more"
+    difference_text = (
+        f"all together take {units.seconds(abs(interaction.point))} {comparison} than the separate savings add up to"
+    )
+    # An interval that contains 0 shows neither synergy nor overlap.
+    if interaction.low <= 0 <= interaction.high:
+        yield (
+            "additive within these rounds: separate savings add up to the saving of all, except "
+            f"{_format_saving(interaction)}"
+        )
     else:
-        yield f"{'they need one another' if gained.point > 0 else 'they overlap'}: {beyond} {_show_range(gained)}"
+        yield (
+            f"{'they need one another' if interaction.point > 0 else 'they overlap'}: "
+            f"{difference_text} {_format_range(interaction)}"
+        )
 
 
-def _options(ablation: Ablation) -> Element:
+def _make_option_table(ablation: Ablation) -> Element:
     savings = Savings(ablation)
-    cols: list[Col[str]] = [
+    columns: list[Col[str]] = [
         Col("option", lambda name: name),
-        Col("alone saves", lambda name: _show_saving(savings.alone(name)), number=True),
-        Col("then saves", lambda name: _show_saving(savings.cumulative(name)), number=True),
-        Col("left out loses", lambda name: _show_saving(savings.left_out(name)), number=True),
+        Col("alone saves", lambda name: _format_saving(savings.compute_saving_alone(name)), number=True),
+        Col("then saves", lambda name: _format_saving(savings.compute_added_saving(name)), number=True),
+        Col("left out loses", lambda name: _format_saving(savings.compute_loss_without(name)), number=True),
     ]
-    return table("options", "", cols, ablation.names)
+    return table("options", "", columns, ablation.names)
 
 
-def _arms(ablation: Ablation) -> Element:
-    cols: list[Col[AblatedArm]] = [
+def _make_arm_table(ablation: Ablation) -> Element:
+    columns: list[Col[AblatedArm]] = [
         Col("arm", lambda arm: " + ".join(arm.options) or f"none ({ablation.reference})"),
         Col(
             "time",
-            lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(seconds_of(arm)),
+            lambda arm: "emulated " * (arm.level is Level.EMULATED) + units.seconds(measure_arm_seconds(arm)),
             number=True,
         ),
-        Col("speed-up", lambda arm: _show_speed(Savings(ablation).speed_up(arm)), number=True),
+        Col("speed-up", lambda arm: _format_speedup(Savings(ablation).measure_speedup(arm)), number=True),
         Col("memory", lambda arm: arm.memory, unit="B"),
         Col("energy", lambda arm: arm.joules, unit="J", when=any(arm.joules for arm in ablation.arms)),
         Col(
@@ -226,67 +253,71 @@ def _arms(ablation: Ablation) -> Element:
         ),
         Col("why", lambda arm: arm.why, below=True, when=any(arm.why for arm in ablation.arms)),
     ]
-    return table("arms", "", cols, ablation.arms)
+    return table("arms", "", columns, ablation.arms)
 
 
-def _labels(ablation: Ablation) -> Iterator[Text]:
+def _describe_labels(ablation: Ablation) -> Iterator[Text]:
     counts: Counter[str] = Counter()
     for arm in ablation.arms:
         counts.update(arm.labels)
     if counts:
-        shown = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
-        yield Text(f"labels: {', '.join(shown)}", Tone.DOUBT)
+        label_texts = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
+        yield Text(f"labels: {', '.join(label_texts)}", Tone.DOUBT)
 
 
-def _show_saving(saved: Interval | None) -> str:
-    return units.NONE if saved is None else f"{_show_seconds(saved.point)} {_show_range(saved)}"
+def _format_saving(saved: Interval | None) -> str:
+    return units.NONE if saved is None else f"{_format_seconds(saved.point)} {_format_range(saved)}"
 
 
-def _show_seconds(seconds: float) -> str:
+def _format_seconds(seconds: float) -> str:
     return f"{'-' * (seconds < 0)}{units.seconds(abs(seconds))}"
 
 
-def _show_range(saved: Interval) -> str:
-    return f"[{_show_seconds(saved.low)}, {_show_seconds(saved.high)}]"
+def _format_range(saved: Interval) -> str:
+    return f"[{_format_seconds(saved.low)}, {_format_seconds(saved.high)}]"
 
 
-def _show_speed(speed: Interval | None) -> str:
+def _format_speedup(speed: Interval | None) -> str:
     if speed is None:
         return units.NONE
     return f"{units.speed_up(speed.point)} [{units.significant(speed.low)}, {units.significant(speed.high)}]"
 
 
-def value_of(ablation: Ablation) -> dict[str, Any]:
+def encode_ablation(ablation: Ablation) -> dict[str, Any]:
     savings = Savings(ablation)
-    figures = {
+    savings_by_option = {
         name: {
-            "alone": encode(savings.alone(name)),
-            "cumulative": encode(savings.cumulative(name)),
-            "left_out": encode(savings.left_out(name)),
+            "alone": encode(savings.compute_saving_alone(name)),
+            "cumulative": encode(savings.compute_added_saving(name)),
+            "left_out": encode(savings.compute_loss_without(name)),
         }
         for name in ablation.names
     }
-    saved = {"options": figures, "interaction": encode(savings.interaction()), "floor": savings.floor}
-    return {**encode(ablation), "saved": saved, "sentences": list(sentences(ablation))}
+    savings_value = {
+        "options": savings_by_option,
+        "interaction": encode(savings.measure_interaction()),
+        "floor": savings.floor,
+    }
+    return {**encode(ablation), "saved": savings_value, "sentences": list(describe_results(ablation))}
 
 
-def rows_of(ablation: Ablation) -> Rows:
-    speeds = [(arm, Savings(ablation).speed_up(arm)) for arm in ablation.arms]
+def list_rows(ablation: Ablation) -> Rows:
+    speedups = [(arm, Savings(ablation).measure_speedup(arm)) for arm in ablation.arms]
     rows = [
         {
             "arm": "+".join(arm.options),
             "options": len(arm.options),
             "level": arm.level.value,
-            "seconds": seconds_of(arm),
-            "speed_up": speed and speed.point,
-            "low": speed and speed.low,
-            "high": speed and speed.high,
+            "seconds": measure_arm_seconds(arm),
+            "speed_up": speedup and speedup.point,
+            "low": speedup and speedup.low,
+            "high": speedup and speedup.high,
             "memory": arm.memory,
             "joules": arm.joules,
             "error": arm.error,
             "labels": " ".join(arm.labels),
             "why": arm.why,
         }
-        for arm, speed in speeds
+        for arm, speedup in speedups
     ]
     return tuple(rows[0]), rows

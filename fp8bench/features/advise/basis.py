@@ -1,9 +1,9 @@
-"""The evidence for advice: the cases of a run with their references, and the store's studies and trainings.
+"""The evidence for advice: the cases of a run with their references, and the studies and trainings in the store.
 
-Shares of a step and ratios of its parts have intervals over rounds, as verdicts have.
-
-A rule of the checklist asks about one mode in one setting; `yes` always favours the lower precision. No rule uses a
-figure from another machine: what was not measured here is reported as missing, with the command that would measure it.
+Shares of a step have intervals over rounds, as verdicts have. So have ratios of parts of two steps. A rule of the
+checklist asks one question about a precision (mode) in a setting. The answer `yes` always favours the lower
+precision. No rule uses a figure from another machine. A figure that was not measured here is reported as missing,
+with the command that would measure it.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from fp8bench.analysis import stats, verdicts
 from fp8bench.errors import UsageError
 from fp8bench.features.advise.values import Ground, Met, Question, RuleAnswer
 from fp8bench.features.infer.values import ServingAnswer
-from fp8bench.features.sensitivity.study import Study, as_words
+from fp8bench.features.sensitivity.study import Study, format_map
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
     CELL_PHASES,
@@ -35,16 +35,16 @@ from fp8bench.model import (
 )
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import bounds
+from fp8bench.report.case_status import show_bounds
 from fp8bench.report.panels import together
 
 # The phases that a lower precision changes if values between products keep their dtype.
-_PRODUCTS = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
+_PRODUCT_PHASES = frozenset({Phase.CAST, Phase.GEMM, Phase.ATTENTION})
 
 
 @dataclass(frozen=True)
 class ComparedCase:
-    """A case with its reference, which is None if it was not measured."""
+    """A case with its reference, which is None if no reference was measured."""
 
     record: Record
     finding: Finding | None
@@ -74,7 +74,7 @@ class ComparedCase:
 
     @property
     def trains(self) -> bool:
-        # A user's model marks no optimizer, but a step with coverage is a training step.
+        # A user's model marks no optimizer phase. A case that reports a coverage counts as a training step as well.
         return self.record.coverage is not None or any(
             record is not None and record.timing and Phase.OPTIMIZER_STEP in record.timing.segments.phases
             for record in (self.record, self.reference)
@@ -82,7 +82,9 @@ class ComparedCase:
 
     @property
     def speed(self) -> Interval | None:
-        """How many times as fast as its reference it is; None if it was not timed, or a label withdraws its verdict."""
+        """How many times as fast as its reference the case is. None if it was not timed, or if a label withdraws its
+        verdict.
+        """
         finding = self.finding
         if not self.is_timed or finding is None or finding.ratio is None or finding.hard:
             return None
@@ -90,79 +92,89 @@ class ComparedCase:
 
     @cached_property
     def affected_phases(self) -> frozenset[str]:
-        """The phases that this precision may change, plus unattributed time, which is unknown. The counts of both tapes
-        decide, if they exist; otherwise these are products and casts, or all phases if the reference marks no products.
+        """The phases that this precision may change. Time outside of all phases always counts, because it may belong
+        to any of them.
+
+        If both cases have tapes, these are the phases whose counts differ. Otherwise they are products and casts, or
+        all phases if the reference does not mark products.
         """
         assert self.reference is not None
-        # Work that both tapes share costs the same.
-        tape, base = self.record.tape, self.reference.tape
-        if tape is not None and base is not None:
-            return frozenset({UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != base.of(name))})
-        marked = set(self.reference.timing.segments.phases) if self.reference.timing is not None else set()
-        return _PRODUCTS | {UNATTRIBUTED} if Phase.GEMM in marked else frozenset(CELL_PHASES)
+        # Phases with equal counts on both tapes cost the same.
+        tape, reference_tape = self.record.tape, self.reference.tape
+        if tape is not None and reference_tape is not None:
+            return frozenset(
+                {UNATTRIBUTED, *(name for name in CELL_PHASES if tape.of(name) != reference_tape.of(name))}
+            )
+        marked_phases = set(self.reference.timing.segments.phases) if self.reference.timing is not None else set()
+        return _PRODUCT_PHASES | {UNATTRIBUTED} if Phase.GEMM in marked_phases else frozenset(CELL_PHASES)
 
     def share(self, phases: Collection[str]) -> Interval | None:
         if self.reference is None or self.reference.timing is None:
             return None
-        timed = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
-        # Timed phases take precedence over an untimed profile.
-        looked = _profiled_share(self.reference, phases)
-        return Interval(looked, looked, looked, 0.0) if timed is None and looked else timed
+        timed_ratio = part_ratio(self.reference.timing, phases, self.reference.timing, CELL_PHASES)
+        # Prefer timed phases to those of an untimed profile.
+        profiled = _profiled_share(self.reference, phases)
+        return Interval(profiled, profiled, profiled, 0.0) if timed_ratio is None and profiled else timed_ratio
 
     def affected_share(self) -> Interval | None:
-        """Returns the share of the reference's step that this precision may change. A user's model marks no products:
-        if only these change, an untimed profile of the step shows their share."""
-        multiplied = self.is_estimated and _changes_products_alone(self)
-        return self.share(_PRODUCTS if multiplied else self.affected_phases)
+        """Returns the share of the reference's step that this precision may change. If only products change, and a
+        user's model does not mark products, an untimed profile of the step shows their share.
+        """
+        changes_products_only = self.is_estimated and _changes_products_alone(self)
+        return self.share(_PRODUCT_PHASES if changes_products_only else self.affected_phases)
 
     @property
     def is_estimated(self) -> bool:
-        """Whether parts of the reference are known only from an untimed profile, because it marks no products."""
-        marked = (
-            self.reference.timing.segments.phases
-            if self.reference is not None and self.reference.timing is not None
-            else ()
-        )
-        return Phase.GEMM not in marked and self.reference is not None and self.reference.shares is not None
+        """Whether parts of the reference are known only from an untimed profile. This is the case if the reference
+        does not mark products.
+        """
+        reference = self.reference
+        if reference is None or reference.shares is None:
+            return False
+        return reference.timing is None or Phase.GEMM not in reference.timing.segments.phases
 
-    def of_reference(self, phases: Collection[str], theirs: Collection[str]) -> Interval | None:
-        """Returns the time of some phases over that of phases of the reference (`theirs`), as reports show both; None
-        if it is unknown."""
+    def ratio_to_reference(self, phases: Collection[str], reference_phases: Collection[str]) -> Interval | None:
+        """Returns the time of some phases of this case, divided by the time of `reference_phases` of its reference.
+        The ratio agrees with the two times that reports show. None if a time is unknown.
+        """
         if not self.is_timed or self.record.timing is None or self.reference is None:
             return None
-        # A reference that shared its rounds is the fairer base, if there is one.
+        # Prefer the reference's calls that shared rounds with this case, if there are any.
         base = self.record.paired_with or self.reference.timing
-        timed = part_ratio(self.record.timing, phases, base, theirs) if base is not None else None
-        if timed is not None:
-            return scale_to_report(timed, (self.finding, phases), (self.reference_finding, theirs))
-        return self._by_shares(phases, theirs) if self.is_estimated else None
+        timed_ratio = part_ratio(self.record.timing, phases, base, reference_phases) if base is not None else None
+        if timed_ratio is not None:
+            return scale_to_report(timed_ratio, (self.finding, phases), (self.reference_finding, reference_phases))
+        return self._ratio_by_shares(phases, reference_phases) if self.is_estimated else None
 
-    def _by_shares(self, phases_here: Collection[str], theirs: Collection[str]) -> Interval | None:
-        """Like of_reference, from shares of both median steps; without an interval."""
+    def _ratio_by_shares(self, case_phases: Collection[str], reference_phases: Collection[str]) -> Interval | None:
+        """Returns the ratio as `ratio_to_reference` does, but estimated and without an interval. Each of the two
+        times is a share from an untimed profile, multiplied by the median seconds of that step.
+        """
         seconds = [
             _profiled_share(record, phases) * (finding.median_seconds or 0.0)
             for record, finding, phases in (
-                (self.record, self.finding, phases_here),
-                (self.reference, self.reference_finding, theirs),
+                (self.record, self.finding, case_phases),
+                (self.reference, self.reference_finding, reference_phases),
             )
             if record is not None and finding is not None
         ]
-        # A ratio needs a share on both sides.
+        # A ratio needs the profiled share of each of the two steps.
         if len(seconds) < 2 or not all(seconds):
             return None
         ratio = seconds[0] / seconds[1]
         return Interval(ratio, ratio, ratio, 0.0)
 
 
-_OWN_MODEL = "model"
+_USER_MODEL_SUITE = "model"
 
 
 def _changes_products_alone(pair: ComparedCase) -> bool:
-    """Whether the precision changes only products: in a user's model, and if other values stay in the reference's
-    dtype."""
+    """Returns whether the precision changes only products. This is the case in a user's model, and if values between
+    products keep the reference's dtype.
+    """
     assert pair.reference is not None
-    # Converters replace only the layers of products.
-    if pair.reference.case.workload == _OWN_MODEL:
+    # In a user's model, only layers with products are converted.
+    if pair.reference.case.workload == _USER_MODEL_SUITE:
         return True
     try:
         return precisions.get(pair.record.case.precision).carried_by == pair.reference.case.precision
@@ -170,69 +182,76 @@ def _changes_products_alone(pair: ComparedCase) -> bool:
         return False
 
 
-def doubts(pair: ComparedCase) -> str:
-    """Returns text such as '; labelled noisy; its reference labelled bimodal', with each label that casts doubt on the
-    times behind an advice, once."""
+def describe_doubts(pair: ComparedCase) -> str:
+    """Returns a text with all labels that cast doubt on the times behind an advice, each once. For example ';
+    labelled noisy; its reference labelled bimodal'.
+    """
     owners: dict[str, str] = {}
-    for whose, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
+    for owner, finding in (("", pair.finding), ("its reference ", pair.reference_finding)):
         for label in finding.labels if finding is not None else ():
             if label.casts_doubt:
-                owners.setdefault(label, whose)
-    labels = together((whose, str(label)) for label, whose in owners.items())
-    return "".join(f"; {whose}labelled {', '.join(several)}" for whose, several in labels.items())
+                owners.setdefault(label, owner)
+    labels = together((owner, str(label)) for label, owner in owners.items())
+    return "".join(f"; {owner}labelled {', '.join(names)}" for owner, names in labels.items())
 
 
-# The phases that an untimed profile can distinguish.
-_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
+# Phases that an untimed profile can distinguish.
+_SHARE_KINDS = {Phase.GEMM: ShareKind.GEMM, Phase.CAST: ShareKind.CAST, Phase.ATTENTION: ShareKind.ATTENTION}
 
 
 def _profiled_share(record: Record, phases: Collection[str]) -> float:
-    """Returns the share of a step that these phases take in an untimed profile; 0 without one."""
+    """Returns the share of a step that these phases take in an untimed profile; 0 without a profile."""
     kinds = record.shares.by_kind if record.shares is not None else {}
-    return sum(kinds.get(kind, 0.0) for phase, kind in _KINDS.items() if phase in phases)
+    return sum(kinds.get(kind, 0.0) for phase, kind in _SHARE_KINDS.items() if phase in phases)
 
 
 def part_ratio(timing: Timing, phases: Collection[str], base: Timing, base_phases: Collection[str]) -> Interval | None:
-    """Returns the best time of some phases over that of some phases of `base`; None if either has none that was
-    timed."""
-    rounds = verdicts.common_rounds([timing, base])
+    """Returns the best time of some phases, divided by the best time of some phases in `base`. None if the phases
+    were not timed in both.
+    """
+    rounds = verdicts.find_common_rounds([timing, base])
     if not rounds:
         return None
-    # Slots of both sides may differ in calls: compare equally many of each.
+    # Slots of the two timings may differ in calls: use the same number of calls from each.
     calls = min(len(slot.calls_ns) for slot in (*timing.slots, *base.slots))
     samples = []
-    for part, names in ((timing, phases), (base, base_phases)):
-        is_chosen = [name in names for name in part.segments.phases]
-        sample = verdicts.cells(part, calls, rounds)[:, is_chosen]
-        if not sample.size or sample.sum(axis=1).min() <= 0:
+    for timed, names in ((timing, phases), (base, base_phases)):
+        is_chosen = [name in names for name in timed.segments.phases]
+        chosen_seconds = verdicts.cell_seconds(timed, calls, rounds)[:, is_chosen]
+        if not chosen_seconds.size or chosen_seconds.sum(axis=1).min() <= 0:
             return None
-        samples.append(sample)
-    first, second = map(stats.best_case, samples)
-    # With too few rounds for an interval, use their range.
+        samples.append(chosen_seconds)
+    first, second = map(stats.resample_best_case, samples)
+    # Too few rounds for an interval: use their range.
     if len(rounds) < LEAST_ROUNDS:
-        return stats.extent(stats.ratio(first, [second]), [sample.sum(axis=1) for sample in samples])
+        return stats.replace_interval_by_range(
+            stats.ratio(first, [second]), [chosen_seconds.sum(axis=1) for chosen_seconds in samples]
+        )
     return stats.ratio(first, [second], verdicts.FINAL_LEVEL)
 
 
 def scale_to_report(ratio: Interval, *parts: tuple[Finding | None, Collection[str]]) -> Interval:
-    """Scales a ratio of parts of two steps to the seconds that all reports show for them."""
+    """Returns a ratio of parts of two steps, scaled to agree with reports. It then equals the quotient of the seconds
+    that reports show for these parts.
+    """
     seconds, base = (_reported_seconds(*part) for part in parts)
     if not (seconds > 0 and base > 0 and math.isfinite(seconds / base)):
         return ratio
-    # The point becomes the quotient of the displayed numbers, and the ends move with it.
-    times = seconds / base / ratio.point
-    return map_ends(ratio, lambda value: value * times)
+    # The point becomes the quotient of the displayed numbers. The ends are scaled by the same factor.
+    correction = seconds / base / ratio.point
+    return map_interval(ratio, lambda value: value * correction)
 
 
 def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float:
-    by_phase = finding.phases if finding is not None else ()
-    return sum(seconds for phase, seconds in by_phase if phase in phases)
+    seconds_by_phase = finding.phases if finding is not None else ()
+    return sum(seconds for phase, seconds in seconds_by_phase if phase in phases)
 
 
 @dataclass(frozen=True)
 class Basis:
-    """A run with its findings, and other measurements on the same device. `served` are answers of `infer` by this run.
-    `least` is the gain, as a share, from which a precision is worth the effort."""
+    """A run with its findings, and other measurements on the same device. `served` holds those answers of `fp8bench
+    infer` to which this run belongs. `least` is the smallest gain, as a share, that makes a precision worthwhile.
+    """
 
     run: Run
     findings: Mapping[str, Finding]
@@ -257,26 +276,30 @@ class Basis:
 
 @dataclass(frozen=True)
 class Reply:
-    """A rule's reply: whether the question is met, the figure that decides it, and the evidence."""
+    """A rule's reply: the answer to its question, the figure that decides it, and the evidence for the figure."""
 
     met: Met
     figure: str
     grounds: tuple[Ground, ...] = ()
 
 
-# A rule's function: returns a Reply, or why it was not measured here, or None if the question does not apply.
-Ask = Callable[[ComparedCase, Basis], Reply | str | None]
+# The function of a rule. It returns a Reply, or the reason why it was not measured here, or None if the question does
+# not apply.
+AskRule = Callable[[ComparedCase, Basis], Reply | str | None]
 
 
 @dataclass(frozen=True)
 class AdviceRule:
-    """One row of the checklist. `measure` is the command that would answer it ({again} stands for the command that
-    measured the case). For an emulated precision only learning can be measured."""
+    """One question of the checklist. `measure` is the command that would answer it.
+
+    In `measure`, {again} stands for the command that measured the case. For an emulated precision, only the question
+    about learning can be measured.
+    """
 
     name: str
     topic: Question
     question: str
-    ask: Ask
+    ask: AskRule
     measure: str
 
     def answer(self, pair: ComparedCase, basis: Basis) -> RuleAnswer | None:
@@ -286,62 +309,63 @@ class AdviceRule:
         answer = RuleAnswer(self.name, self.topic, self.question, case.setting, case.mode, Met.UNKNOWN)
         if isinstance(reply, Reply):
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
-        # No command gives an emulated precision a speed.
-        unmeasurable = pair.is_emulated and self.topic is not Question.LEARNS
-        measure = "" if unmeasurable else self.measure.format(**_words(pair))
+        # No command can measure the speed of an emulated precision.
+        is_unmeasurable = pair.is_emulated and self.topic is not Question.LEARNS
+        measure = "" if is_unmeasurable else self.measure.format(**_command_parts(pair))
         return replace(answer, figure=reply, measure=measure)
 
 
-def dtype_words(case: Case) -> str:
-    """Returns a case's precision as --dtypes accepts it, followed by its map."""
-    return case.precision + (f" --precision-map {as_words(case.precision_map)}" if case.precision_map else "")
+def dtype_option(case: Case) -> str:
+    """Returns the precision of a case as --dtypes accepts it, and its map as an option."""
+    return case.precision + (f" --precision-map {format_map(case.precision_map)}" if case.precision_map else "")
 
 
-def _words(pair: ComparedCase) -> dict[str, str]:
-    """Returns the words that fill in rules' commands, for a suite or for a user's model."""
+def _command_parts(pair: ComparedCase) -> dict[str, str]:
+    """Returns the texts that replace {again}, {study} and {train} in the commands of rules. They depend on whether
+    the case is from a suite or from a user's model.
+    """
     case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
-    both = f"--dtypes {reference},{dtype_words(case)}"
-    # A suite is named, a user's model is given by its maker.
+    dtypes_option = f"--dtypes {reference},{dtype_option(case)}"
+    # Without a user's model, commands name the suite.
     if "make" not in params:
         return {
-            "again": f"fp8bench suite {case.workload} {both}",
+            "again": f"fp8bench suite {case.workload} {dtypes_option}",
             "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}",
-            "train": f"fp8bench train {both} --seeds 5",
+            "train": f"fp8bench train {dtypes_option} --seeds 5",
         }
     make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
     return {
-        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_words(case)}",
+        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_option(case)}",
         "study": f"fp8bench sensitivity {make} --dtype {case.precision}",
-        "train": f"fp8bench train {make} {both} --seeds 5",
+        "train": f"fp8bench train {make} {dtypes_option} --seeds 5",
     }
 
 
-def met_above(gain: Interval, least: float) -> Met:
-    """Returns YES if the whole interval is at least `least`, NO if below, else UNCLEAR."""
+def compare_with_minimum(gain: Interval, least: float) -> Met:
+    """Returns YES if the whole interval of a gain is at least `least`, NO if it is below, else UNCLEAR."""
     return Met.YES if gain.low >= least else Met.NO if gain.high < least else Met.UNCLEAR
 
 
 def amdahl(share: float, ratio: float) -> float:
-    """Amdahl's law: returns the step's speed-up if a share of it takes `ratio` of its time."""
-    # A step made only of products that take no time has unlimited gain.
+    """Returns the speed-up of a step by Amdahl's law. The part `share` of the step takes `ratio` of its former time."""
+    # If a step consists only of products and these take no time, its speed-up is infinite.
     duration = 1 - share + share * ratio
     return 1 / duration if duration > 0 else math.inf
 
 
-def map_ends(interval: Interval, by: Callable[[float], float]) -> Interval:
-    return Interval(by(interval.point), by(interval.low), by(interval.high), interval.level)
+def map_interval(interval: Interval, function: Callable[[float], float]) -> Interval:
+    return Interval(function(interval.point), function(interval.low), function(interval.high), interval.level)
 
 
-def gain_text(gain: Interval) -> str:
-    """Returns for example '1.62x [1.60, 1.64]', '1.6x (1.5 to 1.7)' for few rounds, or a single number without
-    bounds."""
-    alone = units.significant(gain.low) == units.significant(gain.high)
-    return units.speed_up(gain.point) + ("" if alone else f" {bounds(gain)}")
+def show_gain(gain: Interval) -> str:
+    """Returns a gain as text: '1.62x [1.60, 1.64]', '1.6x (1.5 to 1.7)' for few rounds, or '1.62x' without bounds."""
+    is_single_number = units.significant(gain.low) == units.significant(gain.high)
+    return units.speed_up(gain.point) + ("" if is_single_number else f" {show_bounds(gain)}")
 
 
-def share_text(share: Interval) -> str:
-    """Returns for example '54% [52%, 55%]'."""
+def show_share(share: Interval) -> str:
+    """Returns a share with its interval, for example '54% [52%, 55%]'."""
     low, high = units.percent(share.low, 0), units.percent(share.high, 0)
-    middle = units.percent(share.point, 0)
-    return middle if low == high else f"{middle} [{low}, {high}]"
+    share_text = units.percent(share.point, 0)
+    return share_text if low == high else f"{share_text} [{low}, {high}]"

@@ -1,4 +1,4 @@
-"""`fp8bench advise`: what to do about a precision on this machine, from measurements on it."""
+"""`fp8bench advise`: recommends what to do about a precision on this machine, from measurements on this machine."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_common(parser, "--store", help="as in suite")
     add_common(parser, "--import", help="as in suite")
     add_common(parser, "--md", "--all", "--explain")
-    add_common(parser, "--json", help="print all of it as JSON instead of the tables")
+    add_common(parser, "--json", help="print advice and answers as JSON instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -52,14 +52,14 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.advise.decide import advise
-    from fp8bench.features.advise.job import basis_of
-    from fp8bench.features.advise.view import page_of
+    from fp8bench.features.advise.job import collect_basis
+    from fp8bench.features.advise.view import render_page
 
-    basis, notes = basis_of(arguments.run, arguments.store, arguments.training, arguments.least / 100)
+    basis, notes = collect_basis(arguments.run, arguments.store, arguments.training, arguments.least / 100)
     advice = advise(basis)
     if (store := in_store(basis.run)) and any(answer.measure for answer in advice.answers):
-        notes.append(f"add{store} to the commands that measure more: they know this run by it")
-    page = partial(page_of, advice, notes)
+        notes.append(f"add{store} to the suggested commands, so that they find this run")
+    page = partial(render_page, advice, notes)
     value = {"schema": SCHEMA, **encode(advice)}
     return CommandResult(
         advice, partial(page, everything=arguments.all), lambda: value, whole=partial(page, everything=True)

@@ -1,5 +1,8 @@
-"""Turns the checklist's answers into advice: adopt, route, or do nothing, with the reason. Emulated cases get no
-statement about speed."""
+"""Turns answers of the checklist into advice: adopt a precision, adopt it for some layers, or do nothing. Each piece
+of advice has a reason.
+
+Advice on emulated cases makes no statement about speed.
+"""
 
 from __future__ import annotations
 
@@ -8,160 +11,178 @@ from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench import units
-from fp8bench.features.advise.basis import Basis, ComparedCase, doubts, dtype_words, gain_text, met_above
-from fp8bench.features.advise.rules import RULES, bound_of, study_of, tried_as
-from fp8bench.features.advise.serving import serving_advice
+from fp8bench.features.advise.basis import (
+    Basis,
+    ComparedCase,
+    compare_with_minimum,
+    describe_doubts,
+    dtype_option,
+    show_gain,
+)
+from fp8bench.features.advise.rules import RULES, amdahl_bound, find_study, find_trial
+from fp8bench.features.advise.serving import advise_on_serving
 from fp8bench.features.advise.values import Advice, AdviceKind, Advised, Met, RuleAnswer
-from fp8bench.features.sensitivity.study import as_words
+from fp8bench.features.sensitivity.study import format_map
 from fp8bench.model import Interval, Verdict
 from fp8bench.report.panels import together
 
 Answers = Mapping[str, RuleAnswer]
-# Rules whose "no" counts against a precision, in the order in which reasons are listed.
-_AGAINST = ("learns", "errors", "amdahl", "casts", "coverage")
-# Questions whose "no" no speed compensates for, with its meaning.
-_SPOILING = {"learns": "it does not learn as well", "errors": "its errors are too large"}
-_ORDER = list(AdviceKind)
-# A step this many times faster than Amdahl's law allows was a different step.
-_BEYOND = 1.02
+# Rules whose "no" is an objection to a precision, in the order in which objections are listed.
+_OBJECTING_RULES = ("learns", "errors", "amdahl", "casts", "coverage")
+# Rules whose "no" rules a precision out at any speed, with the meaning of that "no".
+_DECISIVE_OBJECTIONS = {"learns": "it does not learn as well", "errors": "its errors are too large"}
+_KIND_ORDER = list(AdviceKind)
+# If a step is faster by this factor than Amdahl's law allows, the step and its reference did different work.
+_BOUND_TOLERANCE = 1.02
 
 
 def advise(basis: Basis) -> Advised:
-    # 1. Apply every rule to every case; a rule returns None if its question does not apply.
+    # 1. Apply every rule to every case. A rule returns None if its question does not apply.
     answers: list[RuleAnswer] = []
     for pair in basis.cases:
         replies = [rule.answer(pair, basis) for rule in RULES]
         answers += [reply for reply in replies if reply is not None]
-    # 2. List advice on serving first, then that on steps, the largest gain first.
+    # 2. List advice on serving first, then advice on steps with the largest gain first.
     advice: list[Advice] = []
     for served in basis.served:
-        advice += serving_advice(served)
-    advice.sort(key=lambda piece: _ORDER.index(piece.kind))
-    advice += sorted(_advice_of(basis, answers), key=_importance)
+        advice += advise_on_serving(served)
+    advice.sort(key=lambda piece: _KIND_ORDER.index(piece.kind))
+    advice += sorted(_advise_on_steps(basis, answers), key=_sort_key)
     return Advised(basis.run.id, tuple(advice), tuple(answers), basis.least)
 
 
-def _importance(advice: Advice) -> tuple[int, float]:
-    return _ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
+def _sort_key(advice: Advice) -> tuple[int, float]:
+    return _KIND_ORDER.index(advice.kind), -advice.gain.point if advice.gain is not None else math.inf
 
 
-def _advice_of(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
-    """Returns the advice; advice without a gain that is equal for several settings appears once."""
+def _advise_on_steps(basis: Basis, answers: Sequence[RuleAnswer]) -> tuple[Advice, ...]:
+    """Returns the advice on all cases. Advice without a gain appears once if it is the same for several settings."""
     by_case = together(((answer.setting, answer.mode), answer) for answer in answers)
     merged: dict[tuple[object, ...], Advice] = {}
     for pair in basis.cases:
         by_rule = {answer.rule: answer for answer in by_case.get((pair.record.case.setting, pair.mode), ())}
-        for advice in (_advise_on_speed(pair, basis, by_rule), *_route(pair, basis, by_rule)):
+        for advice in (_advise_on_speed(pair, basis, by_rule), *_advise_on_layers(pair, basis, by_rule)):
             settings = advice.settings if advice.gain is not None else ()
-            key = (advice.kind, advice.mode, advice.sentence, settings)
-            previous = merged.get(key, advice)
-            merged[key] = replace(previous, settings=tuple(dict.fromkeys((*previous.settings, *advice.settings))))
+            merge_key = (advice.kind, advice.mode, advice.sentence, settings)
+            merged_advice = merged.get(merge_key, advice)
+            merged[merge_key] = replace(
+                merged_advice, settings=tuple(dict.fromkeys((*merged_advice.settings, *advice.settings)))
+            )
     return tuple(merged.values())
 
 
-def _advice(
+def _make_advice(
     pair: ComparedCase,
     rule: str,
     kind: AdviceKind,
-    words: str,
+    sentence: str,
     answers: Sequence[RuleAnswer],
     gain: Interval | None = None,
 ) -> Advice:
     case = pair.record.case
     reference = pair.reference.case.mode if pair.reference is not None else ""
     grounds = dict.fromkeys(ground for answer in answers for ground in answer.grounds)
-    words += doubts(pair) if pair.speed is not None else ""
-    recipe = f"--dtypes {reference},{dtype_words(case)}" if kind is not AdviceKind.NOTHING else ""
+    sentence += describe_doubts(pair) if pair.speed is not None else ""
+    recipe = f"--dtypes {reference},{dtype_option(case)}" if kind is not AdviceKind.NOTHING else ""
     doubtful = gain is not None and pair.finding is not None and pair.finding.doubtful
-    return Advice(rule, kind, case.mode, reference, words, (case.setting,), recipe, gain, tuple(grounds), doubtful)
+    return Advice(rule, kind, case.mode, reference, sentence, (case.setting,), recipe, gain, tuple(grounds), doubtful)
 
 
 def _advise_on_speed(pair: ComparedCase, basis: Basis, answers: Answers) -> Advice:
-    mode, support, step, native = pair.mode, pair.record.support, answers["step"], [answers["native"]]
-    # 1. Emulated or not timed: the step shows no speed.
+    mode, support, step, native_answer = pair.mode, pair.record.support, answers["step"], [answers["native"]]
+    # 1. The case is emulated or was not timed: its step shows no speed.
     if not support.is_native:
         reason = f" ({support.reason})" if support.reason else ""
-        words = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time is not its speed"
-        return _advice(pair, "native", AdviceKind.NOTHING, words, native)
+        sentence = f"no advice on the speed of {mode}: it is {support.level} here{reason}, so its time shows no speed"
+        return _make_advice(pair, "native", AdviceKind.NOTHING, sentence, native_answer)
     if pair.speed is None or pair.finding is None:
-        return _advice(
+        return _make_advice(
             pair,
             "step",
             AdviceKind.NOTHING,
             f"no advice on {mode}: its speed is unknown here: {step.figure}",
-            native,
+            native_answer,
         )
-    # 2. Faster than possible: the two steps differ, so no advice can be based on them.
-    against = [answers[rule] for rule in _AGAINST if rule in answers and answers[rule].met is Met.NO]
-    bound = bound_of(pair)
-    if bound is not None and pair.speed.low > _BEYOND * bound.high:
-        words = (
-            f"no advice on {mode}: its step is {gain_text(pair.speed)} as fast, but its precision allows at most "
-            f"{gain_text(bound)}, so the two steps differ in something else"
+    # 2. The step is faster than possible: the two steps differ, so advice cannot be based on them.
+    objections = [answers[rule] for rule in _OBJECTING_RULES if rule in answers and answers[rule].met is Met.NO]
+    speed_up_bound = amdahl_bound(pair)
+    if speed_up_bound is not None and pair.speed.low > _BOUND_TOLERANCE * speed_up_bound.high:
+        sentence = (
+            f"no advice on {mode}: its step is {show_gain(pair.speed)} as fast, but its precision allows at most "
+            f"{show_gain(speed_up_bound)}, so the two steps differ in something else"
         )
-        return _advice(pair, "amdahl", AdviceKind.NOTHING, words, [step, *against])
-    # 3. Certainly faster by a worthwhile gain, and without an objection: adopt.
-    faster = pair.finding.verdict is Verdict.FASTER
-    spoiled = " and ".join(_SPOILING[answer.rule] for answer in against if answer.rule in _SPOILING)
-    if faster and not spoiled and met_above(pair.speed, 1 + basis.least) is Met.YES:
+        return _make_advice(pair, "amdahl", AdviceKind.NOTHING, sentence, [step, *objections])
+    # 3. Adopt the precision: its step is certainly faster by a worthwhile gain, and no rule objects.
+    is_faster = pair.finding.verdict is Verdict.FASTER
+    decisive_text = " and ".join(
+        _DECISIVE_OBJECTIONS[answer.rule] for answer in objections if answer.rule in _DECISIVE_OBJECTIONS
+    )
+    if is_faster and not decisive_text and compare_with_minimum(pair.speed, 1 + basis.least) is Met.YES:
         supporting = [answers[rule] for rule in ("amdahl", "casts", "memory", "learns") if rule in answers]
-        return _advice(pair, "step", AdviceKind.ADOPT, _describe_gain(pair, answers), [step, *supporting], pair.speed)
-    # 4. Slower, too little gain, or unclear: do nothing, with the reason.
+        return _make_advice(
+            pair, "step", AdviceKind.ADOPT, _describe_gain(pair, answers), [step, *supporting], pair.speed
+        )
+    # 4. Otherwise do nothing, with the reason: the step is slower, gains too little, or its gain is unclear.
     if pair.finding.verdict is Verdict.SLOWER and pair.reference is not None:
-        words = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
-    elif faster and not spoiled:
-        least = units.percent(basis.least, 0)
-        words = f"do not adopt {mode} yet: {gain_text(pair.speed)} may be less than the {least} that make it worthwhile"
+        sentence = f"keep {pair.reference.case.mode}: {mode} {_describe_slowness(pair)}"
+    elif is_faster and not decisive_text:
+        minimum_gain = units.percent(basis.least, 0)
+        sentence = (
+            f"do not adopt {mode} yet: {show_gain(pair.speed)} may be below the {minimum_gain} that make it worthwhile"
+        )
     else:
-        why = f"and {spoiled}" if faster else pair.finding.verdict_words
-        join = ", " if faster else ": "
+        doubt_text = f"and {decisive_text}" if is_faster else pair.finding.verdict_words
+        separator = ", " if is_faster else ": "
         advice = "no advice on" if pair.finding.verdict is Verdict.UNSURE else "do not adopt"
-        words = f"{advice} {mode}: its step is {gain_text(pair.speed)} as fast{join}{why}"
-    reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in against]
-    rule = against[0].rule if against else "step"
-    return _advice(pair, rule, AdviceKind.NOTHING, "; ".join([words, *reasons]), [step, *against], pair.speed)
+        sentence = f"{advice} {mode}: its step is {show_gain(pair.speed)} as fast{separator}{doubt_text}"
+    reasons = [f"{answer.question[0].lower()}{answer.question[1:-1]}: no, {answer.figure}" for answer in objections]
+    rule = objections[0].rule if objections else "step"
+    return _make_advice(
+        pair, rule, AdviceKind.NOTHING, "; ".join([sentence, *reasons]), [step, *objections], pair.speed
+    )
 
 
 def _describe_slowness(pair: ComparedCase) -> str:
-    """Returns for example 'perhaps takes 1.57 times as long (0.639x)'."""
+    """Returns a text such as 'takes 1.57 times as long (0.639x)'."""
     assert pair.speed is not None and pair.finding is not None
     ratio = 1 / pair.speed.point
-    longer = f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
-    return f"{'perhaps ' * pair.finding.doubtful}takes {longer} ({gain_text(pair.speed)})"
+    slowness = f"{units.significant(ratio)} times as long" if ratio >= 1.5 else f"{units.percent(ratio - 1, 0)} longer"
+    return f"{'perhaps ' * pair.finding.doubtful}takes {slowness} ({show_gain(pair.speed)})"
 
 
 def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
     assert pair.speed is not None and pair.finding is not None and pair.reference is not None
-    words = f"adopt {pair.mode}: the step is {gain_text(pair.speed)} as fast as in {pair.reference.case.mode}"
-    words = "perhaps " * pair.finding.doubtful + words
-    words += f"; {answers['errors'].figure}"
+    sentence = f"adopt {pair.mode}: the step is {show_gain(pair.speed)} as fast as in {pair.reference.case.mode}"
+    sentence = "perhaps " * pair.finding.doubtful + sentence
+    sentence += f"; {answers['errors'].figure}"
     memory, learns = answers["memory"], answers.get("learns")
     if memory.met is Met.NO:
-        words += f"; it saves no memory ({memory.figure})"
+        sentence += f"; it saves no memory ({memory.figure})"
     if learns is not None and learns.met is Met.YES:
-        words += f"; it learns as well ({learns.figure})"
+        sentence += f"; it learns as well ({learns.figure})"
     elif learns is not None and learns.met is Met.TOLERATED:
-        words += f"; its loss is {learns.figure}"
+        sentence += f"; its loss is {learns.figure}"
     elif learns is not None:
-        words += f"; whether it still learns is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
-    return words
+        sentence += f"; whether it still learns is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
+    return sentence
 
 
-def _route(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
-    """Yields which layers to keep in high precision according to a study, if the loss is too high with all layers
-    low."""
-    layers, study = answers.get("layers"), study_of(pair, basis)
+def _advise_on_layers(pair: ComparedCase, basis: Basis, answers: Answers) -> Iterator[Advice]:
+    """Yields advice to keep some layers in high precision. It comes from a study in which the loss is too high if all
+    layers are low.
+    """
+    layers, study = answers.get("layers"), find_study(pair, basis)
     chosen = study.suggestion if study is not None else None
     if layers is None or layers.met is not Met.NO or study is None or chosen is None:
         return
-    # The layers between the measured map and the one that the study suggests stay high.
-    now = tried_as(pair, study)
-    high_layers = ", ".join(sorted({*now.low} - {*chosen.low})) or "what the map names"
-    gaps = (study.gap(chosen), study.gap(now))
-    loss_after, loss_before = ("unknown" if gap is None else units.change(1 + gap) for gap in gaps)
-    stated = as_words(study.stated_map(chosen))
-    words = f"route: leave {high_layers} in {study.reference} with {pair.mode}; "
-    words += f"the loss is then {loss_after} instead of {loss_before}: --precision-map {stated}"
-    routed = _advice(pair, "layers", AdviceKind.ROUTE, words, [layers])
-    recipe = f"--dtypes {routed.reference},{pair.record.case.precision} --precision-map {stated}"
-    yield replace(routed, recipe=recipe)
+    # The layers that are low in the measured map but not in the suggested map stay high.
+    measured_trial = find_trial(pair, study)
+    high_layers = ", ".join(sorted({*measured_trial.low} - {*chosen.low})) or "what the map names"
+    loss_gaps = (study.gap(chosen), study.gap(measured_trial))
+    loss_after, loss_before = ("unknown" if gap is None else units.change(1 + gap) for gap in loss_gaps)
+    suggested_map = format_map(study.explicit_map(chosen))
+    sentence = f"route: leave {high_layers} in {study.reference} with {pair.mode}; "
+    sentence += f"the loss is then {loss_after} instead of {loss_before}: --precision-map {suggested_map}"
+    advice = _make_advice(pair, "layers", AdviceKind.ROUTE, sentence, [layers])
+    recipe = f"--dtypes {advice.reference},{pair.record.case.precision} --precision-map {suggested_map}"
+    yield replace(advice, recipe=recipe)

@@ -1,4 +1,4 @@
-"""Recommendations, and the three questions behind them, answered with the figures of this machine."""
+"""The section of a report with recommendations, and answers to the three questions behind them."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advise
-from fp8bench.features.advise.view import question_tables, sentences
+from fp8bench.features.advise.view import advice_items, question_tables
 from fp8bench.model.run import BENCH
 from fp8bench.report.elements import Element, Text, Tone
 from fp8bench.report.page.section import Material, section
@@ -18,13 +18,13 @@ def advice_section(material: Material) -> Iterator[Element]:
     """Each question with this machine's figure and the row that it comes from; yes favours the lower precision. No
     figure from another machine is used. fp8bench advise RUN also uses the studies and trainings of the store."""
     for number, entry in enumerate(material.entries):
-        if entry.run.request.suite == BENCH:  # compares callables, not precisions
+        if entry.run.request.suite == BENCH:  # `bench` compares callables, not precisions
             continue
         advice = advise(Basis(entry.run, entry.findings))
         if not advice.answers:
             continue
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
-        yield sentences(advice)
+        yield advice_items(advice)
         for table in question_tables(advice, everything=True):
             yield replace(table, name=f"{table.name}-{number}", folded=True)

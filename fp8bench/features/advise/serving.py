@@ -1,4 +1,4 @@
-"""Advice on serving from answers of `infer`: from which context on to use low precision, and for what."""
+"""Gives advice on serving from answers of `infer`: from which context on to use low precision, and for what."""
 
 from __future__ import annotations
 
@@ -7,53 +7,63 @@ from collections.abc import Iterator
 
 from fp8bench import units
 from fp8bench.features.advise.values import Advice, AdviceKind, Ground
-from fp8bench.features.infer.values import ArmTimes, ServingAnswer, word_of
+from fp8bench.features.infer.values import ArmTimes, ServingAnswer, format_arm
 from fp8bench.nn.served import ServedArm
 
-# A gain that raises perplexity by more than this share on the answer's model does not count.
-SPOILED = 0.01
+# A faster arm is not recommended if it increases the model's perplexity by more than this share.
+MAX_PERPLEXITY_INCREASE = 0.01
 
 
-def serving_advice(answer: ServingAnswer) -> Iterator[Advice]:
+def advise_on_serving(answer: ServingAnswer) -> Iterator[Advice]:
     yield from (_advise_on_contexts(answer, times) for times in answer.times if times.arm != answer.question.arms[0])
 
 
-def _make_advice(answer: ServingAnswer, kind: AdviceKind, mode: str, words: str, recipe: str = "") -> Advice:
+def _make_advice(answer: ServingAnswer, kind: AdviceKind, mode: str, sentence: str, recipe: str = "") -> Advice:
     question = answer.question
     setting = f"{question.size} on {answer.device}, batch {question.batch}"
-    ground = Ground(f"runs {', '.join(answer.runs)} of infer", words)
-    return Advice("context", kind, mode, _reference_name(answer), words, (setting,), recipe, grounds=(ground,))
+    ground = Ground(f"runs {', '.join(answer.runs)} of infer", sentence)
+    return Advice("context", kind, mode, _name_reference(answer), sentence, (setting,), recipe, grounds=(ground,))
 
 
-def _reference_name(answer: ServingAnswer) -> str:
-    return word_of(answer.question.arms[0])
+def _name_reference(answer: ServingAnswer) -> str:
+    return format_arm(answer.question.arms[0])
 
 
-def _weigh_quality(answer: ServingAnswer, arm: ServedArm, where: str, because: str) -> Advice:
-    """Advises to adopt the arm `where` it was faster, unless predictions suffer; to do nothing if `where` is ''."""
-    name, quality = word_of(arm), answer.quality_of(arm)
-    doing = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
-    harm, spoils = "what it does to predictions is not known", False
+def _weigh_quality(answer: ServingAnswer, arm: ServedArm, contexts: str, speed_reason: str) -> Advice:
+    """Returns advice on an arm that was faster at the `contexts`: to adopt it there, unless its predictions suffer.
+    If `contexts` is '', the arm was faster nowhere, and the advice is to do nothing.
+    """
+    name, quality = format_arm(arm), answer.arm_quality(arm)
+    action_text = f"quantise weights ({name})" if arm.weights and not arm.kv else f"take {name}"
+    quality_change, is_spoiled = "its effect on predictions is not known", False
     if quality is not None and answer.quality is not None:
         ratio = quality.log_perplexity
         low, high = (units.change(math.exp(end)) for end in (ratio.low, ratio.high))
-        whose = ", ".join(filter(None, (answer.quality.model, answer.quality.caution)))
-        harm = f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} beside a "
-        harm += f"floor of {answer.quality.floor.kl:.0e} on {whose}"
-        proven = not answer.quality.caution and ratio.low > math.log1p(SPOILED)
-        spoils = proven or not math.isfinite(quality.kl)
-    if where and not spoils:
-        return _make_advice(answer, AdviceKind.ADOPT, name, f"{doing} {where}: {because}; {harm}", f"--arms {name}")
-    reason = f"predictions suffer ({harm}), though {because}" if where else because
+        quality_source = ", ".join(filter(None, (answer.quality.model, answer.quality.caution)))
+        quality_change = (
+            f"perplexity {units.change(math.exp(ratio.point))} [{low}, {high}], mean KL {quality.kl:.1e} beside a "
+        )
+        quality_change += f"floor of {answer.quality.floor.kl:.0e} on {quality_source}"
+        is_proven = not answer.quality.caution and ratio.low > math.log1p(MAX_PERPLEXITY_INCREASE)
+        is_spoiled = is_proven or not math.isfinite(quality.kl)
+    if contexts and not is_spoiled:
+        return _make_advice(
+            answer,
+            AdviceKind.ADOPT,
+            name,
+            f"{action_text} {contexts}: {speed_reason}; {quality_change}",
+            f"--arms {name}",
+        )
+    reason = f"predictions suffer ({quality_change}), though {speed_reason}" if contexts else speed_reason
     return _make_advice(answer, AdviceKind.NOTHING, name, f"do not adopt {name}: {reason}")
 
 
 def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
-    reference, crossing = _reference_name(answer), times.crossing
+    reference, crossing = _name_reference(answer), times.crossing
     low, high = answer.question.contexts[0], answer.question.contexts[-1]
-    # 1. Not timed, or timed with doubts.
+    # 1. The arm was not timed, or its times are doubtful.
     if crossing is None:
-        name, reason = word_of(times.arm), times.why or "no line fits its times"
+        name, reason = format_arm(times.arm), times.why or "no line fits its times"
         return _make_advice(
             answer,
             AdviceKind.NOTHING,
@@ -62,22 +72,22 @@ def _advise_on_contexts(answer: ServingAnswer, times: ArmTimes) -> Advice:
         )
     if times.doubts:
         return _weigh_quality(answer, times.arm, "", f"its times are labelled {', '.join(times.doubts)}")
-    # 2. The times cross: the advice holds from there on, or up to there.
+    # 2. The times cross: the advice holds from the crossing on, or up to it.
     if crossing.at is not None:
-        begins, ends = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
-        where = f"from a context of {ends} on" if crossing.faster[1] else f"up to {begins} tokens"
+        lower, upper = f"{crossing.low:.0f}", f"{crossing.high:.0f}"
+        contexts = f"from a context of {upper} on" if crossing.faster[1] else f"up to {lower} tokens"
         return _weigh_quality(
             answer,
             times.arm,
-            where,
-            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{begins}, {ends}]",
+            contexts,
+            f"its decode step crosses that of {reference} at {crossing.at:.0f} [{lower}, {upper}]",
         )
-    # 3. Faster at all measured contexts.
+    # 3. The arm is faster at all measured contexts.
     if crossing.faster == (True, True):
         return _weigh_quality(
             answer, times.arm, f"at contexts of {low} to {high}", f"faster than {reference} throughout"
         )
-    # 4. Slower, or unclear at one end: no reason to change.
+    # 4. The arm is slower, or unclear at one end: nothing speaks for a change.
     first, last = ({True: "faster", False: "slower", None: "not told apart"}[faster] for faster in crossing.faster)
-    because = f"its decode step is {first} at a context of {low} and {last} at {high}"
-    return _weigh_quality(answer, times.arm, "", f"{because}, against {reference}")
+    reason_text = f"its decode step is {first} at a context of {low} and {last} at {high}"
+    return _weigh_quality(answer, times.arm, "", f"{reason_text}, against {reference}")

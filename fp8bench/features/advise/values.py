@@ -1,4 +1,4 @@
-"""The values of advice. Gains are speed-ups of a step: above 1 is faster."""
+"""The values of advice. A gain is the speed-up of a step: above 1 is faster."""
 
 from __future__ import annotations
 
@@ -9,8 +9,11 @@ from fp8bench.model.measured import Interval
 
 
 class Met(StrEnum):
-    """The answer to a question of the checklist. TOLERATED: the lower precision is certainly worse, but by less than
-    the margin. UNCLEAR: measured, but noise leaves it open."""
+    """The answer to a question of the checklist.
+
+    TOLERATED: the lower precision is certainly worse, but by less than the margin. UNCLEAR: it was measured, but
+    noise leaves the answer open.
+    """
 
     YES = "yes"
     NO = "no"
@@ -20,16 +23,16 @@ class Met(StrEnum):
 
 
 class Question(StrEnum):
-    """The questions that decide about a precision, in the order in which they are answered."""
+    """The three questions that decide about a precision, in the order of their answers."""
 
-    # A precision that does not pay need not fit, and one that does not fit cannot learn.
+    # A precision that does not pay need not fit, and a precision that does not fit cannot learn.
     PAYS = "Does it pay?"
     FITS = "Does it fit?"
     LEARNS = "Does it learn?"
 
 
 class AdviceKind(StrEnum):
-    """Adopt a precision, keep layers high, or leave everything unchanged."""
+    """The recommended action: adopt a precision, keep some layers high, or change nothing."""
 
     ADOPT = "adopt"
     ROUTE = "route"
@@ -38,7 +41,7 @@ class AdviceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Ground:
-    """One figure and its source: a case of the run, a study, or a training."""
+    """One figure that supports advice, and its source: a case of the run, a study, or a training."""
 
     row: str
     figure: str
@@ -46,8 +49,12 @@ class Ground:
 
 @dataclass(frozen=True)
 class RuleAnswer:
-    """A rule's answer about a mode in a setting, as part of one of the three questions (`topic`). `figure` decides it,
-    in words; if it is UNKNOWN, `measure` is the command that would measure it."""
+    """A rule's answer about one mode in one setting. `topic` is the question (one of three) to which the rule
+    belongs.
+
+    `figure` describes the figure that decides the answer. If the answer is UNKNOWN, `measure` is the command that
+    would measure it.
+    """
 
     rule: str
     topic: Question
@@ -62,9 +69,12 @@ class RuleAnswer:
 
 @dataclass(frozen=True)
 class Advice:
-    """One recommendation about a mode. It holds for all `settings`; it is `doubtful` if it is based on a case with a
-    doubtful label. `gain` is the speed-up of the step; None if it is not about speed, or was not measured. `recipe` are
-    options to type for it, '' for none."""
+    """One recommendation about a mode in all of `settings`.
+
+    `gain` is the speed-up of the step; None if the advice is not about speed, or if the speed was not measured.
+    `recipe` has the options to use, '' for none. `doubtful` advice is based on a case with a label that casts doubt
+    on its times.
+    """
 
     rule: str
     kind: AdviceKind
@@ -80,7 +90,7 @@ class Advice:
 
 @dataclass(frozen=True)
 class Advised:
-    """The advice on a run, most important first, and the checklist behind it."""
+    """The advice on a run, most important first, and the answers of the checklist."""
 
     run: str
     advice: tuple[Advice, ...]

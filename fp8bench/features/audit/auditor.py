@@ -1,5 +1,6 @@
-"""The subjects of audits and the engine that runs the checks: data and arguments for each kind of callable, what it
-promises, the state that checks share, and the loop over checks."""
+"""Defines what an audit calls and how it runs the checks: the inputs and expected results for each kind of callable,
+the state that checks share, and the loop over the checks.
+"""
 
 from __future__ import annotations
 
@@ -21,33 +22,33 @@ from fp8bench.features.audit.host import (
     KernelHost,
     KernelRaised,
     PackedTensor,
+    compute_digest,
     describe_stop,
-    digest_of,
-    pack,
+    pack_tensor,
     unpack_results,
 )
 from fp8bench.features.audit.operands import (
     DATA,
-    Promised,
+    PromisedCasts,
     Rounded,
+    choose_rows,
     draw_matrix,
-    promise_of,
+    find_promised_casts,
     round_operand,
-    sampled_rows,
 )
 from fp8bench.features.audit.promises import (
-    CERTAIN,
-    FIGURES,
-    TIES,
-    AttentionPromise,
+    CERTAIN_CODES,
+    FIGURE_CODES,
+    ROUNDING_REASON,
+    ExpectedAttention,
+    ExpectedProduct,
+    ExpectedResult,
     Matrices,
-    ProductPromise,
-    Promise,
-    SampledPlaces,
+    ResultSample,
 )
-from fp8bench.features.audit.readings import TELLING, describe_reading
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, fail
-from fp8bench.formats.codes import DTYPES
+from fp8bench.features.audit.readings import INFORMATIVE_DATA, describe_found_precision
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, make_failure
+from fp8bench.formats.codes import CODE_DTYPES
 from fp8bench.formats.hardware import has_hopper_units
 from fp8bench.formats.recipes import Treatment
 from fp8bench.model import Ceilings, DeviceFacts
@@ -55,77 +56,52 @@ from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.protocols import Role
 
-_LAYER = "audit"
-# The batch size for attention.
-_BATCH = 2
+_LAYER_NAME = "audit"
+# The batch size of attention inputs.
+_ATTENTION_BATCH = 2
 
 
 class Shape(NamedTuple):
-    """The sides of an input. A product is (M, K) x (N, K); attention has M positions of N heads of size K."""
+    """The sizes of an input. For a matrix product, they are those of (M, K) times the transpose of (N, K). Attention
+    has M positions and N heads of size K."""
 
     m: int
     n: int
     k: int
 
 
+def _parse_shapes(text: str) -> tuple[Shape, ...]:
+    """Returns the shapes of a text such as '64x96x256,1x1x16', whose sides are M, N and K."""
+    return tuple(Shape(*map(int, sides.split("x"))) for sides in text.split(","))
+
+
 SUBJECTS: dict[AuditKind, type[Subject]] = {}
-# In a large result, this many rows and about this many elements are compared.
-_SAMPLED_ROWS, _SAMPLED = 24, 1024
+# How much of a large result is judged: this many rows, and about this many elements.
+_SAMPLED_ROWS, _SAMPLED_ELEMENTS = 24, 1024
 
 
 class Subject(ABC):
-    """One callable under audit. Matrices are drawn and judged on the CPU, whatever device it runs on. `shapes` are
-    sizes that it must accept, while `odd` ones and `sizes` may be refused; `data` are the informative kinds of data;
-    `timed` is the first shape that is timed, `tall` one larger than the blocks that kernels are tested with, and than
-    the sums that bfloat16 can hold. `sizes` come from real models and from decoding: only a sample of their results is
-    judged."""
+    """The callable under audit. A subclass draws its inputs and computes its expected results, always on the CPU. The
+    callable must accept `shapes`, but may refuse `odd_shapes` and `real_shapes`. `timed_shape` is the first shape
+    that is timed. `tall_shape` is larger than the blocks with which kernels are usually tested, and its sums are
+    larger than bfloat16 can count. `real_shapes` come from real models and from decoding. Only a sample of their
+    results is judged."""
 
     kind: ClassVar[AuditKind]
-    # Three distinct sides, a square whose shape hides a transposition, and a long sum.
-    shapes: ClassVar[tuple[Shape, ...]] = (Shape(64, 96, 256), Shape(128, 128, 128), Shape(32, 48, 1024))
-    odd: ClassVar[tuple[Shape, ...]] = (
-        Shape(1, 96, 256),
-        Shape(33, 47, 256),
-        Shape(64, 96, 200),
-        Shape(17, 40, 48),
-        Shape(130, 258, 144),
-        Shape(1, 1, 16),
+    # Three different sides, then a square whose shape hides a transposition, then a long sum.
+    shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes("64x96x256,128x128x128,32x48x1024")
+    odd_shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes("1x96x256,33x47x256,64x96x200,17x40x48,130x258x144,1x1x16")
+    timed_shape: ClassVar[Shape] = Shape(256, 256, 256)
+    tall_shape: ClassVar[Shape] = Shape(520, 264, 4096)
+    small_shape: ClassVar[Shape] = Shape(16, 32, 64)
+    real_shapes: ClassVar[tuple[Shape, ...]] = _parse_shapes(
+        "1x512x768,1x1024x4096,2x640x2048,3x1000x1000,4x256x11008,5x520x5120,6x1030x520,7x300x14336,"
+        "8x4096x1024,12x32000x32,16x768x768,24x3072x768,20x136x3072,32x11008x128,16x14336x64,256x256x256,"
+        "40x384x384,512x512x512,256x1024x1536,1024x1024x1024,2048x2048x128,4096x64x64,48x2048x2048,"
+        "64x264x8192,257x513x769,1000x129x1000,768x1280x640,32x4096x4096"
     )
-    timed: ClassVar[Shape] = Shape(256, 256, 256)
-    tall: ClassVar[Shape] = Shape(520, 264, 4096)
-    small: ClassVar[Shape] = Shape(16, 32, 64)
-    sizes: ClassVar[tuple[Shape, ...]] = (
-        Shape(1, 512, 768),
-        Shape(1, 1024, 4096),
-        Shape(2, 640, 2048),
-        Shape(3, 1000, 1000),
-        Shape(4, 256, 11008),
-        Shape(5, 520, 5120),
-        Shape(6, 1030, 520),
-        Shape(7, 300, 14336),
-        Shape(8, 4096, 1024),
-        Shape(12, 32000, 32),
-        Shape(16, 768, 768),
-        Shape(24, 3072, 768),
-        Shape(20, 136, 3072),
-        Shape(32, 11008, 128),
-        Shape(16, 14336, 64),
-        Shape(256, 256, 256),
-        Shape(40, 384, 384),
-        Shape(512, 512, 512),
-        Shape(256, 1024, 1536),
-        Shape(1024, 1024, 1024),
-        Shape(2048, 2048, 128),
-        Shape(4096, 64, 64),
-        Shape(48, 2048, 2048),
-        Shape(64, 264, 8192),
-        Shape(257, 513, 769),
-        Shape(1000, 129, 1000),
-        Shape(768, 1280, 640),
-        Shape(32, 4096, 4096),
-    )
-    data: ClassVar[tuple[str, ...]] = tuple(DATA)
-    zeroed: ClassVar[tuple[int, ...]] = (0,)
+    data_kinds: ClassVar[tuple[str, ...]] = tuple(DATA)
+    zeroed_operands: ClassVar[tuple[int, ...]] = (0,)
 
     def __init_subclass__(cls) -> None:
         SUBJECTS[cls.kind] = cls
@@ -134,168 +110,177 @@ class Subject(ABC):
         self.host, self.signature, self.facts, self.device = host, signature, facts, facts.key
 
     @cached_property
-    def promise(self) -> Promised:
-        return promise_of(self.signature.precision, self.facts)
+    def promised_casts(self) -> PromisedCasts:
+        return find_promised_casts(self.signature.precision, self.facts)
 
-    def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
-        rows = enumerate((shape.m, shape.n))
-        return tuple(draw_matrix(data, place, count, shape.k, seed, self.promise.carrier) for place, count in rows)
+    def draw_operands(self, data: str, shape: Shape, seed: int) -> Matrices:
+        row_counts = enumerate((shape.m, shape.n))
+        return tuple(
+            draw_matrix(data, place, count, shape.k, seed, self.promised_casts.carrier) for place, count in row_counts
+        )
 
-    def arguments(self, matrices: Matrices) -> Matrices:
-        """Returns the callable's arguments, still on the CPU."""
+    def make_arguments(self, matrices: Matrices) -> Matrices:
+        """Returns the arguments of the callable for these matrices, still on the CPU."""
         return matrices
 
     @abstractmethod
-    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
-        """Returns what each result should be. With `chance`, only for random rows and columns."""
+    def expected_results(self, matrices: Matrices, rng: Random | None = None) -> dict[str, ExpectedResult]:
+        """Returns the expected results by name. With `rng`, they cover only random rows and columns."""
 
 
 class ProductSubject(Subject):
-    """A callable that takes two matrices, or the codes and scales of both."""
+    """A matrix product: the callable takes two matrices, or the codes and scales of two quantised matrices."""
 
     kind = AuditKind.PRODUCT
 
-    def arguments(self, matrices: Matrices) -> Matrices:
-        turned = self.signature.second == "kn"
+    def make_arguments(self, matrices: Matrices) -> Matrices:
+        is_second_transposed = self.signature.second == "kn"
         if self.signature.takes is Takes.VALUES:
             a, b = matrices
-            return super().arguments((a, b.t().contiguous() if turned else b))
-        operands, treatment = self._round_both(*matrices), self.promise.treatments[0]
+            return super().make_arguments((a, b.t().contiguous() if is_second_transposed else b))
+        operands, treatment = self._round_operands(*matrices), self.promised_casts.treatments[0]
         codes, scales = [side.codes for side in operands], [side.scales for side in operands]
-        fmt = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
-        if fmt is None:
+        scale_format = None if treatment is None or treatment.scaling is None else treatment.scaling.scale
+        if scale_format is None:
             scales = [scale.reshape(()) if scale.numel() == 1 else scale for scale in scales]
         else:
-            scales = [scale.to(torch.float8_e8m0fnu if fmt.name == "e8m0" else DTYPES[fmt.name]) for scale in scales]
+            scales = [
+                scale.to(torch.float8_e8m0fnu if scale_format.name == "e8m0" else CODE_DTYPES[scale_format.name])
+                for scale in scales
+            ]
         tensor_scales = [torch.tensor(side.tensor_scale) for side in operands if side.tensor_scale is not None]
-        return codes[0], codes[1].t() if turned else codes[1], *scales, *tensor_scales
+        return codes[0], codes[1].t() if is_second_transposed else codes[1], *scales, *tensor_scales
 
-    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
-        a, b, places = _sample_product(matrices[0], matrices[1], self.promise.treatments, chance)
-        return {"product": ProductPromise(*self._round_both(a, b), None, has_hopper_units(self.facts), places)}
+    def expected_results(self, matrices: Matrices, rng: Random | None = None) -> dict[str, ExpectedResult]:
+        a, b, sample = _sample_product(matrices[0], matrices[1], self.promised_casts.treatments, rng)
+        return {"product": ExpectedProduct(*self._round_operands(a, b), None, has_hopper_units(self.facts), sample)}
 
-    def _round_both(self, a: Tensor, b: Tensor) -> tuple[Rounded, Rounded]:
-        first, second, _ = self.promise.treatments
+    def _round_operands(self, a: Tensor, b: Tensor) -> tuple[Rounded, Rounded]:
+        first, second, _ = self.promised_casts.treatments
         operands = round_operand(a, first), round_operand(b, second)
         if self.signature.takes is Takes.VALUES:
             return operands
-        # A callable that gets codes is not blamed for the error of rounding to them.
+        # A callable that gets codes did not round them, so its error is measured against the codes.
         return replace(operands[0], given=None), replace(operands[1], given=None)
 
 
 class LinearSubject(Subject):
-    """A callable that takes inputs and a weight that need gradients. The gradient of its result is random."""
+    """A linear layer: the callable takes an input and a weight, both of which require gradients. Its backward pass
+    starts from a random gradient of the output."""
 
     kind = AuditKind.LINEAR
-    tall = Shape(520, 264, 2080)
+    tall_shape = Shape(520, 264, 2080)
 
-    def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
-        gradient = draw_matrix("normal", 2, shape.m, shape.n, seed, self.promise.carrier)
-        return (*super().draw(data, shape, seed), gradient)
+    def draw_operands(self, data: str, shape: Shape, seed: int) -> Matrices:
+        gradient = draw_matrix("normal", 2, shape.m, shape.n, seed, self.promised_casts.carrier)
+        return (*super().draw_operands(data, shape, seed), gradient)
 
-    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
+    def expected_results(self, matrices: Matrices, rng: Random | None = None) -> dict[str, ExpectedResult]:
         x, weight, gradient = matrices
-        role = dict(zip(Role, self.promise.treatments, strict=True))
-        high = self.promise.recipe is not None and self.promise.recipe.high_weight_gradient
+        treatment_by_role = dict(zip(Role, self.promised_casts.treatments, strict=True))
+        has_high_weight_gradient = (
+            self.promised_casts.recipe is not None and self.promised_casts.recipe.high_weight_gradient
+        )
         products = {
             "forward": ((x, Role.INPUT), (weight, Role.WEIGHT), False),
             "input gradient": ((gradient, Role.GRADIENT), (weight.t(), Role.WEIGHT), False),
             "weight gradient": ((gradient.t(), Role.GRADIENT), (x.t(), Role.INPUT), True),
         }
-        promises: dict[str, Promise] = {}
-        for name, ((first_source, of_left), (second_source, of_right), last) in products.items():
-            treatments = [None if high and last else role[which] for which in (of_left, of_right)]
-            a, b, places = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, chance)
-            emulated = self._emulate((a, of_left), (b, of_right), last)
+        expected_results: dict[str, ExpectedResult] = {}
+        for name, ((first_source, of_left), (second_source, of_right), is_weight_gradient) in products.items():
+            treatments = [
+                None if has_high_weight_gradient and is_weight_gradient else treatment_by_role[which]
+                for which in (of_left, of_right)
+            ]
+            a, b, sample = _sample_product(first_source.contiguous(), second_source.contiguous(), treatments, rng)
+            emulated_result = self._emulate((a, of_left), (b, of_right), is_weight_gradient)
             first, second = round_operand(a, treatments[0]), round_operand(b, treatments[1])
-            promises[name] = ProductPromise(first, second, emulated, has_hopper_units(self.facts), places)
-        return promises
+            expected_results[name] = ExpectedProduct(
+                first, second, emulated_result, has_hopper_units(self.facts), sample
+            )
+        return expected_results
 
-    def _emulate(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], last: bool) -> Tensor | None:
-        recipe = self.promise.recipe
-        draws = recipe is not None and any(role is Role.GRADIENT and recipe.gradient.stochastic for _, role in (a, b))
-        if recipe is None or not (draws or (last and recipe.hadamard)):
+    def _emulate(self, a: tuple[Tensor, Role], b: tuple[Tensor, Role], is_weight_gradient: bool) -> Tensor | None:
+        recipe = self.promised_casts.recipe
+        is_stochastic = recipe is not None and any(
+            role is Role.GRADIENT and recipe.gradient.stochastic for _, role in (a, b)
+        )
+        if recipe is None or not (is_stochastic or (is_weight_gradient and recipe.hadamard)):
             return None
-        arithmetic = RecipeArithmetic(recipe, self.promise.carrier).layer(_LAYER)
-        cast = arithmetic.cast_transpose if last else arithmetic.cast
-        first, second = (cast(tensor.contiguous(), role) for tensor, role in (a, b))
-        return arithmetic.product(first, second, self.promise.carrier)
+        arithmetic = RecipeArithmetic(recipe, self.promised_casts.carrier).layer(_LAYER_NAME)
+        cast_operand = arithmetic.cast_transpose if is_weight_gradient else arithmetic.cast
+        first, second = (cast_operand(tensor.contiguous(), role) for tensor, role in (a, b))
+        return arithmetic.product(first, second, self.promised_casts.carrier)
 
 
 class AttentionSubject(Subject):
-    """A callable that takes queries, keys and values, (2, heads, positions, size) each, and divides scores by
-    sqrt(size)."""
+    """Attention: the callable takes queries, keys and values, each of shape (2, heads, positions, size), and divides
+    the scores by sqrt(size)."""
 
     kind = AuditKind.ATTENTION
-    shapes = (Shape(64, 4, 64), Shape(128, 2, 32), Shape(96, 3, 128))
-    odd = (Shape(1, 2, 64), Shape(33, 3, 64), Shape(65, 2, 32), Shape(130, 1, 128))
-    timed = Shape(128, 1, 64)
-    zeroed = (2,)
-    tall = Shape(520, 1, 64)
-    small = Shape(16, 2, 32)
-    sizes = (
-        Shape(1, 8, 64),
-        Shape(2, 4, 128),
-        Shape(5, 12, 64),
-        Shape(8, 32, 128),
-        Shape(256, 12, 64),
-        Shape(257, 2, 80),
-        Shape(300, 3, 96),
-        Shape(192, 1, 256),
-        Shape(512, 4, 64),
-        Shape(577, 2, 64),
-        Shape(640, 1, 64),
-        Shape(777, 1, 40),
-        Shape(1024, 2, 64),
-        Shape(1500, 1, 112),
-        Shape(2048, 1, 128),
+    shapes = _parse_shapes("64x4x64,128x2x32,96x3x128")
+    odd_shapes = _parse_shapes("1x2x64,33x3x64,65x2x32,130x1x128")
+    timed_shape = Shape(128, 1, 64)
+    zeroed_operands = (2,)
+    tall_shape = Shape(520, 1, 64)
+    small_shape = Shape(16, 2, 32)
+    real_shapes = _parse_shapes(
+        "1x8x64,2x4x128,5x12x64,8x32x128,256x12x64,257x2x80,300x3x96,192x1x256,512x4x64,577x2x64,640x1x64,"
+        "777x1x40,1024x2x64,1500x1x112,2048x1x128"
     )
-    data = ("normal", "uniform", "integers", "small", "outliers across the contraction")
+    data_kinds = ("normal", "uniform", "integers", "small", "outliers across the contraction")
 
-    def draw(self, data: str, shape: Shape, seed: int) -> Matrices:
+    def draw_operands(self, data: str, shape: Shape, seed: int) -> Matrices:
         m, n, k = shape
-        matrices = (draw_matrix(data, place, _BATCH * n * m, k, seed, torch.float32) for place in range(3))
-        # Keep scores within a few units: the softmax of larger ones picks one value and hides how they were computed.
-        scaled = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in matrices)
-        return tuple(tensor.view(_BATCH, n, m, k).to(self.promise.carrier) for tensor in scaled)
+        matrices = (draw_matrix(data, place, _ATTENTION_BATCH * n * m, k, seed, torch.float32) for place in range(3))
+        # Scale queries and keys so that scores stay small: the softmax of large scores picks one value and hides errors
+        # in them.
+        scaled_matrices = (tensor / tensor.square().mean().sqrt().clamp(min=2.0**-30) for tensor in matrices)
+        return tuple(
+            tensor.view(_ATTENTION_BATCH, n, m, k).to(self.promised_casts.carrier) for tensor in scaled_matrices
+        )
 
-    def promises(self, matrices: Matrices, chance: Random | None = None) -> dict[str, Promise]:
-        places = None
-        if chance is not None:
+    def expected_results(self, matrices: Matrices, rng: Random | None = None) -> dict[str, ExpectedResult]:
+        sample = None
+        if rng is not None:
             shape = batch, heads, length, _ = matrices[0].shape
-            which = torch.tensor([chance.randrange(batch * heads)])
-            rows = [0, length - 1, *(chance.randrange(length) for _ in range(2 * _SAMPLED_ROWS))]
-            places = SampledPlaces(tuple(shape), which, torch.tensor(sorted(set(rows))))
-            matrices = tuple(tensor.flatten(0, 1)[which][None] for tensor in matrices)
-        return {"attention": AttentionPromise(matrices, self.promise.treatments[0], self.signature.causal, places)}
+            head_index = torch.tensor([rng.randrange(batch * heads)])
+            rows = [0, length - 1, *(rng.randrange(length) for _ in range(2 * _SAMPLED_ROWS))]
+            sample = ResultSample(tuple(shape), head_index, torch.tensor(sorted(set(rows))))
+            matrices = tuple(tensor.flatten(0, 1)[head_index][None] for tensor in matrices)
+        return {
+            "attention": ExpectedAttention(matrices, self.promised_casts.treatments[0], self.signature.causal, sample)
+        }
 
 
 def _sample_product(
-    a: Tensor, b: Tensor, treatments: Sequence[Treatment | None], chance: Random | None
-) -> tuple[Tensor, Tensor, SampledPlaces | None]:
-    """Returns some rows of both operands of a product, and their places in its result; all rows without `chance`."""
-    if chance is None:
+    a: Tensor, b: Tensor, treatments: Sequence[Treatment | None], rng: Random | None
+) -> tuple[Tensor, Tensor, ResultSample | None]:
+    """Returns random rows of the two operands of a product, with the rows and columns of the result that they
+    produce. Without `rng`, returns all rows."""
+    if rng is None:
         return a, b, None
-    rows = sampled_rows(a, treatments[0], _SAMPLED_ROWS, chance)
-    columns = sampled_rows(b, treatments[1], max(_SAMPLED // len(rows), _SAMPLED_ROWS), chance)
-    return a[rows], b[columns], SampledPlaces((len(a), len(b)), rows, columns)
+    rows = choose_rows(a, treatments[0], _SAMPLED_ROWS, rng)
+    columns = choose_rows(b, treatments[1], max(_SAMPLED_ELEMENTS // len(rows), _SAMPLED_ROWS), rng)
+    return a[rows], b[columns], ResultSample((len(a), len(b)), rows, columns)
 
 
-# Tried in this order to find the smallest input that shows a failure.
-_SMALLER = (Shape(1, 1, 16), Shape(2, 2, 32), Shape(4, 4, 32), Shape(8, 8, 64), Shape(16, 16, 128), Shape(32, 32, 128))
-# The search for mistakes is slow: it runs for at most this many results of the same kind.
-_SEARCHES = 4
-NORMAL = "normal"
-# Codes of failures after which no other check can judge the result.
-_NOTHING = ("raises", "shape", "dtype", "lazy-result")
-# Exceptions of the kernel, in this process or in the kernel's.
-REFUSALS = (KernelRaised, WorkerFault)
-# Added to the seed for a second, independent input.
-ANOTHER = 1 << 32
+# The shapes that are tried, in this order, to find the smallest input that shows a failure.
+_SMALLER_SHAPES = _parse_shapes("1x1x16,2x2x32,4x4x32,8x8x64,16x16x128,32x32x128")
+# How often the slow search for mistakes runs at most for each kind of result.
+_SEARCH_LIMIT = 4
+NORMAL_DATA = "normal"
+# Failures after which no other check can judge the results, so the audit ends.
+_UNUSABLE_CODES = ("raises", "shape", "dtype", "lazy-result")
+# Exceptions that the kernel raised, in this process or in its own process.
+REFUSAL_ERRORS = (KernelRaised, WorkerFault)
+# Added to the seed to draw a second, independent input.
+SECOND_SEED_OFFSET = 1 << 32
 
 
 class AuditInput(NamedTuple):
-    """An input of a callable: a kind of data and a shape. `how` describes later changes to the data."""
+    """An input of the callable: a kind of data (such as 'normal') and a shape. `how` describes a change of the drawn
+    data."""
 
     data: str
     shape: Shape
@@ -303,148 +288,169 @@ class AuditInput(NamedTuple):
 
 
 class Auditor:
-    """The state that all checks of one audit share. `current` is the input being tried: findings are about it, unless
-    they name another input. `tried` counts judged results. Once numbers were wrong, nothing is `sound`: checks that
-    compare results with their promise add nothing new."""
+    """The state that all checks of one audit share. `current` is the input that is being tried. Findings refer to it
+    unless they name an input. `tried` counts the judged results. Once results were wrong, `has_right_numbers` is
+    False. Checks that compare results with expected ones are then skipped."""
 
     def __init__(self, subject: Subject, seed: int, ceilings: Ceilings | None = None) -> None:
         self.subject, self.seed, self.ceilings = subject, seed, ceilings or Ceilings()
         self.current: AuditInput | None = None
-        self.tried, self.sound = 0, True
+        self.tried, self.has_right_numbers = 0, True
         self.changed: AuditFinding | None = None
         self._searches: Counter[str] = Counter()
         self._readings: dict[str, str] = {}
 
     @property
-    def first(self) -> AuditInput:
-        return AuditInput(NORMAL, self.fitting(self.subject.shapes[0]))
+    def first_input(self) -> AuditInput:
+        return AuditInput(NORMAL_DATA, self.round_up_shape(self.subject.shapes[0]))
 
-    def fitting(self, shape: Shape) -> Shape:
-        """Rounds each side up to a multiple that the callable accepts."""
+    def round_up_shape(self, shape: Shape) -> Shape:
+        """Rounds each side of a shape up to a multiple that the callable accepts."""
         multiple = self.subject.signature.multiple
         return Shape(*(math.ceil(side / multiple) * multiple for side in shape))
 
-    def about(self, tried: AuditInput | None, finding: AuditFinding) -> AuditFinding:
-        """Adds an input such as 'M=64 N=96 K=256, normal' to the finding, if it has none."""
-        if tried is None or finding.input:
+    def add_input(self, audit_input: AuditInput | None, finding: AuditFinding) -> AuditFinding:
+        """Returns the finding with an input, such as 'M=64 N=96 K=256, normal', unless it already names one."""
+        if audit_input is None or finding.input:
             return finding
-        sides = "M={} N={} K={}".format(*tried.shape)
-        return replace(finding, input=", ".join(filter(None, (sides, tried.data, tried.how))))
+        sides = "M={} N={} K={}".format(*audit_input.shape)
+        return replace(finding, input=", ".join(filter(None, (sides, audit_input.data, audit_input.how))))
 
-    def matrices(self, tried: AuditInput) -> Matrices:
-        return self.subject.draw(tried.data, tried.shape, self.seed)
+    def draw_matrices(self, audit_input: AuditInput) -> Matrices:
+        return self.subject.draw_operands(audit_input.data, audit_input.shape, self.seed)
 
-    def results(self, matrices: Matrices) -> dict[str, Tensor]:
-        return self.call(self.subject.arguments(matrices))
+    def compute_results(self, matrices: Matrices) -> dict[str, Tensor]:
+        return self.call_kernel(self.subject.make_arguments(matrices))
 
-    def place(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> tuple[PackedTensor, ...]:
-        """Moves arguments to where the kernel runs, and returns what was sent."""
-        packed = tuple(map(pack, arguments))
-        self.subject.host.place(slot, packed, moved)
+    def send_arguments(
+        self, arguments: Matrices, slot: int = 0, at_new_address: bool = True
+    ) -> tuple[PackedTensor, ...]:
+        """Sends arguments to the process and device of the kernel, and returns the tensors as they were sent."""
+        packed = tuple(map(pack_tensor, arguments))
+        self.subject.host.place_arguments(slot, packed, at_new_address)
         return packed
 
-    def call(self, arguments: Matrices, slot: int = 0, moved: bool = True) -> dict[str, Tensor]:
-        """Calls the kernel and returns copies of its results. Notes whether the memory of its arguments has changed."""
-        placed = self.place(arguments, slot, moved)
-        results, digests = self.subject.host.call(slot)
-        self.note_changes(self.current, placed, digests)
+    def call_kernel(self, arguments: Matrices, slot: int = 0, at_new_address: bool = True) -> dict[str, Tensor]:
+        """Calls the kernel and returns copies of its results. Records a finding if the kernel changed the memory of
+        its arguments."""
+        sent_arguments = self.send_arguments(arguments, slot, at_new_address)
+        results, digests = self.subject.host.call_kernel(slot)
+        self.record_changed_arguments(self.current, sent_arguments, digests)
         return unpack_results(results)
 
-    def note_changes(self, tried: AuditInput | None, placed: Sequence[PackedTensor], digests: Sequence[int]) -> None:
-        """Records the first finding of an argument whose memory has changed its digest after calls."""
-        for place, (packed, digest) in enumerate(zip(placed, digests, strict=True)):
-            if digest_of(packed) != digest and self.changed is None:
-                reason = f"the memory of argument {place + 1} was changed by the call"
-                self.changed = self.about(tried, fail("input-changed", reason))
+    def record_changed_arguments(
+        self, audit_input: AuditInput | None, sent_arguments: Sequence[PackedTensor], digests: Sequence[int]
+    ) -> None:
+        """Records a finding if the kernel changed its arguments. It is about the first argument whose memory has a
+        different checksum after the call."""
+        for index, (packed, digest) in enumerate(zip(sent_arguments, digests, strict=True)):
+            if compute_digest(packed) != digest and self.changed is None:
+                reason = f"the call changed the memory of argument {index + 1}"
+                self.changed = self.add_input(audit_input, make_failure("input-changed", reason))
 
-    def wrong_sample(self, matrices: Matrices, results: dict[str, Tensor], chance: Random) -> AuditFinding | None:
-        """Returns the first failure among some rows and columns of the results, if any."""
-        promises = self.subject.promises(matrices, chance)
+    def find_sampled_failure(self, matrices: Matrices, results: dict[str, Tensor], rng: Random) -> AuditFinding | None:
+        """Judges some rows and columns of the results. Returns the first failure, or None."""
+        expected_results = self.subject.expected_results(matrices, rng)
         self.tried += len(results)
-        verdicts = {name: promises[name].judge(result, search=False) for name, result in results.items()}
-        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts.items() if bad.failed), None)
+        verdicts = {
+            name: expected_results[name].judge(result, search_mistakes=False) for name, result in results.items()
+        }
+        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts.items() if bad.has_failed), None)
 
-    def judge(self, matrices: Matrices, results: dict[str, Tensor], search: bool = True) -> dict[str, AuditFinding]:
-        promises, verdicts = self.subject.promises(matrices), {}
+    def judge_results(
+        self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True
+    ) -> dict[str, AuditFinding]:
+        expected_results, verdicts = self.subject.expected_results(matrices), {}
         for name, result in results.items():
             self.tried += 1
-            verdicts[name] = promises[name].judge(result, search and self._searches[name] < _SEARCHES)
-            self._searches[name] += search and verdicts[name].remark
+            verdicts[name] = expected_results[name].judge(
+                result, search_mistakes and self._searches[name] < _SEARCH_LIMIT
+            )
+            self._searches[name] += search_mistakes and verdicts[name].is_remark
         return verdicts
 
-    def wrong(self, matrices: Matrices, results: dict[str, Tensor], search: bool = True) -> AuditFinding | None:
-        """Returns the first failure among the results, if any."""
-        verdicts = self.judge(matrices, results, search).items()
-        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.failed), None)
+    def find_failure(
+        self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True
+    ) -> AuditFinding | None:
+        """Judges all results. Returns the first failure, or None."""
+        verdicts = self.judge_results(matrices, results, search_mistakes).items()
+        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.has_failed), None)
 
-    def problems(self, tried: AuditInput) -> dict[str, AuditFinding]:
-        """Returns verdicts that are failures or remarks, by the result's name. A mistake is named only if a second,
-        independent input also shows it."""
-        matrices = self.matrices(tried)
-        results = self.results(matrices)
-        verdicts = {name: verdict for name, verdict in self.judge(matrices, results).items() if verdict.code}
-        if all(verdict.remark or verdict.code in CERTAIN for verdict in verdicts.values()):
+    def find_problems(self, audit_input: AuditInput) -> dict[str, AuditFinding]:
+        """Calls the kernel on an input. Returns failures and remarks, each with the name of the result. A mistake is
+        only named if a second, independent input shows it too."""
+        matrices = self.draw_matrices(audit_input)
+        results = self.compute_results(matrices)
+        verdicts = {name: verdict for name, verdict in self.judge_results(matrices, results).items() if verdict.code}
+        if all(verdict.is_remark or verdict.code in CERTAIN_CODES for verdict in verdicts.values()):
             return verdicts
-        second_input = self.subject.draw(tried.data, tried.shape, self.seed + ANOTHER)
-        second, promises = self.judge(second_input, self.results(second_input)), self.subject.promises(matrices)
+        second_seed = self.seed + SECOND_SEED_OFFSET
+        second_matrices = self.subject.draw_operands(audit_input.data, audit_input.shape, second_seed)
+        second_verdicts = self.judge_results(second_matrices, self.compute_results(second_matrices))
+        expected_results = self.subject.expected_results(matrices)
         for name, verdict in verdicts.items():
-            if verdict.remark or verdict.code in (second[name].code, *CERTAIN):
+            if verdict.is_remark or verdict.code in (second_verdicts[name].code, *CERTAIN_CODES):
                 continue
-            # The second input does not confirm the mistake, so it stays unnamed. A figure may have been chance.
-            verdicts[name] = unnamed = promises[name].judge(results[name], search=False)
-            if unnamed.code in FIGURES and not second[name].failed:
+            # The second input does not confirm the mistake, so the mistake is not named. A deviating figure (error or
+            # gain) may have been chance.
+            verdicts[name] = unnamed = expected_results[name].judge(results[name], search_mistakes=False)
+            if unnamed.code in FIGURE_CODES and not second_verdicts[name].has_failed:
                 verdicts[name] = replace(
                     unnamed, outcome=AuditOutcome.PASS, code="other-rounding", why=f"on one input of two {unnamed.why}"
                 )
         return verdicts
 
-    def smallest(self, tried: AuditInput, name: str, code: str) -> AuditInput:
-        """Returns the smallest input whose result of that name fails with `code`; `tried` if no smaller one does."""
-        for shape in map(self.fitting, () if tried.how else _SMALLER):
-            smaller = AuditInput(tried.data, shape)
+    def find_smallest_input(self, audit_input: AuditInput, name: str, code: str) -> AuditInput:
+        """Returns the smallest input on which the named result fails with `code`. This is `audit_input` if no smaller
+        input fails."""
+        for shape in map(self.round_up_shape, () if audit_input.how else _SMALLER_SHAPES):
+            smaller_input = AuditInput(audit_input.data, shape)
             try:
-                verdict = self.problems(smaller).get(name)
-            except REFUSALS:  # it may refuse small inputs
+                verdict = self.find_problems(smaller_input).get(name)
+            except REFUSAL_ERRORS:  # a kernel may refuse small inputs
                 continue
-            except (
-                WorkerHung,
-                WorkerLost,
-            ):  # earlier findings are kept, and the next call reports that the process is gone
+            except (WorkerHung, WorkerLost):  # the next call reports that the process is lost
                 break
             if verdict is not None and verdict.code == code:
-                return smaller
-        return tried
+                return smaller_input
+        return audit_input
 
-    def finding(self, tried: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
-        """Adds the name of the result to a verdict; a failure is reported for the smallest input that shows it."""
-        result = "" if name == "product" else f"{name}: "
-        if verdict.remark or verdict.code in _NOTHING:
-            return self.about(tried, replace(verdict, why=result + verdict.why))
+    def make_finding(self, audit_input: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
+        """Returns the finding for a verdict on the named result. For a failure, it names the smallest input that
+        shows the failure."""
+        result_prefix = "" if name == "product" else f"{name}: "
+        if verdict.is_remark or verdict.code in _UNUSABLE_CODES:
+            return self.add_input(audit_input, replace(verdict, why=result_prefix + verdict.why))
         if name not in self._readings:
-            promised = self.subject.signature.precision
-            telling = [data for data in TELLING if data in self.subject.data]
-            self._readings[name] = describe_reading(promised, telling, partial(self._is_kept, name))
-        reason = f"{result}{verdict.why}. {self._readings[name]}"
-        return self.about(self.smallest(tried, name, verdict.code), replace(verdict, why=reason))
+            promised_precision = self.subject.signature.precision
+            informative_data = [data for data in INFORMATIVE_DATA if data in self.subject.data_kinds]
+            self._readings[name] = describe_found_precision(
+                promised_precision, informative_data, partial(self._matches_precision, name)
+            )
+        reason = f"{result_prefix}{verdict.why}. {self._readings[name]}"
+        return self.add_input(self.find_smallest_input(audit_input, name, verdict.code), replace(verdict, why=reason))
 
-    def _is_kept(self, name: str, precision: str, data: str) -> bool:
-        """Whether the named result on that data matches a precision."""
-        matrices = self.matrices(self.first._replace(data=data))
+    def _matches_precision(self, name: str, precision: str, data: str) -> bool:
+        """Returns whether the named result, on this kind of data, has the values that another precision gives."""
+        matrices = self.draw_matrices(self.first_input._replace(data=data))
         subject = type(self.subject)(self.subject.host, self.subject.signature, self.subject.facts)
         subject.signature = replace(subject.signature, precision=precision)
-        verdict = subject.promises(matrices)[name].judge(self.results(matrices)[name], search=False)
-        return not verdict.failed and verdict.why in ("", TIES)
+        verdict = subject.expected_results(matrices)[name].judge(
+            self.compute_results(matrices)[name], search_mistakes=False
+        )
+        return not verdict.has_failed and verdict.why in ("", ROUNDING_REASON)
 
 
 class AuditCheck(NamedTuple):
-    """One check. `look` yields failures and remarks; it may raise whatever foreign code raises, and earlier yields
-    still count. With `needs_sound` it runs only if numbers are right, which the check that `decides` determines."""
+    """One check of an audit. `run` yields failures and remarks. If it raises an exception, the findings that it
+    yielded before still count. One check `judges_numbers`. If it found wrong results, checks with
+    `needs_right_numbers` are skipped."""
 
     name: str
-    look: Callable[[Auditor], Iterable[AuditFinding]]
+    run: Callable[[Auditor], Iterable[AuditFinding]]
     kinds: frozenset[AuditKind] = frozenset(AuditKind)
-    needs_sound: bool = False
-    decides: bool = False
+    needs_right_numbers: bool = False
+    judges_numbers: bool = False
 
 
 def run_checks(
@@ -456,28 +462,33 @@ def run_checks(
     checks: Sequence[AuditCheck],
     ceilings: Ceilings | None = None,
 ) -> Audit:
-    """Runs every check in turn. A failed check does not stop the others: they may explain it."""
-    started = time.perf_counter()
+    """Runs every check in turn and returns the audit. A failed check does not stop later checks, because they may
+    explain the failure."""
+    start_seconds = time.perf_counter()
     auditor = Auditor(SUBJECTS[signature.kind](host, signature, facts), seed, ceilings)
     findings: list[AuditFinding] = []
-    has_ended = is_changed = False
+    is_kernel_lost = has_reported_change = False
     for check in checks:
-        if has_ended or signature.kind not in check.kinds or (check.needs_sound and not auditor.sound):
+        if (
+            is_kernel_lost
+            or signature.kind not in check.kinds
+            or (check.needs_right_numbers and not auditor.has_right_numbers)
+        ):
             continue
         check_findings, auditor.current = list[AuditFinding](), None
         try:
-            for finding in check.look(auditor):
-                check_findings.append(auditor.about(auditor.current, finding))
+            for finding in check.run(auditor):
+                check_findings.append(auditor.add_input(auditor.current, finding))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything, at any time
-            check_findings.append(auditor.about(auditor.current, describe_stop(error)))
-            has_ended = isinstance(error, (WorkerHung, WorkerLost))
-        if auditor.changed is not None and not is_changed:
+            check_findings.append(auditor.add_input(auditor.current, describe_stop(error)))
+            is_kernel_lost = isinstance(error, (WorkerHung, WorkerLost))
+        if auditor.changed is not None and not has_reported_change:
             check_findings.append(auditor.changed)
-            is_changed = True
-        # A check without findings has passed, which counts as a finding.
+            has_reported_change = True
+        # A check without findings has passed; add a finding that says so.
         findings += [replace(finding, check=check.name) for finding in check_findings] or [AuditFinding(check.name)]
-        if check.decides:
-            if any(finding.code in _NOTHING for finding in check_findings):
+        if check.judges_numbers:
+            if any(finding.code in _UNUSABLE_CODES for finding in check_findings):
                 break
-            auditor.sound = all(finding.outcome is AuditOutcome.PASS for finding in check_findings)
-    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - started)
+            auditor.has_right_numbers = all(finding.outcome is AuditOutcome.PASS for finding in check_findings)
+    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - start_seconds)

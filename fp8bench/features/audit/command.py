@@ -1,6 +1,6 @@
-"""`fp8bench audit`: whether a low-precision kernel or converted model does what it promises.
+"""`fp8bench audit`: checks whether a low-precision kernel or a converted model does what it promises.
 
-The kernel runs in a separate process: it may crash, hang, or modify anything.
+The kernel runs in a separate process, because it may crash, hang, or modify anything.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from fp8bench.features.audit.values import (
     AuditedLayer,
     AuditFinding,
     AuditOutcome,
-    worst,
+    find_worst_outcome,
 )
 from fp8bench.formats.grids import E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ
 from fp8bench.jobs.observer import JobObserver
@@ -44,39 +44,39 @@ from fp8bench.model.codec import encode
 from fp8bench.model.promises import SIGNATURE_WORDS, AuditKind, Signature
 from fp8bench.model.raw import Settings
 from fp8bench.plan.make import device_named
-from fp8bench.plan.resolve import switches_of
+from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import TensorScale
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Page, Part, Text, Tone
 from fp8bench.report.panels import together
-from fp8bench.store.ceilings import current_ceilings
+from fp8bench.store.ceilings import find_or_measure_ceilings
 from fp8bench.user_code.named import signed
 
-_EXITS = {
+_EXIT_CODES = {
     AuditOutcome.PASS: EXIT_OK,
     AuditOutcome.FAIL: EXIT_REGRESSION,
     AuditOutcome.CANNOT_TELL: EXIT_BASELINE,
 }
-# At most this many failures, and layers, are shown without --all.
-_SHOWN, _LISTED = 3, 8
-# The fields of a signature besides kind and precision.
-_HOW = fields(Signature)[2:]
+# How many failures and layers are shown without --all.
+_SHOWN_FAILURES, _SHOWN_LAYERS = 3, 8
+# The fields of a signature that are optional with --kind and --precision.
+_SIGNATURE_OPTIONS = fields(Signature)[2:]
 EXAMPLES = (
     "fp8bench audit kernels.py:my_gemm --kind product --precision fp8",
-    "fp8bench audit net.py:make --kind model  # what a converter made of a model",
+    "fp8bench audit net.py:make --kind model  # a model after conversion",
 )
 FIRST_OPTIONS = "--kind --precision --takes --device --all --md --explain --json"
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Calls a low-precision product, linear layer or attention with inputs that expose mistakes, and "
-        "checks that its results are what its precision gives; if not, it names the mistake. Of a converted "
-        "model it reports what runs in low precision and what was left out."
+        "Calls a low-precision product, linear layer or attention with inputs that expose mistakes and checks "
+        "that the results are what the precision gives; a mistake is named. For a converted model, reports "
+        "what runs in low precision and what was left out."
     )
     parser.epilog = "Exit codes: 0 PASS, 1 FAIL, 2 wrong usage, 4 CANNOT TELL."
-    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the callable, also as file.py:function")
+    parser.add_argument("target", metavar="MODULE:FUNCTION", help="the function to audit, also as file.py:function")
     how: dict[str, dict[str, Any]] = {
         "kind": {"choices": [kind.value for kind in AuditKind]},
         "precision": {"metavar": "DTYPE"},
@@ -87,12 +87,12 @@ def add(parser: argparse.ArgumentParser) -> None:
     }
     for name, words in SIGNATURE_WORDS.items():
         parser.add_argument(f"--{name}", help=words, **how[name])
-    parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    add_common(parser, "--seed", help="for the data; default 0")
+    parser.add_argument("--device", metavar="NAME", help="cpu, cuda or cuda:1; default the first GPU, else cpu")
+    add_common(parser, "--seed", help="the seed of the random inputs; default 0")
     add_common(parser, "--threads", "--store")
     add_common(parser, "--all", help="print every finding and layer, as --md and --json do")
     add_common(parser, "--md", "--explain")
-    add_common(parser, "--json", help="print all of it as JSON instead of the tables")
+    add_common(parser, "--json", help="print all findings and layers as JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
@@ -101,161 +101,180 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.jobs.profile import function_named  # heavy
+    from fp8bench.jobs.profile import check_function_name  # this import is slow
 
     settings = Settings(threads=arguments.threads, seed=arguments.seed)
     if arguments.precision is not None:
-        precisions.canonical(arguments.precision)  # here, so that an invalid word starts no worker
+        # check the name early: an invalid one must not start a worker process
+        precisions.canonical(arguments.precision)
     facts, done = audit(
-        function_named(arguments.target), _signature(arguments), arguments.device, settings, arguments.store, observer
+        check_function_name(arguments.target),
+        _parse_signature(arguments),
+        arguments.device,
+        settings,
+        arguments.store,
+        observer,
     )
     document = {"device": encode(facts), "outcome": done.outcome.value, **encode(done)}
-    page, full_page = partial(page_of, facts, done, arguments.all), partial(page_of, facts, done)
-    return CommandResult(done, page, lambda: document, whole=full_page, code=_EXITS[done.outcome])
+    page, full_page = partial(render_page, facts, done, arguments.all), partial(render_page, facts, done)
+    return CommandResult(done, page, lambda: document, whole=full_page, code=_EXIT_CODES[done.outcome])
 
 
-def _signature(arguments: argparse.Namespace) -> Signature | None:
-    named = {name: getattr(arguments, name) for name in ("kind", "precision")}
-    how = {field.name: getattr(arguments, field.name) for field in _HOW}
-    if not any(named.values()):
-        if options := [f"--{field.name.replace('_', '-')}" for field in _HOW if how[field.name] != field.default]:
-            raise UsageError(f"{' and '.join(options)} go with --kind and --precision. Give these, too.")
+def _parse_signature(arguments: argparse.Namespace) -> Signature | None:
+    kind_and_precision = {name: getattr(arguments, name) for name in ("kind", "precision")}
+    other_options = {field.name: getattr(arguments, field.name) for field in _SIGNATURE_OPTIONS}
+    if not any(kind_and_precision.values()):
+        if options := [
+            f"--{field.name.replace('_', '-')}"
+            for field in _SIGNATURE_OPTIONS
+            if other_options[field.name] != field.default
+        ]:
+            raise UsageError(f"{' and '.join(options)} need --kind and --precision. Give both.")
         return None
-    if not all(named.values()) and named["kind"] != AuditKind.MODEL:
-        present, lacks = sorted(named, key=lambda name: named[name] is None)
+    if not all(kind_and_precision.values()) and kind_and_precision["kind"] != AuditKind.MODEL:
+        present, lacks = sorted(kind_and_precision, key=lambda name: kind_and_precision[name] is None)
         raise UsageError(f"--{present} was given without --{lacks}. Give both, or declare them with @fp8bench.audited.")
-    return signed(arguments.kind, arguments.precision or "", **how)
+    return signed(arguments.kind, arguments.precision or "", **other_options)
 
 
-# The module that the worker runs.
-_MODULE = "fp8bench.features.audit.times"
-# Seconds for a whole audit: many times its usual duration.
-_LIMIT = 600.0
-# Formats whose codes torch can hold, as a dtype or as two per byte.
-_IN_TORCH = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
+# The module that the judge's process runs.
+_JUDGE_MODULE = "fp8bench.features.audit.times"
+# The time limit of an audit in seconds, many times its usual duration.
+_AUDIT_SECONDS = 600.0
+# Formats whose codes torch can store, as a dtype or as two codes per byte.
+_TORCH_FORMATS = {E2M1, E4M3, E4M3FNUZ, E5M2, E5M2FNUZ}
 
 
 def audit(
     target: str, signature: Signature | None, device: str | None, settings: Settings, store: Path, observer: JobObserver
 ) -> tuple[DeviceFacts, Audit]:
-    """Returns the device used, and the audit. Without a signature, the decorator's is used.
-
-    Nothing may be faster than the device's ceilings: those of the store, if they are current.
+    """Runs the audit, and returns the device and the audit. Without a signature, the one that the decorator declares
+    is used. A kernel that is faster than the measured ceilings of the device fails. These ceilings are read from the
+    store if they are current.
     """
-    target = _absolute(target)
-    with ProcessWorker(settings, module=_MODULE) as worker:
+    target = _make_path_absolute(target)
+    with ProcessWorker(settings, module=_JUDGE_MODULE) as worker:
         devices = worker.probe()
-        first = next((facts for facts in devices if facts.accelerated), devices[0])
-        facts = device_named(device, devices) if device else first
+        default_device = next((facts for facts in devices if facts.accelerated), devices[0])
+        facts = device_named(device, devices) if device else default_device
         try:
-            declared = worker.within(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
+            declared_signature = worker.within(START_SECONDS).read_signature(target)  # type: ignore[attr-defined]
         except WorkerFault as fault:
             raise as_usage(fault) from None
-        signature = signature or declared
+        signature = signature or declared_signature
         if signature is None:
             raise UsageError(
                 f"{target} does not declare what it promises. Give --kind and --precision, or declare it with "
                 '@fp8bench.audited("product", "fp8").',
                 instead=("fp8bench", "audit", target, "--kind", "product", "--precision", "fp8"),
             )
-        signature = sound(signature, facts)
-        ceilings = None if signature.kind is AuditKind.MODEL else _ceilings(worker, facts, settings.threads, store)
+        signature = resolve_signature(signature, facts)
+        ceilings = None if signature.kind is AuditKind.MODEL else _find_ceilings(worker, facts, settings.threads, store)
         with observer.counting() as tell:
             tell(0, 1, "kernels", target)
             try:
-                return facts, worker.within(_LIMIT).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
+                return facts, worker.within(_AUDIT_SECONDS).audit(target, signature, facts, ceilings)  # type: ignore[attr-defined]
             except WorkerError as error:
-                stopped = as_usage(error) if isinstance(error, WorkerFault) else error
-                if not isinstance(stopped, WorkerError):
-                    raise stopped from None
-                raised = isinstance(stopped, WorkerFault)
-                code = "raises" if raised else "hangs" if isinstance(stopped, WorkerHung) else "crashes"
-                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(stopped))
+                raised_error = as_usage(error) if isinstance(error, WorkerFault) else error
+                if not isinstance(raised_error, WorkerError):
+                    raise raised_error from None
+                has_raised = isinstance(raised_error, WorkerFault)
+                code = "raises" if has_raised else "hangs" if isinstance(raised_error, WorkerHung) else "crashes"
+                finding = AuditFinding("numbers", AuditOutcome.CANNOT_TELL, code, str(raised_error))
                 return facts, Audit(target, signature, (finding,))
 
 
-def _absolute(target: str) -> str:
-    """Makes a path absolute: the worker runs in a different working directory."""
+def _make_path_absolute(target: str) -> str:
+    """Returns the target with an absolute path, if it has a path. The worker process runs in a different working
+    directory.
+    """
     place, _, name = target.rpartition(":")
     return f"{Path(place).resolve()}:{name}" if place.endswith(".py") else target
 
 
-def _ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
-    """Returns current ceilings, measured now if necessary; None if measuring is not allowed, or fails."""
-    measured = partial(measure_ceilings, worker, facts)
-    may_measure = switches_of(os.environ).ceilings
+def _find_ceilings(worker: Worker, facts: DeviceFacts, threads: int, store: Path) -> Ceilings | None:
+    """Returns the ceilings of the device from the store. If the stored ones are outdated, measures them now. Returns
+    None if measuring is not allowed or fails.
+    """
+    measure = partial(measure_ceilings, worker, facts)
+    may_measure = read_switches(os.environ).ceilings
     try:
         if not may_measure and not store.is_dir():
             return None
         environment = gather(worker.software(), __version__, threads)
-        return current_ceilings(store, environment, facts, measured if may_measure else None)
+        return find_or_measure_ceilings(store, environment, facts, measure if may_measure else None)
     except WorkerError:
         worker.restart()
         return None
 
 
-def sound(signature: Signature, facts: DeviceFacts) -> Signature:
-    """Returns the signature with the precision's full name; raises UsageError if nothing can be audited."""
+def resolve_signature(signature: Signature, facts: DeviceFacts) -> Signature:
+    """Returns the signature with the canonical name of its precision. Raises UsageError if that precision cannot be
+    audited."""
     if signature.kind is AuditKind.MODEL and not signature.precision:
         return signature
     name = precisions.canonical(signature.precision)
     precision = precisions.get(name)
     if precision.support(facts).level is Level.REFUSED:
-        raise UsageError(f"{facts.key} does no {name}: {precision.support(facts).reason}")
+        raise UsageError(f"{facts.key} cannot run {name}: {precision.support(facts).reason}")
     if precision.tensor_scale is TensorScale.DELAYED:
-        raise UsageError(f"{name} scales by what was cast before, which one call cannot show: audit it as fp8.")
+        raise UsageError(
+            f"{name} takes its scales from earlier casts, which a single call cannot show. Audit it as fp8."
+        )
     recipe = getattr(precision, "recipe", None)
     if signature.takes == "codes" and (
-        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _IN_TORCH
+        recipe is None or not {treatment.fmt for treatment in recipe.treatments[:2]} <= _TORCH_FORMATS
     ):
-        raise UsageError(f"torch has no dtype for {name}'s codes: its products take values. Leave --takes out.")
+        raise UsageError(f"torch has no dtype for the codes of {name}, so its products take values. Omit --takes.")
     return replace(signature, precision=name)
 
 
-_TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}
+_OUTCOME_TONES = {AuditOutcome.PASS: Tone.GOOD, AuditOutcome.FAIL: Tone.BAD, AuditOutcome.CANNOT_TELL: Tone.DOUBT}
 _LEGEND = (
-    "PASS: every result is what the promised casts and products give, up to the order of sums, or has their error",
-    "FAIL: it is not; the code says which known mistake explains all of it, or what is wrong",
-    "CANNOT TELL: it raised, crashed or did not answer where it should have",
-    "error: how far results are from the exact product of what went in; expected: how far the emulation is",
+    "PASS: every result equals the promised casts and products for some order of summation, or has their error",
+    "FAIL: a result does not; the code names the mistake that explains it, or what is wrong",
+    "CANNOT TELL: the callable raised, crashed or did not answer on an input that it must accept",
+    "error: the distance of results from the exact product of the inputs; expected: the emulation's distance",
 )
 
 
-def _by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
+def _group_by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
     return together((finding.check, finding) for finding in audit.findings)
 
 
-def page_of(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Page:
+def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Page:
     signature = audit.signature
     precision = f" in {signature.precision}" * bool(signature.precision)
     title = f"audit of {audit.target}: {signature.kind.value}{precision} on {facts.key} ({facts.name})"
-    failed = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
-    shown = [finding for finding in audit.findings if finding.code] if everything else failed[:_SHOWN]
+    failures = [finding for finding in audit.findings if finding.outcome is not AuditOutcome.PASS]
+    shown_findings = (
+        [finding for finding in audit.findings if finding.code] if everything else failures[:_SHOWN_FAILURES]
+    )
     tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
-        ("found", "what was found", _FINDINGS, shown),
-        ("layers", "layers", _LAYERS, audit.layers if everything or len(audit.layers) <= _LISTED else ()),
+        ("found", "what was found", _FINDINGS, shown_findings),
+        ("layers", "layers", _LAYERS, audit.layers if everything or len(audit.layers) <= _SHOWN_LAYERS else ()),
     ]
     parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
-    verdict = Part("verdict", "", tuple(_verdict(audit, failed)))
-    return Page(title, "", (verdict, *parts), _LEGEND)
+    verdict_part = Part("verdict", "", tuple(_describe_verdict(audit, failures)))
+    return Page(title, "", (verdict_part, *parts), _LEGEND)
 
 
-def _verdict(audit: Audit, failed: Sequence[AuditFinding]) -> Iterator[Text]:
-    outcome, checks = audit.outcome, _by_check(audit)
-    reason = next((f"{finding.code}: {finding.why}" for finding in failed if finding.outcome is outcome), "")
+def _describe_verdict(audit: Audit, failures: Sequence[AuditFinding]) -> Iterator[Text]:
+    outcome, checks = audit.outcome, _group_by_check(audit)
+    reason = next((f"{finding.code}: {finding.why}" for finding in failures if finding.outcome is outcome), "")
     low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
-    share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
-    right = f"it gives what {audit.signature.precision} gives, by {len(checks)} checks"
-    covered = f"{low} of {len(audit.layers)} layers converted{share}" if audit.layers else right
-    yield Text(f"{outcome.value}: {reason or covered}", _TONES[outcome])
-    if failed and audit.layers:
-        yield Text(covered)
+    flops_share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
+    passed_text = f"{len(checks)} checks found the results that {audit.signature.precision} gives"
+    coverage = f"{low} of {len(audit.layers)} layers converted{flops_share}" if audit.layers else passed_text
+    yield Text(f"{outcome.value}: {reason or coverage}", _OUTCOME_TONES[outcome])
+    if failures and audit.layers:
+        yield Text(coverage)
     yield Text(f"{units.whole(audit.tried)} results in {units.seconds(audit.seconds)}")
-    if names := [name for name, findings in checks.items() if worst(findings) is AuditOutcome.PASS]:
+    if names := [name for name, findings in checks.items() if find_worst_outcome(findings) is AuditOutcome.PASS]:
         yield Text(f"right: {', '.join(names)}")
 
 
-def _percent(error: float) -> str:
+def _format_percent(error: float) -> str:
     return f"{100 * error:.3g}%"
 
 
@@ -263,8 +282,8 @@ _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
     Col("code", lambda finding: finding.code),
     Col("smallest input", lambda finding: finding.input or units.NONE),
-    Col("error", lambda finding: finding.error, True, _percent),
-    Col("expected", lambda finding: finding.expected, True, _percent),
+    Col("error", lambda finding: finding.error, True, _format_percent),
+    Col("expected", lambda finding: finding.expected, True, _format_percent),
     Col("why", lambda finding: finding.why, below=True),
 )
 _LAYERS: tuple[Col[AuditedLayer], ...] = (

@@ -1,7 +1,6 @@
-"""The kernel's side of an audit: it calls the kernel when the judge asks, and answers with numbers, strings and bytes.
-
-It runs in a separate process. Expected results, and whether they were met, exist only in the judge's process, which
-never imports the kernel. This module runs as the program of the kernel's process.
+"""Calls the audited kernel in a separate process, and answers with numbers, strings and bytes. The calls come from
+the judge's process (audit/times.py), which never imports the kernel. Only that process has the expected results and
+the verdicts.
 """
 
 from __future__ import annotations
@@ -20,32 +19,32 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, UsageError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, fail
+from fp8bench.features.audit.values import Audit, AuditFinding, AuditOutcome, CallWork, make_failure
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import AuditKind, Signature
-from fp8bench.tape.coverage import SHAPES
-from fp8bench.tape.recorder import OperatorTape, name_of, tensors_in
+from fp8bench.tape.coverage import PRODUCT_SHAPES
+from fp8bench.tape.recorder import OperatorTape, called_operator, tensors_in
 from fp8bench.user_code import own_words
-from fp8bench.user_code.named import declared_of, named
+from fp8bench.user_code.named import find_declared_signature, named
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.fusing import without_compiling
 from fp8bench.worker.main import main
-from fp8bench.worker.prepared import flush_of
-from fp8bench.worker.step_guards import aside
+from fp8bench.worker.prepared import make_cache_flush
+from fp8bench.worker.step_guards import stdout_to_stderr
 from fp8bench.worker.switches import restore_switches
 
-# dtype, shape, strides, offset, and all bytes of the storage, so that writes between the elements are noticed.
+# dtype, shape, strides, offset, and all bytes of the storage, so that a write between the elements is noticed.
 PackedTensor = tuple[str, tuple[int, ...], tuple[int, ...], int, bytes]
 # Name, dtype, shape and bytes of a result.
 PackedResult = tuple[str, str, tuple[int, ...], bytes]
 PackedResults = tuple[PackedResult, ...]
 
-# Saved before importing anything of the kernel, which may replace them.
+# Saved before the kernel is imported, because it may replace these functions.
 _CLOCK, _PROCESS_CLOCK, _SYNCHRONIZE = time.perf_counter, time.process_time, torch.cuda.synchronize
-_CLOCKS = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
-# Functions with which harnesses time, wait, copy and compare. A kernel has no reason to replace any of them.
+_CLOCK_NAMES = ("perf_counter", "monotonic", "time", "process_time", "thread_time")
+# Functions that benchmarks use to time, wait, copy and compare. A kernel has no reason to replace them.
 _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
-    "time": (time, (*_CLOCKS, *(f"{name}_ns" for name in _CLOCKS))),
+    "time": (time, (*_CLOCK_NAMES, *(f"{name}_ns" for name in _CLOCK_NAMES))),
     "torch": (torch, ("equal", "allclose", "isclose", "isfinite", "isnan", "empty", "empty_like")),
     "torch.testing": (torch.testing, ("assert_close",)),
     "torch.cuda": (torch.cuda, ("synchronize", "Event", "Stream", "stream", "current_stream")),
@@ -55,7 +54,9 @@ _WATCHED: dict[str, tuple[Any, tuple[str, ...]]] = {
 
 
 def _watched_functions() -> dict[str, Any]:
-    """Returns the current objects of the watched names; None for names that this torch does not have."""
+    """Returns the functions that each of the watched names refers to now. A name that this version of torch lacks
+    refers to None.
+    """
     functions = {}
     for place, (owner, names) in _WATCHED.items():
         for name in names:
@@ -63,349 +64,375 @@ def _watched_functions() -> dict[str, Any]:
     return functions
 
 
-_ORIGINALS = _watched_functions()
+_ORIGINAL_FUNCTIONS = _watched_functions()
 
 
 class KernelRaised(Fp8benchError):
-    """The kernel raised, or returned something that is not a result."""
+    """Raised if the kernel raises an exception, or returns an object that is not a tensor."""
 
 
 class LazyResult(KernelRaised):
-    """A result has a class whose values may be computed when they are read."""
+    """Raised if the kernel returns a tensor subclass whose values may be computed only when they are read."""
 
 
-def words_of(error: BaseException) -> str:
-    """Describes what the kernel raised, without the wrapping errors."""
+def describe_error(error: BaseException) -> str:
+    """Describes the exception that the kernel raised, without the names of wrapping exceptions."""
     return own_words(error).removeprefix(f"{KernelRaised.__name__}: ")
 
 
 def describe_stop(error: BaseException) -> AuditFinding:
-    """Returns the finding from an exception that ended a check."""
-    lazy = LazyResult.__name__
-    if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy):
-        name = str(error).removeprefix(f"{lazy}: ")
-        reason = f"it returns {name}, whose values may be computed when they are read: return a plain torch.Tensor"
-        return fail("lazy-result", reason)
+    """Returns a finding that describes the exception that ended a check."""
+    lazy_class_name = LazyResult.__name__
+    if isinstance(error, LazyResult) or (isinstance(error, WorkerFault) and error.kind == lazy_class_name):
+        name = str(error).removeprefix(f"{lazy_class_name}: ")
+        reason = f"it returns {name}, whose values may be computed when they are read. Return a torch.Tensor."
+        return make_failure("lazy-result", reason)
     code = "hangs" if isinstance(error, WorkerHung) else "crashes" if isinstance(error, WorkerLost) else "raises"
-    return AuditFinding("", AuditOutcome.CANNOT_TELL, code, words_of(error))
+    return AuditFinding("", AuditOutcome.CANNOT_TELL, code, describe_error(error))
 
 
-def raise_lie(error: BaseException) -> None:
-    """Re-raises an error that is not a refusal but a deception, such as a lazy result."""
-    if describe_stop(error).failed:
+def raise_deception(error: BaseException) -> None:
+    """Raises the error again if it shows a deception, such as a lazy result. Does nothing if the kernel honestly
+    refuses an input.
+    """
+    if describe_stop(error).has_failed:
         raise error
 
 
-def replaced_functions() -> tuple[str, ...]:
-    """Returns the names of functions of time and torch that were replaced after the kernel was imported."""
-    return tuple(name for name, function in _watched_functions().items() if function is not _ORIGINALS[name])
+def find_replaced_functions() -> tuple[str, ...]:
+    """Returns the names of the functions of time and torch that were replaced after this module was imported."""
+    return tuple(name for name, function in _watched_functions().items() if function is not _ORIGINAL_FUNCTIONS[name])
 
 
-def pack(tensor: Tensor) -> PackedTensor:
-    data = _bytes_of(tensor).cpu().numpy().tobytes()
+def pack_tensor(tensor: Tensor) -> PackedTensor:
+    data = _view_bytes(tensor).cpu().numpy().tobytes()
     return str(tensor.dtype)[6:], tuple(tensor.shape), tuple(tensor.stride()), int(tensor.storage_offset()), data
 
 
-def unpack(packed: PackedTensor, device: str = "cpu") -> Tensor:
-    """Returns the tensor in fresh memory."""
+def unpack_tensor(packed: PackedTensor, device: str = "cpu") -> Tensor:
+    """Returns the packed tensor in newly allocated memory."""
     dtype, shape, strides, offset, data = packed
-    memory = torch.empty(len(data), dtype=torch.uint8, device=device)
+    storage_bytes = torch.empty(len(data), dtype=torch.uint8, device=device)
     if data:
-        memory.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
-    empty = torch.empty(0, dtype=getattr(torch, dtype), device=device)
-    return empty.set_(memory.untyped_storage(), offset, shape, strides)
+        storage_bytes.copy_(torch.frombuffer(bytearray(data), dtype=torch.uint8))
+    empty_tensor = torch.empty(0, dtype=getattr(torch, dtype), device=device)
+    return empty_tensor.set_(storage_bytes.untyped_storage(), offset, shape, strides)
 
 
-def digest_of(packed: PackedTensor) -> int:
+def compute_digest(packed: PackedTensor) -> int:
     return zlib.crc32(packed[-1])
 
 
-def _bytes_of(tensor: Tensor) -> Tensor:
-    """Returns all bytes of a tensor's storage, as a view."""
+def _view_bytes(tensor: Tensor) -> Tensor:
+    """Returns a view of all bytes of a tensor's storage."""
     return torch.empty(0, dtype=torch.uint8, device=tensor.device).set_(tensor.untyped_storage())
 
 
 def pack_results(results: dict[str, Tensor]) -> PackedResults:
     packed = []
     for name, tensor in results.items():
-        # A tensor of one element counts as contiguous whatever its strides are, and cannot be viewed as bytes then.
-        plain = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
-        data = plain.view(-1).view(torch.uint8).numpy().tobytes()
-        packed.append((name, str(plain.dtype)[6:], tuple(plain.shape), data))
+        # A one-element tensor counts as contiguous whatever its strides, and then cannot be viewed as bytes.
+        cpu_copy = tensor.detach().cpu().resolve_conj().resolve_neg().clone(memory_format=torch.contiguous_format)
+        data = cpu_copy.view(-1).view(torch.uint8).numpy().tobytes()
+        packed.append((name, str(cpu_copy.dtype)[6:], tuple(cpu_copy.shape), data))
     return tuple(packed)
 
 
 def unpack_results(packed: PackedResults) -> dict[str, Tensor]:
     results = {}
     for name, dtype, shape, data in packed:
-        empty = torch.empty(shape, dtype=getattr(torch, dtype))
-        results[name] = torch.frombuffer(bytearray(data), dtype=empty.dtype).view(shape) if data else empty
+        empty_tensor = torch.empty(shape, dtype=getattr(torch, dtype))
+        results[name] = (
+            torch.frombuffer(bytearray(data), dtype=empty_tensor.dtype).view(shape) if data else empty_tensor
+        )
     return results
 
 
-_COPIES = ("clone", "copy_", "_to_copy")
+_COPY_OPERATORS = ("clone", "copy_", "_to_copy")
 
 
-def work_of(call: Callable[[], object]) -> CallWork:
-    """Counts allocations, casts, copies and products, if they are operators of torch."""
+def count_operators(call: Callable[[], object]) -> CallWork:
+    """Counts the allocations, casts, copies and products of a call. Only work by torch operators is counted."""
     with without_compiling(), OperatorTape() as tape:
         call()
     counts: Counter[str] = Counter()
-    for done in tape.calls:
-        inputs, outputs = list(tensors_in((done.given, tuple(done.named.values())))), list(tensors_in(done.result))
+    for recorded_call in tape.calls:
+        inputs, outputs = (
+            list(tensors_in((recorded_call.positional, tuple(recorded_call.named.values())))),
+            list(tensors_in(recorded_call.result)),
+        )
         for tensor in outputs:
             if math.prod(tensor.shape) and tensor.storage not in {operand.storage for operand in inputs}:
                 counts["allocations"] += 1
-        name = name_of(done)
-        counts["products"] += name in SHAPES
-        if name in _COPIES and inputs and outputs:
+        operator_name = called_operator(recorded_call)
+        counts["products"] += operator_name in PRODUCT_SHAPES
+        if operator_name in _COPY_OPERATORS and inputs and outputs:
             counts["copies" if inputs[-1].dtype == outputs[0].dtype else "casts"] += 1
     return CallWork(**counts)
 
 
-# glibc's option that fills allocated memory with the complement of a byte: 0x7f, which gives NaN in float16 and float8,
-# and 3e38 in bfloat16 and float32.
+# The mallopt option of glibc that fills allocated memory with the complement of a byte: 0x7f here, which reads as NaN
+# in float16 and float8, and as 3e38 in bfloat16 and float32.
 _FILL_OPTION, _FILL = -6, 0x80
-# Blocks of NaN of each size that are freed before a call, so that the device's allocator reuses them.
-_PRIMED = 2
-# Tens of milliseconds: a kernel that does not wait for such a busy stream reads its inputs too early.
+# How many blocks of NaN of each size are freed before a call, so that the device's allocator reuses them.
+_PRIMED_BLOCKS = 2
+# The number of GPU cycles for which a stream is kept busy: tens of milliseconds. A kernel that ignores its caller's
+# stream then reads its inputs before they are written.
 _BUSY_CYCLES = 100_000_000
-# At most this many different results are returned for calls with the same arguments.
-_MOST_RESULTS = 256
+# How many distinct results at most are returned for calls with the same arguments.
+_RESULT_LIMIT = 256
 
 
 @contextmanager
 def filled_memory() -> Iterator[None]:
-    """Within the body, glibc's allocations are filled with large numbers and NaN; other C libraries are unaffected."""
-    option = getattr(ctypes.CDLL(None), "mallopt", None)
-    if option is None:
+    """Makes glibc fill newly allocated memory with NaN and large numbers inside the `with` block. Other C libraries
+    are unaffected."""
+    set_option = getattr(ctypes.CDLL(None), "mallopt", None)
+    if set_option is None:
         yield
         return
-    option(_FILL_OPTION, _FILL)
+    set_option(_FILL_OPTION, _FILL)
     try:
         yield
     finally:
-        option(_FILL_OPTION, 0)
+        set_option(_FILL_OPTION, 0)
 
 
 @contextmanager
 def busy_stream(device: str) -> Iterator[bool]:
-    """Runs the body on a separate stream that is initially busy; yields False if the device has no streams."""
+    """Runs the `with` block on a separate CUDA stream that still has other work to do. Yields False if the device has
+    no streams.
+    """
     if not device.startswith("cuda"):
         yield False
         return
     _SYNCHRONIZE(device)
-    side = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
-    with torch.cuda.stream(side):
+    side_stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    with torch.cuda.stream(side_stream):
         torch.cuda._sleep(_BUSY_CYCLES)  # type: ignore[no-untyped-call]
         yield True
-        side.synchronize()
+        side_stream.synchronize()
 
 
 class KernelHost:
-    """Calls one kernel. Arguments are in numbered slots; each method serves a request of the judge, and answers with
-    plain values. Raises KernelRaised for what the kernel raises."""
+    """Calls one kernel for the judge. Arguments are stored in numbered slots, and every method returns plain values.
+    Raises KernelRaised if the kernel raises."""
 
     def __init__(self, function: Callable[..., Any], signature: Signature, facts: DeviceFacts) -> None:
         self._function, self._kind, self._device = function, signature.kind, facts.key
-        self._flush = flush_of(facts) if facts.accelerated else lambda: None
+        self._flush = make_cache_flush(facts) if facts.accelerated else lambda: None
         self._slots: dict[int, list[Tensor]] = {}
         self._latest: dict[str, Tensor] = {}
         self._kept: dict[str, Tensor] = {}
         self._timed: list[dict[str, Tensor]] = []
 
-    def place(self, slot: int, tensors: Sequence[PackedTensor], moved: bool = True) -> None:
-        """Puts arguments into a slot: at new addresses or, with `moved` False, at the same ones."""
-        placed = [unpack(tensor, self._device) for tensor in tensors]
-        if moved:
-            self._slots[slot] = placed
+    def place_arguments(self, slot: int, tensors: Sequence[PackedTensor], at_new_address: bool = True) -> None:
+        """Stores arguments in a slot. Depending on `at_new_address`, they get new memory, or the memory that the slot
+        already has.
+        """
+        new_tensors = [unpack_tensor(tensor, self._device) for tensor in tensors]
+        if at_new_address:
+            self._slots[slot] = new_tensors
         else:
-            self._write(slot, placed)
+            self._overwrite_slot(slot, new_tensors)
 
-    def call(self, slot: int) -> tuple[PackedResults, tuple[int, ...]]:
-        """Returns the results, and digests of the arguments' memory after the call."""
+    def call_kernel(self, slot: int) -> tuple[PackedResults, tuple[int, ...]]:
+        """Calls the kernel on a slot. Returns the results, and checksums of the arguments' memory after the call."""
         with filled_memory():
-            self._prime(slot)
-            self._latest = self._raw(slot)
-        return self.reread(), self.digests([slot])
+            self._prime_allocator(slot)
+            self._latest = self._call_raw(slot)
+        return self.reread_results(), self.digest_arguments([slot])
 
-    def reread(self) -> PackedResults:
-        """Reads the latest results again from the kernel's memory."""
+    def reread_results(self) -> PackedResults:
+        """Reads the latest results again, from the memory that the kernel returned."""
         return pack_results(self._latest)
 
-    def keep(self) -> None:
-        """Keeps a reference to the latest results in the kernel's memory, for `reread_kept`."""
+    def keep_results(self) -> None:
+        """Keeps the latest results alive in the memory that the kernel returned, so that `reread_kept_results` can
+        read them again.
+        """
         self._kept = self._latest
 
-    def reread_kept(self) -> PackedResults:
+    def reread_kept_results(self) -> PackedResults:
         return pack_results(self._kept)
 
-    def spoil(self) -> None:
-        """Overwrites the latest results, as the caller who owns them may."""
+    def overwrite_results(self) -> None:
+        """Overwrites the latest results with NaN, as a caller is allowed to do."""
         with torch.no_grad():
             for tensor in self._latest.values():
                 tensor.detach().fill_(math.nan)
 
-    def call_late(self, slot: int, source: int) -> PackedResults | None:
-        """Calls it on a busy stream, after queueing writes of the source's values into the slot; None without
-        streams."""
+    def call_on_busy_stream(self, slot: int, source: int) -> PackedResults | None:
+        """Calls the kernel on a stream that is still busy. Before the call, a write of the source slot's values into
+        a slot is queued on that stream. Returns None if the device has no streams.
+        """
         with busy_stream(self._device) as has_stream:
             if not has_stream:
                 return None
-            self._write(slot, self._slots[source])
-            return self.call(slot)[0]
+            self._overwrite_slot(slot, self._slots[source])
+            return self.call_kernel(slot)[0]
 
-    def pair(self, slots: tuple[int, int], order: tuple[int, int]) -> tuple[PackedResults, ...]:
-        """Calls a linear layer forward on both slots, then both backward in the given order; returns results in slot
-        order."""
-        answers = [self._forward(slot) for slot in slots]
-        backwards = {which: self._backward(slots[which], answers[which]) for which in order}
-        return tuple(pack_results(backwards[which]) for which in sorted(backwards))
+    def call_pair(self, slots: tuple[int, int], order: tuple[int, int]) -> tuple[PackedResults, ...]:
+        """Runs a linear layer forward on two slots, then backward in the given order. Returns the results in the
+        order of the slots."""
+        outputs = [self._call_forward(slot) for slot in slots]
+        results_by_slot = {which: self._call_backward(slots[which], outputs[which]) for which in order}
+        return tuple(pack_results(results_by_slot[which]) for which in sorted(results_by_slot))
 
-    def repeat(
+    def repeat_calls(
         self, slots: Sequence[int], calls: int, seconds: float
     ) -> tuple[int, list[tuple[int, int, PackedResults]]]:
-        """Calls it on each slot in turn. Returns the number of calls, and each slot's different results with the number
-        of the call that first gave them."""
+        """Calls the kernel on the slots in turn, up to `calls` times or for `seconds`. Returns the number of calls,
+        and every distinct result. With each result, returns the slot and the number of the first call that gave it.
+        """
         different: list[tuple[int, int, PackedResults]] = []
         distinct, end, number = set[tuple[int, PackedResults]](), _CLOCK() + seconds, 0
         while number < calls and _CLOCK() < end:
             slot = slots[number % len(slots)]
             number += 1
-            results = pack_results(self._raw(slot))
-            if (slot, results) not in distinct and len(distinct) < _MOST_RESULTS:
+            results = pack_results(self._call_raw(slot))
+            if (slot, results) not in distinct and len(distinct) < _RESULT_LIMIT:
                 distinct.add((slot, results))
                 different.append((number, slot, results))
         return number, different
 
     def measure_calls(self, slots: Sequence[int]) -> list[tuple[float, float]]:
-        """Calls it once on each slot; returns seconds by the clock, and of this process. Within them results are copied
-        and every stream is synchronized: unfinished work is missing from the copies, which `timed_results` shows."""
+        """Times one call on each slot. Returns the seconds of each call by wall clock and by process time. They
+        include a copy of the results and a synchronization of the device. If a kernel returns before its work is
+        done, the copies miss that work, and `read_timed_results` shows it.
+        """
         seconds = []
         for slot in slots:
             self._flush()
-            self._wait()
+            self._synchronize()
             start, start_of_process = _CLOCK(), _PROCESS_CLOCK()
-            self._timed.append({name: _copy(tensor) for name, tensor in self._raw(slot).items()})
-            self._wait()
+            self._timed.append({name: _copy_tensor(tensor) for name, tensor in self._call_raw(slot).items()})
+            self._synchronize()
             seconds.append((_CLOCK() - start, _PROCESS_CLOCK() - start_of_process))
         return seconds
 
-    def digests(self, slots: Sequence[int]) -> tuple[int, ...]:
-        """Returns digests of all argument memory in some slots."""
-        return tuple(digest_of(pack(tensor.detach())) for slot in slots for tensor in self._slots[slot])
+    def digest_arguments(self, slots: Sequence[int]) -> tuple[int, ...]:
+        """Returns checksums of the memory of all arguments in these slots."""
+        return tuple(compute_digest(pack_tensor(tensor.detach())) for slot in slots for tensor in self._slots[slot])
 
-    def timed_results(self, place: int) -> PackedResults:
-        return pack_results(self._timed[place])
+    def read_timed_results(self, index: int) -> PackedResults:
+        return pack_results(self._timed[index])
 
-    def forget(self) -> None:
-        """Frees slots and results."""
+    def free_memory(self) -> None:
+        """Frees all slots and stored results."""
         self._slots, self._latest, self._kept, self._timed = {}, {}, {}, []
 
-    def work(self, slot: int) -> CallWork:
-        return work_of(partial(self._raw, slot))
+    def count_work(self, slot: int) -> CallWork:
+        return count_operators(partial(self._call_raw, slot))
 
     def find_replaced(self) -> tuple[str, ...]:
-        return replaced_functions()
+        return find_replaced_functions()
 
-    def _raw(self, slot: int) -> dict[str, Tensor]:
-        """Returns results as the kernel made them, by name."""
-        answer = self._forward(slot)
-        return self._backward(slot, answer) if self._kind is AuditKind.LINEAR else {self._kind.value: answer}
+    def _call_raw(self, slot: int) -> dict[str, Tensor]:
+        """Calls the kernel and returns its results by name, as tensors on the device."""
+        output = self._call_forward(slot)
+        return self._call_backward(slot, output) if self._kind is AuditKind.LINEAR else {self._kind.value: output}
 
-    def _forward(self, slot: int) -> Tensor:
+    def _call_forward(self, slot: int) -> Tensor:
         arguments = self._slots[slot]
         if self._kind is AuditKind.LINEAR:
             x, weight, _ = arguments
             arguments = [x.requires_grad_(), weight.requires_grad_()]
         try:
-            answer = self._function(*arguments)
+            output = self._function(*arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
             raise KernelRaised(own_words(error)) from None
-        if not isinstance(answer, Tensor):
-            raise KernelRaised(f"TypeError: it returned {type(answer).__name__}; expected a tensor")
-        if is_lazy(type(answer)):
-            raise LazyResult(f"{type(answer).__name__}")
-        return answer
+        if not isinstance(output, Tensor):
+            raise KernelRaised(f"TypeError: the kernel returned {type(output).__name__}; expected a tensor")
+        if is_lazy(type(output)):
+            raise LazyResult(f"{type(output).__name__}")
+        return output
 
-    def _backward(self, slot: int, answer: Tensor) -> dict[str, Tensor]:
+    def _call_backward(self, slot: int, output: Tensor) -> dict[str, Tensor]:
         x, weight, gradient = self._slots[slot]
         try:
-            into_x, into_weight = torch.autograd.grad(answer, (x, weight), gradient.to(answer.dtype))
+            input_gradient, weight_gradient = torch.autograd.grad(output, (x, weight), gradient.to(output.dtype))
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
             raise KernelRaised(own_words(error)) from None
-        return {"forward": answer, "input gradient": into_x, "weight gradient": into_weight}
+        return {"forward": output, "input gradient": input_gradient, "weight gradient": weight_gradient}
 
-    def _write(self, slot: int, tensors: Sequence[Tensor]) -> None:
-        """Overwrites memory without changing torch's version counters, because kernels must not cache by address and
-        version."""
+    def _overwrite_slot(self, slot: int, tensors: Sequence[Tensor]) -> None:
+        """Writes new values into a slot's memory, but leaves torch's version counters unchanged. This finds kernels
+        that cache results by address and version, which they must not do.
+        """
         for tensor, source in zip(self._slots[slot], tensors, strict=True):
-            _bytes_of(tensor).copy_(_bytes_of(source))
+            _view_bytes(tensor).copy_(_view_bytes(source))
 
-    def _prime(self, slot: int) -> None:
-        """Allocates and frees blocks of NaN as large as arguments and results, so that the allocator reuses them."""
-        sizes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
+    def _prime_allocator(self, slot: int) -> None:
+        """Allocates and frees blocks of NaN with the sizes of arguments and results. If a kernel does not write all
+        of its output, the rest of the output is then NaN.
+        """
+        tensor_sizes = {(tensor.numel(), tensor.dtype) for tensor in (*self._latest.values(), *self._slots[slot])}
         blocks = []
-        for size, dtype in sizes:
+        for size, dtype in tensor_sizes:
             if dtype.is_floating_point:
-                blocks += [torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_PRIMED)]
+                blocks += [torch.full((size,), math.nan, device=self._device).to(dtype) for _ in range(_PRIMED_BLOCKS)]
 
-    def _wait(self) -> None:
+    def _synchronize(self) -> None:
         if self._device.startswith("cuda"):
             _SYNCHRONIZE(self._device)
 
 
-def is_lazy(kind: type[Tensor]) -> bool:
-    """Whether a subclass of Tensor overrides operations: then values may be computed when they are read."""
-    if kind in (Tensor, torch.nn.Parameter):
+def is_lazy(tensor_class: type[Tensor]) -> bool:
+    """Returns whether a Tensor subclass overrides tensor operations. If it does, its values may be computed only when
+    they are read.
+    """
+    if tensor_class in (Tensor, torch.nn.Parameter):
         return False
-    overridden = set[str]().union(*(vars(cls) for cls in kind.__mro__[: kind.__mro__.index(Tensor)]))
-    return bool(overridden & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
+    overridden_names = set[str]().union(
+        *(vars(cls) for cls in tensor_class.__mro__[: tensor_class.__mro__.index(Tensor)])
+    )
+    return bool(overridden_names & set(dir(Tensor)) - {*dir(object), "__module__", "__dict__", "__weakref__"})
 
 
-def _copy(tensor: Tensor) -> Tensor:
+def _copy_tensor(tensor: Tensor) -> Tensor:
     with torch.no_grad():
         return torch.empty(tensor.shape, dtype=tensor.dtype, device=tensor.device).copy_(tensor)
 
 
-def _check_kernel(target: str, function: Callable[..., Any]) -> None:
+def _require_function(target: str, function: Callable[..., Any]) -> None:
     if isinstance(function, type):
         name = function.__name__
         raise UsageError(
-            f"{target} is a class, and a kernel is a function. Create an object of it in its file, as in "
+            f"{target} is a class, but a kernel is a function. Create an instance in its file, as in "
             f"`kernel = {name}()`, and give that name."
         )
 
 
 class KernelBench(Bench):
-    """The kernel's process, the only one that imports the audited code."""
+    """Receives requests in the kernel's process, the only process that imports the audited code."""
 
     def read_signature(self, target: str) -> Signature | None:
-        with aside():
+        with stdout_to_stderr():
             function = named(target)
             if not (isinstance(function, type) and issubclass(function, torch.nn.Module)):
-                _check_kernel(target, function)
-            return declared_of(function)
+                _require_function(target, function)
+            return find_declared_signature(function)
 
     def audit_model(self, target: str, signature: Signature, facts: DeviceFacts) -> Audit:
-        # Not at the top: the kernel's process must not load the judge's modules.
+        # Imported here because a kernel's process must not load the judge's modules, except to audit a model.
         from fp8bench.features.audit.model import audit_loaded_model, parse_model
 
         self._select_device(facts)
-        with restore_switches(), aside():
+        with restore_switches(), stdout_to_stderr():
             model, batch = parse_model(target, named(target)())
             return audit_loaded_model(target, model, batch, signature, facts)
 
-    def load(self, target: str, signature: Signature, facts: DeviceFacts) -> None:
+    def load_kernel(self, target: str, signature: Signature, facts: DeviceFacts) -> None:
         self._select_device(facts)
-        with aside():
+        with stdout_to_stderr():
             function = named(target)
-            _check_kernel(target, function)
+            _require_function(target, function)
             self._host = KernelHost(function, signature, facts)
 
-    def kernel(self, request: str, *arguments: Any) -> Any:
-        """Passes a request on to the kernel's host."""
-        with aside():
+    def call_host(self, request: str, *arguments: Any) -> Any:
+        """Calls the named method of the KernelHost and returns its answer."""
+        with stdout_to_stderr():
             return getattr(self._host, request)(*arguments)
 
 

@@ -1,11 +1,11 @@
-"""Checks the numbers of one converted layer against its input, current weight and bias.
+"""Checks the output of one converted layer against its input, current weight and bias.
 
-A layer is judged as the model calls it, and then alone on random inputs: in both modes, with and without gradients, and
-once backward. During that its trainable weight and bias hold random numbers, so that neither a bias of zeros nor a
-stale copy of the weight hides a mistake; both are restored.
+A layer is judged as the model calls it, then alone on random inputs: in training and evaluation mode, with and
+without gradients, and once backward. During the calls on random inputs, its trainable weight and bias hold random
+numbers. So neither a zero bias nor a stale copy of the weight can hide a mistake. Both are restored afterwards.
 
-A difference is measured relative to sqrt(sum of x^2 w^2), the size of a sum of products with random signs. Casts move
-every row and column by a few percent of it; a mistake moves some by most of it.
+A difference is measured relative to sqrt(sum of x^2 w^2), the typical size of a sum of products with random signs.
+Casts change every row and column by a few percent of that size. A mistake changes some rows or columns by most of it.
 """
 
 from __future__ import annotations
@@ -19,71 +19,87 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.audit.layer_products import IMAGES, ROWS, LayerProduct, Misses, gain_of, misses
-from fp8bench.features.audit.operands import Promised, spread
-from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
+from fp8bench.features.audit.layer_products import (
+    IMAGES,
+    ROWS,
+    LayerProduct,
+    RelativeDifferences,
+    fit_gain,
+    measure_differences,
+)
+from fp8bench.features.audit.operands import PromisedCasts, expand_scales
+from fp8bench.nn.holders import CONV1D, CONV2D, classify_module
 from fp8bench.user_code import own_words
 
-HIGH, UNKNOWN, WEIGHTS = "as it came", "not known", "weights alone"
-WIDE = {HIGH: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-# The error of rounding a result to bfloat16, and again when its bias is added.
-_OUTPUT = 2.0**-7
-# Casts that round differently have an error within this band of the emulation's, and a gain within this difference.
-_BAND, _GAIN = (0.8, 1.25), 0.01
-# A bias that was added more than once is reported beyond this factor.
-_CLEARLY = 0.5
-# A single row or column may exceed the overall error by this factor and this much.
-_WORSE, _LITTLE = 2.5, 0.05
-# The largest error of gradients: e5m2 has 0.07, stochastic rounding to four bits 0.3.
-_LARGEST, _LARGEST_OF_FEW_BITS, _FEW_BITS = 0.12, 0.45, 6
-_FOR_INFERENCE = ", although it is in training mode and has a weight or bias that needs one"
-# The rows of a random input if the model showed none.
-_UNSEEN = 32
-# Names that libraries use for the scales of a weight stored as codes.
-_SCALES = ("weight_scale_inv", "weight_scale")
+UNCAST, UNKNOWN_PRECISION, WEIGHTS_ONLY = "not cast", "not known", "weights alone"
+WIDE_DTYPES = {UNCAST: torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# The relative error of a result that was rounded to bfloat16, and rounded again when its bias was added.
+_OUTPUT_ROUNDING = 2.0**-7
+# A cast that only rounds differently from the emulation has an error between these two multiples of the emulation's
+# error. Its mean gain differs from the emulation's by less than the last number.
+_ERROR_BAND, _MIN_GAIN = (0.8, 1.25), 0.01
+# A right bias is added once. A failure is reported if the factor by which it was added differs from 1 by more than
+# this.
+_BIAS_CHANGE = 0.5
+# The error of one row or column may be the overall error times this factor, plus this much.
+_LINE_FACTOR, _LINE_SLACK = 2.5, 0.05
+# The largest relative error of gradients: e5m2 has 0.07, and stochastic rounding to four bits 0.3.
+_GRADIENT_ERROR, _FEW_BITS_GRADIENT_ERROR, _FEW_BITS = 0.12, 0.45, 6
+_IN_TRAINING_MODE = ", although it is in training mode and has a weight or bias that needs one"
+# The number of rows of a random input if the model never called the layer.
+_DEFAULT_ROWS = 32
+# The names that libraries give to the scales of a weight that is stored as codes.
+_SCALE_NAMES = ("weight_scale_inv", "weight_scale")
 
 
 class LayerVerdict(NamedTuple):
-    """The precision in which a layer `runs`, '' if no cast was detected; `code` and `why` describe its fault."""
+    """The verdict on the numbers of a layer. `runs` is the precision in which the layer runs; '' if no cast was
+    detected. `code` and `why` describe what is wrong with it.
+    """
 
     runs: str = ""
     code: str = ""
     why: str = ""
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self.code not in ("", "other-rounding")
 
 
 @dataclass
 class LayerNumbers:
-    """A layer, its possible precisions, and how the model called it. Precisions named in `likely` are tried first, and
-    accepted if they explain its results."""
+    """Judges a converted layer. Has the layer, the precisions in which it may run, and the arguments with which the
+    model called it. Precisions in `likely` are tried first, and accepted if they explain the output.
+    """
 
     module: nn.Module
     weight: Tensor
-    guesses: Mapping[str, Promised]
+    guesses: Mapping[str, PromisedCasts]
     likely: tuple[str, ...] = ()
     arguments: tuple[Any, ...] = ()
     options: dict[str, Any] | None = None
 
-    def check(self, x: Tensor | None, output: Any = None, alone: bool = True) -> LayerVerdict:
-        """Judges the output of the layer within the model, if it was called, and then the layer alone."""
+    def check(self, x: Tensor | None, output: Any = None, also_alone: bool = True) -> LayerVerdict:
+        """Judges the output that the layer gave inside the model, if there is one. Then judges the layer alone on
+        random inputs.
+        """
         try:
-            return self._check(x if x is not None and x.numel() else None, output, alone)
+            return self._check_layer(x if x is not None and x.numel() else None, output, also_alone)
         except Exception as error:  # noqa: BLE001 - foreign code may raise anything
-            return LayerVerdict("", "unchecked", f"called by itself on random numbers it raises {own_words(error)}")
+            return LayerVerdict("", "unchecked", f"called alone on random numbers, the layer raises {own_words(error)}")
 
-    def _check(self, x: Tensor | None, output: Any, alone: bool) -> LayerVerdict:
-        in_model = LayerVerdict() if x is None else self._judge(self._product(x), output, self.likely)
-        if in_model.failed or not alone:
-            return in_model
-        by_itself = self._check_alone(self._random_input(x), (in_model.runs, *self.likely))
-        if by_itself.failed or not in_model.runs:
-            return by_itself
-        if (in_model.runs in WIDE) is not (by_itself.runs in WIDE):
-            return _unsteady("in the model", in_model.runs, by_itself.runs)
-        return in_model
+    def _check_layer(self, x: Tensor | None, output: Any, also_alone: bool) -> LayerVerdict:
+        verdict_in_model = (
+            LayerVerdict() if x is None else self._judge_output(self._make_product(x), output, self.likely)
+        )
+        if verdict_in_model.has_failed or not also_alone:
+            return verdict_in_model
+        verdict_alone = self._check_alone(self._random_input(x), (verdict_in_model.runs, *self.likely))
+        if verdict_alone.has_failed or not verdict_in_model.runs:
+            return verdict_alone
+        if (verdict_in_model.runs in WIDE_DTYPES) is not (verdict_alone.runs in WIDE_DTYPES):
+            return _report_unsteady("in the model", verdict_in_model.runs, verdict_alone.runs)
+        return verdict_in_model
 
     @property
     def _bias(self) -> Tensor | None:
@@ -91,109 +107,122 @@ class LayerNumbers:
         return bias if isinstance(bias, Tensor) and bias.numel() else None
 
     @property
-    def _in_codes(self) -> bool:
+    def _has_coded_weight(self) -> bool:
         return hasattr(self.weight, "__tensor_flatten__") or self.weight.dtype.itemsize == 1
 
-    def _product(self, x: Tensor) -> LayerProduct:
-        wide = x.detach().cpu().float()
-        images = wide.reshape(-1, *wide.shape[-3:]) if wide.dim() > 2 else wide
-        matrix = images if kind_of(self.module)[0] == CONV2D else wide.reshape(-1, wide.shape[-1])
-        return LayerProduct(self.module, matrix, self._decode_weight(), not self._in_codes)
+    def _make_product(self, x: Tensor) -> LayerProduct:
+        float_input = x.detach().cpu().float()
+        images = float_input.reshape(-1, *float_input.shape[-3:]) if float_input.dim() > 2 else float_input
+        matrix = images if classify_module(self.module)[0] == CONV2D else float_input.reshape(-1, float_input.shape[-1])
+        return LayerProduct(self.module, matrix, self._decode_weight(), not self._has_coded_weight)
 
     def _decode_weight(self) -> Tensor:
         weight = self.weight.detach()
         if hasattr(weight, "__tensor_flatten__"):
             return weight.dequantize().cpu().float()
-        scales = [scale for name in _SCALES if isinstance(scale := getattr(self.module, name, None), Tensor)]
+        scales = [scale for name in _SCALE_NAMES if isinstance(scale := getattr(self.module, name, None), Tensor)]
         if weight.dtype.itemsize > 1 or not scales:
             return weight.cpu().float()
         scale = scales[0].detach().cpu().float()
-        return weight.cpu().float() * spread(scale if scale.dim() == 2 else scale.reshape(-1, 1), weight)
+        return weight.cpu().float() * expand_scales(scale if scale.dim() == 2 else scale.reshape(-1, 1), weight)
 
-    def _judge(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
-        """Returns the precision in which an output was computed, or its fault."""
-        # 1. Reject outputs of a wrong shape or without numbers.
-        shape = product.exact.shape[-1]
-        if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != shape):
-            return LayerVerdict("", "unchecked", "its output is not the product of its input and its weight")
-        result = product.sample(output)
+    def _judge_output(self, product: LayerProduct, output: Any, likely: Sequence[str]) -> LayerVerdict:
+        """Returns the precision in which the layer computed an output, or what is wrong with that output."""
+        # 1. Reject outputs with a wrong shape or with NaN or infinity.
+        output_columns = product.exact_result.shape[-1]
+        if not isinstance(output, Tensor) or (product.kind != CONV2D and output.shape[-1] != output_columns):
+            return LayerVerdict(
+                "", "unchecked", "its output does not have the shape of a product of its input and weight"
+            )
+        result = product.sample_output(output)
         if not bool(result.isfinite().all()):
-            return LayerVerdict(UNKNOWN, "wrong-numbers", "some of its results are not finite")
-        # 2. Subtract the bias, because promises are about products; the rounding that it causes is tolerated.
+            return LayerVerdict(UNKNOWN_PRECISION, "wrong-numbers", "some of its results are NaN or infinite")
+        # 2. Subtract the bias, because promises are about products. Tolerate the rounding that adding it caused.
         bias = None if self._bias is None else self._bias.detach().cpu().float()
         product_result = result if bias is None else result - bias
-        slack = _OUTPUT * torch.maximum(result.abs(), product_result.abs())
+        rounding_slack = _OUTPUT_ROUNDING * torch.maximum(result.abs(), product_result.abs())
 
-        def misses_of(expected: Tensor) -> Misses:
-            return misses(((product_result - expected).abs() - slack).clamp(min=0), product.size)
+        def compare_with(expected: Tensor) -> RelativeDifferences:
+            return measure_differences(
+                ((product_result - expected).abs() - rounding_slack).clamp(min=0), product.typical_size
+            )
 
-        # 3. Compare with exact results, stored in each wide format.
-        wide = {name: misses_of(product.kept_in(dtype)) for name, dtype in WIDE.items()}
-        name = min(wide, key=lambda dtype: wide[dtype].level)
-        # 4. Compare with each cast, likely ones first: the first match ends the search.
+        # 3. Compare with exact results, rounded to each wide format.
+        wide_differences = {name: compare_with(product.multiply_rounded(dtype)) for name, dtype in WIDE_DTYPES.items()}
+        name = min(wide_differences, key=lambda dtype: wide_differences[dtype].level)
+        # 4. Compare with each emulated cast, likely ones first. The first match of a likely one ends the search.
         guesses = {name: self.guesses[name] for name in (*likely, *self.guesses) if name in self.guesses}
-        tight, same_error = dict[str, float](), list[str]()
+        matching_casts, same_error = dict[str, float](), list[str]()
         for guess, promised in guesses.items():
-            for cast in product.casts(promised):
-                if (miss := misses_of(cast)).none:
-                    tight[guess] = min(miss.level, tight.get(guess, math.inf))
+            for cast in product.iterate_cast_results(promised):
+                if (difference := compare_with(cast)).is_negligible:
+                    matching_casts[guess] = min(difference.level, matching_casts.get(guess, math.inf))
                     break
-                same_error += [guess] * _has_error_of(cast, product_result, product)
-            if guess in likely and guess in tight:
+                same_error += [guess] * _has_equal_error(cast, product_result, product)
+            if guess in likely and guess in matching_casts:
                 break
-        # 5. Exact results were not cast; if a cast matches as well, the precision is ambiguous.
-        if wide[name].none:
-            return LayerVerdict(WEIGHTS if self._in_codes else "" if tight else name)
-        if tight:
-            return LayerVerdict(min(tight, key=lambda guess: (guess not in likely, tight[guess])))
-        # 6. Look for known faults: half a cast, another rounding.
-        weight_casts = (cast for guess in guesses.values() for cast in product.casts(guess, inputs=False))
-        if not self._in_codes and any(misses_of(cast).none for cast in weight_casts):
-            return LayerVerdict(HIGH, "not-cast", "only its weight is cast: its inputs are multiplied as they came")
+        # 5. An output that matches the exact result was not cast. If the output also matches a cast, its precision is
+        # unknown.
+        if wide_differences[name].is_negligible:
+            return LayerVerdict(WEIGHTS_ONLY if self._has_coded_weight else "" if matching_casts else name)
+        if matching_casts:
+            return LayerVerdict(min(matching_casts, key=lambda guess: (guess not in likely, matching_casts[guess])))
+        # 6. Look for typical faults: only the weight was cast, or the cast rounds differently.
+        weight_casts = (
+            cast for guess in guesses.values() for cast in product.iterate_cast_results(guess, casts_inputs=False)
+        )
+        if not self._has_coded_weight and any(compare_with(cast).is_negligible for cast in weight_casts):
+            return LayerVerdict(UNCAST, "not-cast", "only its weight is cast; its inputs are multiplied without a cast")
         if same_error:
             return LayerVerdict(
-                same_error[0], "other-rounding", f"not the values of {same_error[0]}, but its error in every row"
+                same_error[0],
+                "other-rounding",
+                f"its values differ from those of {same_error[0]}, but have the same error in every row",
             )
-        return LayerVerdict(UNKNOWN, "wrong-numbers", _describe(product, product_result, bias, wide[HIGH]))
+        return LayerVerdict(
+            UNKNOWN_PRECISION, "wrong-numbers", _describe_fault(product, product_result, bias, wide_differences[UNCAST])
+        )
 
     def _random_input(self, x: Tensor | None) -> Tensor:
-        """Returns random numbers of an input's shape and magnitude, with at most about `ROWS` rows."""
-        kind, sides = kind_of(self.module)[0], self.weight.shape
+        """Returns random numbers with the shape and magnitude of an input, limited to about `ROWS` rows."""
+        kind, sides = classify_module(self.module)[0], self.weight.shape
         if x is None:
-            dtype = torch.bfloat16 if self._in_codes else self.weight.dtype
-            shape: Sequence[int] = (_UNSEEN, sides[0 if kind == CONV1D else 1])
+            dtype = torch.bfloat16 if self._has_coded_weight else self.weight.dtype
+            shape: Sequence[int] = (_DEFAULT_ROWS, sides[0 if kind == CONV1D else 1])
             if kind == CONV2D:
                 channels = sides[1] * int(getattr(self.module, "groups", 1))
                 shape = (2, channels, *(4 * side + 8 for side in sides[2:]))
-            return random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
+            return draw_random_like(torch.zeros((), dtype=dtype, device=self.weight.device), shape)
         if kind == CONV2D:
-            return random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
+            return draw_random_like(x, x.shape if x.dim() == 3 else (min(len(x), IMAGES), *x.shape[1:]))
         *outer, rows, columns = x.shape if x.dim() > 1 else (1, *x.shape)
-        images = [max(1, min(side, ROWS // rows)) for side in outer]
-        return random_like(x, (*images, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
+        outer_sides = [max(1, min(side, ROWS // rows)) for side in outer]
+        return draw_random_like(x, (*outer_sides, min(rows, ROWS), columns) if x.dim() > 1 else x.shape)
 
     def _check_alone(self, x: Tensor, likely: Sequence[str]) -> LayerVerdict:
-        with restore_training(self.module), random_parameters(self._trainable(), x):
-            product, first = self._product(x), LayerVerdict()
+        with restore_training(self.module), random_parameters(self._find_trainable(), x):
+            product, first_verdict = self._make_product(x), LayerVerdict()
             for mode in (self.module.training, not self.module.training):
                 self.module.train(mode)
                 for gradients in (False, True):
                     with torch.set_grad_enabled(gradients):
-                        output = self._call(x.detach().requires_grad_(gradients))
-                    verdict = self._judge(product, output, (first.runs, *likely))
-                    first = first if first.runs else verdict
-                    how = (
+                        output = self._call_layer(x.detach().requires_grad_(gradients))
+                    verdict = self._judge_output(product, output, (first_verdict.runs, *likely))
+                    first_verdict = first_verdict if first_verdict.runs else verdict
+                    call_mode = (
                         f"in {'training' if mode else 'evaluation'} mode with gradients {'on' if gradients else 'off'}"
                     )
-                    if verdict.failed:
-                        return verdict if verdict is first else verdict._replace(why=f"{how}, {verdict.why}")
-                    if verdict.runs != first.runs:
-                        return _unsteady(how, verdict.runs, first.runs)
+                    if verdict.has_failed:
+                        return (
+                            verdict if verdict is first_verdict else verdict._replace(why=f"{call_mode}, {verdict.why}")
+                        )
+                    if verdict.runs != first_verdict.runs:
+                        return _report_unsteady(call_mode, verdict.runs, first_verdict.runs)
             self.module.train(not self.module.training)
-            wrong = self._check_backward(x, product, first.runs)
-        return first._replace(code="wrong-gradient", why=wrong) if wrong else first
+            gradient_fault = self._check_backward(x, product, first_verdict.runs)
+        return first_verdict._replace(code="wrong-gradient", why=gradient_fault) if gradient_fault else first_verdict
 
-    def _trainable(self) -> dict[str, Tensor]:
+    def _find_trainable(self) -> dict[str, Tensor]:
         parameters = {"weight": self.weight, "bias": self._bias}
         return {
             name: tensor
@@ -201,154 +230,201 @@ class LayerNumbers:
             if tensor is not None and tensor.requires_grad and tensor.is_leaf and not tensor.is_inference()
         }
 
-    def _call(self, x: Tensor) -> Any:
-        """Calls the layer as the model did, with x in place of the first tensor."""
+    def _call_layer(self, x: Tensor) -> Any:
+        """Calls the layer with the arguments that the model used, but with x in place of the first tensor."""
         arguments, options = list(self.arguments), dict(self.options or {})
-        places = [place for place, value in enumerate(arguments) if isinstance(value, Tensor)]
-        names = [name for name, value in options.items() if isinstance(value, Tensor)]
-        if places:
-            arguments[places[0]] = x
-        elif names:
-            options[names[0]] = x
-        return self.module(*arguments, **options) if places or names else self.module(x)
+        tensor_indices = [index for index, value in enumerate(arguments) if isinstance(value, Tensor)]
+        tensor_options = [name for name, value in options.items() if isinstance(value, Tensor)]
+        if tensor_indices:
+            arguments[tensor_indices[0]] = x
+        elif tensor_options:
+            options[tensor_options[0]] = x
+        return self.module(*arguments, **options) if tensor_indices or tensor_options else self.module(x)
 
     def _check_backward(self, x: Tensor, product: LayerProduct, runs: str) -> str:
-        """Returns the fault of a gradient, '' for a right one. Only a trainable layer needs gradients."""
-        # 1. Backpropagate one random gradient, the same in every audit.
-        tensors = {"input": x.detach().requires_grad_(), **self._trainable()}
+        """Returns a description of the first wrong gradient, or '' if all are right. Layers that are not trained may
+        have no gradients."""
+        # 1. Backpropagate a random gradient, the same in every audit.
+        tensors = {"input": x.detach().requires_grad_(), **self._find_trainable()}
         is_trained = len(tensors) > 1 and self.module.training
         with torch.enable_grad():
-            output = self._call(tensors["input"])
+            output = self._call_layer(tensors["input"])
             if not output.requires_grad:
-                return f"it has no gradient{_FOR_INFERENCE}" if is_trained else ""
-            random = torch.Generator().manual_seed(1)
-            gradient = torch.randn(output.shape, generator=random).to(output.device, output.dtype)
+                return f"it has no gradient{_IN_TRAINING_MODE}" if is_trained else ""
+            generator = torch.Generator().manual_seed(1)
+            gradient = torch.randn(output.shape, generator=generator).to(output.device, output.dtype)
             gradients = torch.autograd.grad(output, tuple(tensors.values()), gradient, allow_unused=True)
-        # 2. Compute exact gradients, their size from squared terms, and those of the promised cast.
-        wide = gradient.cpu().float()
-        exact, squares = product.gradients(wide), product.square_sides().gradients(wide.square())
-        promised = self.guesses.get(runs)
-        emulated = {} if promised is None else product.cast_gradients(wide, promised)
-        few_bits = (
-            any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised.treatments) if promised else False
+        # 2. Compute the exact gradients, their typical size from squared terms, and the gradients of the emulated
+        # cast.
+        float_gradient = gradient.cpu().float()
+        exact, squares = (
+            product.compute_gradients(float_gradient),
+            product.square_operands().compute_gradients(float_gradient.square()),
         )
-        # 3. Each gradient must exist if its tensor is trained, have the right shape, and be near the exact one.
-        for (name, _), into in zip(tensors.items(), gradients, strict=True):
-            if into is None and is_trained:
-                return f"its {name} gradient does not exist{_FOR_INFERENCE}"
-            if into is None:
+        promised_casts = self.guesses.get(runs)
+        emulated_gradients = (
+            {} if promised_casts is None else product.compute_cast_gradients(float_gradient, promised_casts)
+        )
+        has_few_bits = (
+            any(cast is not None and cast.fmt.bits <= _FEW_BITS for cast in promised_casts.treatments)
+            if promised_casts
+            else False
+        )
+        # 3. If its tensor is trained, each gradient must exist, have the right shape, and be near the exact one.
+        for (name, _), layer_gradient in zip(tensors.items(), gradients, strict=True):
+            if layer_gradient is None and is_trained:
+                return f"its {name} gradient does not exist{_IN_TRAINING_MODE}"
+            if layer_gradient is None:
                 continue
-            if into.numel() != exact[name].numel():
-                return f"its {name} gradient has the shape {list(into.shape)}"
-            # Formats with few bits lose more than the bound for eight bits allows.
-            most = _LARGEST_OF_FEW_BITS if few_bits else _LARGEST
-            right, size = exact[name], squares[name].sqrt()
-            gain = gain_of(emulated[name], right) if name in emulated else 1.0
-            if reason := _wrong_gradient(into.cpu().float().reshape(right.shape), right, size, most, gain):
+            if layer_gradient.numel() != exact[name].numel():
+                return f"its {name} gradient has the shape {list(layer_gradient.shape)}"
+            # Formats with few bits may exceed the limit for eight bits.
+            error_limit = _FEW_BITS_GRADIENT_ERROR if has_few_bits else _GRADIENT_ERROR
+            exact_gradient, size = exact[name], squares[name].sqrt()
+            emulated_gain = fit_gain(emulated_gradients[name], exact_gradient) if name in emulated_gradients else 1.0
+            if reason := _describe_wrong_gradient(
+                layer_gradient.cpu().float().reshape(exact_gradient.shape),
+                exact_gradient,
+                size,
+                error_limit,
+                emulated_gain,
+            ):
                 return f"its {name} gradient {reason}"
         return ""
 
 
-def _unsteady(how: str, runs: str, otherwise: str) -> LayerVerdict:
-    reason = f"{how} it multiplies {describe_casts(runs)}, and otherwise {describe_casts(otherwise)}"
-    return LayerVerdict(runs, "not-cast" if WIDE.keys() & {runs, otherwise} else "unsteady", reason)
+def _report_unsteady(call_mode: str, runs: str, other_runs: str) -> LayerVerdict:
+    reason = f"{call_mode} it multiplies {describe_casts(runs)}, but otherwise {describe_casts(other_runs)}"
+    return LayerVerdict(runs, "not-cast" if WIDE_DTYPES.keys() & {runs, other_runs} else "unsteady", reason)
 
 
 def describe_casts(runs: str) -> str:
-    """Returns a phrase for how a layer multiplies, to follow that verb."""
+    """Returns a phrase on how a layer multiplies. It follows the verb "multiply"."""
     return (
-        "operands as they came"
-        if runs == HIGH
+        "operands that are not cast"
+        if runs == UNCAST
         else f"in {runs}"
-        if runs in WIDE
+        if runs in WIDE_DTYPES
         else f"as {runs} does"
         if runs
-        else "without a cast that shows"
+        else "without a visible cast"
     )
 
 
-def _has_error_of(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
-    """Whether a result that differs from the cast's has an equivalent error: as large, as even over rows and columns,
-    with the same gain."""
-    exact, size = product.exact, product.size
-    result_misses, cast_misses = (misses(each_result - exact, size) for each_result in (result, cast))
-    low, high = (bound * cast_misses.level for bound in _BAND)
-    gain = abs(gain_of(result, exact) - gain_of(cast, exact))
+def _has_equal_error(cast: Tensor, result: Tensor, product: LayerProduct) -> bool:
+    """Returns whether a result has an error like that of the emulated cast, although it differs from it: an error of
+    the same size, spread evenly over rows and columns, with the same mean gain.
+    """
+    exact, size = product.exact_result, product.typical_size
+    result_misses, cast_misses = (measure_differences(each_result - exact, size) for each_result in (result, cast))
+    low, high = (bound * cast_misses.level for bound in _ERROR_BAND)
+    gain = abs(fit_gain(result, exact) - fit_gain(cast, exact))
     return (
         low <= result_misses.level <= high
-        and result_misses.worst <= _WORSE * cast_misses.worst + _LITTLE
-        and gain <= _GAIN
+        and result_misses.worst <= _LINE_FACTOR * cast_misses.worst + _LINE_SLACK
+        and gain <= _MIN_GAIN
     )
 
 
-def _wrong_gradient(gradient: Tensor, exact: Tensor, size: Tensor, most: float, expected_gain: float) -> str:
-    """Describes the fault of a gradient. Casts that saturate shrink it: its gain may be 1 or the expected one."""
-    rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
-    off = ((gradient - exact).abs() - _OUTPUT * exact.abs()).clamp(min=0).reshape(rows.shape)
-    missed, gain = misses(off, size.reshape(rows.shape)), gain_of(gradient, exact)
-    level = misses((gradient - gain * exact).reshape(rows.shape), size.reshape(rows.shape)).level
-    slack = _GAIN + level**2 + 4 * level / math.sqrt(exact.numel())
-    if level <= most and not min(1, expected_gain) - slack <= gain <= max(1, expected_gain) + slack:
-        return f"is {gain:.2f} times what its result's gradient gives"
-    if missed.level > most or missed.worst > _WORSE * missed.level + _LITTLE:
+def _describe_wrong_gradient(
+    gradient: Tensor, exact: Tensor, size: Tensor, error_limit: float, expected_gain: float
+) -> str:
+    """Describes what is wrong with a gradient; '' if it is right. The gain of a right gradient is 1 or, because casts
+    that saturate shrink gradients, the expected one.
+    """
+    exact_rows = exact.flatten(1) if exact.dim() > 1 else exact[None]
+    differences = ((gradient - exact).abs() - _OUTPUT_ROUNDING * exact.abs()).clamp(min=0).reshape(exact_rows.shape)
+    relative_differences, gain = (
+        measure_differences(differences, size.reshape(exact_rows.shape)),
+        fit_gain(gradient, exact),
+    )
+    noise_level = measure_differences(
+        (gradient - gain * exact).reshape(exact_rows.shape), size.reshape(exact_rows.shape)
+    ).level
+    gain_slack = _MIN_GAIN + noise_level**2 + 4 * noise_level / math.sqrt(exact.numel())
+    if (
+        noise_level <= error_limit
+        and not min(1, expected_gain) - gain_slack <= gain <= max(1, expected_gain) + gain_slack
+    ):
+        return f"is {gain:.2f} times the exact gradient"
+    if (
+        relative_differences.level > error_limit
+        or relative_differences.worst > _LINE_FACTOR * relative_differences.level + _LINE_SLACK
+    ):
         return (
-            f"is {missed.level:.0%} off, {missed.worst:.0%} in the worst row or column; casts make at most {most:.0%}"
+            f"is {relative_differences.level:.0%} off, {relative_differences.worst:.0%} in the "
+            f"worst row or column; casts make at most {error_limit:.0%}"
         )
     return ""
 
 
-def _describe(product: LayerProduct, product_result: Tensor, bias: Tensor | None, missed: Misses) -> str:
-    """Names a known mistake, or else describes where results are wrong."""
-    exact = product.exact
+def _describe_fault(
+    product: LayerProduct, product_result: Tensor, bias: Tensor | None, differences: RelativeDifferences
+) -> str:
+    """Returns what is wrong with an output: a common mistake that explains it, or else the rows or columns that are
+    wrong.
+    """
+    exact = product.exact_result
 
     def is_near(expected: Tensor) -> bool:
-        return float((product_result - expected).norm()) < _LARGEST * float(expected.norm())
+        return float((product_result - expected).norm()) < _GRADIENT_ERROR * float(expected.norm())
 
-    # 1. Known mistakes, the simplest first.
+    # 1. Typical mistakes, the simplest first.
     result = product_result if bias is None else product_result + bias
     if not bool(result.any()):
         return "all of its results are 0"
     if bias is not None:
-        added = bias.expand_as(product_result)
-        share = gain_of(product_result - exact, added)
-        if abs(share) > _CLEARLY and is_near(exact + share * added):
-            return "its bias is not added" if abs(1 + share) < _CLEARLY else f"its bias is added {1 + share:.2g} times"
-    # 2. One factor for all results: a scale was lost, or applied twice.
-    right = exact if bias is None else exact + bias
-    gain = gain_of(result, right)
-    if abs(gain - 1) > _GAIN and float((result - gain * right).norm()) < _LARGEST * float(result.norm()):
+        expanded_bias = bias.expand_as(product_result)
+        bias_factor = fit_gain(product_result - exact, expanded_bias)
+        if abs(bias_factor) > _BIAS_CHANGE and is_near(exact + bias_factor * expanded_bias):
+            return (
+                "its bias is not added"
+                if abs(1 + bias_factor) < _BIAS_CHANGE
+                else f"its bias is added {1 + bias_factor:.2g} times"
+            )
+    # 2. One factor for all results: a scale was lost or applied twice.
+    exact_output = exact if bias is None else exact + bias
+    gain = fit_gain(result, exact_output)
+    if abs(gain - 1) > _MIN_GAIN and float((result - gain * exact_output).norm()) < _GRADIENT_ERROR * float(
+        result.norm()
+    ):
         return f"its results are {gain:.2f} times what its input, current weight and bias give"
-    # 3. Whole rows or columns: a shard, or a bias, went to the wrong place.
-    for side, lines in (("columns", missed.columns), ("rows", missed.rows)):
-        wrong = (lines > 3 * lines.median() + _LITTLE).nonzero().flatten().tolist()
-        if wrong:
-            return f"{len(wrong)} of {len(lines)} {side} that were looked at are wrong, the first is {wrong[0]}"
-    # 4. Unknown: report the distance next to what casts cost.
-    head = "its results are not those of its input, current weight and bias"
-    return f"{head}: {missed.level:.0%} off, where casts make 1% to 20%"
+    # 3. A few wrong rows or columns: a shard or a bias is in the wrong place.
+    for side, lines in (("columns", differences.columns), ("rows", differences.rows)):
+        wrong_lines = (lines > 3 * lines.median() + _LINE_SLACK).nonzero().flatten().tolist()
+        if wrong_lines:
+            return f"{len(wrong_lines)} of {len(lines)} checked {side} are wrong, the first is {wrong_lines[0]}"
+    # 4. No known mistake: report the error next to the error that casts usually cause.
+    message_start = "its results do not follow from its input, current weight and bias"
+    return f"{message_start}: {differences.level:.0%} off, while casts cause 1% to 20%"
 
 
-def random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
-    """Returns random numbers with a tensor's magnitude, none above its largest."""
-    wide = tensor.detach().float()
-    size, largest = float(wide.square().mean().sqrt()), float(wide.abs().max())
-    random = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (size or 1.0)
-    return (random.clamp(-largest, largest) if largest else random).to(tensor.device, tensor.dtype)
+def draw_random_like(tensor: Tensor, shape: Sequence[int]) -> Tensor:
+    """Returns random numbers of the same magnitude as a tensor. None is larger than the tensor's largest absolute
+    value.
+    """
+    float_tensor = tensor.detach().float()
+    size, largest = float(float_tensor.square().mean().sqrt()), float(float_tensor.abs().max())
+    random_numbers = torch.randn(tuple(shape), generator=torch.Generator().manual_seed(math.prod(shape))) * (
+        size or 1.0
+    )
+    return (random_numbers.clamp(-largest, largest) if largest else random_numbers).to(tensor.device, tensor.dtype)
 
 
 @contextmanager
 def random_parameters(tensors: dict[str, Tensor], x: Tensor) -> Iterator[None]:
-    """Fills a layer's weight and bias with random numbers, and restores them afterwards. A bias gets the magnitude of
-    results."""
+    """Fills a layer's weight and bias with random numbers inside the `with` block, and restores them afterwards. The
+    random bias is about as large as the layer's results without it.
+    """
     originals = {name: tensor.detach().clone() for name, tensor in tensors.items()}
     try:
         with torch.no_grad():
             for tensor in tensors.values():
-                tensor.copy_(random_like(tensor, tensor.shape))
+                tensor.copy_(draw_random_like(tensor, tensor.shape))
             if len(originals) == 2:
                 bias, weight = tensors["bias"], tensors["weight"].float()
-                size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
-                bias.copy_(random_like(torch.zeros_like(bias), bias.shape) * size)
+                result_size = float(x.float().square().mean().sqrt()) * float(weight.norm()) / math.sqrt(bias.numel())
+                bias.copy_(draw_random_like(torch.zeros_like(bias), bias.shape) * result_size)
         yield
     finally:
         with torch.no_grad():

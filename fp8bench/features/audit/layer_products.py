@@ -1,4 +1,5 @@
-"""The product of a converted layer, exact and as casts make it, and the distances of a result from it."""
+"""Computes the product of a converted layer, exactly and with emulated casts, and measures how far a result is from
+it."""
 
 from __future__ import annotations
 
@@ -12,19 +13,21 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from fp8bench.features.audit.operands import Promised, round_operand
+from fp8bench.features.audit.operands import PromisedCasts, round_operand
 from fp8bench.formats.recipes import Treatment
-from fp8bench.nn.holders import CONV1D, CONV2D, kind_of
+from fp8bench.nn.holders import CONV1D, CONV2D, classify_module
 
-# How far off results may be if the casts are known: overall, and in one row or column.
-_SAME, _SAME_IN_LINE = 2.0**-7, 0.2
-# At most this many rows, or images, are multiplied.
+# The relative difference that counts as equal to an emulated cast: overall, and in one row or column.
+_NEGLIGIBLE, _NEGLIGIBLE_IN_LINE = 2.0**-7, 0.2
+# How many rows, or images of a convolution, are multiplied at most.
 ROWS, IMAGES = 512, 8
 
 
-class Misses(NamedTuple):
-    """Differences relative to the size of a random sum: the root mean square over all, per row and column, and of the
-    worst row or column beyond chance."""
+class RelativeDifferences(NamedTuple):
+    """Differences, as root mean squares over all elements, over each row, and over each column. They are relative to
+    the typical size of a sum of products with random signs. `worst` is the value of the worst row or column, less
+    what chance explains.
+    """
 
     level: float
     worst: float
@@ -32,27 +35,32 @@ class Misses(NamedTuple):
     columns: Tensor
 
     @property
-    def none(self) -> bool:
-        return self.level < _SAME and self.worst < _SAME_IN_LINE
+    def is_negligible(self) -> bool:
+        return self.level < _NEGLIGIBLE and self.worst < _NEGLIGIBLE_IN_LINE
 
 
-def misses(difference: Tensor, size: Tensor) -> Misses:
-    shares = (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
-    rows, columns = (shares.mean(side).sqrt() for side in (1, 0))
-    # The fewer differences a line has, the further its mean may be from that of all.
-    down, across = (1 + 3 / math.sqrt(count) for count in shares.shape)
-    return Misses(
-        float(shares.mean().sqrt()), max(float(rows.max()) / across, float(columns.max()) / down), rows, columns
+def measure_differences(difference: Tensor, size: Tensor) -> RelativeDifferences:
+    relative_squares = (difference / size.clamp(min=torch.finfo(torch.float32).tiny)).nan_to_num(math.inf).square()
+    rows, columns = (relative_squares.mean(side).sqrt() for side in (1, 0))
+    # The mean of a row or column with few elements differs more from the overall mean by chance.
+    down, across = (1 + 3 / math.sqrt(count) for count in relative_squares.shape)
+    return RelativeDifferences(
+        float(relative_squares.mean().sqrt()),
+        max(float(rows.max()) / across, float(columns.max()) / down),
+        rows,
+        columns,
     )
 
 
-def gain_of(result: Tensor, exact: Tensor) -> float:
+def fit_gain(result: Tensor, exact: Tensor) -> float:
     return float((result * exact).sum() / exact.square().sum().clamp(min=1e-30))
 
 
 @dataclass
 class LayerProduct:
-    """The product of a float32 input and weight, with a row for each row, or pixel, of the result."""
+    """The product of a layer's float32 input and weight. It has one row for each row of the output, or for each pixel
+    of an image.
+    """
 
     module: nn.Module
     x: Tensor
@@ -61,7 +69,7 @@ class LayerProduct:
 
     @cached_property
     def kind(self) -> str:
-        return kind_of(self.module)[0]
+        return classify_module(self.module)[0]
 
     def multiply(self, x: Tensor, weight: Tensor) -> Tensor:
         if self.kind == CONV2D:
@@ -69,35 +77,42 @@ class LayerProduct:
             return result
         return x @ weight if self.kind == CONV1D else F.linear(x, weight)
 
-    def lines(self, output: Tensor) -> Tensor:
+    def flatten_rows(self, output: Tensor) -> Tensor:
         channels = 1 if self.kind == CONV2D else -1
         return output.movedim(channels, -1).reshape(-1, output.shape[channels])
 
     @cached_property
-    def looked_at(self) -> Tensor:
+    def sampled_rows(self) -> Tensor:
         count, most = len(self.x), IMAGES if self.kind == CONV2D else ROWS
         return torch.randperm(count, generator=torch.Generator().manual_seed(count))[:most].sort().values
 
-    def sample(self, output: Tensor) -> Tensor:
-        wide = output.detach().cpu().float()
-        return self.lines(wide.reshape(len(self.x), *wide.shape[-3 if self.kind == CONV2D else -1 :])[self.looked_at])
+    def sample_output(self, output: Tensor) -> Tensor:
+        float_output = output.detach().cpu().float()
+        return self.flatten_rows(
+            float_output.reshape(len(self.x), *float_output.shape[-3 if self.kind == CONV2D else -1 :])[
+                self.sampled_rows
+            ]
+        )
 
     def multiply_rows(self, x: Tensor, weight: Tensor) -> Tensor:
-        return self.lines(self.multiply(x[self.looked_at], weight))
+        return self.flatten_rows(self.multiply(x[self.sampled_rows], weight))
 
     @cached_property
-    def exact(self) -> Tensor:
+    def exact_result(self) -> Tensor:
         return self.multiply_rows(self.x, self.weight)
 
     @cached_property
-    def size(self) -> Tensor:
+    def typical_size(self) -> Tensor:
         return self.multiply_rows(self.x.square(), self.weight.square()).sqrt()
 
-    def kept_in(self, dtype: torch.dtype) -> Tensor:
+    def multiply_rounded(self, dtype: torch.dtype) -> Tensor:
         return self.multiply_rows(self.x.to(dtype).float(), self.weight.to(dtype).float())
 
-    def casts(self, promised: Promised, inputs: bool = True) -> Iterator[Tensor]:
-        """Yields it with both operands, or only the weight, cast; then with one or both first rounded to bf16."""
+    def iterate_cast_results(self, promised: PromisedCasts, casts_inputs: bool = True) -> Iterator[Tensor]:
+        """Yields the product with its operands cast, or with only its weight cast if not `casts_inputs`. If rounding
+        to bf16 would change an operand, also yields products whose operands (one or both) were rounded to bf16 before
+        the cast.
+        """
         first, second, _ = promised.treatments
         for carriers in self._carriers:
             x, weight = (side.to(dtype).float() for side, dtype in zip((self.x, self.weight), carriers, strict=True))
@@ -105,13 +120,13 @@ class LayerProduct:
                 weight = round_operand(weight.t().contiguous(), second).values.t()
             elif self.casts_weight:
                 weight = round_operand(weight.flatten(1).contiguous(), second).values.reshape(weight.shape)
-            yield self.multiply_rows(self._cast_input(x, first) if inputs else x, weight)
+            yield self.multiply_rows(self._cast_input(x, first) if casts_inputs else x, weight)
 
     @cached_property
     def _carriers(self) -> tuple[tuple[torch.dtype, torch.dtype], ...]:
         wide, short = torch.float32, torch.bfloat16
-        is_carried = all(torch.equal(side, side.to(short).float()) for side in (self.x, self.weight))
-        return ((wide, wide),) if is_carried else ((wide, wide), (short, short), (short, wide), (wide, short))
+        is_exact_in_bf16 = all(torch.equal(side, side.to(short).float()) for side in (self.x, self.weight))
+        return ((wide, wide),) if is_exact_in_bf16 else ((wide, wide), (short, short), (short, wide), (wide, short))
 
     def _cast_input(self, x: Tensor, treatment: Treatment | None) -> Tensor:
         if self.kind != CONV2D:
@@ -121,15 +136,21 @@ class LayerProduct:
             round_operand(pixels.reshape(-1, pixels.shape[-1]), treatment).values.reshape(pixels.shape).movedim(-1, 1)
         )
 
-    def gradients(self, gradient: Tensor) -> dict[str, Tensor]:
+    def compute_gradients(self, gradient: Tensor) -> dict[str, Tensor]:
         with torch.enable_grad():
             x, weight = (tensor.detach().requires_grad_() for tensor in (self.x, self.weight))
             output = self.multiply(x, weight)
-            into = torch.autograd.grad(output, (x, weight), gradient.reshape(output.shape))
-        return {"input": into[0], "weight": into[1], "bias": self.lines(gradient.reshape(output.shape)).sum(0)}
+            product_gradients = torch.autograd.grad(output, (x, weight), gradient.reshape(output.shape))
+        return {
+            "input": product_gradients[0],
+            "weight": product_gradients[1],
+            "bias": self.flatten_rows(gradient.reshape(output.shape)).sum(0),
+        }
 
-    def cast_gradients(self, gradient: Tensor, promised: Promised) -> dict[str, Tensor]:
-        """Returns both gradients of a linear layer's product with all operands cast; empty for other layers."""
+    def compute_cast_gradients(self, gradient: Tensor, promised: PromisedCasts) -> dict[str, Tensor]:
+        """Returns the gradients of the input and weight of a linear layer, computed with all operands cast. Returns
+        none for convolutions.
+        """
         if self.kind in (CONV1D, CONV2D):
             return {}
         first, second, third = promised.treatments
@@ -141,5 +162,5 @@ class LayerProduct:
         )
         return {"input": down @ weight.t(), "weight": across @ x.t()}
 
-    def square_sides(self) -> LayerProduct:
+    def square_operands(self) -> LayerProduct:
         return LayerProduct(self.module, self.x.square(), self.weight.square(), self.casts_weight)

@@ -1,4 +1,6 @@
-"""Audits models after conversion: what runs in low precision, what was left out, and the likely reason."""
+"""Audits converted models. Finds the layers that run in low precision and the layers that were left out, with the
+likely reason for each of the latter.
+"""
 
 from __future__ import annotations
 
@@ -17,36 +19,37 @@ from torch import Tensor, nn
 from torch.utils.hooks import RemovableHandle
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.layer_numbers import WEIGHTS, WIDE, LayerNumbers, LayerVerdict, describe_casts
-from fp8bench.features.audit.operands import promise_of
-from fp8bench.features.audit.promises import READINGS
-from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, fail, remark
+from fp8bench.features.audit.layer_numbers import WEIGHTS_ONLY, WIDE_DTYPES, LayerNumbers, LayerVerdict, describe_casts
+from fp8bench.features.audit.operands import find_promised_casts
+from fp8bench.features.audit.readings import USUAL_PRECISIONS
+from fp8bench.features.audit.values import Audit, AuditedLayer, AuditFinding, AuditOutcome, make_failure, make_remark
 from fp8bench.model import DeviceFacts
 from fp8bench.model.promises import Signature
-from fp8bench.nn.holders import weight_of, weights_of
-from fp8bench.nn.model_calls import call_of
+from fp8bench.nn.holders import find_product_weights, get_weight
+from fp8bench.nn.model_calls import make_call
 from fp8bench.registry import devices, precisions
 from fp8bench.report.panels import together
 from fp8bench.user_code.named import signed
 
-# Names that libraries give to low-precision layers.
-_LOW = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
+# Class names that libraries give to low-precision layers.
+_LOW_PRECISION_NAMES = re.compile(r"fp8|float8|mxfp|mxlinear|nvfp4|fp4", re.IGNORECASE)
 _PACKAGES = ("transformer_engine", "intel_transformer_engine", "torchao")
-# FP8 products need both sides of a weight to be multiples of this.
-_MULTIPLE = 16
-# All layers are checked if their weights have at most this many elements in total.
-_MOST_NUMBERS = 1 << 26
-# Verdicts on a layer's numbers that are remarks, not failures.
-_REMARKS = ("other-rounding", "sampled")
-# Reasons that are faults of the converter.
-_SILENT = ("stopped", "shared")
-_SHOWN = 4
+# FP8 products need both sides of a weight to be multiples of this number.
+_REQUIRED_MULTIPLE = 16
+# Further layers are checked until the checked weights have this many elements in total.
+_CHECKED_ELEMENTS = 1 << 26
+# Codes of verdicts on a layer's numbers that are remarks, not failures.
+_REMARK_CODES = ("other-rounding", "sampled")
+# Reasons for an unconverted layer that are faults of the converter.
+_CONVERTER_FAULTS = ("stopped", "shared")
+_SHOWN_NAMES = 4
 
 
 @dataclass(eq=False)
 class FoundLayer:
-    """A module whose weight is multiplied; `row` has the facts collected until now, `verdict` the result for its
-    numbers."""
+    """A module that multiplies by a weight. `row` collects the facts to report, and `verdict` is the verdict on its
+    numbers.
+    """
 
     module: nn.Module
     weight: Tensor
@@ -54,130 +57,155 @@ class FoundLayer:
     verdict: LayerVerdict | None = None
 
 
-def layers_in(model: nn.Module) -> list[FoundLayer]:
-    holders = {holder.module: holder for holder in weights_of(model)}
+def find_layers(model: nn.Module) -> list[FoundLayer]:
+    holders = {holder.module: holder for holder in find_product_weights(model)}
     paths = defaultdict[nn.Module, list[str]](list)
     for path, module in model.named_modules(remove_duplicate=False):
         paths[module].append(path or "model")
     layers = []
     for module, (name, *also) in paths.items():
-        weight, holder = weight_of(module), holders.get(module)
+        weight, holder = get_weight(module), holders.get(module)
         is_matrix = isinstance(weight, Tensor) and weight.dim() >= 2 and not isinstance(module, nn.Embedding)
-        low = is_matrix and promises_low(module)
-        weight = weight if low or holder is None else holder.weight
-        if weight is not None and (low or holder is not None):
+        is_low = is_matrix and has_low_precision_class(module)
+        weight = weight if is_low or holder is None else holder.weight
+        if weight is not None and (is_low or holder is not None):
             package, kind = type(module).__module__.partition(".")[0], type(weight)
             description = f"{package} {type(module).__name__}" if package in _PACKAGES else type(module).__name__
             description += "" if kind in (Tensor, nn.Parameter) else f", {kind.__name__}"
-            row = AuditedLayer(name, description, tuple(weight.shape), low, also=tuple(also))
+            row = AuditedLayer(name, description, tuple(weight.shape), is_low, also=tuple(also))
             layers.append(FoundLayer(module, weight, row))
     return layers
 
 
-def promises_low(module: nn.Module) -> bool:
-    kind, weight = type(module), type(weight_of(module))
-    by_name = any(cls.__module__.partition(".")[0] in _PACKAGES or _LOW.search(cls.__name__) for cls in (kind, weight))
-    return by_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
+def has_low_precision_class(module: nn.Module) -> bool:
+    kind, weight = type(module), type(get_weight(module))
+    has_low_name = any(
+        cls.__module__.partition(".")[0] in _PACKAGES or _LOW_PRECISION_NAMES.search(cls.__name__)
+        for cls in (kind, weight)
+    )
+    return has_low_name or hasattr(module, "fp8_meta") or "forward" in vars(module)
 
 
-def explain_exclusions(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
-    """Returns a function that gives the likely reason why a layer was not converted: its name, and a sentence."""
-    low = [layer for layer in layers if layer.row.low]
-    weights = {id(layer.weight): layer.row.name for layer in low}
-    by = {type(layer.module).__module__.partition(".")[0] for layer in low}
-    # Only these libraries stop a conversion at the first layer whose sides do not fit.
-    behind = dict(_behind_odd(model)) if by <= {"transformer_engine", "intel_transformer_engine"} else {}
+def make_exclusion_explainer(model: nn.Module, layers: Sequence[FoundLayer]) -> Callable[[FoundLayer], tuple[str, str]]:
+    """Returns a function that tells why a layer was probably not converted: the name of a rule, and a sentence."""
+    low_layers = [layer for layer in layers if layer.row.low]
+    name_by_weight = {id(layer.weight): layer.row.name for layer in low_layers}
+    converter_packages = {type(layer.module).__module__.partition(".")[0] for layer in low_layers}
+    # Accelerate stops a conversion at the first layer with odd sides only when it uses these libraries.
+    stopped_after = (
+        dict(_find_layers_after_odd(model))
+        if converter_packages <= {"transformer_engine", "intel_transformer_engine"}
+        else {}
+    )
 
-    def why(layer: FoundLayer) -> tuple[str, str]:
+    def explain_exclusion(layer: FoundLayer) -> tuple[str, str]:
         sides, name = layer.row.weight, layer.row.name
         if layer.row.low:
             return "", ""
-        # From the most certain reason to the fallback.
-        if id(layer.weight) in weights:
-            return "shared", f"the same layer as {weights[id(layer.weight)]}, which was converted there alone"
+        # The reasons are tried from the most certain one to the fallback.
+        if id(layer.weight) in name_by_weight:
+            return "shared", (
+                f"it shares its weight with {name_by_weight[id(layer.weight)]}, and only that layer was converted"
+            )
         if not isinstance(layer.module, nn.Linear):
-            return "class", f"converters take torch's Linear, and this is {layer.row.what}"
-        if odd := [side for side in sides if side % _MULTIPLE]:
-            return "shape", f"{odd[0]} is no multiple of {_MULTIPLE}"
-        if name in behind:
-            return "stopped", f"behind {behind[name]}: Accelerate stops where sides do not fit"
-        return "filter", "a filter (of small, first and last layers), or a converter that never saw it"
+            return "class", f"converters only replace torch's Linear, and this is {layer.row.what}"
+        if odd := [side for side in sides if side % _REQUIRED_MULTIPLE]:
+            return "shape", f"{odd[0]} is not a multiple of {_REQUIRED_MULTIPLE}"
+        if name in stopped_after:
+            return "stopped", (
+                f"it comes after {stopped_after[name]}: Accelerate stops at a layer whose sides do not fit"
+            )
+        return "filter", "the converter skipped it (small, first or last layer), or never reached it"
 
-    return why
+    return explain_exclusion
 
 
-def _behind_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
-    """Yields layers that follow one with odd sides in the same module, and that one: there Accelerate's convert_model
-    returns early."""
-    stopped = ""
+def _find_layers_after_odd(model: nn.Module, path: str = "") -> Iterator[tuple[str, str]]:
+    """Yields the layers that follow a Linear with odd sides in the same module, each with the path of that Linear.
+    Accelerate's convert_model stops at such a Linear.
+    """
+    odd_layer = ""
     for name, child in model.named_children():
         child_path = f"{path}.{name}".lstrip(".")
-        if stopped:
-            yield from ((f"{child_path}.{inner}".rstrip("."), stopped) for inner, _ in child.named_modules())
-        elif type(child) is nn.Linear and any(side % _MULTIPLE for side in child.weight.shape):
-            stopped = child_path
+        if odd_layer:
+            yield from ((f"{child_path}.{inner}".rstrip("."), odd_layer) for inner, _ in child.named_modules())
+        elif type(child) is nn.Linear and any(side % _REQUIRED_MULTIPLE for side in child.weight.shape):
+            odd_layer = child_path
         else:
-            yield from _behind_odd(child, child_path)
+            yield from _find_layers_after_odd(child, child_path)
 
 
 def find_broken_ties(model: nn.Module, layers: Sequence[FoundLayer]) -> Iterator[AuditFinding]:
-    """Names converted layers with the values of an embedding but without its tensor: conversion has broken a tie."""
-    tables = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
+    """Yields a failure for each converted layer that was tied to an embedding: it has the same values, but no longer
+    shares the tensor.
+    """
+    embeddings = [(name, module.weight) for name, module in model.named_modules() if isinstance(module, nn.Embedding)]
     for layer in (layer for layer in layers if layer.row.low and layer.weight.device.type != "meta"):
-        for name, table in tables:
+        for name, table in embeddings:
             weight = layer.weight
             if weight is table or weight.shape != table.shape or weight.dtype != table.dtype:
                 continue
-            # Subclasses of Tensor, and tensors on another device, may not be comparable.
+            # Values of Tensor subclasses, or of tensors on different devices, may not be comparable.
             if type(weight) not in (Tensor, nn.Parameter) or weight.device != table.device:
                 continue
             if bool(table.any()) and torch.equal(weight.detach(), table.detach()):
-                reason = f"it has the values of {name}, and is another tensor: what was tied is so no longer"
-                yield replace(fail("tie-broken", reason), input=layer.row.name)
+                reason = (
+                    f"it has the values of {name} but no longer shares its tensor, so training will separate the two"
+                )
+                yield replace(make_failure("tie-broken", reason), input=layer.row.name)
 
 
 class ModelCheck:
-    """Checks low-precision layers while a model runs: all of a small model; otherwise the first and last of each class
-    and shape, and random others within a limit on the total size of weights."""
+    """Checks the numbers of low-precision layers while the model runs. In a large model only some layers are checked:
+    the first and the last one of each class and shape, and random ones until the checked weights reach a limit.
+    """
 
     def __init__(self, model: nn.Module, layers: Sequence[FoundLayer], facts: DeviceFacts, precision: str) -> None:
-        names = dict.fromkeys((*filter(None, (precision,)), *READINGS))
-        self.guesses = {name: promise_of(name, facts) for name in names}
+        precision_names = dict.fromkeys((*filter(None, (precision,)), *USUAL_PRECISIONS))
+        self.guesses = {name: find_promised_casts(name, facts) for name in precision_names}
         self.model, self.layers, self.precision = model, layers, precision
-        self._chosen, self._is_checking = _choose(layers), False
-        self._known: dict[Any, str] = {}
+        self._chosen, self._is_checking = _choose_layers(layers), False
+        self._precision_by_class: dict[Any, str] = {}
 
     def run(self, batch: Any) -> None:
-        """Runs the model on a batch, or raises UsageError. Layers that were not called are checked in a second run,
-        inside one that is called, so that they see the model's autocast."""
+        """Runs the model on a batch. Raises UsageError if the model fails. Layers that the model did not call are
+        checked during a second run. They are called inside a layer that the model calls, so that the model's autocast
+        applies to them.
+        """
         handles = [
-            layer.module.register_forward_hook(partial(self._look, layer), with_kwargs=True) for layer in self.layers
+            layer.module.register_forward_hook(partial(self._inspect_call, layer), with_kwargs=True)
+            for layer in self.layers
         ]
-        self._call(batch, handles)
-        inside = next((layer.module for layer in self.layers if layer.row.low and layer.verdict), None)
-        if inside is not None and self._unseen:
-            self._call(batch, [inside.register_forward_hook(lambda *_: self.check_unseen())])
+        self._call_model(batch, handles)
+        called_module = next((layer.module for layer in self.layers if layer.row.low and layer.verdict), None)
+        if called_module is not None and self._uncalled_layers:
+            self._call_model(batch, [called_module.register_forward_hook(lambda *_: self.check_uncalled())])
 
-    def check_unseen(self) -> None:
-        for layer in self._unseen:
-            self._check(layer, LayerNumbers(layer.module, layer.weight, self.guesses, self._likely(layer)), None, None)
+    def check_uncalled(self) -> None:
+        for layer in self._uncalled_layers:
+            self._check_layer(
+                layer,
+                LayerNumbers(layer.module, layer.weight, self.guesses, self._likely_precisions(layer)),
+                None,
+                None,
+            )
 
     @property
-    def _unseen(self) -> list[FoundLayer]:
+    def _uncalled_layers(self) -> list[FoundLayer]:
         return [layer for layer in self.layers if layer in self._chosen and layer.row.low and not layer.verdict]
 
-    def _call(self, batch: Any, handles: Sequence[RemovableHandle]) -> None:
+    def _call_model(self, batch: Any, handles: Sequence[RemovableHandle]) -> None:
         try:
             with torch.no_grad():
-                call_of(self.model, batch)()
+                make_call(self.model, batch)()
         finally:
             for handle in handles:
                 handle.remove()
 
-    def _likely(self, layer: FoundLayer) -> tuple[str, ...]:
-        return self.precision, self._known.get(_class_and_shape(layer), "")
+    def _likely_precisions(self, layer: FoundLayer) -> tuple[str, ...]:
+        return self.precision, self._precision_by_class.get(_class_and_shape(layer), "")
 
-    def _look(
+    def _inspect_call(
         self, layer: FoundLayer, module: nn.Module, arguments: tuple[Any, ...], options: dict[str, Any], output: Any
     ) -> None:
         x = next((value for value in (*arguments, *options.values()) if isinstance(value, Tensor)), None)
@@ -188,36 +216,38 @@ class ModelCheck:
             layer.row = replace(
                 layer.row, flops=layer.row.flops + 2 * x.numel() // max(x.shape[-1], 1) * inputs * outputs
             )
-        custom = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
-        if layer in self._chosen and not layer.verdict and (layer.row.low or custom):
-            numbers = LayerNumbers(module, layer.weight, self.guesses, self._likely(layer), arguments, options)
-            self._check(layer, numbers, x, output)
+        has_custom_forward = isinstance(module, nn.Linear) and type(module).forward is not nn.Linear.forward
+        if layer in self._chosen and not layer.verdict and (layer.row.low or has_custom_forward):
+            layer_numbers = LayerNumbers(
+                module, layer.weight, self.guesses, self._likely_precisions(layer), arguments, options
+            )
+            self._check_layer(layer, layer_numbers, x, output)
 
-    def _check(self, layer: FoundLayer, numbers: LayerNumbers, x: Tensor | None, output: Any) -> None:
+    def _check_layer(self, layer: FoundLayer, layer_numbers: LayerNumbers, x: Tensor | None, output: Any) -> None:
         self._is_checking = True
         try:
-            verdict = numbers.check(x, output, alone=layer.row.low)
-            # A class with a custom forward pass and an uninformative name is recognized by its numbers.
+            verdict = layer_numbers.check(x, output, also_alone=layer.row.low)
+            # A layer whose class has a custom forward pass and an unknown name is recognized by its numbers.
             if not layer.row.low and verdict.runs in self.guesses:
                 layer.row = replace(layer.row, low=True)
-                verdict = numbers.check(x, output)
+                verdict = layer_numbers.check(x, output)
         finally:
             self._is_checking = False
         layer.verdict = verdict
         if verdict.runs:
-            self._known.setdefault(_class_and_shape(layer), verdict.runs)
+            self._precision_by_class.setdefault(_class_and_shape(layer), verdict.runs)
 
     def finish(self) -> None:
-        """Checks the layers that no run has called, and writes all verdicts into the rows."""
-        self.check_unseen()
-        classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
+        """Checks the layers that the model never called, and writes all verdicts into the rows."""
+        self.check_uncalled()
+        low_classes = {type(layer.module) for layer in self.layers if layer.row.low and layer.verdict} - {nn.Linear}
         for layer in self.layers:
-            if layer.verdict and (layer.row.low or type(layer.module) in classes):
+            if layer.verdict and (layer.row.low or type(layer.module) in low_classes):
                 runs, code, wrong = layer.verdict
                 layer.row = replace(layer.row, low=True, runs=runs, code=code, wrong=wrong)
             elif layer.row.low:
                 layer.row = replace(
-                    layer.row, code="sampled", wrong="not looked at: others of their class and shape were"
+                    layer.row, code="sampled", wrong="not checked: other layers of their class and shape were"
                 )
 
 
@@ -225,28 +255,30 @@ def _class_and_shape(layer: FoundLayer) -> tuple[Any, ...]:
     return type(layer.module), type(layer.weight), layer.row.weight
 
 
-def _choose(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
+def _choose_layers(layers: Sequence[FoundLayer]) -> set[FoundLayer]:
     groups = together((_class_and_shape(layer), layer) for layer in layers).values()
     chosen: set[FoundLayer] = set()
     for group in groups:
         chosen |= {group[0], group[-1]}
-    numbers = sum(layer.weight.numel() for layer in chosen)
+    weight_elements = sum(layer.weight.numel() for layer in chosen)
     for layer in random.Random(0).sample(layers, len(layers)):
-        if layer not in chosen and numbers + layer.weight.numel() <= _MOST_NUMBERS:
+        if layer not in chosen and weight_elements + layer.weight.numel() <= _CHECKED_ELEMENTS:
             chosen.add(layer)
-            numbers += layer.weight.numel()
+            weight_elements += layer.weight.numel()
     return chosen
 
 
 @contextmanager
 def restore_model(model: nn.Module) -> Iterator[None]:
-    """Restores buffers, such as running means, and the random state; expanded buffers are skipped because nobody writes
-    them."""
-    written = (buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride())
-    buffers = [(buffer, buffer.clone()) for buffer in written]
-    devices = {buffer.device for buffer in (*model.parameters(), *model.buffers()) if buffer.device.type == "cuda"}
+    """Restores buffers, such as running means, and the random state after the `with` block. Expanded buffers are not
+    restored, because nothing writes to them."""
+    restored_buffers = (
+        buffer for buffer in model.buffers() if buffer.layout is not torch.strided or 0 not in buffer.stride()
+    )
+    buffers = [(buffer, buffer.clone()) for buffer in restored_buffers]
+    cuda_devices = {buffer.device for buffer in (*model.parameters(), *model.buffers()) if buffer.device.type == "cuda"}
     try:
-        with torch.random.fork_rng(devices):
+        with torch.random.fork_rng(cuda_devices):
             yield
     finally:
         with torch.no_grad():
@@ -255,7 +287,7 @@ def restore_model(model: nn.Module) -> Iterator[None]:
 
 
 def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Signature, facts: DeviceFacts) -> Audit:
-    started, layers = time.perf_counter(), layers_in(model)
+    started, layers = time.perf_counter(), find_layers(model)
     check, failed = ModelCheck(model, layers, facts, signature.precision), list[AuditFinding]()
     with restore_model(model):
         try:
@@ -264,13 +296,13 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
         except UsageError as error:
             failed.append(AuditFinding("", AuditOutcome.CANNOT_TELL, "raises", str(error)))
         check.finish()
-    explain, rows = explain_exclusions(model, layers), []
+    explain, rows = make_exclusion_explainer(model, layers), []
     for layer in layers:
         rule, reason = explain(layer)
         rows.append(replace(layer.row, rule=rule, reason=reason))
     checks = {
-        "conversion": [*_conversion(rows), *find_broken_ties(model, layers)],
-        "numbers": [*failed, *_numbers(rows, signature.precision)],
+        "conversion": [*_find_conversion_faults(rows), *find_broken_ties(model, layers)],
+        "numbers": [*failed, *_find_number_faults(rows, signature.precision)],
     }
     findings: list[AuditFinding] = []
     for name, found in checks.items():
@@ -280,52 +312,72 @@ def audit_loaded_model(target: str, model: nn.Module, batch: Any, signature: Sig
 
 
 def audit_model(model: nn.Module, batch: Any = None, precision: str = "") -> Audit:
-    """Audits a live model that Accelerate, torchao or another converter has been through. Converted layers are checked
-    as the model calls them, and by themselves, without and with gradients. The model stays unchanged; scales that
-    remember earlier casts see these calls.
+    """Audits a model that Accelerate, torchao or another converter has changed. Converted layers are checked as the
+    model calls them, and alone on random inputs, with and without gradients. The model stays unchanged, except that
+    scales which remember earlier casts see these calls.
 
     model: the converted model
-    batch: what its forward takes; without one layers are checked by themselves alone
-    precision: what converted layers should be in; '' for any low precision
+    batch: what its forward takes; without one, layers are only checked alone
+    precision: the precision that converted layers should run in; '' for any low precision
     """
     facts = next(device for device in devices.get("cpu").available())
     signature = signed("model", precisions.canonical(precision) if precision else "")
     return audit_loaded_model(type(model).__name__, model, batch, signature, facts)
 
 
-def _about(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
-    others_named = f" and {len(rows) - _SHOWN} more" if len(rows) > _SHOWN else ""
-    return replace(finding, input=", ".join(row.name for row in rows[:_SHOWN]) + others_named)
+def _name_layers(rows: Sequence[AuditedLayer], finding: AuditFinding) -> AuditFinding:
+    count_suffix = f" and {len(rows) - _SHOWN_NAMES} more" if len(rows) > _SHOWN_NAMES else ""
+    return replace(finding, input=", ".join(row.name for row in rows[:_SHOWN_NAMES]) + count_suffix)
 
 
-def _conversion(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
+def _find_conversion_faults(rows: Sequence[AuditedLayer]) -> Iterator[AuditFinding]:
     if not any(row.low for row in rows):
-        yield _about(rows, fail("nothing-converted", f"none of {len(rows)} layers is of a class of low precision"))
+        yield _name_layers(
+            rows, make_failure("nothing-converted", f"none of {len(rows)} layers has a low-precision class")
+        )
         return
     by_rule = together((row.rule, row) for row in rows if row.rule)
-    for rule, excluded in sorted(by_rule.items(), key=lambda pair: pair[0] not in _SILENT):
-        tell = fail if rule in _SILENT else remark
-        yield _about(
-            excluded, tell(rule, f"{len(excluded)} of {len(rows)} layers stay as they were: {excluded[0].reason}")
+    for rule, excluded in sorted(by_rule.items(), key=lambda pair: pair[0] not in _CONVERTER_FAULTS):
+        make_result = make_failure if rule in _CONVERTER_FAULTS else make_remark
+        yield _name_layers(
+            excluded,
+            make_result(rule, f"{len(excluded)} of {len(rows)} layers were not converted: {excluded[0].reason}"),
         )
 
 
-def _numbers(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
-    low = [row for row in rows if row.low]
-    for (runs, code, wrong), same_rows in together(((row.runs, row.code, row.wrong), row) for row in low).items():
-        words = f"{len(same_rows)} of {len(low)} converted layers"
-        if precision and runs == WEIGHTS and not code:
-            yield _about(same_rows, fail("not-cast", f"{words} cast their weights alone, and {precision} was promised"))
-        elif precision and runs in READINGS and runs != precision:
-            promise = f"{precision} was promised; to promise what was found, give --precision {runs}"
-            yield _about(same_rows, fail("other-precision", f"{words} multiply {describe_casts(runs)}, and {promise}"))
+def _find_number_faults(rows: Sequence[AuditedLayer], precision: str) -> Iterator[AuditFinding]:
+    low_rows = [row for row in rows if row.low]
+    for (runs, code, wrong), same_rows in together(((row.runs, row.code, row.wrong), row) for row in low_rows).items():
+        layer_count = f"{len(same_rows)} of {len(low_rows)} converted layers"
+        if precision and runs == WEIGHTS_ONLY and not code:
+            yield _name_layers(
+                same_rows,
+                make_failure("not-cast", f"{layer_count} cast only their weights, but {precision} was promised"),
+            )
+        elif precision and runs in USUAL_PRECISIONS and runs != precision:
+            promise_text = f"{precision} was promised; to promise {runs}, give --precision {runs}"
+            yield _name_layers(
+                same_rows,
+                make_failure("other-precision", f"{layer_count} multiply {describe_casts(runs)}, but {promise_text}"),
+            )
         elif code:
-            yield _about(same_rows, (remark if code in _REMARKS else fail)(code, f"{words}: {wrong}"))
-        elif runs in WIDE:
-            yield _about(same_rows, fail("not-cast", f"{words} multiply {describe_casts(runs)}, and promise otherwise"))
+            yield _name_layers(
+                same_rows, (make_remark if code in _REMARK_CODES else make_failure)(code, f"{layer_count}: {wrong}")
+            )
+        elif runs in WIDE_DTYPES:
+            yield _name_layers(
+                same_rows,
+                make_failure(
+                    "not-cast", f"{layer_count} multiply {describe_casts(runs)}, but their class promises low precision"
+                ),
+            )
         elif not runs:
-            yield _about(
-                same_rows, fail("unchecked", f"{words} show no product that casts change, so nothing is known of them")
+            yield _name_layers(
+                same_rows,
+                make_failure(
+                    "unchecked",
+                    f"{layer_count} gave no product that a cast would change, so their precision is unknown",
+                ),
             )
 
 
@@ -335,4 +387,4 @@ def parse_model(name: str, answer: object) -> tuple[nn.Module, Any]:
             return answer, None
         case (nn.Module() as model, batch, *_):
             return model, batch
-    raise UsageError(f"{name} gives {type(answer).__name__}; expected a model, or (model, batch).")
+    raise UsageError(f"{name} returns {type(answer).__name__}; expected a model or (model, batch).")

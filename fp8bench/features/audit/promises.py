@@ -1,12 +1,11 @@
-"""Computes what a result should be, and finds the mistake that explains one that differs.
+"""Computes the expected results of a kernel, and finds the mistake that explains a wrong result.
 
-A kernel passes if every element equals the rounded sum of the promised products for some summation order. Otherwise the
-mistake that explains every element is named. An unexplained result is compared with the emulation's error on the same
-data: far above it is wrong, far below it is a wider precision.
+A product passes if every element is a correctly rounded sum of the promised operands, in any order of summation.
+Otherwise the mistake that explains every element is named. A result that no mistake explains is compared with the
+error of the emulation on the same data: a far larger error is wrong, and a far smaller one shows a wider precision.
 
-A softmax has no result that is exact to the last bit, so attention is judged by its error: scores and weights may stay
-in float32 or be rounded on the way, and a result must have the error of one of these variants, or one between them.
-"""
+A softmax has no result that is exact to the last bit, so attention is judged by its error. Scores and weights may
+stay in float32 or be rounded, and the error must be that of one of these variants or between two of them."""
 
 from __future__ import annotations
 
@@ -19,103 +18,79 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
-from fp8bench.features.audit.operands import Rounded, mistakes, nearest, round_operand, span
-from fp8bench.features.audit.values import AuditFinding, fail, remark
+from fp8bench.features.audit.operands import (
+    Rounded,
+    find_nearest_mistake,
+    find_value_range,
+    iterate_mistakes,
+    round_operand,
+)
+from fp8bench.features.audit.values import AuditFinding, make_failure, make_remark
 from fp8bench.formats.grids import E4M3, E5M2
-from fp8bench.formats.recipes import HOPPER_BITS, Treatment
+from fp8bench.formats.recipes import HOPPER_SUM_BITS, Treatment
 from fp8bench.model.promises import Difference
 from fp8bench.numerics.conformity import (
     FLOAT32_BITS,
     ConformitySums,
+    estimate_sum_bits,
     explain_product,
-    kept_bits,
-    match_units,
+    matches_hopper_units,
 )
 from fp8bench.numerics.norms import relative_frobenius
 
-# The allowed error relative to the emulation's. Honest casts that occasionally round differently (an inverse with fewer
-# bits, ties the other way) stay within: power-of-two scales change FP8's error by less than a tenth, truncating casts
-# double it.
-BAND = (0.8, 1.25)
-# With fewer rows than this, errors of two stochastic casts may differ by chance by this factor.
-_FEW_ROWS, _FEW_DRAWS = 32, 2.5
-# A mistake is named if it is this many times nearer than the promise, in mean squares; for products, and for attention.
-_NEARER, _NEARER_IN_ATTENTION = 4.0, 16.0
-# The relative error of an element times a scale in float32, if the scale was computed differently. Also the error that
-# a float32 exponential, and sums in any order, may add to attention.
+# The allowed error relative to that of the emulation. Correct casts that sometimes round differently (an approximate
+# inverse, ties rounded the other way) stay inside this band: power-of-two scales change the FP8 error by less than a
+# tenth, while truncating casts double it.
+ERROR_BAND = (0.8, 1.25)
+# With fewer rows than this, the errors of two stochastic casts may differ by this factor by chance.
+_DECODING_ROWS, _FEW_ROWS_FACTOR = 32, 2.5
+# A mistake is named if its result is this many times nearer than the expected one, in mean squares. The first number
+# is for products, the second one for attention.
+_NEARER_FACTOR, _NEARER_FACTOR_IN_ATTENTION = 4.0, 16.0
+# The relative error of an element times its float32 scale, if the scale was computed in another way. It is also that
+# of float32 exponentials, and of the order of summation in attention.
 _LAST_BITS = 2.0**-18
-# The most grid steps by which a value may differ under a different scale.
-_STEPS = 2.0
-# Rounding errors are treated as random: a sum of many may be off by this many standard errors.
-_DRAWN = 6.0
-# With fewer results no mistake is named, and no error judged.
-_ENOUGH = 64
-# The smallest mean gain that is reported; the number of standard errors that it must exceed; the share of it that ties
-# must leave unexplained.
-_GAIN, _SURE, _APART = 1e-3, 6.0, 0.05
-# A mean gain is only checked in sums of at least this many terms.
-_TERMS = 8.0
-# Sums in fewer bits than the first number are reported: Hopper's FP8 products have 14. Below the second they are not
-# sums.
-_SHORT, _LEAST_BITS = 13, 6
-# Hopper's units are simulated term by term: this many terms take about a second.
-_MOST_TERMS = 1 << 25
-TIES = "casts round elsewhere, as a scale that differs in its last bits, or ties to the other side, make them"
-# A kernel may round values above this share of the largest number to infinity.
+# A value may differ by this many steps of the format's grid if its scale differs.
+_GRID_STEPS = 2.0
+# Rounding errors count as random: a sum may be off by this many standard errors.
+_STANDARD_ERRORS = 6.0
+# With fewer results than this, no mistake is named and no error is judged.
+_MIN_RESULTS = 64
+# A mean gain of all results is reported if it exceeds the first number and so many standard errors. At least the last
+# number, as a share, of the exact sums must be independent of ties, because ties may cause a gain too.
+_MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
+# A mean gain is only checked if sums have at least this many effective terms.
+_MIN_TERMS = 8.0
+# Sums in fewer bits than the first number are failures: Hopper's FP8 products have 14. Below the second number, the
+# result is not a sum of the operands.
+_SHORT_SUM_BITS, _MIN_SUM_BITS = 13, 6
+# At most this many terms of sums in Hopper's units are simulated, one by one, which takes about a second.
+_SIMULATED_TERMS = 1 << 25
+ROUNDING_REASON = "casts round differently: scales differ in their last bits, or ties are rounded the other way"
+# Values above this share of the dtype's largest number may become infinite.
 _NEAR_LARGEST = 0.9
-# Codes that a single input proves; and codes of figures, which a second input must confirm because they may be chance.
-CERTAIN = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
-FIGURES = ("too-bad", "too-good", "gain")
-# Two errors of attention count as equal if their ratio is above this.
-_JUST = 0.999
-# The audit's codes for differences that `numerics/conformity.py` explains.
-_CODES = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
-# Precisions that results are compared with to describe what was computed, the usual ones first.
-READINGS = (
-    "fp8",
-    "fp8:scale=pow2",
-    "fp8-rowwise",
-    "fp8-rowwise:scale=exact",
-    "fp8-block",
-    "fp8-block:scale=exact",
-    "mxfp8",
-    "mxfp8:scale=floor",
-    "mxfp6",
-    "mxfp4",
-    "mxfp4:scale=floor",
-    "nvfp4",
-    "nvfp4:weights=1d",
-    "fp8-e5m2",
-    "fp8-unit",
-)
-OTHER_READINGS = (
-    "fp8-e4m3",
-    "mxfp8:scale=even",
-    "mxfp8:scale=ceil",
-    "mxfp4:scale=even",
-    "mxfp4:scale=ceil",
-    "mxfp6:formats=e2m3",
-    "nvfp4:scale=up",
-    "custom:format=e4m3fnuz",
-    "custom:format=e4m3fnuz:scaling=row",
-    "bf16",
-    "fp16",
-    "fp32",
-)
-_RESULTS = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
+# Failures that one input proves, and codes of figures. Figures may be chance, so a second input must confirm them.
+CERTAIN_CODES = ("shape", "dtype", "not-finite", "wrong-values", "unexplained")
+FIGURE_CODES = ("too-bad", "too-good", "gain")
+# Two errors of attention count as equal if their ratio exceeds this.
+_EQUAL_RATIO = 0.999
+# The codes of the audit for differences that `numerics/conformity.py` explains.
+_CODE_BY_DIFFERENCE = {Difference.LAYOUT: "layout", Difference.SCALE: "factor", Difference.OVERFLOW: "overflow"}
+_RESULT_DTYPES = (torch.float64, torch.float32, torch.bfloat16, torch.float16)
 Matrices = tuple[Tensor, ...]
 
 
-class Promise(Protocol):
-    """The expected result."""
+class ExpectedResult(Protocol):
+    """An expected result, which judges the kernel's result."""
 
-    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        """Judges one result. Without `search`, no mistakes are searched in a result with the right error."""
+    def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
+        """Returns the finding for one result. Without `search_mistakes`, no mistake is named for results whose error
+        is right."""
 
 
 @dataclass(frozen=True)
-class SampledPlaces:
-    """The `rows` and `columns` of a result of that shape to judge; for attention, the heads and positions."""
+class ResultSample:
+    """The rows and columns that are judged in a result of this `shape`. For attention, they are heads and positions."""
 
     shape: tuple[int, ...]
     rows: Tensor
@@ -123,333 +98,403 @@ class SampledPlaces:
 
 
 @dataclass(frozen=True)
-class ProductPromise:
-    """The expected product of a (M, K) and transposed b (N, K), rounded by their recipe. `emulated` is the emulation's
-    result if casts rotate operands or draw random numbers: then only its error is compared. On `hopper` FP8 may be
-    summed in few bits. With `places`, a and b are some rows of the operands, and only these parts of the result are
-    judged."""
+class ExpectedProduct:
+    """The expected product of a (M, K) and transposed b (N, K), both rounded by their recipe. `emulated` is the
+    emulation's result. It is set if casts rotate operands or use random numbers, and then only the error is compared.
+    With `hopper`, FP8 products may be summed in few bits. With `sample`, a and b hold some rows of the operands, and
+    only the sampled part of the result is judged."""
 
     a: Rounded
     b: Rounded
     emulated: Tensor | None = None
     hopper: bool = False
-    places: SampledPlaces | None = None
+    sample: ResultSample | None = None
 
-    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        places, shape = self.places, (len(self.a.elements), len(self.b.elements))
-        if wrong := unusable(result, shape if places is None else places.shape, finite=False):
+    def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
+        sample, shape = self.sample, (len(self.a.elements), len(self.b.elements))
+        if wrong := find_unusable(result, shape if sample is None else sample.shape, finite=False):
             return wrong
-        if places is not None:
-            result = result[places.rows][:, places.columns]
+        if sample is not None:
+            result = result[sample.rows][:, sample.columns]
         result = result.to(torch.float32) if result.dtype is torch.float64 else result
-        sums = self._sums(result.dtype)
-        likely = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
-        if not bool((likely.to(torch.float64).abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all()):
-            return self._judge_overflow(result, sums, likely)
-        if wrong := unusable(result, shape):
+        sums = self._make_sums(result.dtype)
+        likely_result = sums.exact.to(result.dtype) if self.emulated is None else self.emulated
+        if not bool((likely_result.to(torch.float64).abs() < _NEAR_LARGEST * torch.finfo(result.dtype).max).all()):
+            return self._judge_overflow(result, sums, likely_result)
+        if wrong := find_unusable(result, shape):
             return wrong
-        error, expected = self._error(result), self._error(likely)
+        error, expected = self._measure_error(result), self._measure_error(likely_result)
         if self.emulated is None or (error is None and expected is None):
-            return replace(self._compare_sums(result, sums, search), error=error, expected=expected)
-        band = in_band(error, expected, slack=_FEW_DRAWS if self._draws_little(shape) else 1.0)
-        return band if band.failed else AuditFinding(error=error, expected=expected)
+            return replace(self._compare_sums(result, sums, search_mistakes), error=error, expected=expected)
+        error_finding = judge_error(error, expected, slack=_FEW_ROWS_FACTOR if self._is_error_random(shape) else 1.0)
+        return error_finding if error_finding.has_failed else AuditFinding(error=error, expected=expected)
 
-    def _draws_little(self, shape: tuple[int, int]) -> bool:
-        """Whether chance affects the error of stochastic casts: few results are judged, or few numbers are cast."""
-        return self.places is not None or min(*shape, self.a.elements.shape[1]) < _FEW_ROWS
+    def _is_error_random(self, shape: tuple[int, int]) -> bool:
+        """Returns whether the error of stochastic casts varies much by chance. It does if few results are judged, or
+        if few numbers are cast."""
+        return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
-    def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely: Tensor) -> AuditFinding:
-        """Judges results if some promised sums overflow their dtype. These may become infinite or the largest number;
-        the others may differ by ties and last bits, or have the expected error."""
-        wide = result.to(torch.float64)
-        unbounded = torch.where(wide.abs() >= torch.finfo(result.dtype).max, wide.sign() * math.inf, wide)
+    def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
+        """Judges a result if some expected sums overflow its dtype. These sums may become infinite or the largest
+        number. The remaining sums may differ by ties and last bits, or have the expected error."""
+        float64_result = result.to(torch.float64)
+        unbounded = torch.where(
+            float64_result.abs() >= torch.finfo(result.dtype).max, float64_result.sign() * math.inf, float64_result
+        )
 
-        def lost(slack: Sequence[Tensor], errors: float) -> bool:
-            beyond = [self._beyond(numbers, sums, slack, errors) for numbers in (wide, unbounded)]
-            return bool((beyond[0] & beyond[1] & ~sums.exact.isnan()).any())
+        def has_unreachable(slack: Sequence[Tensor], errors: float) -> bool:
+            unreachable = [
+                self._mark_unreachable(numbers, sums, slack, errors) for numbers in (float64_result, unbounded)
+            ]
+            return bool((unreachable[0] & unreachable[1] & ~sums.exact.isnan()).any())
 
-        if not lost([_slack(side, span(side)) for side in (self.a, self.b)], math.inf):
+        if not has_unreachable([_measure_slack(side, find_value_range(side)) for side in (self.a, self.b)], math.inf):
             return AuditFinding()
-        if lost([_STEPS * _steps_of(side) for side in (self.a, self.b)], _DRAWN):
-            return fail("too-bad", "results next to some that overflow are wrong")
-        finite = result.isfinite() & likely.isfinite()
-        error, expected = (self._error(torch.where(finite, numbers, 0), finite) for numbers in (result, likely))
-        return in_band(error, expected)
+        if has_unreachable([_GRID_STEPS * _measure_grid_steps(side) for side in (self.a, self.b)], _STANDARD_ERRORS):
+            return make_failure("too-bad", "some results overflow as expected, but the remaining results are wrong")
+        is_finite = result.isfinite() & likely_result.isfinite()
+        error, expected = (
+            self._measure_error(torch.where(is_finite, numbers, 0), is_finite) for numbers in (result, likely_result)
+        )
+        return judge_error(error, expected)
 
-    def _compare_sums(self, result: Tensor, sums: ConformitySums, search: bool) -> AuditFinding:
-        # 1. Accept results that some sum of promised operands gives.
-        wide = result.to(torch.float64)
-        if sums.holds(wide):
+    def _compare_sums(self, result: Tensor, sums: ConformitySums, search_mistakes: bool) -> AuditFinding:
+        # 1. Accept results that equal a sum of the promised operands, in any order.
+        float64_result = result.to(torch.float64)
+        if sums.is_within_bound(float64_result):
             return AuditFinding()
-        # 2. Known hardware behaviour is a remark, not a failure.
-        if self.hopper and self._of_units(result, sums):
-            return remark("short-sums", "to the bit what Hopper's FP8 units sum in 14 bits")
-        # 3. Accept near misses that operands on the edge between two codes explain.
-        spans = span(self.a), span(self.b)
-        gain = self._gain(wide, sums, spans)
-        if not gain and not bool(self._beyond(wide, sums, map(_slack, (self.a, self.b), spans)).any()):
-            return remark("other-rounding", TIES)
-        steps = (_STEPS * _steps_of(operand) for operand in (self.a, self.b))
-        # 4. Report a named mistake, if one explains all results.
-        outliers = self._beyond(wide, sums, steps, _DRAWN)
+        # 2. Report the short sums of Hopper's units as a remark, not a failure.
+        if self.hopper and self._matches_hopper_units(result, sums):
+            return make_remark("short-sums", "equal to the bit to what Hopper's FP8 units give, which sum in 14 bits")
+        # 3. Accept small differences if operands halfway between two codes explain them.
+        value_ranges = find_value_range(self.a), find_value_range(self.b)
+        gain = self._describe_gain(float64_result, sums, value_ranges)
+        slack = map(_measure_slack, (self.a, self.b), value_ranges)
+        if not gain and not bool(self._mark_unreachable(float64_result, sums, slack).any()):
+            return make_remark("other-rounding", ROUNDING_REASON)
+        grid_steps = (_GRID_STEPS * _measure_grid_steps(operand) for operand in (self.a, self.b))
+        # 4. Report a mistake if one explains all results.
+        outliers = self._mark_unreachable(float64_result, sums, grid_steps, _STANDARD_ERRORS)
         is_near = not bool(outliers.any())
-        if is_near and result.numel() < _ENOUGH:
-            return remark("other-rounding", TIES)
-        code, reason = self._explain(wide, result, sums) if search and result.numel() >= _ENOUGH else ("", "")
+        if is_near and result.numel() < _MIN_RESULTS:
+            return make_remark("other-rounding", ROUNDING_REASON)
+        code, reason = (
+            self._explain_difference(float64_result, result, sums)
+            if search_mistakes and result.numel() >= _MIN_RESULTS
+            else ("", "")
+        )
         if code or (gain and is_near):
-            return fail(code, reason) if code else fail("gain", gain)
-        # 5. Report where results differ that no rounding of operands explains.
-        if not is_near and not self._lossless:
+            return make_failure(code, reason) if code else make_failure("gain", gain)
+        # 5. Report the results that no rounding of the operands explains.
+        if not is_near and not self._is_lossless:
             row, column = (int(place) for place in outliers.nonzero()[0])
-            if self.places is not None:
-                row, column = int(self.places.rows[row]), int(self.places.columns[column])
-            where = f"{int(outliers.sum())} of {outliers.numel()} results, the first in row {row}, column {column}"
-            return fail("wrong-values", f"{where}, are further off than operands that round otherwise")
-        # 6. Otherwise judge the error alone, and how many bits sums seem to have.
-        band = in_band(self._error(result), self._error(sums.exact.to(result.dtype)), reason or gain)
-        if short := self._short(wide, sums):
-            make_finding = remark if band.remark or (band.error is None and short >= _SHORT) else fail
-            return make_finding("short-sums", f"sums, or operands, as if kept in {short} bits")
-        return band
+            if self.sample is not None:
+                row, column = int(self.sample.rows[row]), int(self.sample.columns[column])
+            location = f"{int(outliers.sum())} of {outliers.numel()} results, the first in row {row}, column {column}"
+            return make_failure(
+                "wrong-values", f"{location}, differ by more than any rounding of the operands explains"
+            )
+        # 6. Otherwise judge the error, and report in how many bits sums seem to be kept.
+        error_finding = judge_error(
+            self._measure_error(result), self._measure_error(sums.exact.to(result.dtype)), reason or gain
+        )
+        if sum_bits := self._count_sum_bits(float64_result, sums):
+            is_allowed = error_finding.is_remark or (error_finding.error is None and sum_bits >= _SHORT_SUM_BITS)
+            return (make_remark if is_allowed else make_failure)(
+                "short-sums", f"sums or operands seem to be kept in {sum_bits} bits"
+            )
+        return error_finding
 
-    def _of_units(self, result: Tensor, sums: ConformitySums) -> bool:
-        """Whether it matches Hopper's units: bit by bit in as many rows as can be simulated, and nearly in all."""
+    def _matches_hopper_units(self, result: Tensor, sums: ConformitySums) -> bool:
+        """Returns whether the result equals what Hopper's FP8 units give. It must agree bit by bit in as many rows as
+        can be simulated, and approximately in all rows."""
         a, b = self.a, self.b
         if any(side.treatment is None or side.treatment.fmt not in (E4M3, E5M2) for side in (a, b)):
             return False
-        every = -(-result.numel() * a.elements.shape[1] // _MOST_TERMS)
-        rows = slice(None, None, max(1, every))
-        if not sums.near(result.to(torch.float64), sums.exact, sums.reach(HOPPER_BITS - 1) * sums.magnitude):
+        row_step = -(-result.numel() * a.elements.shape[1] // _SIMULATED_TERMS)
+        simulated_rows = slice(None, None, max(1, row_step))
+        if not sums.is_near(
+            result.to(torch.float64), sums.exact, sums.relative_bound(HOPPER_SUM_BITS - 1) * sums.magnitude
+        ):
             return False
-        spread = (side.spread.expand_as(side.elements) for side in (a, b))
-        codes, scales = (a.elements[rows], b.elements), (next(spread)[rows], next(spread))
-        return any(match_units(result[rows], codes, scales, promoted) for promoted in (True, False))
+        scales_of_a, scales_of_b = (side.element_scales.expand_as(side.elements) for side in (a, b))
+        codes, scales = (a.elements[simulated_rows], b.elements), (scales_of_a[simulated_rows], scales_of_b)
+        return any(matches_hopper_units(result[simulated_rows], codes, scales, promoted) for promoted in (True, False))
 
     @property
-    def _lossless(self) -> bool:
+    def _is_lossless(self) -> bool:
         return all(side.given is None or torch.equal(side.values, side.given.float()) for side in (self.a, self.b))
 
-    def _beyond(self, wide: Tensor, sums: ConformitySums, slack: Iterable[Tensor], errors: float = math.inf) -> Tensor:
-        """Marks results that no sum of operands that are off by at most `slack` is rounded to. With `errors`, rounding
-        errors are treated as random, and that many standard errors are allowed."""
+    def _mark_unreachable(
+        self, float64_result: Tensor, sums: ConformitySums, slack: Iterable[Tensor], standard_errors: float = math.inf
+    ) -> Tensor:
+        """Marks results that cannot be a rounded sum of the operands, even if each element of these is wrong by up to
+        its `slack`. With `standard_errors`, elements are wrong at random, and a sum may be wrong by that many
+        standard errors."""
         x, y, a, b = (tensor.double() for tensor in (self.a.values.abs(), self.b.values.abs(), *slack))
-        extra = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
-        if errors < math.inf:
-            extra = torch.minimum(extra, errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt())
-        low, high = ((sums.exact + side * (sums.bound + extra)).to(sums.dtype).to(torch.float64) for side in (-1, 1))
-        return ~((wide >= low) & (wide <= high))
+        operand_slack = ((x + a) @ (y + b).t() - sums.magnitude).clamp(min=0)
+        if standard_errors < math.inf:
+            random_slack = standard_errors * (a**2 @ (y**2).t() + x**2 @ (b**2).t()).sqrt()
+            operand_slack = torch.minimum(operand_slack, random_slack)
+        low, high = (
+            (sums.exact + side * (sums.bound + operand_slack)).to(sums.dtype).to(torch.float64) for side in (-1, 1)
+        )
+        return ~((float64_result >= low) & (float64_result <= high))
 
-    def _short(self, wide: Tensor, sums: ConformitySums) -> int:
-        """Returns the number of bits in which sums seem to be kept, if only short sums explain the result; else 0."""
-        if bool((wide[sums.exact == 0] != 0).any()):
+    def _count_sum_bits(self, float64_result: Tensor, sums: ConformitySums) -> int:
+        """Returns in how many bits sums seem to be kept, if short sums explain the result. Otherwise returns 0."""
+        if bool((float64_result[sums.exact == 0] != 0).any()):
             return 0
-        bits = kept_bits(wide, sums)
-        if bits >= FLOAT32_BITS and self._lossless:
-            apart = float((wide - sums.exact).square().mean() / sums.exact.square().mean().clamp(min=1e-300))
-            bits = round(-math.log2(12 * apart) / 2) if apart else FLOAT32_BITS
-        fits = bool(((wide - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.step(sums.exact)).all())
-        return bits if fits and _LEAST_BITS <= bits < FLOAT32_BITS else 0
+        bits = estimate_sum_bits(float64_result, sums)
+        if bits >= FLOAT32_BITS and self._is_lossless:
+            relative_square = float(
+                (float64_result - sums.exact).square().mean() / sums.exact.square().mean().clamp(min=1e-300)
+            )
+            bits = round(-math.log2(12 * relative_square) / 2) if relative_square else FLOAT32_BITS
+        explains_all = bool(
+            ((float64_result - sums.exact).abs() <= 2.0 ** (3 - bits) * sums.magnitude + sums.spacing(sums.exact)).all()
+        )
+        return bits if explains_all and _MIN_SUM_BITS <= bits < FLOAT32_BITS else 0
 
-    def _gain(self, wide: Tensor, sums: ConformitySums, spans: Sequence[Matrices]) -> str:
-        """Describes by how much results are too large on average, beyond what rounding of ties explains; else ''."""
+    def _describe_gain(self, float64_result: Tensor, sums: ConformitySums, value_ranges: Sequence[Matrices]) -> str:
+        """Returns a text such as 'results are 0.40% too small on average'. Returns '' if the mean is right, or if
+        ties explain the difference."""
         a, b = self.a.values.double(), self.b.values.double()
-        terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
-        if float(terms.median()) < _TERMS:  # the rounding of few numbers has a mean different from zero
+        effective_terms = sums.magnitude**2 / (a**2 @ (b**2).t()).clamp(min=torch.finfo(torch.float64).tiny)
+        if float(effective_terms.median()) < _MIN_TERMS:  # rounding errors of few terms do not average to zero
             return ""
-        columns = [sums.exact]
-        for place, ((low, high), values) in enumerate(zip(spans, (self.a.values, self.b.values), strict=True)):
-            open_ = (high - low) > _LAST_BITS * values.abs()
-            if bool(open_.any()):
-                ends = (torch.where(values < 0, tensor, opposite) for tensor, opposite in ((low, high), (high, low)))
-                moved = (torch.where(open_, end - values, 0.0).double() for end in ends)
-                columns += [a @ tensor.t() if place else tensor @ b.t() for tensor in moved]
-        regressors = torch.stack([(column / sums.magnitude).flatten() for column in columns], 1)
-        off = ((wide - sums.exact.to(sums.dtype).to(torch.float64)) / sums.magnitude).flatten()
+        explanations = [sums.exact]
+        for place, ((low, high), values) in enumerate(zip(value_ranges, (self.a.values, self.b.values), strict=True)):
+            is_ambiguous = (high - low) > _LAST_BITS * values.abs()
+            if bool(is_ambiguous.any()):
+                range_ends = (
+                    torch.where(values < 0, tensor, opposite) for tensor, opposite in ((low, high), (high, low))
+                )
+                value_changes = (torch.where(is_ambiguous, end - values, 0.0).double() for end in range_ends)
+                explanations += [a @ tensor.t() if place else tensor @ b.t() for tensor in value_changes]
+        regressors = torch.stack([(column / sums.magnitude).flatten() for column in explanations], 1)
+        differences = ((float64_result - sums.exact.to(sums.dtype).to(torch.float64)) / sums.magnitude).flatten()
         gram = regressors.t() @ regressors
         inverse = torch.linalg.pinv(gram, hermitian=True, rtol=1e-10)
-        shares = inverse @ (regressors.t() @ off)
-        error = math.sqrt(max(float((off - regressors @ shares).square().mean() * inverse[0, 0]), 0.0))
-        gain, apart = float(shares[0]), float(inverse[0, 0] * gram[0, 0])
-        sure = len(off) >= _ENOUGH and apart <= 1 / _APART and abs(gain) > max(_GAIN, _SURE * error)
-        return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} in the mean" if sure else ""
+        coefficients = inverse @ (regressors.t() @ differences)
+        standard_error = math.sqrt(
+            max(float((differences - regressors @ coefficients).square().mean() * inverse[0, 0]), 0.0)
+        )
+        gain, independence = float(coefficients[0]), float(inverse[0, 0] * gram[0, 0])
+        is_certain = (
+            len(differences) >= _MIN_RESULTS
+            and independence <= 1 / _INDEPENDENT_SHARE
+            and abs(gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
+        )
+        return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} on average" if is_certain else ""
 
-    def _sums(self, dtype: torch.dtype) -> ConformitySums:
+    def _make_sums(self, dtype: torch.dtype) -> ConformitySums:
         return ConformitySums(self.a.values.to(torch.float64), self.b.values.to(torch.float64), dtype)
 
-    def _error(self, result: Tensor, where: Tensor | bool = True) -> float | None:
+    def _measure_error(self, result: Tensor, mask: Tensor | bool = True) -> float | None:
         if self.a.given is None or self.b.given is None:
             return None
         exact = self.a.given.to(torch.float64) @ self.b.given.to(torch.float64).t()
-        exact = exact * where
+        exact = exact * mask
         return relative_frobenius(result, exact) if bool(exact.any()) else None
 
-    def _explain(self, wide: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
-        """Returns code and description of the first mistake that explains every element; or else of the kind of
-        difference; or else of the mistake that is much nearer."""
-        distance, nearest = float((wide - sums.exact).square().sum()), (math.inf, "", "")
-        for code, words, a, b in self._guesses():
-            guess = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
-            if guess.exact.isfinite().all():
-                if guess.holds(wide):
-                    return code, words
-                nearest = min(nearest, (float((wide - guess.exact).square().sum()), code, words))
+    def _explain_difference(self, float64_result: Tensor, result: Tensor, sums: ConformitySums) -> tuple[str, str]:
+        """Returns the code and description of the first mistake that explains every element. If there is none,
+        describes the kind of difference, or a mistake that is much nearer than the expected result."""
+        distance, nearest_guess = float((float64_result - sums.exact).square().sum()), (math.inf, "", "")
+        for code, description, a, b in self._iterate_guesses():
+            guessed_sums = ConformitySums(a.to(torch.float64), b.to(torch.float64), result.dtype)
+            if guessed_sums.exact.isfinite().all():
+                if guessed_sums.is_within_bound(float64_result):
+                    return code, description
+                nearest_guess = min(
+                    nearest_guess, (float((float64_result - guessed_sums.exact).square().sum()), code, description)
+                )
         difference, reason = explain_product(result, sums)
-        # A result of zeros is near to any mistake that shrinks numbers.
-        if difference not in _CODES and nearest[0] * _NEARER < distance and bool(wide.any()):
-            return nearest[1], f"nearest to this: {nearest[2]}"
-        return _CODES.get(difference, ""), reason
+        # A result of zeros is near to every mistake that shrinks numbers, so no mistake is named.
+        if (
+            difference not in _CODE_BY_DIFFERENCE
+            and nearest_guess[0] * _NEARER_FACTOR < distance
+            and bool(float64_result.any())
+        ):
+            return nearest_guess[1], f"the nearest mistake is: {nearest_guess[2]}"
+        return _CODE_BY_DIFFERENCE.get(difference, ""), reason
 
-    def _guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
+    def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         a, b = self.a.values, self.b.values
-        first, second = list(mistakes(self.a)), list(mistakes(self.b))
-        second_by_words = {(code, words): values for code, words, values in second}
-        for code, words, values in first:
-            if (code, words) in second_by_words:
-                yield code, f"each operand is {words}", values, second_by_words[code, words]
-        for code, words, values in first:
-            yield code, f"the first operand is {words}", values, b
-        for code, words, values in second:
-            yield code, f"the second operand is {words}", a, values
+        first, second = list(iterate_mistakes(self.a)), list(iterate_mistakes(self.b))
+        second_operand_by_mistake = {(code, description): values for code, description, values in second}
+        for code, description, values in first:
+            if (code, description) in second_operand_by_mistake:
+                yield code, f"each operand is {description}", values, second_operand_by_mistake[code, description]
+        for code, description, values in first:
+            yield code, f"the first operand is {description}", values, b
+        for code, description, values in second:
+            yield code, f"the second operand is {description}", a, values
 
 
 @dataclass(frozen=True)
-class AttentionPromise:
-    """The expected attention of queries, keys and values, unchanged in `given`, all cast by one treatment."""
+class ExpectedAttention:
+    """The expected attention of queries, keys and values. `given` holds these three before the cast by `treatment`."""
 
     given: Matrices
     treatment: Treatment | None
     causal: bool
-    places: SampledPlaces | None = None
+    sample: ResultSample | None = None
 
-    def judge(self, result: Tensor, search: bool = True) -> AuditFinding:
-        places = self.places
-        if wrong := unusable(result, tuple(self.given[0].shape) if places is None else places.shape):
+    def judge(self, result: Tensor, search_mistakes: bool = True) -> AuditFinding:
+        sample = self.sample
+        if wrong := find_unusable(result, tuple(self.given[0].shape) if sample is None else sample.shape):
             return wrong
-        if places is not None:
-            result = result.flatten(0, 1)[places.rows][None][:, :, places.columns]
-        exact, promised = self._exact(), self._expected_result()
+        if sample is not None:
+            result = result.flatten(0, 1)[sample.rows][None][:, :, sample.columns]
+        exact, promised = self._compute_exact(), self._compute_attention()
         error = relative_frobenius(result, exact)
-        variants = promised, self._expected_result(weights=True), self._expected_result(weights=True, scores=True)
-        expected = [relative_frobenius(variant.to(result.dtype), exact) for variant in variants]
-        lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
-        low, high = _JUST * min(expected) * lossy, max(*expected, _LAST_BITS) / _JUST
+        variants = (
+            promised,
+            self._compute_attention(casts_weights=True),
+            self._compute_attention(casts_weights=True, stores_scores=True),
+        )
+        expected_errors = [relative_frobenius(variant.to(result.dtype), exact) for variant in variants]
+        is_lossy = self.treatment is not None and self.treatment.fmt.bits <= 8
+        low, high = _EQUAL_RATIO * min(expected_errors) * is_lossy, max(*expected_errors, _LAST_BITS) / _EQUAL_RATIO
         if low <= error <= high:
             return AuditFinding(error=error, expected=high)
-        distance = partial(_distance, result)
-        mistakes = self._mistakes() if places is None else ()
-        if mistake := nearest(mistakes, distance, distance(promised) / _NEARER_IN_ATTENTION):
-            return fail(*mistake, error, high)
-        return in_band(error, high if error > high else low)
+        measure_distance = partial(_mean_square_distance, result)
+        mistakes = self._iterate_mistakes() if sample is None else ()
+        if mistake := find_nearest_mistake(
+            mistakes, measure_distance, measure_distance(promised) / _NEARER_FACTOR_IN_ATTENTION
+        ):
+            return make_failure(*mistake, error, high)
+        return judge_error(error, high if error > high else low)
 
-    def _exact(self) -> Tensor:
+    def _compute_exact(self) -> Tensor:
         q, k, v = (tensor.to(torch.float64) for tensor in self.given)
-        return self._softmax(_scores(self._queries(q), k)) @ v
+        return self._softmax(_compute_scores(self._sample_queries(q), k)) @ v
 
-    def _expected_result(self, weights: bool = False, scores: bool = False) -> Tensor:
-        """Returns the promised result with intermediate values in float64, or rounded as unfused operators do:
-        `weights` cast from the carrier, `scores` stored in it."""
-        q, k, v = self._cast
+    def _compute_attention(self, casts_weights: bool = False, stores_scores: bool = False) -> Tensor:
+        """Returns the expected result with intermediate values in float64, or rounded as unfused operators do.
+        `casts_weights` casts the weights of the softmax; `stores_scores` rounds the scores to the dtype of the
+        inputs."""
+        q, k, v = self._cast_operands
         carrier = self.given[0].dtype
-        between = _scores(q, k)
-        if scores:  # before they are scaled, and afterwards
-            size = math.sqrt(q.shape[-1])
-            between = ((between * size).to(carrier).to(q.dtype) / size).to(carrier).to(q.dtype)
-        shares = self._softmax(between)
-        return (_along_last(shares.to(carrier), self.treatment) if weights else shares) @ v
+        scores = _compute_scores(q, k)
+        if stores_scores:  # rounded before and after the scores are scaled
+            root_size = math.sqrt(q.shape[-1])
+            scores = ((scores * root_size).to(carrier).to(q.dtype) / root_size).to(carrier).to(q.dtype)
+        weights = self._softmax(scores)
+        return (_cast_last_dimension(weights.to(carrier), self.treatment) if casts_weights else weights) @ v
 
     @cached_property
-    def _cast(self) -> Matrices:
-        """Returns all three, each cast along the contraction of its product: values along their positions."""
-        q, k, turned = (
-            _along_last(tensor, self.treatment) for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
+    def _cast_operands(self) -> Matrices:
+        """Returns queries, keys and values, each cast along the dimension over which its product sums. Values are
+        cast along positions."""
+        q, k, transposed_values = (
+            _cast_last_dimension(tensor, self.treatment)
+            for tensor in (*self.given[:2], self.given[2].transpose(-1, -2))
         )
-        return self._queries(q), k, turned.transpose(-1, -2)
+        return self._sample_queries(q), k, transposed_values.transpose(-1, -2)
 
-    def _queries(self, q: Tensor) -> Tensor:
-        return q if self.places is None else q[:, :, self.places.columns]
+    def _sample_queries(self, q: Tensor) -> Tensor:
+        return q if self.sample is None else q[:, :, self.sample.columns]
 
     def _softmax(self, scores: Tensor) -> Tensor:
-        return _softmax(scores, self.causal, rows=None if self.places is None else self.places.columns)
+        return _softmax(scores, self.causal, rows=None if self.sample is None else self.sample.columns)
 
-    def _mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
-        q, k, v = self._cast
-        size = math.sqrt(q.shape[-1])
+    def _iterate_mistakes(self) -> Iterator[tuple[str, str, Tensor]]:
+        q, k, v = self._cast_operands
+        root_size = math.sqrt(q.shape[-1])
         if self.treatment is not None:
-            yield "not-cast", "queries, keys and values as they came: nothing was cast", self._exact()
-            wide = self.given[2].to(torch.float64)
-            yield "not-cast", "scores of what was cast, and values as they came", _weights(q, k, self.causal) @ wide
-        wrong = _weights(q * size, k, self.causal) @ v
-        yield "scale", "its scores are not divided by the square root of the size", wrong
-        yield "scale", "its scores are divided by the size", _weights(q / size, k, self.causal) @ v
-        yield "mask", f"it is {'not ' * self.causal}causal", _weights(q, k, not self.causal) @ v
+            yield "not-cast", "queries, keys and values are not cast", self._compute_exact()
+            uncast_values = self.given[2].to(torch.float64)
+            yield (
+                "not-cast",
+                "queries and keys are cast, but values are not",
+                _compute_weights(q, k, self.causal) @ uncast_values,
+            )
+        unscaled_result = _compute_weights(q * root_size, k, self.causal) @ v
+        yield "scale", "its scores are not divided by the square root of the size", unscaled_result
+        yield "scale", "its scores are divided by the size", _compute_weights(q / root_size, k, self.causal) @ v
+        yield "mask", f"it is {'not ' * self.causal}causal", _compute_weights(q, k, not self.causal) @ v
 
 
-def _scores(q: Tensor, k: Tensor) -> Tensor:
+def _compute_scores(q: Tensor, k: Tensor) -> Tensor:
     return q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])
 
 
-def _weights(q: Tensor, k: Tensor, causal: bool) -> Tensor:
-    return _softmax(_scores(q, k), causal)
+def _compute_weights(q: Tensor, k: Tensor, causal: bool) -> Tensor:
+    return _softmax(_compute_scores(q, k), causal)
 
 
 def _softmax(scores: Tensor, causal: bool, rows: Tensor | None = None) -> Tensor:
     """Returns the softmax over all positions or, if causal, over each position and earlier ones."""
     if causal:
-        visible = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril()
-        visible = visible if rows is None else visible[rows]
-        scores = scores.masked_fill(~visible, -math.inf)
+        visible_positions = torch.ones(scores.shape[-1], scores.shape[-1], dtype=torch.bool).tril()
+        visible_positions = visible_positions if rows is None else visible_positions[rows]
+        scores = scores.masked_fill(~visible_positions, -math.inf)
     return scores.softmax(-1)
 
 
-def _along_last(x: Tensor, treatment: Treatment | None) -> Tensor:
+def _cast_last_dimension(x: Tensor, treatment: Treatment | None) -> Tensor:
     if treatment is None:
         return x.to(torch.float64)
     heads = x.reshape(-1, *x.shape[-2:])
-    cast = torch.stack([round_operand(head.contiguous(), treatment).values for head in heads])
-    return cast.view(x.shape).to(torch.float64)
+    cast_heads = torch.stack([round_operand(head.contiguous(), treatment).values for head in heads])
+    return cast_heads.view(x.shape).to(torch.float64)
 
 
-def _slack(operand: Rounded, ends: Matrices) -> Tensor:
-    low, high = ends
+def _measure_slack(operand: Rounded, value_range: Matrices) -> Tensor:
+    low, high = value_range
     return torch.maximum(high - operand.values, operand.values - low) + _LAST_BITS * operand.values.abs()
 
 
-def _steps_of(operand: Rounded) -> Tensor:
-    """Returns the distance of each value to its neighbour on the grid; 0 if it is not cast."""
+def _measure_grid_steps(operand: Rounded) -> Tensor:
+    """Returns how far each value is from its neighbour on the format's grid. Returns 0 for an operand that is not
+    cast."""
     if operand.treatment is None or operand.given is None:
         return torch.zeros_like(operand.elements)
     fmt = operand.treatment.fmt
-    sizes = operand.elements.abs().clamp(min=fmt.smallest_normal)
-    return torch.exp2(sizes.log2().floor() - fmt.mantissa_bits) * operand.spread
+    magnitudes = operand.elements.abs().clamp(min=fmt.smallest_normal)
+    return torch.exp2(magnitudes.log2().floor() - fmt.mantissa_bits) * operand.element_scales
 
 
-def _distance(result: Tensor, expected: Tensor) -> float:
+def _mean_square_distance(result: Tensor, expected: Tensor) -> float:
     return float((result.to(torch.float64) - expected).square().mean())
 
 
-def unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> AuditFinding | None:
+def find_unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> AuditFinding | None:
     if tuple(result.shape) != shape:
         gives, expected = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
-        return fail("shape", f"gives {gives}, and {expected} were expected")
-    if result.dtype not in _RESULTS:
-        return fail("dtype", f"gives {result.dtype}, and float32, bfloat16 or float16 were expected")
-    lost = int((~result.isfinite()).sum()) if finite else 0
-    return fail("not-finite", f"{lost} of {result.numel()} results are not finite") if lost else None
+        return make_failure("shape", f"the result has the shape {gives}; expected {expected}")
+    if result.dtype not in _RESULT_DTYPES:
+        return make_failure("dtype", f"the result is {result.dtype}; expected float32, bfloat16 or float16")
+    nonfinite_count = int((~result.isfinite()).sum()) if finite else 0
+    return (
+        make_failure("not-finite", f"{nonfinite_count} of {result.numel()} results are NaN or infinite")
+        if nonfinite_count
+        else None
+    )
 
 
-def in_band(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
-    """Judges by error alone; `reason` describes what is already known, `slack` widens the band."""
-    unknown = reason or "no known mistake explains it"
+def judge_error(error: float | None, expected: float | None, reason: str = "", slack: float = 1.0) -> AuditFinding:
+    """Judges a result by its error alone. `reason` explains the difference if it is known. `slack` widens the allowed
+    range of errors."""
+    explanation = reason or "no known mistake explains it"
     if error is None or expected is None:
-        return fail("unexplained", unknown, error, expected)
-    low, high = BAND[0] / slack, BAND[1] * slack
+        return make_failure("unexplained", explanation, error, expected)
+    low, high = ERROR_BAND[0] / slack, ERROR_BAND[1] * slack
     if error > expected * high:
-        return fail("too-bad", f"{unknown}; its error is {error:.3g}, and {expected:.3g} was expected", error, expected)
+        return make_failure(
+            "too-bad", f"{explanation}; its error is {error:.3g}, expected {expected:.3g}", error, expected
+        )
     if error < expected * low:
-        return fail(
+        return make_failure(
             "too-good",
-            f"its error is {error:.3g}, and this precision has {expected:.3g}: finer scales, or a wider one",
+            f"its error is {error:.3g}, but this precision has {expected:.3g}: scales are finer, or "
+            "the precision is wider",
             error,
             expected,
         )
-    return remark("other-rounding", reason or "not the promised values, and with their error", error, expected)
+    return make_remark(
+        "other-rounding", reason or "values differ from the promised ones but have their error", error, expected
+    )

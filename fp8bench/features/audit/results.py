@@ -1,5 +1,5 @@
-"""Checks of results: their numbers, and calls that ordinary tests omit: repeated, at other addresses, with numbers that
-are not finite, and with unusual sizes and layouts."""
+"""Checks the results of a kernel on ordinary inputs, and in calls that tests usually omit: repeated calls, other
+addresses, NaN and infinity, unusual sizes and memory layouts."""
 
 from __future__ import annotations
 
@@ -14,50 +14,51 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.audit.auditor import (
-    ANOTHER,
-    NORMAL,
-    REFUSALS,
+    NORMAL_DATA,
+    REFUSAL_ERRORS,
+    SECOND_SEED_OFFSET,
     AuditCheck,
     AuditInput,
     Auditor,
     Shape,
     Subject,
 )
-from fp8bench.features.audit.host import raise_lie, unpack_results, words_of
+from fp8bench.features.audit.host import describe_error, raise_deception, unpack_results
 from fp8bench.features.audit.promises import Matrices
-from fp8bench.features.audit.values import AuditFinding, fail, remark
+from fp8bench.features.audit.values import AuditFinding, make_failure, make_remark
 from fp8bench.model.promises import AuditKind
 
-BLOCKS, BLOCK = "blocks of different sizes", 128
+BLOCK_DATA, BLOCK_SIDE = "blocks of different sizes", 128
 _ORDINALS = ("first", "second", "third")
-Results = dict[str, Tensor]
+ResultsByName = dict[str, Tensor]
 
 
-def _numbers(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Compares the results on every shape and kind of data with the promise. Yields the first failure of each result,
-    and each remark once."""
+def _check_numbers(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Compares the results with the expected ones, on every shape and kind of data. Yields the first failure of each
+    result, and each remark once.
+    """
     reported: set[tuple[str, str]] = set()
-    for shape in dict.fromkeys(map(auditor.fitting, auditor.subject.shapes)):
-        for data in auditor.subject.data:
-            auditor.current = tried = AuditInput(data, shape)
-            for name, verdict in auditor.problems(tried).items():
-                key = name, verdict.code if verdict.remark else "failed"
-                if key not in reported:
-                    reported.add(key)
-                    yield auditor.finding(tried, name, verdict)
+    for shape in dict.fromkeys(map(auditor.round_up_shape, auditor.subject.shapes)):
+        for data in auditor.subject.data_kinds:
+            auditor.current = audit_input = AuditInput(data, shape)
+            for name, verdict in auditor.find_problems(audit_input).items():
+                report_key = name, verdict.code if verdict.is_remark else "failed"
+                if report_key not in reported:
+                    reported.add(report_key)
+                    yield auditor.make_finding(audit_input, name, verdict)
         if any(code == "failed" for _, code in reported):
             return
 
 
-Change = Callable[..., Matrices]
-_CHANGES: dict[AuditKind, dict[str, Change]] = {
+InputChange = Callable[..., Matrices]
+_CHANGES: dict[AuditKind, dict[str, InputChange]] = {
     AuditKind.PRODUCT: {
         "the first operand doubled": lambda a, b: (a * 2, b),
         "the first operand negated": lambda a, b: (-a, b),
         "rows in another order": lambda a, b: (a.flip(0), b),
         "the second operand halved": lambda a, b: (a, b / 2),
         "the second operand's rows in another order": lambda a, b: (a, b.flip(0)),
-        "blocks of the contraction in another order": lambda *ab: tuple(side.roll(BLOCK, 1) for side in ab),
+        "blocks of the contraction in another order": lambda *ab: tuple(side.roll(BLOCK_SIDE, 1) for side in ab),
     },
     AuditKind.ATTENTION: {
         "queries and keys negated": lambda q, k, v: (-q, -k, v),
@@ -69,44 +70,54 @@ _CHANGES: dict[AuditKind, dict[str, Change]] = {
 }
 
 
-def _relations(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Doubles or permutes operands, which must do the same to results. Uses two inputs: one may be wrong by chance."""
-    subject, tried = auditor.subject, auditor.first
+def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Scales or permutes the operands, and checks that the result changes accordingly. A failure must show on two
+    inputs, because one may be wrong by chance.
+    """
+    subject, audit_input = auditor.subject, auditor.first_input
     if subject.kind is AuditKind.PRODUCT:
-        tried = AuditInput(BLOCKS, auditor.fitting(tried.shape._replace(k=2 * BLOCK)))
-    pair = [subject.draw(tried.data, tried.shape, auditor.seed + offset) for offset in (0, ANOTHER)]
-    for words, change in _CHANGES[subject.kind].items():
-        auditor.current = tried._replace(how=words)
-        both = (change(*matrices) for matrices in pair)
-        if all(auditor.wrong(changed, auditor.results(changed), search=False) for changed in both):
-            yield fail("relation", f"{words}: the result does not follow")
+        audit_input = AuditInput(BLOCK_DATA, auditor.round_up_shape(audit_input.shape._replace(k=2 * BLOCK_SIDE)))
+    seeds = auditor.seed, auditor.seed + SECOND_SEED_OFFSET
+    two_inputs = [subject.draw_operands(audit_input.data, audit_input.shape, seed) for seed in seeds]
+    for description, change in _CHANGES[subject.kind].items():
+        auditor.current = audit_input._replace(how=description)
+        changed_inputs = (change(*matrices) for matrices in two_inputs)
+        if all(auditor.find_failure(changed, auditor.compute_results(changed), False) for changed in changed_inputs):
+            yield make_failure("relation", f"{description}: the result does not change accordingly")
 
 
-_OTHER = "uniform"
-# A timing loop is imitated by this many calls, or by those that fit into this many seconds.
-_CALLS, _LONGEST = 110, 2.0
-# Calls on small matrices that are compared: a result that differs once in 400 calls differs three times.
-_SMALL_CALLS, _SMALL_LONGEST = 1200, 4.0
-_POISONED = 4
-# If results differ from call to call, this many are judged: those furthest from the first.
-_JUDGED = 8
-# The slot for a check's second set of arguments.
-_SECOND = 1
+_UNIFORM_DATA = "uniform"
+# How a timing loop is imitated: at most this many calls, or this many seconds.
+_CALLS, _REPEAT_SECONDS = 110, 2.0
+# How many calls on small matrices are compared, and within how many seconds. With so many calls, a wrong result that
+# occurs once in 400 calls occurs three times.
+_SMALL_CALLS, _SMALL_SECONDS = 1200, 4.0
+_POISONED_CALLS = 4
+# If results differ from call to call, this many are judged: the results furthest from the first one.
+_JUDGED_RESULTS = 8
+# The slot that holds the second set of arguments of a check.
+_SECOND_SLOT = 1
 
 
-def _memory(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls the kernel repeatedly, and changes memory around it."""
-    auditor.current, host = auditor.first, auditor.subject.host
-    auditor.call(auditor.subject.arguments(_draw(auditor, NORMAL)))
-    first = host.reread()
-    host.keep()
-    auditor.call(auditor.subject.arguments(_draw(auditor, "rows of different sizes")), moved=False)
-    if host.reread_kept() != first:
-        yield fail("overwritten", "a later call writes into the result of an earlier one")
-    if auditor.sound:
-        calls = _repeated_calls(auditor)
+def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Finds results that are remembered or overwritten. For this it calls the kernel repeatedly, and changes memory
+    between the calls.
+    """
+    auditor.current, host = auditor.first_input, auditor.subject.host
+    auditor.call_kernel(auditor.subject.make_arguments(_draw_data(auditor, NORMAL_DATA)))
+    first_results = host.reread_results()
+    host.keep_results()
+    auditor.call_kernel(
+        auditor.subject.make_arguments(_draw_data(auditor, "rows of different sizes")), at_new_address=False
+    )
+    if host.reread_kept_results() != first_results:
+        yield make_failure("overwritten", "a later call overwrites the result of an earlier call")
+    if auditor.has_right_numbers:
+        repeated_calls = _iterate_repeated_calls(auditor)
         yield from _first_of_each_code(
-            fail(code, reason) for code, reason, matrices, results in calls if auditor.wrong(matrices, results)
+            make_failure(code, reason)
+            for code, reason, matrices, results in repeated_calls
+            if auditor.find_failure(matrices, results)
         )
         yield from _check_small_calls(auditor)
 
@@ -119,341 +130,369 @@ def _first_of_each_code(findings: Iterable[AuditFinding]) -> Iterator[AuditFindi
             yield finding
 
 
-def _repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, Results]]:
-    """Yields failures of repeated calls as code and description, with the matrices and the results."""
+def _iterate_repeated_calls(auditor: Auditor) -> Iterator[tuple[str, str, Matrices, ResultsByName]]:
+    """Yields for each repeated call the failure that it may show (its code and description), the matrices, and the
+    results.
+    """
     host = auditor.subject.host
 
-    def call_refilled(fresh: Matrices) -> tuple[Matrices, Results]:
-        return fresh, auditor.call(auditor.subject.arguments(fresh), moved=False)
+    def call_at_old_address(new_matrices: Matrices) -> tuple[Matrices, ResultsByName]:
+        return new_matrices, auditor.call_kernel(auditor.subject.make_arguments(new_matrices), at_new_address=False)
 
-    yield (
-        "stale",
-        "other values at the same addresses: the result is not theirs",
-        *call_refilled(_draw(auditor, _OTHER)),
-    )
-    base, _ = call_refilled(_draw(auditor, NORMAL))
-    fresh = _draw(auditor, _OTHER)
-    for tensor, old in zip(fresh, base, strict=True):
+    reason = "new values at the same addresses: the result does not belong to them"
+    yield "stale", reason, *call_at_old_address(_draw_data(auditor, _UNIFORM_DATA))
+    base, _ = call_at_old_address(_draw_data(auditor, NORMAL_DATA))
+    new_matrices = _draw_data(auditor, _UNIFORM_DATA)
+    for tensor, old in zip(new_matrices, base, strict=True):
         rows, old_rows = (matrix.view(-1, matrix.shape[-1]) for matrix in (tensor, old))
         rows[0], rows[:, 0], rows[-1], rows[:, -1] = old_rows[0], old_rows[:, 0], old_rows[-1], old_rows[:, -1]
-    yield "keyed", "all but the first and last rows and columns changed: old results", fresh, auditor.results(fresh)
-    for words, changed in _similar_inputs(auditor, base):
-        call_refilled(base)
-        yield "keyed", f"{words}, at the same addresses: old results", *call_refilled(changed)
-    fresh, _ = call_refilled(base)
-    for _ in range(_POISONED):  # the allocator may reuse the memory of results
-        host.spoil()
-        reason = "after results were filled with NaN the next is wrong"
-        yield "uninitialised", reason, fresh, unpack_results(host.call(0)[0])
-    calls, _ = host.repeat([0], _CALLS, _LONGEST)
-    reason = f"after {calls} calls with the same arguments results are wrong"
-    yield "late", reason, *call_refilled(_draw(auditor, "outliers along the contraction"))
-    call_refilled(base)
-    yield "address", "the same values at other addresses: the result is wrong", base, auditor.results(base)
-    # On a GPU, inputs are written late on a separate stream, and the kernel is called on that stream after them.
-    fresh = _draw(auditor, _OTHER)
-    auditor.place(auditor.subject.arguments(fresh), _SECOND)
-    auditor.place(auditor.subject.arguments(base))
-    late = host.call_late(0, _SECOND)
-    if late is not None:
-        yield "stream", "on its caller's stream it does not wait for what went before", fresh, unpack_results(late)
+    reason = "all rows and columns changed except the first and last: the old results are returned"
+    yield "keyed", reason, new_matrices, auditor.compute_results(new_matrices)
+    for description, changed in _iterate_similar_inputs(auditor, base):
+        call_at_old_address(base)
+        reason = f"{description}, at the same addresses: the old results are returned"
+        yield "keyed", reason, *call_at_old_address(changed)
+    new_matrices, _ = call_at_old_address(base)
+    for _ in range(_POISONED_CALLS):  # the allocator may give the memory of old results to new ones
+        host.overwrite_results()
+        reason = "after earlier results were filled with NaN, the next result is wrong"
+        yield "uninitialised", reason, new_matrices, unpack_results(host.call_kernel(0)[0])
+    calls, _ = host.repeat_calls([0], _CALLS, _REPEAT_SECONDS)
+    reason = f"after {calls} calls with the same arguments, results are wrong"
+    yield "late", reason, *call_at_old_address(_draw_data(auditor, "outliers along the contraction"))
+    call_at_old_address(base)
+    yield "address", "the same values at other addresses: the result is wrong", base, auditor.compute_results(base)
+    # On a GPU, write the inputs late on a separate stream, and call the kernel on that stream.
+    new_matrices = _draw_data(auditor, _UNIFORM_DATA)
+    auditor.send_arguments(auditor.subject.make_arguments(new_matrices), _SECOND_SLOT)
+    auditor.send_arguments(auditor.subject.make_arguments(base))
+    stream_results = host.call_on_busy_stream(0, _SECOND_SLOT)
+    if stream_results is not None:
+        reason = "it does not wait for earlier work on its caller's stream"
+        yield "stream", reason, new_matrices, unpack_results(stream_results)
 
 
-def _similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
-    """Yields matrices that a careless kernel confuses with earlier ones: equal except for a few elements, or with equal
-    sums or equal largest numbers."""
-    chance = Random(auditor.seed)
+def _iterate_similar_inputs(auditor: Auditor, base: Matrices) -> Iterator[tuple[str, Matrices]]:
+    """Yields matrices that a kernel with cached results may confuse with earlier ones. They differ in only one or two
+    rows, and have equal sums or equal largest numbers.
+    """
+    rng = Random(auditor.seed)
     for operand, matrix in enumerate(base):
         rows = matrix.view(-1, matrix.shape[-1])
-        row, second_row = chance.sample(range(len(rows)), 2) if len(rows) > 1 else (0, 0)
-        alone = rows.clone()
-        alone[row] = -alone[row]
+        row, second_row = rng.sample(range(len(rows)), 2) if len(rows) > 1 else (0, 0)
+        negated_rows = rows.clone()
+        negated_rows[row] = -negated_rows[row]
         yield (
             f"one row of the {_ORDINALS[operand]} argument is negated",
-            _replace(base, operand, alone.view_as(matrix)),
+            _replace_operand(base, operand, negated_rows.view_as(matrix)),
         )
-        exchanged = rows.clone()
-        exchanged[[row, second_row]] = rows[[second_row, row]]
-        words = f"two rows of the {_ORDINALS[operand]} argument are exchanged"
-        yield words, _replace(base, operand, exchanged.view_as(matrix))
+        exchanged_rows = rows.clone()
+        exchanged_rows[[row, second_row]] = rows[[second_row, row]]
+        description = f"two rows of the {_ORDINALS[operand]} argument are exchanged"
+        yield description, _replace_operand(base, operand, exchanged_rows.view_as(matrix))
 
 
 def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls it very often on small matrices. Results may differ from call to call, but each must be right."""
+    """Calls the kernel on small matrices, very many times. Results may differ from call to call, but each of them
+    must be right.
+    """
     subject, host = auditor.subject, auditor.subject.host
-    shape = auditor.fitting(subject.small)
-    several = {}
+    shape = auditor.round_up_shape(subject.small_shape)
+    matrices_by_slot = {}
     try:
-        for slot, data in enumerate((NORMAL, _OTHER, "small")):
+        for slot, data in enumerate((NORMAL_DATA, _UNIFORM_DATA, "small")):
             auditor.current = AuditInput(data, shape)
-            several[slot] = auditor.matrices(auditor.current)
-            auditor.call(subject.arguments(several[slot]), slot)
-    except REFUSALS:  # it may refuse small inputs
-        several = {0: auditor.matrices(auditor.first)}
-        shape = auditor.first.shape
-        auditor.place(subject.arguments(several[0]))
-    auditor.current = AuditInput(NORMAL, shape)
-    calls, different = host.repeat(list(several), _SMALL_CALLS, _SMALL_LONGEST)
-    firsts = {slot: unpack_results(results) for _, slot, results in reversed(different)}
-    different.sort(key=lambda row: _distance(firsts[row[1]], unpack_results(row[2])), reverse=True)
-    for at, slot, packed in different[:_JUDGED]:
-        if wrong := auditor.wrong(several[slot], unpack_results(packed), search=False):
-            yield fail("differs", f"call {at} of {calls} on the same arguments: {wrong.why}")
+            matrices_by_slot[slot] = auditor.draw_matrices(auditor.current)
+            auditor.call_kernel(subject.make_arguments(matrices_by_slot[slot]), slot)
+    except REFUSAL_ERRORS:  # a kernel may refuse small inputs
+        matrices_by_slot = {0: auditor.draw_matrices(auditor.first_input)}
+        shape = auditor.first_input.shape
+        auditor.send_arguments(subject.make_arguments(matrices_by_slot[0]))
+    auditor.current = AuditInput(NORMAL_DATA, shape)
+    calls, different = host.repeat_calls(list(matrices_by_slot), _SMALL_CALLS, _SMALL_SECONDS)
+    first_results = {slot: unpack_results(results) for _, slot, results in reversed(different)}
+    different.sort(key=lambda row: _sum_differences(first_results[row[1]], unpack_results(row[2])), reverse=True)
+    for call_number, slot, packed in different[:_JUDGED_RESULTS]:
+        if wrong := auditor.find_failure(matrices_by_slot[slot], unpack_results(packed), search_mistakes=False):
+            yield make_failure("differs", f"call {call_number} of {calls} on the same arguments: {wrong.why}")
             return
 
 
-def _distance(first: Results, results: Results) -> float:
-    apart = ((first[name].double() - result.double()).abs() for name, result in results.items())
-    return sum(float(tensor.nan_to_num(math.inf).sum()) for tensor in apart)
+def _sum_differences(first: ResultsByName, results: ResultsByName) -> float:
+    differences = ((first[name].double() - result.double()).abs() for name, result in results.items())
+    return sum(float(tensor.nan_to_num(math.inf).sum()) for tensor in differences)
 
 
-def _backward(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Calls a linear layer forward twice, then both backward: gradients must belong to the matching forward call."""
-    subject, auditor.current = auditor.subject, auditor.first
-    pair = [auditor.matrices(auditor.first), _draw(auditor, _OTHER)]
+def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Runs a linear layer forward on two inputs, then backward for both. Gradients must belong to the matching
+    forward call.
+    """
+    subject, auditor.current = auditor.subject, auditor.first_input
+    two_inputs = [auditor.draw_matrices(auditor.first_input), _draw_data(auditor, _UNIFORM_DATA)]
     for order in ((0, 1), (1, 0)):
-        for slot, matrices in enumerate(pair):
-            auditor.place(subject.arguments(matrices), slot)
-        for matrices, results in zip(pair, subject.host.pair((0, 1), order), strict=True):
-            if wrong := auditor.wrong(matrices, unpack_results(results), search=False):
-                words = "the first" if order[0] == 0 else "the last"
-                yield fail("backward", f"two calls forward, then backward beginning with {words}: {wrong.why}")
+        for slot, matrices in enumerate(two_inputs):
+            auditor.send_arguments(subject.make_arguments(matrices), slot)
+        for matrices, results in zip(two_inputs, subject.host.call_pair((0, 1), order), strict=True):
+            if wrong := auditor.find_failure(matrices, unpack_results(results), search_mistakes=False):
+                order_text = "the first" if order[0] == 0 else "the last"
+                yield make_failure(
+                    "backward", f"two forward calls, then backward starting with {order_text} call: {wrong.why}"
+                )
                 return
 
 
-# An idle machine needs a few seconds for all sizes; on a busy one the largest, which come last, need more.
+# The time limit of the check of sizes. An idle machine needs a few seconds. A busy machine may skip the largest
+# sizes, which come last.
 _SIZES_SECONDS = 40.0
-_TILES, _LEAN = "tiles of different sizes", "signs that lean"
-# From this length on, bfloat16 cannot hold sums of signs.
-_LONG = 2000
+_TILE_DATA, _SIGN_DATA = "tiles of different sizes", "signs that lean"
+# The contraction length from which bfloat16 cannot hold sums of +1 and -1.
+_LONG_CONTRACTION = 2000
 _RANDOM_SIZES = 4
 
 
-def _sizes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Tries sizes of real models, of decoding, and random ones; a sample of each result is judged."""
-    subject, chance = auditor.subject, Random(auditor.seed)
-    shapes = [*subject.sizes, *(_random_shape(subject, chance) for _ in range(_RANDOM_SIZES))]
-    data = _TILES if _TILES in subject.data else NORMAL
+def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Calls the kernel with sizes of real models and of decoding, and with random sizes. Only a sample of each result
+    is judged.
+    """
+    subject, rng = auditor.subject, Random(auditor.seed)
+    shapes = [*subject.real_shapes, *(_draw_shape(subject, rng) for _ in range(_RANDOM_SIZES))]
+    data = _TILE_DATA if _TILE_DATA in subject.data_kinds else NORMAL_DATA
     inputs = []
-    for shape in sorted(map(auditor.fitting, shapes), key=math.prod):
+    for shape in sorted(map(auditor.round_up_shape, shapes), key=math.prod):
         inputs.append(AuditInput(data, shape))
-        if shape.m <= _FEW_ROWS and shape.k >= _LONG and _LEAN in subject.data:
-            inputs.append(AuditInput(_LEAN, shape))
+        if shape.m <= _DECODING_ROWS and shape.k >= _LONG_CONTRACTION and _SIGN_DATA in subject.data_kinds:
+            inputs.append(AuditInput(_SIGN_DATA, shape))
 
-    def look(tried: AuditInput) -> list[AuditFinding]:
-        matrices = auditor.matrices(tried)
-        wrong = auditor.wrong_sample(matrices, auditor.results(matrices), chance)
-        return [wrong] if wrong else []
+    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+        matrices = auditor.draw_matrices(audit_input)
+        failure = auditor.find_sampled_failure(matrices, auditor.compute_results(matrices), rng)
+        return [failure] if failure else []
 
-    yield from _check_each(auditor, inputs, look, _SIZES_SECONDS)
-
-
-# Decoding multiplies at most this many rows.
-_FEW_ROWS = 8
+    yield from _check_inputs(auditor, inputs, judge_input, _SIZES_SECONDS)
 
 
-def _random_shape(subject: Subject, chance: Random) -> Shape:
-    largest = Shape(1024, 8, 128) if subject.kind is AuditKind.ATTENTION else Shape(512, 1024, 2048)
-    return Shape(*(round(side ** chance.uniform(0.3, 1.0)) for side in largest))
+# The largest number of rows in a decoding step.
+_DECODING_ROWS = 8
 
 
-def _draw(auditor: Auditor, data: str) -> Matrices:
-    return auditor.matrices(auditor.first._replace(data=data))
+def _draw_shape(subject: Subject, rng: Random) -> Shape:
+    largest_shape = Shape(1024, 8, 128) if subject.kind is AuditKind.ATTENTION else Shape(512, 1024, 2048)
+    return Shape(*(round(side ** rng.uniform(0.3, 1.0)) for side in largest_shape))
 
 
-def _special_values(auditor: Auditor) -> Iterator[AuditFinding]:
-    yield from _first_of_each_code(_special_value_failures(auditor))
+def _draw_data(auditor: Auditor, data: str) -> Matrices:
+    return auditor.draw_matrices(auditor.first_input._replace(data=data))
 
 
-def _special_value_failures(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Checks that a NaN or infinity does not become an ordinary number, and that zeros stay zeros."""
-    subject, matrices, refused = auditor.subject, auditor.matrices(auditor.first), list[AuditFinding]()
+def _check_special_values(auditor: Auditor) -> Iterator[AuditFinding]:
+    yield from _first_of_each_code(_iterate_special_failures(auditor))
 
-    def call_with(how: str, changed: Matrices) -> Results:
-        auditor.current = AuditInput("", auditor.first.shape, how)
+
+def _iterate_special_failures(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Checks that a NaN or infinity does not become an ordinary number, and that zeros give zeros."""
+    subject, matrices, refused = auditor.subject, auditor.draw_matrices(auditor.first_input), list[AuditFinding]()
+
+    def call_with(change: str, changed: Matrices) -> ResultsByName:
+        auditor.current = AuditInput("", auditor.first_input.shape, change)
         try:
-            results = auditor.results(changed)
-        except REFUSALS as error:
-            raise_lie(error)
-            refused.append(auditor.about(auditor.current, remark("raises", f"{how}: {words_of(error)}")))
+            results = auditor.compute_results(changed)
+        except REFUSAL_ERRORS as error:
+            raise_deception(error)
+            refused.append(
+                auditor.add_input(auditor.current, make_remark("raises", f"{change}: {describe_error(error)}"))
+            )
             return {}
         auditor.tried += len(results)
         return results
 
     first, *remaining = matrices
-    zeros = (torch.zeros_like(x) if place in subject.zeroed else x for place, x in enumerate(matrices))
-    for result in list(call_with("zeros", tuple(zeros)).values())[:1]:
+    zeroed_matrices = (
+        torch.zeros_like(x) if place in subject.zeroed_operands else x for place, x in enumerate(matrices)
+    )
+    for result in list(call_with("zeros", tuple(zeroed_matrices)).values())[:1]:
         if bool((result != 0).any()):
-            yield fail("zeros", "zeros gave other numbers")
-    tiny = first * torch.finfo(first.dtype).smallest_normal / 4
-    for result in list(call_with("subnormal numbers", (tiny, *remaining)).values())[:1]:
+            yield make_failure("zeros", "an input of zeros gave results that are not zero")
+    subnormal_matrix = first * torch.finfo(first.dtype).smallest_normal / 4
+    for result in list(call_with("subnormal numbers", (subnormal_matrix, *remaining)).values())[:1]:
         if not bool(result.isfinite().all()):
-            yield fail("subnormal", "of subnormal numbers something came out that is not finite")
+            yield make_failure("subnormal", "an input of subnormal numbers gave NaN or infinity")
     for operand, matrix in enumerate(matrices):
-        last = matrix.numel() - 1
-        for index in (0, (last - matrix.shape[-1]) // 2, last):
+        last_index = matrix.numel() - 1
+        for index in (0, (last_index - matrix.shape[-1]) // 2, last_index):
             row, column = divmod(index, matrix.shape[-1])
-            where = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
+            location = f"in the {_ORDINALS[operand]} argument's row {row}, column {column}"
             nan, infinity, zero = (
                 _set_element(matrices, operand, index, number) for number in (math.nan, math.inf, 0.0)
             )
-            results = call_with(f"a NaN {where}", nan)
-            if results and not bool(_reachable(subject, results, operand, row).isnan().any()):
-                yield fail("nan-lost", f"a NaN {where}: what it goes into is all numbers")
-            # An infinity may become the largest number, or NaN, but must not count as a zero.
-            results = call_with(f"an infinity {where}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
-            if results and bool(_reachable(subject, results, operand, row).isfinite().all()):
-                promises = subject.promises(zero)
-                if not any(promises[name].judge(result, search=False).failed for name, result in results.items()):
-                    yield fail("infinity-lost", f"an infinity {where}: results are those of a zero")
+            results = call_with(f"a NaN {location}", nan)
+            if results and not bool(_select_results_of_row(subject, results, operand, row).isnan().any()):
+                yield make_failure("nan-lost", f"a NaN {location}: the results that depend on it have no NaN")
+            # An infinity may become the largest number or NaN, but must not count as zero.
+            results = call_with(f"an infinity {location}", infinity) if subject.kind is not AuditKind.ATTENTION else {}
+            if results and bool(_select_results_of_row(subject, results, operand, row).isfinite().all()):
+                promises = subject.expected_results(zero)
+                if not any(
+                    promises[name].judge(result, search_mistakes=False).has_failed for name, result in results.items()
+                ):
+                    yield make_failure(
+                        "infinity-lost", f"an infinity {location}: results are those of a zero in its place"
+                    )
     yield from refused
 
 
-def _reachable(subject: Subject, results: Results, operand: int, row: int) -> Tensor:
-    """Returns the results that depend on a row of an operand."""
-    kind, several = subject.kind, list(results.values())
-    result = several[operand == 2 and kind is AuditKind.LINEAR]
+def _select_results_of_row(subject: Subject, results: ResultsByName, operand: int, row: int) -> Tensor:
+    """Returns the part of the results that depends on this row of an operand."""
+    kind, tensors = subject.kind, list(results.values())
+    result = tensors[operand == 2 and kind is AuditKind.LINEAR]
     result = result.reshape(-1, result.shape[-1])
     if kind is AuditKind.ATTENTION and operand:
         return result
     return result[:, row] if operand == 1 else result[row]
 
 
-def _replace(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:
+def _replace_operand(matrices: Matrices, operand: int, tensor: Tensor) -> Matrices:
     return *matrices[:operand], tensor, *matrices[operand + 1 :]
 
 
 def _set_element(matrices: Matrices, operand: int, index: int, number: float) -> Matrices:
-    changed = matrices[operand].clone()
-    changed.view(-1)[index] = number
-    return _replace(matrices, operand, changed)
+    changed_matrix = matrices[operand].clone()
+    changed_matrix.view(-1)[index] = number
+    return _replace_operand(matrices, operand, changed_matrix)
 
 
-def _extremes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Tries what tests leave out: values far from one, tall and long matrices, and rows of zeros among others."""
-    tall = auditor.fitting(auditor.subject.tall)
-    for tried, matrices in _extreme_inputs(auditor):
-        auditor.current, results = tried, auditor.results(matrices)
-        if tried.shape == tall:
-            wrong = auditor.wrong_sample(matrices, results, Random(auditor.seed))
+def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Calls the kernel with values far from one, with tall and long matrices, and with some rows of zeros."""
+    tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
+    for audit_input, matrices in _iterate_extreme_inputs(auditor):
+        auditor.current, results = audit_input, auditor.compute_results(matrices)
+        if audit_input.shape == tall_shape:
+            failure = auditor.find_sampled_failure(matrices, results, Random(auditor.seed))
         else:
-            wrong = auditor.wrong(matrices, results, search=False)
-        if wrong:
-            yield wrong
+            failure = auditor.find_failure(matrices, results, search_mistakes=False)
+        if failure:
+            yield failure
             return
 
 
-def _extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
-    subject, tried = auditor.subject, auditor.first
-    matrices = auditor.matrices(tried)
-    # Only operands with scales can be far from one, and not in fp16. For attention only the values: scaling queries and
-    # keys changes the softmax.
+def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matrices]]:
+    subject, first_input = auditor.subject, auditor.first_input
+    matrices = auditor.draw_matrices(first_input)
+    # Only operands with scales, and not in fp16, can have values far from one. In attention only the values are scaled,
+    # because scaling queries and keys changes the softmax.
     operands = (2,) if subject.kind is AuditKind.ATTENTION else range(len(matrices))
-    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promise.treatments)
+    is_scaled = all(cast is None or cast.scaling is not None for cast in subject.promised_casts.treatments)
     for operand in operands if matrices[0].dtype is not torch.float16 and is_scaled else ():
         for power in (40, -40):
             yield (
-                tried._replace(how=f"the {_ORDINALS[operand]} argument times 2^{power}"),
-                _replace(matrices, operand, matrices[operand] * 2.0**power),
+                first_input._replace(how=f"the {_ORDINALS[operand]} argument times 2^{power}"),
+                _replace_operand(matrices, operand, matrices[operand] * 2.0**power),
             )
-    tall = tried._replace(shape=auditor.fitting(subject.tall))
-    empty, large = auditor.matrices(tried), auditor.matrices(tall)
-    for some, many in zip(empty, large, strict=True):
-        some.view(-1, some.shape[-1])[1] = 0
-        some.view(-1, some.shape[-1])[2, :BLOCK] = 0
-        many.view(-1, many.shape[-1])[-1, -8:] *= 16
-    yield tried._replace(how="a row and a block of zeros in each argument"), empty
-    yield tall._replace(how="the largest in the last rows"), large
-    if "signs that lean" in subject.data:
-        signs = tall._replace(data="signs that lean")
-        yield signs, auditor.matrices(signs)
+    tall_input = first_input._replace(shape=auditor.round_up_shape(subject.tall_shape))
+    sparse_matrices, tall_matrices = auditor.draw_matrices(first_input), auditor.draw_matrices(tall_input)
+    for sparse_matrix, tall_matrix in zip(sparse_matrices, tall_matrices, strict=True):
+        sparse_matrix.view(-1, sparse_matrix.shape[-1])[1] = 0
+        sparse_matrix.view(-1, sparse_matrix.shape[-1])[2, :BLOCK_SIDE] = 0
+        tall_matrix.view(-1, tall_matrix.shape[-1])[-1, -8:] *= 16
+    yield first_input._replace(how="a row and a block of zeros in each argument"), sparse_matrices
+    yield tall_input._replace(how="the largest numbers in the last rows"), tall_matrices
+    if "signs that lean" in subject.data_kinds:
+        sign_input = tall_input._replace(data="signs that lean")
+        yield sign_input, auditor.draw_matrices(sign_input)
 
 
-def _check_each(
+def _check_inputs(
     auditor: Auditor,
     inputs: Collection[AuditInput],
-    look: Callable[[AuditInput], list[AuditFinding]],
+    judge_input: Callable[[AuditInput], list[AuditFinding]],
     seconds: float = math.inf,
 ) -> Iterator[AuditFinding]:
-    """Looks for failures in calls that may be refused, until one is wrong or time is up."""
+    """Judges the kernel on each input, until one fails or the time is up. The kernel may refuse inputs."""
     refused, end = [], time.monotonic() + seconds
-    # The auditor records the current input, so that exceptions name it.
-    for place, tried in enumerate(inputs):
-        auditor.current = tried
+    # Record the current input in the auditor, so that exceptions are reported with it.
+    for index, audit_input in enumerate(inputs):
+        auditor.current = audit_input
         if time.monotonic() > end:
-            untried = len(inputs) - place
-            words = f"time was up after {seconds:g} s: this and {untried - 1} larger sizes were not called"
-            yield remark("not-tried", words)
+            skipped_count = len(inputs) - index
+            reason = (
+                f"the time limit of {seconds:g} s was reached: this and {skipped_count - 1} larger sizes were not tried"
+            )
+            yield make_remark("not-tried", reason)
             break
         try:
-            wrong = look(tried)
-        # A refusal is legitimate, unless the kernel lied about the reason.
-        except REFUSALS as error:
-            raise_lie(error)
-            refused.append(auditor.about(tried, remark("refused", words_of(error))))
+            failures = judge_input(audit_input)
+        # A kernel may refuse an input, unless the refusal is a deception.
+        except REFUSAL_ERRORS as error:
+            raise_deception(error)
+            refused.append(auditor.add_input(audit_input, make_remark("refused", describe_error(error))))
             continue
-        if wrong:
-            yield wrong[0]
+        if failures:
+            yield failures[0]
             return
-    # One line for all refusals: a kernel with fixed sizes refuses dozens.
+    # Report all refusals in one line: a kernel with fixed sizes refuses dozens of inputs.
     if refused:
         yield replace(refused[0], why=f"{len(refused)} of {len(inputs)} such calls are refused: {refused[0].why}")
 
 
-def _strides(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Tries matrices that are slices of others, or transposed in memory."""
-    subject, odd = auditor.subject, AuditInput(NORMAL, auditor.fitting(auditor.subject.odd[1]))
-    drawn = [(start, auditor.matrices(start)) for start in (auditor.first, odd)]
+def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Calls the kernel with matrices that are slices of larger ones, or transposed in memory."""
+    subject, odd = auditor.subject, AuditInput(NORMAL_DATA, auditor.round_up_shape(auditor.subject.odd_shapes[1]))
+    inputs_with_matrices = [(start, auditor.draw_matrices(start)) for start in (auditor.first_input, odd)]
 
-    def look(tried: AuditInput) -> list[AuditFinding]:
-        matrices, operand, laid = calls[tried]
-        arguments = subject.arguments(matrices)
-        moved = _replace(arguments, operand, laid(arguments[operand]))
-        wrong = auditor.wrong(matrices, auditor.call(moved), search=False)
-        return [fail("strides", f"{tried.how}: the result is not that of its values")] if wrong else []
+    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+        matrices, operand, change_layout = strided_calls[audit_input]
+        arguments = subject.make_arguments(matrices)
+        strided_arguments = _replace_operand(arguments, operand, change_layout(arguments[operand]))
+        failure = auditor.find_failure(matrices, auditor.call_kernel(strided_arguments), search_mistakes=False)
+        return (
+            [make_failure("strides", f"{audit_input.how}: the result does not belong to its values")] if failure else []
+        )
 
-    calls = {}
-    for start, matrices in drawn:
-        for operand, (words, laid) in product(range(len(matrices)), _LAID.items()):
-            how = f"the {_ORDINALS[operand]} argument {words}"
-            calls[start._replace(how=how)] = matrices, operand, laid
-    yield from _check_each(auditor, calls, look)
-
-
-def _slice_memory(x: Tensor) -> Tensor:
-    shifted = torch.cat((x[1:], x[:1]))
-    return torch.cat((shifted, x, shifted), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
+    strided_calls = {}
+    for start, matrices in inputs_with_matrices:
+        for operand, (description, change_layout) in product(range(len(matrices)), _MEMORY_LAYOUTS.items()):
+            change = f"the {_ORDINALS[operand]} argument {description}"
+            strided_calls[start._replace(how=change)] = matrices, operand, change_layout
+    yield from _check_inputs(auditor, strided_calls, judge_input)
 
 
-def _transpose_memory(x: Tensor) -> Tensor:
-    """Returns a transposed layout of the same values: of a matrix, or of positions and heads."""
-    sides = (1, 2) if x.dim() > 2 else (0, 1)
-    return x.transpose(*sides).contiguous().transpose(*sides)
+def _make_slice(x: Tensor) -> Tensor:
+    neighbours = torch.cat((x[1:], x[:1]))
+    return torch.cat((neighbours, x, neighbours), -1)[..., x.shape[-1] : 2 * x.shape[-1]]
 
 
-_LAID = {"as columns of a wider one": _slice_memory, "as a transposed one": _transpose_memory}
+def _transpose_in_memory(x: Tensor) -> Tensor:
+    """Returns a tensor with the same values in another order in memory. Rows and columns of a matrix are exchanged
+    there, or positions and heads.
+    """
+    swapped_dimensions = (1, 2) if x.dim() > 2 else (0, 1)
+    return x.transpose(*swapped_dimensions).contiguous().transpose(*swapped_dimensions)
 
 
-def _odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Tries sizes that do not fill whole tiles."""
-
-    def look(tried: AuditInput) -> list[AuditFinding]:
-        problems = auditor.problems(tried).items()
-        return [auditor.finding(tried, name, verdict) for name, verdict in problems if verdict.failed]
-
-    kinds = [data for data in (NORMAL, BLOCKS) if data in auditor.subject.data]
-    yield from _check_each(auditor, [AuditInput(*start) for start in product(kinds, auditor.subject.odd)], look)
+_MEMORY_LAYOUTS = {"is a slice of a wider matrix": _make_slice, "is transposed in memory": _transpose_in_memory}
 
 
-# The checks of values, in the order in which they run.
+def _check_odd_shapes(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Calls the kernel with sizes that do not fill complete tiles."""
+
+    def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
+        problems = auditor.find_problems(audit_input).items()
+        return [auditor.make_finding(audit_input, name, verdict) for name, verdict in problems if verdict.has_failed]
+
+    data_kinds = [data for data in (NORMAL_DATA, BLOCK_DATA) if data in auditor.subject.data_kinds]
+    yield from _check_inputs(
+        auditor, [AuditInput(*start) for start in product(data_kinds, auditor.subject.odd_shapes)], judge_input
+    )
+
+
+# The checks of results, in the order in which they run.
 VALUE_CHECKS = (
-    AuditCheck("numbers", _numbers, decides=True),
-    AuditCheck("relations", _relations, frozenset(_CHANGES), needs_sound=True),
-    AuditCheck("memory", _memory),
-    AuditCheck("backward", _backward, frozenset({AuditKind.LINEAR}), needs_sound=True),
-    AuditCheck("special values", _special_values),
-    AuditCheck("odd shapes", _odd_shapes, needs_sound=True),
-    AuditCheck("strides", _strides, needs_sound=True),
-    AuditCheck("sizes", _sizes, needs_sound=True),
-    AuditCheck("extremes", _extremes, needs_sound=True),
+    AuditCheck("numbers", _check_numbers, judges_numbers=True),
+    AuditCheck("relations", _check_relations, frozenset(_CHANGES), needs_right_numbers=True),
+    AuditCheck("memory", _check_memory),
+    AuditCheck("backward", _check_backward, frozenset({AuditKind.LINEAR}), needs_right_numbers=True),
+    AuditCheck("special values", _check_special_values),
+    AuditCheck("odd shapes", _check_odd_shapes, needs_right_numbers=True),
+    AuditCheck("strides", _check_strides, needs_right_numbers=True),
+    AuditCheck("sizes", _check_sizes, needs_right_numbers=True),
+    AuditCheck("extremes", _check_extremes, needs_right_numbers=True),
 )

@@ -1,7 +1,7 @@
-"""Checks of calls beyond their results: the work that torch sees, and their times.
+"""Checks how much work a call does and how long it takes, and lists all checks of an audit.
 
-This module holds the list of all checks, and runs as the program of the judge: a process that has torch, starts the
-kernel's process, and never imports the kernel.
+This is the main module of the judge's process, which computes the expected results and the verdicts. The judge starts
+a second process for the audited kernel, and never imports the kernel itself.
 """
 
 from __future__ import annotations
@@ -18,12 +18,12 @@ import torch
 
 from fp8bench import units
 from fp8bench.errors import WorkerError, WorkerFault, WorkerHung, WorkerLost, as_usage
-from fp8bench.features.audit.auditor import NORMAL, AuditCheck, AuditInput, Auditor, Shape, run_checks
+from fp8bench.features.audit.auditor import NORMAL_DATA, AuditCheck, AuditInput, Auditor, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost, PackedTensor, unpack_results
 from fp8bench.features.audit.operands import HALF_ZEROS, TIMED
 from fp8bench.features.audit.promises import Matrices
 from fp8bench.features.audit.results import VALUE_CHECKS
-from fp8bench.features.audit.values import Audit, AuditFinding, fail, remark
+from fp8bench.features.audit.values import Audit, AuditFinding, make_failure, make_remark
 from fp8bench.measure.handle import START_SECONDS, ProcessWorker
 from fp8bench.model import Ceilings, DeviceFacts, Limit
 from fp8bench.model.promises import AuditKind, Signature
@@ -33,114 +33,122 @@ from fp8bench.worker.bench import Bench
 from fp8bench.worker.main import main
 from fp8bench.worker.switches import restore_switches
 
-_WARM = 3
-_REMEMBERED = ("casts", "products", "copies", "allocations")
+_WARMUP_CALLS = 3
+_WORK_KINDS = ("casts", "products", "copies", "allocations")
 
 
-def _work(auditor: Auditor) -> Iterator[AuditFinding]:
-    """Checks that a call with known arguments does as much work as one with fresh arguments. Work inside a kernel is
-    invisible."""
+def _check_work(auditor: Auditor) -> Iterator[AuditFinding]:
+    """Checks that a call with arguments from an earlier call does as much work as a call with new arguments. Only
+    torch operators are counted, because work inside a kernel is invisible.
+    """
     subject = auditor.subject
-    auditor.current = AuditInput(NORMAL, auditor.fitting(subject.timed))
-    arguments = subject.arguments(auditor.matrices(auditor.current))
-    # Warm up first: one-time work per shape is not a cached result.
-    auditor.place(arguments)
-    subject.host.repeat([0], _WARM, _SECONDS)
-    repeated = subject.host.work(0)
-    auditor.place(arguments, slot=1)
-    fresh = subject.host.work(1)
-    counts = [(name, getattr(repeated, name), getattr(fresh, name)) for name in _REMEMBERED]
+    auditor.current = AuditInput(NORMAL_DATA, auditor.round_up_shape(subject.timed_shape))
+    arguments = subject.make_arguments(auditor.draw_matrices(auditor.current))
+    # Warm up first, because one-time work for a new shape is not a cached result.
+    auditor.send_arguments(arguments)
+    subject.host.repeat_calls([0], _WARMUP_CALLS, _TIMING_SECONDS)
+    repeated_work = subject.host.count_work(0)
+    auditor.send_arguments(arguments, slot=1)
+    fresh_work = subject.host.count_work(1)
+    counts = [(name, getattr(repeated_work, name), getattr(fresh_work, name)) for name in _WORK_KINDS]
     if lost := [f"{name}: {again} of {first}" for name, again, first in counts if again < first]:
-        yield fail(
-            "remembered-work", f"with arguments that it has seen it does less than with fresh ones ({'; '.join(lost)})"
+        yield make_failure(
+            "remembered-work",
+            f"with arguments of an earlier call it does less work than with new ones ({'; '.join(lost)})",
         )
 
 
-_TIMES, _FEWEST, _SECONDS = 7, 2, 1.0
-# How many times faster than a measured ceiling a call may be (the label `above-ceiling` has the same factor) or, if
-# none is known, than torch in this process, where a narrower dtype and a rising clock may explain this much.
-_ABOVE, _MARGIN = 2.5, 8.0
-# The factor on a GPU, where the search for the peak may have missed its best shape by this much.
-_CLOSE = 1.25
+_MAX_ROUNDS, _MIN_ROUNDS, _TIMING_SECONDS = 7, 2, 1.0
+# A call is too fast if it is the first number of times faster than a measured ceiling (the label `above-ceiling` uses
+# the same number). Without a ceiling, it is too fast if it is the second number of times faster than torch in this
+# process. A narrower dtype and a rising clock may explain less than that.
+_CEILING_MARGIN, _TORCH_MARGIN = 2.5, 8.0
+# The same factor on a GPU, where the search for the ceiling may have missed the best shape by this much.
+_GPU_MARGIN = 1.25
 
 
-def fastest(call: Callable[[], object], device: str) -> float:
-    """Returns the shortest time of a torch call in this process, in seconds."""
+def measure_fastest(call: Callable[[], object], device: str) -> float:
+    """Returns the shortest time of several torch calls in this process, in seconds."""
     call()
     taken: list[float] = []
-    end = time.perf_counter() + _SECONDS
-    while len(taken) < _TIMES and (not taken or time.perf_counter() < end):
-        _wait(device)
+    end = time.perf_counter() + _TIMING_SECONDS
+    while len(taken) < _MAX_ROUNDS and (not taken or time.perf_counter() < end):
+        _synchronize(device)
         start = time.perf_counter()
         call()
-        _wait(device)
+        _synchronize(device)
         taken.append(time.perf_counter() - start)
     return max(min(taken), 1e-9)
 
 
-def _wait(device: str) -> None:
+def _synchronize(device: str) -> None:
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
 
-def bounds(
-    ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved: int, device: str
+def iterate_shortest_times(
+    ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved_bytes: int, device: str
 ) -> Iterator[tuple[float, str]]:
-    """Yields the shortest plausible times for these FLOPs and bytes, with their sources: the best measured copy in any
-    cache, the best product in this precision or a wider one, and torch's own now."""
+    """Yields the shortest plausible seconds of a call, with a description of the limit: once for its bytes, and once
+    for its FLOPs. The limits are the best measured copy and product of this device, or otherwise torch's speed now.
+    """
     rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
-    wide = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
-    looks = (
-        (moved, "copy", partial(_copy, moved, device), [(Limit.CACHED, "")]),
-        (flops, "product", partial(_product, shape, device), wide),
+    product_limits = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]
+    comparisons = (
+        (moved_bytes, "copy", partial(_measure_copy, moved_bytes, device), [(Limit.CACHED, "")]),
+        (flops, "product", partial(_measure_product, shape, device), product_limits),
     )
-    for count, operation, measure_here, limits in looks:
+    for count, operation, measure_here, limits in comparisons:
         measured_rates = [rate for limit in limits if (rate := ceilings.best(*limit)) is not None]
-        margin = _MARGIN if not measured_rates else _ABOVE if device.startswith("cpu") else _CLOSE
-        fastest_known = (
-            f"the fastest {operation} that was measured here" if measured_rates else f"torch's own {operation} is here"
+        margin = _TORCH_MARGIN if not measured_rates else _CEILING_MARGIN if device.startswith("cpu") else _GPU_MARGIN
+        reference = (
+            f"the fastest {operation} that was measured on this device"
+            if measured_rates
+            else f"torch's {operation} on this device"
         )
-        yield count / (margin * max([measure_here(), *measured_rates])), f"{margin:g} times as fast as {fastest_known}"
+        yield count / (margin * max([measure_here(), *measured_rates])), f"{margin:g} times the speed of {reference}"
 
 
-def _product(shape: Shape, device: str) -> float:
-    """Returns FLOPs per second of torch's product."""
+def _measure_product(shape: Shape, device: str) -> float:
+    """Returns the FLOP/s of torch's matrix product, the faster of float32 and bfloat16."""
     seconds = []
     for dtype in (torch.float32, torch.bfloat16):
         a, b = (torch.randn(rows, shape.k).to(device, dtype) for rows in (shape.m, shape.n))
-        seconds.append(fastest(partial(torch.mm, a, b.t()), device))
+        seconds.append(measure_fastest(partial(torch.mm, a, b.t()), device))
     return 2 * shape.m * shape.n * shape.k / min(seconds)
 
 
-def _copy(size: int, device: str) -> float:
-    """Returns bytes per second of torch's copy."""
+def _measure_copy(size: int, device: str) -> float:
+    """Returns the speed of torch's copy in bytes per second. Bytes count twice, once read and once written."""
     source = torch.empty(max(size // 2, 1), dtype=torch.uint8, device=device)
-    return 2 * source.numel() / fastest(partial(torch.clone, source), device)
+    return 2 * source.numel() / measure_fastest(partial(torch.clone, source), device)
 
 
-# Shapes are doubled until a call takes this many seconds, or a side is this long.
-_LONG_ENOUGH, _LARGEST = 2e-3, 1024
-# This many times more work must take at least this many times longer, even on a busy device.
-_MORE, _AT_LEAST = 4, 1.3
-# A suspicion must be confirmed this many times in a row: on a busy machine any single comparison may be wrong.
-_AGAIN = 4
-# Being this many times faster on some data fails. Zeros may honestly take 80% of the time (torch's scaled product on a
-# CPU); a kernel that skips their product takes a twentieth.
-_SHORT = 4.0
-# A kernel that skips blocks of zeros takes at most this share of the time if half of each operand's rows are zeros.
-_SAVED = 0.8
+# Shapes are doubled until a call takes this many seconds or a side is this long.
+_MIN_CALL_SECONDS, _LARGEST_SIDE = 2e-3, 1024
+# If a call does this many times more work, it must take this many times longer, even on a busy device.
+_WORK_FACTOR, _TIME_FACTOR = 4, 1.3
+# How many times in a row a suspicion must be confirmed: on a busy machine, a single comparison may be wrong.
+_CONFIRMATIONS = 4
+# A call fails if it is this many times faster on some data. An honest call on zeros may take 80% of the usual time
+# (torch's scaled product on a CPU). A kernel that skips the product takes a twentieth.
+_SHORTCUT_SPEEDUP = 4.0
+# If half of each operand's rows are zeros, a kernel that skips blocks of zeros takes at most this share of the time.
+_HALF_ZEROS_TIME = 0.8
 
-# The kernel's process may report this much less time than passed here, as a share and in seconds, for the
-# communication. If it reports less in every round, its clock is wrong.
-_CLAIMED, _ROUND_TRIP = 0.6, 5e-3
-# The number of timed calls judged for each kind of data.
-_JUDGED = 2
+# The kernel's process reports how long a round took. That must be at least this share of the seconds that passed
+# here, less the time of the communication. If it reports less in every round, its clock is wrong.
+_REPORTED_SHARE, _ROUND_TRIP_SECONDS = 0.6, 5e-3
+# How many timed calls are judged for each kind of data.
+_JUDGED_CALLS = 2
 
 
 @dataclass(frozen=True)
 class TimedCalls:
-    """For each kind of data, the fewest `seconds` of a call by the kernel's clock and of its process, and those that
-    `passed` here."""
+    """The shortest time of a call for each kind of data. It is measured by the wall clock, and by the process time of
+    the kernel's process. `wrong_clock` describes a clock that reports too little. `wrong` is a failure of the
+    results.
+    """
 
     seconds: Mapping[str, float]
     of_process: Mapping[str, float]
@@ -148,189 +156,232 @@ class TimedCalls:
     wrong: AuditFinding | None
 
 
-def _time_calls(auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL,), judged: int = 1) -> TimedCalls:
-    """Times calls on each kind of data in turns, each on unseen numbers, at new addresses or the same ones. Then judges
-    a sample of the results of `judged` calls on each kind."""
-    host, chance = auditor.subject.host, Random(auditor.seed)
-    # 1. Call the kernel on each kind of data in turn, with rows in a new order each time.
-    host.forget()
-    base = {kind: auditor.matrices(AuditInput(kind, shape)) for kind in kinds}
+def _time_calls(
+    auditor: Auditor, shape: Shape, kinds: tuple[str, ...] = (NORMAL_DATA,), judged_calls: int = 1
+) -> TimedCalls:
+    """Times calls on each kind of data in turn. Every call has new numbers, and mostly new addresses. Afterwards,
+    judges the results of some calls for each kind of data, chosen at random.
+    """
+    host, rng = auditor.subject.host, Random(auditor.seed)
+    # 1. Call the kernel on each kind of data in turn, with the rows in a new order each time.
+    host.free_memory()
+    base_matrices = {kind: auditor.draw_matrices(AuditInput(kind, shape)) for kind in kinds}
     inputs: list[Matrices] = []
     rounds: list[tuple[list[tuple[float, float]], float]] = []
-    end = time.perf_counter() + _SECONDS * len(kinds)
-    while len(rounds) <= _TIMES and (len(rounds) < _FEWEST or time.perf_counter() < end):
-        placed: list[tuple[PackedTensor, ...]] = []
+    end = time.perf_counter() + _TIMING_SECONDS * len(kinds)
+    while len(rounds) <= _MAX_ROUNDS and (len(rounds) < _MIN_ROUNDS or time.perf_counter() < end):
+        sent_arguments: list[tuple[PackedTensor, ...]] = []
         for slot, kind in enumerate(kinds):
-            inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base[kind]))
-            placed.append(auditor.place(auditor.subject.arguments(inputs[-1]), slot, moved=len(rounds) % 3 != 1))
+            inputs.append(tuple(matrix.roll(len(rounds), -2) for matrix in base_matrices[kind]))
+            sent_arguments.append(
+                auditor.send_arguments(
+                    auditor.subject.make_arguments(inputs[-1]), slot, at_new_address=len(rounds) % 3 != 1
+                )
+            )
         start = time.perf_counter()
-        claimed = host.measure_calls(range(len(kinds)))
-        rounds.append((claimed, time.perf_counter() - start))
-    # 2. Check whether calls have changed their arguments.
-    digests = host.digests(range(len(kinds)))
-    for kind, sent in zip(kinds, placed, strict=True):
-        auditor.note_changes(AuditInput(kind, shape), sent, digests[: len(sent)])
+        reported_seconds = host.measure_calls(range(len(kinds)))
+        rounds.append((reported_seconds, time.perf_counter() - start))
+    # 2. Check whether calls changed their arguments.
+    digests = host.digest_arguments(range(len(kinds)))
+    for kind, sent in zip(kinds, sent_arguments, strict=True):
+        auditor.record_changed_arguments(AuditInput(kind, shape), sent, digests[: len(sent)])
         digests = digests[len(sent) :]
-    # 3. Take the fastest call on each kind of data. The first round is skipped, because it may prepare the shape.
-    timed = rounds[1:]
+    # 3. Take the fastest call on each kind of data. Skip the first round, which may prepare the shape.
+    timed_rounds = rounds[1:]
     by_clock: dict[str, float] = {}
     of_process: dict[str, float] = {}
-    for place, kind in enumerate(kinds):
-        calls = [claimed[place] for claimed, _ in timed]
+    for call_index, kind in enumerate(kinds):
+        calls = [reported_seconds[call_index] for reported_seconds, _ in timed_rounds]
         by_clock[kind] = max(1e-9, min(seconds for seconds, _ in calls))
         of_process[kind] = max(1e-9, min(seconds for _, seconds in calls))
     # 4. Check that the kernel's process does not report much less time than passed here.
-    claims = [(math.fsum(seconds for seconds, _ in claimed), passed) for claimed, passed in timed]
+    round_seconds = [
+        (math.fsum(seconds for seconds, _ in reported_seconds), passed) for reported_seconds, passed in timed_rounds
+    ]
     wrong_clock = ""
-    if all(claimed < _CLAIMED * passed - _ROUND_TRIP for claimed, passed in claims):
-        least, waited = min(claims, key=lambda pair: pair[1])
-        wrong_clock = f"its process says {units.seconds(least)} where {units.seconds(waited)} passed"
-    # 5. Judge results of the timed calls.
-    wrong = None
-    if auditor.sound:
-        for kind, place in _choose_calls(kinds, len(rounds), judged, chance):
-            results = unpack_results(host.timed_results(place))
-            if bad := auditor.wrong_sample(inputs[place], results, chance):
-                reason = f"of call {place // len(kinds) + 1} that was timed, {bad.why}"
-                wrong = auditor.about(AuditInput(kind, shape), fail("timed-wrong", reason))
+    if all(
+        reported_seconds < _REPORTED_SHARE * passed - _ROUND_TRIP_SECONDS for reported_seconds, passed in round_seconds
+    ):
+        least, waited = min(round_seconds, key=lambda pair: pair[1])
+        wrong_clock = f"its process reports {units.seconds(least)}, but {units.seconds(waited)} passed"
+    # 5. Judge the results of some timed calls.
+    failure = None
+    if auditor.has_right_numbers:
+        for kind, call_index in _choose_calls(kinds, len(rounds), judged_calls, rng):
+            results = unpack_results(host.read_timed_results(call_index))
+            if bad := auditor.find_sampled_failure(inputs[call_index], results, rng):
+                reason = f"timed call {call_index // len(kinds) + 1}: {bad.why}"
+                failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
                 break
-    return TimedCalls(by_clock, of_process, wrong_clock, wrong)
+    return TimedCalls(by_clock, of_process, wrong_clock, failure)
 
 
-def _choose_calls(kinds: tuple[str, ...], rounds: int, judged: int, chance: Random) -> Iterator[tuple[str, int]]:
-    """Yields a kind of data and the index of a timed call on it, for the calls to judge. The kernel cannot predict the
-    choice."""
+def _choose_calls(kinds: tuple[str, ...], rounds: int, judged_calls: int, rng: Random) -> Iterator[tuple[str, int]]:
+    """Yields which timed calls to judge: their kind of data and their index. The choice is random, so that the kernel
+    cannot predict it.
+    """
     for slot, kind in enumerate(kinds):
-        for which in chance.sample(range(rounds), min(judged, rounds)):
+        for which in rng.sample(range(rounds), min(judged_calls, rounds)):
             yield kind, which * len(kinds) + slot
 
 
-def _speed(auditor: Auditor) -> list[AuditFinding]:
-    """Checks times, with limits that tolerate a busy machine, and the results of the timed calls. Returns all findings
-    or raises: times mean nothing after a failed call."""
+def _check_speed(auditor: Auditor) -> list[AuditFinding]:
+    """Checks the times of calls, with limits that tolerate a busy machine, and the results of the timed calls.
+    Returns its findings together, because times mean nothing after a failed call."""
     findings = []
     if replaced := ", ".join(auditor.subject.host.find_replaced()):
-        findings = [fail("replaced", f"it puts functions of its own in the place of {replaced}: leave them alone")]
-    return findings + _check_speeds(auditor)
+        findings = [
+            make_failure(
+                "replaced",
+                f"it replaces {replaced} by functions of its own, which can falsify times. Remove the replacement.",
+            )
+        ]
+    return findings + _check_times(auditor)
 
 
-def _check_speeds(auditor: Auditor) -> list[AuditFinding]:
-    # 1. Find a shape whose call is long enough to compare.
-    shape = auditor.fitting(auditor.subject.timed)
-    timing = _time_calls(auditor, shape)
-    while timing.wrong is None and timing.seconds[NORMAL] < _LONG_ENOUGH and max(shape) < _LARGEST:
+def _check_times(auditor: Auditor) -> list[AuditFinding]:
+    # 1. Find a shape whose call takes long enough to compare.
+    shape = auditor.round_up_shape(auditor.subject.timed_shape)
+    timed_calls = _time_calls(auditor, shape)
+    while (
+        timed_calls.wrong is None
+        and timed_calls.seconds[NORMAL_DATA] < _MIN_CALL_SECONDS
+        and max(shape) < _LARGEST_SIDE
+    ):
         shape = Shape(*(2 * side for side in shape))
-        timing = _time_calls(auditor, shape)
-    auditor.current = tried = AuditInput(NORMAL, shape)
+        timed_calls = _time_calls(auditor, shape)
+    auditor.current = audit_input = AuditInput(NORMAL_DATA, shape)
     # 2. Stop at wrong results or a wrong clock, which make times meaningless.
-    if timing.wrong is not None:
-        return [timing.wrong]
-    if reason := _confirm(lambda: _time_calls(auditor, shape, judged=0).wrong_clock, timing.wrong_clock):
-        return [fail("wrong-clock", reason)]
-    # 3. Check whether it is faster than the machine can be.
-    too_fast = partial(_too_fast, auditor, shape)
-    if reason := _confirm(lambda: too_fast(_seconds(auditor, shape)), too_fast(timing.seconds[NORMAL])):
-        return [fail("too-fast", reason)]
-    # 4. Check whether it is faster on some data, or no slower with more work.
+    if timed_calls.wrong is not None:
+        return [timed_calls.wrong]
+    if reason := _confirm_by_repeating(
+        lambda: _time_calls(auditor, shape, judged_calls=0).wrong_clock, timed_calls.wrong_clock
+    ):
+        return [make_failure("wrong-clock", reason)]
+    # 3. Check whether the call is faster than the machine can be.
+    explain_too_fast = partial(_explain_too_fast, auditor, shape)
+    if reason := _confirm_by_repeating(
+        lambda: explain_too_fast(_measure_seconds(auditor, shape)), explain_too_fast(timed_calls.seconds[NORMAL_DATA])
+    ):
+        return [make_failure("too-fast", reason)]
+    # 4. Check whether the call is faster on some data, or takes no longer for more work.
     findings = list(_compare_data(auditor, shape))
-    for side in ("m", "k") if timing.seconds[NORMAL] >= _LONG_ENOUGH else ():
-        larger = shape._replace(**{side: _MORE * getattr(shape, side)})
-        if finding := _check_growth(auditor, shape, larger, side.upper()):
-            findings.append(auditor.about(tried._replace(shape=larger), finding))
+    for side in ("m", "k") if timed_calls.seconds[NORMAL_DATA] >= _MIN_CALL_SECONDS else ():
+        larger_shape = shape._replace(**{side: _WORK_FACTOR * getattr(shape, side)})
+        if finding := _check_growth(auditor, shape, larger_shape, side.upper()):
+            findings.append(auditor.add_input(audit_input._replace(shape=larger_shape), finding))
     return findings
 
 
-def _check_growth(auditor: Auditor, shape: Shape, larger: Shape, side: str) -> AuditFinding | None:
-    """Returns the fault of a call on more work: wrong results, or the same duration."""
+def _check_growth(auditor: Auditor, shape: Shape, larger_shape: Shape, side: str) -> AuditFinding | None:
+    """Returns a failure if a call with more work gives wrong results, or if it takes no longer than a call with less
+    work. Otherwise returns None.
+    """
     reason = ""
-    for _ in range(_AGAIN):
-        larger_timing = _time_calls(auditor, larger)
-        if larger_timing.wrong is not None:
-            return larger_timing.wrong
-        seconds, larger_seconds = _seconds(auditor, shape), larger_timing.seconds[NORMAL]
-        if larger_seconds >= _AT_LEAST * seconds:
+    for _ in range(_CONFIRMATIONS):
+        larger_calls = _time_calls(auditor, larger_shape)
+        if larger_calls.wrong is not None:
+            return larger_calls.wrong
+        seconds, larger_seconds = _measure_seconds(auditor, shape), larger_calls.seconds[NORMAL_DATA]
+        if larger_seconds >= _TIME_FACTOR * seconds:
             return None
-        reason = f"{units.seconds(larger_seconds)}, and {units.seconds(seconds)} before"
-    return fail("flat-time", f"{_MORE} times the {side}: {reason}")
+        reason = f"{units.seconds(larger_seconds)}, compared with {units.seconds(seconds)}"
+    return make_failure("flat-time", f"a call with {_WORK_FACTOR} times the {side} takes hardly longer: {reason}")
 
 
-def _too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
-    subject, arguments = auditor.subject, auditor.subject.arguments(auditor.matrices(AuditInput(NORMAL, shape)))
-    touched = (*arguments, *auditor.call(arguments).values())
-    moved = sum(tensor.numel() * tensor.element_size() for tensor in touched)
-    # Attention has a batch of two, and two products.
+def _explain_too_fast(auditor: Auditor, shape: Shape, seconds: float) -> str:
+    subject, arguments = (
+        auditor.subject,
+        auditor.subject.make_arguments(auditor.draw_matrices(AuditInput(NORMAL_DATA, shape))),
+    )
+    read_and_written = (*arguments, *auditor.call_kernel(arguments).values())
+    moved_bytes = sum(tensor.numel() * tensor.element_size() for tensor in read_and_written)
+    # Attention has a batch of two and two products.
     flops = (8 * shape.m if subject.kind is AuditKind.ATTENTION else 2) * math.prod(shape)
-    least, words = max(bounds(auditor.ceilings, subject.signature.precision, shape, flops, moved, subject.device))
-    return "" if seconds >= least else f"{units.seconds(seconds)}; {units.seconds(least)} are {words}"
+    shortest, reference = max(
+        iterate_shortest_times(auditor.ceilings, subject.signature.precision, shape, flops, moved_bytes, subject.device)
+    )
+    return (
+        ""
+        if seconds >= shortest
+        else (f"a call takes {units.seconds(seconds)}, but {units.seconds(shortest)} at {reference}")
+    )
 
 
 def _compare_data(auditor: Auditor, shape: Shape) -> Iterator[AuditFinding]:
-    """Times calls on zeros, ones, integers, uniform and normal numbers in turns, repeating if they differ."""
+    """Times calls on zeros, ones, integers, uniform and normal numbers in turn. Repeats the comparison if one kind of
+    data is much faster."""
     times: dict[str, float] = {}
-    for _ in range(_AGAIN):
-        timed = _time_calls(auditor, shape, tuple(TIMED), _JUDGED)
-        if timed.wrong is not None:
-            yield timed.wrong
+    for _ in range(_CONFIRMATIONS):
+        timed_calls = _time_calls(auditor, shape, tuple(TIMED), _JUDGED_CALLS)
+        if timed_calls.wrong is not None:
+            yield timed_calls.wrong
             return
-        # Keep the shortest time of all repetitions: a slow call is not the kernel's fault.
-        for name, seconds in _comparable(auditor, timed).items():
+        # Keep the shortest time of all repetitions, because other processes may slow down a call.
+        for name, seconds in _select_comparable(auditor, timed_calls).items():
             times[name] = min(seconds, times.get(name, seconds))
-        least = min(times, key=times.__getitem__)
-        if times[least] * _SHORT >= times[NORMAL]:
+        fastest_data = min(times, key=times.__getitem__)
+        if times[fastest_data] * _SHORTCUT_SPEEDUP >= times[NORMAL_DATA]:
             return
-    reason = f"{units.seconds(times[least])} on {least}, and {units.seconds(times[NORMAL])} on {NORMAL}"
-    if least == "zeros" and _skips_zeros(auditor, shape):
-        yield remark("skips-zeros", f"it is faster the more blocks are zeros, which is exact: {reason}")
+    reason = (
+        f"{units.seconds(times[fastest_data])} on {fastest_data}, and "
+        f"{units.seconds(times[NORMAL_DATA])} on {NORMAL_DATA}"
+    )
+    if fastest_data == "zeros" and _saves_time_on_zeros(auditor, shape):
+        yield make_remark("skips-zeros", f"it skips blocks of zeros, which keeps results exact: {reason}")
     else:
-        yield fail("data-shortcut", reason)
+        yield make_failure("data-shortcut", reason)
 
 
-def _skips_zeros(auditor: Auditor, shape: Shape) -> bool:
-    """Whether blocks of zeros save time anywhere, not only if all numbers are zeros."""
-    times = _comparable(auditor, _time_calls(auditor, shape, (HALF_ZEROS, NORMAL), judged=0))
-    return times[HALF_ZEROS] < _SAVED * times[NORMAL]
+def _saves_time_on_zeros(auditor: Auditor, shape: Shape) -> bool:
+    """Returns whether the kernel is faster on data in which some blocks are all zeros."""
+    seconds_by_data = _select_comparable(
+        auditor, _time_calls(auditor, shape, (HALF_ZEROS, NORMAL_DATA), judged_calls=0)
+    )
+    return seconds_by_data[HALF_ZEROS] < _HALF_ZEROS_TIME * seconds_by_data[NORMAL_DATA]
 
 
-def _comparable(auditor: Auditor, timed: TimedCalls) -> Mapping[str, float]:
-    """Returns comparable times: on a CPU the process time, because other processes would disturb the clock."""
-    return timed.of_process if auditor.subject.device.startswith("cpu") else timed.seconds
+def _select_comparable(auditor: Auditor, timed_calls: TimedCalls) -> Mapping[str, float]:
+    """Returns the times to compare. On a CPU it is process time, because other processes would disturb the wall
+    clock."""
+    return timed_calls.of_process if auditor.subject.device.startswith("cpu") else timed_calls.seconds
 
 
-def _seconds(auditor: Auditor, shape: Shape) -> float:
-    return _time_calls(auditor, shape, judged=0).seconds[NORMAL]
+def _measure_seconds(auditor: Auditor, shape: Shape) -> float:
+    return _time_calls(auditor, shape, judged_calls=0).seconds[NORMAL_DATA]
 
 
-def _confirm(look: Callable[[], str], reason: str) -> str:
-    """Returns the reason for a suspicion if it is confirmed several times in a row, starting with `reason`."""
-    for _ in range(_AGAIN - 1):
-        reason = reason and look()
+def _confirm_by_repeating(repeat_check: Callable[[], str], reason: str) -> str:
+    """Repeats a check and returns its reason only if every repetition gives one."""
+    for _ in range(_CONFIRMATIONS - 1):
+        reason = reason and repeat_check()
     return reason
 
 
 def _check_values_later(auditor: Auditor) -> Iterator[AuditFinding]:
-    auditor.current = auditor.first
-    for name, verdict in auditor.problems(auditor.first).items():
-        if verdict.failed:
-            yield fail("late", f"after it was timed {name} is wrong: {verdict.why}")
+    auditor.current = auditor.first_input
+    for name, verdict in auditor.find_problems(auditor.first_input).items():
+        if verdict.has_failed:
+            yield make_failure("late", f"after the timed calls, {name} is wrong: {verdict.why}")
 
 
 # All checks, in the order in which they run.
 CHECKS = (
     *VALUE_CHECKS,
-    AuditCheck("work", _work),
-    AuditCheck("speed", _speed),
-    AuditCheck("values later", _check_values_later, needs_sound=True),
+    AuditCheck("work", _check_work),
+    AuditCheck("speed", _check_speed),
+    AuditCheck("values later", _check_values_later, needs_right_numbers=True),
 )
 
 
-_HOST = "fp8bench.features.audit.host"
-# Seconds for one request to the kernel's process, and for the audit of a model in it.
-_LIMIT, _MODEL_LIMIT = 300.0, 600.0
+_HOST_MODULE = "fp8bench.features.audit.host"
+# Time limits in seconds: for one request to the kernel's process, and for the audit of a model in that process.
+_REQUEST_SECONDS, _MODEL_SECONDS = 300.0, 600.0
 
 
 class RemoteKernel:
-    """Passes requests to the KernelHost of the kernel's process. After that process is lost, every request raises: a
-    fresh process would not have the kernel."""
+    """Forwards method calls to the KernelHost in the kernel's process. Every call raises after that process was lost,
+    because a new process would not have the kernel."""
 
     def __init__(self, worker: ProcessWorker) -> None:
         self._worker = worker
@@ -343,19 +394,20 @@ class RemoteKernel:
         if self._lost is not None:
             raise self._lost
         try:
-            return self._worker.ask(_LIMIT, "kernel", name, *arguments)
+            return self._worker.ask(_REQUEST_SECONDS, "call_host", name, *arguments)
         except (WorkerHung, WorkerLost) as error:
             self._lost = error
             raise
 
 
 class AuditBench(Bench):
-    """The judge. Its process has torch and the checks, and starts the kernel's process, which may crash, hang, or
-    modify anything."""
+    """Runs the checks in the judge's process, and starts the kernel's process, which may crash, hang, or modify
+    anything.
+    """
 
     def __init__(self, settings: Settings) -> None:
         super().__init__(settings)
-        self._kernel = ProcessWorker(settings, module=_HOST)
+        self._kernel = ProcessWorker(settings, module=_HOST_MODULE)
 
     def close(self) -> None:
         self._kernel.close()
@@ -370,8 +422,8 @@ class AuditBench(Bench):
     def audit(self, target: str, signature: Signature, facts: DeviceFacts, ceilings: Ceilings | None = None) -> Audit:
         self._select_device(facts)
         if signature.kind is AuditKind.MODEL:
-            return cast(Audit, self._kernel.ask(_MODEL_LIMIT, "audit_model", target, signature, facts))
-        self._kernel.ask(START_SECONDS, "load", target, signature, facts)
+            return cast(Audit, self._kernel.ask(_MODEL_SECONDS, "audit_model", target, signature, facts))
+        self._kernel.ask(START_SECONDS, "load_kernel", target, signature, facts)
         with restore_switches():
             host = cast(KernelHost, RemoteKernel(self._kernel))
             return run_checks(target, host, signature, facts, self._settings.seed, CHECKS, ceilings)

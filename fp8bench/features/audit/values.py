@@ -1,4 +1,4 @@
-"""The values of an audit."""
+"""The findings and results of an audit."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8bench.model.promises import Signature
 
 
 class AuditOutcome(StrEnum):
-    """The outcome of an audit. CANNOT TELL: the callable gave nothing to judge."""
+    """The outcome of a check or of an audit. CANNOT TELL means that the callable gave no result that can be judged."""
 
     PASS = "PASS"
     FAIL = "FAIL"
@@ -19,9 +19,10 @@ class AuditOutcome(StrEnum):
 
 @dataclass(frozen=True)
 class AuditFinding:
-    """The result of one check. `code` is '' if there is nothing to report; with PASS it is a remark. `input` is the
-    smallest input that showed it. `error` is the distance of results from the exact product of the inputs, `expected`
-    that of the emulation; None if it does not apply."""
+    """The result of one check. `code` is '' if there is nothing to report. A code with PASS is a remark. `input` is
+    the smallest input that shows the finding. `error` is the distance of the results from the exact product of the
+    inputs, and `expected` is the distance that the emulation has. Either is None if it does not apply.
+    """
 
     check: str = ""
     outcome: AuditOutcome = AuditOutcome.PASS
@@ -32,24 +33,26 @@ class AuditFinding:
     expected: float | None = None
 
     @property
-    def failed(self) -> bool:
+    def has_failed(self) -> bool:
         return self.outcome is AuditOutcome.FAIL
 
     @property
-    def remark(self) -> bool:
+    def is_remark(self) -> bool:
         return self.outcome is AuditOutcome.PASS and bool(self.code)
 
 
-def fail(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+def make_failure(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
     return AuditFinding("", AuditOutcome.FAIL, code, reason, "", error, expected)
 
 
-def remark(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
+def make_remark(code: str, reason: str, error: float | None = None, expected: float | None = None) -> AuditFinding:
     return AuditFinding("", AuditOutcome.PASS, code, reason, "", error, expected)
 
 
-def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
-    """Returns FAIL if any failed, CANNOT TELL if any could not be judged, or without checks."""
+def find_worst_outcome(findings: Iterable[AuditFinding]) -> AuditOutcome:
+    """Returns FAIL if any finding failed. Otherwise returns CANNOT TELL if any finding could not be judged, or if
+    there is none. Otherwise returns PASS.
+    """
     outcomes = {finding.outcome for finding in findings}
     if AuditOutcome.FAIL not in outcomes and outcomes != {AuditOutcome.PASS}:
         return AuditOutcome.CANNOT_TELL
@@ -58,10 +61,12 @@ def worst(findings: Iterable[AuditFinding]) -> AuditOutcome:
 
 @dataclass(frozen=True)
 class AuditedLayer:
-    """A layer of a converted model: `what` it is now, whether its class promises `low` precision, the precision in
-    which its product `runs` ('' if unknown), and the FLOPs of its forward products. `wrong` describes a fault or
-    peculiarity of its numbers, and `code` names it. An unconverted layer has the likely `reason` and its name (`rule`).
-    `also` are further paths to it."""
+    """A layer of a converted model, as it is reported. `what` is its class now, and `low` whether that class promises
+    low precision. `runs` is the precision in which its product runs ('' if unknown). `flops` counts its forward
+    products. `code` names a fault or peculiarity of its numbers, and `wrong` describes it. For a layer that was not
+    converted, `reason` is the likely reason, and `rule` the name of that reason. `also` lists further paths to the
+    same layer.
+    """
 
     name: str
     what: str
@@ -78,7 +83,9 @@ class AuditedLayer:
 
 @dataclass(frozen=True)
 class CallWork:
-    """The work of one call as torch sees it: allocations, casts, copies without a cast, and products."""
+    """What one call does, as far as torch sees it: the numbers of its allocations, casts, copies without a cast, and
+    products.
+    """
 
     allocations: int = 0
     casts: int = 0
@@ -88,7 +95,8 @@ class CallWork:
 
 @dataclass(frozen=True)
 class Audit:
-    """All findings on one callable and device. `tried` counts judged results; only models have `layers`."""
+    """All findings on one callable and device. `tried` counts the judged results. Only audits of models have
+    `layers`."""
 
     target: str
     signature: Signature
@@ -104,4 +112,4 @@ class Audit:
     @property
     def outcome(self) -> AuditOutcome:
         # The worst finding decides.
-        return worst(self.findings)
+        return find_worst_outcome(self.findings)

@@ -1,4 +1,4 @@
-"""Calls callables on equal inputs, in the worker, and compares their results."""
+"""Calls a callable on the inputs of a case, inside the worker. Also compares the results of two callables."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 
 from fp8bench.errors import UsageError
-from fp8bench.features.bench.values import DTYPE, DTYPES, INPUTS, SHAPE, TENSOR_FILES, parse_shapes, show_shapes
+from fp8bench.features.bench.values import DTYPE, DTYPES, INPUTS, SHAPE, TENSOR_FILES, format_shapes, parse_shapes
 from fp8bench.nn.own_model import seed_generators
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Setup
@@ -22,61 +22,62 @@ from fp8bench.worker.step_guards import LeftRunning, StepPrinted, silent_step
 from fp8bench.worker.switches import SwitchesChanged, restore_switches
 from fp8bench.workloads.model import is_exhausted
 
-# Relative changes of inputs that float64 shows and float32 does not.
-_BELOW_FLOAT32 = 2.0**-30
+# A relative change of inputs that float64 can represent and float32 cannot.
+_FLOAT64_CHANGE = 2.0**-30
 
 
 class CallInputs(NamedTuple):
-    """The arguments of a callable: by position, and by name."""
+    """The arguments of a call: some by position, others by name."""
 
-    places: Sequence[Any]
-    names: Mapping[str, Any]
+    positional: Sequence[Any]
+    by_name: Mapping[str, Any]
 
     @property
     def tensors(self) -> list[Tensor]:
-        return tensors_in((self.places, self.names))
+        return find_tensors((self.positional, self.by_name))
 
     def transform(self, change: Callable[[Tensor], Tensor]) -> CallInputs:
-        """Returns the inputs with each tensor replaced."""
+        """Returns the inputs with `change` applied to each tensor."""
         return CallInputs(*tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) else leaf, tuple(self)))
 
 
-def tensors_in(value: object) -> list[Tensor]:
+def find_tensors(value: object) -> list[Tensor]:
     return [leaf for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
 
 
-def describe(tensors: Sequence[Tensor]) -> str:
-    """Formats tensors like '1024x4096 float32, 8 int64'."""
-    return ", ".join(f"{show_shapes([tensor.shape]) or 'a number'} {str(tensor.dtype)[6:]}" for tensor in tensors)
+def describe_tensors(tensors: Sequence[Tensor]) -> str:
+    """Formats the shapes and dtypes of tensors, such as '1024x4096 float32, 8 int64'."""
+    return ", ".join(f"{format_shapes([tensor.shape]) or 'a number'} {str(tensor.dtype)[6:]}" for tensor in tensors)
 
 
 def make_inputs(setup: Setup) -> CallInputs:
-    """Returns fresh inputs of a case, the same each time. Raises UsageError without inputs."""
+    """Makes the inputs of a case, with the same values at every call. Raises UsageError if they contain no tensor."""
     params, device = setup.params, setup.facts.key
     if SHAPE in params:
         return draw_inputs(parse_shapes(str(params[SHAPE])), str(params[DTYPE]), device, setup.seed)
     source = str(params[INPUTS])
-    given = _load(source) if source.endswith(TENSOR_FILES) else _inputs_of_function(source, setup)
-    given = (given,) if isinstance(given, Tensor) else given
-    names = given if isinstance(given, Mapping) else {}
-    inputs = CallInputs(given if isinstance(given, tuple | list) else (), names)
+    loaded = _load_tensors(source) if source.endswith(TENSOR_FILES) else _make_inputs_by_function(source, setup)
+    loaded = (loaded,) if isinstance(loaded, Tensor) else loaded
+    by_name = loaded if isinstance(loaded, Mapping) else {}
+    inputs = CallInputs(loaded if isinstance(loaded, tuple | list) else (), by_name)
     if not inputs.tensors:
         raise UsageError(
-            f"{source} gives {type(given).__name__} without tensors; expected a tensor, a tuple or list of arguments, "
+            f"{source} returns {type(loaded).__name__} without tensors; expected a tensor, a tuple or "
+            "list of arguments, "
             "or a dict of arguments by name."
         )
     return inputs.transform(lambda tensor: tensor.to(device))
 
 
 def draw_inputs(shapes: Sequence[Sequence[int]], dtype: str, device: str, seed: int) -> CallInputs:
-    """Draws normal numbers in float32, so that all dtypes round the same ones."""
-    random = torch.Generator(device).manual_seed(seed)
-    tensors = (torch.randn(tuple(shape), generator=random, device=device) for shape in shapes)
+    """Draws normal numbers in float32 and converts them, so that every dtype rounds the same numbers."""
+    generator = torch.Generator(device).manual_seed(seed)
+    tensors = (torch.randn(tuple(shape), generator=generator, device=device) for shape in shapes)
     return CallInputs([tensor.to(getattr(torch, DTYPES[dtype])) for tensor in tensors], {})
 
 
-def _load(file: str) -> Any:
-    """Reads tensors and plain containers; rejects files that would run code."""
+def _load_tensors(file: str) -> Any:
+    """Loads tensors and plain containers from a file. Raises UsageError for files whose objects could run code."""
     try:
         if file.endswith(".safetensors"):
             from safetensors.torch import load_file
@@ -85,12 +86,12 @@ def _load(file: str) -> Any:
         return torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:
         raise UsageError(
-            f"{file} cannot be read as tensors: {own_words(error)}. Write a tensor, tuple or dict of tensors with "
-            "torch.save, or a .safetensors file; other objects could run code, and are not loaded."
+            f"{file} cannot be loaded as tensors: {own_words(error)}. Write a tensor, tuple or dict of tensors with "
+            "torch.save, or a .safetensors file. Other objects could run code, so they are not loaded."
         ) from error
 
 
-def _inputs_of_function(source: str, setup: Setup) -> Any:
+def _make_inputs_by_function(source: str, setup: Setup) -> Any:
     function = named(source)
     try:
         with seed_generators(setup.seed, setup.facts):
@@ -98,61 +99,62 @@ def _inputs_of_function(source: str, setup: Setup) -> Any:
     except Exception as error:
         if is_exhausted(error):
             raise
-        raise UsageError(f"{source}(device, seed), which makes the inputs, fails: {own_words(error)}.") from error
+        raise UsageError(f"{source}(device, seed), which returns the inputs, fails: {own_words(error)}.") from error
 
 
-def call(target: str, inputs: CallInputs) -> list[Tensor]:
-    """Calls a callable and returns copies of the tensors in its result.
-
-    Raises UsageError if it raises, prints, changes its inputs or a switch of the process, leaves something running, or
-    returns no tensor.
+def run_callable(target: str, inputs: CallInputs) -> list[Tensor]:
+    """Calls a callable and returns copies of the tensors in its result. Raises UsageError if the callable raises an
+    exception or returns no tensor. Also raises it for side effects: printing, changing its inputs or a switch of the
+    process, or leaving a thread or process running.
     """
     function, tensors = named(target), inputs.tensors
     if isinstance(function, type):
         raise UsageError(
-            f"{target} is a class: calling it makes an object, and computes nothing. Give a function, or an object of "
-            "it that a variable of the module holds."
+            f"{target} is a class, and calling it only creates an object. Give a function, or a variable of the module "
+            "that holds an instance."
         )
-    before = list(map(digest, tensors))
+    digests_before = list(map(digest, tensors))
     try:
         with silent_step(), restore_switches():
-            answer = function(*inputs.places, **inputs.names)
-        after = list(map(digest, tensors))  # errors of asynchronous device work surface here
+            output = function(*inputs.positional, **inputs.by_name)
+        digests_after = list(map(digest, tensors))  # errors of asynchronous device work are raised here
     except (StepPrinted, LeftRunning, SwitchesChanged) as error:
         raise UsageError(f"{target} cannot be measured: {error}") from error
     except Exception as error:
         if is_exhausted(error):
             raise
-        raise UsageError(f"{target} cannot be measured with {describe(tensors)}: {own_words(error)}.") from error
-    if before != after:
         raise UsageError(
-            f"{target} changes its inputs: the next call would get different ones. Let it change copies (.clone())."
+            f"{target} cannot be measured with {describe_tensors(tensors)}: {own_words(error)}."
+        ) from error
+    if digests_before != digests_after:
+        raise UsageError(
+            f"{target} changes its inputs, so the next call would get different ones. Let it change copies (.clone())."
         )
-    results = tensors_in(answer)
+    results = find_tensors(output)
     if not results:
-        what = "nothing" if answer is None else f"{type(answer).__name__} without a tensor"
-        raise UsageError(f"{target} returns {what}, so that results cannot be compared. Return the result.")
+        returned = "nothing" if output is None else f"{type(output).__name__} without a tensor"
+        raise UsageError(f"{target} returns {returned}, so its results cannot be compared. Return the tensor.")
     return [result.detach().clone() for result in results]
 
 
-def exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | None:
-    """Returns the callable's results in float64 for the same inputs; None if it refuses them or loses precision.
-
-    It loses precision if its results ignore changes that only float64 can represent.
+def compute_exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | None:
+    """Returns the results of a callable on the same inputs in float64. Returns None if the callable refuses float64
+    or computes in a lower precision. It computes in a lower precision if its results ignore changes of the inputs
+    that only float64 can represent.
     """
-    wide = inputs.transform(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
-    random = torch.Generator(wide.tensors[0].device).manual_seed(seed)
+    float64_inputs = inputs.transform(lambda tensor: tensor.double() if tensor.is_floating_point() else tensor)
+    generator = torch.Generator(float64_inputs.tensors[0].device).manual_seed(seed)
 
-    def shake(tensor: Tensor) -> Tensor:
+    def add_small_changes(tensor: Tensor) -> Tensor:
         if tensor.dtype is not torch.float64:
             return tensor
-        share = torch.rand(tensor.shape, generator=random, dtype=tensor.dtype, device=tensor.device)
-        return tensor * (1 + _BELOW_FLOAT32 * share)
+        random_factors = torch.rand(tensor.shape, generator=generator, dtype=tensor.dtype, device=tensor.device)
+        return tensor * (1 + _FLOAT64_CHANGE * random_factors)
 
     try:
-        if not any(map(_needs_float64, call(target, wide.transform(shake)))):
+        if not any(map(_needs_float64, run_callable(target, float64_inputs.transform(add_small_changes)))):
             return None
-        return call(target, wide)
+        return run_callable(target, float64_inputs)
     except UsageError:
         return None
 
@@ -160,33 +162,33 @@ def exact_results(target: str, inputs: CallInputs, seed: int) -> list[Tensor] | 
 def _needs_float64(result: Tensor) -> bool:
     if result.dtype is not torch.float64:
         return False
-    finite = result[result.isfinite()]
-    return bool((finite.float().double() != finite).any())
+    finite_values = result[result.isfinite()]
+    return bool((finite_values.float().double() != finite_values).any())
 
 
-def difference(results: Sequence[Tensor], wanted: Sequence[Tensor]) -> float:
-    """Returns the largest relative difference between a result and the wanted one, in Frobenius norms.
-
-    For integers it is the share that differs. It is infinite if only one of both is finite, or infinities differ.
+def measure_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) -> float:
+    """Returns the largest relative difference between a result and its expected one, by Frobenius norms. For
+    integers, this is the share of elements that differ. The difference is infinite if only one of the two results is
+    finite, or if their infinities are at different places.
     """
-    return max(_difference_of_one(*pair) for pair in zip(results, wanted, strict=True))
+    return max(_measure_one_difference(*pair) for pair in zip(results, expected, strict=True))
 
 
-def _difference_of_one(result: Tensor, wanted: Tensor) -> float:
-    if result.is_complex() or wanted.is_complex():
-        result, wanted = (torch.view_as_real(one.to(torch.complex128)) for one in (result, wanted))
-    if not result.is_floating_point() and not wanted.is_floating_point():
-        return float((result != wanted).double().mean()) if result.numel() else 0.0
-    result, wanted = _readable(result), _readable(wanted)
-    strange = ~(result.isfinite() & wanted.isfinite())
-    if bool(strange.any()):
-        same = (result.double() == wanted.double()) | (result.isnan() & wanted.isnan())
-        if not bool(same[strange].all()):
+def _measure_one_difference(result: Tensor, expected: Tensor) -> float:
+    if result.is_complex() or expected.is_complex():
+        result, expected = (torch.view_as_real(tensor.to(torch.complex128)) for tensor in (result, expected))
+    if not result.is_floating_point() and not expected.is_floating_point():
+        return float((result != expected).double().mean()) if result.numel() else 0.0
+    result, expected = _widen_bytes(result), _widen_bytes(expected)
+    is_nonfinite = ~(result.isfinite() & expected.isfinite())
+    if bool(is_nonfinite.any()):
+        is_equal = (result.double() == expected.double()) | (result.isnan() & expected.isnan())
+        if not bool(is_equal[is_nonfinite].all()):
             return math.inf
-        result, wanted = result.masked_fill(strange, 0), wanted.masked_fill(strange, 0)
-    return relative_frobenius(result, wanted)
+        result, expected = result.masked_fill(is_nonfinite, 0), expected.masked_fill(is_nonfinite, 0)
+    return relative_frobenius(result, expected)
 
 
-def _readable(tensor: Tensor) -> Tensor:
-    """Converts one-byte dtypes, on which torch has no arithmetic, to float32."""
+def _widen_bytes(tensor: Tensor) -> Tensor:
+    """Converts one-byte dtypes to float32, because torch cannot compute with them."""
     return tensor.float() if tensor.dtype.itemsize == 1 else tensor

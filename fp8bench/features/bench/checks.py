@@ -1,6 +1,5 @@
-"""Quick checks of a callable before it is timed: whether its time and its results are meaningful.
-
-They are not an audit: a callable that detects them can deceive them.
+"""Checks a callable quickly before it is timed: whether its time and its results have a meaning. These checks are no
+audit, because a callable that detects them can deceive them.
 """
 
 from __future__ import annotations
@@ -13,139 +12,176 @@ from torch import Tensor
 
 from fp8bench import units
 from fp8bench.errors import UsageError
-from fp8bench.features.bench.calls import CallInputs, call, describe, difference, draw_inputs, make_inputs
-from fp8bench.features.bench.values import DTYPE, INPUTS, SHAPE, parse_shapes, show_shapes
+from fp8bench.features.bench.calls import (
+    CallInputs,
+    describe_tensors,
+    draw_inputs,
+    make_inputs,
+    measure_difference,
+    run_callable,
+)
+from fp8bench.features.bench.values import DTYPE, INPUTS, SHAPE, format_shapes, parse_shapes
 from fp8bench.protocols import Setup
-from fp8bench.worker.bits import other_numbers
-from fp8bench.worker.state_tensors import address_of, is_foreign
+from fp8bench.worker.bits import replace_numbers
+from fp8bench.worker.state_tensors import get_address, is_foreign
 
-# Results of different inputs differ by more than this; results of the same inputs at a different address, summed in a
-# different order, by less.
-_STALE = 0.01
-# At another shape errors may be this many times those at the first one, or this large.
-_TIMES_AS_FAR, _FAR = 10.0, 0.01
+# Results of different inputs differ by more than this. Results of equal inputs differ by less, even if the inputs are
+# at other addresses and summed in a different order.
+_STALE_DIFFERENCE = 0.01
+# At another shape, the error may be this many times the error at the first shape, or at most this large.
+_ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
 
 
 def examine(setup: Setup, target: str, against: str) -> list[str]:
-    """Returns remarks on a callable for the reader; raises UsageError if it cannot be compared."""
+    """Returns remarks on a callable for the report. Raises UsageError if it cannot be compared with the reference."""
     inputs = make_inputs(setup)
     if target == against:
-        if not _is_same(inputs.tensors, make_inputs(setup).tensors):
+        if not _are_equal(inputs.tensors, make_inputs(setup).tensors):
             raise UsageError(
-                f"{setup.params[INPUTS]} gives other inputs when it is called again with the same seed, so that "
-                "callables would get different ones. Draw them by torch, random or numpy.random, which are seeded."
+                f"{setup.params[INPUTS]} returns other inputs when it is called again with the same seed, so the "
+                "callables would get different inputs. Draw them by torch, random or numpy.random, which are seeded."
             )
-        return [*_differs_from_itself(setup, target, call(target, inputs))]
-    wanted, results = call(against, inputs), call(target, inputs)
-    _check_alike(target, results, against, wanted)
-    _check_fresh(target, inputs, results, against, wanted)
+        return [*_remark_on_randomness(setup, target, run_callable(target, inputs))]
+    expected, results = run_callable(against, inputs), run_callable(target, inputs)
+    _check_same_work(target, results, against, expected)
+    _refuse_caching(target, inputs, results, against, expected)
     return [
-        *_differs_from_itself(setup, target, results),
-        *_at_half_the_shape(setup, target, against, difference(results, wanted)),
-        *_hides_nan(setup, target, against),
+        *_remark_on_randomness(setup, target, results),
+        *_remark_on_half_shapes(setup, target, against, measure_difference(results, expected)),
+        *_remark_on_hidden_nan(setup, target, against),
     ]
 
 
-def _kinds(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
+def _list_shapes_and_dtypes(tensors: Sequence[Tensor]) -> list[tuple[object, ...]]:
     return [(tuple(tensor.shape), tensor.dtype) for tensor in tensors]
 
 
-def _check_alike(target: str, results: Sequence[Tensor], against: str, wanted: Sequence[Tensor]) -> None:
-    if _kinds(results) != _kinds(wanted):
+def _check_same_work(target: str, results: Sequence[Tensor], against: str, expected: Sequence[Tensor]) -> None:
+    if _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected):
         raise UsageError(
-            f"{target} returns {describe(results)}, and {against} {describe(wanted)}: they do not do the same work. "
-            "Wrap one of the two in a function that returns the other's shapes and dtypes."
+            f"{target} returns {describe_tensors(results)}, and {against} "
+            f"{describe_tensors(expected)}: they do different work. "
+            "Wrap one of them in a function that returns the shapes and dtypes of the other."
         )
-    if math.isinf(difference(results, wanted)):
+    if math.isinf(measure_difference(results, expected)):
         raise UsageError(
             f"{target} returns NaN, infinities or an error too large for a number where {against} does not, or the "
-            "other way round. Mend it, or give inputs that both can take."
+            "other way round. Correct it, or give inputs that both can process."
         )
 
 
-def _check_fresh(
-    target: str, inputs: CallInputs, results: Sequence[Tensor], against: str, wanted: Sequence[Tensor]
+def _refuse_caching(
+    target: str, inputs: CallInputs, results: Sequence[Tensor], against: str, expected: Sequence[Tensor]
 ) -> None:
-    """Overwrites the same memory with other numbers, bypassing torch's version counters, so that results cached by
-    address or version become stale. Raises UsageError for stale results."""
-    own = {address_of(tensor): tensor for tensor in inputs.tensors if not is_foreign(tensor)}
+    """Raises UsageError if a callable returns results that it has stored from earlier inputs. The check writes other
+    numbers into the same memory without changing torch's version counters. Results that were stored by address or
+    version are then wrong.
+    """
+    tensor_by_address = {get_address(tensor): tensor for tensor in inputs.tensors if not is_foreign(tensor)}
     try:
-        with ExitStack() as others:
-            for seed, tensor in enumerate(own.values()):
-                others.enter_context(other_numbers(tensor, seed))
-            in_place, copies = call(target, inputs), inputs.transform(lambda tensor: tensor.detach().clone())
-            elsewhere, again, wanted_elsewhere = (call(name, copies) for name in (target, target, against))
-    except UsageError:  # it may need special numbers, like a factorisation
+        with ExitStack() as changed_memory:
+            for seed, tensor in enumerate(tensor_by_address.values()):
+                changed_memory.enter_context(replace_numbers(tensor, seed))
+            in_place_results, copies = (
+                run_callable(target, inputs),
+                inputs.transform(lambda tensor: tensor.detach().clone()),
+            )
+            copy_results, repeated_results, expected_copy_results = (
+                run_callable(name, copies) for name in (target, target, against)
+            )
+    except UsageError:  # a callable may need special inputs, as a factorization does
         return
-    if not _kinds(in_place) == _kinds(elsewhere) == _kinds(again):  # the shape depends on the numbers
+    if (
+        not _list_shapes_and_dtypes(in_place_results)
+        == _list_shapes_and_dtypes(copy_results)
+        == _list_shapes_and_dtypes(repeated_results)
+    ):  # the shape of results depends on the values
         return
-    if difference(in_place, elsewhere) > max(_STALE, 2 * difference(again, elsewhere)):  # more than it draws by chance
+    if measure_difference(in_place_results, copy_results) > max(
+        _STALE_DIFFERENCE, 2 * measure_difference(repeated_results, copy_results)
+    ):  # differ by more than unrelated random results do
         raise UsageError(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."
         )
-    if _is_same(elsewhere, results) and not _is_same(wanted_elsewhere, wanted):
+    if _are_equal(copy_results, results) and not _are_equal(expected_copy_results, expected):
         raise UsageError(
             f"{target} returns the same results for different inputs, but {against} does not. Let it compute them "
             "from its inputs."
         )
 
 
-def _is_same(results: Sequence[Tensor], others: Sequence[Tensor]) -> bool:
-    return _kinds(results) == _kinds(others) and difference(results, others) == 0
+def _are_equal(results: Sequence[Tensor], other_results: Sequence[Tensor]) -> bool:
+    return (
+        _list_shapes_and_dtypes(results) == _list_shapes_and_dtypes(other_results)
+        and measure_difference(results, other_results) == 0
+    )
 
 
-def _differs_from_itself(setup: Setup, target: str, results: Sequence[Tensor]) -> Iterator[str]:
-    again = call(target, make_inputs(setup))
-    if not _is_same(again, results):
-        alike = _kinds(again) == _kinds(results)
-        apart = f"by {units.relative_error(difference(again, results))}" if alike else "in shape"
-        yield f"{target} differs from itself {apart} when it is called again with equal inputs"
+def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) -> Iterator[str]:
+    repeated_results = run_callable(target, make_inputs(setup))
+    if not _are_equal(repeated_results, results):
+        difference_text = "in shape"
+        if _list_shapes_and_dtypes(repeated_results) == _list_shapes_and_dtypes(results):
+            difference_text = f"by {units.relative_error(measure_difference(repeated_results, results))}"
+        yield f"{target} differs from itself {difference_text} when it is called again with equal inputs"
 
 
-def _at_half_the_shape(setup: Setup, target: str, against: str, apart: float) -> Iterator[str]:
-    """Remarks on a callable that fails, or is wrong, if each even size is halved and the reference still works."""
+def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:
+    """Halves every even size of the inputs. Yields a remark if the callable then fails or is wrong, but the reference
+    still works.
+    """
     if SHAPE not in setup.params:
         return
-    halves = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
-    inputs = draw_inputs(halves, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
-    where, (wanted, results) = f"at {show_shapes(halves)}", _results_of(inputs, against, target)
+    half_shapes = list(map(_halve_even_sides, parse_shapes(str(setup.params[SHAPE]))))
+    inputs = draw_inputs(half_shapes, str(setup.params[DTYPE]), setup.facts.key, setup.seed)
+    location, (expected, results) = f"at {format_shapes(half_shapes)}", _call_both(inputs, against, target)
     if isinstance(results, str):
-        yield f"{where} {against} works, and {results}"
-    elif _kinds(results) != _kinds(wanted):
-        yield f"{where} {target} returns {describe(results)}, and {against} {describe(wanted)}"
-    elif wanted and (further := difference(results, wanted)) > max(_FAR, _TIMES_AS_FAR * apart):
-        yield f"{where} {target} is {units.relative_error(further)} from {against}: it is wrong at other shapes"
+        yield f"{location} {against} works, but {results}"
+    elif _list_shapes_and_dtypes(results) != _list_shapes_and_dtypes(expected):
+        yield f"{location} {target} returns {describe_tensors(results)}, but {against} {describe_tensors(expected)}"
+    elif expected and (half_error := measure_difference(results, expected)) > max(
+        _ERROR_LIMIT, _ERROR_FACTOR * usual_error
+    ):
+        yield (
+            f"{location} {target} is {units.relative_error(half_error)} from {against}, so it is wrong at other shapes"
+        )
 
 
 def _halve_even_sides(shape: Sequence[int]) -> list[int]:
     return [side // 2 if side % 2 == 0 else side for side in shape]
 
 
-def _results_of(inputs: CallInputs, against: str, target: str) -> tuple[list[Tensor], list[Tensor] | str]:
-    """Returns the results of a reference and a callable, or what the callable raises; empty for both if the reference
-    raises."""
+def _call_both(inputs: CallInputs, against: str, target: str) -> tuple[list[Tensor], list[Tensor] | str]:
+    """Returns the results of the reference, and those of the callable. If the callable raises an exception, returns
+    its message in their place. If the reference raises one, returns two empty lists.
+    """
     try:
-        wanted = call(against, inputs)
+        expected = run_callable(against, inputs)
     except UsageError:
         return [], []
     try:
-        return wanted, call(target, inputs)
+        return expected, run_callable(target, inputs)
     except UsageError as error:
-        return wanted, str(error)
+        return expected, str(error)
 
 
-def _hides_nan(setup: Setup, target: str, against: str) -> Iterator[str]:
-    """Remarks on a callable whose results are finite although a NaN in an input reaches the reference's results."""
+def _remark_on_hidden_nan(setup: Setup, target: str, against: str) -> Iterator[str]:
+    """Yields a remark if a NaN in an input does not reach the results of the callable, although it reaches those of
+    the reference.
+    """
     inputs = make_inputs(setup)
-    floating = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
-    for first in floating[:1]:
+    float_tensors = [tensor.detach() for tensor in inputs.tensors if tensor.is_floating_point() and tensor.numel()]
+    for first in float_tensors[:1]:
         first[(0,) * first.dim()] = math.nan
-    wanted, results = _results_of(inputs, against, target)
+    expected, results = _call_both(inputs, against, target)
     if isinstance(results, str):
         yield f"with a NaN in its input {results}"
-    elif any(map(_has_nan, wanted)) and not any(map(_has_nan, results)):
-        yield f"a NaN in the input does not reach the result of {target}, as it does with {against}: it hides mistakes"
+    elif any(map(_has_nan, expected)) and not any(map(_has_nan, results)):
+        yield (
+            f"a NaN in the input does not reach the result of {target}, but does reach that of "
+            f"{against}, so mistakes stay hidden"
+        )
 
 
 def _has_nan(result: Tensor) -> bool:

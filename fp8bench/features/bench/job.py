@@ -1,4 +1,4 @@
-"""The request of a comparison of callables. The user's files are read here, but only workers import them."""
+"""Builds the request of a comparison of callables. The user's files are read here, but only workers import them."""
 
 from __future__ import annotations
 
@@ -8,71 +8,78 @@ from pathlib import Path
 
 from fp8bench.errors import UsageError
 from fp8bench.features.bench.values import AGAINST, DTYPE, INPUTS, SHAPE, TENSOR_FILES
-from fp8bench.features.bench.workload import precision_of
+from fp8bench.features.bench.workload import find_callable_precision
 from fp8bench.files import read_file
 from fp8bench.protocols.axes import CACHE
 from fp8bench.user_code.named import split_target
 
-# The module that workers import: it registers the workload.
-IMPORTED = "fp8bench.features.bench.workload"
-_DEFINES_INPUTS = re.compile(rf"^def {INPUTS}\b".encode(), re.MULTILINE)
+# The module that workers import, because it registers the workload.
+WORKLOAD_MODULE = "fp8bench.features.bench.workload"
+_INPUTS_DEFINITION = re.compile(rf"^def {INPUTS}\b".encode(), re.MULTILINE)
 
 
 def check_targets(targets: Sequence[str], against: str) -> tuple[str, ...]:
-    """Returns the names of the callables, the reference first. Raises UsageError if one is named twice."""
-    named = (against, *targets)
-    for number, target in enumerate(named):
-        _check_place(target)
-        if precision_of(target) is None:
+    """Returns the names of the callables, the reference first. Raises UsageError if a name is not that of a callable,
+    or occurs twice.
+    """
+    callables = (against, *targets)
+    for number, target in enumerate(callables):
+        _check_file_exists(target)
+        if find_callable_precision(target) is None:
             raise UsageError(f"{target!r:.200} is not a callable. Give module:function, or file.py:function.")
-        if target in named[:number]:
+        if target in callables[:number]:
             raise UsageError(
-                f"{target} is named twice. Name it once: the reference is measured twice in every round anyway."
+                f"{target} is named twice. Name it once; the reference is measured twice in every round anyway."
             )
-    return named
+    return callables
 
 
-def _check_place(target: str) -> None:
-    from fp8bench.jobs.profile import function_named  # heavy
+def _check_file_exists(target: str) -> None:
+    from fp8bench.jobs.profile import check_function_name  # this import is slow
 
-    place, _ = split_target(function_named(target))
-    if place.endswith(".py") and not Path(place).is_file():
-        raise UsageError(f"{target}: there is no file {place!r:.200} here. Give its path.")
+    file, _ = split_target(check_function_name(target))
+    if file.endswith(".py") and not Path(file).is_file():
+        raise UsageError(f"{target}: the file {file!r:.200} does not exist. Give its path.")
 
 
 def choose_axes(
     targets: Sequence[str], shapes: Sequence[str], dtype: str | None, inputs: str | None, cache: str
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
-    """Returns the source of inputs: shapes, a file of tensors, a function, or else `inputs` in a callable's file.
-
-    The reference is the first of the targets.
+    """Returns the axes that set the inputs of all callables. Inputs come from shapes and a dtype, from a file of
+    tensors, or from a function. If none of these is given, they come from the function `inputs` in a callable's file.
+    The first target is the reference.
     """
     if (inputs and shapes) or (dtype and not shapes):
         raise UsageError(
-            "--shape and --dtype draw the inputs; --inputs, or the function `inputs` of a file, makes other ones. Give "
-            "--shape, with --dtype if you like, or leave both out."
+            "--shape and --dtype draw random inputs, while --inputs or the function `inputs` of a "
+            "file replaces them. Give "
+            "--shape, with or without --dtype, or omit both."
         )
-    source = "" if shapes else _checked_source(inputs) if inputs else _inputs_beside(targets)
-    drawn = {SHAPE: tuple(shapes), DTYPE: (dtype or "fp32",)} if shapes else {INPUTS: (source,)}
-    return tuple({**drawn, AGAINST: (targets[0],), CACHE.name: (cache,)}.items())
+    source = "" if shapes else _check_source(inputs) if inputs else _find_inputs_function(targets)
+    input_axes = {SHAPE: tuple(shapes), DTYPE: (dtype or "fp32",)} if shapes else {INPUTS: (source,)}
+    return tuple({**input_axes, AGAINST: (targets[0],), CACHE.name: (cache,)}.items())
 
 
-def _checked_source(inputs: str) -> str:
+def _check_source(inputs: str) -> str:
     if not inputs.endswith(TENSOR_FILES):
-        _check_place(inputs)
+        _check_file_exists(inputs)
     elif not Path(inputs).is_file():
-        raise UsageError(f"--inputs {inputs!r:.200}: there is no such file. Give its path.")
+        raise UsageError(f"--inputs {inputs!r:.200}: this file does not exist. Give its path.")
     return inputs
 
 
-def _inputs_beside(targets: Sequence[str]) -> str:
-    """Returns the function `inputs` of the first file that has one: a candidate's, or else the reference's."""
-    against, *others = (split_target(target)[0] for target in targets)
-    files = [file for file in (*others, against) if file.endswith(".py")]
-    if found := next((file for file in files if _DEFINES_INPUTS.search(read_file(Path(file)))), ""):
+def _find_inputs_function(targets: Sequence[str]) -> str:
+    """Returns the function `inputs` of the first file that defines such a function. The files of the callables come
+    before the file of the reference.
+    """
+    reference_file, *candidate_files = (split_target(target)[0] for target in targets)
+    files = [file for file in (*candidate_files, reference_file) if file.endswith(".py")]
+    if found := next((file for file in files if _INPUTS_DEFINITION.search(read_file(Path(file)))), ""):
         return f"{found}:{INPUTS}"
-    where = f"define inputs(device, seed) in {files[0]}" if files else "name a function of (device, seed) by --inputs"
+    remedy = (
+        (f"define inputs(device, seed) in {files[0]}") if files else "name a function of (device, seed) with --inputs"
+    )
     raise UsageError(
-        f"no inputs are given for {targets[1]}. Give a shape for each argument, as in "
-        f"--shape 1024x4096,4096x1024, or {where}."
+        f"the inputs of {targets[1]} are unknown. Give a shape for each argument, as in "
+        f"--shape 1024x4096,4096x1024, or {remedy}."
     )

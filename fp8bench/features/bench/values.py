@@ -1,11 +1,11 @@
-"""The source of callables' inputs, as options and cases represent it. This module does not import torch."""
+"""The names and formats of inputs in options and cases of `bench`. This module does not import torch."""
 
 from __future__ import annotations
 
 import math
 from collections.abc import Sequence
 
-# The dtypes of drawn inputs, with torch's names.
+# The dtypes of random inputs, with their names in torch.
 DTYPES = {
     "fp32": "float32",
     "bf16": "bfloat16",
@@ -16,22 +16,22 @@ DTYPES = {
 }
 SHAPE, DTYPE, INPUTS, AGAINST = "shape", "dtype", "inputs", "against"
 TENSOR_FILES = (".pt", ".pth", ".safetensors")
-_MOST_ELEMENTS = 1 << 40
+_MAX_ELEMENTS = 1 << 40
 
 
 def parse_shapes(text: str) -> tuple[tuple[int, ...], ...]:
-    """Parses '1024x4096,4096x1024', the shapes of tensors separated by commas. Raises ValueError."""
+    """Parses the shapes of tensors, such as '1024x4096,4096x1024'. Raises ValueError for any other text."""
     shapes = []
     for part in text.split(","):
         sides = part.strip().split("x")
         if not all(side.isascii() and side.isdigit() for side in sides):
             raise ValueError(f"{part!r} is not a shape; expected sizes with x between, like 1024x4096")
         shape = tuple(map(int, sides))
-        if not 0 < math.prod(shape) <= _MOST_ELEMENTS:
-            raise ValueError(f"{part!r} has {math.prod(shape):,} elements; expected from 1 to {_MOST_ELEMENTS:,}")
+        if not 0 < math.prod(shape) <= _MAX_ELEMENTS:
+            raise ValueError(f"{part!r} has {math.prod(shape):,} elements; expected from 1 to {_MAX_ELEMENTS:,}")
         shapes.append(shape)
     return tuple(shapes)
 
 
-def show_shapes(shapes: Sequence[Sequence[int]]) -> str:
+def format_shapes(shapes: Sequence[Sequence[int]]) -> str:
     return ",".join("x".join(map(str, shape)) for shape in shapes)

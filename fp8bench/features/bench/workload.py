@@ -1,6 +1,8 @@
-"""One call of a callable as a workload. Each callable is a case, named like a precision: `mine.py:gelu`, `torch:relu`.
+"""Measures calls of a callable as a workload.
 
-Importing this module registers both. A run lists it among its imports, so that its workers import it too.
+Each callable is a case. Where other cases have a precision, it has the callable's name, such as `mine.py:gelu` or
+`torch:relu`. Importing this module registers the workload and this kind of precision. A run lists the module among
+its imports, so that workers import it as well.
 """
 
 from __future__ import annotations
@@ -9,7 +11,7 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from fp8bench.features.bench.values import AGAINST, DTYPE, DTYPES, INPUTS, SHAPE, parse_shapes, show_shapes
+from fp8bench.features.bench.values import AGAINST, DTYPE, DTYPES, INPUTS, SHAPE, format_shapes, parse_shapes
 from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.run import BENCH
@@ -24,12 +26,12 @@ if TYPE_CHECKING:
     from fp8bench.features.bench.calls import CallInputs
 
 
-def _shapes(text: str) -> str:
-    return show_shapes(parse_shapes(text)) if text else ""
+def _normalize_shapes(text: str) -> str:
+    return format_shapes(parse_shapes(text)) if text else ""
 
 
 class CallablePrecision(PlainPrecision):
-    """Represents a callable in place of a case's precision: its mode is the callable's name."""
+    """Stands for a callable where other cases have a precision. The mode of the case is the name of the callable."""
 
     name = "callable"
     summary = "An unchanged callable, in the dtypes and switches that it sets."
@@ -46,19 +48,19 @@ class CallablePrecision(PlainPrecision):
         return self._target
 
     def support(self, facts: DeviceFacts) -> Support:
-        """Returns refused; only the workload `bench` overrides that."""
-        return refused("a callable is compared by `fp8bench bench` alone")
+        """Returns "refused" for every workload except `bench`, which overrides this answer."""
+        return refused("only `fp8bench bench` compares callables")
 
     @contextmanager
     def scope(self) -> Iterator[None]:
         yield
 
 
-def precision_of(word: str) -> CallablePrecision | None:
-    """Returns a callable's precision; None for other names, such as `fp8-delayed:history=16`."""
+def find_callable_precision(word: str) -> CallablePrecision | None:
+    """Returns the precision that stands for a callable, or None for another name such as `fp8-delayed:history=16`."""
     place, colon, name = word.rpartition(":")
-    is_place = place.endswith(".py") or _is_dotted(place)
-    is_callable = colon and is_place and _is_dotted(name) and place not in precisions.names(hidden=True)
+    has_module = place.endswith(".py") or _is_dotted(place)
+    is_callable = colon and has_module and _is_dotted(name) and place not in precisions.names(hidden=True)
     return CallablePrecision(word) if is_callable else None
 
 
@@ -66,12 +68,12 @@ def _is_dotted(name: str) -> bool:
     return name.replace(".", "_").isidentifier()
 
 
-precisions.add_maker(precision_of)
+precisions.add_maker(find_callable_precision)
 
 
 @workloads.register(BENCH)
 class Callables(Workload):
-    """Calls a callable on the same inputs as every other callable of its group."""
+    """Calls a callable on the inputs that all callables of its group share."""
 
     name = BENCH
     summary = "calls of your callables and a reference on the same inputs (fp8bench bench)"
@@ -82,22 +84,22 @@ class Callables(Workload):
 
     def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
         return (
-            Axis(SHAPE, "shapes of the inputs that are drawn, with commas between", ("",), _shapes),
-            Axis(DTYPE, "dtype of the inputs that are drawn", ("fp32",), one_of(*DTYPES)),
+            Axis(SHAPE, "shapes of random inputs, separated by commas", ("",), _normalize_shapes),
+            Axis(DTYPE, "dtype of random inputs", ("fp32",), one_of(*DTYPES)),
             Axis(INPUTS, "function of device and seed that returns the inputs, or a file of tensors", ("",), str),
             Axis(AGAINST, "the reference", ("",), str),
         )
 
     def expand(self, params: Scalars) -> tuple[Params, ...]:
-        unused = (SHAPE, DTYPE) if params[INPUTS] else (INPUTS,)
-        return (tuple(pair for pair in params.items() if pair[0] not in unused),)
+        unused_axes = (SHAPE, DTYPE) if params[INPUTS] else (INPUTS,)
+        return (tuple(pair for pair in params.items() if pair[0] not in unused_axes),)
 
     def work(self, params: Scalars) -> Work:
-        """Declares no FLOPs; the tape counts them."""
+        """Declares no FLOPs. They are counted while the callable runs."""
         return Work()
 
     def support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
-        return native("a callable, unchanged")
+        return native("the callable runs unchanged")
 
     def examine(self, setup: Setup) -> Sequence[str]:
         from fp8bench.features.bench.checks import examine
@@ -111,21 +113,22 @@ class Callables(Workload):
 
     def step(self, state: Any, phase: Phases) -> object:  # type: ignore[override]
         function, inputs = state
-        return function(*inputs.places, **inputs.names)
+        return function(*inputs.positional, **inputs.by_name)
 
     def error(self, setup: Setup) -> dict[str, float]:
-        """Compares the results with the reference's: in float64 from the same inputs, if it can compute in that, and
-        with its usual ones."""
-        from fp8bench.features.bench.calls import call, difference, exact_results, make_inputs
+        """Measures how far the results are from the reference's results. If the reference can compute in float64,
+        also measures how far they are from its results in float64.
+        """
+        from fp8bench.features.bench.calls import compute_exact_results, make_inputs, measure_difference, run_callable
 
         against = str(setup.params[AGAINST])
-        results = call(setup.case.precision, make_inputs(setup))
+        results = run_callable(setup.case.precision, make_inputs(setup))
 
         def make_exact() -> Any:
-            return exact_results(against, make_inputs(setup), setup.seed)
+            return compute_exact_results(against, make_inputs(setup), setup.seed)
 
         exact = setup.shared(make_exact) if setup.shared is not None else make_exact()
-        errors = {} if exact is None else {OUTPUT_ERROR: difference(results, exact)}
+        errors = {} if exact is None else {OUTPUT_ERROR: measure_difference(results, exact)}
         if setup.case.precision != against:
-            errors[DIFFERENCE_ERROR] = difference(results, call(against, make_inputs(setup)))
+            errors[DIFFERENCE_ERROR] = measure_difference(results, run_callable(against, make_inputs(setup)))
         return errors

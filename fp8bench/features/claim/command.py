@@ -1,4 +1,4 @@
-"""`fp8bench claim`: answers whether sentences about low precision are true, and checks stored answers."""
+"""`fp8bench claim`: confirms or refutes sentences about low precision, and checks stored answers."""
 
 from __future__ import annotations
 
@@ -13,109 +13,121 @@ from pathlib import Path
 from typing import TYPE_CHECKING, cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.main import build_parser, command_module, parse
-from fp8bench.cli.options import add_common, request_of
+from fp8bench.cli.main import build_parser, command_module, parse_words
+from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_BASELINE, EXIT_OK, EXIT_REGRESSION, UnknownName, UsageError
 from fp8bench.features.claim.rows import ClaimsFile, load_catalogue, load_claims
 from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Standing
 from fp8bench.features.claim.view import (
-    page_of_answer,
-    page_of_answers,
-    page_of_catalogue,
-    page_of_check,
+    render_answer,
+    render_answers,
+    render_catalogue,
+    render_check,
 )
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.codec import encode
 from fp8bench.plan.make import check_names
 
 if TYPE_CHECKING:
-    from fp8bench.features.claim.runs import Question
+    from fp8bench.features.claim.runs import RunRequest
 
 EXAMPLES = (
-    "fp8bench claim tf32-312-h200  # a sentence of the catalogue; without a name: all of them",
+    "fp8bench claim tf32-312-h200  # one claim of the catalogue; without a name, the list of all",
     "fp8bench claim my-claims.toml --keep evidence",
     "fp8bench claim check evidence",
 )
-# Options that a row or this command already gives, or that would load code of whoever wrote the row.
-_REFUSED = {"--device", "--devices", "--store", "--resume", "--config", "--dry-run", "--plan", "--cell", "--import"}
+# Options that `run` may not have: the row or this command sets them, or they would load code of the row's author.
+_REFUSED_OPTIONS = {
+    "--device",
+    "--devices",
+    "--store",
+    "--resume",
+    "--config",
+    "--dry-run",
+    "--plan",
+    "--cell",
+    "--import",
+}
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Confirms or refutes a sentence about low precision, or explains why this machine cannot. Arithmetic and "
-        "datasheets answer at once. A measured claim reuses runs of the last 7 days, or measures what is missing."
+        "datasheets answer at once. A measured claim reuses runs of the last 7 days, or measures the missing ones."
     )
     parser.epilog = (
-        "Exit codes: 0 confirmed, or all answers of --all or --published were given; 1 refuted, or a checked answer "
-        "does not hold; 2 wrong usage; 3 a run failed; 4 cannot tell here, or cannot be judged; 130 interrupted."
+        "Exit codes: 0 confirmed, or --all or --published has answered; 1 refuted, or a checked answer "
+        "does not hold; 2 wrong usage; 3 a run failed; 4 undecided, or a checked answer cannot be "
+        "judged; 130 interrupted."
     )
-    words = (
-        "an id or a sentence of the catalogue, or a claims file (.toml) and ids in it; or check FOLDER: compute the "
-        "stored answers of a folder again; nothing: list the catalogue"
+    help_text = (
+        "an id or sentence of the catalogue, or a claims file (.toml) and ids in it; `check FOLDER` computes the "
+        "stored answers of a folder again; without it, lists the catalogue"
     )
-    parser.add_argument("what", nargs="*", metavar="CLAIM", help=words)
+    parser.add_argument("what", nargs="*", metavar="CLAIM", help=help_text)
     parser.add_argument("--all", action="store_true", help="answer every sentence of the catalogue")
-    words = "compare published figures with runs here: within, above, below, or other conditions"
-    parser.add_argument("--published", action="store_true", help=words)
-    parser.add_argument("--device", default="", metavar="NAME", help="where to measure: cpu, cuda, cuda:1")
+    help_text = "compare published figures with runs on this machine: within, above, below, or other conditions"
+    parser.add_argument("--published", action="store_true", help=help_text)
+    parser.add_argument("--device", default="", metavar="NAME", help="the device to measure on: cpu, cuda, cuda:1")
     parser.add_argument("--cpu", action="store_const", const="cpu", dest="device", help="the same as --device cpu")
-    words = "also write the claims, the answers and the runs there, for `claim check`"
-    parser.add_argument("--keep", type=types.path, metavar="FOLDER", help=words)
-    add_common(parser, "--store", help="where runs are looked for and kept, as in suite")
+    help_text = "also write the claims, answers and runs to FOLDER, for `claim check`"
+    parser.add_argument("--keep", type=types.path, metavar="FOLDER", help=help_text)
+    add_common(parser, "--store", help="the folder that runs are read from and written to, as in suite")
     add_common(parser, "--json", help="print the answers as JSON instead")
     add_common(parser, "--md")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    with only_once():
+    with interrupt_only_once():
         return answer(arguments, TERMINAL).print_result(arguments)
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    """Answers claims, checks a folder, or lists the catalogue."""
+    """Answers the claims that were named, checks a folder of answers, or lists the catalogue."""
     if arguments.what[:1] == ["check"]:
-        return _check(arguments)
-    several = arguments.all or arguments.published
-    if several and arguments.what:
-        raise UsageError("--all and --published choose claims of the catalogue. Leave the names out, or the option.")
-    if not several and not arguments.what:
+        return _check_stored_answers(arguments)
+    is_catalogue = arguments.all or arguments.published
+    if is_catalogue and arguments.what:
+        raise UsageError("--all and --published choose claims of the catalogue. Omit the names, or the option.")
+    if not is_catalogue and not arguments.what:
         claims = list(load_catalogue().claims.values())
-        return CommandResult(claims, partial(page_of_catalogue, claims), partial(encode, claims))
-    # 1. Choose the claims; every row is checked before anything is measured.
-    chosen = _choose(arguments)
+        return CommandResult(claims, partial(render_catalogue, claims), partial(encode, claims))
+    # 1. Choose the claims. Every row is checked before anything is measured.
+    chosen = _choose_claims(arguments)
     answers = _answer_claims(chosen, arguments, observer)
-    # 2. The exit code is the worst answer's, unless the whole catalogue was asked, of which many sentences are wrong.
-    code = EXIT_OK if several else _exit_code(answered.answer for answered in answers)
+    # 2. Return the exit code of the worst answer. The whole catalogue always ends with 0, because many of its sentences
+    # are wrong.
+    code = EXIT_OK if is_catalogue else _exit_code(answered.answer for answered in answers)
     values = [answered.as_value() for answered in answers]
     if len(answers) == 1:
-        return CommandResult(answers, partial(page_of_answer, answers[0]), lambda: values, code=code)
-    return CommandResult(answers, partial(page_of_answers, answers), lambda: values, code=code)
+        return CommandResult(answers, partial(render_answer, answers[0]), lambda: values, code=code)
+    return CommandResult(answers, partial(render_answers, answers), lambda: values, code=code)
 
 
 def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:
-    distinct = set(outcomes)
-    if distinct & {Answer.REFUTED, Standing.FAILS}:
+    distinct_outcomes = set(outcomes)
+    if distinct_outcomes & {Answer.REFUTED, Standing.FAILS}:
         return EXIT_REGRESSION
-    return EXIT_BASELINE if distinct & {Answer.CANNOT_TELL, Standing.UNKNOWN} else EXIT_OK
+    return EXIT_BASELINE if distinct_outcomes & {Answer.CANNOT_TELL, Standing.UNKNOWN} else EXIT_OK
 
 
-def _answer_claims(chosen: _Chosen, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
+def _answer_claims(chosen: _ChosenClaims, arguments: argparse.Namespace, observer: JobObserver) -> list[ClaimAnswer]:
     from fp8bench.features.claim.decide import answer_claim
-    from fp8bench.features.claim.folder import refuse_answers, write_folder
-    from fp8bench.features.claim.runs import RunSource, measured_parts
+    from fp8bench.features.claim.folder import refuse_existing_answers, write_folder
+    from fp8bench.features.claim.runs import RunSource, iterate_measured_claims
 
     if arguments.keep is not None:
-        refuse_answers(arguments.keep)
+        refuse_existing_answers(arguments.keep)
     claims = chosen.file.claims
     source = RunSource(
-        arguments.store, questions_of(chosen.file), arguments.device, observer, partial(_watch_training, observer)
+        arguments.store, parse_run_texts(chosen.file), arguments.device, observer, partial(_watch_training, observer)
     )
-    source.announce(measured_parts(chosen.claims, claims))
+    source.announce(iterate_measured_claims(chosen.claims, claims))
     answers = [answer_claim(claim, claims, source) for claim in chosen.claims]
     if arguments.keep is not None:
         write_folder(arguments.keep, chosen.file, answers, source.runs_by_claim)
@@ -129,102 +141,114 @@ def _watch_training(observer: JobObserver) -> AbstractContextManager[TrainingObs
     return on_terminal() if observer is TERMINAL else nullcontext(TrainingObserver())
 
 
-def _check(arguments: argparse.Namespace) -> CommandResult:
+def _check_stored_answers(arguments: argparse.Namespace) -> CommandResult:
     from fp8bench.features.claim.folder import check_folder
 
     if len(arguments.what) != 2 or arguments.all or arguments.published or arguments.keep:
-        raise UsageError("claim check takes one folder, which --keep FOLDER has written. Give `claim check FOLDER`.")
+        raise UsageError("claim check takes one folder that --keep FOLDER has written. Give `claim check FOLDER`.")
     folder = arguments.what[1]
-    checked = check_folder(Path(folder), questions_of)
-    code = _exit_code(checked_answer.standing for checked_answer in checked)
-    return CommandResult(checked, partial(page_of_check, folder, checked), partial(encode, checked), code=code)
+    checked_answers = check_folder(Path(folder), parse_run_texts)
+    code = _exit_code(checked_answer.standing for checked_answer in checked_answers)
+    return CommandResult(
+        checked_answers, partial(render_check, folder, checked_answers), partial(encode, checked_answers), code=code
+    )
 
 
 @dataclass(frozen=True)
-class _Chosen:
-    """The claims to answer, and the file that they and their parts are in."""
+class _ChosenClaims:
+    """The claims to answer, and the claims file that has them and their parts."""
 
     file: ClaimsFile
     claims: Sequence[Claim]
 
 
-def _choose(arguments: argparse.Namespace) -> _Chosen:
-    words: list[str] = arguments.what
+def _choose_claims(arguments: argparse.Namespace) -> _ChosenClaims:
+    names: list[str] = arguments.what
     catalogue = load_catalogue()
     if arguments.all or arguments.published:
         rows = catalogue.claims.values()
-        return _Chosen(catalogue, [row for row in rows if row.published == arguments.published])
-    # 1. A file, whole or some of its ids.
-    if words[0].endswith(".toml"):
-        file = load_claims(Path(words[0]))
-        for name in words[1:]:
+        return _ChosenClaims(catalogue, [row for row in rows if row.published == arguments.published])
+    # 1. A claims file: all of its claims, or the named ones.
+    if names[0].endswith(".toml"):
+        file = load_claims(Path(names[0]))
+        for name in names[1:]:
             if name not in file.claims:
-                raise UnknownName(f"claim of {words[0]}", name, file.claims)
-        return _Chosen(file, [file.claims[name] for name in words[1:] or file.claims])
-    # 2. Ids or sentences of the catalogue.
+                raise UnknownName(f"claim of {names[0]}", name, file.claims)
+        return _ChosenClaims(file, [file.claims[name] for name in names[1:] or file.claims])
+    # 2. The catalogue: claims named by id or by sentence.
     sentences: dict[str, Claim] = {}
     for row in catalogue.claims.values():
-        sentences |= dict.fromkeys(map(_plain, (row.id, row.sentence, *row.also)), row)
-    return _Chosen(catalogue, [sentences.get(_plain(name)) or _refuse(name, catalogue) for name in words])
+        sentences |= dict.fromkeys(map(_normalize, (row.id, row.sentence, *row.also)), row)
+    return _ChosenClaims(
+        catalogue, [sentences.get(_normalize(name)) or _refuse_unknown(name, catalogue) for name in names]
+    )
 
 
-def _plain(sentence: str) -> str:
+def _normalize(sentence: str) -> str:
     return " ".join(re.findall(r"[\w.%]+", sentence.lower())).rstrip(".")
 
 
-def _refuse(name: str, catalogue: ClaimsFile) -> Claim:
-    """Raises for a sentence that the catalogue does not have, with those nearest to it; never answers a similar one."""
-    asked = set(_plain(name).split())
+def _refuse_unknown(name: str, catalogue: ClaimsFile) -> Claim:
+    """Raises an error for a sentence that the catalogue does not have. The message lists the nearest sentences, but
+    none of them is answered instead.
+    """
+    asked_words = set(_normalize(name).split())
 
-    def nearness(row: Claim) -> float:
-        return max(len(asked & set(_plain(text).split())) for text in (row.sentence, *row.also))
+    def count_shared_words(row: Claim) -> float:
+        return max(len(asked_words & set(_normalize(text).split())) for text in (row.sentence, *row.also))
 
     if " " not in name.strip():
-        raise UnknownName("claim", name, catalogue.claims, "`fp8bench claim` lists them, a file ends in .toml")
-    near = sorted(catalogue.claims.values(), key=nearness, reverse=True)[:3]
-    lines = "".join(f"\n  {row.id}: {row.sentence}" for row in near)
+        raise UnknownName(
+            "claim", name, catalogue.claims, "`fp8bench claim` lists all; the name of a file ends in .toml"
+        )
+    nearest_claims = sorted(catalogue.claims.values(), key=count_shared_words, reverse=True)[:3]
+    lines = "".join(f"\n  {row.id}: {row.sentence}" for row in nearest_claims)
     raise UsageError(
         f"the catalogue does not have the sentence {name!r:.120}. Write it as a row of a claims file (docs/claims.md "
         f"has one to copy), or ask for one of the nearest by its id:{lines}"
     )
 
 
-def questions_of(file: ClaimsFile) -> dict[str, Question]:
-    """Parses the run of every measured claim of a file. Raises UsageError for one that this version cannot run."""
+def parse_run_texts(file: ClaimsFile) -> dict[str, RunRequest]:
+    """Returns the run request of every measured claim in a file, by the text of its `run` key. Raises UsageError for
+    a run that this version cannot measure."""
     runs: Mapping[str, Claim] = {row.run: row for row in file.claims.values() if row.kind is ClaimKind.MEASURED}
     for row in file.claims.values():
         for part in row.parts:
             if part not in file.claims or file.claims[part].kind is ClaimKind.ALL_OF:
-                raise UsageError(f"{file.name}, {row.id}: the part {part!r:.80} is not another claim of the same file.")
+                raise UsageError(
+                    f"{file.name}, {row.id}: the part {part!r:.80} is not a measured or "
+                    "arithmetic claim of the same file."
+                )
             if file.claims[part].published:
                 raise UsageError(
                     f"{file.name}, {row.id}: the part {part!r:.80} compares a published figure, which is "
                     "neither true nor false. Remove it."
                 )
-    return {words: _question(f"{file.name}, {row.id}", words) for words, row in runs.items()}
+    return {words: _parse_run_text(f"{file.name}, {row.id}", words) for words, row in runs.items()}
 
 
-def _question(place: str, words: str) -> Question:
+def _parse_run_text(location: str, run_text: str) -> RunRequest:
     try:
-        typed = shlex.split(words)
+        command_words = shlex.split(run_text)
     except ValueError as error:
-        raise UsageError(f"{place}: run {words!r:.120} cannot be read ({error}).") from None
-    if not typed or typed[0] not in ("suite", "train"):
-        raise UsageError(f"{place}: run {words!r:.120} has to begin with suite or train, as on the command line.")
-    for word in typed:
-        if word.partition("=")[0] in _REFUSED or (typed[0] == "suite" and word.endswith(".py")):
+        raise UsageError(f"{location}: run {run_text!r:.120} cannot be read ({error}).") from None
+    if not command_words or command_words[0] not in ("suite", "train"):
+        raise UsageError(f"{location}: run {run_text!r:.120} must start with suite or train, as on the command line.")
+    for word in command_words:
+        if word.partition("=")[0] in _REFUSED_OPTIONS or (command_words[0] == "suite" and word.endswith(".py")):
             raise UsageError(
-                f"{place}: `run` cannot have {word}: the row's `device` selects a device, and claims are about "
+                f"{location}: `run` cannot have {word}: the row's `device` selects a device, and claims are about "
                 "suites that come with fp8bench. Remove it."
             )
     try:
-        arguments = parse(build_parser([typed[0]]), typed)
-        if typed[0] == "train":
-            return cast("Question", command_module("train").request_from(arguments))
+        arguments = parse_words(build_parser([command_words[0]]), command_words)
+        if command_words[0] == "train":
+            return cast("RunRequest", command_module("train").request_from(arguments))
         if arguments.suite is None:
-            raise UsageError("no suite is named. Write `suite NAME`.")
-        request = replace(request_of(arguments), devices=())
+            raise UsageError("the name of the suite is missing. Write `suite NAME`.")
+        request = replace(make_request(arguments), devices=())
         check_names(request)
         return request
     except UsageError as error:
-        raise UsageError(f"{place}: run {words!r:.200}: {error}") from None
+        raise UsageError(f"{location}: run {run_text!r:.200}: {error}") from None

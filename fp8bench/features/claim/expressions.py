@@ -1,4 +1,4 @@
-"""Arithmetic over named facts: limits of formats, and peaks of devices from their datasheets."""
+"""Evaluates arithmetic over named facts: limits of number formats, and peaks of devices from their datasheets."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ import re
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 
-from fp8bench.analysis.roofline import Datasheet, datasheets
+from fp8bench.analysis.roofline import Datasheet, load_datasheets
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.formats.grids import FORMATS, Format
 
@@ -21,14 +21,14 @@ _OPERATORS: Mapping[type, Callable[[float, float], float]] = {
     ast.Pow: math.pow,
 }
 _FUNCTIONS: Mapping[str, Callable[[float], float]] = {"log2": math.log2, "sqrt": math.sqrt}
-# A reader could not check a longer expression.
-_LONGEST = 200
+# The longest allowed expression, so that a reader can check it.
+_LONGEST_EXPRESSION = 200
 _SHORT_NAMES = {"e4m3": "e4m3fn"}
 
 
 @dataclass(frozen=True)
 class Computed:
-    """The value of an expression, and the citations of the datasheets that it uses, with the device of each."""
+    """The value of an expression. `citations` maps each datasheet citation that the expression uses to the device."""
 
     value: float
     citations: Mapping[str, str]
@@ -39,12 +39,13 @@ class Computed:
 
 
 def evaluate(text: str) -> Computed:
-    """Computes an expression such as `h200_sxm.tf32 / 1e12`. Raises UsageError for anything that is not arithmetic."""
-    if len(text) > _LONGEST:
-        raise UsageError(f"{text[:40]!r}...: an expression has at most {_LONGEST} characters. Shorten it.")
+    """Returns the value of an expression such as `h200_sxm.tf32 / 1e12`. Raises UsageError for text that is not
+    arithmetic."""
+    if len(text) > _LONGEST_EXPRESSION:
+        raise UsageError(f"{text[:40]!r}...: an expression has at most {_LONGEST_EXPRESSION} characters. Shorten it.")
     citations: dict[str, str] = {}
     try:
-        value = _value_of(ast.parse(text, mode="eval").body, citations)
+        value = _evaluate_node(ast.parse(text, mode="eval").body, citations)
     except (SyntaxError, RecursionError, MemoryError):
         raise UsageError(
             f"{text!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **."
@@ -54,59 +55,61 @@ def evaluate(text: str) -> Computed:
             f"{text!r} has no value: a division by 0, or a number too large. Correct the expression."
         ) from None
     if not math.isfinite(value):
-        raise UsageError(f"{text!r} is not finite. Correct the expression.")
+        raise UsageError(f"{text!r} gives infinity or NaN. Correct the expression.")
     return Computed(value, citations)
 
 
-def _value_of(node: ast.expr, citations: dict[str, str]) -> float:
+def _evaluate_node(node: ast.expr, citations: dict[str, str]) -> float:
     if isinstance(node, ast.Constant) and isinstance(node.value, int | float) and not isinstance(node.value, bool):
         return float(node.value)
     if isinstance(node, ast.BinOp) and type(node.op) in _OPERATORS:
-        return _OPERATORS[type(node.op)](_value_of(node.left, citations), _value_of(node.right, citations))
+        return _OPERATORS[type(node.op)](_evaluate_node(node.left, citations), _evaluate_node(node.right, citations))
     if isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.USub):
-        return -_value_of(node.operand, citations)
+        return -_evaluate_node(node.operand, citations)
     if isinstance(node, ast.Call) and isinstance(node.func, ast.Name) and len(node.args) == 1:
         if node.func.id in _FUNCTIONS and not node.keywords:
-            return _FUNCTIONS[node.func.id](_value_of(node.args[0], citations))
+            return _FUNCTIONS[node.func.id](_evaluate_node(node.args[0], citations))
         raise UnknownName("function", node.func.id, _FUNCTIONS)
     if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
-        return _fact(node.value.id, node.attr, citations)
-    words = ast.unparse(node)[:40]
-    raise UsageError(f"{words!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **.")
+        return _find_fact(node.value.id, node.attr, citations)
+    node_text = ast.unparse(node)[:40]
+    raise UsageError(f"{node_text!r} is not arithmetic. Write numbers, facts such as e4m3.largest, and + - * / **.")
 
 
-def _fact(owner: str, name: str, citations: dict[str, str]) -> float:
+def _find_fact(owner: str, name: str, citations: dict[str, str]) -> float:
     owner = _SHORT_NAMES.get(owner, owner)
     if owner in FORMATS:
-        return _lookup(owner, name, facts_of_format(FORMATS[owner]))
-    sheets = {slug_of(sheet): sheet for sheet in datasheets()}
-    if owner not in sheets:
-        raise UnknownName("format or device", owner, (*FORMATS, *sheets))
-    sheet = sheets[owner]
-    value = _lookup(owner, name, facts_of_device(sheet))
-    field = "dense" if name in sheet.dense else name
-    citations[f"{sheet.name}: {sheet.cite(field)}, {sheet.date}, {sheet.source}"] = sheet.name
+        return _find_value(owner, name, list_format_facts(FORMATS[owner]))
+    datasheet_by_name = {make_device_name(datasheet): datasheet for datasheet in load_datasheets()}
+    if owner not in datasheet_by_name:
+        raise UnknownName("format or device", owner, (*FORMATS, *datasheet_by_name))
+    datasheet = datasheet_by_name[owner]
+    value = _find_value(owner, name, list_device_facts(datasheet))
+    field = "dense" if name in datasheet.dense else name
+    citations[f"{datasheet.name}: {datasheet.cite(field)}, {datasheet.date}, {datasheet.source}"] = datasheet.name
     return value
 
 
-def _lookup(owner: str, name: str, facts: Mapping[str, float]) -> float:
+def _find_value(owner: str, name: str, facts: Mapping[str, float]) -> float:
     if name not in facts:
         raise UnknownName(f"fact of {owner}", name, facts)
     return facts[name]
 
 
-def slug_of(sheet: Datasheet) -> str:
-    """Returns the name of a device in expressions: `h200_sxm` for 'H200 SXM'."""
+def make_device_name(sheet: Datasheet) -> str:
+    """Returns the name of a device in expressions, such as `h200_sxm` for 'H200 SXM'."""
     return re.sub(r"[^a-z0-9]+", "_", sheet.name.lower()).strip("_")
 
 
-def facts_of_format(grid: Format) -> dict[str, float]:
+def list_format_facts(number_format: Format) -> dict[str, float]:
     names = ("largest", "smallest_normal", "smallest_subnormal", "bits", "exponent_bits", "mantissa_bits")
-    return {name: float(getattr(grid, name)) for name in names}
+    return {name: float(getattr(number_format, name)) for name in names}
 
 
-def facts_of_device(sheet: Datasheet) -> dict[str, float]:
-    """Returns peaks in FLOP/s, with and without sparsity, and the other figures of a datasheet in base units."""
+def list_device_facts(sheet: Datasheet) -> dict[str, float]:
+    """Returns the figures of a datasheet by name, in base units. For example, peaks are in FLOP/s, once with and once
+    without sparsity.
+    """
     figures = {name: getattr(sheet, name) for name in ("bandwidth", "capacity", "link", "watts")}
-    sparse = {f"sparse_{kind}": peak for kind, peak in sheet.sparse.items()}
-    return {**sheet.dense, **sparse, **{name: value for name, value in figures.items() if value is not None}}
+    sparse_peaks = {f"sparse_{kind}": peak for kind, peak in sheet.sparse.items()}
+    return {**sheet.dense, **sparse_peaks, **{name: value for name, value in figures.items() if value is not None}}

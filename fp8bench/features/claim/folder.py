@@ -1,4 +1,6 @@
-"""A folder of answers: the claims file, the answers, and the runs behind them, which a stranger can check offline."""
+"""Reads and writes a folder of answers: the claims file, the answers, and copies of their runs. Anybody can check the
+answers offline.
+"""
 
 from __future__ import annotations
 
@@ -14,23 +16,23 @@ from fp8bench import __version__
 from fp8bench.errors import Fp8benchError, StoreError, UsageError
 from fp8bench.features.claim.decide import answer_claim
 from fp8bench.features.claim.rows import ClaimsFile, load_claims
-from fp8bench.features.claim.runs import NotHere, Question, StoredRun, measured_parts, without_device
+from fp8bench.features.claim.runs import CannotMeasure, RunRequest, StoredRun, iterate_measured_claims, without_device
 from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAnswer, Standing
 from fp8bench.features.train.kind import load_training
-from fp8bench.files import Damaged, keeping, read_file, seal, unseal, write_whole
+from fp8bench.files import Damaged, keeping, parse_json, read_file, seal, unseal, write_whole
 from fp8bench.model import Run
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.runs.run_file import load_run
 
 _CLAIMS, _ANSWERS, _RUNS = "claims.toml", "answers.json", "runs"
-_SCHEMA = 1
-# fp8bench never writes larger files, and they take too long to read.
+_SCHEMA_VERSION = 1
+# Larger files are refused: fp8bench does not write them, and reading them takes too long.
 _LARGEST_ANSWERS = 64 << 20
 _LARGEST_RUN = 256 << 20
 
 
-def refuse_answers(folder: Path) -> None:
-    """Raises UsageError for a folder that already has answers, before anything is measured."""
+def refuse_existing_answers(folder: Path) -> None:
+    """Raises UsageError if the folder already has answers, before anything is measured."""
     if (folder / _ANSWERS).exists():
         raise UsageError(f"{folder} already has answers, and files are never overwritten. Give another folder.")
 
@@ -38,19 +40,20 @@ def refuse_answers(folder: Path) -> None:
 def write_folder(
     folder: Path, claims: ClaimsFile, answers: Sequence[ClaimAnswer], runs_by_claim: Mapping[str, StoredRun]
 ) -> None:
-    """Writes claims, answers and copies of the runs into a new folder; `runs_by_claim` has the runs by id of claim."""
+    """Writes claims, answers and copies of their runs into a new folder. `runs_by_claim` maps the ids of claims to
+    runs."""
     with keeping(folder, "Choose another --keep FOLDER."):
         (folder / _RUNS).mkdir(parents=True, exist_ok=True)
         digests = {}
         for run in runs_by_claim.values():
-            path = folder / _RUNS / f"{_id_of(run)}.jsonl"
+            path = folder / _RUNS / f"{_get_id(run)}.jsonl"
             shutil.copyfile(run.path, path)
-            digests[_id_of(run)] = _digest(path)
+            digests[_get_id(run)] = _compute_digest(path)
         content = {
-            "schema": _SCHEMA,
+            "schema": _SCHEMA_VERSION,
             "fp8bench": __version__,
-            "answers": [_stored_value(answer, claims) for answer in answers],
-            "runs_by_claim": {claim: _id_of(run) for claim, run in runs_by_claim.items()},
+            "answers": [_encode_answer(answer, claims) for answer in answers],
+            "runs_by_claim": {claim: _get_id(run) for claim, run in runs_by_claim.items()},
             "digests": digests,
         }
         write_whole(folder / _CLAIMS, claims.text)
@@ -59,7 +62,9 @@ def write_folder(
 
 @dataclass(frozen=True)
 class StoredAnswer:
-    """An answer as answers.json has it, with the rows of the claim and of its parts at that time."""
+    """An answer read from answers.json, with the rows of its claim and of the claim's parts at the time of the
+    answer.
+    """
 
     row: Claim
     answer: Answer
@@ -80,36 +85,40 @@ class StoredAnswers:
     digests: Mapping[str, str]
 
 
-def _stored_value(answer: ClaimAnswer, claims: ClaimsFile) -> dict[str, Any]:
+def _encode_answer(answer: ClaimAnswer, claims: ClaimsFile) -> dict[str, Any]:
     parts = [claims.claims[part] for part in answer.claim.parts]
     return {"row": encode(answer.claim), "part_rows": encode(parts), **answer.as_value()}
 
 
-def check_folder(folder: Path, find_questions: Callable[[ClaimsFile], Mapping[str, Question]]) -> list[CheckedAnswer]:
-    """Computes every answer of a folder again from its row and its runs."""
+def check_folder(
+    folder: Path, parse_questions: Callable[[ClaimsFile], Mapping[str, RunRequest]]
+) -> list[CheckedAnswer]:
+    """Computes every stored answer of a folder again, from the row of its claim and from its runs. Compares each with
+    the stored answer.
+    """
     claims = load_claims(folder / _CLAIMS)
     content = read_answers(folder)
-    source = _StoredRuns(folder, content.runs_by_claim, content.digests, find_questions(claims))
-    checked = []
+    source = _StoredRuns(folder, content.runs_by_claim, content.digests, parse_questions(claims))
+    checked_answers = []
     for stored in content.answers:
         try:
             standing, why = _check_answer(stored, claims, source)
         except Fp8benchError as error:
             standing, why = Standing.FAILS, str(error)
-        checked.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
-    return checked
+        checked_answers.append(CheckedAnswer(stored.row.id, stored.row.sentence, standing, why))
+    return checked_answers
 
 
 def read_answers(folder: Path) -> StoredAnswers:
-    """Reads answers.json. Raises StoreError if it has changed since it was written."""
+    """Reads answers.json. Raises StoreError if the file changed after it was written."""
     path = folder / _ANSWERS
     try:
-        content = json.loads(read_file(path, _LARGEST_ANSWERS))
-        if content["schema"] != _SCHEMA:
+        content = parse_json(read_file(path, _LARGEST_ANSWERS))
+        if content["schema"] != _SCHEMA_VERSION:
             raise StoreError(f"{path} was written by another version of fp8bench. Check it with that version.")
-        plain = unseal(content)
-        if seal(plain) == content:
-            return decode(StoredAnswers, plain)
+        unsealed_content = unseal(content)
+        if seal(unsealed_content) == content:
+            return decode(StoredAnswers, unsealed_content)
         reason = "its checksum is missing"
     except Damaged as error:
         reason = str(error)
@@ -117,108 +126,117 @@ def read_answers(folder: Path) -> StoredAnswers:
         raise UsageError(
             f"{path} cannot be read ({error.strerror}). `fp8bench claim ... --keep {folder}` writes it."
         ) from None
-    except (ValueError, LookupError, TypeError, RecursionError):
-        reason = "it does not have the form of answers"
-    raise StoreError(f"{path} has changed since it was written ({reason}): answers were edited, or bytes flipped.")
+    except (ValueError, LookupError, TypeError):
+        reason = "it is not a list of answers"
+    raise StoreError(
+        f"{path} has changed since it was written ({reason}): the answers were edited, or the file is damaged."
+    )
 
 
 def _check_answer(stored: StoredAnswer, claims: ClaimsFile, source: _StoredRuns) -> tuple[Standing, str]:
-    # 1. The row is the one that was answered, and so are the rows of its parts.
+    # 1. The rows of the claim and its parts must be the same as when the claim was answered.
     for row in (stored.row, *stored.part_rows):
         if difference := _describe_edit(row, claims.claims.get(row.id)):
-            part = f"its part {row.id}: " if row is not stored.row else ""
-            return Standing.FAILS, part + difference
-    # 2. Its runs are there, unchanged. An answer without a run is computed from the row, unless a device was missing.
+            part_prefix = f"its part {row.id}: " if row is not stored.row else ""
+            return Standing.FAILS, part_prefix + difference
+    # 2. The runs must exist unchanged. An answer without runs is computed from its row, unless a run was missing then.
     for run in stored.runs:
-        if trouble := source.why_changed(run):
-            return Standing.FAILS, trouble
-        if not source.path_of(run).exists():
+        if change := source.describe_change(run):
+            return Standing.FAILS, change
+        if not source.find_path(run).exists():
             return Standing.UNKNOWN, f"the run {run} is not in the folder"
     claim = claims.claims[stored.row.id]
-    if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(measured_parts([claim], claims.claims)):
-        return Standing.UNKNOWN, "no run was measured for it"
-    # 3. The same answer follows from them.
+    if stored.answer is Answer.CANNOT_TELL and not stored.runs and any(iterate_measured_claims([claim], claims.claims)):
+        return Standing.UNKNOWN, "the claim was not measured"
+    # 3. The same answer must follow from these rows and runs.
     recomputed = answer_claim(claim, claims.claims, source)
     for name in ("answer", "value", "low", "high", "runs"):
         current, previous = getattr(recomputed, name), getattr(stored, name)
         if current != previous:
-            return Standing.FAILS, f"{name} is {current} when computed again, and {previous} was stored"
-    return Standing.HOLDS, "computed again, bit for bit"
+            return Standing.FAILS, f"{name} is {current} when computed again, but {previous} is stored"
+    return Standing.HOLDS, "computed again with the same result, bit for bit"
 
 
-def _describe_edit(answered: Claim, current: Claim | None) -> str:
-    """Returns how a row differs from the one that was answered, '' if it does not."""
-    if current is None:
-        return f"its row is gone from {_CLAIMS}"
+def _describe_edit(answered_row: Claim, current_row: Claim | None) -> str:
+    """Returns how the row of a claim was edited after it was answered; '' if it is unchanged."""
+    if current_row is None:
+        return f"its row is missing in {_CLAIMS}"
     for part in fields(Claim):
-        before, now = encode(getattr(answered, part.name)), encode(getattr(current, part.name))
+        before, now = encode(getattr(answered_row, part.name)), encode(getattr(current_row, part.name))
         if before != now:
-            return f"{part.name} is {now} in {_CLAIMS}, and {before} was answered"
+            return f"{part.name} is {now} in {_CLAIMS}, but was {before} when answered"
     return ""
 
 
 @dataclass(frozen=True)
 class _StoredRuns:
-    """Gives the runs of a folder to claims, in place of measuring."""
+    """Takes the run of each claim from the folder, so that nothing is measured."""
 
     folder: Path
     runs_by_claim: Mapping[str, str]
     digests: Mapping[str, str]
-    questions: Mapping[str, Question]
+    questions: Mapping[str, RunRequest]
     _loaded: dict[str, StoredRun] = field(default_factory=dict)
 
-    def path_of(self, run: str) -> Path:
+    def find_path(self, run: str) -> Path:
         return self.folder / _RUNS / f"{Path(run).name}.jsonl"
 
     def __call__(self, claim: Claim) -> StoredRun:
-        """Returns the run of a measured claim. Raises StoreError if a different command made it."""
+        """Returns the stored run of a measured claim. Raises StoreError if the run was measured by a different
+        command."""
         if claim.id not in self.runs_by_claim:
-            raise NotHere("the folder has no run for it", "")
+            raise CannotMeasure("the folder has no run of this claim", "")
         run_id = self.runs_by_claim[claim.id]
         if run_id not in self._loaded:
-            self._loaded[run_id] = load_stored(self.path_of(run_id))
+            self._loaded[run_id] = load_stored_run(self.find_path(run_id))
         run = self._loaded[run_id]
         if without_device(run.request) != self.questions[claim.run]:
-            raise StoreError(f"the run {run_id} is not one of `{claim.run}`.")
+            raise StoreError(f"the run {run_id} was not measured by `{claim.run}`.")
         return run
 
-    def why_changed(self, run: str) -> str:
-        """Returns what has happened to a run's file since it was answered from; '' for nothing, or without a file."""
-        path = self.path_of(run)
+    def describe_change(self, run: str) -> str:
+        """Returns how the file of a run changed after the answer was made. Returns '' if it did not change or does
+        not exist.
+        """
+        path = self.find_path(run)
         try:
-            if self.digests.get(run) == _digest(path):
+            if self.digests.get(run) == _compute_digest(path):
                 return ""
         except FileNotFoundError:
             return ""
         except OSError as error:
             return f"{path.name}: it cannot be read ({error.strerror})"
-        return f"{path.name}: {'; '.join(_troubles(run, path)) or 'its bytes are not those that were answered from'}"
+        return (
+            f"{path.name}: {'; '.join(_find_troubles(run, path)) or 'its bytes differ from those of the answered run'}"
+        )
 
 
-def _troubles(run_id: str, path: Path) -> Iterator[str]:
-    """Yields what is wrong with a changed file: another run in its place, broken lines, and lines that are gone."""
+def _find_troubles(run_id: str, path: Path) -> Iterator[str]:
+    """Yields what is wrong with the file of a run that has changed: it may hold a different run, broken lines, or too
+    few lines.
+    """
     try:
-        run = load_stored(path)
+        run = load_stored_run(path)
     except StoreError as error:
         yield f"it cannot be read ({error})"
         return
-    if _id_of(run) != run_id:
-        yield f"it holds the run {_id_of(run)}: runs were swapped"
+    if _get_id(run) != run_id:
+        yield f"it holds the run {_get_id(run)}, so runs were exchanged"
     yield from run.troubles
 
 
-def load_stored(path: Path) -> StoredRun:
-    """Reads a run or a training, whichever the file holds."""
+def load_stored_run(path: Path) -> StoredRun:
+    """Reads a file that holds a run or a training."""
     try:
-        first = read_file(path, _LARGEST_RUN).partition(b"\n")[0]
+        first_line = read_file(path, _LARGEST_RUN).partition(b"\n")[0]
     except OSError as error:
         raise StoreError(f"{path} cannot be read ({error.strerror}).") from None
-    return load_training(path) if b'"training":' in first else load_run(path)
+    return load_training(path) if b'"training":' in first_line else load_run(path)
 
 
-def _id_of(run: StoredRun) -> str:
+def _get_id(run: StoredRun) -> str:
     return run.id if isinstance(run, Run) else run.training.id
 
 
-def _digest(path: Path) -> str:
+def _compute_digest(path: Path) -> str:
     return sha256(read_file(path, _LARGEST_RUN)).hexdigest()

@@ -1,4 +1,4 @@
-"""Reads claims files (TOML), and refuses rows that nothing can decide, each in a sentence."""
+"""Reads claims files (TOML), and refuses rows that no run and no arithmetic can decide."""
 
 from __future__ import annotations
 
@@ -17,13 +17,13 @@ from fp8bench.files import read_file
 from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.specs import METRICS, MetricSpec, spec_of
 
-_RELATIONS = {"=": 1, "<": 1, "<=": 1, ">": 1, ">=": 1, "between": 2}
-_NEEDED = {
+_BOUNDS_BY_RELATION = {"=": 1, "<": 1, "<=": 1, ">": 1, ">=": 1, "between": 2}
+_REQUIRED_KEYS = {
     ClaimKind.ARITHMETIC: ("figure", "relation", "bound"),
     ClaimKind.MEASURED: ("run", "figure", "relation", "bound", "device"),
     ClaimKind.ALL_OF: ("parts",),
 }
-# Figures of a training's arm; a gap is a share of the reference's loss.
+# Figures of a training arm. A gap is relative to the loss of the reference.
 TRAINING_FIGURES = (
     "loss",
     "held_out",
@@ -36,26 +36,26 @@ TRAINING_FIGURES = (
     "wire_bytes",
     "joules_per_step",
 )
-_SPEED = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
-# Words for times in a sentence that arithmetic shall decide. A peak speed is a figure of a datasheet, not a time.
-_TIMES = rf"(?<!peak )(?:{_SPEED}|time|duration|seconds)"
-# Words of a sentence, the figures that measure what they promise, and what would measure it.
-_PROMISES = (
-    (r"accura\w*|qualit\w*", r"accuracy|score", "accuracy is of a task, and no figure of a run or a training here"),
+_SPEED_WORDS = r"fast\w*|slow\w*|quick\w*|speed\w*|throughput|latency|performance"
+# Words about times, which arithmetic cannot decide. A peak speed is a figure of a datasheet, not a time.
+_TIME_WORDS = rf"(?<!peak )(?:{_SPEED_WORDS}|time|duration|seconds)"
+# Words of a sentence, the figures that measure what these words promise, and how to measure it.
+_PROMISE_RULES = (
+    (r"accura\w*|qualit\w*", r"accuracy|score", "a run or training has no figure of task accuracy"),
     (r"converge\w*|loss(?:es)?", r"loss|gap|held_out", "measure `gap` of a training"),
     (r"energy|joules|power (?:draw|consumption)", r"energy|joules|power", "measure `energy ratio`"),
     (r"memory|footprint", r"memory|bytes|batch", "measure `device_peak_memory ratio`"),
-    (_SPEED, r"time|speedup|per_second|ceiling_rate", "measure `speedup`"),
+    (_SPEED_WORDS, r"time|speedup|per_second|ceiling_rate", "measure `speedup`"),
 )
-# Units of metrics of which a sum over cases means something.
-_ADDITIVE = ("s", "J", "B", "FLOP", "count")
-# Runs that train, as a sentence on training promises.
-_TRAINS = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
+# Units of metrics whose sum over cases has a meaning.
+_ADDITIVE_UNITS = ("s", "J", "B", "FLOP", "count")
+# Runs that train a model, as a sentence about training requires.
+_TRAINING_RUN = re.compile(r"train\b|suite (transformer|learning|vision|diffusion|moe|parallel)\b")
 
 
 @dataclass(frozen=True)
 class ClaimsFile:
-    """The rows of a claims file by id, and the file's text."""
+    """The claims of a file by id, and the text of the file."""
 
     name: str
     text: str
@@ -66,7 +66,7 @@ _LARGEST_BYTES = 4 << 20
 
 
 def load_catalogue() -> ClaimsFile:
-    """Reads the claims that come with fp8bench."""
+    """Returns the claims that come with fp8bench."""
     return parse_claims("the catalogue", read_file(Path(__file__).with_name("catalogue.toml")).decode())
 
 
@@ -88,9 +88,9 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
     if not isinstance(rows, list) or not rows or not all(isinstance(row, dict) for row in rows):
         raise UsageError(f"{name} has no claims. Begin each with a line [[claim]]; docs/claims.md shows a row.")
     if (unknown := {*content} - {"claim", "source"}) or not isinstance(sources, dict):
-        place = min(unknown, default="source")
+        misplaced_key = min(unknown, default="source")
         raise UsageError(
-            f"{name}: {place!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
+            f"{name}: {misplaced_key!r:.40} is misplaced. A claims file has [[claim]] rows and [source.KEY] tables."
         )
     claims: dict[str, Claim] = {}
     for number, row in enumerate(rows, 1):
@@ -105,8 +105,9 @@ def parse_claims(name: str, text: str) -> ClaimsFile:
 
 
 def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
-    """Converts a row, whose source may be a key of `sources`. Raises UsageError for a row that nothing can decide."""
-    # 1. Names and types.
+    """Converts a row of a claims file to a claim. Its source may be a key of `sources`. Raises UsageError if nothing
+    can decide the claim."""
+    # 1. Check the names and types of the keys.
     names = [field.name for field in fields(Claim)]
     for key in row:
         if key not in names:
@@ -118,54 +119,54 @@ def parse_row(row: Mapping[str, Any], sources: Mapping[str, Any]) -> Claim:
     if row["kind"] not in [*ClaimKind]:
         raise UsageError(f"kind {row['kind']!r:.40} is not one of {', '.join(ClaimKind)}. Give one of these.")
     try:
-        claim = decode(Claim, {**_as_plain(row), "source": source})
+        claim = decode(Claim, {**_normalize_row(row), "source": source})
     except (Malformed, OverflowError) as error:
-        raise UsageError(f"{error}. docs/claims.md says what each key takes.") from None
-    # 2. Whether the row can be decided.
+        raise UsageError(f"{error}. docs/claims.md lists the values of each key.") from None
+    # 2. Check that the row can be decided.
     _check_complete(claim)
     if claim.kind is not ClaimKind.ALL_OF:
         _check_bound(claim)
     if claim.kind is ClaimKind.ARITHMETIC:
         _check_arithmetic(claim)
     elif claim.kind is ClaimKind.MEASURED:
-        _check_promises(claim)
-        _check_resolution(claim, _spec_of_figure(claim))
+        _check_sentence_promises(claim)
+        _check_resolution(claim, _find_metric_spec(claim))
     return claim
 
 
 def _find_source(source: object, sources: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns a source that is written out in its row, or the table that it names."""
+    """Returns the source of a claim. The row either contains it, or names a table of the file that does."""
     if isinstance(source, str):
         if source not in sources:
-            raise UnknownName("source", source, sources, "those of the file's [source.KEY] tables")
+            raise UnknownName("source", source, sources, "the keys of the file's [source.KEY] tables")
         source = sources[source] | {"key": source} if isinstance(sources[source], dict) else None
     if not isinstance(source, dict) or {*source, "key"} != {field.name for field in fields(Source)}:
         raise UsageError(
-            "source has to be a table with title, publisher, year and address, or the key of such a table."
+            "`source` must be a table with title, publisher, year and address, or the key of such a table."
         )
     return source
 
 
-def _as_plain(row: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the row with lists where a single value may be given, and its case as pairs of texts."""
-    plain = dict(row)
+def _normalize_row(row: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the row in a uniform shape: single values become lists, and `case` becomes pairs of strings."""
+    normalized_row = dict(row)
     for key in ("bound", "device", "parts", "also"):
-        if key in plain and not isinstance(plain[key], list):
-            plain[key] = [plain[key]]
-    if isinstance(case := plain.get("case"), dict):
-        plain["case"] = [[name, str(value)] for name, value in case.items()]
-    return plain
+        if key in normalized_row and not isinstance(normalized_row[key], list):
+            normalized_row[key] = [normalized_row[key]]
+    if isinstance(case := normalized_row.get("case"), dict):
+        normalized_row["case"] = [[name, str(value)] for name, value in case.items()]
+    return normalized_row
 
 
 def _check_complete(claim: Claim) -> None:
-    for key in _NEEDED[claim.kind]:
+    for key in _REQUIRED_KEYS[claim.kind]:
         if getattr(claim, key) in ("", ()):
             hint = ' Add device = "any" if numbers alone decide, else "cpu", "cuda" or cards.' * (key == "device")
-            raise UsageError(f"`{key}` is missing, and a claim that is {claim.kind} needs it.{hint}")
+            raise UsageError(f"`{key}` is missing, but a claim of the kind {claim.kind} needs it.{hint}")
     if claim.kind is ClaimKind.MEASURED:
         key = "arm" if claim.run.startswith("train") else "mode"
         if key not in dict(claim.case):
-            raise UsageError(f'`case` names no {key}, so which precision is meant? Add case = {{ {key} = "fp8" }}.')
+            raise UsageError(f'`case` has no {key}, so the precision is unknown. Add case = {{ {key} = "fp8" }}.')
     for key in ("card", "power", "library"):
         if getattr(claim, key) and not (claim.published and claim.kind is ClaimKind.MEASURED):
             raise UsageError(f"`{key}` is a condition of a published measurement. Set published = true, or remove it.")
@@ -174,62 +175,66 @@ def _check_complete(claim: Claim) -> None:
 
 
 def _check_bound(claim: Claim) -> None:
-    if claim.relation not in _RELATIONS:
-        raise UsageError(f"relation {claim.relation!r:.20} is not one of {' '.join(_RELATIONS)}. Give one of these.")
-    count = _RELATIONS[claim.relation]
+    if claim.relation not in _BOUNDS_BY_RELATION:
+        raise UsageError(
+            f"relation {claim.relation!r:.20} is not one of {' '.join(_BOUNDS_BY_RELATION)}. Give one of these."
+        )
+    count = _BOUNDS_BY_RELATION[claim.relation]
     if len(claim.bound) != count or not all(map(math.isfinite, claim.bound)) or claim.bound[0] > claim.bound[-1]:
-        form = "two numbers, the lower one first" if count == 2 else "one number"
-        raise UsageError(f"the relation {claim.relation} takes {form} as its bound. Correct `bound`.")
+        expected_form = "two numbers, the lower one first" if count == 2 else "one number"
+        raise UsageError(f"the relation {claim.relation} takes {expected_form} as its bound. Correct `bound`.")
     if not 0 <= claim.tolerance < 1 or (claim.tolerance and claim.relation not in ("=", "between")):
         raise UsageError(
-            "a tolerance is a share such as 0.01, of the relations = and between. For the others move the bound."
+            "a tolerance is a share such as 0.01, and only = and between take one. For other relations, move the bound."
         )
 
 
 def _check_arithmetic(claim: Claim) -> None:
-    if words := _find(_TIMES, claim.sentence):
+    if words := _find_word(_TIME_WORDS, claim.sentence):
         raise UsageError(
-            f"{words!r} is about times, and no arithmetic bounds a ratio of two times. Measure it, or reword the "
+            f"{words!r} is about times, but arithmetic cannot bound a ratio of two times. Measure it, or reword the "
             "sentence to be about peaks, as in 'peak speed'."
         )
     evaluate(claim.figure)
 
 
-def _find(words: str, sentence: str) -> str:
-    """Returns the first of some words in a sentence, '' if it has none."""
-    found = re.search(rf"\b(?:{words})\b", sentence, re.IGNORECASE)
-    return found[0] if found else ""
+def _find_word(words: str, sentence: str) -> str:
+    """Returns the first match of a pattern of words in a sentence, or ''."""
+    match = re.search(rf"\b(?:{words})\b", sentence, re.IGNORECASE)
+    return match[0] if match else ""
 
 
-def _check_promises(claim: Claim) -> None:
-    """Refuses a sentence that promises more than its figure measures."""
-    for words, figures, remedy in _PROMISES:
-        promise = _find(words, claim.sentence)
+def _check_sentence_promises(claim: Claim) -> None:
+    """Raises UsageError if a sentence promises more than its figure measures."""
+    for words, figures, remedy in _PROMISE_RULES:
+        promise = _find_word(words, claim.sentence)
         if promise and not re.search(figures, claim.figure):
             raise UsageError(
                 f"{promise!r} promises more than {claim.figure} measures: {remedy}. Reword the sentence, or change the "
                 "figure."
             )
-    training = _find(r"train\w*", claim.sentence)
-    if training and not _TRAINS.match(claim.run):
+    training = _find_word(r"train\w*", claim.sentence)
+    if training and not _TRAINING_RUN.match(claim.run):
         raise UsageError(
             f"{training!r} promises more than `{claim.run}` measures, which does not train. Reword the sentence, or "
             "run `train` or the suite transformer."
         )
     if claim.figure in SPEEDUPS and "any" in claim.device:
-        raise UsageError("a speed is of a device, and device = \"any\" names none. Name cards, or 'cuda'.")
+        raise UsageError("a speed depends on the device, but device = \"any\" names none. Name cards, or 'cuda'.")
 
 
 def _check_resolution(claim: Claim, spec: MetricSpec | None) -> None:
-    """Refuses a bound that the figure cannot decide, and a limit of a ratio."""
-    step = resolution_of(claim, spec)
-    words = f"{claim.figure} has a resolution of {100 * step:g}%, which cannot"
-    if claim.relation == "=" and claim.tolerance < step:
-        raise UsageError(f"{words} decide a tolerance of {100 * claim.tolerance:g}%. Widen the tolerance.")
-    if claim.is_ratio and any(0 < abs(bound - 1) < step for bound in claim.bound):
-        raise UsageError(f"{words} tell {claim.bound[0]:g} from 1. Move the bound.")
-    if claim.sum and (spec is None or spec.unit not in _ADDITIVE):
-        raise UsageError(f"a sum of {claim.metric} over cases means nothing. Remove `sum`, and name one case.")
+    """Raises UsageError if the figure is not precise enough for the claim's bound. Also raises it if the claim asks
+    for a sum or a limit that has no meaning for the figure.
+    """
+    resolution = find_resolution(claim, spec)
+    message_start = f"{claim.figure} has a resolution of {100 * resolution:g}%, which cannot"
+    if claim.relation == "=" and claim.tolerance < resolution:
+        raise UsageError(f"{message_start} decide a tolerance of {100 * claim.tolerance:g}%. Widen the tolerance.")
+    if claim.is_ratio and any(0 < abs(bound - 1) < resolution for bound in claim.bound):
+        raise UsageError(f"{message_start} distinguish {claim.bound[0]:g} from 1. Choose a bound further from 1.")
+    if claim.sum and (spec is None or spec.unit not in _ADDITIVE_UNITS):
+        raise UsageError(f"a sum of {claim.metric} over cases has no meaning. Remove `sum`, and name one case.")
     if claim.limit:
         _check_limit(claim, spec)
 
@@ -244,21 +249,25 @@ def _check_limit(claim: Claim, spec: MetricSpec | None) -> None:
     devices = {device.lower() for device in evaluate(claim.limit).citations.values()}
     if devices != {device.lower() for device in claim.device} or len(devices) != 1:
         raise UsageError(
-            "`limit` is of one datasheet and refutes nothing on another card, so `device` has to name that card in "
+            "`limit` comes from one datasheet and refutes nothing on another card, so `device` must name that card in "
             'full. Write limit = "h200_sxm.bf16" and device = "H200 SXM".'
         )
 
 
-def _spec_of_figure(claim: Claim) -> MetricSpec | None:
-    """Returns the metric of a run that the figure is computed from; None for a figure of a training."""
+def _find_metric_spec(claim: Claim) -> MetricSpec | None:
+    """Returns the specification of the metric from which the figure is computed. Returns None for a figure of a
+    training.
+    """
     name = claim.metric
     if claim.run.startswith("train"):
         if name not in TRAINING_FIGURES:
             raise UnknownName("figure of a training", name, TRAINING_FIGURES)
         if claim.is_ratio and name in ("gap", "held_out_gap"):
-            raise UsageError(f"{name} is a share of the reference's loss already, and has no ratio. Remove ` ratio`.")
+            raise UsageError(
+                f"{name} is already relative to the loss of the reference, so it has no ratio. Remove ` ratio`."
+            )
         return None
-    # Figures that suites name themselves end in words that the table of metrics has.
+    # The name of a figure that a suite defines ends in words that the table of metrics has.
     spec = spec_of(name)
     if name not in METRICS and not spec.description:
         names = [metric for metric in METRICS if "*" not in metric]
@@ -269,8 +278,8 @@ def _spec_of_figure(claim: Claim) -> MetricSpec | None:
 _TRAINING_RESOLUTION = {"loss": 0.001, "held_out": 0.001, "tokens_per_second": 0.01, "joules_per_step": 0.01}
 
 
-def resolution_of(claim: Claim, spec: MetricSpec | None) -> float:
-    """Returns the smallest share by which the figure can differ for reasons that the claim is not about; 0 is exact."""
+def find_resolution(claim: Claim, spec: MetricSpec | None) -> float:
+    """Returns by which share the figure may differ for reasons unrelated to the claim; 0 for an exact figure."""
     if claim.figure in SPEEDUPS:
         return 0.01
     if spec is None:

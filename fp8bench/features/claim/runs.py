@@ -1,4 +1,4 @@
-"""The runs behind measured claims: stored ones that still count, and new ones for what is missing."""
+"""Finds stored runs for measured claims, and measures the missing ones."""
 
 from __future__ import annotations
 
@@ -12,11 +12,11 @@ from importlib.metadata import version
 from pathlib import Path
 
 from fp8bench import __version__
-from fp8bench.analysis.roofline import datasheet_of
+from fp8bench.analysis.roofline import find_datasheet
 from fp8bench.errors import StoreError
 from fp8bench.features.claim.values import Claim, ClaimKind
 from fp8bench.features.train.kind import KIND, load_training
-from fp8bench.features.train.kind import load_head as load_training_head
+from fp8bench.features.train.kind import load_training_header as load_training_head
 from fp8bench.features.train.request import TrainingRequest
 from fp8bench.features.train.run import resume as resume_training
 from fp8bench.features.train.run import train
@@ -28,17 +28,17 @@ from fp8bench.model import DeviceFacts, Environment, Request, Run
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import execute, resume
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_head, load_run
+from fp8bench.store.runs.run_file import load_header, load_run
 from fp8bench.units import clock
 
-_LONGEST_AGE = timedelta(days=7)
-Question = Request | TrainingRequest
+_MAX_RUN_AGE = timedelta(days=7)
+RunRequest = Request | TrainingRequest
 StoredRun = Run | KeptTraining
-ORIGIN = "claim"
+RUN_ORIGIN = "claim"
 
 
-class NotHere(Exception):
-    """This machine cannot answer; `remedy` names a command and a device that can."""
+class CannotMeasure(Exception):
+    """Raised if this machine cannot measure the claim. `remedy` names a command and a device that can."""
 
     def __init__(self, why: str, remedy: str) -> None:
         super().__init__(why)
@@ -47,89 +47,91 @@ class NotHere(Exception):
 
 @dataclass
 class RunSource:
-    """Finds or makes the runs of claims, each once.
-
-    `questions` has the request of each `run` text, `device` is the one that the user asked for, '' for none.
+    """Finds or measures the run of each claim. A run that several claims need is only measured once. `questions` maps
+    the text of each claim's `run` key to its request. `device` is the device that the user chose, or ''.
     """
 
     store: Path
-    questions: Mapping[str, Question]
+    questions: Mapping[str, RunRequest]
     device: str
     observer: JobObserver
     training_observer: Callable[[], AbstractContextManager[TrainingObserver]]
     runs_by_claim: dict[str, StoredRun] = field(default_factory=dict)
-    _runs: dict[Question, StoredRun] = field(default_factory=dict)
+    _runs: dict[RunRequest, StoredRun] = field(default_factory=dict)
 
     def __call__(self, claim: Claim) -> StoredRun:
-        """Returns the run of a measured claim; measures it if none counts. Raises NotHere."""
-        question = self._question(claim)
-        if question not in self._runs:
-            finished, unfinished = find_stored(question, self.store)
-            self._runs[question] = finished or self._measure(question, unfinished)
-        self.runs_by_claim[claim.id] = self._runs[question]
-        return self._runs[question]
+        """Returns a run that decides a measured claim: a valid one from the store, or a new one. Raises
+        CannotMeasure.
+        """
+        request = self._make_request(claim)
+        if request not in self._runs:
+            finished, unfinished = find_stored_run(request, self.store)
+            self._runs[request] = finished or self._measure(request, unfinished)
+        self.runs_by_claim[claim.id] = self._runs[request]
+        return self._runs[request]
 
     def announce(self, claims: Iterable[Claim]) -> None:
-        """Notes, before measuring, how many runs are reused and how many are missing, and how long these take."""
-        missing: dict[Question, float] = {}
-        reused: set[Question] = set()
+        """Prints how many stored runs are used, how many have to be measured, and about how long that takes."""
+        missing: dict[RunRequest, float] = {}
+        reused: set[RunRequest] = set()
         for claim in claims:
-            with suppress(NotHere):
-                question = self._question(claim)
-                if find_stored(question, self.store)[0] is not None:
-                    reused.add(question)
+            with suppress(CannotMeasure):
+                request = self._make_request(claim)
+                if find_stored_run(request, self.store)[0] is not None:
+                    reused.add(request)
                 else:
-                    missing[question] = max(claim.seconds, missing.get(question, 0.0))
+                    missing[request] = max(claim.seconds, missing.get(request, 0.0))
         if missing:
             seconds = clock(sum(missing.values()))
-            duration = f"about {seconds} on an idle machine" if all(missing.values()) else "for an unknown time"
-            runs = "1 run" if len(missing) == 1 else f"{len(missing)} runs"
+            duration_text = f"about {seconds} on an idle machine" if all(missing.values()) else "for an unknown time"
+            run_count = "1 run" if len(missing) == 1 else f"{len(missing)} runs"
             self.observer.note(
-                f"measures {runs}, {duration}, and reuses {len(reused)} of the last 7 days. Ctrl-C keeps what is "
-                "measured, and the same command continues."
+                f"measures {run_count}, {duration_text}, and reuses {len(reused)} of the last 7 days. "
+                "Ctrl-C keeps "
+                "finished runs, and the same command continues."
             )
 
-    def _question(self, claim: Claim) -> Question:
-        device = self._device_for(claim)
-        question = self.questions[claim.run]
-        if isinstance(question, Request):
-            return replace(question, devices=(device,))
-        return replace(question, device=device)
+    def _make_request(self, claim: Claim) -> RunRequest:
+        device = self._choose_device(claim)
+        request = self.questions[claim.run]
+        if isinstance(request, Request):
+            return replace(request, devices=(device,))
+        return replace(request, device=device)
 
-    def _device_for(self, claim: Claim) -> str:
+    def _choose_device(self, claim: Claim) -> str:
         if "any" in claim.device:
             return self.device or "cpu"
         if "cpu" in claim.device:
             return "cpu"
-        cards = "a GPU" if "cuda" in claim.device else f"one of {', '.join(claim.device)}"
-        remedy = f"`fp8bench claim {claim.id} --device cuda` on {cards}"
+        device_text = "a GPU" if "cuda" in claim.device else f"one of {', '.join(claim.device)}"
+        remedy = f"`fp8bench claim {claim.id} --device cuda` on {device_text}"
         if self.device == "cpu":
-            raise NotHere(f"it has to be measured on {cards}, and only the CPU may be used", remedy)
+            raise CannotMeasure(f"it must be measured on {device_text}, but only the CPU may be used", remedy)
         for facts in self._devices:
             if facts.accelerated and self.device in ("", facts.kind, facts.key) and fits_device(claim, facts.name):
                 return facts.key
         names = ", ".join(facts.name for facts in self._devices)
-        raise NotHere(f"it has to be measured on {cards}, and this machine has {names}", remedy)
+        raise CannotMeasure(f"it must be measured on {device_text}, but this machine has {names}", remedy)
 
     @cached_property
     def _devices(self) -> tuple[DeviceFacts, ...]:
         with claim_process(True), ProcessWorker(Settings(1)) as worker:
             return worker.probe()
 
-    def _measure(self, question: Question, unfinished: Path | None) -> StoredRun:
-        """Measures a run, or the rest of one. Raises KeyboardInterrupt where the user has ended it."""
+    def _measure(self, request: RunRequest, unfinished: Path | None) -> StoredRun:
+        """Measures a run, or resumes an unfinished one. Raises KeyboardInterrupt if the user interrupted it."""
         store, command = self.store, command_line()
         run: StoredRun
-        if isinstance(question, Request):
+        if isinstance(request, Request):
             with self.observer.measuring() as observer:
                 if unfinished is None:
-                    run = execute(question, store, observer, command, origin=ORIGIN)
+                    run = execute(request, store, observer, command, origin=RUN_ORIGIN)
                 else:
                     run = resume(unfinished, store, observer, command)[1]
         else:
             with self.training_observer() as training_observer:
                 if unfinished is None:
-                    run = train(question, store, training_observer, command)
+                    run = train(request, store, training_observer, command)
                 else:
                     run = resume_training(unfinished, store, training_observer)[1]
         if not run.finished:
@@ -137,25 +139,29 @@ class RunSource:
         return run
 
 
-def without_device(question: Question) -> Question:
-    return replace(question, devices=()) if isinstance(question, Request) else replace(question, device=None)
+def without_device(request: RunRequest) -> RunRequest:
+    return replace(request, devices=()) if isinstance(request, Request) else replace(request, device=None)
 
 
 def fits_device(claim: Claim, name: str) -> bool:
-    """Whether a device's name is one of the claim's: `cuda` is any GPU, `H200` every card whose name has that word."""
-    sheet = datasheet_of(name)
+    """Returns whether a claim is about the device of this name. `cuda` fits every GPU, and `H200` every card whose
+    name contains that word.
+    """
+    sheet = find_datasheet(name)
     words = set(f"{name} {sheet.name if sheet else ''}".lower().replace(",", " ").split())
     return "cuda" in claim.device or any({*card.lower().split()} <= words for card in claim.device)
 
 
-def find_stored(question: Question, store: Path) -> tuple[StoredRun | None, Path | None]:
-    """Returns the newest stored run of this question that still counts, or the newest unfinished one, to resume."""
-    is_run = isinstance(question, Request)
+def find_stored_run(request: RunRequest, store: Path) -> tuple[StoredRun | None, Path | None]:
+    """Returns the newest valid run of a request in the store. Otherwise returns the path of the newest
+    unfinished run, which can be resumed.
+    """
+    is_run = isinstance(request, Request)
     unfinished: Path | None = None
     for path in run_files(store) if is_run else KIND.files(store):
         with suppress(StoreError):
-            head: Run | Training = load_head(path) if is_run else load_training_head(path)
-            if head.request != question or not counts_still(head.environment, head.started):
+            head: Run | Training = load_header(path) if is_run else load_training_head(path)
+            if head.request != request or not is_reusable(head.environment, head.started):
                 continue
             run: StoredRun = load_run(path) if is_run else load_training(path)
             if run.finished and not run.troubles:
@@ -165,17 +171,17 @@ def find_stored(question: Question, store: Path) -> tuple[StoredRun | None, Path
     return None, unfinished
 
 
-def counts_still(environment: Environment, started: str) -> bool:
-    """Whether a run is of this machine and these versions, and younger than a week."""
-    current = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
-    is_same = all(environment.get(name) == value for name, value in current.items())
-    return is_same and datetime.now(UTC) - datetime.fromisoformat(started) < _LONGEST_AGE
+def is_reusable(environment: Environment, started: str) -> bool:
+    """Returns whether a run was measured on this machine, with these versions, within the last week."""
+    current_facts = {"machine": platform.node() or "unknown", "fp8bench": __version__, "torch": version("torch")}
+    is_same = all(environment.get(name) == value for name, value in current_facts.items())
+    return is_same and datetime.now(UTC) - datetime.fromisoformat(started) < _MAX_RUN_AGE
 
 
-def measured_parts(claims: Iterable[Claim], all_claims: Mapping[str, Claim]) -> Iterator[Claim]:
-    """Yields the measured claims among these and among their parts."""
+def iterate_measured_claims(claims: Iterable[Claim], all_claims: Mapping[str, Claim]) -> Iterator[Claim]:
+    """Yields the claims that need a measurement, among the given claims and their parts."""
     for claim in claims:
         if claim.kind is ClaimKind.ALL_OF:
-            yield from measured_parts((all_claims[part] for part in claim.parts), all_claims)
+            yield from iterate_measured_claims((all_claims[part] for part in claim.parts), all_claims)
         elif claim.kind is ClaimKind.MEASURED:
             yield claim

@@ -1,4 +1,4 @@
-"""Claims as rows of data, and the answers to them."""
+"""Claims, which are rows of a claims file, and the answers to them."""
 
 from __future__ import annotations
 
@@ -9,12 +9,12 @@ from typing import Any
 
 from fp8bench.model.codec import encode
 
-# Speed-ups, and the time that each is a ratio of: the reference's over the case's.
+# Speed-ups, each with the time that it compares: the reference's time divided by the case's.
 SPEEDUPS = {"speedup": "time", "sustained_speedup": "sustained_time"}
 
 
 class ClaimKind(StrEnum):
-    """The basis of a claim: an expression over facts, a figure of a run, or other claims."""
+    """The basis of an answer: an expression over facts, a figure of a run, or other claims."""
 
     ARITHMETIC = "arithmetic"
     MEASURED = "measured"
@@ -22,7 +22,9 @@ class ClaimKind(StrEnum):
 
 
 class Answer(StrEnum):
-    """The answer to a claim. The last four compare a published figure with one measured here."""
+    """The answer to a claim. The last four answers are for claims that compare a published figure with a measured
+    one.
+    """
 
     CONFIRMED = "confirmed"
     REFUTED = "refuted"
@@ -37,7 +39,7 @@ class Answer(StrEnum):
 class Source:
     """Where a sentence was published. `address` is a web address, or the path of a file of this project.
 
-    `key` is the source's name in the claims file, '' for a source that is written out in its row.
+    `key` is the name of the source in the claims file; '' if the source is written in the row of the claim.
     """
 
     title: str
@@ -49,14 +51,12 @@ class Source:
 
 @dataclass(frozen=True)
 class Claim:
-    """One row of a claims file.
-
-    `figure` is an expression over facts (arithmetic), or a figure of the run's CSV (measured): a speed-up, `NAME`, or
-    `NAME ratio`, which is over the reference. `case` selects one case of a run or one arm of a training; with `sum` all
-    cases that fit are added up. `device` has `any`, `cpu`, `cuda` or names of cards. `limit` is an expression for the
-    highest possible rate or the shortest possible time, in the figure's unit. `seconds` is about how long the run
-    takes. Rows that are `published` may name the `card`, its `power` limit in watts and the `library` of the published
-    measurement.
+    """One row of a claims file. For arithmetic, `figure` is an expression over facts. For a measured claim, it is a
+    column of the run's CSV: a speed-up, `NAME`, or `NAME ratio` (relative to the reference). `case` selects one case
+    of a run or one arm of a training. With `sum`, it may select several, which are added up. `device` holds `any`,
+    `cpu`, `cuda` or names of cards. `limit` is an expression for the highest possible rate or the shortest possible
+    time, in the figure's unit. `seconds` is the approximate duration of the run. A `published` row may name the
+    `card`, its `power` limit in watts and the `library` of the published measurement.
     """
 
     id: str
@@ -84,7 +84,7 @@ class Claim:
 
     @property
     def range(self) -> tuple[float, float]:
-        """The values for which the sentence is true, from the lowest to the highest."""
+        """The lowest and the highest value for which the sentence is true."""
         if self.relation in ("<", "<="):
             return -math.inf, self.bound[0]
         if self.relation in (">", ">="):
@@ -92,8 +92,8 @@ class Claim:
         low, high = self.bound[0], self.bound[-1]
         return low - self.tolerance * abs(low), high + self.tolerance * abs(high)
 
-    def side(self, value: float) -> int:
-        """Returns 0 for a value for which the sentence is true, -1 for one below these, and 1 for one above."""
+    def find_side(self, value: float) -> int:
+        """Returns 0 if the sentence is true for a value, -1 if it is too low, 1 if too high."""
         low, high = self.range
         if value < low or (self.relation == ">" and value == low):
             return -1
@@ -105,13 +105,13 @@ class Claim:
 
     @property
     def metric(self) -> str:
-        """The name of the metric, or of the training's figure, that the claim's figure is computed from."""
+        """The metric, or the figure of a training, from which the claim's figure is computed."""
         return SPEEDUPS.get(self.figure, self.figure.removesuffix(" ratio"))
 
 
 @dataclass(frozen=True)
 class Reading:
-    """A figure with its interval, and the id of its run. With a `why` the figure decides nothing."""
+    """A figure with its interval, and the id of its run. `why` explains why a figure decides nothing."""
 
     value: float | None
     low: float | None = None
@@ -122,7 +122,9 @@ class Reading:
 
 @dataclass(frozen=True)
 class ClaimAnswer:
-    """The answer to a claim, with the figure behind it. `why` explains it, and `remedy` is how to decide it."""
+    """The answer to a claim, and the figure that decides it. `why` explains the answer. `remedy` names a command that
+    can decide a claim whose answer is open.
+    """
 
     claim: Claim
     answer: Answer
@@ -134,14 +136,14 @@ class ClaimAnswer:
     remedy: str = ""
 
     def as_value(self) -> dict[str, Any]:
-        """Returns the fields for JSON, with the claim's id and sentence in place of its row."""
+        """Returns the fields for JSON. Of the claim, they only have its id, sentence and unit."""
         values = encode(self)
         row = values.pop("claim")
         return {**{name: row[name] for name in ("id", "sentence", "unit")}, **values}
 
 
 class Standing(StrEnum):
-    """Whether a stored answer follows from its row and its runs."""
+    """Whether a stored answer still follows from its claim and its runs."""
 
     HOLDS = "holds"
     FAILS = "does not hold"
@@ -150,7 +152,7 @@ class Standing(StrEnum):
 
 @dataclass(frozen=True)
 class CheckedAnswer:
-    """Whether the stored answer of one claim holds, and why."""
+    """Whether the stored answer to one claim holds, and why."""
 
     id: str
     sentence: str

@@ -1,4 +1,4 @@
-"""Pages of claims, answers and checked folders."""
+"""Renders claims, answers and checked folders as pages."""
 
 from __future__ import annotations
 
@@ -10,56 +10,56 @@ from fp8bench.features.claim.values import Answer, CheckedAnswer, Claim, ClaimAn
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Facts, Field, Page, Part, Text, Tone
 
-_TONES = {
+_ANSWER_TONES = {
     Answer.CONFIRMED: Tone.GOOD,
     Answer.WITHIN: Tone.GOOD,
     Answer.REFUTED: Tone.BAD,
     Answer.CANNOT_TELL: Tone.DOUBT,
     Answer.OTHER_CONDITIONS: Tone.DOUBT,
 }
-_STANDINGS = {Standing.HOLDS: Tone.GOOD, Standing.FAILS: Tone.BAD, Standing.UNKNOWN: Tone.DOUBT}
-# Units that are shown with a prefix, as in TFLOP/s.
-_WITH_PREFIX = ("FLOP/s", "B", "B/s", "s", "J", "tok/s")
-_RELATIONS = {"<": "less than ", "<=": "at most ", ">": "more than ", ">=": "at least "}
+_STANDING_TONES = {Standing.HOLDS: Tone.GOOD, Standing.FAILS: Tone.BAD, Standing.UNKNOWN: Tone.DOUBT}
+# Units that are shown with a prefix, such as TFLOP/s.
+_PREFIXED_UNITS = ("FLOP/s", "B", "B/s", "s", "J", "tok/s")
+_RELATION_TEXTS = {"<": "less than ", "<=": "at most ", ">": "more than ", ">=": "at least "}
 
 
-def number_words(value: float, unit: str) -> str:
-    """Formats a figure in the unit of its row; a `share` as percent."""
+def format_figure(value: float, unit: str) -> str:
+    """Formats a figure in the unit of its claim. A `share` is shown as percent."""
     if unit == "share":
         return f"{100 * value:.3g}%"
-    if unit in _WITH_PREFIX:
+    if unit in _PREFIXED_UNITS:
         return units.describe(value, unit)
     number = f"{value:,.0f}" if value == round(value) else f"{value:.4g}"
     return f"{number} {unit}".rstrip()
 
 
-def claimed_words(claim: Claim) -> str:
-    """Describes what the sentence claims of its figure: 'at least 2 x', or 'about 2 x: 1.8 x to 2.2 x'."""
-    bounds = " to ".join(number_words(bound, claim.unit) for bound in claim.bound)
+def describe_claimed(claim: Claim) -> str:
+    """Describes the values that a sentence claims, such as 'at least 2 x', or 'about 2 x: 1.8 x to 2.2 x'."""
+    bounds = " to ".join(format_figure(bound, claim.unit) for bound in claim.bound)
     if claim.tolerance:
-        accepted = " to ".join(number_words(end, claim.unit) for end in claim.range)
-        return f"about {bounds}: {accepted}"
-    return f"{_RELATIONS.get(claim.relation, '')}{bounds}"
+        accepted_range = " to ".join(format_figure(end, claim.unit) for end in claim.range)
+        return f"about {bounds}: {accepted_range}"
+    return f"{_RELATION_TEXTS.get(claim.relation, '')}{bounds}"
 
 
-def figure_words(answer: ClaimAnswer) -> str:
-    """Formats the figure with its interval, '-' without one."""
+def format_answer_figure(answer: ClaimAnswer) -> str:
+    """Formats the figure of an answer with its interval; '-' without a figure."""
     if answer.value is None:
         return units.NONE
     unit = answer.claim.unit
-    words = number_words(answer.value, unit)
+    value_text = format_figure(answer.value, unit)
     if answer.low is None or answer.high is None or answer.low == answer.high:
-        return words
-    return f"{words} ({number_words(answer.low, unit)} to {number_words(answer.high, unit)})"
+        return value_text
+    return f"{value_text} ({format_figure(answer.low, unit)} to {format_figure(answer.high, unit)})"
 
 
-def page_of_answer(answer: ClaimAnswer) -> Page:
+def render_answer(answer: ClaimAnswer) -> Page:
     claim, source = answer.claim, answer.claim.source
-    pairs = [("answer", answer.answer.value)]
+    named_texts = [("answer", answer.answer.value)]
     if claim.kind is not ClaimKind.ALL_OF:
-        figure = figure_words(answer) if answer.value is not None else ""
-        pairs += [("figure", figure), ("the sentence says", claimed_words(claim))]
-    pairs += [
+        figure = format_answer_figure(answer) if answer.value is not None else ""
+        named_texts += [("figure", figure), ("claimed", describe_claimed(claim))]
+    named_texts += [
         ("why", answer.why),
         ("to decide it", answer.remedy),
         ("note", claim.note),
@@ -67,52 +67,54 @@ def page_of_answer(answer: ClaimAnswer) -> Page:
         ("runs", ", ".join(answer.runs)),
         ("source", f"{source.title}, {source.publisher} {source.year}, {source.address}"),
     ]
-    facts = Facts(tuple((name, words) for name, words in pairs if words))
+    facts = Facts(tuple((name, words) for name, words in named_texts if words))
     return Page(claim.sentence, "", (Part("answer", "", (facts,)),))
 
 
-def page_of_answers(answers: Sequence[ClaimAnswer]) -> Page:
+def render_answers(answers: Sequence[ClaimAnswer]) -> Page:
     counts = Counter(answer.answer for answer in answers)
     summary = ", ".join(f"{count} {answer.value}" for answer, count in counts.items())
     rows = table("answers", "", _ANSWERS, answers)
-    more = Text("`fp8bench claim ID` explains one of them.")
-    return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, more)),))
+    hint = Text("`fp8bench claim ID` explains one answer.")
+    return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, hint)),))
 
 
-def _explain(answer: ClaimAnswer) -> str:
-    """Returns the figure, or why it is missing; next to a published figure also the conditions of both."""
+def _explain_answer(answer: ClaimAnswer) -> str:
+    """Returns the figure of an answer, or why it is missing. If the claim has a published figure, also returns the
+    conditions of both measurements.
+    """
     if answer.answer is Answer.CANNOT_TELL or answer.value is None:
         return answer.why
-    words = figure_words(answer)
-    return f"{words}; published {claimed_words(answer.claim)}; {answer.why}" if answer.claim.published else words
+    figure = format_answer_figure(answer)
+    return f"{figure}; published {describe_claimed(answer.claim)}; {answer.why}" if answer.claim.published else figure
 
 
 _ANSWERS: tuple[Col[ClaimAnswer], ...] = (
     Col("sentence", lambda answer: answer.claim.sentence),
-    Col("answer", lambda answer: Field(answer.answer.value, tone=_TONES.get(answer.answer, Tone.PLAIN))),
-    Col("claim", lambda answer: f"{answer.claim.id}: {_explain(answer)}", below=True),
+    Col("answer", lambda answer: Field(answer.answer.value, tone=_ANSWER_TONES.get(answer.answer, Tone.PLAIN))),
+    Col("claim", lambda answer: f"{answer.claim.id}: {_explain_answer(answer)}", below=True),
 )
 
 
-def page_of_catalogue(claims: Iterable[Claim]) -> Page:
-    cols = Col[Claim]("claim", lambda claim: claim.id), Col[Claim]("sentence", lambda claim: claim.sentence)
-    rows = table("catalogue", "", cols, claims)
-    words = "`fp8bench claim ID` answers one, `fp8bench claim --all --cpu` all that a CPU can decide."
-    return Page("Claims that fp8bench can decide", "", (Part("catalogue", "", (rows, Text(words))),))
+def render_catalogue(claims: Iterable[Claim]) -> Page:
+    columns = Col[Claim]("claim", lambda claim: claim.id), Col[Claim]("sentence", lambda claim: claim.sentence)
+    rows = table("catalogue", "", columns, claims)
+    hint = "`fp8bench claim ID` answers one claim, `fp8bench claim --all --cpu` all claims that a CPU can decide."
+    return Page("Claims that fp8bench can decide", "", (Part("catalogue", "", (rows, Text(hint))),))
 
 
-def page_of_check(folder: str, checked: Sequence[CheckedAnswer]) -> Page:
-    """Lists the answers that do not hold, or cannot be judged; the title counts the rest."""
-    cols: tuple[Col[CheckedAnswer], ...] = (
+def render_check(folder: str, checked_answers: Sequence[CheckedAnswer]) -> Page:
+    """Lists the stored answers that do not hold or cannot be judged. The title counts those that hold."""
+    columns: tuple[Col[CheckedAnswer], ...] = (
         Col("claim", lambda answer: answer.id),
-        Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDINGS[answer.standing])),
+        Col("stored answer", lambda answer: Field(answer.standing.value, tone=_STANDING_TONES[answer.standing])),
         Col("why", lambda answer: answer.why),
     )
-    failing = [answer for answer in checked if answer.standing is not Standing.HOLDS]
-    rows = (table("checked", "", cols, failing),) if failing else ()
-    title = f"{folder}: {len(checked) - len(failing)} of {len(checked)} stored answers hold"
-    limits = (
-        "This finds accidents: flipped bytes, dropped rows, edited bounds, swapped runs. Somebody who computes every "
-        "digest again can still deceive."
+    failed_answers = [answer for answer in checked_answers if answer.standing is not Standing.HOLDS]
+    rows = (table("checked", "", columns, failed_answers),) if failed_answers else ()
+    title = f"{folder}: {len(checked_answers) - len(failed_answers)} of {len(checked_answers)} stored answers hold"
+    limits_text = (
+        "This check finds accidents: flipped bytes, dropped rows, edited bounds, exchanged runs. It does not find "
+        "a forgery with new digests."
     )
-    return Page(title, "", (Part("checked", "", (*rows, Text(limits))),))
+    return Page(title, "", (Part("checked", "", (*rows, Text(limits_text))),))

@@ -25,15 +25,15 @@ from fp8bench.report.elements import Items, Page, Part, Text, Tone
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
-    "order: every element is the sum of the same products in a different order; it conforms",
-    "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; it conforms",
-    "short-sums: the same where nobody knows this GPU's units: no further off than sums of 14 bits; it conforms",
-    "rounding: each is a neighbour of the exact result, but not always the nearest one",
-    "overflow: what lies beyond the largest number becomes something else (NaN, infinity, the largest)",
-    "layout: rows, columns or a whole operand are misplaced; scale: a factor that should not be there",
-    "accumulation: sums as if kept in fewer bits than the recipe's option accumulator",
-    "unexplained: none of these explains all elements that differ",
-    "at most: the largest distance, in numbers of the result's dtype; in casts, of their format",
+    "order: every element is the sum of the same products in a different order; conforms",
+    "units: every element is what this GPU's units give, which sum in fewer bits than float32 has; conforms",
+    "short-sums: this GPU's units are unknown, and no element is further off than sums of 14 bits; conforms",
+    "rounding: every element is a neighbour of the exact result, but not always the nearest one",
+    "overflow: values beyond the largest number become different ones (NaN, infinity, the largest number)",
+    "layout: rows, columns or an operand are misplaced; scale: results are multiplied by a wrong factor",
+    "accumulation: sums seem to be kept in fewer bits than the recipe's option accumulator",
+    "unexplained: none of these kinds explains all elements that differ",
+    "at most: the largest difference in steps of the result's dtype; for casts, of their format",
 )
 
 
@@ -44,150 +44,163 @@ def add(parser: argparse.ArgumentParser) -> None:
     )
     parser.epilog = (
         "Exit codes: 0 all are equal, up to the order of sums; 1 something differs; 2 wrong usage; 3 the "
-        "device supports none."
+        "device supports none of the precisions."
     )
-    add_common(parser, "--dtypes", help="precisions; default all that the device supports")
+    add_common(parser, "--dtypes", help="the precisions to compare; default all that the device supports")
     parser.add_argument("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
-    add_common(parser, "--seed", help="for the operands; default 0")
+    add_common(parser, "--seed", help="the seed of the random operands; default 0")
     add_common(parser, "--import", help="as in suite")
     add_common(parser, "--all", "--explain")
-    add_common(parser, "--json", help="print all of it as JSON instead of the tables")
+    add_common(parser, "--json", help="print all results as JSON instead of tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    facts, modes = conformity(arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL)
+    facts, modes = compare_precisions(
+        arguments.dtypes, arguments.device, arguments.seed, tuple(arguments.imports), TERMINAL
+    )
     conforms = all(mode.conforms for mode in modes)
     values = [{**encode(mode), "conforms": mode.conforms} for mode in modes]
     document = {"device": encode(facts), "conforms": conforms, "modes": values}
-    tell(arguments, partial(page_of, facts, modes, arguments.all), lambda: document)
-    # An empty comparison proves nothing, and has a separate exit code.
+    tell(arguments, partial(render_page, facts, modes, arguments.all), lambda: document)
+    # A comparison of nothing proves nothing, so it has a separate exit code.
     if not conforms:
         return EXIT_REGRESSION
     return EXIT_OK if any(mode.is_compared for mode in modes) else EXIT_FAILED
 
 
-def conformity(
+def compare_precisions(
     dtypes: Sequence[str], device: str | None, seed: int, imports: tuple[str, ...], observer: JobObserver
 ) -> tuple[DeviceFacts, list[ModeConformity]]:
-    """Compares each precision on the device; by default all that it supports, emulated ones included."""
-    named = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
+    """Compares native and emulated results of each precision on the device. By default, these are all precisions that
+    the device supports, including those that it emulates.
+    """
+    requested = list(dict.fromkeys(precisions.canonical(word) for word in dtypes))
     with ProcessWorker(Settings(seed=seed, imports=imports)) as worker:
         facts = device_named(device or "", worker.probe())
-        supports = {name: precisions.get(name).support(facts) for name in named or precisions.names()}
-        # 1. Find what the device supports.
-        able = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
-        if not able:
+        supports = {name: precisions.get(name).support(facts) for name in requested or precisions.names()}
+        # 1. Find the precisions that the device supports.
+        supported = {name: support for name, support in supports.items() if support.level is not Level.REFUSED}
+        if not supported:
             reasons = "; ".join(f"{name}: {support.reason}" for name, support in supports.items())
             raise UsageError(
                 f"{facts.key} supports none of these ({reasons}). Give other --dtypes, or another --device."
             )
         conformities: list[ModeConformity] = []
-        # 2. Check one precision after the other, each with time to compile.
+        # 2. Compare one precision after the other, each with time to compile.
         with observer.counting() as tell:
-            for name, support in able.items():
-                tell(len(conformities), len(able), "precisions", name)
+            for name, support in supported.items():
+                tell(len(conformities), len(supported), "precisions", name)
                 mode = precisions.get(name).mode
                 try:
-                    conformed = worker.within(COMPILE_SECONDS).conform(name, facts)
+                    mode_results = worker.within(COMPILE_SECONDS).conform(name, facts)
                 except WorkerError as error:  # other precisions may still work
-                    conformed = (Conformity(mode, "all of it", "", why=str(error)),)
+                    mode_results = (Conformity(mode, "all of it", "", why=str(error)),)
                     # A failed kernel may have broken the device for this process.
                     worker.restart()
-                conformities.append(ModeConformity(mode, support, conformed))
+                conformities.append(ModeConformity(mode, support, mode_results))
     return facts, conformities
 
 
-def page_of(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
-    """Shows the verdict, a row for each precision, differences, and what was skipped and why.
-
-    Unless `everything`, acceptable differences are only counted, and conforming emulated precisions only named.
+def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], everything: bool = False) -> Page:
+    """Renders the verdict, a row for each precision, the differences, and what was skipped for which reason. Without
+    `everything`, the page is shorter: it only counts acceptable differences, and only names emulated precisions that
+    conform.
     """
-    # The verdict is about all modes, shown or not.
-    good = all(mode.conforms for mode in conformities)
-    parts = [Part("verdict", "", (Text(_verdict(conformities), Tone.GOOD if good else Tone.BAD),))]
+    # The verdict covers all modes, also those that are not shown.
+    all_conform = all(mode.conforms for mode in conformities)
+    parts = [Part("verdict", "", (Text(_describe_verdict(conformities), Tone.GOOD if all_conform else Tone.BAD),))]
     emulated = [mode for mode in conformities if mode.conforms and mode.support.is_emulated and not everything]
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
-    if same := [_describe_mode(mode) for mode in emulated if mode.is_compared]:
-        words = f"emulated here, and torch's kernels give the same: {join_words(same, 20)}"
-        parts.append(Part("emulated", "", (Text(words),)))
-    # By default only what does not conform is shown: another summation order is not a fault.
-    listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _WRONG
-    shown: list[Conformity] = []
+    if equal_modes := [_describe_mode(mode) for mode in emulated if mode.is_compared]:
+        emulated_text = (
+            f"emulated on this device, with the same results as torch's kernels: {join_words(equal_modes, 20)}"
+        )
+        parts.append(Part("emulated", "", (Text(emulated_text),)))
+    # By default, only faults are shown: another order of summation is not a fault.
+    listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULT_KINDS
+    shown_cases: list[Conformity] = []
     for mode in conformities:
-        shown += [case for case in mode.found if case.difference in listed_kinds]
-    if shown:
-        caption = "what is not the same bit by bit"
-        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown),)))
-    if undone := list(_undone(conformities)):
-        parts.append(Part("undone", "not done here", (Items(tuple(map(Text, undone))),)))
+        shown_cases += [case for case in mode.found if case.difference in listed_kinds]
+    if shown_cases:
+        caption = "results that differ in some bits"
+        parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown_cases),)))
+    if skipped := list(_list_skip_reasons(conformities)):
+        parts.append(Part("undone", "not compared on this device", (Items(tuple(map(Text, skipped))),)))
     title = f"native against emulated on {facts.key} ({facts.name}, torch {facts.torch})"
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _undone(conformities: Sequence[ModeConformity]) -> Iterator[str]:
-    """Yields a line for each reason, like 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
+def _list_skip_reasons(conformities: Sequence[ModeConformity]) -> Iterator[str]:
+    """Yields a line for each reason, such as 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
     by_reason: dict[str, list[Conformity]] = {}
     for mode in conformities:
         for case in mode.found:
             if case.difference is None:
                 by_reason.setdefault(case.why, []).append(case)
     for reason, members in by_reason.items():
-        modes = join_words((member.mode for member in members), 20)
-        yield f"{modes}, {len({member.what for member in members})} casts and products: {reason}"
+        mode_names = join_words((member.mode for member in members), 20)
+        yield f"{mode_names}, {len({member.what for member in members})} casts and products: {reason}"
 
 
-def _tone(conforms: bool) -> Tone:
+def _choose_tone(conforms: bool) -> Tone:
     return Tone.PLAIN if conforms else Tone.BAD
 
 
-def _count(cases: Sequence[Conformity], *kinds: Difference | None) -> str:
+def _count_cases(cases: Sequence[Conformity], *kinds: Difference | None) -> str:
     count = sum(case.difference in kinds for case in cases)
     return str(count) if count else units.NONE
 
 
-_WRONG = [kind for kind in Difference if not kind.conforms]
+_FAULT_KINDS = [kind for kind in Difference if not kind.conforms]
 _MODES: tuple[Col[ModeConformity], ...] = (
     Col("precision", lambda mode: mode.mode),
     Col("here", lambda mode: mode.support.level.value),
-    Col("compared", lambda mode: _count(mode.found, *Difference), number=True),
-    Col("same bits", lambda mode: _count(mode.found, Difference.NONE), number=True),
-    Col("order", lambda mode: _count(mode.found, Difference.ORDER), number=True),
-    Col("units", lambda mode: _count(mode.found, Difference.UNITS, Difference.SHORT_SUMS), number=True),
-    Col("not the same", lambda mode: _count(mode.found, *_WRONG), True, tone=lambda mode: _tone(mode.conforms)),
-    Col("not done", lambda mode: _count(mode.found, None), number=True),
+    Col("compared", lambda mode: _count_cases(mode.found, *Difference), number=True),
+    Col("same bits", lambda mode: _count_cases(mode.found, Difference.NONE), number=True),
+    Col("order", lambda mode: _count_cases(mode.found, Difference.ORDER), number=True),
+    Col("units", lambda mode: _count_cases(mode.found, Difference.UNITS, Difference.SHORT_SUMS), number=True),
+    Col(
+        "wrong",
+        lambda mode: _count_cases(mode.found, *_FAULT_KINDS),
+        True,
+        tone=lambda mode: _choose_tone(mode.conforms),
+    ),
+    Col("not done", lambda mode: _count_cases(mode.found, None), number=True),
 )
 
 
-def _first(row: Conformity) -> str:
+def _format_first_difference(row: Conformity) -> str:
     assert row.first is not None
-    place = ",".join(map(str, row.first.place))
-    return f"[{place}] {row.first.native:.6g}, emulated {row.first.emulated:.6g}"
+    index_text = ",".join(map(str, row.first.place))
+    return f"[{index_text}] {row.first.native:.6g}, emulated {row.first.emulated:.6g}"
 
 
 _DIFFERENCES: tuple[Col[Conformity], ...] = (
     Col("precision", lambda row: row.mode),
     Col("what", lambda row: row.what),
     Col("shape", lambda row: row.shape),
-    Col("difference", lambda row: str(row.difference), tone=lambda row: _tone(row.difference not in _WRONG)),
+    Col(
+        "difference", lambda row: str(row.difference), tone=lambda row: _choose_tone(row.difference not in _FAULT_KINDS)
+    ),
     Col("differ", lambda row: f"{units.whole(row.count)} of {units.whole(row.total)}", number=True),
     Col("at most", lambda row: units.significant(row.largest), number=True),
-    Col("first", _first),
+    Col("first", _format_first_difference),
     Col("why", lambda row: row.why, below=True),
 )
 
 
-def _verdict(conformities: Sequence[ModeConformity]) -> str:
-    different = [mode.mode for mode in conformities if not mode.conforms]
-    compared = [_describe_mode(mode) for mode in conformities if mode.is_compared]
-    if different:
-        return f"not what the emulation gives: {join_words(different)}"
-    if not compared:
+def _describe_verdict(conformities: Sequence[ModeConformity]) -> str:
+    different_modes = [mode.mode for mode in conformities if not mode.conforms]
+    compared_modes = [_describe_mode(mode) for mode in conformities if mode.is_compared]
+    if different_modes:
+        return f"results differ from the emulation: {join_words(different_modes)}"
+    if not compared_modes:
         return "nothing could be compared"
-    return f"{join_words(compared, 20)}: the emulation gives what the kernels give, up to the order of sums"
+    return f"{join_words(compared_modes, 20)}: kernels and emulation give the same results, up to the order of sums"
 
 
 def _describe_mode(mode: ModeConformity) -> str:
-    """Returns the name, with a remark if some of its casts and products could not be compared."""
+    """Returns the name of a mode, with '(in part)' if some of its casts and products could not be compared."""
     return f"{mode.mode} (in part)" if any(case.difference is None for case in mode.found) else mode.mode

@@ -1,8 +1,8 @@
-"""A duel's file in a store, and how it is found and shown.
+"""Stores duels, and reads and shows stored duels.
 
-The file is `<store>/duels/<utc>-<id>.jsonl`, JSON lines; each session is on disk before the next begins. It is not
-among the runs: it was measured with a different interpreter, or at a different commit, two processes at a time, and
-does not belong to any series.
+The file is `<store>/duels/<utc>-<id>.jsonl`, in JSON lines. Each session is written before the next one begins. Duels
+are not stored among the runs. A run belongs to a series of one interpreter and commit, but a duel has two of them,
+and measures two processes at a time.
 """
 
 from __future__ import annotations
@@ -16,23 +16,23 @@ from fp8bench.files import LineWriter
 from fp8bench.jobs.kinds import Kind, View
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.file_names import stamp
-from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, take_lines
-from fp8bench.store.runs.run_file import why_unsound
+from fp8bench.store.kept_lines import Content, UnknownKind, process_lines, read_file_lines, read_header
+from fp8bench.store.runs.run_file import explain_invalid_record
 
 _NOT_IN_HEADER = {"results", "path", "finished", "troubles", "notes"}
 
 
 @dataclass
 class DuelWriter(LineWriter):
-    """An open file of a duel."""
+    """Writes the results and sessions of a duel into its open file."""
 
     called: str = "the duel's file"
 
-    def result(self, result: CaseResult) -> None:
-        self._lines([{"result": encode(result)}])
+    def write_result(self, result: CaseResult) -> None:
+        self._append_numbered_lines([{"result": encode(result)}])
 
-    def session(self, case: str, session: Session) -> None:
-        self._lines([{"case": case, "session": encode(session)}])
+    def write_session(self, case: str, session: Session) -> None:
+        self._append_numbered_lines([{"case": case, "session": encode(session)}])
 
 
 def start_duel(duel: Duel, store: Path) -> DuelWriter:
@@ -43,25 +43,25 @@ def start_duel(duel: Duel, store: Path) -> DuelWriter:
     return DuelWriter.start(path, {"schema": SCHEMA, "duel": header})
 
 
-def _check_result(result: CaseResult) -> CaseResult:
-    # Both sides must describe the case equally, otherwise their times do not compare.
-    same = result.before.case.id == result.after.case.id
+def _require_sound(result: CaseResult) -> CaseResult:
+    # Both sides must describe the same case, otherwise their times cannot be compared.
+    is_same_case = result.before.case.id == result.after.case.id
     problems = [
-        "" if same else "its sides are of different cases",
-        why_unsound(result.before),
-        why_unsound(result.after),
+        "" if is_same_case else "its sides have different cases",
+        explain_invalid_record(result.before),
+        explain_invalid_record(result.after),
     ]
     for session in result.sessions:
         for record, timings in ((result.before, session.before), (result.after, session.after)):
-            problems += [] if timings else ["a session has no times of a side"]
-            problems += [why_unsound(replace(record, timing=timing)) for timing in timings]
+            problems += [] if timings else ["a session lacks the times of one side"]
+            problems += [explain_invalid_record(replace(record, timing=timing)) for timing in timings]
     for problem in filter(None, problems):
         raise Malformed(problem)
     return result
 
 
 class DuelKind(Kind[Duel]):
-    """Duels have no rows, and no history."""
+    """Reads and shows stored duels. They have no rows for CSV, and no history."""
 
     name = "duel"
     holds = Duel
@@ -69,45 +69,46 @@ class DuelKind(Kind[Duel]):
     refused = ("csv", "log")
 
     def load(self, path: Path) -> Duel:
-        sheet = lines_of(path, "the duel's file")
-        duel: Duel = read_header(sheet, path, "duel", lambda plain: decode(Duel, plain))
+        duel_lines = read_file_lines(path, "the duel's file")
+        duel: Duel = read_header(duel_lines, path, "duel", lambda plain: decode(Duel, plain))
         results: dict[str, CaseResult] = {}
-        notes, ends = [], []
+        notes, end_lines = [], []
 
-        # Lines are processed one by one: a truncated file lacks only its last line.
-        def take(content: Content) -> None:
+        # Lines are read one by one, so a truncated file lacks only its last line.
+        def parse_line(content: Content) -> None:
             if "result" in content:
-                result = _check_result(decode(CaseResult, content["result"]))
+                result = _require_sound(decode(CaseResult, content["result"]))
                 results[result.after.case.id] = result
-            # Each session is appended once it is measured.
+            # A session is appended when it has been measured.
             elif "session" in content:
                 result = results[content["case"]]
                 sessions = (*result.sessions, decode(Session, content["session"]))
-                results[content["case"]] = _check_result(replace(result, sessions=sessions))
+                results[content["case"]] = _require_sound(replace(result, sessions=sessions))
             elif "note" in content:
                 notes.append(decode(str, content["note"]))
             elif "end" in content:
-                ends.append(content["end"])
+                end_lines.append(content["end"])
             else:
                 raise UnknownKind
 
-        troubles = take_lines(sheet, take, but=1)
+        troubles = process_lines(duel_lines, parse_line, except_line=1)
         return replace(
             duel,
             results=tuple(results.values()),
             notes=tuple(notes),
             troubles=tuple(troubles),
-            # Only the last line marks a complete file.
-            finished=ends[-1:] == ["finished"],
+            # Only a last line marks a complete file.
+            finished=end_lines[-1:] == ["finished"],
             path=str(path),
         )
 
     def view(self, kept: Duel) -> View:
-        from fp8bench.features.duel.view import page_of, value_of
+        from fp8bench.features.duel.view import encode_duel, render_page
 
-        return View(partial(page_of, kept), partial(value_of, kept))
+        return View(partial(render_page, kept), partial(encode_duel, kept))
 
-    report = view
+    def report(self, duel: Duel) -> View:
+        return self.view(duel)
 
 
 KINDS = (DuelKind(),)

@@ -1,7 +1,7 @@
-"""Workers of a duel's sides, which may have a different interpreter or different code.
+"""Starts the workers of the two sides of a duel, which may have a different interpreter or different code.
 
-A worker gets the path of fp8bench's package (this copy or a different one) and of the user's code, and nothing else
-from this interpreter's path, whose packages would shadow the worker's.
+A worker gets only the path of fp8bench's package (this copy or another one) and of the user's code. Other paths of
+this interpreter are removed, because the packages there would hide those of the worker.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from fp8bench.model.raw import PROTOCOL, Settings
 from fp8bench.plan.make import make_plan
 
 Handshake = dict[str, Scalar | None]
-# These point to the running interpreter's library: another interpreter must not see them.
-_ABOUT_THIS_PYTHON = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
+# These variables point to the library of the current interpreter. A different interpreter must not get them.
+_PYTHON_VARIABLES = ("PYTHONHOME", "__PYVENV_LAUNCHER__")
 # glibc returns memory to the system at random times, and a process that does so in every step may take 50% longer. With
-# these settings both sides keep their memory; a user's settings take precedence.
-_CALM = {
+# these settings, both sides keep their memory. Settings of the user take precedence.
+_STEADY_MALLOC = {
     "MALLOC_MMAP_THRESHOLD_": str(1 << 30),
     "MALLOC_TRIM_THRESHOLD_": str(1 << 30),
     "MALLOC_TOP_PAD_": str(1 << 28),
@@ -37,8 +37,9 @@ _CALM = {
 
 @dataclass(frozen=True)
 class Start:
-    """How to start a side: its interpreter, and the folders that precede its own packages. `imports` is the user's
-    code. `tree` is the working tree that its code must come from, if it matters."""
+    """How to start the workers of a side: its interpreter, and the folders that precede its own packages. `imports`
+    is the user's code. `tree` is the working tree that the side's code must come from; None if that does not matter.
+    """
 
     name: str
     python: str
@@ -54,7 +55,7 @@ class Start:
 
 
 class PartnerWorker(ProcessWorker):
-    """A worker that starts with a handshake. Raises UsageError if it speaks another protocol, or has no torch."""
+    """A worker that starts with a handshake. Raises UsageError if it uses another protocol or has no torch."""
 
     def __init__(self, settings: Settings, start: Start) -> None:
         super().__init__(settings, start.python)
@@ -65,37 +66,37 @@ class PartnerWorker(ProcessWorker):
         self.ask(START_SECONDS, "quantisers")
 
     def _environment(self) -> dict[str, str]:
-        variables = {name: value for name, value in super()._environment().items() if name not in _ABOUT_THIS_PYTHON}
-        return {**_CALM, **variables, "PYTHONPATH": os.pathsep.join(self._start.paths)}
+        variables = {name: value for name, value in super()._environment().items() if name not in _PYTHON_VARIABLES}
+        return {**_STEADY_MALLOC, **variables, "PYTHONPATH": os.pathsep.join(self._start.paths)}
 
-    def _begin(self, process: WorkerProcess) -> None:
+    def _open_bench(self, process: WorkerProcess) -> None:
         side = self._start.side
         try:
             self.handshake = cast(Handshake, self._exchange(process, START_SECONDS, "greet"))
-            reason = refusal(self.handshake, self._start)
+            reason = explain_refusal(self.handshake, self._start)
         except WorkerFault:
             reason = (
-                f"{side} has a worker that does not greet: its fp8bench is older than duels. This one speaks protocol "
+                f"{side} has a worker without a handshake: its fp8bench is too old for duels. This one uses protocol "
                 f"{PROTOCOL}. Choose a newer revision, or upgrade it."
             )
         except WorkerLost as lost:
             raise WorkerLost(f"{side}: {lost}") from None
         if not reason:
             try:
-                super()._begin(process)
-            except WorkerFault as fault:  # the user's modules may not be importable there
+                super()._open_bench(process)
+            except WorkerFault as fault:  # the worker may be unable to import the user's modules
                 reason = f"{side}: {str(fault).removeprefix('ImportFailed: ')}"
         if reason:
             self.close()
             raise UsageError(reason)
 
 
-def refusal(handshake: Handshake, start: Start) -> str:
+def explain_refusal(handshake: Handshake, start: Start) -> str:
     side = start.side
     if handshake.get("protocol") != PROTOCOL:
         return (
-            f"{side} speaks protocol {handshake.get('protocol')} of fp8bench {handshake.get('fp8bench')}, and this one "
-            f"speaks protocol {PROTOCOL}: they would misunderstand each other. Use the same version on both sides."
+            f"{side} uses protocol {handshake.get('protocol')} of fp8bench {handshake.get('fp8bench')}, but this one "
+            f"uses protocol {PROTOCOL}. Use the same version on both sides."
         )
     if handshake.get("torch") is None:
         return (
@@ -105,13 +106,14 @@ def refusal(handshake: Handshake, start: Start) -> str:
     return ""
 
 
-# Processes differ in speed for internal reasons: with two per side, a few sessions show by how much.
+# The number of processes per side. Equal processes differ in speed for internal reasons. With two per side, a few
+# sessions show by how much.
 PROCESSES = 2
 
 
 @dataclass
 class SideWorkers:
-    """The workers of a side. They are equal, except that the first one measures errors and memory."""
+    """The workers of one side. All of them measure times, but only the first one measures errors and memory."""
 
     start: Start
     workers: Sequence[PartnerWorker]
@@ -128,7 +130,7 @@ class SideWorkers:
     def facts(self) -> dict[str, DeviceFacts]:
         return {device.key: device for device in self.devices}
 
-    def meet(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
+    def plan_cases(self, request: Request, suites: Sequence[str], corpus: str | None) -> None:
         self.devices = self.workers[0].probe()
         self.versions = self.workers[0].within(HANG_SECONDS).versions(tuple(suites))
         try:
@@ -144,9 +146,10 @@ class SideWorkers:
                 worker.close()
 
 
-def refresh(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
-    """Starts fresh processes for a session in random order, because a process stays fast or slow until it ends. The
-    first session uses the running ones."""
+def restart_workers(pair: Sequence[SideWorkers], seed: int, number: int) -> None:
+    """Starts new processes for a session, in random order. A process stays fast or slow until it ends, so each
+    session needs new ones. The first session uses the processes that are already running.
+    """
     workers = [*pair[0].workers, *pair[1].workers]
     if number:
         for worker in workers:

@@ -1,4 +1,4 @@
-"""The values of a duel: its sides, and the samples of each case on both. Verdicts are computed, not stored."""
+"""The sides of a duel, and the samples of each case on both sides. Verdicts are not stored, but computed from these."""
 
 from __future__ import annotations
 
@@ -7,14 +7,14 @@ from dataclasses import dataclass
 from fp8bench.errors import Fp8benchError, UsageError
 from fp8bench.model import DeviceFacts, Environment, Record, Request, Status, Timing
 
-# The sides' names everywhere: A is before, B is after.
+# The names of the sides: A is before, B is after.
 BEFORE, AFTER = "A", "B"
 
 
 @dataclass(frozen=True)
 class DuelSide:
-    """One side: its name and title, its interpreter, and the environment that this reported. `commit` is that of the
-    code which makes the sides differ, '' without a revision."""
+    """One side: its name and title, its interpreter, and the environment that the interpreter reported. `commit` is
+    the commit of the code that differs between the sides; '' if no revision was given."""
 
     name: str
     title: str
@@ -26,7 +26,9 @@ class DuelSide:
 
 @dataclass(frozen=True)
 class Session:
-    """The samples of one case in one session: of several processes per side, all in the same rounds."""
+    """The samples of one case in one session. They come from several processes per side, all measured in the same
+    rounds.
+    """
 
     before: tuple[Timing, ...]
     after: tuple[Timing, ...]
@@ -35,7 +37,7 @@ class Session:
 
 @dataclass(frozen=True)
 class CaseResult:
-    """One case on both sides: its records, and its times by session."""
+    """The results of one case on both sides: its records, and its times in each session."""
 
     before: Record
     after: Record
@@ -46,8 +48,8 @@ class CaseResult:
         return Status.FAILED in (self.before.status, self.after.status)
 
     @property
-    def refused_alike(self) -> bool:
-        """Whether neither side can measure it, even if their reasons differ."""
+    def is_refused_by_both(self) -> bool:
+        """Whether both sides refuse the case, even if for different reasons."""
         return all(f"side {name}: " in self.after.reason for name in (BEFORE, AFTER))
 
     @property
@@ -57,8 +59,9 @@ class CaseResult:
 
 @dataclass(frozen=True)
 class Duel:
-    """A duel: header and results. `cases` are the ids of all planned cases, each of which should have this many
-    `sessions`; `troubles` were found when its file was read."""
+    """A duel: its header and results. `cases` are the ids of all planned cases, and `sessions` is the number of
+    sessions planned for each case. `troubles` are problems that were found when the file was read.
+    """
 
     id: str
     started: str
@@ -82,11 +85,11 @@ class Duel:
 
 
 class NothingInCommon(UsageError):
-    """The sides have no case in common."""
+    """Raised if the sides have no case in common."""
 
 
 class DuelCutOff(Fp8benchError):
-    """An error that ended a duel early, with what was measured until then."""
+    """An error that ended a duel early. `duel` holds the results up to then."""
 
     def __init__(self, error: Fp8benchError, duel: Duel) -> None:
         super().__init__(str(error))

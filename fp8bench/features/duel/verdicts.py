@@ -1,16 +1,18 @@
-"""Judges two sides by samples from several processes each: is B slower than A, and how certain is that?
+"""Judges two sides by samples of several processes each: is B slower than A, and how certain is that?
 
-A process may be faster or slower than its neighbour for internal reasons (where its memory is, how its allocator
-behaves), often by a percent, sometimes by half. So processes are compared, not rounds: each gives one number, its best
-case. A side is the geometric mean of the fastest three fifths of its processes, which mostly leaves out slow modes that
-some enter by chance; a smaller share gave wider intervals. Shared conditions of a session (a neighbour, a clock) are
-removed first: each counts by its distance from the session's median.
+A process may be faster or slower than an equal one for internal reasons, such as where its memory is. The difference
+is often a percent, and sometimes a factor of 1.5. So processes are compared, not rounds. Each process gives one
+number, its best case. A side is the geometric mean of the fastest three fifths of its processes. This mostly excludes
+slow modes that some processes enter by chance. A smaller fraction gave wider intervals.
 
-If nothing had changed, the names A and B would be assigned to a session's processes by chance. The interval holds those
-ratios that would not put the sides further apart than chance does, over all assignments of the names: an inverted
-permutation test, exact for any distribution of times, including outliers and modes. With two processes per side it
-needs three sessions; with fewer, only differences too large for noise are reported. Values (errors, memory) are the
-same whenever the same code runs, and need no statistics.
+Conditions that all processes of a session share (a neighbour, a clock) are removed first: each process counts by its
+distance from the median of its session.
+
+If nothing had changed, chance would assign the names A and B to the processes of a session. So all assignments of the
+names are tried. The interval holds all ratios that put the sides no further apart than chance does. This is an
+inverted permutation test. It is exact for any distribution of times, including outliers and modes. With two processes
+per side, it needs three sessions. With fewer sessions, only differences too large for noise are reported. Values
+(errors, memory) are equal whenever the same code runs, so they need no statistics.
 """
 
 from __future__ import annotations
@@ -28,10 +30,10 @@ from numpy.typing import NDArray
 
 from fp8bench.analysis import stats, verdicts
 from fp8bench.analysis.compare.interval import compare_exact_values
-from fp8bench.analysis.compare.interval import p_value as chance_of
-from fp8bench.analysis.doubts import place_effect
-from fp8bench.analysis.labels import labels_of
-from fp8bench.analysis.verdicts import BAND, best_phases, rule
+from fp8bench.analysis.compare.interval import p_value as compute_student_p
+from fp8bench.analysis.doubts import find_position_effect
+from fp8bench.analysis.labels import collect_labels
+from fp8bench.analysis.verdicts import BAND, best_phases, decide_verdict
 from fp8bench.features.duel.values import AFTER, BEFORE, CaseResult, Duel, Session
 from fp8bench.model import (
     Comparison,
@@ -48,25 +50,24 @@ from fp8bench.model import (
 )
 from fp8bench.model.specs import MEAN, TIME, Better, spec_of
 
-LEAST_ROUNDS = 5
-# Without an interval, the nearest processes of different sides must differ by more than this.
-BELIEVED = 0.10
-_MOST_DEALS = 4096
-_HALVINGS = 12
-# Smaller shifts count as none.
-_NOTHING = 1e-9
+MIN_ROUNDS = 5
+# With too few processes for an interval, the nearest processes of the two sides must differ by more than this share.
+CLEAR_DIFFERENCE = 0.10
+_MAX_ASSIGNMENTS = 4096
+_BISECTION_STEPS = 12
+# Shifts below this count as zero.
+_NEGLIGIBLE_SHIFT = 1e-9
 
 
 @dataclass(frozen=True)
 class DuelVerdict:
-    """The verdict on the times of one case. `ratio` is after over before, which are in seconds.
-
-    A slow-down of a session on both sides is removed from both times; their product is that of the measured times.
-
-    `apart` is the larger share by which a side's slowest process was slower than its fastest. `chance` is the share of
-    assignments that put the sides as far apart, `finest` the least it can be. `distance` is the difference in standard
-    deviations of the assignments (`error`, a logarithm), with `freedom` degrees of freedom. `rounds` is that of the
-    session with the fewest. `typical` is the ratio of means over all calls. `whole`: whole steps were compared.
+    """The verdict on the times of one case. `ratio` is `after` / `before`, which are in seconds. If a session slows
+    down both sides, this slow-down is removed from the two times. `apart` is how much slower the slowest process of
+    a side was than its fastest, as a share, for the side with the larger share. `chance` is the fraction of name
+    assignments that put the sides as far apart, and `finest` is the smallest fraction possible. `distance` is the
+    difference in standard deviations of the assignments (`error`, a logarithm), with `freedom` degrees of freedom.
+    `rounds` is the number of rounds in the session that has fewest. `typical` is the ratio of the means over all
+    calls. `whole` is True if complete steps were compared, not their parts.
     """
 
     verdict: Verdict
@@ -90,216 +91,239 @@ class DuelVerdict:
 
     @property
     def can_judge(self) -> bool:
-        """Whether there were enough processes and rounds to believe a difference of any size."""
-        return self.is_resolved and self.rounds >= LEAST_ROUNDS
+        """Whether there are enough processes and rounds to believe a difference of any size."""
+        return self.is_resolved and self.rounds >= MIN_ROUNDS
 
     @property
-    def uneven(self) -> bool:
+    def is_uneven(self) -> bool:
         return self.is_resolved and verdicts.is_uneven(self.ratio, self.typical)
 
 
-def judge(
+def judge_sessions(
     sessions: Sequence[Session], level: float = verdicts.FINAL_LEVEL, same: float = verdicts.SAME
 ) -> DuelVerdict | None:
-    """Judges all sessions; returns None if no session has a round with all of its entries."""
-    shared = [session for session in sessions if _rounds(session)]
-    if not shared:
+    """Judges all sessions of a case. Returns None if no round of any session has all processes."""
+    shared_sessions = [session for session in sessions if _list_rounds(session)]
+    if not shared_sessions:
         return None
-    # Whole steps are compared if parts of a step compensate for each other by more than processes differ.
-    whole_steps = 2 * sum(map(_make_up, shared)) >= len(shared)
-    # 1. Compute logarithms of the best case and of all calls: one row per process.
-    measured = [(session, _logs(session, whole_steps), len(_rounds(session))) for session in shared]
-    logs, of_all_calls = np.concatenate([logs for _, logs, _ in measured], axis=1)
+    # Compare complete steps if parts of a step compensate for each other by more than processes differ.
+    uses_whole_steps = 2 * sum(map(_do_parts_compensate, shared_sessions)) >= len(shared_sessions)
+    # 1. For each process, compute the logarithms of its best case and of its mean over all calls.
+    session_logs = [
+        (session, _compute_logs(session, uses_whole_steps), len(_list_rounds(session))) for session in shared_sessions
+    ]
+    logs, of_all_calls = np.concatenate([logs for _, logs, _ in session_logs], axis=1)
     is_after = np.concatenate(
-        [[False] * len(session.before) + [True] * len(session.after) for session, _, _ in measured]
+        [[False] * len(session.before) + [True] * len(session.after) for session, _, _ in session_logs]
     )
-    sizes = [(len(session.before), len(session.after)) for session, _, _ in measured]
-    # 2. How often would randomly assigned names be as far apart?
-    deals = _Deals(logs, is_after, sizes)
-    rounds = min(rounds for _, _, rounds in measured)
+    sizes = [(len(session.before), len(session.after)) for session, _, _ in session_logs]
+    # 2. Find how often the sides are as far apart if the names of the sides are assigned at random.
+    assignments = _NameAssignments(logs, is_after, sizes)
+    rounds = min(rounds for _, _, rounds in session_logs)
     logs_a, logs_b = logs[~is_after], logs[is_after]
-    ratio, typical = deals.interval(level), _Deals(of_all_calls, is_after, sizes).interval(level)
-    # 3. With too few processes for an interval, sides differ only if they do not overlap.
-    resolved = deals.finest <= 1 - level
-    verdict = verdicts.rule(ratio, verdicts.BAND, same) if resolved else _without_interval(logs_a, logs_b)
-    # 4. The mean over all calls must not contradict the fastest calls.
-    if rounds < LEAST_ROUNDS or not verdicts.agrees(verdict, ratio, typical):
+    ratio, typical = assignments.interval(level), _NameAssignments(of_all_calls, is_after, sizes).interval(level)
+    # 3. With too few processes for an interval, require that the processes of the sides do not overlap.
+    is_resolved = assignments.finest <= 1 - level
+    verdict = (
+        verdicts.decide_verdict(ratio, verdicts.BAND, same) if is_resolved else _judge_without_interval(logs_a, logs_b)
+    )
+    # 4. Require that the mean over all calls does not contradict the fastest calls.
+    if rounds < MIN_ROUNDS or not verdicts.mean_agrees(verdict, ratio, typical):
         verdict = Verdict.UNSURE
-    # 5. Compute seconds of both sides around their common level.
-    middle = (_fast_mean(logs_a) + _fast_mean(logs_b)) / 2
-    apart = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
+    # 5. Compute the seconds of both sides around their common level.
+    common_level = (_mean_of_fastest(logs_a) + _mean_of_fastest(logs_b)) / 2
+    process_spread = math.expm1(max(float(np.ptp(logs_a)), float(np.ptp(logs_b))))
     return DuelVerdict(
         verdict,
         ratio,
-        math.exp(middle - deals.shift / 2),
-        math.exp(middle + deals.shift / 2),
-        apart,
-        deals.chance(0.0),
-        deals.finest,
-        deals.distance,
-        max(1, len(logs) - 1 - len(measured)),
+        math.exp(common_level - assignments.shift / 2),
+        math.exp(common_level + assignments.shift / 2),
+        process_spread,
+        assignments.chance(0.0),
+        assignments.finest,
+        assignments.distance,
+        max(1, len(logs) - 1 - len(session_logs)),
         rounds,
-        len(measured),
+        len(session_logs),
         typical,
-        deals.error,
-        whole_steps,
+        assignments.error,
+        uses_whole_steps,
     )
 
 
-def why_unsure(times: DuelVerdict) -> str:
-    # In the order in which a reader can fix it.
-    if times.rounds < LEAST_ROUNDS:
-        rounds = "1 round a session is" if times.rounds == 1 else f"{times.rounds} rounds a session are"
-        return f"{rounds} too few; give it more time (--budget) or rounds"
+def explain_unsure(times: DuelVerdict) -> str:
+    # The order is that in which a reader can remove the causes.
+    if times.rounds < MIN_ROUNDS:
+        rounds = "1 round per session is" if times.rounds == 1 else f"{times.rounds} rounds per session are"
+        return f"{rounds} too few; give more time (--budget) or --rounds"
     if not times.is_resolved:
         return (
-            f"{times.sessions} session{'s' * (times.sessions != 1)} cannot tell what two processes differ by anyway; "
-            "give it more (--sessions)"
+            f"{times.sessions} session{'s' * (times.sessions != 1)} cannot show how much two equal processes differ; "
+            "use more (--sessions)"
         )
-    if times.uneven or verdicts.rule(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
+    if times.is_uneven or verdicts.decide_verdict(times.ratio, verdicts.BAND) is not Verdict.UNSURE:
         return "the mean over all calls contradicts the fastest calls"
     return "processes of one side differ too much; use more of them (--sessions), or a quieter machine"
 
 
-def _rounds(session: Session) -> list[int]:
-    return verdicts.common_rounds([*session.before, *session.after]) if session.before and session.after else []
+def _list_rounds(session: Session) -> list[int]:
+    return verdicts.find_common_rounds([*session.before, *session.after]) if session.before and session.after else []
 
 
-def _logs(session: Session, whole_steps: bool) -> NDArray[np.float64]:
-    timings, rounds = [*session.before, *session.after], _rounds(session)
-    of_all_calls = [float(verdicts.means(timing, rounds).mean()) for timing in timings]
-    return np.log(np.array([_best(timings, rounds, whole_steps), of_all_calls], dtype=np.float64))
+def _compute_logs(session: Session, whole_steps: bool) -> NDArray[np.float64]:
+    timings, rounds = [*session.before, *session.after], _list_rounds(session)
+    mean_seconds = [float(verdicts.mean_seconds(timing, rounds).mean()) for timing in timings]
+    return np.log(np.array([_list_best_seconds(timings, rounds, whole_steps), mean_seconds], dtype=np.float64))
 
 
-def _best(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -> list[float]:
+def _list_best_seconds(timings: Sequence[Timing], rounds: Sequence[int], whole_steps: bool) -> list[float]:
     return [
         float(stats.best_by_segment(timing).sum()) for timing in verdicts.to_comparable(timings, rounds, whole_steps)
     ]
 
 
-def _make_up(session: Session) -> bool:
-    rounds = _rounds(session)
+def _do_parts_compensate(session: Session) -> bool:
+    rounds = _list_rounds(session)
 
-    def distance(whole_steps: bool) -> float:
-        return max(_apart(_best(side, rounds, whole_steps)) for side in (session.before, session.after))
+    def measure_spread(whole_steps: bool) -> float:
+        return max(
+            _measure_spread(_list_best_seconds(side, rounds, whole_steps)) for side in (session.before, session.after)
+        )
 
-    # Both by parts and by whole steps: parts that compensate for each other widen the first.
-    floor = max(BAND, min(distance(False), distance(True)))
-    return verdicts.cells_make_up([*session.before, *session.after], rounds, floor)
+    # Measure the spread by parts and by complete steps: parts that compensate for each other widen the first.
+    floor = max(BAND, min(measure_spread(False), measure_spread(True)))
+    return verdicts.do_cells_compensate([*session.before, *session.after], rounds, floor)
 
 
-def _apart(seconds: Sequence[float]) -> float:
+def _measure_spread(seconds: Sequence[float]) -> float:
     return max(seconds) / min(seconds) - 1
 
 
-def _fast_mean(logs: NDArray[np.float64]) -> Any:
+def _mean_of_fastest(logs: NDArray[np.float64]) -> Any:
     """Returns the mean of the lowest three fifths (rounded up) of each row."""
-    # The slowest processes were disturbed; the fastest one alone may be luck.
+    # The slowest processes were disturbed, and the fastest one alone may be lucky.
     return np.sort(logs)[..., : -(-3 * logs.shape[-1] // 5)].mean(axis=-1)
 
 
-def _without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.float64]) -> Verdict:
-    """Judges with too few processes for an interval. The nearest processes of different sides must be further apart
-    than any two of one side, and than known noise."""
+def _judge_without_interval(logs_a: NDArray[np.float64], logs_b: NDArray[np.float64]) -> Verdict:
+    """Judges a case with too few processes for an interval. The sides only count as different if even their nearest
+    processes differ enough: by more than any two processes of one side, and by more than known noise.
+    """
     if min(len(logs_a), len(logs_b)) < 2:
         return Verdict.UNSURE
-    least = max(math.log1p(BELIEVED), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
-    if logs_b.min() - logs_a.max() > least:
+    min_distance = max(math.log1p(CLEAR_DIFFERENCE), float(np.ptp(logs_a)), float(np.ptp(logs_b)))
+    if logs_b.min() - logs_a.max() > min_distance:
         return Verdict.SLOWER
-    return Verdict.FASTER if logs_a.min() - logs_b.max() > least else Verdict.UNSURE
+    return Verdict.FASTER if logs_a.min() - logs_b.max() > min_distance else Verdict.UNSURE
 
 
-class _Deals:
-    """All ways of reassigning the names A and B to the processes of each session; a seeded sample if there are many."""
+class _NameAssignments:
+    """All ways to assign the names A and B to the processes of each session. If there are too many of them, a seeded
+    random sample.
+    """
 
     def __init__(
         self, logs: NDArray[np.float64], is_after: NDArray[np.bool_], sizes: Sequence[tuple[int, int]]
     ) -> None:
-        self._logs = logs
+        self._compute_logs = logs
         self._is_after = is_after
-        self._sessions = np.split(
+        self._measure_all_sessions = np.split(
             np.arange(len(logs)), np.cumsum([count_a + count_b for count_a, count_b in sizes])[:-1]
         )
-        count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
-        if count <= _MOST_DEALS:
+        assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
+        if assignment_count <= _MAX_ASSIGNMENTS:
             choices = (itertools.combinations(range(count_a + count_b), count_b) for count_a, count_b in sizes)
-            named = _mark_after(sizes, list(itertools.product(*choices)))
+            after_masks = _mark_named_b(sizes, list(itertools.product(*choices)))
         else:
-            # The true assignment and a seeded sample: the same samples always give the same verdict.
-            draw = np.random.default_rng(0)
-            deals = []
-            for _ in range(_MOST_DEALS - 1):
-                deal = [draw.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
-                deals.append(deal)
-            named = np.concatenate([[is_after], _mark_after(sizes, deals)])
-        self.finest = 2 / count if all(count_a == count_b for count_a, count_b in sizes) else 1 / count
-        self.finest = max(self.finest, 1 / len(named))
-        # An assignment and its mirror image differ only in sign, and every one has equally many of each name.
-        self._after, self._before = (np.nonzero(names)[1].reshape(len(named), -1) for names in (named, ~named))
+            # Use the true assignment and a seeded sample, so that the same samples always give the same verdict.
+            rng = np.random.default_rng(0)
+            sampled = []
+            for _ in range(_MAX_ASSIGNMENTS - 1):
+                assignment = [rng.permutation(count_a + count_b)[:count_b].tolist() for count_a, count_b in sizes]
+                sampled.append(assignment)
+            after_masks = np.concatenate([[is_after], _mark_named_b(sizes, sampled)])
+        self.finest = (
+            2 / assignment_count if all(count_a == count_b for count_a, count_b in sizes) else 1 / assignment_count
+        )
+        self.finest = max(self.finest, 1 / len(after_masks))
+        # An assignment and its mirror image differ only in sign, and every assignment has equally many of each name.
+        self._after, self._before = (
+            np.nonzero(names)[1].reshape(len(after_masks), -1) for names in (after_masks, ~after_masks)
+        )
 
     @property
     def shift(self) -> float:
-        return self._apart(0.0)[1]
+        return self._measure_distances(0.0)[1]
 
     def interval(self, level: float) -> Interval:
-        """Returns the ratio of B to A; unbounded if there are too few assignments for this level. The bounds are the
-        smallest and largest shift that chance explains. They are approached from outside, by bisection, because further
-        inside chance may again explain less."""
+        """Returns the ratio of B to A with its interval. The interval is unbounded if there are too few assignments
+        for this level. Its bounds are the smallest and the largest shift that chance explains. Between them may be
+        shifts that chance does not explain, so bisection approaches the bounds from outside.
+        """
         shift, low, high = self.shift, -math.inf, math.inf
         if self.finest <= 1 - level:
-            reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NOTHING
-            low, high = (self._bound(shift, outside, 1 - level) for outside in (-reach, reach))
+            reach = 2 * float(np.ptp(self._compute_logs)) + abs(shift) + _NEGLIGIBLE_SHIFT
+            low, high = (self._find_bound(shift, outside, 1 - level) for outside in (-reach, reach))
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
     def chance(self, shift: float) -> float:
-        # Sums in a different order differ in the last bits: the true assignment must count.
-        apart, observed = self._apart(shift)
+        # Sums in a different order differ in the last bits, but the true assignment must count.
+        apart, observed = self._measure_distances(shift)
         return float((np.abs(apart) >= abs(observed) - 1e-12).mean())
 
-    def _bound(self, shift: float, outside: float, chance: float) -> float:
-        # Even the farthest shift is as likely: no bound exists.
+    def _find_bound(self, shift: float, outside: float, chance: float) -> float:
+        # Even the farthest shift is explained by chance, so no bound exists.
         if self.chance(shift + outside) > chance:
             return math.copysign(math.inf, outside)
-        # Halve the distance, then bisect the last interval.
-        while self.chance(shift + outside / 2) <= chance and abs(outside) > _NOTHING:
+        # Halve the distance until chance explains the shift, then bisect the last interval.
+        while self.chance(shift + outside / 2) <= chance and abs(outside) > _NEGLIGIBLE_SHIFT:
             outside /= 2
-        inside = outside / 2
-        for _ in range(_HALVINGS):
-            middle = (inside + outside) / 2
-            if self.chance(shift + middle) > chance:
-                inside = middle
+        explained_offset = outside / 2
+        for _ in range(_BISECTION_STEPS):
+            middle_offset = (explained_offset + outside) / 2
+            if self.chance(shift + middle_offset) > chance:
+                explained_offset = middle_offset
             else:
-                outside = middle
+                outside = middle_offset
         return shift + outside
 
     @cached_property
     def error(self) -> float:
-        return float(np.std(self._apart(self.shift)[0]))
+        return float(np.std(self._measure_distances(self.shift)[0]))
 
     @property
     def distance(self) -> float:
         shift = abs(self.shift)
         return shift / self.error if self.error else math.inf if shift else 0.0
 
-    def _apart(self, shift: float) -> tuple[NDArray[np.float64], float]:
-        logs = self._logs - shift * self._is_after
-        for places in self._sessions:  # the same for every assignment: names do not change measurements
+    def _measure_distances(self, shift: float) -> tuple[NDArray[np.float64], float]:
+        logs = self._compute_logs - shift * self._is_after
+        # the median of a session is the same for every assignment of names
+        for places in self._measure_all_sessions:
             logs[places] -= np.median(logs[places])
-        means_a, means_b = (_fast_mean(logs[places]) for places in (self._before, self._after))
-        return means_b - means_a, float(_fast_mean(logs[self._is_after]) - _fast_mean(logs[~self._is_after]))
+        means_a, means_b = (_mean_of_fastest(logs[places]) for places in (self._before, self._after))
+        return means_b - means_a, float(
+            _mean_of_fastest(logs[self._is_after]) - _mean_of_fastest(logs[~self._is_after])
+        )
 
 
-def _mark_after(sizes: Sequence[tuple[int, int]], deals: Sequence[Sequence[Sequence[int]]]) -> NDArray[np.bool_]:
+def _mark_named_b(
+    sizes: Sequence[tuple[int, int]], assignments: Sequence[Sequence[Sequence[int]]]
+) -> NDArray[np.bool_]:
+    """Returns a row for each assignment that is True for the processes with the name B. `sizes` has the numbers of
+    processes of each session.
+    """
     ends = list(itertools.accumulate(count_a + count_b for count_a, count_b in sizes))
-    rows = np.zeros((len(deals), ends[-1]), dtype=np.bool_)
-    for row, deal in zip(rows, deals, strict=True):
-        for begin, places in zip([0, *ends[:-1]], deal, strict=True):
+    rows = np.zeros((len(assignments), ends[-1]), dtype=np.bool_)
+    for row, assignment in zip(rows, assignments, strict=True):
+        for begin, places in zip([0, *ends[:-1]], assignment, strict=True):
             row[np.add(places, begin, dtype=np.intp)] = True
     return rows
 
 
-# These labels are about rounds, which verdicts here do not use, or about noise, which the interval includes.
-_OF_A_SUITE = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
+# These labels are ignored: they are about rounds, which these verdicts do not use, or about noise, which the interval
+# includes.
+_IGNORED_LABELS = {Label.NOISY, Label.FEW_SAMPLES, Label.BIMODAL, Label.DRIFT, Label.UNPAIRED}
 _DIRECTIONS = {
     Verdict.FASTER: Direction.BETTER,
     Verdict.SLOWER: Direction.WORSE,
@@ -309,7 +333,7 @@ _DIRECTIONS = {
 
 
 def judge_case(result: CaseResult) -> DuelVerdict | None:
-    return judge(result.sessions) if result.is_measured else None
+    return judge_sessions(result.sessions) if result.is_measured else None
 
 
 def comparisons(duel: Duel) -> tuple[Comparison, ...]:
@@ -320,46 +344,54 @@ def compare_means(duel: Duel) -> Iterator[Comparison]:
     for result in duel.results:
         times = judge_case(result)
         if times is not None and times.is_resolved:
-            direction = _DIRECTIONS[rule(times.typical, BAND)]
+            direction = _DIRECTIONS[decide_verdict(times.typical, BAND)]
             yield replace(
-                _blank(result, MEAN, "s"), direction=direction, ratio=times.typical, labels=_labels(result, times)
+                _make_empty_comparison(result, MEAN, "s"),
+                direction=direction,
+                ratio=times.typical,
+                labels=_choose_labels(result, times),
             )
 
 
 def compare_case(result: CaseResult) -> Iterator[Comparison]:
-    yield _time(result)
+    yield _compare_times(result)
     measurements = (*result.before.measurements, *result.after.measurements)
     for name in dict.fromkeys(measurement.metric for measurement in measurements):
         if spec_of(name).better is Better.LOWER:
-            yield _value(result, name)
+            yield _compare_values(result, name)
 
 
-def _time(result: CaseResult) -> Comparison:
+def _compare_times(result: CaseResult) -> Comparison:
     times = judge_case(result)
-    blank = _blank(result, TIME, "s")
+    comparison = _make_empty_comparison(result, TIME, "s")
     if times is None:
-        return replace(blank, why=_why_none(result))
-    blank = replace(blank, before=times.before, after=times.after, labels=_labels(result, times))
-    old, new = result.before.support.level, result.after.support.level
-    if old is not new:
-        return replace(blank, why=f"{old} on side {BEFORE} and {new} on side {AFTER}: not the same work")
-    reason = why_unsure(times) if times.verdict is Verdict.UNSURE else ""
+        return replace(comparison, why=_explain_missing(result))
+    comparison = replace(comparison, before=times.before, after=times.after, labels=_choose_labels(result, times))
+    level_a, level_b = result.before.support.level, result.after.support.level
+    if level_a is not level_b:
+        return replace(
+            comparison, why=f"{level_a} on side {BEFORE} and {level_b} on side {AFTER}, so the sides do different work"
+        )
+    reason = explain_unsure(times) if times.verdict is Verdict.UNSURE else ""
     direction = _DIRECTIONS[times.verdict]
     noise = Noise(times.error, times.freedom) if times.can_judge else None
-    return replace(blank, direction=direction, ratio=times.ratio, p_value=p_value(times), why=reason, noise=noise)
+    return replace(
+        comparison, direction=direction, ratio=times.ratio, p_value=compute_p_value(times), why=reason, noise=noise
+    )
 
 
-def p_value(times: DuelVerdict) -> float | None:
-    """Returns the probability of such a large difference if nothing had changed; None if there are too few processes.
-    Below the resolution of the permutation test, Student's t is used."""
+def compute_p_value(times: DuelVerdict) -> float | None:
+    """Returns the probability of such a large difference if nothing had changed. Returns None if there are too few
+    processes. For probabilities below the resolution of the permutation test, Student's t is used.
+    """
     if not times.is_resolved:
         return None
     if times.chance > times.finest:
         return times.chance
-    return min(times.chance, chance_of(times.distance, times.freedom))
+    return min(times.chance, compute_student_p(times.distance, times.freedom))
 
 
-def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
+def _choose_labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
     processes: list[tuple[Record, Timing]] = []
     for session in result.sessions:
         processes += [(result.before, timing) for timing in session.before]
@@ -367,43 +399,48 @@ def _labels(result: CaseResult, times: DuelVerdict) -> tuple[Label, ...]:
     labels: list[Label] = []
     for record, timing in processes:
         finding = Finding(record.case, times.verdict, phases=best_phases(timing))
-        labels += [entry.label for entry in labels_of(replace(record, timing=timing), finding, None, None)]
-    frequent = {label for label in labels if labels.count(label) >= len(processes) / 2} - _OF_A_SUITE
-    if times.uneven:
-        frequent.add(Label.UNEVEN)
+        labels += [entry.label for entry in collect_labels(replace(record, timing=timing), finding, None, None)]
+    chosen_labels = {label for label in labels if labels.count(label) >= len(processes) / 2} - _IGNORED_LABELS
+    if times.is_uneven:
+        chosen_labels.add(Label.UNEVEN)
     if times.whole:
-        frequent.add(Label.WHOLE_STEPS)
-    places = [place_effect([*session.before, *session.after]) for session in result.sessions]
-    beyond = [place for place in places if place is not None and abs(place.ratio.point - 1) > max(BAND, times.apart)]
-    if 2 * len(beyond) >= len(places):
-        frequent.add(Label.POSITION)
-    return tuple(label for label in Label if label in frequent)
+        chosen_labels.add(Label.WHOLE_STEPS)
+    position_effects = [find_position_effect([*session.before, *session.after]) for session in result.sessions]
+    large_effects = [
+        effect
+        for effect in position_effects
+        if effect is not None and abs(effect.ratio.point - 1) > max(BAND, times.apart)
+    ]
+    if 2 * len(large_effects) >= len(position_effects):
+        chosen_labels.add(Label.POSITION)
+    return tuple(label for label in Label if label in chosen_labels)
 
 
-def _why_none(result: CaseResult) -> str:
+def _explain_missing(result: CaseResult) -> str:
     for side, record in ((BEFORE, result.before), (AFTER, result.after)):
         if record.status is Status.FAILED:
             return f"it failed on side {side}: {record.reason}"
-    return result.after.reason or result.before.reason or "no round has both sides"
+    return result.after.reason or result.before.reason or "no round has times of both sides"
 
 
-def _value(result: CaseResult, metric: str) -> Comparison:
-    both = [record.measurement(metric) for record in (result.before, result.after)]
-    unit, *other_units = dict.fromkeys(measured.unit for measured in both if measured is not None)
+def _compare_values(result: CaseResult, metric: str) -> Comparison:
+    measurements = [record.measurement(metric) for record in (result.before, result.after)]
+    unit, *other_units = dict.fromkeys(measured.unit for measured in measurements if measured is not None)
     if other_units:
         return replace(
-            _blank(result, metric, unit), why=f"its unit was {unit or 'none'} and is {other_units[0] or 'none'}"
+            _make_empty_comparison(result, metric, unit),
+            why=f"its unit was {unit or 'none'} and is now {other_units[0] or 'none'}",
         )
-    samples = [measured.samples if measured is not None else () for measured in both]
+    samples = [measured.samples if measured is not None else () for measured in measurements]
     value_a, value_b = (statistics.median(values) if values else None for values in samples)
-    blank = replace(_blank(result, metric, unit), before=value_a, after=value_b)
+    comparison = replace(_make_empty_comparison(result, metric, unit), before=value_a, after=value_b)
     if value_a is None or value_b is None:
-        reason = _why_none(result) if result.has_failed else f"only side {AFTER if value_a is None else BEFORE} has it"
-        return replace(blank, why=reason)
-    return replace(blank, **compare_exact_values(*samples)._asdict())
+        reason = f"only side {AFTER if value_a is None else BEFORE} has it"
+        return replace(comparison, why=_explain_missing(result) if result.has_failed else reason)
+    return replace(comparison, **compare_exact_values(*samples)._asdict())
 
 
-def _blank(result: CaseResult, metric: str, unit: str) -> Comparison:
+def _make_empty_comparison(result: CaseResult, metric: str, unit: str) -> Comparison:
     case = result.after.case
-    failed = result.after.status is Status.FAILED and result.before.status is not Status.FAILED
-    return Comparison(case.id, case.workload, metric, unit, Direction.NONE, Evidence.PAIRED, failed=failed)
+    has_newly_failed = result.after.status is Status.FAILED and result.before.status is not Status.FAILED
+    return Comparison(case.id, case.workload, metric, unit, Direction.NONE, Evidence.PAIRED, failed=has_newly_failed)

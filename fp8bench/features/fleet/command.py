@@ -1,4 +1,4 @@
-"""`fp8bench fleet`: measures the cells of a plan with many processes, and shows their states."""
+"""`fp8bench fleet`: measures the cells of a plan with several processes or machines, and shows their states."""
 
 from __future__ import annotations
 
@@ -14,21 +14,27 @@ from fp8bench.cli.outputs import check_outputs, tell, write_outputs
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
 from fp8bench.features.fleet import view
-from fp8bench.features.fleet.engines import ENGINES, Order, run_crew, start, work
-from fp8bench.features.fleet.report import fleet_report
+from fp8bench.features.fleet.engines import (
+    ENGINES,
+    WorkerOrder,
+    measure_waiting_cells,
+    run_local_workers,
+    start_workers,
+)
+from fp8bench.features.fleet.report import make_fleet_report
 from fp8bench.model.codec import encode
 from fp8bench.model.request import whole_number
 from fp8bench.model.run import CellState, CellStatus, FleetPlan
 from fp8bench.report.page.html import render
-from fp8bench.store.fleet_plans import check_cell, read_plan, should_run, states_of
+from fp8bench.store.fleet_plans import check_cell, compute_cell_states, read_plan, should_run
 
 
 def add(parser: argparse.ArgumentParser) -> None:
-    bare = subcommands(parser)
-    codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
+    add_command = subcommands(parser)
+    exit_codes = "Exit codes: 0 every cell is done and no case failed, 2 wrong usage, 3 otherwise, 130 interrupted."
 
-    def command(name: str, words: str, codes: str = codes) -> argparse.ArgumentParser:
-        subparser = bare(name, words, codes)
+    def command(name: str, help_text: str, exit_codes: str = exit_codes) -> argparse.ArgumentParser:
+        subparser = add_command(name, help_text, exit_codes)
         subparser.add_argument(
             "plan",
             type=types.path,
@@ -43,43 +49,48 @@ def add(parser: argparse.ArgumentParser) -> None:
         )
         return subparser
 
-    work = command("work", "measure the waiting cells, one after the other")
-    work.add_argument(
+    work_parser = command("work", "measure the waiting cells, one after the other")
+    work_parser.add_argument(
         "--workers",
         type=types.whole(whole_number(1, 256)),
         default=1,
         metavar="N",
         help="how many processes measure at a time on this machine (they disturb each other); default 1",
     )
-    work.add_argument(
+    work_parser.add_argument(
         "--cell",
         type=types.whole(whole_number(0)),
         metavar="N",
         help="only this cell, counted from 0; default all waiting cells",
     )
-    work.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    add_common(work, "--explain")
-    submit_codes = codes.replace("0 every", "0 handed over, or with --wait every")
-    handed = command("submit", "start workers in Slurm or in a Ray cluster", submit_codes)
-    _add_submit(handed)
+    work_parser.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
+    add_common(work_parser, "--explain")
+    submit_codes = exit_codes.replace("0 every", "0 workers are submitted, or with --wait every")
+    submit_parser = command("submit", "start workers in Slurm or in a Ray cluster", submit_codes)
+    _add_submit(submit_parser)
     status = command("status", "list the cells that are done, running, failed (with the reason) or waiting")
     add_common(status, "--explain")
     add_common(status, "--json", help="print the states as JSON instead")
-    _add_report(bare)
-    taken = bare(
+    _add_report(add_command)
+    collect_parser = add_command(
         "collect",
         "copy the runs of several machines' stores into one, by machine and month",
         "Exit codes: 0 all copied, 2 wrong usage, 3 a file is damaged or could not be copied, 130 interrupted.",
     )
-    taken.add_argument("plan", type=types.plan_or_all, metavar="PLAN", help="copy runs of its cells; '-': all runs")
-    taken.add_argument(
+    collect_parser.add_argument(
+        "plan",
+        type=types.parse_plan_or_all,
+        metavar="PLAN",
+        help="copy the runs of this plan's cells; '-' copies all runs",
+    )
+    collect_parser.add_argument(
         "folders", nargs="+", type=types.path, metavar="DIR", help="a store, or a folder with .fp8bench in it"
     )
-    add_common(taken, "--store", help=f"where the copies go; existing files stay; default {DEFAULT_STORE}")
+    add_common(collect_parser, "--store", help=f"where the copies go; existing files stay; default {DEFAULT_STORE}")
 
 
-def _add_submit(handed: argparse.ArgumentParser) -> None:
-    handed.add_argument(
+def _add_submit(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
         "--on",
         choices=[*ENGINES],
         required=True,
@@ -88,29 +99,31 @@ def _add_submit(handed: argparse.ArgumentParser) -> None:
             "device (fp8bench[ray]); slurm: Slurm, by submitit (fp8bench[fleet])"
         ),
     )
-    handed.add_argument(
+    parser.add_argument(
         "--workers",
         type=types.whole(whole_number(1, 4096)),
         metavar="N",
         help="number of workers, which share the cells; default 1, on ray one for each device",
     )
-    handed.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
-    handed.add_argument(
+    parser.add_argument("--retry", action="store_true", help="also measure cells whose last attempt failed")
+    parser.add_argument(
         "--option",
         action="append",
         default=[],
-        type=option,
+        type=parse_option,
         metavar="NAME=VALUE",
         help="ray: address=HOST:PORT of the cluster; default RAY_ADDRESS, or the one on this machine; slurm: "
         "options of sbatch, like partition=gpu or gres=gpu:1; exclusive, which is the default, may be 'no'",
     )
-    handed.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
-    add_common(handed, "--explain")
+    parser.add_argument("--wait", action="store_true", help="return when all workers have ended; Ctrl-C then ends them")
+    add_common(parser, "--explain")
 
 
-def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
-    ends = "Exit codes: 0 no machine is named, 2 wrong usage, 3 one is, 130 interrupted."
-    report = bare("report", "compare the machines of a fleet, and name those that are slow or sent nothing", ends)
+def _add_report(add_command: Callable[..., argparse.ArgumentParser]) -> None:
+    exit_codes = "Exit codes: 0 no machine stands out, 2 wrong usage, 3 a machine stands out, 130 interrupted."
+    report = add_command(
+        "report", "compare the machines of a fleet, and name those that are slow or sent nothing", exit_codes
+    )
     report.add_argument(
         "source",
         type=types.path,
@@ -128,13 +141,15 @@ def _add_report(bare: Callable[..., argparse.ArgumentParser]) -> None:
     add_common(report, "--explain")
     add_common(report, "--json", help="print everything as JSON instead")
     add_common(
-        report, "--csv", help="also write a row for each case on each machine to this file; '-' prints them instead"
+        report,
+        "--csv",
+        help="also write a CSV row for each case on each machine to this file; '-' prints the rows instead",
     )
     add_common(report, "--html", help="also write a page for a browser to this file")
     add_common(report, "--md")
 
 
-def option(text: str) -> tuple[str, str]:
+def parse_option(text: str) -> tuple[str, str]:
     name, _, value = text.partition("=")
     name = name.removeprefix("--")
     if not re.fullmatch(r"[A-Za-z0-9][A-Za-z0-9._/-]*", name):
@@ -145,82 +160,82 @@ def option(text: str) -> tuple[str, str]:
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
     if arguments.subcommand in ("collect", "report"):
-        return _collect(arguments) if arguments.subcommand == "collect" else _report(arguments)
-    of_plan = {"work": _work, "submit": _submit, "status": _status}
-    return of_plan[arguments.subcommand](read_plan(arguments.plan), arguments)
+        return _collect_runs(arguments) if arguments.subcommand == "collect" else _show_report(arguments)
+    plan_commands = {"work": _run_worker, "submit": _submit_workers, "status": _show_status}
+    return plan_commands[arguments.subcommand](read_plan(arguments.plan), arguments)
 
 
-def _status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
+def _show_status(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     if arguments.store.exists() and not arguments.store.is_dir():
         raise UsageError(f"the store {arguments.store} is a file, expected a folder. Give another --store DIR.")
-    states = states_of(plan, arguments.store)
+    states = compute_cell_states(plan, arguments.store)
     tell(arguments, partial(view.status_page, plan, states), lambda: {"plan": encode(plan), "cells": encode(states)})
-    return _code(states)
+    return _choose_exit_code(states)
 
 
-def _work(plan: FleetPlan, arguments: argparse.Namespace) -> int:
-    file, store, only = arguments.plan.resolve(), arguments.store, arguments.cell
-    # 1. Several workers are processes, each of which runs this function alone.
+def _run_worker(plan: FleetPlan, arguments: argparse.Namespace) -> int:
+    file, store, only_cell = arguments.plan.resolve(), arguments.store, arguments.cell
+    # 1. With several workers, start each as a process that runs this function with one worker.
     if arguments.workers > 1:
-        if only is not None:
+        if only_cell is not None:
             raise UsageError("--cell is for one worker. Leave --workers out.")
-        run_crew(Order(plan, file, store, arguments.workers, arguments.retry))
-        return _status(plan, arguments)
-    if only is not None:
-        check_cell(plan, only)
+        run_local_workers(WorkerOrder(plan, file, store, arguments.workers, arguments.retry))
+        return _show_status(plan, arguments)
+    if only_cell is not None:
+        check_cell(plan, only_cell)
 
-    def begins(state: CellState) -> None:
-        complain(f"cell {plan.name_of(state.number)} begins: {state.cell.setting}")
+    def report_begin(state: CellState) -> None:
+        complain(f"cell {plan.name_of(state.number)} starts: {state.cell.setting}")
 
-    # 2. Measure cells that nobody else has begun.
-    done, refused = work(plan, file, store, arguments.retry, begins, only)
-    # 3. Report failed, damaged and refused cells; the counts come last, where they are read.
-    states = states_of(plan, store)
+    # 2. Measure the cells that no other worker measures.
+    measured, refused = measure_waiting_cells(plan, file, store, arguments.retry, report_begin, only_cell)
+    # 3. Report failed, damaged and refused cells. The counts come last, because users look at the last line first.
+    states = compute_cell_states(plan, store)
     for state in states:
-        if state.number in done and state.why:
+        if state.number in measured and state.why:
             complain(f"cell {state.number} {state.status}: {state.why}")
         for sentence in state.damage:
             complain(f"cell {state.number} is damaged: {sentence}")
         if state.number in refused and should_run(state, arguments.retry):
             complain(refused[state.number])
-    complain(f"plan {plan.id}: {len(done)} of {len(states)} cells begun here; {view.describe_counts(states)}")
-    return _code(states if only is None else states[only : only + 1])
+    complain(f"plan {plan.id}: {len(measured)} of {len(states)} cells measured here; {view.describe_counts(states)}")
+    return _choose_exit_code(states if only_cell is None else states[only_cell : only_cell + 1])
 
 
-def _submit(plan: FleetPlan, arguments: argparse.Namespace) -> int:
+def _submit_workers(plan: FleetPlan, arguments: argparse.Namespace) -> int:
     options, store = dict(arguments.option), arguments.store
-    order = Order(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
+    order = WorkerOrder(plan, arguments.plan, store, arguments.workers, arguments.retry, arguments.wait, options)
 
     def report_jobs(jobs: Sequence[str]) -> None:
-        complain(f"jobs {', '.join(jobs)} on {arguments.on}; their output is in {order.logs}")
+        complain(f"jobs {', '.join(jobs)} on {arguments.on}; their output is in {order.log_folder}")
         complain(f"See their states: fp8bench fleet status {arguments.plan} --store {store}")
 
-    for trouble in start(arguments.on, order, report_jobs):
+    for trouble in start_workers(arguments.on, order, report_jobs):
         complain(trouble)
-    return _status(plan, arguments) if arguments.wait else EXIT_OK
+    return _show_status(plan, arguments) if arguments.wait else EXIT_OK
 
 
-def _code(states: tuple[CellState, ...]) -> int:
+def _choose_exit_code(states: tuple[CellState, ...]) -> int:
     return EXIT_OK if all(state.status is CellStatus.DONE and not state.why for state in states) else EXIT_FAILED
 
 
-def _collect(arguments: argparse.Namespace) -> int:
-    from fp8bench.features.fleet.collect import collect  # heavy
+def _collect_runs(arguments: argparse.Namespace) -> int:
+    from fp8bench.features.fleet.collect import collect  # this import is slow
 
     out = arguments.store
     collected = collect(read_plan(arguments.plan) if arguments.plan is not None else None, arguments.folders, out)
     for sentence in collected.failed:
         complain(sentence)
-    taken = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken.items()))
-    lines = [f"taken: {taken or 'nothing new'}", f"here before: {collected.same}"]
+    copied = ", ".join(f"{count} of {name}" for name, count in sorted(collected.taken.items()))
+    lines = [f"taken: {copied or 'nothing new'}", f"copied before: {collected.same}"]
     lines += [f"left out: {count} {reason}" for reason, count in sorted((+collected.left).items())]
     lines += [f"refused: {len(collected.failed)}"] if collected.failed else []
     say("\n".join([*lines, f"in {out}", ""]))
     return EXIT_FAILED if collected.failed else EXIT_OK
 
 
-def _report(arguments: argparse.Namespace) -> int:
-    report = fleet_report(arguments.source, arguments.store, arguments.machines)
+def _show_report(arguments: argparse.Namespace) -> int:
+    report = make_fleet_report(arguments.source, arguments.store, arguments.machines)
     page, html = partial(view.report_page, report, str(arguments.source)), ""
     if arguments.html is not None:
         html = render(page())

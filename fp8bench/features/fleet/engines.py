@@ -1,5 +1,6 @@
-"""A fleet worker, which measures waiting cells, each in a separate process; and engines that start workers: Slurm, by
-submitit, and a Ray cluster, cell by cell."""
+"""Measures the waiting cells of a plan, each in a separate process. Starts workers on this machine, in Slurm (by
+submitit) or in Ray.
+"""
 
 from __future__ import annotations
 
@@ -17,11 +18,12 @@ from typing import IO, Any
 from fp8bench.errors import StoreError, UsageError
 from fp8bench.files import keeping, open_file
 from fp8bench.model.run import Attempt, CellState, CellStatus, FleetPlan
-from fp8bench.store.fleet_plans import OUTPUT, add_attempt, folder_of, should_run, states_of
+from fp8bench.store.fleet_plans import OUTPUT_FILE, add_attempt, cell_folder, compute_cell_states, should_run
 from fp8bench.store.runs.run_file import check_store
 
-# Asks the kernel for SIGTERM when the parent dies, then execs the program. preexec_fn would be unsafe: Ray has threads.
-_TIE = """
+# A program that asks the kernel for SIGTERM when its parent dies, and then executes fp8bench. Popen's preexec_fn
+# would be unsafe, because Ray has threads.
+_DIE_WITH_PARENT = """
 import ctypes, os, signal, sys
 set_parent_death_signal = 1
 ctypes.CDLL(None).prctl(set_parent_death_signal, signal.SIGTERM)
@@ -31,18 +33,19 @@ os.execv(sys.argv[2], sys.argv[2:])
 """
 
 
-def start_child(
-    words: Sequence[str],
+def start_fp8bench(
+    arguments: Sequence[str],
     output: IO[bytes] | None = None,
     environment: Mapping[str, str] | None = None,
     folder: Path | None = None,
 ) -> subprocess.Popen[bytes]:
-    """Starts fp8bench without input. On Linux it gets SIGTERM when the calling thread dies, even by SIGKILL. Otherwise
-    a cell would continue next to the following one, on the same device."""
-    tie = [sys.executable, "-ISc", _TIE, str(os.getpid())] if sys.platform == "linux" else []
+    """Starts fp8bench without standard input. On Linux the started process receives SIGTERM when the calling thread
+    dies, even by SIGKILL. Otherwise a cell would go on while the next cell is measured on the same device.
+    """
+    launcher_command = [sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
     error = None if output is None else subprocess.STDOUT
     return subprocess.Popen(
-        [*tie, sys.executable, "-m", "fp8bench", *words],
+        [*launcher_command, sys.executable, "-m", "fp8bench", *arguments],
         stdin=subprocess.DEVNULL,
         stdout=output,
         stderr=error,
@@ -51,127 +54,154 @@ def start_child(
     )
 
 
-def exit_code(*processes: subprocess.Popen[bytes]) -> int:
-    """Waits for all processes, and returns the exit code of the last one; an interrupt of this process ends them
-    all."""
-    code = 0
+def wait_for_all(*processes: subprocess.Popen[bytes]) -> int:
+    """Waits for all processes and returns the exit code of the last one. An interrupt of this process terminates them
+    all.
+    """
+    exit_code = 0
     try:
         for process in processes:
-            code = process.wait()
+            exit_code = process.wait()
     except BaseException:
         for process in processes:
             process.terminate()
         for process in processes:
             process.wait()
         raise
-    return code
+    return exit_code
 
 
-# The lock of the worker that measures a cell; the cell's process has a different one.
-_CLAIM = "claim"
+# The file that a worker locks while it measures a cell. The cell's process locks a different file.
+_CLAIM_FILE = "claim"
 
 
-def work(
-    plan: FleetPlan, file: Path, store: Path, retry: bool, began: Callable[[CellState], None], only: int | None = None
+def measure_waiting_cells(
+    plan: FleetPlan,
+    file: Path,
+    store: Path,
+    retry: bool,
+    report_begin: Callable[[CellState], None],
+    only_cell: int | None = None,
 ) -> tuple[dict[int, int], dict[int, str]]:
-    """Measures waiting cells until all were tried; returns exit codes by cell, and why other cells were refused. With
-    `retry`, failed cells are tried again. `began` is called with each cell as it begins. `only` restricts it to one
-    cell. Raises StoreError if the store is not writable."""
-    from fp8bench.jobs.several_runs import exclusively  # heavy
+    """Measures waiting cells until each was tried. Returns two mappings by cell: its exit code, or the reason why it
+    was refused.
+
+    With `retry`, failed cells are tried again. `report_begin` is called with each cell before it is measured. With
+    `only_cell`, only that cell is measured. Raises StoreError if the store is not writable.
+    """
+    from fp8bench.jobs.several_runs import exclusive_lock  # this import is slow
 
     check_store(store)
-    done: dict[int, int] = {}
+    exit_codes: dict[int, int] = {}
     refused: dict[int, str] = {}
-    complete: set[int] = set()
-    while (state := _next(plan, store, retry, {*done, *refused}, only, complete)) is not None:
+    finished_cells: set[int] = set()
+    while (
+        state := _find_next_cell(plan, store, retry, {*exit_codes, *refused}, only_cell, finished_cells)
+    ) is not None:
         try:
-            with exclusively(folder_of(plan, state.number, store) / _CLAIM, f"cell {plan.name_of(state.number)}"):
-                began(state)
-                done[state.number] = _measure(plan, file, state.number, store)
+            with exclusive_lock(
+                cell_folder(plan, state.number, store) / _CLAIM_FILE, f"cell {plan.name_of(state.number)}"
+            ):
+                report_begin(state)
+                exit_codes[state.number] = _measure_cell(plan, file, state.number, store)
         except (UsageError, StoreError) as error:
-            refused[state.number] = str(error)  # usually another worker was faster; or its folder cannot be written
-    return done, refused
+            refused[state.number] = str(error)  # usually, another worker measures the cell
+    return exit_codes, refused
 
 
-def _next(
-    plan: FleetPlan, store: Path, retry: bool, tried: Collection[int], only: int | None, complete: set[int]
+def _find_next_cell(
+    plan: FleetPlan,
+    store: Path,
+    retry: bool,
+    tried_cells: Collection[int],
+    only_cell: int | None,
+    finished_cells: set[int],
 ) -> CellState | None:
-    """Returns the next cell. `complete` remembers finished cells, because rereading all their runs takes long."""
-    states = states_of(plan, store, complete)
-    complete.update(state.number for state in states if state.status is CellStatus.DONE)
-    waiting = (state for state in states if should_run(state, retry) and state.number not in tried)
-    return next((state for state in waiting if only is None or state.number == only), None)
+    """Returns the next cell to measure. Adds finished cells to `finished_cells`, so that their runs are not read
+    again, which takes long.
+    """
+    states = compute_cell_states(plan, store, finished_cells)
+    finished_cells.update(state.number for state in states if state.status is CellStatus.DONE)
+    candidates = (state for state in states if state.number not in tried_cells and only_cell in (None, state.number))
+    return next((state for state in candidates if should_run(state, retry)), None)
 
 
-def _measure(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-    """Returns the cell's exit code. An interrupt of this worker interrupts the cell, which stores its finished
-    results."""
-    from fp8bench.pipeline import now  # heavy
+def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
+    """Measures a cell in a new process, records the attempt, and returns the exit code. An interrupt of this worker
+    also interrupts the cell, which stores its finished results.
+    """
+    from fp8bench.pipeline import now  # this import is slow
 
-    folder, started = folder_of(plan, number, store), now()
-    words = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
-    begin = time.monotonic()
-    # Sentences folded to a terminal's width would be truncated where they are quoted.
-    unfolded = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
-    with keeping(folder / OUTPUT, "Move it away."), open_file(folder / OUTPUT, "ab", most=None) as output:
-        code = exit_code(start_child(words, output, unfolded))
+    folder, started = cell_folder(plan, number, store), now()
+    arguments = ["suite", "--plan", str(file), "--cell", str(number), "--store", str(store), "--no-report"]
+    start = time.monotonic()
+    # With COLUMNS, messages would be wrapped, and a quotation of a message would lose its end.
+    environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
+    with keeping(folder / OUTPUT_FILE, "Move it away."), open_file(folder / OUTPUT_FILE, "ab", most=None) as output:
+        exit_code = wait_for_all(start_fp8bench(arguments, output, environment))
     add_attempt(
-        plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - begin, code)
+        plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - start, exit_code)
     )
-    return code
+    return exit_code
 
 
 @dataclass(frozen=True)
-class Order:
-    """An order to start a number of `workers` (None: the engine's default) for the cells of a plan, into a store.
-    `file` is the plan's path, `options` are the engine's; with `stays` the caller waits for the end."""
+class WorkerOrder:
+    """An order to start `workers` processes that measure the cells of a plan. None is the engine's default number.
+
+    `file` is the path of the plan, and `options` are options of the engine. If `waits`, the caller waits for all
+    workers.
+    """
 
     plan: FleetPlan
     file: Path
     store: Path
     workers: int | None = None
     retry: bool = False
-    stays: bool = False
+    waits: bool = False
     options: Mapping[str, str] = field(default_factory=dict)
 
     @property
-    def logs(self) -> Path:
+    def log_folder(self) -> Path:
         return self.store.resolve() / "cells" / "logs"
 
     @property
-    def words(self) -> list[str]:
-        """Returns the arguments of a worker, after fp8bench."""
-        words = ["fleet", "work", str(self.file.resolve()), "--store", str(self.store.resolve())]
-        return [*words, "--retry"] if self.retry else words
+    def arguments(self) -> list[str]:
+        """Returns the arguments of `fp8bench` that start one worker."""
+        arguments = ["fleet", "work", str(self.file.resolve()), "--store", str(self.store.resolve())]
+        return [*arguments, "--retry"] if self.retry else arguments
 
 
-def run_crew(order: Order) -> None:
-    """Runs workers on this machine until all have ended; they end if this process is interrupted. Raises StoreError if
-    the store is not writable."""
+def run_local_workers(order: WorkerOrder) -> None:
+    """Runs workers on this machine until all end. An interrupt of this process ends them. Raises StoreError if the
+    store is not writable.
+    """
     check_store(order.store)
-    exit_code(*(start_child(order.words) for _ in range(order.workers or 1)))
+    wait_for_all(*(start_fp8bench(order.arguments) for _ in range(order.workers or 1)))
 
 
-# Reports the names of the jobs that an engine started.
-Started = Callable[[Sequence[str]], None]
+# Called with the names of the jobs that an engine started.
+JobsCallback = Callable[[Sequence[str]], None]
 
 
-def start(engine: str, order: Order, started: Started) -> Sequence[str]:
-    """Starts workers, and waits for them if ordered; an interrupt of this process ends them. Returns the
-    problems of jobs. Raises UsageError if the engine cannot start, and StoreError if the store is not writable."""
+def start_workers(engine: str, order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
+    """Starts workers, and returns the problems of their jobs. If the order `waits`, waits for them, and an interrupt
+    of this process ends them. Raises UsageError if the engine cannot start, and StoreError if the store is not
+    writable.
+    """
     check_store(order.store)
-    order.logs.mkdir(parents=True, exist_ok=True)
-    return ENGINES[engine](order, started)
+    order.log_folder.mkdir(parents=True, exist_ok=True)
+    return ENGINES[engine](order, report_jobs)
 
 
-_MINUTES = 24 * 60
-# A benchmark has its node to itself, and Slurm does not restart it: the next worker resumes it.
-_SBATCH: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
-_PAUSE_SECONDS = 1.0
+_TIME_LIMIT_MINUTES = 24 * 60
+# A benchmark needs a whole node. Slurm must not restart a job, because the next worker resumes its run.
+_SBATCH_OPTIONS: Mapping[str, str | bool] = {"exclusive": True, "no-requeue": True}
+_POLL_SECONDS = 1.0
 
 
-def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
-    # 1. Refuse before starting any job: an incomplete crew would be worse than none.
+def _run_in_slurm(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
+    # 1. Check for submitit and Slurm before any job starts, so that not only a part of the workers starts.
     try:
         import submitit
     except ImportError:
@@ -179,69 +209,73 @@ def _run_in_slurm(order: Order, started: Started) -> Sequence[str]:
             "submitit, which starts Slurm jobs, is not installed: pip install 'fp8bench[fleet]'."
         ) from None
     try:
-        executor = submitit.SlurmExecutor(folder=order.logs)
+        executor = submitit.SlurmExecutor(folder=order.log_folder)
     except RuntimeError as error:
         raise UsageError(f"there is no Slurm here ({error}). Start it where sbatch is, or use fleet work.") from None
-    # 2. "no" disables a default, such as exclusive.
-    options = {**_SBATCH, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
+    # 2. The value "no" disables a default option, such as `exclusive`.
+    options = {**_SBATCH_OPTIONS, **{name.replace("_", "-"): value or True for name, value in order.options.items()}}
     parameters = {name: value for name, value in options.items() if value != "no"}
-    executor.update_parameters(time=_MINUTES, additional_parameters=parameters)
+    executor.update_parameters(time=_TIME_LIMIT_MINUTES, additional_parameters=parameters)
     try:
-        jobs = [executor.submit(run_worker, order.words) for _ in range(order.workers or 1)]
+        jobs = [executor.submit(run_worker, order.arguments) for _ in range(order.workers or 1)]
     except submitit.core.utils.FailedJobError as error:
         reason = str(error).strip().rstrip(".")
         raise UsageError(f"Slurm accepted no job: {reason:.500}. --option NAME=VALUE sets its options.") from None
-    # 3. Report the jobs' names before waiting, so that users who interrupt can cancel them by hand.
+    # 3. Report the names of jobs before waiting, so that users can cancel the jobs by hand after an interrupt.
     names = [str(job.job_id) for job in jobs]
-    started(names)
+    report_jobs(names)
     try:
-        while order.stays and _is_queued(names):
-            time.sleep(_PAUSE_SECONDS)
-    # Jobs outlive this process: an interrupt must cancel them, and wait until they are gone.
+        while order.waits and _is_queued(names):
+            time.sleep(_POLL_SECONDS)
+    # Slurm jobs go on after this process ends. So an interrupt must cancel them, and wait until they have ended.
     except BaseException:
         for job in jobs:
             job.cancel()
         while _is_queued(names):
-            time.sleep(_PAUSE_SECONDS)
+            time.sleep(_POLL_SECONDS)
         raise
     return ()
 
 
 def _is_queued(names: Sequence[str]) -> bool:
-    """Asks squeue: submitit would ask the accounting, which not every Slurm has."""
-    words = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(names)]
-    queue = subprocess.run(words, capture_output=True, text=True, check=False)
-    return not queue.returncode and bool(queue.stdout.strip())
+    """Returns whether any of the jobs still waits or runs, as Slurm's command squeue reports. submitit would ask
+    Slurm's accounting, which some clusters do not have.
+    """
+    arguments = ["squeue", "--noheader", "--format=%i", "--jobs", ",".join(names)]
+    squeue_result = subprocess.run(arguments, capture_output=True, text=True, check=False)
+    return not squeue_result.returncode and bool(squeue_result.stdout.strip())
 
 
-# Ray sets it for its tasks. Threads affect measurements, so cells get the submitting process's value.
-_THREADS = "OMP_NUM_THREADS"
-_ADDRESS = "address"
-_PATIENCE_SECONDS = 30.0
+# Ray sets this variable for its tasks, and it affects measurements. So cells get its value in the submitting process.
+_THREADS_VARIABLE = "OMP_NUM_THREADS"
+_ADDRESS_OPTION = "address"
+_CANCEL_SECONDS = 30.0
 _CONNECT_SECONDS = 10.0
 
 
-def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
-    """Sends cells to nodes that offer their kind of device as a resource, one at a time; none is tried twice."""
-    # 1. Reject what can be rejected without a cluster.
+def _run_on_ray(order: WorkerOrder, report_jobs: JobsCallback) -> Sequence[str]:
+    """Sends each cell once to a node that offers the cell's kind of device as a Ray resource, and waits for all of
+    them. Raises UsageError if the order does not wait.
+    """
+    # 1. Reject wrong usage that can be detected without a cluster.
     plan = order.plan
-    if not order.stays:
+    if not order.waits:
         raise UsageError("Ray ends its tasks when this process ends. Add --wait.")
-    if unknown := sorted(set(order.options) - {_ADDRESS}):
-        raise UsageError(f"--on ray takes the option {_ADDRESS} alone, not {', '.join(unknown)}.")
-    waiting = [state.number for state in states_of(plan, order.store) if should_run(state, order.retry)]
+    if unknown_options := sorted(set(order.options) - {_ADDRESS_OPTION}):
+        raise UsageError(f"--on ray takes the option {_ADDRESS_OPTION} alone, not {', '.join(unknown_options)}.")
+    waiting = [state.number for state in compute_cell_states(plan, order.store) if should_run(state, order.retry)]
     if any(not plan.cells[number].kind for number in waiting):
         raise UsageError(f"the plan {plan.id} does not name its devices: write it again with this version.")
-    # 2. Connect, unless nothing is left to do.
+    # 2. Connect to the cluster if any cell is waiting.
     ray: Any = _connect_ray(order, sorted({plan.cells[number].kind for number in waiting})) if waiting else None
-    started([plan.name_of(number) for number in waiting])
-    # 3. Run one cell per device at a time: two would disturb each other.
+    report_jobs([plan.name_of(number) for number in waiting])
+    # 3. Run one cell per device at a time, because two would disturb each other.
     running: dict[Any, int] = {}
     troubles = []
-    most = order.workers or len(waiting)
+    max_running = order.workers or len(waiting)
     try:
         while waiting or running:
-            while waiting and len(running) < most:
+            while waiting and len(running) < max_running:
                 number = waiting.pop(0)
                 running[_start_task(ray, order, number)] = number
             for task in ray.wait(list(running))[0]:
@@ -250,11 +284,11 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
                     ray.get(task)
                 except ray.exceptions.RayError as error:
                     troubles.append(f"cell {number}: {type(error).__name__}: {str(error).strip():.300}")
-    # Unlike Slurm's, tasks end with this process, but first they must store their runs.
+    # Ray's tasks end together with this process, so they must store their runs first.
     except BaseException:
         for task in running:
             ray.cancel(task)
-        ray.wait(list(running), num_returns=len(running), timeout=_PATIENCE_SECONDS)
+        ray.wait(list(running), num_returns=len(running), timeout=_CANCEL_SECONDS)
         raise
     finally:
         if ray is not None:
@@ -262,32 +296,35 @@ def _run_on_ray(order: Order, started: Started) -> Sequence[str]:
     return troubles
 
 
-def _connect_ray(order: Order, kinds: Sequence[str]) -> Any:
-    """Returns the module, connected to a cluster with a node for every kind of device."""
+def _connect_ray(order: WorkerOrder, kinds: Sequence[str]) -> Any:
+    """Connects to a Ray cluster, which must have a node for every kind of device. Returns the module `ray`."""
     try:
         ray: Any = importlib.import_module("ray")
     except ImportError:
         raise UsageError("Ray is not installed: pip install 'fp8bench[ray]'.") from None
-    except (AttributeError, LookupError, OSError, RuntimeError) as error:  # it looks for devices when imported
+    # importing ray searches for devices, which may fail
+    except (AttributeError, LookupError, OSError, RuntimeError) as error:
         raise UsageError(f"Ray is installed, and its import fails ({type(error).__name__}: {error}).") from None
-    address = order.options.get(_ADDRESS) or os.environ.get("RAY_ADDRESS") or "auto"
-    check_answers(address)
+    address = order.options.get(_ADDRESS_OPTION) or os.environ.get("RAY_ADDRESS") or "auto"
+    check_is_reachable(address)
     advice = "A node that has one is started by: ray start --resources='{\"%s\": 1}'"
     try:
         ray.init(address=address, log_to_driver=False, logging_level="error")
     except (ConnectionError, ValueError, RuntimeError) as error:
         reason = str(error).strip()
-        raise UsageError(f"no Ray cluster answers: {reason:.300}. {advice % _resource_of('cpu')}") from None
-    offered = ray.cluster_resources()
-    for resource in map(_resource_of, kinds):
-        if offered.get(resource, 0.0) < 1:
+        raise UsageError(f"no Ray cluster answers: {reason:.300}. {advice % _resource_name('cpu')}") from None
+    resources = ray.cluster_resources()
+    for resource in map(_resource_name, kinds):
+        if resources.get(resource, 0.0) < 1:
             ray.shutdown()
             raise UsageError(f"no node of this Ray cluster offers {resource}. {advice % resource}")
     return ray
 
 
-def check_answers(address: str) -> None:
-    """Fails fast, because Ray tries an unreachable address for minutes; other forms of address are left to Ray."""
+def check_is_reachable(address: str) -> None:
+    """Raises UsageError if nothing answers at HOST:PORT. Ray would notice that only after minutes. Other forms of
+    addresses are not checked here.
+    """
     host, _, port = address.rpartition(":")
     if not host or "/" in host or not port.isdecimal():
         return
@@ -299,38 +336,43 @@ def check_answers(address: str) -> None:
         ) from None
 
 
-def _resource_of(kind: str) -> str:
-    """Returns the resource name for nodes with such a device."""
+def _resource_name(kind: str) -> str:
+    """Returns the name of the Ray resource that nodes with this kind of device offer."""
     return f"fp8bench:{kind}"
 
 
-def _start_task(ray: Any, order: Order, number: int) -> Any:
+def _start_task(ray: Any, order: WorkerOrder, number: int) -> Any:
     cell = order.plan.cells[number]
     task = ray.remote(run_on_node).options(
         name=f"fp8bench {order.plan.name_of(number)}",
         num_cpus=0,
         num_gpus=cell.gpus,
-        resources={_resource_of(cell.kind): 1},
+        resources={_resource_name(cell.kind): 1},
         max_retries=0,
         retry_exceptions=False,
     )
-    log = order.logs / f"ray-{order.plan.id}-{number}.txt"
-    words = [*order.words, "--cell", str(number)]
-    return task.remote(words, str(log), str(Path.cwd()), os.environ.get(_THREADS))
+    log_file = order.log_folder / f"ray-{order.plan.id}-{number}.txt"
+    arguments = [*order.arguments, "--cell", str(number)]
+    return task.remote(arguments, str(log_file), str(Path.cwd()), os.environ.get(_THREADS_VARIABLE))
 
 
-def run_worker(words: list[str]) -> int:
-    """Runs in a process of submitit: returns the exit code of a worker, which ends with this process."""
-    return exit_code(start_child(words))
+def run_worker(arguments: list[str]) -> int:
+    """Runs in a process of submitit: starts a worker that ends with this process, and returns its exit code."""
+    return wait_for_all(start_fp8bench(arguments))
 
 
-def run_on_node(words: list[str], log: str, folder: str, threads: str | None) -> int:
-    """Runs in a process of Ray: returns the exit code of a worker that takes one cell."""
-    environment = {name: value for name, value in os.environ.items() if name != _THREADS}
+def run_on_node(arguments: list[str], log: str, folder: str, threads: str | None) -> int:
+    """Runs in a process of Ray: starts a worker for one cell, and returns its exit code."""
+    environment = {name: value for name, value in os.environ.items() if name != _THREADS_VARIABLE}
     if threads is not None:
-        environment[_THREADS] = threads
+        environment[_THREADS_VARIABLE] = threads
     with open_file(Path(log), "ab", most=None) as output:
-        return exit_code(start_child(words, output, environment, Path(folder) if Path(folder).is_dir() else None))
+        return wait_for_all(
+            start_fp8bench(arguments, output, environment, Path(folder) if Path(folder).is_dir() else None)
+        )
 
 
-ENGINES: Mapping[str, Callable[[Order, Started], Sequence[str]]] = {"ray": _run_on_ray, "slurm": _run_in_slurm}
+ENGINES: Mapping[str, Callable[[WorkerOrder, JobsCallback], Sequence[str]]] = {
+    "ray": _run_on_ray,
+    "slurm": _run_in_slurm,
+}

@@ -1,4 +1,6 @@
-"""The values of a fleet report, what it reads of each run, and how far a machine deviates from others of its kind."""
+"""Values of a fleet report: the facts of each run, and how far each machine deviates from the other machines of its
+kind.
+"""
 
 from __future__ import annotations
 
@@ -10,12 +12,12 @@ from statistics import median
 
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
 
-# Names and values that all machines of a kind share.
+# Names and values of facts that are equal on all machines of a kind.
 Fields = tuple[tuple[str, str], ...]
 
 
 class Oddity(StrEnum):
-    """Why a machine stands out."""
+    """Why a machine is reported as odd."""
 
     SLOW = "slow"
     FAST = "fast"
@@ -27,7 +29,7 @@ class Oddity(StrEnum):
 
 @dataclass(frozen=True)
 class MachineAlarm:
-    """A machine that stands out, and why."""
+    """A machine that is reported as odd, and why."""
 
     machine: str
     what: Oddity
@@ -36,10 +38,11 @@ class MachineAlarm:
 
 @dataclass(frozen=True)
 class Deviation:
-    """How far a machine is from the others of its kind.
+    """How far a machine is from other machines of its kind.
 
-    `ratio` is its time over their median, in its median case. `score` is the distance of that ratio from the kind's
-    median ratio, in median absolute deviations; `odd` marks an outlier.
+    In each case, the machine's time is divided by the median time of its kind. `ratio` is the median of these
+    quotients over the cases. `score` is the distance of `ratio` from the median ratio of the kind, in median absolute
+    deviations. `odd` marks an outlier.
     """
 
     ratio: float
@@ -49,10 +52,8 @@ class Deviation:
 
 @dataclass(frozen=True)
 class MachineKind:
-    """Machines with the same hardware, software and settings.
-
-    `differs` describes how the kind differs from the first one. `deviations`, by machine, are empty if the kind has too
-    few machines.
+    """Machines with the same hardware, software and settings. `differs` lists how they differ from the machines of
+    the first kind. `deviations` are by machine. They are empty if the kind has too few machines.
     """
 
     name: str
@@ -65,7 +66,7 @@ class MachineKind:
 
 @dataclass(frozen=True)
 class Machine:
-    """One machine: its kinds, the numbers of its complete cells and failed cases, and its latest deviation."""
+    """One machine: its kinds, the number of its complete cells (`whole`) and failed cases, and its latest deviation."""
 
     name: str
     kinds: tuple[str, ...]
@@ -93,9 +94,9 @@ class FleetFigure:
 class FleetReport:
     """A comparison of the machines of a fleet.
 
-    `settings` counts the planned settings, and `lacking` are those that no machine measured completely. `excluded` has
-    sentences on runs in no figure; `why_not` has the reasons, by kind, why its times are not compared with the first
-    kind's.
+    `settings` is the number of all settings, and `lacking` are the settings that no machine measured completely.
+    `excluded` explains which runs do not count. `why_not` gives for a kind the reason why its times are not compared
+    with those of the first kind.
     """
 
     machines: tuple[Machine, ...]
@@ -108,18 +109,18 @@ class FleetReport:
     why_not: Mapping[str, str]
 
 
-def find_differences(fields: Fields, reference: Fields) -> Iterator[str]:
-    """Yields the differences, like 'torch 2.12.0, not 2.13.0'."""
+def describe_differences(fields: Fields, reference: Fields) -> Iterator[str]:
+    """Yields a text for each field that differs from the reference, such as 'torch 2.12.0, not 2.13.0'."""
     values, expected = dict(fields), dict(reference)
     for name in values | expected:
         if values.get(name) != expected.get(name):
             yield f"{name} {values.get(name, 'none'):.60}, not {expected.get(name, 'none'):.60}"
 
 
-# Facts that identify a machine's hardware, in addition to the names and memory of its devices.
-_HARDWARE = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
-# Facts that identify its software, in addition to environment variables and the settings of devices.
-_SOFTWARE = (
+# Facts that identify a machine's hardware, besides the names and memory sizes of its devices.
+_HARDWARE_FACTS = ("asv_cpu", "asv_arch", "cpu_count", "cpu_affinity")
+# Facts that identify a machine's software, besides environment variables and settings of devices.
+_SOFTWARE_FACTS = (
     "fp8bench",
     "python",
     "torch",
@@ -134,17 +135,17 @@ _SOFTWARE = (
     "cgroup_cpu_max",
     "imports_sha256",
 )
-_SETTINGS = ("driver", "power_cap", "ecc", "mig", "clock_limit")
-_REQUESTED = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
-_CAPABILITY = "CPU capability usage: "
+_DEVICE_SETTINGS = ("driver", "power_cap", "ecc", "mig", "clock_limit")
+_REQUEST_FIELDS = ("seed", "quick", "brisk", "rounds", "budget", "isolation", "data", "ranks", "sustained")
+_CAPABILITY_PREFIX = "CPU capability usage: "
 
 
 @dataclass(frozen=True)
 class MachineRun:
     """The facts of one run that a fleet report needs.
 
-    `whole` and `cut` are the settings of its complete and incomplete groups. `times` are seconds by case; `failed` are
-    reasons by case.
+    `whole` are the settings of completely measured groups, and `incomplete` those of incompletely measured ones.
+    `times` are seconds by case, and `failed` are reasons by case.
     """
 
     run: str
@@ -152,72 +153,74 @@ class MachineRun:
     hardware: Fields
     software: Fields
     whole: tuple[str, ...]
-    cut: tuple[str, ...]
+    incomplete: tuple[str, ...]
     times: Mapping[str, float]
     failed: Mapping[str, str]
 
 
 def summarize_run(run: Run) -> MachineRun:
-    # A setting is complete if every case of it was measured, with any outcome.
-    measured = {record.case.id for record in run.records}
+    # A setting is complete if each of its cases has a record, with any outcome.
+    measured_cases = {record.case.id for record in run.records}
     complete: list[str] = []
-    cut: list[str] = []
+    incomplete: list[str] = []
     for group in run.plan:
-        is_whole = all(planned.case.id in measured for planned in group.cases)
-        (complete if is_whole else cut).append(group.setting)
-    # Only the median call is kept: memory may not hold the runs of a fleet.
+        is_complete = all(planned.case.id in measured_cases for planned in group.cases)
+        (complete if is_complete else incomplete).append(group.setting)
+    # Store only the median call of each case, because memory may not hold all calls of a fleet.
     times: dict[str, float] = {}
     failed: dict[str, str] = {}
     for record in run.records:
         if record.is_ok and record.timing:
-            times[_name(record)] = _median_call(record.timing)
+            times[_name_case_with_version(record)] = _median_call(record.timing)
         if record.status is Status.FAILED:
-            failed[_name(record)] = record.reason
+            failed[_name_case_with_version(record)] = record.reason
     return MachineRun(
         run=run.id,
         machine=str(run.environment.get("machine") or "unknown"),
-        hardware=tuple(_hardware(run)),
-        software=tuple(_software(run)),
+        hardware=tuple(_hardware_fields(run)),
+        software=tuple(_software_fields(run)),
         whole=tuple(complete),
-        cut=tuple(cut),
+        incomplete=tuple(incomplete),
         times=times,
         failed=failed,
     )
 
 
 def _median_call(timing: Timing) -> float:
-    """Returns seconds. Disturbed calls hardly move the median, and it does not depend on the number of calls."""
+    """Returns the median seconds of all calls. A few disturbed calls hardly change the median, and it does not depend
+    on the number of calls.
+    """
     calls: list[int] = []
     for slot in timing.slots:
         calls += [sum(segments) for segments in slot.calls_ns]
     return median(calls) / 1e9
 
 
-def _name(record: Record) -> str:
+def _name_case_with_version(record: Record) -> str:
     return f"{record.case.id}, {record.support.level}, version {record.case.version}"
 
 
-def _hardware(run: Run) -> Iterator[tuple[str, str]]:
-    for name in _HARDWARE:
+def _hardware_fields(run: Run) -> Iterator[tuple[str, str]]:
+    for name in _HARDWARE_FACTS:
         yield name, _describe_value(run.environment.get(name))
-    config = str(run.environment.get("torch_config") or "")
-    yield "instructions of the processor", config.partition(_CAPABILITY)[2].partition("\n")[0] or "unknown"
+    torch_config = str(run.environment.get("torch_config") or "")
+    yield "instructions of the processor", torch_config.partition(_CAPABILITY_PREFIX)[2].partition("\n")[0] or "unknown"
     for device in _find_devices(run):
-        memory = f", {device.memory_bytes >> 30} GiB" if device.accelerated else ""
-        yield f"device {device.key}", f"{device.name}{memory}"
+        memory_text = f", {device.memory_bytes >> 30} GiB" if device.accelerated else ""
+        yield f"device {device.key}", f"{device.name}{memory_text}"
 
 
-def _software(run: Run) -> Iterator[tuple[str, str]]:
+def _software_fields(run: Run) -> Iterator[tuple[str, str]]:
     facts = run.environment.facts
-    variables = sorted(name for name in facts if name.startswith("env_"))
-    for name in (*_SOFTWARE, *variables):
+    variable_names = sorted(name for name in facts if name.startswith("env_"))
+    for name in (*_SOFTWARE_FACTS, *variable_names):
         yield name, _describe_value(facts.get(name))
     for device in _find_devices(run):
         if device.accelerated:
             yield f"cuda of {device.key}", _describe_value(device.cuda or device.hip)
-            for name in _SETTINGS:
+            for name in _DEVICE_SETTINGS:
                 yield f"{name} of {device.key}", _describe_value(facts.get(f"{device.key} {name}"))
-    for name in _REQUESTED:
+    for name in _REQUEST_FIELDS:
         yield f"asked: {name}", _describe_value(getattr(run.request, name))
 
 
@@ -232,32 +235,35 @@ def _describe_value(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 
-# With fewer machines the outlier cannot be identified.
-LEAST_MACHINES = 6
-# A machine is an outlier beyond this many median absolute deviations from its kind's median. If the times of healthy
-# machines scatter by 1%, none is ever named; by 10%, one is named in 7% of fleets of 7 machines and in 1% of 17.
-LIMIT = 10.0
-# Smaller differences are not reported, even if the other machines agree much better.
-LEAST_CHANGE = 0.05
+# The fewest machines of a kind among which an outlier can be identified.
+MIN_MACHINES = 6
+# A machine is an outlier if it is further than this many median absolute deviations from the median of its kind. If
+# the times of healthy machines scatter by 1%, no healthy machine is reported. If they scatter by 10%, one is reported
+# in 7% of fleets of 7 machines, and in 1% of fleets of 17.
+OUTLIER_DEVIATIONS = 10.0
+# A smaller relative difference is not reported, even if all other machines agree closely.
+MIN_OUTLIER_CHANGE = 0.05
 
 
 def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Deviation]:
-    """Returns the deviations of the machines of one kind, from their seconds by case; none for too few machines.
+    """Returns how far each machine of one kind deviates from the others. `times` has the seconds of each case on each
+    machine. Returns {} for too few machines.
 
-    Cases that few machines have are left out, and machines that have less than half of the remaining cases.
+    Cases that fewer than MIN_MACHINES machines have are left out. Then machines that have less than half of the
+    remaining cases are left out.
     """
-    # 1. Divide each time by the median over the machines that have the case.
-    cases = [seconds for seconds in times.values() if len(seconds) >= LEAST_MACHINES]
+    # 1. Divide each time by the median over all machines that measured the case.
+    cases = [seconds for seconds in times.values() if len(seconds) >= MIN_MACHINES]
     by_machine: dict[str, list[float]] = {}
     for seconds in cases:
         middle = median(seconds.values())
         for machine, value in seconds.items():
             by_machine.setdefault(machine, []).append(value / middle)
-    # 2. Each machine's ratio is that of its median case.
+    # 2. The ratio of a machine is the median over its cases.
     ratios = {machine: median(values) for machine, values in by_machine.items() if 2 * len(values) >= len(cases)}
-    if len(ratios) < LEAST_MACHINES:
+    if len(ratios) < MIN_MACHINES:
         return {}
-    # 3. Measure the distance from the median ratio by the median distance of all.
+    # 3. Express each machine's distance from the median ratio in median absolute deviations.
     middle = median(ratios.values())
     spread = median(abs(ratio - middle) for ratio in ratios.values())
     deviations = {}
@@ -266,5 +272,7 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
         score = 0.0
         if distance:
             score = distance / spread if spread else math.copysign(math.inf, distance)
-        deviations[machine] = Deviation(ratio, score, abs(score) > LIMIT and abs(distance) > LEAST_CHANGE)
+        deviations[machine] = Deviation(
+            ratio, score, abs(score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
+        )
     return deviations

@@ -1,4 +1,4 @@
-"""Shows the machines of a fleet side by side, and the states of its cells."""
+"""Shows the machines of a fleet next to each other, and the states of a plan's cells."""
 
 from __future__ import annotations
 
@@ -7,9 +7,9 @@ from collections.abc import Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.features.fleet.machines import (
-    LEAST_CHANGE,
-    LEAST_MACHINES,
-    LIMIT,
+    MIN_MACHINES,
+    MIN_OUTLIER_CHANGE,
+    OUTLIER_DEVIATIONS,
     FleetFigure,
     FleetReport,
     Machine,
@@ -23,19 +23,19 @@ from fp8bench.report.elements import Element, Field, Items, Page, Part, Table, T
 from fp8bench.report.panels import together
 
 LEGEND = (
-    "kind: machines with the same hardware, software and settings; only these are compared with each other",
-    "time of a case: the median call of each machine; of these the median over the kind, the fastest and the slowest",
+    "kind: machines with the same hardware, software and settings; only such machines are compared with each other",
+    "time of a case: each machine has its median call; shown are their median over the kind, fastest and slowest",
     "time of a machine: its time over the median of its kind, in its median case",
-    f"slow, fast: more than {LIMIT:.0f} median absolute deviations (MADs) from the median of its kind, and more than "
-    + units.percent(LEAST_CHANGE, 0),
-    f"times: outliers are named only in kinds of at least {LEAST_MACHINES} machines",
+    f"slow, fast: more than {OUTLIER_DEVIATIONS:.0f} median absolute deviations (MADs) from the kind's, and > "
+    + units.percent(MIN_OUTLIER_CHANGE, 0),
+    f"times: outliers are named only in kinds of at least {MIN_MACHINES} machines",
 )
 
 
-def _outliers(report: FleetReport) -> Table | Text:
-    # Silence because nothing was compared must not read like silence because all is well.
+def _outliers_table(report: FleetReport) -> Table | Text:
+    # If no times were compared, "No machine stands out" alone would be misleading.
     if not report.alarms and not any(kind.deviations for kind in report.kinds):
-        return Text(f"No machine stands out; times were not compared: no kind has {LEAST_MACHINES} machines with them.")
+        return Text(f"No machine stands out; times were not compared: no kind has {MIN_MACHINES} machines with them.")
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
     cols: list[Col[MachineAlarm]] = [
@@ -46,8 +46,8 @@ def _outliers(report: FleetReport) -> Table | Text:
     return table("named", "", cols, report.alarms)
 
 
-def _machines(report: FleetReport) -> Table:
-    # A machine may have several problems, and has one row.
+def _machines_table(report: FleetReport) -> Table:
+    # Each machine has one row, even if it has several problems.
     problems = _problems_by_machine(report)
     cols: list[Col[Machine]] = [
         Col("machine", lambda machine: machine.name),
@@ -71,31 +71,31 @@ def _machines(report: FleetReport) -> Table:
     return table("machines", "", cols, report.machines)
 
 
-def _kinds(report: FleetReport) -> Table:
+def _kinds_table(report: FleetReport) -> Table:
     cols: list[Col[MachineKind]] = [
         Col("kind", lambda kind: kind.name),
         Col("machines", lambda kind: str(len(kind.machines)), number=True),
-        Col("hardware", _hardware_of),
+        Col("hardware", _hardware_name),
         Col("torch", lambda kind: dict(kind.software).get("torch")),
-        Col("times", lambda kind: "compared" if kind.deviations else f"needs {LEAST_MACHINES} machines"),
+        Col("times", lambda kind: "compared" if kind.deviations else f"needs {MIN_MACHINES} machines"),
         Col("differs from A in", lambda kind: "; ".join(kind.differs), below=True),
     ]
     return table("kinds", "", cols, report.kinds)
 
 
-def _hardware_of(kind: MachineKind) -> str:
-    # Several equal GPUs are named once; without any, the processor stands for the machine.
+def _hardware_name(kind: MachineKind) -> str:
+    # Equal GPUs are named once. A machine without GPUs is named by its processor.
     devices = [value for name, value in kind.hardware if name.startswith("device ")]
     return " + ".join(dict.fromkeys(devices)) or dict(kind.hardware).get("asv_cpu", units.NONE)
 
 
-def _cases(report: FleetReport) -> Table:
+def _cases_table(report: FleetReport) -> Table:
     figures = sorted(report.figures, key=lambda figure: figure.case)
-    # Ratios to the first kind, which has most machines.
-    first = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
+    # Times of other kinds are divided by the times of the first kind, which has the most machines.
+    figures_of_first_kind = {figure.case: figure for figure in figures if figure.kind == report.kinds[0].name}
 
     def compare_with_first(figure: FleetFigure) -> float | None:
-        reference = first.get(figure.case, figure)
+        reference = figures_of_first_kind.get(figure.case, figure)
         is_comparable = reference is not figure and figure.kind not in report.why_not
         return figure.middle / reference.middle if is_comparable else None
 
@@ -112,17 +112,17 @@ def _cases(report: FleetReport) -> Table:
     return table("cases", "", cols, figures, main=True)
 
 
-def _coverage(report: FleetReport) -> Iterator[Element]:
+def _coverage_texts(report: FleetReport) -> Iterator[Element]:
     complete = report.settings - len(report.lacking)
     yield Text(f"{complete} of {report.settings} cells were measured completely by at least one machine.")
     yield Items(tuple(Text(f"measured by no machine: {setting}", Tone.DOUBT) for setting in report.lacking))
-    yield Items(tuple(Text(words, Tone.DOUBT) for words in report.excluded))
+    yield Items(tuple(Text(sentence, Tone.DOUBT) for sentence in report.excluded))
 
 
-_TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}
-_LEGEND = (
-    "begun: a run was cut off; the next worker resumes it if machine and software are the same",
-    "damaged: its files have changed since they were written; a worker measures it again and leaves them unchanged",
+_STATUS_TONES = {CellStatus.DONE: Tone.GOOD, CellStatus.FAILED: Tone.BAD, CellStatus.DAMAGED: Tone.BAD}
+_STATUS_LEGEND = (
+    "begun: a run was interrupted; the next worker resumes it if machine and software are the same",
+    "damaged: files of the cell changed after they were written; a worker measures it again and keeps the files",
     "took: the duration of the last attempt, with the start of its process",
 )
 
@@ -133,7 +133,7 @@ def describe_problems(state: CellState) -> str:
 
 def describe_counts(states: Sequence[CellState]) -> str:
     counts = Counter(state.status for state in states)
-    # In the order of statuses, independent of the order of cells.
+    # Use the order of the enum, so that the text does not depend on the order of cells.
     return ", ".join(f"{counts[status]} {status}" for status in CellStatus if counts[status])
 
 
@@ -141,7 +141,7 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     cols: list[Col[CellState]] = [
         Col("cell", lambda state: str(state.number), number=True),
         Col("setting", lambda state: state.cell.setting),
-        Col("status", lambda state: state.status, tone=lambda state: _TONES.get(state.status, Tone.PLAIN)),
+        Col("status", lambda state: state.status, tone=lambda state: _STATUS_TONES.get(state.status, Tone.PLAIN)),
         Col("run", lambda state: state.run or None),
         Col("machine", lambda state: state.machine or None),
         Col("attempts", lambda state: str(len(state.attempts)), number=True),
@@ -150,7 +150,10 @@ def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     ]
     elements = table("cells", "", cols, states), Text(f"{describe_counts(states)}.")
     return Page(
-        f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells", "", (Part("cells", "", elements),), _LEGEND
+        f"plan {plan.id}: {plan.request.suite} in {len(plan.cells)} cells",
+        "",
+        (Part("cells", "", elements),),
+        _STATUS_LEGEND,
     )
 
 
@@ -162,7 +165,7 @@ def report_rows(report: FleetReport) -> Rows:
     problems = _problems_by_machine(report)
     rows = []
     for figure in report.figures:
-        # Machines sorted by name, independent of the order of runs.
+        # Sort machines by name, so that rows do not depend on the order of runs.
         for machine, seconds in sorted(figure.seconds.items()):
             relative = seconds / figure.middle
             rows.append((figure.kind, machine, figure.case, seconds, relative, problems.get(machine, "")))
@@ -171,17 +174,17 @@ def report_rows(report: FleetReport) -> Rows:
 
 def _problems_by_machine(report: FleetReport) -> dict[str, str]:
     problems = together((alarm.machine, alarm.what.value) for alarm in report.alarms)
-    # The same problem in several kinds is listed once.
-    return {machine: ", ".join(dict.fromkeys(words)) for machine, words in problems.items()}
+    # List a problem only once, even if several kinds have it.
+    return {machine: ", ".join(dict.fromkeys(names)) for machine, names in problems.items()}
 
 
 def report_page(report: FleetReport, name: str) -> Page:
-    # Machines that stand out come first: most readers need nothing else.
+    # Odd machines come first, because most users need nothing else.
     parts = [
-        Part("named", "Machines that stand out", (_outliers(report),)),
-        Part("machines", "Machines", (_machines(report),)),
-        Part("kinds", "Kinds of machines", (_kinds(report),)),
-        Part("cases", "Cases side by side", (_cases(report),)),
-        Part("coverage", "Coverage and exclusions", tuple(_coverage(report))),
+        Part("named", "Machines that stand out", (_outliers_table(report),)),
+        Part("machines", "Machines", (_machines_table(report),)),
+        Part("kinds", "Kinds of machines", (_kinds_table(report),)),
+        Part("cases", "Cases side by side", (_cases_table(report),)),
+        Part("coverage", "Coverage and exclusions", tuple(_coverage_texts(report))),
     ]
     return Page(f"fleet report: {name}", "", tuple(parts), LEGEND)

@@ -1,6 +1,7 @@
-"""`fp8bench gate`: judges a comparison, a duel or the history, and ends with an exit code for a build.
+"""`fp8bench gate`: judges a comparison of stored runs, a duel or the history, and ends with an exit code for a build.
 
-A file of thresholds has suites or patterns of cases; below each are patterns of figures, with thresholds:
+A duel measures two versions of the code in the same rounds. A thresholds file maps suites, or patterns of cases, to
+patterns of figures. Each of these patterns has thresholds:
 
 gemm:
   time: {relative: 3%, smallest: 20 us}
@@ -22,8 +23,8 @@ from fp8bench import units
 from fp8bench.cli import option_types as types
 from fp8bench.cli.commands import suite
 from fp8bench.cli.config_file import read_config, read_mapping
-from fp8bench.cli.options import add_common, request_of
-from fp8bench.cli.outputs import CommandResult, check_files, stdout_look, write_outputs
+from fp8bench.cli.options import add_common, make_request
+from fp8bench.cli.outputs import CommandResult, check_files, stdout_format, write_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.cli.streams import complain, say
 from fp8bench.errors import Fp8benchError, UsageError
@@ -32,7 +33,7 @@ from fp8bench.features.duel.values import NothingInCommon
 from fp8bench.features.gate.thresholds import Rules, ThresholdRule, check_rules
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
-from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model import Request
 from fp8bench.model.codec import encode
 from fp8bench.report.page import markdown
@@ -57,74 +58,86 @@ def add(parser: argparse.ArgumentParser) -> None:
         "does not compare, 130 interrupted. With --comment 1 is also quality blocked, 3 an infrastructure error, 4 a "
         "recipe mismatch."
     )
-    judged = parser.add_argument_group("what is judged")
-    judged.add_argument(
-        "sides", nargs="*", metavar="A B", help="the old and the new side: runs, commits or stores, as in compare"
+    source_group = parser.add_argument_group("what is judged")
+    source_group.add_argument(
+        "sides", nargs="*", metavar="A B", help="the old and the new side: runs, commits or stores, as in `compare`"
     )
-    judged.add_argument("--duel", metavar="DUEL", help="a stored duel instead: an id, a file's stem, a path, or 'last'")
-    judged.add_argument(
-        "--against", metavar="REV", help="duel this tree with that commit instead; --config selects the cases"
+    source_group.add_argument(
+        "--duel", metavar="DUEL", help="judge a stored duel: an id, a file's stem, a path, or 'last'"
     )
-    judged.add_argument(
-        "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as of suite --config"
+    source_group.add_argument(
+        "--against",
+        metavar="REV",
+        help="duel the working tree with commit REV, and judge that; --config selects the cases",
     )
-    judged.add_argument(
-        "--history", action="store_true", help="the steps in the store's history instead, those not acknowledged"
+    source_group.add_argument(
+        "--config", type=types.path, dest="asked", metavar="FILE", help="a file of options, as for `suite --config`"
     )
-    add_common(judged, "--store", help="where they are, as in suite")
-    add_common(judged, "--import", help="module or .py file of your suites, for the history")
-    how = parser.add_argument_group("how")
-    how.add_argument(
+    source_group.add_argument(
+        "--history", action="store_true", help="judge the steps in the store's history that are not acknowledged"
+    )
+    add_common(source_group, "--store", help="the store of runs and duels, as in `suite`")
+    add_common(source_group, "--import", help="module or .py file of your suites, for the history")
+    judging_group = parser.add_argument_group("how")
+    judging_group.add_argument(
         "--thresholds",
         type=types.path,
         metavar="FILE",
-        help="YAML: how much worse is too much, by suite, case and figure; default 5%% of a time, 2%% of memory",
+        help="YAML: the largest tolerated increase by suite, case and figure; default 5%% of a time, 2%% of memory",
     )
-    how.add_argument(
+    judging_group.add_argument(
         "--no-rerun",
         dest="rerun",
         action="store_false",
         help="measure nothing: a suspected regression of 10%% or more fails unconfirmed",
     )
-    where = parser.add_argument_group("where")
-    where.add_argument("--junit", type=types.path, metavar="PATH", help="also write it there as JUnit XML")
-    add_common(where, "--md", help="also write it to PATH as Markdown")
-    where.add_argument(
+    output_group = parser.add_argument_group("where")
+    output_group.add_argument(
+        "--junit", type=types.path, metavar="PATH", help="also write the verdict to PATH as JUnit XML"
+    )
+    add_common(output_group, "--md", help="also write the verdict to PATH as Markdown")
+    output_group.add_argument(
         "--comment",
         type=types.path,
         metavar="PATH",
         help="duel: also write a comment for a pull request to PATH, 25 lines that begin with one of seven outcomes",
     )
-    add_common(where, "--explain")
+    add_common(output_group, "--explain")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    _check(arguments)  # before anything is written
+    _check_options(arguments)
     try:
-        with only_once():
+        with interrupt_only_once():
             result = answer(arguments, TERMINAL)
-    # A pull request gets its comment even if nothing could be measured.
+    # A pull request gets its comment even if the measurement failed.
     except Fp8benchError as error:
         if arguments.comment is not None:
-            from fp8bench.features.gate.view import Review, ReviewStatus, comment
+            from fp8bench.features.gate.view import Review, ReviewStatus, render_comment
 
-            apart = isinstance(error, NothingInCommon)
-            status = ReviewStatus.MISMATCH if apart else ReviewStatus.INFRASTRUCTURE
-            text = comment(Review(status, (str(error),)), None, None, command_line())
+            is_mismatch = isinstance(error, NothingInCommon)
+            status = ReviewStatus.MISMATCH if is_mismatch else ReviewStatus.INFRASTRUCTURE
+            text = render_comment(Review(status, (str(error),)), None, None, command_line())
             arguments.comment.write_text(text, encoding="utf-8", errors="backslashreplace")
         raise
     with write_outputs(result.files):
-        say(render(result.page(), *stdout_look(arguments.explain)))
+        say(render(result.page(), *stdout_format(arguments.explain)))
     return result.code
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.gate.history import compare_history
     from fp8bench.features.gate.stored_runs import compare_sides, duel_revision, judge_source, load_duel
-    from fp8bench.features.gate.view import WORDS, as_junit, comment, page_of, review
+    from fp8bench.features.gate.view import (
+        CODE_AND_TEXT_BY_STATUS,
+        render_comment,
+        render_junit,
+        render_page,
+        review_duel,
+    )
 
-    # 1. Thresholds are read before anything is measured.
-    _check(arguments)
+    # 1. Read the thresholds before anything is measured.
+    _check_options(arguments)
     rules = read_rules(arguments.thresholds) if arguments.thresholds is not None else ()
     # 2. Choose the source of the numbers.
     if arguments.against is not None:
@@ -138,36 +151,39 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     else:
         side_a, side_b = arguments.sides
         source = compare_sides(side_a, side_b, arguments.store, observer)
-    # 3. Judge; suspects are re-measured before anything fails.
+    # 3. Judge the figures. Suspected figures are measured again before the gate fails.
     for note in check_rules(rules, (*source.comparisons, *source.unchanged), str(arguments.thresholds)):
         observer.note(note)
     verdict = judge_source(source, rules, arguments.rerun, observer)
-    # 4. A comment on a pull request addresses authors, and has a separate exit code.
+    # 4. Write the comment on a pull request. It addresses authors, and has a separate exit code.
     code, text = verdict.exit_code, ""
     if arguments.comment is not None and source.duel is not None:
-        reviewed = review(verdict, source.duel)
-        code, text = WORDS[reviewed.status][0], comment(reviewed, verdict, source.duel, command_line())
+        reviewed = review_duel(verdict, source.duel)
+        code, text = (
+            CODE_AND_TEXT_BY_STATUS[reviewed.status][0],
+            render_comment(reviewed, verdict, source.duel, command_line()),
+        )
         observer.note(f"{arguments.comment} says: {reviewed.headline} (exit code {code})")
     files = {
-        "--junit": (arguments.junit, as_junit(verdict)),
-        "--md": (arguments.md, markdown.render(page_of(verdict))),
+        "--junit": (arguments.junit, render_junit(verdict)),
+        "--md": (arguments.md, markdown.render(render_page(verdict))),
         "--comment": (arguments.comment, text),
     }
-    return CommandResult(verdict, partial(page_of, verdict), partial(encode, verdict), code=code, files=files)
+    return CommandResult(verdict, partial(render_page, verdict), partial(encode, verdict), code=code, files=files)
 
 
-def _check(arguments: argparse.Namespace) -> None:
-    sources_given = {
+def _check_options(arguments: argparse.Namespace) -> None:
+    is_source_given = {
         "A B": arguments.sides,
         "--duel": arguments.duel is not None,
         "--history": arguments.history,
         "--against": arguments.against is not None,
     }
-    # Exactly one source: two would need a rule of precedence.
-    sources = " and ".join(name for name, is_given in sources_given.items() if is_given)
-    if sources not in sources_given:
-        words = f"{sources} were" if sources else "nothing was"
-        raise UsageError(f"{words} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
+    # Require exactly one source of numbers. With two sources, it would be unclear which one decides.
+    given_names = " and ".join(name for name, is_given in is_source_given.items() if is_given)
+    if given_names not in is_source_given:
+        subject = f"{given_names} were" if given_names else "nothing was"
+        raise UsageError(f"{subject} given to judge. Give two sides A B, or --duel DUEL, --history, or --against REV.")
     if arguments.sides and len(arguments.sides) != 2:
         count = len(arguments.sides)
         raise UsageError(f"{count} side{'s were' if count != 1 else ' was'} given. Give two: the old and the new one.")
@@ -178,8 +194,8 @@ def _check(arguments: argparse.Namespace) -> None:
     check_files({f"--{name}": getattr(arguments, name) for name in ("comment", "junit", "md")})
 
 
-# Options of a suite that have no effect on a duel.
-_NOT_OF_A_DUEL = {
+# Options of `suite` that change nothing in a duel.
+_OPTIONS_WITHOUT_EFFECT_ON_DUELS = {
     "energy",
     "energy_of",
     "sustained",
@@ -192,87 +208,98 @@ _NOT_OF_A_DUEL = {
 
 
 def _read_request(file: Path) -> tuple[Request, int | None]:
-    # Options of `suite`, so that one file serves both.
+    # The file has the options of `suite`, so that one file serves `suite` and `gate`.
     command = argparse.ArgumentParser()
     suite.add(command)
     values = read_config(file, command)
-    idle = [name for name in values if name in _NOT_OF_A_DUEL and values[name] != command.get_default(name)]
+    ignored_options = [
+        name
+        for name in values
+        if name in _OPTIONS_WITHOUT_EFFECT_ON_DUELS and values[name] != command.get_default(name)
+    ]
     command.set_defaults(**values)
     arguments = command.parse_args([])
     if arguments.suite is None:
         raise UsageError(f"{file} names no suite. Add the line `suite: NAME`.")
-    request = request_of(arguments)
+    request = make_request(arguments)
     import_user_modules(request.imports)
-    # Name ignored options: nobody should wait for an energy that a duel does not measure.
-    for name in idle:
+    # Name the options without effect, so that nobody expects a figure that a duel does not measure.
+    for name in ignored_options:
         complain(f"{file}: {name} has no effect on a duel")
     return request, arguments.sessions.runs if "sessions" in values else None
 
 
-_FORM = "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"
-_NUMBER = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
-_UNITS = units.typed_units()
-_LARGEST = 100.0
+_THRESHOLDS_SYNTAX = (
+    "thresholds, in lines like `PATTERN: {FIGURE: {relative: 5%, smallest: 10 us}}`, or `FIGURE: ignore`"
+)
+_NUMBER_WITH_UNIT = re.compile(r"((?:[0-9]+\.?[0-9]*|\.[0-9]+)(?:[eE][+-]?[0-9]+)?)\s*([^\s0-9.]\S*)?")
+_UNIT_FACTORS = units.typed_units()
+_MAX_RELATIVE = 100.0
 
 
 def read_rules(file: Path) -> Rules:
-    """Returns the rules in the file's order."""
+    """Returns the rules of a thresholds file, in the order of the file. To a figure, the first rule that matches it
+    applies.
+    """
     rules: list[ThresholdRule] = []
-    # The order of the file is that of precedence.
-    for case, figures in read_mapping("--thresholds", file, _FORM).items():
+    for case, figures in read_mapping("--thresholds", file, _THRESHOLDS_SYNTAX).items():
         if not case:
             raise UsageError(f"{file}: an empty pattern fits nothing. Give a suite, or '*' for all cases.")
-        for metric, bounds in _mapping(file, case, figures).items():
-            rules.append(_rule(file, case, metric, bounds))
+        for metric, bounds in _require_mapping(file, case, figures).items():
+            rules.append(_parse_rule(file, case, metric, bounds))
     return tuple(rules)
 
 
-def _mapping(file: Path, name: str, value: Any) -> dict[str, Any]:
+def _require_mapping(file: Path, name: str, value: Any) -> dict[str, Any]:
     if isinstance(value, dict) and value:
         return value
-    raise UsageError(f"{file}: {name}: expected {_FORM}, got {value!r:.80}.")
+    raise UsageError(f"{file}: {name}: expected {_THRESHOLDS_SYNTAX}, got {value!r:.80}.")
 
 
-def _rule(file: Path, case: str, metric: str, value_given: Any) -> ThresholdRule:
-    where = f"{file}: {case}: {metric}"
+def _parse_rule(file: Path, case: str, metric: str, rule_value: Any) -> ThresholdRule:
+    location = f"{file}: {case}: {metric}"
     if not metric:
-        raise UsageError(f"{where}: an empty pattern fits nothing. Name a figure, or '*' for all.")
-    if value_given == "ignore":
+        raise UsageError(f"{location}: an empty pattern fits nothing. Name a figure, or '*' for all.")
+    if rule_value == "ignore":
         return ThresholdRule(case, metric, ignored=True, place=str(file))
     relative: float | None = None
     smallest: float | None = None
     unit = ""
-    for name, value in _mapping(file, f"{case}: {metric}", value_given).items():
+    for name, value in _require_mapping(file, f"{case}: {metric}", rule_value).items():
         if name == "relative":
-            relative = _share(where, value)
+            relative = _parse_relative(location, value)
         elif name == "smallest":
-            smallest, unit = _amount(where, value)
+            smallest, unit = _parse_smallest(location, value)
         else:
-            raise UsageError(f"{where}: unknown key {name!r}. Known: relative, smallest.")
+            raise UsageError(f"{location}: unknown key {name!r}. Known: relative, smallest.")
     return ThresholdRule(case, metric, relative, smallest, unit, place=str(file))
 
 
-def _share(where: str, value: Any) -> float:
-    """Parses '5%' or '0.05'; a bare 5 is most likely meant as percent, and is rejected."""
-    number, unit = _parse_number(where, value, "a share, like 5% or 0.05")
-    share = number / 100 if unit == "%" else number
-    if unit not in ("", "%") or not 0 <= share <= _LARGEST or (not unit and share >= 1):
+def _parse_relative(location: str, value: Any) -> float:
+    """Parses a relative threshold like '5%' or '0.05'. Rejects a bare 5: it would be 500%, but most likely 5% is
+    meant.
+    """
+    number, unit = _parse_number(location, value, "a share, like 5% or 0.05")
+    relative = number / 100 if unit == "%" else number
+    if unit not in ("", "%") or not 0 <= relative <= _MAX_RELATIVE or (not unit and relative >= 1):
         percent = f" {number:g} without a sign would be {100 * number:g}%; write {number:g}%." if not unit else ""
-        raise UsageError(f"{where}: relative: expected a share from 0, like 5% or 0.05, got {value!r}.{percent}")
-    return share
+        raise UsageError(
+            f"{location}: relative: expected a non-negative share, like 5% or 0.05, got {value!r}.{percent}"
+        )
+    return relative
 
 
-def _amount(where: str, value: Any) -> tuple[float, str]:
-    number, unit = _parse_number(where, value, "a number, with a unit or in the figure's own")
-    if unit not in _UNITS:
-        units_listed = ", ".join(name for name in _UNITS if name)
-        raise UsageError(f"{where}: smallest: unknown unit {unit!r:.40}. Known: {units_listed}, or none.")
-    factor, base = _UNITS[unit]
+def _parse_smallest(location: str, value: Any) -> tuple[float, str]:
+    number, unit = _parse_number(location, value, "a number, with a unit or in the unit of the figure")
+    if unit not in _UNIT_FACTORS:
+        known_units = ", ".join(name for name in _UNIT_FACTORS if name)
+        raise UsageError(f"{location}: smallest: unknown unit {unit!r:.40}. Known: {known_units}, or none.")
+    factor, base = _UNIT_FACTORS[unit]
     return number * factor, base
 
 
-def _parse_number(where: str, value: Any, expected: str) -> tuple[float, str]:
-    number = _NUMBER.fullmatch(value.strip()) if isinstance(value, str) else None
-    if number is None or not math.isfinite(float(number[1])):
-        raise UsageError(f"{where}: expected {expected}, got {value!r:.80}.")
-    return float(number[1]), number[2] or ""
+def _parse_number(location: str, value: Any, expected: str) -> tuple[float, str]:
+    match = _NUMBER_WITH_UNIT.fullmatch(value.strip()) if isinstance(value, str) else None
+    if match is None or not math.isfinite(float(match[1])):
+        raise UsageError(f"{location}: expected {expected}, got {value!r:.80}.")
+    return float(match[1]), match[2] or ""

@@ -1,7 +1,9 @@
-"""Judges the unacknowledged steps in a store's history, on the newest run's machine.
+"""Judges the steps (changes of level) in a store's history that nobody has acknowledged, on the machine of the newest
+run.
 
-Suspects are duelled with the last commit that had the old level, if the repository has it; otherwise they are
-re-measured, and must be nearer to the new level than to the old one.
+A step is suspected until a second look confirms it. If the repository has the last commit before the step, the
+current code is measured in a duel with that commit. Otherwise the suspected case is measured again. The step is
+confirmed if the new value is nearer to the new level than to the old one.
 """
 
 from __future__ import annotations
@@ -11,267 +13,303 @@ import statistics
 from collections.abc import Iterator, Sequence
 from dataclasses import replace
 from itertools import chain, groupby, islice
+from operator import attrgetter
 from pathlib import Path
 
 from fp8bench.analysis.metric import unit_of_series
-from fp8bench.analysis.steps.change_points import newest_levels
-from fp8bench.analysis.steps.changes import Change, ChangeState, Found, case_of
+from fp8bench.analysis.steps.change_points import find_newest_levels
+from fp8bench.analysis.steps.changes import Change, ChangeState, Found, format_case
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, StoreError
-from fp8bench.features.gate.judging import Key, SecondLook, join_looks, key_of
-from fp8bench.features.gate.power import Newest
+from fp8bench.features.gate.judging import FigureKey, SecondLook, case_and_metric, join_looks
+from fp8bench.features.gate.power import SeriesState
 from fp8bench.features.gate.stored_runs import (
     GateSource,
-    Pool,
-    duel_with,
-    failed_case,
+    SessionPool,
+    duel_with_commit,
+    find_unmeasured_cases,
+    make_failed_comparison,
     remeasure_cases,
-    unmeasured_cases,
 )
-from fp8bench.jobs.history import all_changes, existing_store, read_history
+from fp8bench.jobs.history import check_store_exists, find_all_changes, read_history
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.model import Cell, Comparison, Direction, Evidence, Interval, Record, Run, Status, Trend
 from fp8bench.model.specs import COUNTS, PER, RELATIVE
-from fp8bench.pipeline import AGAIN
+from fp8bench.pipeline import REMEASURED_ORIGIN
 from fp8bench.report.panels import together
-from fp8bench.store.asv.identity import from_facts
+from fp8bench.store.asv.identity import parse_identity
 from fp8bench.store.commit_runs import find_commit
 from fp8bench.store.figures.lines import History, Line
-from fp8bench.store.points import cell_of, points_of_run
+from fp8bench.store.points import extract_points, find_cell
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
-# At most this many run files are searched for those of the newest commit and the one before it.
-_MOST_LOOKED_AT = 200
-_DERIVED = frozenset(name for name, _ in PER.values())
+# The most run files that are read to find the runs of the newest commit and of the commit before it.
+_MAX_RUN_FILES = 200
+_DERIVED_METRICS = frozenset(name for name, _ in PER.values())
 
 
 def compare_history(path: Path, observer: JobObserver) -> GateSource:
-    # 1. Without a run of the current commit there is nothing to judge: silence would look like a pass.
-    store = existing_store(path, observer)
-    newest = next(_runs(store), None)
+    # 1. Without a run of the current commit there is nothing to judge. Silence would look like success.
+    store = check_store_exists(path, observer)
+    newest = next(_load_newest_runs(store), None)
     title = f"the history in {path}"
     if newest is None:
         return GateSource(title, problem=f"the store {store} has no runs yet.", code=EXIT_FAILED)
     title = f"{title}, up to run {newest.id}"
     if all(record.status is Status.SKIPPED for record in newest.records):
-        return GateSource(title, problem=f"no case of run {newest.id} came to a number.", code=EXIT_FAILED)
+        return GateSource(title, problem=f"no case of run {newest.id} was measured.", code=EXIT_FAILED)
     head, commit = find_commit("HEAD", Path()), newest.environment.get("commit")
     if head is not None and isinstance(commit, str) and commit != head and find_commit(commit, Path()) is not None:
         return GateSource(
             title,
-            problem=f"the newest run is of commit {commit[:8]}, and nothing was measured since of {head[:8]}, which is "
-            "here.",
+            problem=f"the newest run is of commit {commit[:8]}. Measure the current commit, {head[:8]}, first.",
             code=EXIT_FAILED,
         )
-    # 2. Find steps of series, and failures that are new tonight.
+    # 2. Find steps in series, and cases that fail now but did not fail at the commit before.
     history = read_history(store, observer)
-    series = tuple(_newest_of_series(history, newest))
-    steps = all_changes(history, store, observer)
-    tonight, night_before = _latest_nights(newest, store)
-    failures = (*_failures(tonight, night_before), *unmeasured_cases(tonight, Evidence.HISTORY))
-    if not steps.looked_at and not failures and not any(change.alarms for change in steps.changes):
-        reason = "; ".join(f"{count} series: {words}" for words, count in steps.left.items()) or "there is no series"
-        return GateSource(
-            title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series
+    series_states = tuple(_current_series_states(history, newest))
+    found_steps = find_all_changes(history, store, observer)
+    current_runs, previous_runs = _load_two_newest_commits(newest, store)
+    failures = (
+        *_find_new_failures(current_runs, previous_runs),
+        *find_unmeasured_cases(current_runs, Evidence.HISTORY),
+    )
+    if not found_steps.looked_at and not failures and not any(change.alarms for change in found_steps.changes):
+        reason = (
+            "; ".join(f"{count} series: {words}" for words, count in found_steps.left.items())
+            or "the history has no series"
         )
-    # 3. Each step is a suspect until it was confirmed.
-    changes = _judgeable(steps, newest, history)
-    pool: Pool = {}
+        return GateSource(
+            title, problem=f"there is nothing to compare with: {reason}.", code=EXIT_BASELINE, newest=series_states
+        )
+    # 3. Measure each suspected step a second time, to confirm it.
+    changes = _select_judged_changes(found_steps, newest, history)
+    pool: SessionPool = {}
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
-        return _look_again([changes[key_of(suspect)] for suspect in suspects], tonight, store, observer, pool)
+        return _remeasure_suspects(
+            [changes[case_and_metric(suspect)] for suspect in suspects], current_runs, store, observer, pool
+        )
 
     comparisons = (*failures, *(change.comparison for change in changes.values()))
-    # 4. Mention acknowledged steps and series too short to search, without failing.
-    acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in steps.changes)
+    # 4. Mention acknowledged steps, and series that are too short to search for steps. The gate does not fail for
+    # them.
+    acknowledged = sum(change.is_worse and change.state is ChangeState.ACKNOWLEDGED for change in found_steps.changes)
     notes = [f"{acknowledged} acknowledged: `fp8bench history regressions --all` lists them"] if acknowledged else []
-    notes += [f"{count} series not looked at: {reason}" for reason, count in steps.left.items()]
-    every = tuple(_as_comparison(line.trend) for line in history.lines)
+    notes += [f"{count} series not looked at: {reason}" for reason, count in found_steps.left.items()]
+    all_figures = tuple(_make_blank_comparison(line.trend) for line in history.lines)
     budget = newest.request.budget
-    return GateSource(title, comparisons, confirm, tuple(notes), newest=series, unchanged=every, budget=budget)
+    return GateSource(
+        title, comparisons, confirm, tuple(notes), newest=series_states, unchanged=all_figures, budget=budget
+    )
 
 
-def _runs(store: Path) -> Iterator[Run]:
-    for path in islice(run_files(store), _MOST_LOOKED_AT):
+def _load_newest_runs(store: Path) -> Iterator[Run]:
+    for path in islice(run_files(store), _MAX_RUN_FILES):
         try:
             run = load_run(path)
         except StoreError:
             continue
-        if run.origin != AGAIN:
+        if run.origin != REMEASURED_ORIGIN:
             yield run
 
 
-def _latest_nights(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
-    """Returns the newest run with others of its commit, and those of the commit before, newest first: suites may have
-    separate runs."""
-    place = from_facts(newest.environment.facts)
+def _load_two_newest_commits(newest: Run, store: Path) -> tuple[list[Run], list[Run]]:
+    """Returns all runs of two commits, newest first: the commit of the newest run, and the commit before it. Each
+    suite of a commit may have a separate run.
+    """
+    newest_identity = parse_identity(newest.environment.facts)
 
-    def is_here(run: Run) -> bool:
-        candidate = from_facts(run.environment.facts)
-        return place is None or (candidate is not None and candidate.home.is_same(place.home))
+    def is_same_machine(run: Run) -> bool:
+        run_identity = parse_identity(run.environment.facts)
+        return newest_identity is None or (run_identity is not None and run_identity.home.is_same(newest_identity.home))
 
-    by_commit = groupby(filter(is_here, _runs(store)), lambda run: run.environment.get("commit"))
+    by_commit = groupby(filter(is_same_machine, _load_newest_runs(store)), lambda run: run.environment.get("commit"))
     (_, *same_commit), *earlier = (list(runs) for _, runs in islice(by_commit, 2))
-    clean = all(run.environment.get("dirty") is False for run in (newest, *same_commit))
-    return [newest, *(same_commit if clean else ())], earlier[0] if earlier else []
+    are_clean = all(run.environment.get("dirty") is False for run in (newest, *same_commit))
+    return [newest, *(same_commit if are_clean else ())], earlier[0] if earlier else []
 
 
-def _failures(tonight: Sequence[Run], night_before: Sequence[Run]) -> Iterator[Comparison]:
-    previous = _records_of(night_before)
-    for case, record in _records_of(tonight).items():
-        if record.status is Status.FAILED and not (case in previous and previous[case].status is Status.FAILED):
-            yield failed_case(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
+def _find_new_failures(current_runs: Sequence[Run], previous_runs: Sequence[Run]) -> Iterator[Comparison]:
+    previous_records = _records_by_case(previous_runs)
+    for case, record in _records_by_case(current_runs).items():
+        if record.status is Status.FAILED and not (
+            case in previous_records and previous_records[case].status is Status.FAILED
+        ):
+            yield make_failed_comparison(case, record.case.workload, Evidence.HISTORY, f"failed: {record.reason}")
 
 
-def _records_of(night: Sequence[Run]) -> dict[str, Record]:
-    """Returns the records of a night by case; the newest of several runs takes precedence."""
+def _records_by_case(runs: Sequence[Run]) -> dict[str, Record]:
+    """Returns the newest record of each case from the runs of one commit."""
     records: dict[str, Record] = {}
-    for run in reversed(night):
+    for run in reversed(runs):
         records |= {record.case.id: record for record in run.records}
     return records
 
 
-def _judgeable(steps: Found, newest: Run, history: History) -> dict[Key, Change]:
-    """Returns the open changes on the newest run's machine; if a series has two, the one that is worse, or else the
-    larger. A time is left out if its ratio to the reference has a series, because it also shows how fast the machine
-    was; a time per FLOP is covered by the time."""
-    place = from_facts(newest.environment.facts)
+def _select_judged_changes(found_steps: Found, newest: Run, history: History) -> dict[FigureKey, Change]:
+    """Returns the open changes on the newest run's machine, one for each series. If a series has two changes, the
+    worsening is chosen, or else the larger change.
+
+    A time is left out if the series of its ratio to the reference exists, because a time also depends on how fast the
+    machine was. A time per FLOP is left out because the time itself is judged.
+    """
+    identity = parse_identity(newest.environment.facts)
     open_changes = [
         change
-        for change in steps.changes
+        for change in found_steps.changes
         if change.state is ChangeState.OPEN
-        and change.trend.series.metric not in _DERIVED
-        and (place is None or history.is_of(change.trend, place))
+        and change.trend.series.metric not in _DERIVED_METRICS
+        and (identity is None or history.is_trend_of(change.trend, identity))
     ]
-    relative = _with_relative(history)
-    judged = (change for change in open_changes if not _has_relative(change.trend, relative))
-    return {key_of(change.comparison): change for change in sorted(judged, key=_weight)}
+    series_with_ratio = _find_series_with_ratio(history)
+    judged = (change for change in open_changes if not _is_judged_by_ratio(change.trend, series_with_ratio))
+    return {case_and_metric(change.comparison): change for change in sorted(judged, key=attrgetter("is_worse", "size"))}
 
 
-def _weight(change: Change) -> tuple[bool, float]:
-    return change.is_worse, change.size
+def _current_series_states(history: History, newest: Run) -> Iterator[SeriesState]:
+    comparable_parts = ((line.trend, line.comparable) for line in _select_newest_series(history, newest))
+    latest_parts = [
+        (trend, max(parts, key=lambda part: part.places[-1]).values) for trend, parts in comparable_parts if parts
+    ]
+    finite_parts = [(trend, values[abs(values) < math.inf]) for trend, values in latest_parts]
+    positive_parts = [(trend, values) for trend, values in finite_parts if len(values) and values.min() > 0]
+    series_with_ratio = _find_series_with_ratio(history)
+    judged_parts = [pair for pair in positive_parts if not _is_judged_by_ratio(pair[0], series_with_ratio)]
+    for (trend, values), level in zip(
+        judged_parts, find_newest_levels([values for _, values in judged_parts]), strict=True
+    ):
+        level_value = float(values[-level.length :].mean() if level is not None else values.mean())
+        yield SeriesState(replace(_make_blank_comparison(trend), before=level_value, after=level_value), level)
 
 
-def _newest_of_series(history: History, newest: Run) -> Iterator[Newest]:
-    compared = ((line.trend, line.comparable) for line in _lines_of(history, newest))
-    latest = [(trend, max(every, key=lambda part: part.places[-1]).values) for trend, every in compared if every]
-    finite = [(trend, values[abs(values) < math.inf]) for trend, values in latest]
-    positive = [(trend, values) for trend, values in finite if len(values) and values.min() > 0]
-    relative = _with_relative(history)
-    judged = [pair for pair in positive if not _has_relative(pair[0], relative)]
-    for (trend, values), level in zip(judged, newest_levels([values for _, values in judged]), strict=True):
-        value = float(values[-level.length :].mean() if level is not None else values.mean())
-        yield Newest(replace(_as_comparison(trend), before=value, after=value), level)
-
-
-def _as_comparison(trend: Trend) -> Comparison:
+def _make_blank_comparison(trend: Trend) -> Comparison:
     series = trend.series
     unit = unit_of_series(series)
-    return Comparison(case_of(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
+    return Comparison(format_case(trend), series.workload, series.metric, unit, Direction.SAME, Evidence.HISTORY)
 
 
-def _lines_of(history: History, newest: Run) -> list[Line]:
-    """Returns the series of the newest run's machine that the run has continued; all of them, if it is not in any
-    history. Counts are left out: any change of them is detected."""
-    place, commit = from_facts(newest.environment.facts), newest.environment.get("commit")
-    mine: dict[tuple[object, str], bool] = {}
+def _select_newest_series(history: History, newest: Run) -> list[Line]:
+    """Returns the series to which the newest run added a value on its machine. If the run is not in the history,
+    returns all series of the machine. Counts are left out, because any change of a count is detected.
+    """
+    identity, commit = parse_identity(newest.environment.facts), newest.environment.get("commit")
+    is_same_machine: dict[tuple[object, str], bool] = {}
     lines = []
     for line in history.lines:
-        where = (line.trend.machine.get("machine"), line.trend.python)
-        if where not in mine:
-            mine[where] = place is None or history.is_of(line.trend, place)
-        if mine[where] and line.trend.series.metric not in _DERIVED and line.trend.series.metric not in COUNTS:
+        machine = (line.trend.machine.get("machine"), line.trend.python)
+        if machine not in is_same_machine:
+            is_same_machine[machine] = identity is None or history.is_trend_of(line.trend, identity)
+        if (
+            is_same_machine[machine]
+            and line.trend.series.metric not in _DERIVED_METRICS
+            and line.trend.series.metric not in COUNTS
+        ):
             lines.append(line)
     return [line for line in lines if line.ending.last.commit == commit] or lines
 
 
-def _has_relative(trend: Trend, relative: set[tuple[object, ...]]) -> bool:
-    return trend.series.unit == "seconds" and _place(trend) in relative
+def _is_judged_by_ratio(trend: Trend, series_with_ratio: set[tuple[object, ...]]) -> bool:
+    return trend.series.unit == "seconds" and _make_case_key(trend) in series_with_ratio
 
 
-def _place(trend: Trend) -> tuple[object, ...]:
+def _make_case_key(trend: Trend) -> tuple[object, ...]:
     return trend.series.workload, trend.cell, trend.machine.get("machine"), trend.python
 
 
-def _with_relative(history: History) -> set[tuple[object, ...]]:
-    """Returns the places that have a series of times relative to the reference's."""
+def _find_series_with_ratio(history: History) -> set[tuple[object, ...]]:
+    """Returns the keys of those cases for which the history has a series of the time relative to the reference."""
     lines = [line for line in history.lines if line.trend.series.metric == RELATIVE]
-    return {_place(line.trend) for line in lines if line.comparable}
+    return {_make_case_key(line.trend) for line in lines if line.comparable}
 
 
-def _look_again(
-    suspects: Sequence[Change], tonight: Sequence[Run], store: Path, observer: JobObserver, pool: Pool
+def _remeasure_suspects(
+    suspects: Sequence[Change], current_runs: Sequence[Run], store: Path, observer: JobObserver, pool: SessionPool
 ) -> SecondLook:
-    """Re-measures each suspect with the request of the newest run that has its case."""
+    """Measures each suspected change again. The request is that of the newest run that contains the case."""
     looks: list[SecondLook] = []
-    remaining = list(suspects)
-    for run in tonight:
-        cases = {(record.case.workload, cell_of(record.case, run)): record.case.id for record in reversed(run.records)}
-        matching = [(suspect, cases[_cell(suspect)]) for suspect in remaining if _cell(suspect) in cases]
-        remaining = [suspect for suspect in remaining if _cell(suspect) not in cases]
-        looks += _looks_of(matching, run, store, observer, pool)
-    if remaining:
-        looks.append(SecondLook({}, refused=f"run {tonight[0].id} does not have the case"))
+    remaining_suspects = list(suspects)
+    for run in current_runs:
+        cases = {
+            (record.case.workload, find_cell(record.case, run)): record.case.id for record in reversed(run.records)
+        }
+        matching = [
+            (suspect, cases[_get_workload_and_cell(suspect)])
+            for suspect in remaining_suspects
+            if _get_workload_and_cell(suspect) in cases
+        ]
+        remaining_suspects = [suspect for suspect in remaining_suspects if _get_workload_and_cell(suspect) not in cases]
+        looks += _duel_or_remeasure(matching, run, store, observer, pool)
+    if remaining_suspects:
+        looks.append(SecondLook({}, refused=f"run {current_runs[0].id} does not have the case"))
     return join_looks(looks)
 
 
-def _cell(suspect: Change) -> tuple[str, Cell | None]:
+def _get_workload_and_cell(suspect: Change) -> tuple[str, Cell | None]:
     return suspect.trend.series.workload, suspect.trend.cell
 
 
-def _looks_of(
-    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: Pool
+def _duel_or_remeasure(
+    suspects: Sequence[tuple[Change, str]], run: Run, store: Path, observer: JobObserver, pool: SessionPool
 ) -> Iterator[SecondLook]:
-    """Duels each suspect, by its case in the run, with the commit before its step; re-measures it if that fails."""
-    # 1. One duel for all suspects of a commit, because building takes most of the time.
-    alone: list[tuple[Change, str]] = []
+    """Measures each suspected change in a duel with the last commit before the change. If no duel is possible,
+    measures the case again. `suspects` are pairs of a change and the id of its case in the run.
+    """
+    # 1. Run one duel for all suspects with the same commit, because building a commit takes most of the time.
+    not_duelled: list[tuple[Change, str]] = []
     by_commit = together((change.comparison.since, (change, case)) for change, case in suspects)
-    for since, some in by_commit.items():
-        named = [replace(change.comparison, case=case) for change, case in some]
-        look = duel_with(since, run.request, store, named, observer, pool)
-        if look is None or look.refused:
-            alone += some
+    for since, group in by_commit.items():
+        renamed_suspects = [replace(change.comparison, case=case) for change, case in group]
+        second_look = duel_with_commit(since, run.request, store, renamed_suspects, observer, pool)
+        if second_look is None or second_look.refused:
+            not_duelled += group
             continue
         figures = {
-            key_of(change.comparison): look.comparisons.get((case, change.comparison.metric)) for change, case in some
+            case_and_metric(change.comparison): second_look.comparisons.get((case, change.comparison.metric))
+            for change, case in group
         }
-        named_again = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
-        yield replace(look, comparisons=named_again)
-    # 2. Commits that cannot be built any more are re-measured here, against their history.
-    if not alone:
+        comparisons_by_key = {key: replace(figure, case=key[0]) for key, figure in figures.items() if figure}
+        yield replace(second_look, comparisons=comparisons_by_key)
+    # 2. If a commit cannot be built any more, measure its suspects again here, and compare the values with their
+    # history.
+    if not not_duelled:
         return
-    rerun, refused = remeasure_cases(run, {case for _, case in alone}, store, observer)
+    rerun, refused = remeasure_cases(run, {case for _, case in not_duelled}, store, observer)
     if rerun is None:
         yield SecondLook({}, refused=refused)
         return
-    values = {key_of(change.comparison): _new_value(change, rerun) for change, _ in alone}
+    values = {case_and_metric(change.comparison): _compare_with_step(change, rerun) for change, _ in not_duelled}
     yield SecondLook({key: value for key, value in values.items() if value}, f"measured again in run {rerun.id}")
 
 
-def _new_value(change: Change, run: Run) -> Comparison | None:
+def _compare_with_step(change: Change, run: Run) -> Comparison | None:
     trend, step = change.trend, change.comparison
-    # 1. The new run's points of the same series, if it has any.
-    place = trend.series.name, trend.cell, change.version
-    points = [point for point in points_of_run(run).points if (point.series, point.cell, point.version) == place]
+    # 1. Collect the new run's values of the same series.
+    series_version = trend.series.name, trend.cell, change.version
+    points = [
+        point for point in extract_points(run).points if (point.series, point.cell, point.version) == series_version
+    ]
     values = list(chain.from_iterable(point.samples for point in points))
     if points and points[0].status is Status.FAILED:
         return replace(step, direction=Direction.NONE, failed=True, why=points[0].reason)
     if not values or step.before is None or step.after is None:
         return None
-    value = statistics.median(values)
-    # 2. If a ratio is meaningless, NaN or infinity again is as bad as before.
-    if not (math.isfinite(step.after) and math.isfinite(value)):
-        direction = Direction.SAME if math.isfinite(value) else Direction.WORSE
-        return replace(step, direction=direction, after=value)
+    new_value = statistics.median(values)
+    # 2. NaN and infinity have no ratio to other values. If the new value is also NaN or infinite, the step is
+    # confirmed.
+    if not (math.isfinite(step.after) and math.isfinite(new_value)):
+        direction = Direction.SAME if math.isfinite(new_value) else Direction.WORSE
+        return replace(step, direction=direction, after=new_value)
     if not step.before or not step.after:
         return None
-    # 3. Check whether it is nearer to the value after the step, in logarithms, which suit a ratio.
-    nearer = value > math.sqrt(step.before * step.after)
-    ratio = value / step.before
+    # 3. Check whether the value is nearer to the level after the step. Compare logarithms, because levels differ by a
+    # ratio.
+    is_nearer_to_new_level = new_value > math.sqrt(step.before * step.after)
+    measured_ratio = new_value / step.before
     return replace(
         step,
-        direction=Direction.WORSE if nearer else Direction.SAME,
-        after=value,
-        ratio=Interval(ratio, ratio, ratio, 0.0),
+        direction=Direction.WORSE if is_nearer_to_new_level else Direction.SAME,
+        after=new_value,
+        ratio=Interval(measured_ratio, measured_ratio, measured_ratio, 0.0),
         p_value=None,
     )

@@ -1,14 +1,15 @@
-"""From comparisons to a verdict: suspects, their confirmation by a second look, failures of a build, and slow-downs
-that would go undetected.
+"""Judges each figure of a comparison: suspected, confirmed by a second look, failed, or impossible to decide.
 
-A figure is suspected if it is worse by more than its threshold, in ratio and in difference, and by more than chance
-explains among that many figures. It fails only if a second measurement in a fresh process confirms it. Stored runs of
-different times do not fail below 10% even then, unless the spread between runs is known: clocks, neighbours and drivers
-change in between. Between two single runs the noise is unknown, but most cases did not change, and how far these moved
-shows how far any may move.
+A figure is suspected if it is worse by more than its threshold, both as a ratio and as a difference. It must also be
+worse by more than chance explains among all judged figures. The gate fails for a suspected figure only if a second
+measurement in a fresh process (the second look) confirms it.
 
-A time whose threshold slow-down would go undetected does not pass: the gate ends with 4. Other
-figures that noise leaves open are only listed, or no build would ever pass.
+Between stored runs, a confirmed slow-down below 10% is still no failure, because clocks, neighbours and drivers
+change from run to run. There is one exception: if enough cases were compared, they show how far an unchanged case may
+move.
+
+The gate does not pass if it would not notice a slow-down of a time by its threshold: then it ends with exit code 4.
+Other undecided figures are only listed, because otherwise no build would ever pass.
 """
 
 from __future__ import annotations
@@ -20,64 +21,71 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.analysis.compare.interval import ALONE
+from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
-from fp8bench.features.gate.thresholds import Rules, Threshold, ruled_by, threshold_of
+from fp8bench.features.gate.thresholds import Rules, Threshold, find_rule, find_threshold
 from fp8bench.model import Comparison, Direction, Evidence
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
 
-# At most this share of suspects may be chance; the second look removes nearly all of those.
-CHANCE = 0.02
-# With fewer cases the movement of a single case cannot be estimated.
-LEAST_CASES = 12
-# A second look must also be off by this many deviations: it shares the baseline, and its noise, with the first.
-AGAIN = 3.0
-_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# The nearer of two quartiles of n values is too near by this over the root of n.
-_NEARER = 0.888
+# The largest expected share of suspects that are due to chance. The second look removes nearly all of these.
+FALSE_SUSPECT_SHARE = 0.02
+# The fewest cases from which the spread of a single case can be estimated.
+MIN_CASES_FOR_SPREAD = 12
+# The second look must exceed this many standard deviations. Both looks use the same baseline with its noise, so the
+# second look is not independent.
+CONFIRMING_DEVIATIONS = 3.0
+_NORMAL_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
+# A correction: the smaller of the two quartile distances of n normal values is too small by this number over the root
+# of n.
+_QUARTILE_BIAS = 0.888
 
 
 @dataclass(frozen=True)
 class CaseSpread:
-    """The common shift of all cases, and the deviation of a single case from it, as logarithms."""
+    """How times move between two sets of runs, as logarithms of ratios of times. All cases have the `shift` in
+    common. `deviation` is the standard deviation of a single case around it.
+    """
 
     shift: float
     deviation: float
 
-    def chance(self, log: float) -> float:
-        distance = abs(log - self.shift)
+    def chance(self, log_ratio: float) -> float:
+        log_distance = abs(log_ratio - self.shift)
         if not self.deviation:
-            return 0.0 if distance else 1.0
-        return math.erfc(distance / self.deviation / math.sqrt(2))
-
-    def beyond(self, ratio: float) -> bool:
-        return math.log(ratio) > AGAIN * self.deviation
+            return 0.0 if log_distance else 1.0
+        return math.erfc(log_distance / self.deviation / math.sqrt(2))
 
 
-def spread_of(logs: Sequence[float]) -> CaseSpread | None:
-    """Returns the spread of unchanged cases among all; None for few cases. It uses the nearer quartile, so that neither
-    regressions nor improvements count as noise, even if half of the cases changed. A common shift is not attributed to
-    a case; from 10% on it exceeds a machine's usual variation, and counts."""
-    if len(logs) < LEAST_CASES:
+def estimate_spread(log_ratios: Sequence[float]) -> CaseSpread | None:
+    """Returns how far unchanged cases move between two sets of runs. Returns None for fewer cases than
+    `MIN_CASES_FOR_SPREAD`. It uses the quartile that is nearer to the median. So neither regressions nor improvements
+    count as noise, even if half of the cases changed. A shift of all cases is subtracted if it is below 10%, the
+    usual variation of a machine.
+    """
+    if len(log_ratios) < MIN_CASES_FOR_SPREAD:
         return None
-    low, middle, high = statistics.quantiles(logs, n=4)
-    shift = middle if abs(middle) < math.log1p(ALONE) else 0.0
-    nearer = min(max(shift - low, 0.0), max(high - shift, 0.0))
-    return CaseSpread(shift, nearer / (_QUARTILE - _NEARER / math.sqrt(len(logs))))
+    low, middle, high = statistics.quantiles(log_ratios, n=4)
+    common_shift = middle if abs(middle) < math.log1p(MIN_CHANGE_OF_FEW_RUNS) else 0.0
+    nearer_quartile = min(max(common_shift - low, 0.0), max(high - common_shift, 0.0))
+    return CaseSpread(common_shift, nearer_quartile / (_NORMAL_QUARTILE - _QUARTILE_BIAS / math.sqrt(len(log_ratios))))
 
 
-def discoveries(p_values: Sequence[float], share: float) -> list[bool]:
-    """Applies the rule of Benjamini and Hochberg: at most `share` of its picks are expected to be chance. If all are
-    chance, it picks any with a probability of `share`."""
-    ranked = sorted(range(len(p_values)), key=lambda place: p_values[place])
-    passing = [rank for rank, place in enumerate(ranked, 1) if p_values[place] <= share * rank / len(p_values)]
-    chosen = set(ranked[: max(passing, default=0)])
-    return [place in chosen for place in range(len(p_values))]
+def select_discoveries(p_values: Sequence[float], share: float) -> list[bool]:
+    """Applies the Benjamini-Hochberg procedure, and returns which p-values it selects. At most `share` of the
+    selected p-values are expected to be due to chance. If all differences are due to chance, it selects any p-value
+    with a probability of `share`.
+    """
+    indices_by_p = sorted(range(len(p_values)), key=lambda index: p_values[index])
+    passing_ranks = [
+        rank for rank, index in enumerate(indices_by_p, 1) if p_values[index] <= share * rank / len(p_values)
+    ]
+    chosen = set(indices_by_p[: max(passing_ranks, default=0)])
+    return [index in chosen for index in range(len(p_values))]
 
 
 class GateOutcome(StrEnum):
-    """The gate's verdict on a figure."""
+    """The gate's verdict on one figure."""
 
     REGRESSION = "regression"
     FAILED = "failed"
@@ -92,13 +100,15 @@ class GateOutcome(StrEnum):
 
 
 NOT_TESTED = (GateOutcome.IGNORED, GateOutcome.NONE, GateOutcome.FAILED)
-Key = tuple[str, str]
+FigureKey = tuple[str, str]
 
 
 @dataclass(frozen=True)
 class JudgedFigure:
-    """A figure with its threshold and outcome. `again` is the second look, if there was one. `spread` is how far other
-    cases of the same runs moved, if runs are too few to estimate their noise."""
+    """A figure with its threshold and outcome. `again` is the comparison of the second look, if there was one. If
+    there are too few runs to estimate the noise of the figure, `spread` is how far the other cases of the same runs
+    moved.
+    """
 
     comparison: Comparison
     threshold: Threshold
@@ -108,23 +118,25 @@ class JudgedFigure:
     spread: CaseSpread | None = None
 
     @property
-    def key(self) -> Key:
-        return key_of(self.comparison)
+    def key(self) -> FigureKey:
+        return case_and_metric(self.comparison)
 
 
 @dataclass(frozen=True)
 class SecondLook:
-    """Re-measured suspects: comparisons by case and figure, and how they were made; or why they are missing
-    (`refused`). A look that `adds_up` shares its samples with later ones, which thus detect more."""
+    """The results of measuring suspects (figures that seem worse) again: comparisons by case and metric, and `how`
+    they were measured. If they could not be measured, `refused` is the reason. If `adds_up` is true, later
+    measurements include the samples of this one, and so detect smaller changes.
+    """
 
-    comparisons: Mapping[Key, Comparison]
+    comparisons: Mapping[FigureKey, Comparison]
     how: str = ""
     refused: str = ""
     adds_up: bool = False
 
 
 def join_looks(looks: Sequence[SecondLook]) -> SecondLook:
-    comparisons: dict[Key, Comparison] = {}
+    comparisons: dict[FigureKey, Comparison] = {}
     for look in looks:
         comparisons |= look.comparisons
     return SecondLook(
@@ -135,62 +147,69 @@ def join_looks(looks: Sequence[SecondLook]) -> SecondLook:
     )
 
 
-def key_of(figure: Comparison) -> Key:
+def case_and_metric(figure: Comparison) -> FigureKey:
     return figure.case, figure.metric
 
 
-def first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
-    relative = {
+def judge_first_look(comparisons: Sequence[Comparison], rules: Rules = ()) -> tuple[JudgedFigure, ...]:
+    cases_with_ratio = {
         comparison.case for comparison in comparisons if comparison.metric == RELATIVE and comparison.ratio is not None
     }
-    looked = [_judge_first(comparison, rules, relative) for comparison in comparisons]
-    tested = [place for place, figure in enumerate(looked) if figure.outcome not in NOT_TESTED]
-    # If runs are too few to show a spread, the other cases provide it.
-    alone = together((comparisons[place].metric, place) for place in tested if is_alone(comparisons[place]))
-    for places in alone.values():
-        spread = spread_of([_log(looked[place]) for place in places])
-        for place in places:
-            looked[place] = replace(looked[place], spread=spread)
-    chances = {place: chance_of(looked[place]) for place in tested}
-    p_values = {place: chance for place, chance in chances.items() if chance is not None}
-    for place, news in zip(p_values, discoveries(list(p_values.values()), CHANCE), strict=True):
-        if looked[place].outcome is GateOutcome.SUSPECTED and not news and not clears(looked[place]):
-            looked[place] = replace(
-                looked[place],
-                outcome=GateOutcome.OPEN,
-                why=f"among {len(p_values)} figures, chance alone puts one this far off",
-            )
-    return tuple(looked)
+    judged = [_judge_figure(comparison, rules, cases_with_ratio) for comparison in comparisons]
+    tested_indices = [index for index, figure in enumerate(judged) if figure.outcome not in NOT_TESTED]
+    # If there are too few runs to estimate the noise of a case, use the spread of the other cases instead.
+    by_metric = together(
+        (comparisons[index].metric, index) for index in tested_indices if is_from_few_runs(comparisons[index])
+    )
+    for indices in by_metric.values():
+        spread = estimate_spread([_compute_log_ratio(judged[index]) for index in indices])
+        for index in indices:
+            judged[index] = replace(judged[index], spread=spread)
+    # A suspect remains suspected if its p-value is small among all p-values, or if its whole interval is beyond the
+    # threshold.
+    p_values = {
+        index: p_value for index in tested_indices if (p_value := probability_by_chance(judged[index])) is not None
+    }
+    discoveries = select_discoveries(list(p_values.values()), FALSE_SUSPECT_SHARE)
+    reason = f"among {len(p_values)} figures, one differs by this much by chance"
+    for index, is_discovery in zip(p_values, discoveries, strict=True):
+        figure = judged[index]
+        if figure.outcome is GateOutcome.SUSPECTED and not (is_discovery or is_surely_beyond_threshold(figure)):
+            judged[index] = replace(figure, outcome=GateOutcome.OPEN, why=reason)
+    return tuple(judged)
 
 
-def clears(figure: JudgedFigure) -> bool:
-    """Whether a whole interval from shared rounds is beyond the threshold: then it is suspected regardless of the
-    number of figures."""
+def is_surely_beyond_threshold(figure: JudgedFigure) -> bool:
+    """Returns whether the whole interval of a paired comparison is beyond the threshold. Then the figure is
+    suspected, however many other figures are judged.
+    """
     ratio = figure.comparison.ratio
     is_paired = figure.comparison.evidence is Evidence.PAIRED
     return is_paired and ratio is not None and ratio.low > 1 + figure.threshold.relative
 
 
-def chance_of(figure: JudgedFigure) -> float | None:
-    """Returns the probability of such a difference if nothing changed; None if it is unknown."""
+def probability_by_chance(figure: JudgedFigure) -> float | None:
+    """Returns the probability that a figure differs this much although nothing has changed. Returns None if the noise
+    is unknown.
+    """
     if figure.comparison.p_value is not None or figure.spread is None:
         return figure.comparison.p_value
-    return figure.spread.chance(_log(figure))
+    return figure.spread.chance(_compute_log_ratio(figure))
 
 
-def _log(figure: JudgedFigure) -> float:
+def _compute_log_ratio(figure: JudgedFigure) -> float:
     assert figure.comparison.ratio is not None
     return math.log(figure.comparison.ratio.point)
 
 
-def second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
+def apply_second_look(judged: Sequence[JudgedFigure], look: SecondLook, rules: Rules = ()) -> tuple[JudgedFigure, ...]:
     return tuple(
-        _settle(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
+        _judge_again(figure, look, rules) if figure.outcome is GateOutcome.SUSPECTED else figure for figure in judged
     )
 
 
-def _judge_first(figure: Comparison, rules: Rules, relative: set[str]) -> JudgedFigure:
-    threshold = threshold_of(figure, rules)
+def _judge_figure(figure: Comparison, rules: Rules, cases_with_ratio: set[str]) -> JudgedFigure:
+    threshold = find_threshold(figure, rules)
     if figure.failed:
         return JudgedFigure(figure, threshold, GateOutcome.FAILED, figure.why)
     if threshold.ignored:
@@ -199,125 +218,163 @@ def _judge_first(figure: Comparison, rules: Rules, relative: set[str]) -> Judged
         return JudgedFigure(figure, threshold, GateOutcome.NONE, figure.why)
     if figure.direction is Direction.DIFFERS:
         return JudgedFigure(figure, threshold, GateOutcome.IGNORED, figure.why)
-    if figure.metric == TIME and figure.case in relative and ruled_by(figure, rules) is None:
+    if figure.metric == TIME and figure.case in cases_with_ratio and find_rule(figure, rules) is None:
         return JudgedFigure(
             figure,
             threshold,
             GateOutcome.IGNORED,
             "the time over the reference's, which does not depend on the machine's speed, is judged instead",
         )
-    if exceeds(figure, threshold):
-        # Counts would be the same again: no second look is needed.
+    if exceeds_threshold(figure, threshold):
+        # Counts do not vary between runs, so they need no second look.
         outcome = GateOutcome.REGRESSION if figure.metric in COUNTS else GateOutcome.SUSPECTED
         return JudgedFigure(figure, threshold, outcome, figure.why)
     outcomes = {Direction.BETTER: GateOutcome.BETTER, Direction.UNSURE: GateOutcome.OPEN}
     return JudgedFigure(figure, threshold, outcomes.get(figure.direction, GateOutcome.FINE), figure.why)
 
 
-def exceeds(figure: Comparison, threshold: Threshold) -> bool:
+def exceeds_threshold(figure: Comparison, threshold: Threshold) -> bool:
     if figure.direction is Direction.DIFFERS or figure.before is None or figure.after is None:
         return False
     if figure.after - figure.before <= threshold.smallest:
         return False
-    if figure.ratio is None:  # from nothing to something
+    if figure.ratio is None:  # the value before was 0, so it has no ratio
         return figure.direction is Direction.WORSE
-    # Below 10% a few stored runs are uncertain, but still suspects.
-    surely = figure.direction is Direction.WORSE or (is_alone(figure) and figure.ratio.low > 1)
-    return surely and figure.ratio.point > 1 + threshold.relative
+    # A difference below 10% between few stored runs is uncertain, but still suspected.
+    is_certain = figure.direction is Direction.WORSE or (is_from_few_runs(figure) and figure.ratio.low > 1)
+    return is_certain and figure.ratio.point > 1 + threshold.relative
 
 
-def may_fail(figure: Comparison) -> bool:
+def can_fail_without_confirmation(figure: Comparison) -> bool:
     if figure.evidence is Evidence.PAIRED or figure.ratio is None or is_exact(figure):
         return True
-    return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + ALONE
+    return figure.direction is Direction.WORSE and figure.ratio.point >= 1 + MIN_CHANGE_OF_FEW_RUNS
 
 
 def is_exact(figure: Comparison) -> bool:
     return figure.ratio is not None and figure.ratio.low == figure.ratio.high and figure.ratio.level == 1
 
 
-def is_alone(figure: Comparison) -> bool:
-    stored = figure.evidence is not Evidence.PAIRED and figure.p_value is None
-    return stored and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
+def is_from_few_runs(figure: Comparison) -> bool:
+    lacks_evidence = figure.evidence is not Evidence.PAIRED and figure.p_value is None
+    return lacks_evidence and figure.ratio is not None and not is_exact(figure) and figure.ratio.level > 0
 
 
-def _is_worse_again(figure: JudgedFigure, second: Comparison, rules: Rules) -> bool:
+def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: Rules) -> bool:
     if second.evidence is Evidence.HISTORY:
-        # One new value belongs to the new level: if that is at the threshold, half of such values are below it.
+        # The second value is a single one. If the new level is just at the threshold, half of the values at this
+        # level are below the threshold.
         return second.direction is Direction.WORSE
-    if figure.spread and second.ratio and is_alone(second) and not figure.spread.beyond(second.ratio.point):
+    if (
+        figure.spread
+        and second.ratio
+        and is_from_few_runs(second)
+        and math.log(second.ratio.point) <= CONFIRMING_DEVIATIONS * figure.spread.deviation
+    ):
         return False
-    # The time may decide about a ratio to the reference, with the threshold of the time.
-    same = second.metric == figure.comparison.metric
-    return exceeds(second, figure.threshold if same else threshold_of(second, rules))
+    # A duel measures the time, and not the ratio to the reference. So the time decides for the ratio, by the
+    # threshold of the time.
+    is_same_metric = second.metric == figure.comparison.metric
+    return exceeds_threshold(second, figure.threshold if is_same_metric else find_threshold(second, rules))
 
 
-def _deciding_command(figure: JudgedFigure) -> str:
+def _suggest_decisive_duel(figure: JudgedFigure) -> str:
     if figure.comparison.evidence is Evidence.PAIRED:
         return "more sessions of such a duel decide (--sessions)"
     return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
 
 
-def _is_absent(figure: JudgedFigure, second: Comparison) -> bool:
-    """Whether a second look rules out what the first one found; not finding it again is not enough."""
+def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
+    """Returns whether a second measurement (`second`) shows that the suspected slow-down is not real. Not confirming
+    the slow-down is not enough for this, because it may still be possible.
+    """
     if second.direction is Direction.DIFFERS:
         return False
     if second.ratio is None or is_exact(second):
         return True
-    # A slow-down may be hidden by load on the first side and, with few runs, by the spread between runs.
-    least = math.log1p(figure.threshold.relative) - math.log(second.others)
-    if is_alone(second):
-        least -= AGAIN * figure.spread.deviation if figure.spread else math.log1p(ALONE)
+    # A slow-down may be hidden if the machine was loaded while the first side ran. Between few runs, the spread of
+    # runs may hide it.
+    max_log = math.log1p(figure.threshold.relative) - math.log(second.others)
+    if is_from_few_runs(second):
+        max_log -= (
+            CONFIRMING_DEVIATIONS * figure.spread.deviation if figure.spread else math.log1p(MIN_CHANGE_OF_FEW_RUNS)
+        )
     elif second.direction in (Direction.SAME, Direction.BETTER) and second.others == 1:
         return True
-    return second.ratio.level > 0 and math.log(second.ratio.high) <= least
+    return second.ratio.level > 0 and math.log(second.ratio.high) <= max_log
 
 
-def _settle(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
-    # 1. Without a second look, only what may fail alone fails.
+def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> JudgedFigure:
+    # 1. Without a second look, only figures that need no confirmation fail.
     case = figure.comparison.case
-    failed = (second for second in look.comparisons.values() if second.failed and second.case == case)
-    second = next(failed, None) or look.comparisons.get(figure.key)
-    if second is None:
+    failed_looks = (
+        second_comparison
+        for second_comparison in look.comparisons.values()
+        if second_comparison.failed and second_comparison.case == case
+    )
+    second_comparison = next(failed_looks, None) or look.comparisons.get(figure.key)
+    if second_comparison is None:
         reason = f"not measured again: {look.refused or 'the case was not among what could be'}"
-        outcome = GateOutcome.REGRESSION if may_fail(figure.comparison) else GateOutcome.SUSPECTED
-        reason += f"; {_deciding_command(figure)}" if outcome is GateOutcome.SUSPECTED else ""
+        outcome = GateOutcome.REGRESSION if can_fail_without_confirmation(figure.comparison) else GateOutcome.SUSPECTED
+        reason += f"; {_suggest_decisive_duel(figure)}" if outcome is GateOutcome.SUSPECTED else ""
         return replace(figure, outcome=outcome, why=reason)
-    # 2. A case that fails now has no number to compare.
-    if second.failed:
-        return replace(figure, outcome=GateOutcome.FAILED, why=f"{look.how}, it failed: {second.why}", again=second)
-    # 3. A second look clears a figure only if it could have detected the change.
-    if not _is_worse_again(figure, second, rules):
-        if _is_absent(figure, second):
-            return replace(figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=second)
-        note = f" ({second.why})" if second.why else ""
+    # 2. A case that failed in the second look has no number to compare.
+    if second_comparison.failed:
         return replace(
-            figure, why=f"{look.how}, it was not shown to be absent{note}: {_deciding_command(figure)}", again=second
+            figure,
+            outcome=GateOutcome.FAILED,
+            why=f"{look.how}, it failed: {second_comparison.why}",
+            again=second_comparison,
         )
-    # 4. Confirmed by two looks: a regression.
-    if may_fail(second) or second.p_value is not None or second.evidence is Evidence.HISTORY:
-        return replace(figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=second)
-    # 5. Confirmed, but by evidence that is too weak alone: it stays suspected.
-    below = "against a single stored run nothing fails below 10%"
-    unlike = second.ratio is not None and second.ratio.point > 1 + ALONE
-    cause = second.why if unlike and second.why else below
-    return replace(figure, why=f"{look.how}, it was so again; {cause}; {_deciding_command(figure)}", again=second)
+    # 3. If the second look would have detected the slow-down and did not, the figure is cleared.
+    if not _is_confirmed(figure, second_comparison, rules):
+        if _is_ruled_out(figure, second_comparison):
+            return replace(
+                figure, outcome=GateOutcome.CLEARED, why=f"{look.how}, it was not so", again=second_comparison
+            )
+        reason_note = f" ({second_comparison.why})" if second_comparison.why else ""
+        return replace(
+            figure,
+            why=f"{look.how}, it was neither confirmed nor ruled out{reason_note}: {_suggest_decisive_duel(figure)}",
+            again=second_comparison,
+        )
+    # 4. If both looks show the slow-down, the figure is a regression.
+    if (
+        can_fail_without_confirmation(second_comparison)
+        or second_comparison.p_value is not None
+        or second_comparison.evidence is Evidence.HISTORY
+    ):
+        return replace(
+            figure, outcome=GateOutcome.REGRESSION, why=f"{look.how}, it was so again", again=second_comparison
+        )
+    # 5. Otherwise the evidence of both looks is too weak, and the figure remains suspected.
+    too_weak_text = "against a single stored run nothing fails below 10%"
+    is_far_off = second_comparison.ratio is not None and second_comparison.ratio.point > 1 + MIN_CHANGE_OF_FEW_RUNS
+    open_reason = second_comparison.why if is_far_off and second_comparison.why else too_weak_text
+    return replace(
+        figure,
+        why=f"{look.how}, it was so again; {open_reason}; {_suggest_decisive_duel(figure)}",
+        again=second_comparison,
+    )
 
 
-# The share of builds in which a slow-down must be detected.
-POWER = 0.8
-# A series with fewer nights at its present level is young, and may miss its threshold.
-NIGHTS = 14
-# If the gate cannot detect changes of these figures, it does not pass.
-TIMES = (TIME, RELATIVE)
+# A slow-down counts as detectable if the gate would find it in this share of all builds.
+DETECTION_PROBABILITY = 0.8
+# The number of nightly values since the last step from which a series is mature. A younger series may be unable to
+# detect a slow-down by its threshold.
+MATURE_NIGHTS = 14
+# If the gate cannot detect a slow-down in one of these figures, it does not pass.
+TIME_METRICS = (TIME, RELATIVE)
 
 
 @dataclass(frozen=True)
-class Sight:
-    """The smallest slow-down of one figure that both looks would detect, as a share: 0.05 is 5% slower.
+class DetectionLimit:
+    """The smallest slow-down of one figure that both measurements (looks) would detect, as a share: 0.05 is 5%
+    slower.
 
-    It is math.inf if none would be. `threshold` is the least that may fail. `unknown` is why the noise is unknown: then
-    `smallest` is a lower bound. `nights` counts those of a history since its last step.
+    `smallest` is math.inf if no slow-down would be detected. `threshold` is the smallest slow-down for which the gate
+    may fail. If the noise is unknown, `unknown` is the reason, and `smallest` is a lower bound. `nights` is the
+    number of nightly values of a history since its last step.
     """
 
     case: str
@@ -328,68 +385,73 @@ class Sight:
     nights: int | None = None
 
     @property
-    def key(self) -> Key:
+    def key(self) -> FigureKey:
         return self.case, self.metric
 
     @property
-    def enough(self) -> bool:
+    def can_detect_threshold(self) -> bool:
         return self.smallest <= self.threshold and not self.unknown
 
     @property
-    def share(self) -> str:
-        size = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
-        return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{size}"
+    def smallest_text(self) -> str:
+        size_text = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
+        return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{size_text}"
 
 
-def mark_blind(
-    figures: Sequence[JudgedFigure], sights: Sequence[Sight], lost: Collection[str]
+def mark_undetectable(
+    figures: Sequence[JudgedFigure], limits: Sequence[DetectionLimit], lost_cases: Collection[str]
 ) -> tuple[JudgedFigure, ...]:
-    """Marks the times with undetectable slow-downs at their threshold: those with too much noise, those whose interval
-    extends beyond it, and those of cases that were `lost`: measured before, and not comparable now."""
-    by_key = {sight.key: sight for sight in sights}
-    return tuple(_mark_blind(figure, by_key.get(figure.key), lost) for figure in figures)
+    """Marks times as `CANNOT_TELL` if the gate would not detect a slow-down by their threshold. The reason is too
+    much noise, or an interval that extends beyond the threshold. Times of `lost_cases` are also marked. These cases
+    have an earlier time but no comparable time now.
+    """
+    limits_by_key = {limit.key: limit for limit in limits}
+    return tuple(_mark_if_undetectable(figure, limits_by_key.get(figure.key), lost_cases) for figure in figures)
 
 
-def _mark_blind(figure: JudgedFigure, sight: Sight | None, lost: Collection[str]) -> JudgedFigure:
+def _mark_if_undetectable(
+    figure: JudgedFigure, limit: DetectionLimit | None, lost_cases: Collection[str]
+) -> JudgedFigure:
     change = figure.comparison
-    if change.metric not in TIMES:
+    if change.metric not in TIME_METRICS:
         return figure
-    if figure.outcome is GateOutcome.NONE and change.case in lost:
+    if figure.outcome is GateOutcome.NONE and change.case in lost_cases:
         return replace(figure, outcome=GateOutcome.CANNOT_TELL)
-    if figure.outcome not in (GateOutcome.FINE, GateOutcome.OPEN) or sight is None:
+    if figure.outcome not in (GateOutcome.FINE, GateOutcome.OPEN) or limit is None:
         return figure
-    reason = why_blind(sight, change)
+    reason = explain_undetectable(limit, change)
     return replace(figure, outcome=GateOutcome.CANNOT_TELL, why=reason) if reason else figure
 
 
-def why_blind(sight: Sight, change: Comparison) -> str:
-    """Returns why a slow-down at the threshold would go undetected; '' if it would be detected."""
-    threshold = units.change(1 + sight.threshold)
-    if not sight.enough:
-        reason = sight.unknown or change.why
-        if sight.nights is not None and sight.nights < NIGHTS:
-            reason = (
-                reason or f"history too young: {sight.nights} nights at this level, of about {NIGHTS} that it takes"
-            )
-        visibility = f"the smallest slow-down that would have been found is {sight.share}"
-        visibility = "no slow-down would have been found" if math.isinf(sight.smallest) else visibility
-        return f"{visibility}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
-    if change.ratio is not None and change.ratio.high > 1 + sight.threshold:
+def explain_undetectable(limit: DetectionLimit, change: Comparison) -> str:
+    """Returns why the gate would not detect a slow-down as large as the threshold; '' if it would."""
+    threshold = units.change(1 + limit.threshold)
+    if not limit.can_detect_threshold:
+        reason = limit.unknown or change.why
+        if not reason and limit.nights is not None and limit.nights < MATURE_NIGHTS:
+            reason = f"history too young: {limit.nights} nights at this level, of about {MATURE_NIGHTS} that it takes"
+        sensitivity = f"the smallest slow-down that would have been found is {limit.smallest_text}"
+        if math.isinf(limit.smallest):
+            sensitivity = "no slow-down would have been found"
+        return f"{sensitivity}, and the threshold is {threshold}" + (f": {reason}" if reason else "")
+    if change.ratio is not None and change.ratio.high > 1 + limit.threshold:
         return f"its interval reaches {units.change(change.ratio.high)}, and the threshold is {threshold}"
     return ""
 
 
 @dataclass(frozen=True)
 class GateVerdict:
-    """All figures judged. `title` names the compared sides. `problem` is why there is nothing to judge, with the exit
-    `code` for that. `sights` are the smallest detectable slow-downs, the least sensitive first."""
+    """The gate's verdict on all figures. `title` names the compared sides. If nothing can be judged, `problem` is the
+    reason, and `code` its exit code. `sights` are the smallest slow-downs that the gate would detect, the least
+    sensitive figure first.
+    """
 
     title: str
     judged: tuple[JudgedFigure, ...] = ()
     notes: tuple[str, ...] = ()
     problem: str = ""
     code: int = EXIT_OK
-    sights: tuple[Sight, ...] = ()
+    sights: tuple[DetectionLimit, ...] = ()
 
     def of(self, *outcomes: GateOutcome) -> tuple[JudgedFigure, ...]:
         return tuple(figure for figure in self.judged if figure.outcome in outcomes)
@@ -408,26 +470,28 @@ class GateVerdict:
     def headline(self) -> str:
         if self.problem:
             return "no baseline to judge by" if self.code == EXIT_BASELINE else "nothing was measured"
-        failed, worse, suspected, blind, unsure = (len(self.of(outcome)) for outcome in _TOLD)
+        failed, worse, suspected, undetectable, unsure = (len(self.of(outcome)) for outcome in _HEADLINE_OUTCOMES)
         parts = [f"{failed} failed"] * (failed > 0) + [f"{worse} regression{'s' * (worse != 1)}"] * (worse > 0)
         parts += [f"{suspected} suspected"] * (suspected > 0)
-        parts += [f"cannot tell whether {blind} time{'s' * (blind != 1)} became worse"] * (blind > 0)
+        parts += [f"cannot tell whether {undetectable} time{'s' * (undetectable != 1)} became worse"] * (
+            undetectable > 0
+        )
         return " and ".join(parts) or "no regression" + (
             f" found, {unsure} cannot tell (not blocking)" if unsure else ""
         )
 
     @property
     def counts(self) -> str:
-        counts = ((len(self.of(name)), _COUNTED.get(name, name.value)) for name in GateOutcome)
-        parts, total = [f"{count} {words}" for count, words in counts if count], len(self.judged)
+        count_and_label = ((len(self.of(name)), _COUNT_LABELS.get(name, name.value)) for name in GateOutcome)
+        parts, total = [f"{count} {label}" for count, label in count_and_label if count], len(self.judged)
         return f"{total} figure{'s' * (total != 1)}" + (f": {', '.join(parts)}" if parts else "")
 
 
-_TOLD = (
+_HEADLINE_OUTCOMES = (
     GateOutcome.FAILED,
     GateOutcome.REGRESSION,
     GateOutcome.SUSPECTED,
     GateOutcome.CANNOT_TELL,
     GateOutcome.OPEN,
 )
-_COUNTED = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}
+_COUNT_LABELS = {GateOutcome.NONE: "without a number on both sides", GateOutcome.IGNORED: "not judged"}

@@ -1,7 +1,8 @@
-"""The smallest slow-down that the gate would detect, by its rules and the noise of this comparison.
+"""Computes the smallest slow-down that the gate would detect, from the gate's rules and the noise of this comparison.
 
-A slow-down is detected if it passes both looks. Each look requires a minimum logarithm: for its interval, for its
-p-value among that many figures, and for stored times. A look measures the true slow-down plus noise.
+A slow-down is detected if both looks (the first measurement and the second one) show it. For this, the logarithm of
+the measured ratio must exceed a minimum. The minimum depends on the interval, on the p-value and on the number of
+figures. Each look measures the true slow-down plus noise.
 """
 
 from __future__ import annotations
@@ -14,187 +15,232 @@ from statistics import NormalDist
 from typing import NamedTuple
 
 from fp8bench.analysis import verdicts
-from fp8bench.analysis.compare.interval import ALONE, quantile
-from fp8bench.analysis.steps.change_points import LEAST_VALUES, PieceLevel, least_step
+from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, student_quantile
+from fp8bench.analysis.steps.change_points import MIN_SERIES_LENGTH, PieceLevel, smallest_visible_step
 from fp8bench.features.gate.judging import (
-    AGAIN,
-    CHANCE,
+    CONFIRMING_DEVIATIONS,
+    DETECTION_PROBABILITY,
+    FALSE_SUSPECT_SHARE,
     NOT_TESTED,
-    POWER,
+    DetectionLimit,
     JudgedFigure,
-    Sight,
-    chance_of,
-    discoveries,
-    is_alone,
     is_exact,
+    is_from_few_runs,
+    probability_by_chance,
+    select_discoveries,
 )
-from fp8bench.features.gate.thresholds import Rules, Threshold, threshold_of
+from fp8bench.features.gate.thresholds import Rules, Threshold, find_threshold
 from fp8bench.model import Comparison, Evidence, Noise
 from fp8bench.model.specs import BAND, spec_of
 
-# The largest slow-down considered, as a logarithm: a factor of a thousand.
-_MOST = math.log(1000.0)
-_NORMAL = NormalDist()
+# The largest slow-down that is considered: a factor of 1000.
+_MAX_LOG = math.log(1000.0)
+_STANDARD_NORMAL = NormalDist()
 
 
-class Second(StrEnum):
-    """How suspects will be re-measured."""
+class Remeasurement(StrEnum):
+    """How suspects are measured for the second look."""
 
     NONE = "not"
     AGAIN = "measured again"
     DUEL = "in a duel"
 
 
-class _Look(NamedTuple):
-    """The least logarithm that passes, and the standard deviation of this look's measurement."""
+class _Requirement(NamedTuple):
+    """What one look (measurement) needs to show a slow-down: the minimum logarithm of the ratio, and the standard
+    deviation of the measured logarithm.
+    """
 
-    cut: float
+    min_log: float
     error: float
 
 
-def _look(fixed: float, evidence: float, error: float, freedom: float) -> _Look:
-    """Makes a look that requires a fixed logarithm, and evidence against noise. If the noise has few degrees of
-    freedom, the requirement is larger (Student's distribution is wider than the normal one), and varies."""
+def _make_requirement(fixed_log: float, evidence_log: float, error: float, freedom: float) -> _Requirement:
+    """Returns the requirement of a look (one measurement). The logarithm of the ratio must exceed `fixed_log`, and
+    also `evidence_log`, which depends on the noise. If the noise was estimated with few degrees of freedom,
+    `evidence_log` is larger and varies itself.
+    """
     error *= math.sqrt(freedom / (freedom - 2)) if math.isfinite(freedom) else 1.0
-    if evidence <= fixed:
-        return _Look(fixed, error)
-    return _Look(evidence, math.hypot(error, evidence / math.sqrt(freedom)))
+    if evidence_log <= fixed_log:
+        return _Requirement(fixed_log, error)
+    return _Requirement(evidence_log, math.hypot(error, evidence_log / math.sqrt(freedom)))
 
 
-def sights_of(judged: Sequence[JudgedFigure], second: Second) -> tuple[Sight, ...]:
-    """Returns the sights of all varying figures, the least sensitive first."""
-    chance = _chance_among(judged)
-    varying = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
-    return _sort_sights(_sight_of(figure, chance, second) for figure in varying)
+def detection_limits(judged: Sequence[JudgedFigure], remeasurement: Remeasurement) -> tuple[DetectionLimit, ...]:
+    """Returns the detection limits of all figures that have noise, the least sensitive figure first."""
+    p_limit = _p_value_limit(judged)
+    noisy_figures = [figure for figure in judged if _is_tested(figure) and not is_exact(figure.comparison)]
+    return _sort_limits(_detection_limit(figure, p_limit, remeasurement) for figure in noisy_figures)
 
 
-def _chance_among(judged: Sequence[JudgedFigure]) -> float:
-    chances = [chance for figure in judged if _is_tested(figure) and (chance := chance_of(figure)) is not None]
-    return CHANCE * min(1.0, (1 + sum(discoveries(chances, CHANCE))) / max(1, len(chances)))
+def _p_value_limit(judged: Sequence[JudgedFigure]) -> float:
+    p_values = [
+        p_value for figure in judged if _is_tested(figure) and (p_value := probability_by_chance(figure)) is not None
+    ]
+    return FALSE_SUSPECT_SHARE * min(
+        1.0, (1 + sum(select_discoveries(p_values, FALSE_SUSPECT_SHARE))) / max(1, len(p_values))
+    )
 
 
 def _is_tested(figure: JudgedFigure) -> bool:
     return figure.outcome not in NOT_TESTED and figure.comparison.ratio is not None
 
 
-def _sort_sights(sights: Iterable[Sight]) -> tuple[Sight, ...]:
-    def blindness(sight: Sight) -> tuple[bool, float]:
-        return sight.enough, -math.log1p(sight.smallest) / math.log1p(sight.threshold or 1e-9)
+def _sort_limits(limits: Iterable[DetectionLimit]) -> tuple[DetectionLimit, ...]:
+    def sort_key(limit: DetectionLimit) -> tuple[bool, float]:
+        return limit.can_detect_threshold, -math.log1p(limit.smallest) / math.log1p(limit.threshold or 1e-9)
 
-    return tuple(sorted(sights, key=blindness))
+    return tuple(sorted(limits, key=sort_key))
 
 
-def _sight_of(figure: JudgedFigure, chance: float, second: Second) -> Sight:
+def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> DetectionLimit:
     change = figure.comparison
-    blank = Sight(change.case, change.metric, _least(figure.threshold, change.before), math.inf)
+    empty_limit = DetectionLimit(
+        change.case, change.metric, _smallest_failing_share(figure.threshold, change.before), math.inf
+    )
     if change.noise is None or change.ratio is None or change.ratio.level == 0 or change.ratio.low <= 0:
-        return replace(blank, unknown=change.why or "too few processes for an interval (--sessions)")
+        return replace(empty_limit, unknown=change.why or "too few processes for an interval (--sessions)")
     unknown = ""
-    if is_alone(change) and figure.spread is None:
-        unknown = "too few runs, and too few other figures, to know how far runs lie apart"
-    return replace(blank, smallest=_smallest(_looks(figure, chance, second)), unknown=unknown)
+    if is_from_few_runs(change) and figure.spread is None:
+        unknown = "too few runs and too few other figures to estimate the spread between runs"
+    return replace(
+        empty_limit, smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)), unknown=unknown
+    )
 
 
-def _least(threshold: Threshold, baseline: float | None) -> float:
+def _smallest_failing_share(threshold: Threshold, baseline: float | None) -> float:
     return max(threshold.relative, threshold.smallest / baseline if baseline else 0.0)
 
 
-def _smallest(looks: Sequence[_Look]) -> float:
-    """Returns the least slow-down that passes all looks in `POWER` of builds.
-
-    Each noisy look may miss an equal part of the rest: then all of them together miss no more, even if they are
-    correlated.
+def _smallest_detectable(requirements: Sequence[_Requirement]) -> float:
+    """Returns the smallest slow-down that all looks show in the share `DETECTION_PROBABILITY` of builds. A look is
+    one measurement. The probability to miss the slow-down is divided equally among the looks with noise. Together
+    these looks then miss it no more often, even if they are correlated.
     """
-    noisy = sum(look.error > 0 for look in looks)
-    reach = _NORMAL.inv_cdf(1 - (1 - POWER) / max(1, noisy))
-    log = max(look.cut + reach * look.error for look in looks)
-    return math.expm1(max(log, 0.0)) if log < _MOST else math.inf
+    noisy_looks = sum(requirement.error > 0 for requirement in requirements)
+    deviations = _STANDARD_NORMAL.inv_cdf(1 - (1 - DETECTION_PROBABILITY) / max(1, noisy_looks))
+    smallest_log = max(requirement.min_log + deviations * requirement.error for requirement in requirements)
+    return math.expm1(max(smallest_log, 0.0)) if smallest_log < _MAX_LOG else math.inf
 
 
-def _looks(figure: JudgedFigure, chance: float, second: Second) -> list[_Look]:
+def _make_requirements(figure: JudgedFigure, p_limit: float, remeasurement: Remeasurement) -> list[_Requirement]:
     change = figure.comparison
     assert change.noise is not None
     if change.evidence is Evidence.PAIRED:
-        # The second duel has fresh processes on both sides.
-        error, sure = change.noise.error, math.log1p(verdicts.BAND) + _inside(change)
-        evidence = max(sure, error * quantile(1 - chance, change.noise.freedom))
-        asked = (evidence, sure) if second is Second.DUEL else (evidence,)
-        return [_look(0.0, least, error, change.noise.freedom) for least in asked]
-    first, demand_again, error, error_again = (
-        _demands_of_few(figure, chance) if is_alone(change) else _demands_of_many(change, chance)
+        # The second duel starts fresh processes on both sides, so it has as much noise as the first duel.
+        error, min_evidence = change.noise.error, math.log1p(verdicts.BAND) + _half_width_of_log(change)
+        evidence = max(min_evidence, error * student_quantile(1 - p_limit, change.noise.freedom))
+        min_logs = (evidence, min_evidence) if remeasurement is Remeasurement.DUEL else (evidence,)
+        return [_make_requirement(0.0, min_log, error, change.noise.freedom) for min_log in min_logs]
+    first_evidence, second_evidence, error, second_error = (
+        _compute_few_runs_limits(figure, p_limit)
+        if is_from_few_runs(change)
+        else _compute_many_runs_limits(change, p_limit)
     )
-    freedom, band = change.noise.freedom or math.inf, math.log1p(ALONE if is_alone(change) else BAND)
-    if second is Second.NONE:  # suspects then do not pass
-        return [_look(band, first, error, freedom)]
-    if second is Second.DUEL:  # its noise is unknown yet, and far smaller than that of stored runs
-        return [_look(0.0, first, error, freedom), _Look(math.log1p(verdicts.BAND), 0.0)]
+    freedom, band = (
+        change.noise.freedom or math.inf,
+        math.log1p(MIN_CHANGE_OF_FEW_RUNS if is_from_few_runs(change) else BAND),
+    )
+    if remeasurement is Remeasurement.NONE:  # without a second measurement, the first look decides alone
+        return [_make_requirement(band, first_evidence, error, freedom)]
+    if remeasurement is Remeasurement.DUEL:  # compared with stored runs, a duel has negligible noise
+        return [_make_requirement(0.0, first_evidence, error, freedom), _Requirement(math.log1p(verdicts.BAND), 0.0)]
     return [
-        _look(0.0 if is_alone(change) else band, first, error, freedom),
-        _look(max(band, demand_again), 0.0, error_again, freedom),
+        _make_requirement(0.0 if is_from_few_runs(change) else band, first_evidence, error, freedom),
+        _make_requirement(max(band, second_evidence), 0.0, second_error, freedom),
     ]
 
 
-def _demands_of_few(figure: JudgedFigure, chance: float) -> tuple[float, float, float, float]:
-    """Returns, for single runs, what each look requires, and the error of each."""
+def _compute_few_runs_limits(figure: JudgedFigure, p_limit: float) -> tuple[float, float, float, float]:
+    """Returns four numbers for comparisons of few runs. The first two are the minimum logarithms of the first and of
+    the second look (measurement). The other two are the standard errors of the two looks.
+    """
     change, spread = figure.comparison, figure.spread
     assert change.noise is not None
-    inside = _inside(change)
+    half_width = _half_width_of_log(change)
     if spread is None:
-        return inside, inside, change.noise.error, _error_again(change.noise.error, change.noise)
-    first = spread.shift + spread.deviation * _NORMAL.inv_cdf(1 - chance / 2)
-    error_again = _error_again(spread.deviation, change.noise)
-    return max(inside, first), max(inside, AGAIN * spread.deviation), spread.deviation, error_again
+        return half_width, half_width, change.noise.error, _second_look_error(change.noise.error, change.noise)
+    first_evidence = spread.shift + spread.deviation * _STANDARD_NORMAL.inv_cdf(1 - p_limit / 2)
+    second_error = _second_look_error(spread.deviation, change.noise)
+    return (
+        max(half_width, first_evidence),
+        max(half_width, CONFIRMING_DEVIATIONS * spread.deviation),
+        spread.deviation,
+        second_error,
+    )
 
 
-def _demands_of_many(change: Comparison, chance: float) -> tuple[float, float, float, float]:
+def _compute_many_runs_limits(change: Comparison, p_limit: float) -> tuple[float, float, float, float]:
     assert change.noise is not None and change.ratio is not None
     error, freedom, level = change.noise.error, change.noise.freedom, change.ratio.level
-    alone = _error_again(error, change.noise)
-    return error * quantile(max(level, 1 - chance), freedom), alone * quantile(level, freedom), error, alone
+    second_error = _second_look_error(error, change.noise)
+    return (
+        error * student_quantile(max(level, 1 - p_limit), freedom),
+        second_error * student_quantile(level, freedom),
+        error,
+        second_error,
+    )
 
 
-def _error_again(error: float, noise: Noise) -> float:
-    """Returns the error of a second look, in which the first side has all its runs and the second side one."""
-    share_before = (1 / noise.before) / (1 / noise.before + 1 / noise.after)
-    return error * math.sqrt(share_before + (1 - share_before) * noise.after)
+def _second_look_error(error: float, noise: Noise) -> float:
+    """Returns the standard error of the second measurement, which compares all runs of the first side with one new
+    run.
+    """
+    first_side_share = (1 / noise.before) / (1 / noise.before + 1 / noise.after)
+    return error * math.sqrt(first_side_share + (1 - first_side_share) * noise.after)
 
 
-def _inside(change: Comparison) -> float:
+def _half_width_of_log(change: Comparison) -> float:
     assert change.ratio is not None
     return math.log(change.ratio.point / change.ratio.low)
 
 
-class Newest(NamedTuple):
-    """The present state of a history's series: as a comparison, and its newest level. The level is None if there are
-    too few nights to look for steps."""
+class SeriesState(NamedTuple):
+    """The latest values of a series of the history, as a comparison. `level` is the level since the last step of the
+    series. It is None if the series has too few values to look for steps.
+    """
 
     comparison: Comparison
     level: PieceLevel | None
 
 
-def sights_of_history(series: Sequence[Newest], rules: Rules, changes: int, second: Second) -> tuple[Sight, ...]:
-    """Returns which steps a history could show, if they came with the latest nights that allow it. `changes` is how
-    many it already shows."""
-    chance, sights = CHANCE / (1 + changes), []
+def history_detection_limits(
+    series: Sequence[SeriesState], rules: Rules, changes: int, remeasurement: Remeasurement
+) -> tuple[DetectionLimit, ...]:
+    """Returns, for each series, the smallest step (change of level) that the history would show. `changes` is the
+    number of steps that the history already shows.
+    """
+    p_limit, limits = FALSE_SUSPECT_SHARE / (1 + changes), []
     for comparison, level in series:
-        threshold = threshold_of(comparison, rules)
+        threshold = find_threshold(comparison, rules)
         if threshold.ignored:
             continue
-        blank = Sight(comparison.case, comparison.metric, _least(threshold, comparison.before), math.inf, nights=0)
+        empty_limit = DetectionLimit(
+            comparison.case,
+            comparison.metric,
+            _smallest_failing_share(threshold, comparison.before),
+            math.inf,
+            nights=0,
+        )
         if level is None:
-            sights.append(replace(blank, unknown=f"fewer than {LEAST_VALUES} nights, so that no step can show"))
+            limits.append(
+                replace(empty_limit, unknown=f"fewer than {MIN_SERIES_LENGTH} nights, too few to detect a step")
+            )
             continue
-        looks = _looks_of_step(level, chance, second, spec_of(comparison.metric).least_change)
-        sights.append(replace(blank, smallest=_smallest(looks), nights=level.length))
-    return _sort_sights(sights)
+        requirements = _make_step_requirements(level, p_limit, remeasurement, spec_of(comparison.metric).least_change)
+        limits.append(replace(empty_limit, smallest=_smallest_detectable(requirements), nights=level.length))
+    return _sort_limits(limits)
 
 
-def _looks_of_step(level: PieceLevel, chance: float, second: Second, band: float) -> list[_Look]:
-    cut, error = least_step(level, chance)
-    looks = [_look(math.log1p(band), cut, error, level.freedom)]
-    if second is Second.AGAIN:
-        # One value, which must be above the middle of both levels: half of the step plus its noise.
-        looks.append(_Look(0.0, 2 * level.noise))
-    if second is Second.DUEL:
-        looks.append(_Look(math.log1p(min(verdicts.BAND, band)), 0.0))
-    return looks
+def _make_step_requirements(
+    level: PieceLevel, p_limit: float, remeasurement: Remeasurement, band: float
+) -> list[_Requirement]:
+    min_log, error = smallest_visible_step(level, p_limit)
+    requirements = [_make_requirement(math.log1p(band), min_log, error, level.freedom)]
+    if remeasurement is Remeasurement.AGAIN:
+        # One new value must be beyond the middle between both levels, so the step must be twice as large as its
+        # noise.
+        requirements.append(_Requirement(0.0, 2 * level.noise))
+    if remeasurement is Remeasurement.DUEL:
+        requirements.append(_Requirement(math.log1p(min(verdicts.BAND, band)), 0.0))
+    return requirements

@@ -1,7 +1,7 @@
-"""How much worse a figure must be to matter: by a share, and by an amount.
+"""Decides how much worse a figure must be to matter: by a share, and by an absolute amount.
 
-Both must be exceeded: a figure of microseconds may double without harm, and an error of 1e-7 varies by half. A metric's
-spec has defaults; a file of rules may override them for suites, cases and figures.
+Share and amount must both be exceeded. A time of microseconds may double without harm, and an error of 1e-7 may vary
+by half. Each metric has default thresholds, which a file of rules overrides for suites, cases and figures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,9 @@ from fp8bench.model.specs import spec_of
 
 @dataclass(frozen=True)
 class Threshold:
-    """A figure is worse if its ratio exceeds 1 + `relative` and its difference exceeds `smallest`, in the figure's
-    unit."""
+    """A figure is worse if its ratio exceeds 1 + `relative` and its difference exceeds `smallest`, which is in the
+    figure's unit.
+    """
 
     relative: float
     smallest: float
@@ -26,8 +27,9 @@ class Threshold:
 
 @dataclass(frozen=True)
 class ThresholdRule:
-    """One line of a file: the figures that it applies to, by patterns with * and ?, and their thresholds. None keeps
-    the default. `place` is its file and line."""
+    """One line of a thresholds file: patterns (with * and ?) for the cases and figures to which it applies, and their
+    thresholds. A threshold of None keeps the default. `place` names the file.
+    """
 
     case: str
     metric: str
@@ -37,20 +39,24 @@ class ThresholdRule:
     ignored: bool = False
     place: str = ""
 
-    def fits(self, figure: Comparison) -> bool:
-        return (_fits(self.case, figure.suite) or _fits(self.case, figure.case)) and _fits(self.metric, figure.metric)
+    def matches(self, figure: Comparison) -> bool:
+        return (
+            _matches_pattern(self.case, figure.suite) or _matches_pattern(self.case, figure.case)
+        ) and _matches_pattern(self.metric, figure.metric)
 
 
 Rules = tuple[ThresholdRule, ...]
 
 
-def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
-    """Returns the threshold of the first rule that matches the figure; fields that it omits come from the spec."""
+def find_threshold(figure: Comparison, rules: Rules = ()) -> Threshold:
+    """Returns the threshold of the first rule that matches the figure. If the rule omits a field, the default of the
+    metric applies.
+    """
     relative, smallest = spec_of(figure.metric).threshold
-    rule = ruled_by(figure, rules)
+    rule = find_rule(figure, rules)
     if rule is None:
         return Threshold(relative, smallest)
-    # A number in a different unit would silently be off by powers of ten.
+    # Reject a number in a different unit, because it would silently be wrong by powers of ten.
     if rule.unit and rule.unit != figure.unit and rule.smallest is not None:
         raise UsageError(
             f"{rule.place}: smallest is in {rule.unit}, and {figure.metric} of {figure.case} is in "
@@ -63,23 +69,25 @@ def threshold_of(figure: Comparison, rules: Rules = ()) -> Threshold:
     )
 
 
-def ruled_by(figure: Comparison, rules: Rules) -> ThresholdRule | None:
-    return next((rule for rule in rules if rule.fits(figure)), None)
+def find_rule(figure: Comparison, rules: Rules) -> ThresholdRule | None:
+    return next((rule for rule in rules if rule.matches(figure)), None)
 
 
 def check_rules(rules: Rules, comparisons: tuple[Comparison, ...], file: str) -> list[str]:
-    idle = [rule for rule in rules if not any(map(rule.fits, comparisons))]
-    # One unused rule may be for another suite; a file of them is a mistake.
-    if rules and comparisons and len(idle) == len(rules):
-        some = comparisons[0]
+    unused_rules = [rule for rule in rules if not any(map(rule.matches, comparisons))]
+    # A single unused rule may belong to a different suite. If all rules of a file are unused, this is a mistake.
+    if rules and comparisons and len(unused_rules) == len(rules):
+        example = comparisons[0]
         raise UsageError(
-            f"{file}: none of its rules fits any of the {len(comparisons)} figures, so that it would change nothing. "
-            f"A pattern is a suite's name or one of case ids, with * and ?; a case is {some.case}, its suite "
-            f"{some.suite}, a figure {some.metric}."
+            f"{file}: no rule in it matches any of the {len(comparisons)} figures. "
+            f"Match suites or case ids with * and ?; for example, a case is {example.case}, its suite "
+            f"{example.suite}, a figure {example.metric}."
         )
-    return [f"{rule.place}: {rule.case!r} {rule.metric!r} fits no figure" for rule in idle]
+    return [f"{rule.place}: {rule.case!r} {rule.metric!r} matches no figure" for rule in unused_rules]
 
 
-def _fits(pattern: str, name: str) -> bool:
-    """Matches with brackets escaped: case ids have them, and patterns would read them as a class of letters."""
+def _matches_pattern(pattern: str, name: str) -> bool:
+    """Returns whether a name matches a pattern with * and ?. Brackets in the pattern stand for themselves, because
+    case ids contain brackets.
+    """
     return fnmatchcase(name, pattern.replace("[", "[[]"))

@@ -1,4 +1,4 @@
-"""Shows a gate's verdict: to people, to build servers as JUnit XML, and on a duel as a comment for a pull request."""
+"""Shows a gate's verdict as a page, as JUnit XML for build servers, and for a duel as a comment on a pull request."""
 
 from __future__ import annotations
 
@@ -14,26 +14,26 @@ from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.gate.judging import (
+    DETECTION_PROBABILITY,
     NOT_TESTED,
-    POWER,
+    DetectionLimit,
+    FigureKey,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
-    Key,
-    Sight,
 )
 from fp8bench.model import Comparison, Status
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, table
-from fp8bench.report.comparisons import label_legend, setting_of, show_change, value
+from fp8bench.report.comparisons import explain_labels, show_change, split_case_id, value
 from fp8bench.report.elements import Code, Element, Items, Page, Part, Table, Text, Tone, printable
 from fp8bench.report.page import markdown
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import many, shorten_line
 
-# The JUnit tag for each outcome. A test whose outcome is unknown does not pass.
-_TAGS = {
+# The JUnit element of each outcome. Undecided figures count as errors, so that they do not pass.
+_JUNIT_TAGS = {
     GateOutcome.REGRESSION: "failure",
     GateOutcome.FAILED: "error",
     GateOutcome.SUSPECTED: "error",
@@ -41,161 +41,182 @@ _TAGS = {
     GateOutcome.NONE: "skipped",
     GateOutcome.IGNORED: "skipped",
 }
-_COUNTED = {"failures": "failure", "errors": "error", "skipped": "skipped"}
+_JUNIT_COUNTS = {"failures": "failure", "errors": "error", "skipped": "skipped"}
 
 
-def as_junit(verdict: GateVerdict) -> str:
-    """Writes a test for each figure, in a test suite for each suite. If nothing could be judged, one test is in error:
-    the document is never empty."""
-    root = ET.Element("testsuites", name="fp8bench gate")
-    sights = {sight.key: sight for sight in verdict.sights}
+def render_junit(verdict: GateVerdict) -> str:
+    """Returns JUnit XML with a test for each figure, grouped by suite. If nothing could be judged, the document has
+    one test in error, so that it is never empty.
+    """
+    document = ET.Element("testsuites", name="fp8bench gate")
+    limits = {limit.key: limit for limit in verdict.sights}
     for name, judged in together((figure.comparison.suite, figure) for figure in verdict.judged).items():
-        _suite(root, name, judged, sights)
+        _add_test_suite(document, name, judged, limits)
     if verdict.problem:
-        suite = ET.SubElement(root, "testsuite", name="gate")
+        suite = ET.SubElement(document, "testsuite", name="gate")
         test = ET.SubElement(suite, "testcase", classname="gate", name="something to judge", time="0")
-        problem = ET.SubElement(test, "error", message=_text(verdict.headline), type="problem")
-        problem.text = _text(verdict.problem)
-    for place in (*root, root):
-        place.set("tests", str(len(place.findall(".//testcase"))))
-        for name, tag in _COUNTED.items():
-            place.set(name, str(len(place.findall(f".//testcase/{tag}"))))
-    ET.indent(root)
-    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(root, encoding="unicode") + "\n"
+        problem = ET.SubElement(test, "error", message=_printable_text(verdict.headline), type="problem")
+        problem.text = _printable_text(verdict.problem)
+    for element in (*document, document):
+        element.set("tests", str(len(element.findall(".//testcase"))))
+        for name, tag in _JUNIT_COUNTS.items():
+            element.set(name, str(len(element.findall(f".//testcase/{tag}"))))
+    ET.indent(document)
+    return '<?xml version="1.0" encoding="UTF-8"?>\n' + ET.tostring(document, encoding="unicode") + "\n"
 
 
-def _suite(root: ET.Element, name: str, judged: Iterable[JudgedFigure], sights: Mapping[Key, Sight]) -> None:
-    suite = ET.SubElement(root, "testsuite", name=_text(name))
+def _add_test_suite(
+    root: ET.Element, name: str, judged: Iterable[JudgedFigure], limits: Mapping[FigureKey, DetectionLimit]
+) -> None:
+    suite = ET.SubElement(root, "testsuite", name=_printable_text(name))
     for figure in judged:
-        test = ET.SubElement(suite, "testcase", classname=_text(name), name=_text(_title(figure)), time="0")
-        if figure.key in sights:
+        test = ET.SubElement(
+            suite, "testcase", classname=_printable_text(name), name=_printable_text(_figure_title(figure)), time="0"
+        )
+        if figure.key in limits:
             properties = ET.SubElement(test, "properties")
-            ET.SubElement(properties, "property", name=_SMALLEST, value=_text(sights[figure.key].share))
-        tag = _TAGS.get(figure.outcome)
-        if tag == "skipped":
-            ET.SubElement(test, tag, message=_text(figure.why or figure.outcome.value))
-        elif tag is not None:
-            child = ET.SubElement(test, tag, message=_text(_sentence(figure)), type=figure.outcome.value)
-            child.text = _text("\n".join(_detail(figure)))
+            ET.SubElement(
+                properties, "property", name=_SMALLEST_LABEL, value=_printable_text(limits[figure.key].smallest_text)
+            )
+        outcome_tag = _JUNIT_TAGS.get(figure.outcome)
+        if outcome_tag == "skipped":
+            ET.SubElement(test, outcome_tag, message=_printable_text(figure.why or figure.outcome.value))
+        elif outcome_tag is not None:
+            outcome_element = ET.SubElement(
+                test, outcome_tag, message=_printable_text(_summarize_figure(figure)), type=figure.outcome.value
+            )
+            outcome_element.text = _printable_text("\n".join(_describe_looks(figure)))
         elif figure.outcome is not GateOutcome.FINE:
-            ET.SubElement(test, "system-out").text = _text("\n".join((_sentence(figure), *_detail(figure))))
+            ET.SubElement(test, "system-out").text = _printable_text(
+                "\n".join((_summarize_figure(figure), *_describe_looks(figure)))
+            )
 
 
-def _title(figure: JudgedFigure) -> str:
+def _figure_title(figure: JudgedFigure) -> str:
     return f"{figure.comparison.case} {figure.comparison.metric}"
 
 
-def _sentence(figure: JudgedFigure) -> str:
+def _summarize_figure(figure: JudgedFigure) -> str:
     change = figure.comparison
     if figure.outcome is GateOutcome.FAILED:
         return f"{change.metric}: {figure.why or 'the case failed'}"
-    return f"{change.metric}: {_both(change)}: {figure.outcome.value}"
+    return f"{change.metric}: {_show_values(change)}: {figure.outcome.value}"
 
 
-def _detail(figure: JudgedFigure) -> Iterator[str]:
+def _describe_looks(figure: JudgedFigure) -> Iterator[str]:
     yield figure.comparison.case
     for name, look in (("first look", figure.comparison), ("second look", figure.again)):
         if look is not None and look.before is not None:
             chance = "" if look.p_value is None else f", p = {look.p_value:.1g}"
             labels = f" ({', '.join(look.labels)})" if look.labels else ""
-            yield f"{name}: {_both(look)}, {look.evidence.value}{labels}{chance}"
+            yield f"{name}: {_show_values(look)}, {look.evidence.value}{labels}{chance}"
     if figure.comparison.since or figure.comparison.until:
         yield f"between {figure.comparison.since[:12] or '?'} and {figure.comparison.until[:12] or '?'}"
-    yield f"worse is: more than {limit(figure)}"
+    yield f"worse is: more than {show_threshold(figure)}"
     if figure.why:
         yield figure.why
 
 
-def _both(change: Comparison) -> str:
+def _show_values(change: Comparison) -> str:
     values = f"{value(change, change.before)} -> {value(change, change.after)}"
     return values if change.ratio is None else f"{values}, {show_change(change.ratio)}"
 
 
-def _text(words: str) -> str:
-    return "\n".join(map(printable, words.split("\n")))
+def _printable_text(text: str) -> str:
+    return "\n".join(map(printable, text.split("\n")))
 
 
 # GitHub shows at most a mebibyte of a step's summary.
-MOST_ROWS = 200
-_TITLES = {
+MAX_ROWS = 200
+_PART_TITLES = {
     GateOutcome.FAILED: "Failed", GateOutcome.REGRESSION: "Regressions",
     GateOutcome.SUSPECTED: "Suspected: neither confirmed nor shown to be absent",
     GateOutcome.CANNOT_TELL: "Cannot tell: slower by the threshold, it would not have been found",
     GateOutcome.CLEARED: "Cleared: suspected, and not so when measured again", GateOutcome.BETTER: "Better",
 }  # fmt: skip
-_TONES = {
+_OUTCOME_TONES = {
     GateOutcome.FAILED: Tone.BAD,
     GateOutcome.REGRESSION: Tone.BAD,
     GateOutcome.SUSPECTED: Tone.DOUBT,
     GateOutcome.CANNOT_TELL: Tone.DOUBT,
     GateOutcome.BETTER: Tone.GOOD,
 }
-_AGAIN = "again: the same change, re-measured in a fresh process"
-_WORSE = "worse is: beyond both, the share and the difference"
-_SMALLEST = "smallest slow-down"
+_AGAIN_LEGEND = "again: the same change, re-measured in a fresh process"
+_WORSE_LEGEND = "worse is: beyond both, the share and the difference"
+_SMALLEST_LABEL = "smallest slow-down"
 
 
-def page_of(verdict: GateVerdict) -> Page:
-    """Shows what failed, what is worse, in doubt and better; the rest is counted. For detectable slow-downs it shows
-    the worst."""
-    # 1. Show only what needs attention; the rest is a count.
-    parts = [_part(name, title, figures) for name, title in _TITLES.items() if (figures := verdict.of(name))]
+def render_page(verdict: GateVerdict) -> Page:
+    """Shows the figures that failed, became worse or better, or are undecided. All other figures are only counted."""
+    # 1. Show only figures that need attention, and count the others.
+    parts = [
+        _outcome_part(name, title, figures) for name, title in _PART_TITLES.items() if (figures := verdict.of(name))
+    ]
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
     reasons = Counter(figure.why for figure in verdict.of(GateOutcome.OPEN) if figure.why)
     parts += list_of("open", "Cannot tell (not blocking), because", (f"{why} ({n})" for why, n in reasons.items()))
-    parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MOST_ROWS]))
+    parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MAX_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
-    # 2. The legend explains only what is shown.
-    shown = verdict.of(*_TITLES)
-    looks = (*(figure.comparison for figure in shown), *(figure.again for figure in shown if figure.again is not None))
-    labels = label_legend(looks)
-    footer = [*([_AGAIN] if any(figure.again for figure in shown) else []), _WORSE, *labels] if shown else []
+    # 2. Explain only the terms that the page shows.
+    listed = verdict.of(*_PART_TITLES)
+    comparisons = (
+        *(figure.comparison for figure in listed),
+        *(figure.again for figure in listed if figure.again is not None),
+    )
+    labels = explain_labels(comparisons)
+    footer = (
+        [*([_AGAIN_LEGEND] if any(figure.again for figure in listed) else []), _WORSE_LEGEND, *labels] if listed else []
+    )
     facts = [("judged", verdict.counts)] if verdict.judged else []
-    # 3. A pass states the smallest detectable slow-down, or it would mean little.
+    # 3. State the smallest detectable slow-down: without it, a pass means little.
     if verdict.sights:
-        facts.append((_SMALLEST, summary(verdict.sights)))
-        builds = f"{100 * POWER:.3g} of 100 builds"
-        footer.append(f"{_SMALLEST}: the smallest that this gate would have found in {builds}, by both looks")
+        facts.append((_SMALLEST_LABEL, summarize_limits(verdict.sights)))
+        builds = f"{100 * DETECTION_PROBABILITY:.3g} of 100 builds"
+        footer.append(f"{_SMALLEST_LABEL}: in {builds}, both looks would have found one of this size")
     return Page(f"fp8bench gate: {verdict.headline}", verdict.title, tuple(parts), footer, tuple(facts))
 
 
-def _part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
+def _outcome_part(outcome: GateOutcome, title: str, judged: Sequence[JudgedFigure]) -> Part:
     cols: list[Col[JudgedFigure]] = [
-        Col("setting", lambda figure: setting_of(figure.comparison.case)[0], shared=True),
-        Col("figure", lambda figure: f"{setting_of(figure.comparison.case)[1]} {figure.comparison.metric}"),
+        Col("setting", lambda figure: split_case_id(figure.comparison.case)[0], shared=True),
+        Col("figure", lambda figure: f"{split_case_id(figure.comparison.case)[1]} {figure.comparison.metric}"),
         Col("A", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
         Col("B", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
         Col("change", lambda figure: show_change(figure.comparison.ratio)),
         Col("again", lambda figure: show_change(figure.again.ratio if figure.again else None)),
-        Col("worse is", limit),
-        Col("verdict", lambda figure: figure.outcome.value, tone=lambda figure: _TONES.get(figure.outcome, Tone.PLAIN)),
+        Col("worse is", show_threshold),
+        Col(
+            "verdict",
+            lambda figure: figure.outcome.value,
+            tone=lambda figure: _OUTCOME_TONES.get(figure.outcome, Tone.PLAIN),
+        ),
         Col("why", lambda figure: figure.why, below=True),
     ]
     name = outcome.replace(" ", "-")
-    rows, hidden = table(name, "", cols, judged[:MOST_ROWS]), len(judged) - MOST_ROWS
-    return Part(name, title, (rows, Text(f"and {hidden} more")) if hidden > 0 else (rows,))
+    rows, hidden_count = table(name, "", cols, judged[:MAX_ROWS]), len(judged) - MAX_ROWS
+    return Part(name, title, (rows, Text(f"and {hidden_count} more")) if hidden_count > 0 else (rows,))
 
 
-def summary(sights: Sequence[Sight]) -> str:
-    """Returns for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
-    worst, count = sights[0], len(sights)
-    whose = f"{worst.case} {worst.metric}, threshold {units.change(1 + worst.threshold)}"
-    return f"{worst.share} ({f'worst of {count} figures: ' if count > 1 else ''}{whose})"
+def summarize_limits(limits: Sequence[DetectionLimit]) -> str:
+    """Returns the worst detection limit, for example '+9.0% (worst of 40 figures: CASE time, threshold +5.0%)'."""
+    worst, count = limits[0], len(limits)
+    worst_name = f"{worst.case} {worst.metric}, threshold {units.change(1 + worst.threshold)}"
+    return f"{worst.smallest_text} ({f'worst of {count} figures: ' if count > 1 else ''}{worst_name})"
 
 
-def limit(figure: JudgedFigure) -> str:
+def show_threshold(figure: JudgedFigure) -> str:
     threshold = figure.threshold
     smallest = value(figure.comparison, threshold.smallest) if threshold.smallest else ""
     return " and ".join(filter(None, (units.percent(threshold.relative), smallest)))
 
 
-_MOST_ROWS, _MOST_WHYS = 7, 3
+_MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The words that a comment begins with; if several apply, the first one here wins."""
+    """The outcome at the begin of a comment. If several apply, the first one in this order is shown."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"
@@ -206,8 +227,9 @@ class ReviewStatus(StrEnum):
     PASS = "no regression"
 
 
-# The exit code of each status, and what follows its words in the headline; {threshold} is the largest of a time.
-WORDS = {
+# For each status: its exit code, and the text after it in the headline. {threshold} is the largest threshold of a
+# time.
+CODE_AND_TEXT_BY_STATUS = {
     ReviewStatus.QUALITY: (EXIT_REGRESSION, ": numbers became worse, or a case fails on head alone"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),
     ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, ": the change could not be measured, and may be good or bad"),
@@ -220,7 +242,7 @@ WORDS = {
 
 @dataclass(frozen=True)
 class Review:
-    """The status, and a sentence for each reason."""
+    """The status of a reviewed duel, and a sentence for each reason (`whys`)."""
 
     status: ReviewStatus
     whys: tuple[str, ...] = ()
@@ -228,108 +250,128 @@ class Review:
 
     @property
     def headline(self) -> str:
-        return f"{self.status}{WORDS[self.status][1].format(threshold=self.threshold)}"
+        return f"{self.status}{CODE_AND_TEXT_BY_STATUS[self.status][1].format(threshold=self.threshold)}"
 
 
-def review(verdict: GateVerdict, duel: Duel) -> Review:
-    whys: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
-    unlike = {result.after.case.id: _unlike(result) for result in duel.results}
-    # 1. Different support levels on the two sides: nothing compares, so nothing else is reported.
+def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
+    reasons_by_status: dict[ReviewStatus, list[str]] = {status: [] for status in ReviewStatus}
+    unequal_status = {result.after.case.id: _find_unequal_status(result) for result in duel.results}
+    # 1. If base and head have different support levels in a case, their results are not comparable, so nothing else
+    # is reported for this case.
     for result in duel.results:
-        if (status := unlike[result.after.case.id]) is not None:
+        if (status := unequal_status[result.after.case.id]) is not None:
             levels = f"{result.before.support.level} on base, {result.after.support.level} on head"
             reason = result.after.reason or result.before.reason or levels
-            whys[status].append(f"{result.after.case.id}: {reason}")
-    # 2. Worse numbers have another status than worse times: they concern quality.
+            reasons_by_status[status].append(f"{result.after.case.id}: {reason}")
+    # 2. A worse numerical result is a problem of quality, and has a different status than a worse time.
     for figure in verdict.of(GateOutcome.REGRESSION):
-        of_numbers = spec_of(figure.comparison.metric).of_workload
-        whys[ReviewStatus.QUALITY if of_numbers else ReviewStatus.REGRESSION].append(_change(figure))
-    # 3. Cases without a number, and duels that were not possible.
-    lost = [figure for figure in verdict.of(GateOutcome.FAILED) if unlike.get(figure.comparison.case) is None]
-    whys[ReviewStatus.INFRASTRUCTURE] += [f"{figure.comparison.case}: {figure.why}" for figure in lost]
-    whys[ReviewStatus.INFRASTRUCTURE] += [verdict.problem] if verdict.problem and not any(unlike.values()) else []
-    whys[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
-    # 4. Undecided figures.
+        is_numeric_metric = spec_of(figure.comparison.metric).of_workload
+        reasons_by_status[ReviewStatus.QUALITY if is_numeric_metric else ReviewStatus.REGRESSION].append(
+            _summarize_change(figure)
+        )
+    # 3. Cases that failed, and duels that were impossible.
+    failed_figures = [
+        figure for figure in verdict.of(GateOutcome.FAILED) if unequal_status.get(figure.comparison.case) is None
+    ]
+    reasons_by_status[ReviewStatus.INFRASTRUCTURE] += [
+        f"{figure.comparison.case}: {figure.why}" for figure in failed_figures
+    ]
+    reasons_by_status[ReviewStatus.INFRASTRUCTURE] += (
+        [verdict.problem] if verdict.problem and not any(unequal_status.values()) else []
+    )
+    reasons_by_status[ReviewStatus.MISMATCH] += [note for note in duel.notes if note == IDLE]
+    # 4. Figures that the gate could not decide.
     for outcome, status in (
         (GateOutcome.SUSPECTED, ReviewStatus.SUSPECTED),
         (GateOutcome.CANNOT_TELL, ReviewStatus.CANNOT_TELL),
     ):
-        whys[status] += [f"{_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
-    # The first status with a reason wins: they are in order of weight.
-    status = next((status for status, reasons in whys.items() if reasons), ReviewStatus.PASS)
-    return Review(status, tuple(whys[status]), _largest_threshold(verdict))
+        reasons_by_status[status] += [f"{_summarize_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
+    # The statuses are ordered by their importance. The first one that has a reason is chosen.
+    status = next((status for status, reasons in reasons_by_status.items() if reasons), ReviewStatus.PASS)
+    return Review(status, tuple(reasons_by_status[status]), _show_largest_threshold(verdict))
 
 
-def _largest_threshold(verdict: GateVerdict) -> str:
-    """Returns the largest slow-down, as a share, that still passes; over all figures if no time was measured."""
-    shares = [sight.threshold for sight in verdict.sights]
-    shares = shares or [figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED]
-    return f"{100 * max(shares, default=0.0):.3g}%"
+def _show_largest_threshold(verdict: GateVerdict) -> str:
+    """Returns, in percent, the largest slow-down of a time that the gate lets pass. If no times were measured,
+    returns the largest threshold of all tested figures.
+    """
+    threshold_shares = [limit.threshold for limit in verdict.sights]
+    threshold_shares = threshold_shares or [
+        figure.threshold.relative for figure in verdict.judged if figure.outcome not in NOT_TESTED
+    ]
+    return f"{100 * max(threshold_shares, default=0.0):.3g}%"
 
 
-def _unlike(result: CaseResult) -> ReviewStatus | None:
-    """Returns the status for a case that was not measured equally on both sides; None if it was. A lost worker leaves
-    no detail."""
-    failed = [record for record in (result.before, result.after) if record.status is Status.FAILED]
-    if len(failed) == 2 or any(not record.detail for record in failed):
+def _find_unequal_status(result: CaseResult) -> ReviewStatus | None:
+    """Returns the status of a case if its two sides were not measured in the same way, else None. A failed record
+    without detail means that the worker process died.
+    """
+    failed_records = [record for record in (result.before, result.after) if record.status is Status.FAILED]
+    if len(failed_records) == 2 or any(not record.detail for record in failed_records):
         return ReviewStatus.INFRASTRUCTURE
-    if failed:
-        return ReviewStatus.QUALITY if result.after in failed else ReviewStatus.MISMATCH
+    if failed_records:
+        return ReviewStatus.QUALITY if result.after in failed_records else ReviewStatus.MISMATCH
     levels = {result.before.support.level, result.after.support.level}
-    return None if (result.sessions or result.refused_alike) and len(levels) == 1 else ReviewStatus.MISMATCH
+    return None if (result.sessions or result.is_refused_by_both) and len(levels) == 1 else ReviewStatus.MISMATCH
 
 
-def _change(figure: JudgedFigure) -> str:
-    return f"{_title(figure)}: {show_change(figure.comparison.ratio)}"
+def _summarize_change(figure: JudgedFigure) -> str:
+    return f"{_figure_title(figure)}: {show_change(figure.comparison.ratio)}"
 
 
-def comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
-    """Returns Markdown: the outcome, the figure behind it, the table, then further remarks."""
-    whys = [shorten_line(reason, 300) for reason in reviewed.whys[:_MOST_WHYS]]
-    hidden = len(reviewed.whys) - len(whys)
-    elements: list[Element] = [Text(reason) for reason in whys[:1]]
-    if verdict is not None and verdict.sights and not whys:
-        elements.append(Text(f"{_SMALLEST} that would have been found: {summary(verdict.sights)}"))
+def render_comment(reviewed: Review, verdict: GateVerdict | None, duel: Duel | None, command: str) -> str:
+    """Returns a comment on a pull request in Markdown: the outcome, its main reason, the table of figures, then
+    further reasons.
+    """
+    reasons = [shorten_line(reason, 300) for reason in reviewed.whys[:_MAX_COMMENT_REASONS]]
+    hidden_count = len(reviewed.whys) - len(reasons)
+    elements: list[Element] = [Text(reason) for reason in reasons[:1]]
+    if verdict is not None and verdict.sights and not reasons:
+        elements.append(Text(f"{_SMALLEST_LABEL} that would have been found: {summarize_limits(verdict.sights)}"))
     if duel is not None and verdict is not None:
-        elements.append(_figures(verdict))
-    elements.append(Items(tuple(map(Text, (*whys[1:], *([f"and {hidden} more"] if hidden > 0 else []))))))
+        elements.append(_figures_table(verdict))
+    elements.append(
+        Items(tuple(map(Text, (*reasons[1:], *([f"and {hidden_count} more"] if hidden_count > 0 else [])))))
+    )
     if duel is not None and verdict is not None:
-        elements.append(Text(f"{verdict.counts}. {_sides(duel)}"))
+        elements.append(Text(f"{verdict.counts}. {_describe_sides(duel)}"))
     return markdown.render(
         Page(f"fp8bench: {reviewed.headline}", "", (Part("review", "", (*elements, Code(command))),))
     )
 
 
-def _sides(duel: Duel) -> str:
+def _describe_sides(duel: Duel) -> str:
     devices = ", ".join(facts.key for facts in duel.after.devices)
-    torch = f"torch {duel.after.environment.facts.get('torch')}"
+    torch_text = f"torch {duel.after.environment.facts.get('torch')}"
     sides = f"Base {duel.before.title}, head {duel.after.title}"
-    words = f"{sides}; {many(duel.sessions, 'session')} on {devices}, {torch}."
-    return " ".join((words, *(f"Note: {note}." for note in duel.notes[:2])))
+    sentence = f"{sides}; {many(duel.sessions, 'session')} on {devices}, {torch_text}."
+    return " ".join((sentence, *(f"Note: {note}." for note in duel.notes[:2])))
 
 
-_FIRST = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.SUSPECTED, GateOutcome.CANNOT_TELL)
+_URGENT_OUTCOMES = (GateOutcome.REGRESSION, GateOutcome.FAILED, GateOutcome.SUSPECTED, GateOutcome.CANNOT_TELL)
 
 
-def _figures(verdict: GateVerdict) -> Table:
-    sights = {sight.key: sight for sight in verdict.sights}
-    places = {key: place for place, key in enumerate(sights)}
-    figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _FIRST]
-    # Failures come first, regardless of their place: a table is truncated at its end.
-    figures.sort(key=lambda figure: (figure.outcome not in _FIRST, places.get(figure.key, len(places))))
+def _figures_table(verdict: GateVerdict) -> Table:
+    limits = {limit.key: limit for limit in verdict.sights}
+    limit_ranks = {key: rank for rank, key in enumerate(limits)}
+    figures = [figure for figure in verdict.judged if figure.comparison.ratio or figure.outcome in _URGENT_OUTCOMES]
+    # Failures come first, because a long table loses its last rows.
+    figures.sort(
+        key=lambda figure: (figure.outcome not in _URGENT_OUTCOMES, limit_ranks.get(figure.key, len(limit_ranks)))
+    )
 
-    def smallest(figure: JudgedFigure) -> str:
-        if figure.key in sights:
-            return sights[figure.key].share
+    def show_smallest_slow_down(figure: JudgedFigure) -> str:
+        if figure.key in limits:
+            return limits[figure.key].smallest_text
         return units.NONE if figure.comparison.ratio is None else "exact"
 
     cols: list[Col[JudgedFigure]] = [
-        Col("figure", _title),
+        Col("figure", _figure_title),
         Col("base", lambda figure: value(figure.comparison, figure.comparison.before), number=True),
         Col("head", lambda figure: value(figure.comparison, figure.comparison.after), number=True),
         Col(f"change, {units.percent(FINAL_LEVEL, 0)} interval", lambda figure: show_change(figure.comparison.ratio)),
-        Col(_SMALLEST, smallest),
-        Col("worse is", limit),
+        Col(_SMALLEST_LABEL, show_smallest_slow_down),
+        Col("worse is", show_threshold),
         Col("verdict", lambda figure: figure.outcome.value),
     ]
-    return table("figures", "", cols, figures[:_MOST_ROWS])
+    return table("figures", "", cols, figures[:_MAX_COMMENT_ROWS])

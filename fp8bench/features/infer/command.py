@@ -12,15 +12,15 @@ from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import check_outputs, tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.infer.values import LEAST_CONTEXTS, ServedModel, ServingQuestion, arm_in_words
-from fp8bench.measure.interrupts import only_once
+from fp8bench.features.infer.values import MIN_CONTEXTS, ServedModel, ServingQuestion, parse_arm
+from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.request import whole_number
 from fp8bench.nn.served import CARRIERS, ServedArm
 from fp8bench.nn.sizes import SERVED_SIZES
 
-_CONTEXTS_LIKE = "Give 256,1024,2048,4096, say."
-_ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
-_TOKENS = {False: 8192, True: 2048}
+_CONTEXTS_EXAMPLE = "Give for example 256,1024,2048,4096."
+_DEFAULT_ARMS = "bf16,kv=fp8,weights=int8,kv=fp8+weights=int8"
+_DEFAULT_TOKENS = {False: 8192, True: 2048}
 EXAMPLES = ("fp8bench infer --quick", "fp8bench infer my_package:make", "fp8bench infer --from last --arms kv=fp8")
 FIRST_OPTIONS = "--size --from --arms --reference --batch --contexts --rollout --quick --all --json --csv --explain"
 
@@ -43,22 +43,30 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--from",
         dest="trained",
         metavar="TRAINING[:ARM]",
-        help="read quality on the newest checkpoint of a training in the store: of its reference, or of that arm",
+        help="measure quality on the newest checkpoint of a training in the store: of its reference, or of ARM",
     )
     add(
         "--arms",
-        default=_ARMS,
+        default=_DEFAULT_ARMS,
         metavar="A,B",
-        help=f"formats of cache and weights, as in kv=fp8+weights=int8; default {_ARMS}",
+        help=f"formats of the cache and the weights, for example kv=fp8+weights=int8; default {_DEFAULT_ARMS}",
     )
     add(
-        "--reference", choices=tuple(CARRIERS), help="what the arms are compared with; default fp32 on a CPU, else bf16"
+        "--reference",
+        choices=tuple(CARRIERS),
+        help="precision that the arms are compared with; default fp32 on a CPU, else bf16",
     )
-    add("--batch", type=types.whole(whole_number(1, 1 << 14)), default=1, metavar="N", help="sequences; default 1")
+    add(
+        "--batch",
+        type=types.whole(whole_number(1, 1 << 14)),
+        default=1,
+        metavar="N",
+        help="number of sequences; default 1",
+    )
     add(
         "--contexts",
         metavar="A,B",
-        help=f"{LEAST_CONTEXTS} context lengths or more, to fit the line; default 256,1024,1025,2048,4096",
+        help=f"{MIN_CONTEXTS} context lengths or more, to fit the line; default 256,1024,1025,2048,4096",
     )
     add(
         "--rollout",
@@ -69,7 +77,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "--tokens",
         type=types.whole(whole_number(256, 1 << 20)),
         metavar="N",
-        help="tokens that predictions are compared on; default 8192, 2048 with --quick",
+        help="number of tokens on which predictions are compared; default 8192, 2048 with --quick",
     )
     add_common(parser, "--quick")
     add_common(parser, "--seed", help="for random weights, tokens and the cache's values; default 0")
@@ -78,39 +86,44 @@ def add(parser: argparse.ArgumentParser) -> None:
     add_common(parser, "--store", help="as in suite")
     add("--all", action="store_true", help="also print the bytes and every figure of quality of each arm")
     add_common(parser, "--explain")
-    add_common(parser, "--json", help="print all of it as JSON instead of the table")
-    add_common(parser, "--csv", help="also write a row for each arm there; '-' prints them instead of the table")
+    add_common(parser, "--json", help="print the whole answer as JSON instead of the table")
+    add_common(parser, "--csv", help="also write a CSV row for each arm; '-' prints the rows instead of the table")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Measures and shows the result; after an interrupt, shows what was measured until then."""
+    """Measures and shows the answer. After an interrupt, shows what was measured until then."""
     from fp8bench.features.infer.job import answer_question
-    from fp8bench.features.infer.view import page_of, rows_of, value_of
+    from fp8bench.features.infer.view import encode_answer, render_page, table_rows
 
     check_outputs(arguments)
-    question, trained = _question(arguments)
+    question, trained = _make_question(arguments)
     command = shlex.join(["fp8bench", *sys.argv[1:]])
-    with only_once():
+    with interrupt_only_once():
         answer = answer_question(question, arguments.store, command, TERMINAL, trained)
-        tell(arguments, partial(page_of, answer, arguments.all), partial(value_of, answer), partial(rows_of, answer))
+        tell(
+            arguments,
+            partial(render_page, answer, arguments.all),
+            partial(encode_answer, answer),
+            partial(table_rows, answer),
+        )
     return EXIT_OK if answer.finished else EXIT_INTERRUPTED
 
 
-def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedModel | None]:
+def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedModel | None]:
     from fp8bench.features.infer.job import complete_question
 
-    tokens = arguments.tokens or _TOKENS[arguments.quick]
-    size, trained = _model(arguments, tokens)
-    # The usual precision for serving without low precision: fp32 on a CPU, bf16 elsewhere.
+    tokens = arguments.tokens or _DEFAULT_TOKENS[arguments.quick]
+    size, trained = _choose_model(arguments, tokens)
+    # The precision in which models are usually served: fp32 on a CPU, bf16 on a GPU.
     reference = arguments.reference or ("fp32" if (arguments.device or "cpu") == "cpu" else "bf16")
-    # Measure arms that are named twice only once.
-    words = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
-    arms = [arm_in_words(word) for word in words]
-    baseline = ServedArm(reference)
+    # An arm that is named twice is measured once.
+    names = list(dict.fromkeys(filter(None, arguments.arms.split(","))))
+    arms = [parse_arm(name) for name in names]
+    reference_arm = ServedArm(reference)
     question = ServingQuestion(
         size,
-        tuple(dict.fromkeys((baseline, *arms))),
-        _contexts(arguments),
+        tuple(dict.fromkeys((reference_arm, *arms))),
+        _parse_contexts(arguments),
         arguments.batch,
         arguments.quick,
         tokens,
@@ -122,34 +135,38 @@ def _question(arguments: argparse.Namespace) -> tuple[ServingQuestion, ServedMod
     return question if question.is_own else complete_question(question), trained
 
 
-def _model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
-    """Returns the size to time, and the model for quality: None for the default one."""
-    from fp8bench.jobs.profile import function_named
+def _choose_model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:
+    """Returns the size of the model to time, and the model on which quality is measured. The second value is None for
+    the default model.
+    """
+    from fp8bench.jobs.profile import check_function_name
 
     if arguments.make and (arguments.trained or arguments.size):
         raise UsageError(f"{arguments.make} is your own model. Leave --size and --from out.")
     if arguments.make:
-        return function_named(arguments.make), None
+        return check_function_name(arguments.make), None
     trained, size = None, "nano"
     if arguments.trained:
-        from fp8bench.features.infer.job import trained_model
+        from fp8bench.features.infer.job import find_trained_model
 
-        trained, size = trained_model(arguments.trained, arguments.store, tokens)
+        trained, size = find_trained_model(arguments.trained, arguments.store, tokens)
     size = arguments.size or size
     if size not in SERVED_SIZES:
         raise UsageError(f"--size {size!r} cannot be served. Give one of {', '.join(SERVED_SIZES)}.")
     return size, trained
 
 
-def _contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
+def _parse_contexts(arguments: argparse.Namespace) -> tuple[int, ...]:
     if arguments.contexts is None:
         return ()
     try:
         contexts = tuple(sorted({int(word) for word in arguments.contexts.split(",")}))
     except ValueError:
         raise UsageError(
-            f"--contexts {arguments.contexts!r} is not a list of whole numbers. {_CONTEXTS_LIKE}"
+            f"--contexts {arguments.contexts!r} is not a list of whole numbers. {_CONTEXTS_EXAMPLE}"
         ) from None
-    if len(contexts) < LEAST_CONTEXTS:
-        raise UsageError(f"--contexts has {len(contexts)}, and a line needs {LEAST_CONTEXTS} or more. {_CONTEXTS_LIKE}")
+    if len(contexts) < MIN_CONTEXTS:
+        raise UsageError(
+            f"--contexts has {len(contexts)}, and a line needs {MIN_CONTEXTS} or more. {_CONTEXTS_EXAMPLE}"
+        )
     return contexts

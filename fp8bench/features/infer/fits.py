@@ -1,9 +1,9 @@
-"""Fits a line to the times over contexts, finds where two lines cross, and computes intervals for both by resampling
-rounds.
+"""Fits a line to the decode times of an arm over context lengths, and finds the context at which the lines of two
+arms cross. Lines and crossings have intervals from resampled rounds.
 
-A context's figure is the best case of its rounds, as everywhere in fp8bench. All arms were measured in the same rounds,
-so these are resampled jointly; each context is resampled separately. Few rounds are less certain than their resamples
-suggest, so the spread of resamples is widened, like a mean's by Student's t.
+The time at a context is the best case of its rounds, as everywhere in fp8bench. All arms were measured in the same
+rounds, so a resample draws the same rounds for all arms. Each context is resampled separately. Resamples of few
+rounds vary too little, so their spread is widened, as Student's t widens the interval of a mean.
 """
 
 from __future__ import annotations
@@ -15,28 +15,29 @@ from typing import Any
 
 import numpy as np
 
-from fp8bench.analysis.stats import Floats, best_case
-from fp8bench.features.infer.values import LEAST_CONTEXTS, ContextCrossing, TimeLine
+from fp8bench.analysis.stats import Floats, resample_best_case
+from fp8bench.features.infer.values import MIN_CONTEXTS, ContextCrossing, TimeLine
 from fp8bench.model import Interval
 from fp8bench.model.measured import Ceiling, Limit
 
-# An interval with confidence LEVEL spans the share _DRAWN of resamples: in simulated sweeps of 10 rounds and more, such
-# intervals contain the truth in 95 of 100 cases.
-LEVEL, _DRAWN = 0.95, 0.99
-_ENDS = ((1 - _DRAWN) / 2, (1 + _DRAWN) / 2)
+# An interval with confidence LEVEL spans the middle part _RESAMPLED_SHARE of the resamples. In simulated sweeps of 10
+# rounds or more, such intervals contain the true value in 95 of 100 cases.
+LEVEL, _RESAMPLED_SHARE = 0.95, 0.99
+_INTERVAL_QUANTILES = ((1 - _RESAMPLED_SHARE) / 2, (1 + _RESAMPLED_SHARE) / 2)
 # The number of contexts at which two lines are compared.
-_PLACES = 256
-# In simulated sweeps of arms that read whole pages of any size, this many times the range of distances from the lines
-# covered every context at which the faster arm changes in 9 of 10 cases, and in all if page sizes are powers of two.
-_STEPS = 2.0
+_GRID_CONTEXTS = 256
+# The times of arms that read whole pages rise in steps, away from a line. Intervals are widened by this many times
+# the range of these distances. In simulated sweeps with pages of any size, the widened intervals contained every
+# context at which the faster arm changes in 9 of 10 cases. With pages of powers of two, they did so in all cases.
+_STEP_MARGIN = 2.0
 
 
 @dataclass(frozen=True)
 class LineDraws:
-    """A fitted line: `point` is a and b, `draws` those of each resample (resamples, 2).
+    """A fitted line: `point` has the coefficients a and b, and `draws` those of each resample (resamples, 2).
 
-    `above` is the seconds by which each measured context is above the line, `off` the largest such distance relative to
-    the context's time; `measured` are each resample's seconds at the contexts.
+    `above` has the seconds by which the time at each measured context exceeds the line. `off` is the largest such
+    distance, relative to the time. `measured` has the seconds of each resample at the measured contexts.
     """
 
     point: Floats
@@ -47,107 +48,129 @@ class LineDraws:
 
     @property
     def line(self) -> TimeLine:
-        low, high = np.quantile(self.draws, _ENDS, axis=0)
+        low, high = np.quantile(self.draws, _INTERVAL_QUANTILES, axis=0)
         a, b = (
-            Interval(float(point), float(least), float(most), LEVEL)
-            for point, least, most in zip(self.point, low, high, strict=True)
+            Interval(float(point), float(lower), float(upper), LEVEL)
+            for point, lower, upper in zip(self.point, low, high, strict=True)
         )
         return TimeLine(a, b, self.off)
 
-    def at(self, contexts: Floats) -> Floats:
-        """Returns each resample's seconds at these contexts: (resamples, contexts)."""
-        seconds: Floats = self.draws[:, :1] + self.draws[:, 1:] * contexts
+    def at(self, context_lengths: Floats) -> Floats:
+        """Returns the seconds of each resample at these contexts: (resamples, contexts)."""
+        seconds: Floats = self.draws[:, :1] + self.draws[:, 1:] * context_lengths
         return seconds
 
 
 def fastest(samples: Sequence[float]) -> float:
-    """Returns the rounds' best case, to which the line is fitted as well, so that a printed figure is on its line."""
-    return math.exp(best_case(np.array(samples, dtype=np.float64)[:, None]).point)
+    """Returns the best case of some rounds in seconds. Lines are fitted to best cases, so a printed time fits the
+    printed line.
+    """
+    return math.exp(resample_best_case(np.array(samples, dtype=np.float64)[:, None]).point)
 
 
-def line_of(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
-    """Fits seconds over contexts by least squares of relative errors; None for fewer than LEAST_CONTEXTS contexts."""
-    if len(rounds) < LEAST_CONTEXTS:
+def fit_line(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
+    """Fits a line to seconds over contexts by least squares of relative errors. Returns None for fewer than
+    MIN_CONTEXTS contexts.
+    """
+    if len(rounds) < MIN_CONTEXTS:
         return None
     contexts, points, logs = sorted(rounds), [], []
-    for place, context in enumerate(contexts):
-        case = best_case(np.array(rounds[context], dtype=np.float64)[:, None])
-        order = np.random.default_rng(place).permutation(len(case.resampled))
-        widened = case.point + widening(len(rounds[context])) * (case.resampled[order] - case.point)
-        points.append(case.point)
-        logs.append(widened)
+    for seed, context in enumerate(contexts):
+        best_case = resample_best_case(np.array(rounds[context], dtype=np.float64)[:, None])
+        shuffled_order = np.random.default_rng(seed).permutation(len(best_case.resampled))
+        widened_logs = best_case.point + spread_factor(len(rounds[context])) * (
+            best_case.resampled[shuffled_order] - best_case.point
+        )
+        points.append(best_case.point)
+        logs.append(widened_logs)
     seconds = np.exp(np.array(points))
     weights = np.stack((1 / seconds, np.array(contexts) / seconds), 1)
-    solve = np.linalg.pinv(weights) / seconds
-    point = solve @ seconds
-    above = seconds - (point[0] + point[1] * np.array(contexts))
-    off = float((np.abs(above) / seconds).max())
+    solving_matrix = np.linalg.pinv(weights) / seconds
+    point = solving_matrix @ seconds
+    seconds_above_line = seconds - (point[0] + point[1] * np.array(contexts))
+    largest_error = float((np.abs(seconds_above_line) / seconds).max())
     measured = np.exp(np.array(logs)).T
-    return LineDraws(point, measured @ solve.T, off, above, measured)
+    return LineDraws(point, measured @ solving_matrix.T, largest_error, seconds_above_line, measured)
 
 
-def widening(rounds: int) -> float:
-    """Returns the factor by which the spread of resamples is too small for few rounds.
+def spread_factor(rounds: int) -> float:
+    """Returns the factor by which the spread of resamples must be widened for this number of rounds.
 
-    It is Student's t over the normal distribution's 1.96, times the spread lost by resampling n values, times how much
-    slower the fastest of few rounds are than the fastest of many (found by simulation).
+    It is a product of three factors. The first is Student's t over the normal distribution's 1.96. The second is the
+    spread that is lost by resampling n values. The third, from a simulation, is how much slower the fastest of few
+    rounds are than the fastest of many.
     """
     freedom = max(1, rounds - 1)
-    t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3  # within 1% from 2 degrees on
-    return t / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
+    # this approximation is accurate to 1% from 2 degrees of freedom on
+    student_t = 1.96 + 2.37 / freedom + 2.8 / freedom**2 + 5.6 / freedom**3
+    return student_t / 1.96 * math.sqrt(rounds / freedom) * (1 + 6 / rounds)
 
 
-def crossing_of(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
-    """Returns where the arm's line crosses the reference's, within the measured contexts only.
+def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int]) -> ContextCrossing:
+    """Returns the context at which the arm's line crosses the reference's line. It searches only between the measured
+    contexts.
 
-    The interval contains every context at which resamples disagree on the faster one, or agree by less than a step
-    could change: an arm that reads whole pages has steps, which resampling a line cannot show.
+    The interval contains every context at which resamples do not agree which arm is faster. It also contains contexts
+    at which the arms differ by less than a step in the times. Arms that read whole pages have such steps, and
+    resampling a line cannot show them.
     """
     measured = np.array(sorted(contexts))
-    first, last = int(measured[0]), int(measured[-1])
-    places = np.geomspace(first, last, _PLACES)
-    margin = _step_height(arm, reference, measured, places)
-    ends_of = np.quantile(arm.at(places) - reference.at(places), _ENDS, axis=0)
-    low, high = ends_of[0] - margin, ends_of[1] + margin
-    signs = np.where(high < 0, 1, np.where(low > 0, -1, 0))
-    seen_low, seen_high = np.quantile(arm.measured - reference.measured, _ENDS, axis=0)
-    measured_signs = np.where(seen_high < 0, 1, np.where(seen_low > 0, -1, 0))
-    ends = tuple(bool(signs[end] > 0) if signs[end] and measured_signs[end] != -signs[end] else None for end in (0, -1))
+    shortest, longest = int(measured[0]), int(measured[-1])
+    grid = np.geomspace(shortest, longest, _GRID_CONTEXTS)
+    step_seconds = _estimate_step_seconds(arm, reference, measured, grid)
+    quantiles = np.quantile(arm.at(grid) - reference.at(grid), _INTERVAL_QUANTILES, axis=0)
+    low, high = quantiles[0] - step_seconds, quantiles[1] + step_seconds
+    certain_signs = np.where(high < 0, 1, np.where(low > 0, -1, 0))
+    measured_low, measured_high = np.quantile(arm.measured - reference.measured, _INTERVAL_QUANTILES, axis=0)
+    measured_signs = np.where(measured_high < 0, 1, np.where(measured_low > 0, -1, 0))
+    ends = tuple(
+        bool(certain_signs[end] > 0) if certain_signs[end] and measured_signs[end] != -certain_signs[end] else None
+        for end in (0, -1)
+    )
     faster = ends[0], ends[1]
     if None in faster or faster[0] == faster[1]:
-        return ContextCrossing(None, first, last, faster)
+        return ContextCrossing(None, shortest, longest, faster)
     a, b = arm.point - reference.point
-    at = float(min(max(-a / b, first), last))
-    # Lines cross once: the interval is between the last place with the first sign and the first with the last.
-    start, end = np.flatnonzero(signs == signs[0])[-1], np.flatnonzero(signs == signs[-1])[0]
-    begin, until = min(float(places[start]), at), max(float(places[end]), at)
-    # Measurements take precedence over the lines.
-    contrary = measured[
-        ((measured < begin) & (measured_signs == signs[-1])) | ((measured > until) & (measured_signs == signs[0]))
+    crossing = float(min(max(-a / b, shortest), longest))
+    # Two lines cross once. The interval begins at the last grid context whose faster arm is certainly that of the
+    # shortest context. It ends at the first one whose faster arm is certainly that of the longest context.
+    start, end = (
+        np.flatnonzero(certain_signs == certain_signs[0])[-1],
+        np.flatnonzero(certain_signs == certain_signs[-1])[0],
+    )
+    lower, upper = min(float(grid[start]), crossing), max(float(grid[end]), crossing)
+    # If a measured context outside the interval contradicts the lines, the interval is widened to include this
+    # context.
+    contradicting = measured[
+        ((measured < lower) & (measured_signs == certain_signs[-1]))
+        | ((measured > upper) & (measured_signs == certain_signs[0]))
     ]
-    bounds = [begin, until, *map(float, contrary)]
-    return ContextCrossing(at, min(bounds), max(bounds), faster, tuple(map(int, contrary)))
+    bounds = [lower, upper, *map(float, contradicting)]
+    return ContextCrossing(crossing, min(bounds), max(bounds), faster, tuple(map(int, contradicting)))
 
 
-def _step_height(arm: LineDraws, reference: LineDraws, measured: Any, places: Floats) -> Floats:
-    """Returns the seconds by which either arm may be off its line at these places.
+def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, grid: Floats) -> Floats:
+    """Returns the seconds by which either arm may differ from its line at each grid context.
 
-    It is twice the range of the measured contexts' distances, as few contexts seldom meet both ends of a step; a step
-    is assumed to be as high at shorter contexts. Contexts that are all multiples of a number cannot show steps within
-    it.
+    They are twice the range of the measured distances from the lines, because few contexts seldom hit both ends of a
+    step. At shorter contexts, steps are assumed to be as high as at long ones. If all measured contexts are multiples
+    of a number, smaller steps could not be measured, and are added.
     """
     expected = reference.point[0] + reference.point[1] * measured
-    missed = (arm.above - reference.above) / expected
-    seen_at = expected[np.abs(missed).argmax()]
+    relative_distances = (arm.above - reference.above) / expected
+    seconds_at_largest = expected[np.abs(relative_distances).argmax()]
     measured_steps: Floats = (
-        _STEPS * np.ptp(missed) * np.maximum(seen_at, reference.point[0] + reference.point[1] * places)
+        _STEP_MARGIN
+        * np.ptp(relative_distances)
+        * np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
     )
-    unseen = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
-    return measured_steps + unseen
+    hidden_steps = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
+    return measured_steps + hidden_steps
 
 
-def copy_rate(ceiling: Ceiling | None) -> float | None:
-    """Returns bytes per second beyond caches, from measured rates: `ceiling.bytes` is an upper bound that includes
-    copies inside caches."""
+def find_copy_rate(ceiling: Ceiling | None) -> float | None:
+    """Returns the bytes per second of copies that are larger than the caches, as measured on the device.
+    `ceiling.bytes` would be wrong here, because it also covers copies within caches.
+    """
     rates = ceiling.rates if ceiling is not None else ()
     return next((rate.value for rate in rates if rate.limit is Limit.COPY and rate.steady), None)

@@ -1,4 +1,6 @@
-"""Values of `infer`: arms, the question, lines over the context, quality token by token, and the whole answer."""
+"""Values of `infer`: the arms, the question, decode times over contexts, quality token by token, and the whole
+answer.
+"""
 
 from __future__ import annotations
 
@@ -13,57 +15,58 @@ from fp8bench.nn.served import (
     SERVED,
     ServedArm,
     StepBytes,
-    arm_of,
-    served_shape,
+    choose_arm,
+    find_served_shape,
     step_bytes,
 )
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
 from fp8bench.store.kept_lines import Log
 
-# Fewer contexts make no line.
-LEAST_CONTEXTS = 4
-# The carrier of an arm that names a format and no carrier.
+# The fewest contexts to which a line is fitted.
+MIN_CONTEXTS = 4
+# The carrier precision (of everything that is not in the low format), if an arm names only a storage format.
 LOW_CARRIER = "bf16"
 
 
-def arm_in_words(word: str) -> ServedArm:
+def parse_arm(text: str) -> ServedArm:
     """Parses 'bf16', 'kv=fp8' or 'kv=fp8+weights=int8'. Raises UsageError for anything else."""
-    # A carrier alone is an arm without low-precision storage.
-    if word in CARRIERS:
-        return ServedArm(word)
+    # A carrier precision alone is an arm without low-precision storage.
+    if text in CARRIERS:
+        return ServedArm(text)
     try:
-        if any(not part.partition("=")[2] for part in word.split("+")):
+        if any(not part.partition("=")[2] for part in text.split("+")):
             raise UsageError(f"expected one of {', '.join(CARRIERS)}, or kv, weights, activations, carrier = a value.")
-        return arm_of({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{word.replace('+', ':')}"))
+        return choose_arm({"kv": OWN, "weights": OWN}, precisions.get(f"{SERVED}:{text.replace('+', ':')}"))
     except UsageError as error:
-        raise UsageError(f"--arms: {word!r} is no arm: {error} Give one such as kv=fp8+weights=int8.") from None
+        raise UsageError(f"--arms: {text!r} is no arm: {error} Give one such as kv=fp8+weights=int8.") from None
 
 
-def word_of(arm: ServedArm) -> str:
-    """Writes an arm as --arms takes it."""
+def format_arm(arm: ServedArm) -> str:
+    """Returns the text of an arm, in the syntax of --arms."""
     parts = [f"{key}={value}" for key, value in (("kv", arm.kv), ("weights", arm.weights)) if value]
     parts += ["activations=low"] if arm.low_inputs else []
-    # The usual carrier is left out, so that an arm's name can be parsed again.
+    # The default carrier is left out.
     if not parts:
         return arm.carrier
     return "+".join([*([] if arm.carrier == LOW_CARRIER else [f"carrier={arm.carrier}"]), *parts])
 
 
-def dtype_of(arm: ServedArm) -> str:
-    return f"{SERVED}:{word_of(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
+def arm_precision(arm: ServedArm) -> str:
+    return f"{SERVED}:{format_arm(arm).replace('+', ':')}" if arm.kv or arm.weights else arm.carrier
 
 
-def is_of(record: Record, arm: ServedArm) -> bool:
-    # Words for the same arm may differ: their canonical form does not.
-    return record.case.precision == precisions.canonical(dtype_of(arm))
+def is_of_arm(record: Record, arm: ServedArm) -> bool:
+    # Compare canonical names, because several texts may mean the same arm.
+    return record.case.precision == precisions.canonical(arm_precision(arm))
 
 
 @dataclass(frozen=True)
 class ServingQuestion:
-    """`arms` begin with the reference. `size` is a served model's name, or a custom 'module:function'.
+    """The arms and sizes to measure. The first of `arms` is the reference. `size` names a served model, or a user's
+    'module:function'.
 
-    Without `contexts`, the usual ones within the model's positions are measured.
+    Without `contexts`, default contexts are measured that fit the model's positions.
     """
 
     size: str
@@ -84,10 +87,10 @@ class ServingQuestion:
 
 @dataclass(frozen=True)
 class ServedModel:
-    """The model that quality is read on. Without a config, `name` is a custom 'module:function'.
+    """The model whose quality is measured. Without a config, `name` is a user's 'module:function'.
 
-    `weights` is a file of bf16 numbers, or the folder of a checkpoint that has them of this `arm`, or '' for random
-    weights.
+    `weights` is a file of bf16 numbers, or the folder of a checkpoint that has the weights of `arm`. If it is '', the
+    weights are random.
     """
 
     name: str
@@ -99,8 +102,9 @@ class ServedModel:
 
 @dataclass(frozen=True)
 class QualityTask:
-    """The input of a worker. `tokens` counts random tokens, for a model that brings no text; the first `rolls_out` arms
-    sample texts."""
+    """The input of the quality worker. `tokens` is the number of random tokens for a model that comes without text.
+    The first `rolls_out` arms also sample texts.
+    """
 
     model: ServedModel
     tokens: int
@@ -112,10 +116,11 @@ class QualityTask:
 
 @dataclass(frozen=True)
 class ArmQuality:
-    """One arm's predictions against the reference's, on the same tokens.
+    """How the predictions of an arm differ from the reference's predictions on the same tokens.
 
-    `kl` is the mean over tokens, `kl_tail` its 99.9% quantile. `same_top` is the share of tokens with the reference's
-    likeliest successor, `log_perplexity` is ln of the ratio of perplexities, `bits` are stored bits a parameter.
+    `kl` is the mean KL divergence over tokens, and `kl_tail` its 99.9% quantile. `same_top` is the part of the tokens
+    at which arm and reference predict the same next token. `log_perplexity` is the logarithm of the ratio of
+    perplexities. `bits` is the stored bits per parameter.
     """
 
     kl: float
@@ -127,12 +132,14 @@ class ArmQuality:
 
 @dataclass(frozen=True)
 class RolloutGap:
-    """How the reference's log-probabilities of an arm's sampled tokens differ from the arm's: reference minus arm.
+    """How the log-probabilities of an arm's sampled tokens differ between reference and arm. A gap is the reference's
+    minus the arm's.
 
-    `mean` and `largest` are of the absolute gap. `ratio` is the mean importance ratio, exp(gap): 1 for the same weights
-    in any arithmetic; `least` and `most` are its extremes. `clipped` is the share of tokens beyond PPO's usual clip,
-    `kl` the divergence by Schulman's k3, `effective` the effective sample size as a share, by token, and by text with
-    the product of its tokens' ratios.
+    `mean` and `largest` are of the absolute gap. `ratio` is the mean importance ratio exp(gap), which is 1 in
+    expectation if arm and reference have the same weights. `least` and `most` are the extremes of the ratio.
+    `clipped` is the share of tokens outside PPO's usual clip range. `kl` is the divergence by Schulman's k3
+    estimator. `effective` is the effective sample size as a share, first by token, then by text. The weight of a text
+    is the product of its tokens' ratios.
     """
 
     tokens: int
@@ -148,10 +155,11 @@ class RolloutGap:
 
 @dataclass(frozen=True)
 class Quality:
-    """`itself` is a repetition of the reference, which must not differ; `floor` the reference with a different kernel.
+    """The quality of all arms. `itself` is the reference compared with a repetition, which must not differ. `floor`
+    is the reference compared with itself under a different attention kernel.
 
-    `arms` and `rollouts` follow the question's order; only `rollouts` include the reference. `caution` is the reason
-    why figures only reflect arithmetic, as with random weights.
+    `arms` and `rollouts` have the order of the question's arms. Only `rollouts` include the reference. `caution`
+    explains why the figures show only the effect of arithmetic, for example because weights are random.
     """
 
     model: str
@@ -166,8 +174,9 @@ class Quality:
 
 @dataclass(frozen=True)
 class TimeLine:
-    """TPOT = a + b * context, in seconds, and seconds per token of context. `off` is the largest distance of a measured
-    context from the line, as a share of its time."""
+    """The line TPOT = a + b * context. TPOT (time per output token) is in seconds. `off` is the largest distance of a
+    measured time from the line, relative to the time.
+    """
 
     a: Interval
     b: Interval
@@ -176,10 +185,11 @@ class TimeLine:
 
 @dataclass(frozen=True)
 class ContextCrossing:
-    """Where an arm's line crosses the reference's; `at` is None if they do not cross, or it is unclear.
+    """The context `at` which an arm's line crosses the reference's line. It is None if the lines do not cross, or if
+    this is uncertain.
 
-    `faster` is whether the arm is faster at the shortest and at the longest context; None if unclear. `contrary` are
-    measured contexts that contradict the lines.
+    `faster` has two values: whether the arm is faster at the shortest context, and whether it is faster at the
+    longest one. A value is None if this is uncertain. `contrary` are the measured contexts that contradict the lines.
     """
 
     at: float | None
@@ -191,10 +201,12 @@ class ContextCrossing:
 
 @dataclass(frozen=True)
 class ArmTimes:
-    """One arm's times: TPOT by context, its line and crossing, a prompt's TTFT, joules per token in and out.
+    """Times of one arm. `tpot` is the seconds per output token by context, with the fitted line and its crossing.
+    `ttft` is the seconds of the prompt until the first token. `joules` are per token of the prompt and per output
+    token.
 
-    `why` is the reason if they are missing, `kernel` names the kernel ('' without one), and `doubts` are labels of its
-    runs that rule out a verdict.
+    If times are missing, `why` is the reason. `kernel` names the native kernel, '' without one. `doubts` are labels
+    of the runs that make a verdict impossible.
     """
 
     arm: ServedArm
@@ -210,7 +222,7 @@ class ArmTimes:
 
 @dataclass(frozen=True)
 class ServingAnswer:
-    """All measurements. `experts` counts those that a step reads per layer."""
+    """All measurements of `infer`. `experts` is how many experts each layer reads in a decode step."""
 
     question: ServingQuestion
     device: str
@@ -223,22 +235,24 @@ class ServingAnswer:
     experts: float | None = None
 
     def bytes_read(self, arm: ServedArm) -> StepBytes:
-        """Returns the bytes that a step reads at the longest context."""
+        """Returns the bytes that a decode step reads at the longest context."""
         question = self.question
-        return step_bytes(served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
+        return step_bytes(find_served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
 
     def tpot(self, times: ArmTimes) -> float | None:
-        """Returns the arm's seconds at the longest context, if it was timed there."""
-        # The longest context is where arms differ most.
+        """Returns the arm's seconds per token at the longest context, where arms differ most; None if it was not
+        timed.
+        """
         return dict(times.tpot).get(self.question.contexts[-1])
 
-    def quality_of(self, arm: ServedArm) -> ArmQuality | None:
-        """Returns an arm's quality; for the reference, the noise floor."""
+    def arm_quality(self, arm: ServedArm) -> ArmQuality | None:
+        """Returns the quality of an arm. For the reference, returns the noise floor, which is the smallest difference
+        that means anything.
+        """
         if self.quality is None:
             return None
-        # The reference has no quality against itself: its floor shows what counts as no difference.
         return (self.quality.floor, *self.quality.arms)[self.question.arms.index(arm)]
 
 
-def kept_answers(store: Path) -> Log[ServingAnswer]:
+def open_answer_log(store: Path) -> Log[ServingAnswer]:
     return Log(store / "inference.jsonl", {"inference": ServingAnswer}, "answer of infer", 1, "Choose another --store.")

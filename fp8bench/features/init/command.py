@@ -14,90 +14,101 @@ from fp8bench.cli.streams import say
 from fp8bench.errors import EXIT_OK, UsageError
 from fp8bench.features.init.source import find_source
 
-EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # what it has written runs")
-_CONFIG, _SUITE, _WORKFLOW = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
-# A committed store would change with each run, so no commit would ever be the measured one.
-_IGNORED = ".fp8bench/"
-_NEXT = f"""Try it:             fp8bench suite --config {_CONFIG} --quick
-Put your code into: {_SUITE}
-Hold it against a commit, as {_WORKFLOW} does for pull requests:
-                    fp8bench gate --against HEAD~1 --config {_CONFIG} --comment comment.md
+EXAMPLES = ("fp8bench init", "fp8bench suite --config fp8bench.yaml --quick  # run the written suite")
+_CONFIG_FILE, _SUITE_FILE, _WORKFLOW_FILE = "fp8bench.yaml", "fp8bench_suite.py", ".github/workflows/fp8bench.yml"
+# The store must be ignored: it changes with every run, so a commit would never contain its own measurement.
+_IGNORED_FOLDER = ".fp8bench/"
+_NEXT_STEPS = f"""Try it:             fp8bench suite --config {_CONFIG_FILE} --quick
+Put your code into: {_SUITE_FILE}
+Hold it against a commit, as {_WORKFLOW_FILE} does for pull requests:
+                    fp8bench gate --against HEAD~1 --config {_CONFIG_FILE} --comment comment.md
 """
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        f"Writes {_CONFIG} (five options), {_SUITE} (a workload that runs) and "
-        f"{_WORKFLOW} (base against head of each pull request), and has git ignore the store. Never overwrites files."
+        f"Writes {_CONFIG_FILE} (five options), {_SUITE_FILE} (a workload that runs) and "
+        f"{_WORKFLOW_FILE} (base against head of each pull request), and has git ignore the store. "
+        "Never overwrites files."
     )
-    parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files is there already."
-    parser.add_argument("folder", nargs="?", type=types.path, default=Path(), metavar="DIR", help="where; default here")
-    words = (
-        "what the workflow's pip installs: git+https://HOST/OWNER/fp8bench@COMMIT, a path in the project, a version; "
-        "default what this fp8bench was installed from, asked once if a build cannot reach that"
+    parser.epilog = "Exit codes: 0 written, 2 wrong usage, or one of the files exists already."
+    parser.add_argument(
+        "folder",
+        nargs="?",
+        type=types.path,
+        default=Path(),
+        metavar="DIR",
+        help="the folder to write to; default the current one",
     )
-    parser.add_argument("--install", metavar="WHAT", help=words)
+    install_help = (
+        "what pip installs in the workflow: git+https://HOST/OWNER/fp8bench@COMMIT, a path in the "
+        "project, or a version; "
+        "default the source of this fp8bench; if a build cannot reach it, you are asked once"
+    )
+    parser.add_argument("--install", metavar="WHAT", help=install_help)
 
 
 def run(arguments: argparse.Namespace) -> int:
-    files = {name: arguments.folder / name for name in (_CONFIG, _SUITE, _WORKFLOW)}
+    files = {name: arguments.folder / name for name in (_CONFIG_FILE, _SUITE_FILE, _WORKFLOW_FILE)}
     for file in files.values():
         if file.exists() or file.is_symlink():
             raise UsageError(
                 f"{file} exists already, and init never overwrites files. Move it, or give another folder."
             )
     source = arguments.install or find_source() or _ask_for_source()
-    installed = source or f"fp8bench=={__version__}"
-    workflow = _template("workflow").replace("{install}", json.dumps(installed))
-    for file, text in zip(files.values(), (_template("config"), _template("workload"), workflow), strict=True):
-        _write(file, text, "x")
-    ignore = arguments.folder / ".gitignore"
-    known = ignore.read_text(encoding="utf-8", errors="replace") if ignore.is_file() else ""
-    if _IGNORED not in known.split():
-        begins = "\n" if known and not known.endswith("\n") else ""
-        _write(ignore, f"{begins}{_IGNORED}\n", "a")
-    here = arguments.folder.resolve() == Path.cwd()
-    go_there = "" if here else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
-    say(f"\n{go_there}{_NEXT}Builds install:     {installed}\n")
-    if problem := _install_problem(source, arguments.folder):
+    requirement = source or f"fp8bench=={__version__}"
+    workflow = _read_template("workflow").replace("{install}", json.dumps(requirement))
+    for file, text in zip(
+        files.values(), (_read_template("config"), _read_template("workload"), workflow), strict=True
+    ):
+        _write_file(file, text, "x")
+    ignore_file = arguments.folder / ".gitignore"
+    ignored_text = ignore_file.read_text(encoding="utf-8", errors="replace") if ignore_file.is_file() else ""
+    if _IGNORED_FOLDER not in ignored_text.split():
+        line_break = "\n" if ignored_text and not ignored_text.endswith("\n") else ""
+        _write_file(ignore_file, f"{line_break}{_IGNORED_FOLDER}\n", "a")
+    is_current_folder = arguments.folder.resolve() == Path.cwd()
+    cd_hint = "" if is_current_folder else f"Go there:           cd {shlex.quote(str(arguments.folder))}\n"
+    say(f"\n{cd_hint}{_NEXT_STEPS}Builds install:     {requirement}\n")
+    if problem := _find_install_problem(source, arguments.folder):
         say(
             f"Before you push:    {problem}.\n"
-            f"                    Write after FP8BENCH: in {_WORKFLOW}\n"
+            f"                    Write after FP8BENCH: in {_WORKFLOW_FILE}\n"
             "                    git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project: ./wheels/NAME.whl\n"
         )
     return EXIT_OK
 
 
 def _ask_for_source() -> str:
-    """Asks the user once; returns '' if nobody answers."""
+    """Asks the user once where to install fp8bench from. Returns '' if nobody answers."""
     if not (sys.stdin and sys.stdin.isatty() and sys.stdout.isatty()):
         return ""
-    say("This fp8bench is from a folder of this machine, which a build elsewhere cannot reach. What shall be\n")
-    say("installed there: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides it later: ")
+    say("This fp8bench was installed from a folder of this machine, which a CI build cannot reach. Which source\n")
+    say("shall it use: git+https://HOST/OWNER/fp8bench@COMMIT, or a path in this project? Enter decides later: ")
     return sys.stdin.readline().strip()
 
 
-def _install_problem(source: str, folder: Path) -> str:
-    """Returns why another machine may not be able to install the source; '' if it can."""
+def _find_install_problem(source: str, folder: Path) -> str:
+    """Returns why another machine may be unable to install fp8bench from this source; '' if it can."""
     if not source:
-        return "this fp8bench is from a folder of this machine, and perhaps in no index"
+        return "this fp8bench was installed from a folder of this machine, and may be in no package index"
     is_path = "/" in source and not types.is_address(source.removeprefix("git+"))
     if not is_path or " @ " in source:
         return ""
     if Path(source).is_absolute():
-        return f"a build elsewhere has no {source}"
+        return f"a CI build has no {source}"
     return "" if (folder / source).exists() else f"this project has no {source}"
 
 
-def _write(file: Path, text: str, mode: str) -> None:
+def _write_file(file: Path, text: str, mode: str) -> None:
     try:
         file.parent.mkdir(parents=True, exist_ok=True)
         with file.open(mode, encoding="utf-8") as stream:
             stream.write(text)
     except OSError as error:
-        raise UsageError(f"{file} cannot be written ({error.strerror}). Give a folder that takes files.") from None
+        raise UsageError(f"{file} cannot be written ({error.strerror}). Give a writable folder.") from None
     say(f"{file}\n")
 
 
-def _template(name: str) -> str:
+def _read_template(name: str) -> str:
     return Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")

@@ -1,4 +1,4 @@
-"""Finds a source from which another machine can install this fp8bench."""
+"""Finds a source from which another machine can install the same fp8bench."""
 
 from __future__ import annotations
 
@@ -12,22 +12,25 @@ from urllib.parse import unquote, urlsplit
 from fp8bench import __version__
 
 _GIT_SECONDS = 10
-# 'git@host:owner/name.git', which needs a key that a build does not have.
+# The form 'git@host:owner/name.git', which needs an SSH key that a build does not have.
 _SSH_ADDRESS = re.compile(r"(?:ssh://)?git@([^:/]+)(?::\d+(?=/))?[:/](.+)")
 
 
 def find_source() -> str:
-    """Returns pip's name for it: a version of an index, an address, or a git address at a commit; '' if only this
-    machine has it."""
+    """Returns a requirement from which pip can install this fp8bench: a version of a package index, an address, or a
+    git address with a commit. Returns '' if only this machine has the source.
+    """
     try:
         recorded = metadata.distribution("fp8bench").read_text("direct_url.json")
     except metadata.PackageNotFoundError:
         return ""
-    return name_source(recorded) if recorded else f"fp8bench=={__version__}"
+    return name_recorded_source(recorded) if recorded else f"fp8bench=={__version__}"
 
 
-def name_source(recorded: str) -> str:
-    """Returns the same from pip's record of an installation from an address (PEP 610); '' if that cannot be read."""
+def name_recorded_source(recorded: str) -> str:
+    """Returns a requirement for pip, read from the record that pip wrote when it installed from an address (PEP 610).
+    Returns '' if the record cannot be read.
+    """
     try:
         return _name_origin(json.loads(recorded))
     except (ValueError, AttributeError):  # not JSON, not a mapping, or an invalid port
@@ -37,19 +40,20 @@ def name_source(recorded: str) -> str:
 def _name_origin(origin: dict[str, Any]) -> str:
     address = str(origin.get("url", ""))
     if commit := origin.get("vcs_info", {}).get("commit_id"):
-        named, below = _name_commit(address, commit), origin.get("subdirectory")
-        return f"{named}#subdirectory={below}" if named and below else named
+        requirement, subfolder = _name_commit(address, commit), origin.get("subdirectory")
+        return f"{requirement}#subdirectory={subfolder}" if requirement and subfolder else requirement
     if "dir_info" in origin:
         folder = unquote(urlsplit(address).path)
-        if _ask_git(folder, "rev-parse", "--show-prefix") or not _ask_git(folder, "branch", "-r", "--contains", "HEAD"):
-            return ""  # a part of a different repository, or a commit that only this machine has
-        return _name_commit(_ask_git(folder, "remote", "get-url", "origin"), _ask_git(folder, "rev-parse", "HEAD"))
+        if _run_git(folder, "rev-parse", "--show-prefix") or not _run_git(folder, "branch", "-r", "--contains", "HEAD"):
+            return ""  # a subfolder of a different repository, or a local commit
+        return _name_commit(_run_git(folder, "remote", "get-url", "origin"), _run_git(folder, "rev-parse", "HEAD"))
     return address if address.startswith("https://") else ""
 
 
 def _name_commit(address: str, commit: str) -> str:
-    """Returns the public form of a git address at a commit, without a password, which must not be written into a
-    file."""
+    """Returns the public git address of a commit. A password is removed from it, because it must not be written into
+    a file.
+    """
     if match := _SSH_ADDRESS.fullmatch(address):
         address = f"https://{match[1]}/{match[2]}"
     parts = urlsplit(address)
@@ -59,10 +63,10 @@ def _name_commit(address: str, commit: str) -> str:
     return f"git+https://{host}{parts.path}@{commit}"
 
 
-def _ask_git(folder: str, *question: str) -> str:
-    command = ["git", "-C", folder, *question]
+def _run_git(folder: str, *arguments: str) -> str:
+    command = ["git", "-C", folder, *arguments]
     try:
-        done = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
+        result = subprocess.run(command, capture_output=True, text=True, timeout=_GIT_SECONDS, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""

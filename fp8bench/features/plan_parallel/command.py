@@ -1,12 +1,12 @@
-"""`fp8bench plan-parallel`: ranks the ways to divide a training among GPUs, by formulas checked on published figures.
+"""`fp8bench plan-parallel`: ranks layouts that divide a training among GPUs, by formulas checked on published figures.
 
-`--topology h100` names a shipped file. Such a file describes the GPUs and their links; units may follow the numbers.
+`--topology h100` names a shipped file. A topology file describes GPUs and their links; numbers may have units:
 
-node: 8          # GPUs of a node
-memory: 80 GiB   # of each of them
-inside: 450      # GB/s that a GPU sends to others of its node, one way
+node: 8          # GPUs in each node
+memory: 80 GiB   # of each GPU
+inside: 450      # GB/s that a GPU sends to others in its node, one way
 between: 50      # GB/s that it sends to other nodes
-bf16: 660        # TFLOP/s that products reach: fp8bench suite ceilings measures them
+bf16: 660        # TFLOP/s that matrix products reach, measured by `fp8bench suite ceilings`
 fp8: 980
 """
 
@@ -35,22 +35,28 @@ from fp8bench.features.plan_parallel.formulas import (
     ParallelLayout,
     Topology,
 )
-from fp8bench.features.plan_parallel.models import DEFAULT_SEQUENCE, KEYS, NAMES, parse_model, usual_sequence
+from fp8bench.features.plan_parallel.models import DEFAULT_SEQUENCE, KEYS, NAMES, default_sequence, parse_model
 from fp8bench.features.plan_parallel.ranking import (
     RECIPES,
     Answer,
     MeasuredTraining,
     ParallelQuestion,
     calibrate,
-    ranking,
-    with_least_checkpointing,
-    with_rate,
+    rank_layouts,
+    rank_with_least_checkpointing,
+    set_product_rate,
 )
-from fp8bench.features.plan_parallel.view import page_of, page_of_counts, rows_of, value_of, values_of
+from fp8bench.features.plan_parallel.view import (
+    encode_counts,
+    encode_plans,
+    render_counts_page,
+    render_page,
+    table_rows,
+)
 from fp8bench.files import read_file
 from fp8bench.model.request import whole_number
 
-_AUTO = "auto"
+_AUTOMATIC = "auto"
 EXAMPLES = (
     "fp8bench plan-parallel llama3-8b --gpus 8,64,512 --topology h100",
     "fp8bench plan-parallel layers=48,width=6144,heads=48 --gpus 64 --topology h100",
@@ -60,66 +66,78 @@ FIRST_OPTIONS = "--gpus --topology --batch --sequence --dtype --calibrate --reci
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Lists every way to divide a training among N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP),"
-        " with each GPU's memory and tokens per second from formulas. --calibrate adds a band to the pace: "
-        "the formulas' error on published machines that were held out. Measures nothing."
+        "Lists every layout of a training on N GPUs (DDP, FSDP, TP with sequence parallelism, PP, CP),"
+        " with memory and tokens per second of each GPU from formulas. --calibrate adds a band to the pace: "
+        "the error of the formulas on held-out published machines. Measures nothing."
     )
-    parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no way fits."
+    parser.epilog = "Exit codes: 0 fine; 2 wrong usage; 3 no layout fits."
     add = parser.add_argument
-    words = "sizes like layers=32,width=4096,heads=32 or a maker of yours like net.py:make,heads=32"
-    add("model", metavar="MODEL", help=f"one of {', '.join(NAMES)}; {words}")
+    help_text = "sizes like layers=32,width=4096,heads=32, or your model like net.py:make,heads=32"
+    add("model", metavar="MODEL", help=f"one of {', '.join(NAMES)}; {help_text}")
     add(
         "--gpus",
-        type=_gpu_counts,
+        type=_parse_gpu_counts,
         required=True,
         metavar="N,N",
         help="how many GPUs; several counts are compared: 8,64,512",
     )
-    words = f"{', '.join(_topology_names())}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
-    add("--topology", type=types.path, required=True, metavar="FILE", help=words)
-    words = "sequences of a step, of all GPUs together; default 8 times --gpus"
-    add("--batch", type=types.whole(whole_number(1)), metavar="N", help=words)
-    words = f"tokens of a sequence; default {DEFAULT_SEQUENCE}, or the model's own"
-    add("--sequence", type=types.whole(whole_number(1, 1 << 24)), metavar="N", help=words)
+    names = ", ".join(_list_topology_names())
+    help_text = f"{names}, or YAML that describes the GPUs: node, memory, inside, between, bf16, fp8"
+    add("--topology", type=types.path, required=True, metavar="FILE", help=help_text)
+    help_text = "sequences per step on all GPUs together; default 8 times --gpus"
+    add("--batch", type=types.whole(whole_number(1)), metavar="N", help=help_text)
+    help_text = f"tokens per sequence; default that of the model, or {DEFAULT_SEQUENCE}"
+    add("--sequence", type=types.whole(whole_number(1, 1 << 24)), metavar="N", help=help_text)
     add("--dtype", choices=("bf16", "fp8"), default="bf16", help="dtype of the products in blocks; default bf16")
-    words = "bytes a weight: fp32 keeps 16, fp8-lm 6 (fp16 weights and second moments, FP8 gradients and first ones)"
-    add("--states", choices=[*STATES], default="fp32", help=words)
-    words = "memory of RLHF: next to the model (actor) a critic that trains, a reference and a reward model, as large"
-    add("--rlhf", action="store_true", help=words)
-    words = "copies (DDP) share out master weights and moments, and keep weights and gradients whole: ZeRO-1"
-    add("--zero-1", action="store_true", help=words)
-    words = "a whole training measured on such GPUs, in tokens/s of each: llama3-8b,FSDP8,6667,dtype=bf16,batch=16"
-    add("--calibrate", metavar="MODEL,LAYOUT,PACE", help=words)
-    words = "how FP8 products are scaled, which sets their rate from bf16's; default: the file's rate, else tensorwise"
-    add("--recipe", choices=[*RECIPES], help=words)
-    words = "the loss is compiled, and takes a third of the memory, as torchtitan's from April 2025 on"
-    add("--compiled-loss", action="store_true", help=words)
-    words = "which activations backward computes again; default auto: the least with which something fits"
-    add("--checkpointing", choices=(_AUTO, *Checkpointing), default=_AUTO, help=words)
-    add("--top", type=types.whole(whole_number(1)), default=10, metavar="N", help="number of ways to show; default 10")
-    add_common(parser, "--json", help="print all ways as JSON instead")
+    help_text = "stored states: fp32 takes 16 bytes per weight, fp8-lm 6 (fp16 weights and second moments, rest FP8)"
+    add("--states", choices=[*STATES], default="fp32", help=help_text)
+    help_text = (
+        "add RLHF's memory: besides the model (actor) a trained critic, a reference and a reward model of its size"
+    )
+    add("--rlhf", action="store_true", help=help_text)
+    help_text = "ZeRO-1: DDP copies shard master weights and moments, and keep all weights and gradients"
+    add("--zero-1", action="store_true", help=help_text)
+    help_text = "a training measured on such GPUs, in tokens/s per GPU: llama3-8b,FSDP8,6667,dtype=bf16,batch=16"
+    add("--calibrate", metavar="MODEL,LAYOUT,PACE", help=help_text)
+    help_text = "scaling of FP8 products, which sets FP8's rate from bf16's; default: the file's rate, else tensorwise"
+    add("--recipe", choices=[*RECIPES], help=help_text)
+    help_text = "the loss is compiled and takes a third of the memory, as in torchtitan since April 2025"
+    add("--compiled-loss", action="store_true", help=help_text)
+    help_text = "how many activations backward recomputes; default auto: the fewest with which a layout fits"
+    add("--checkpointing", choices=(_AUTOMATIC, *Checkpointing), default=_AUTOMATIC, help=help_text)
+    add(
+        "--top",
+        type=types.whole(whole_number(1)),
+        default=10,
+        metavar="N",
+        help="number of layouts to show; default 10",
+    )
+    add_common(parser, "--json", help="print all layouts as JSON instead")
     add_common(parser, "--explain")
-    add_common(parser, "--csv", help="also write a row for each way to this file; '-' prints them instead")
+    add_common(parser, "--csv", help="also write a CSV row for each layout to this file; '-' prints the rows instead")
 
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    answers = [_answer(question, arguments.checkpointing) for question in _questions(arguments)]
+    answers = [_rank_or_refuse(question, arguments.checkpointing) for question in _make_questions(arguments)]
     if len(answers) == 1:
         ((question, plans),) = answers
-        page = partial(page_of, question, plans[: arguments.top])
-        value: Callable[[], object] = partial(value_of, question, plans)
+        page = partial(render_page, question, plans[: arguments.top])
+        value: Callable[[], object] = partial(encode_plans, question, plans)
     else:
-        page = partial(page_of_counts, answers)
-        value = partial(values_of, answers)
-    tell(arguments, page, value, partial(rows_of, answers))
+        page = partial(render_counts_page, answers)
+        value = partial(encode_counts, answers)
+    tell(arguments, page, value, partial(table_rows, answers))
     return EXIT_OK if any(plans[0].fits for _, plans in answers) else EXIT_FAILED
 
 
-def _answer(question: ParallelQuestion, checkpointing: str) -> Answer:
-    """Ranks the layouts, and returns them with the question's checkpointing. Raises UsageError if none divides
-    evenly."""
-    answer = with_least_checkpointing(question) if checkpointing == _AUTO else (question, ranking(question))
+def _rank_or_refuse(question: ParallelQuestion, checkpointing: str) -> Answer:
+    """Returns the question with the chosen checkpointing, and its ranked layouts. Raises UsageError if the batch
+    divides evenly in no layout.
+    """
+    answer = (
+        rank_with_least_checkpointing(question) if checkpointing == _AUTOMATIC else (question, rank_layouts(question))
+    )
     if not answer[1]:
         raise UsageError(
             f"{question.batch} sequences cannot be divided evenly among {question.gpus} GPUs. Give --batch a "
@@ -128,18 +146,18 @@ def _answer(question: ParallelQuestion, checkpointing: str) -> Answer:
     return answer
 
 
-def _gpu_counts(text: str) -> tuple[int, ...]:
+def _parse_gpu_counts(text: str) -> tuple[int, ...]:
     counts = tuple(map(types.whole(whole_number(1, 1 << 20)), types.words(text)))
     return tuple(dict.fromkeys(counts))
 
 
-def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
-    # 1. The contents of a GPU, before anything is divided.
+def _make_questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
+    # 1. The work of a step before it is divided.
     model = parse_model(arguments.model)
-    level = Checkpointing.NONE if arguments.checkpointing == _AUTO else Checkpointing(arguments.checkpointing)
+    level = Checkpointing.NONE if arguments.checkpointing == _AUTOMATIC else Checkpointing(arguments.checkpointing)
     if arguments.states != "fp32" and arguments.dtype != "fp8":
         raise UsageError(f"--states {arguments.states} goes with FP8 products: give --dtype fp8 too.")
-    sequence = arguments.sequence or usual_sequence(model)
+    sequence = arguments.sequence or default_sequence(model)
     load = Load(
         sequence,
         1,
@@ -150,120 +168,135 @@ def _questions(arguments: argparse.Namespace) -> list[ParallelQuestion]:
         rlhf=arguments.rlhf,
         zero_one=arguments.zero_1,
     )
-    # 2. Speeds: published, or calibrated by a measured training.
+    # 2. The speeds of products: from the topology file, or calibrated by a measured training.
     topology = read_topology(arguments.topology)
-    by = _training(arguments.calibrate, load) if arguments.calibrate is not None else None
-    if arguments.recipe and "fp8" not in (load.precision, by.load.precision if by is not None else ""):
+    training = _parse_training(arguments.calibrate, load) if arguments.calibrate is not None else None
+    if arguments.recipe and "fp8" not in (load.precision, training.load.precision if training is not None else ""):
         raise UsageError(
             "--recipe sets how FP8 products are scaled, and this plan has no FP8 products. Add --dtype fp8."
         )
     recipe = arguments.recipe or next(iter(RECIPES))
-    if by is not None:
-        topology = calibrate(topology, by, recipe)
+    if training is not None:
+        topology = calibrate(topology, training, recipe)
     elif arguments.recipe:
-        topology = with_rate(topology, topology.bf16, recipe)
-    # 3. A question for each number of GPUs; eight sequences per GPU without an explicit batch.
+        topology = set_product_rate(topology, topology.bf16, recipe)
+    # 3. One question for each number of GPUs. The default batch is eight sequences per GPU.
     return [
-        ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, by, recipe)
+        ParallelQuestion(model, gpus, arguments.batch or 8 * gpus, load, topology, training, recipe)
         for gpus in arguments.gpus
     ]
 
 
-_CUTS = {"ddp": "copies", "fsdp": "shards", "tp": "tensor", "pp": "pipeline", "cp": "context", "vp": "virtual"}
-_TRAINING = (
-    "Expected MODEL,LAYOUT,PACE like llama3-8b,FSDP8,6667 or llama3-70b,FSDP32+TP8,597, then what differs from the "
-    "plan: dtype=, sequence=, checkpointing=, batch= (sequences of a step in all), micro-batches="
+_LAYOUT_FIELDS = {"ddp": "copies", "fsdp": "shards", "tp": "tensor", "pp": "pipeline", "cp": "context", "vp": "virtual"}
+_TRAINING_SYNTAX = (
+    "Expected MODEL,LAYOUT,PACE like llama3-8b,FSDP8,6667 or llama3-70b,FSDP32+TP8,597, then differences from the "
+    "plan: dtype=, sequence=, checkpointing=, batch= (sequences per step on all GPUs), micro-batches="
 )
 
 
-def _training(text: str, planned: Load) -> MeasuredTraining:
-    # 1. A custom model may contain commas: known keys of models belong to it.
-    first, *words = (word.strip() for word in text.split(","))
-    while words and words[0].partition("=")[0] in KEYS:
-        first += f",{words.pop(0)}"
-    words.insert(0, first)
-    if len(words) < 3:
-        raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING}.")
-    # 2. The layout, with each part at most once.
-    cuts: dict[str, int] = {}
-    for cut in words[1].split("+"):
-        match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", cut.strip().lower(), re.ASCII)
-        if match is None or match[1] not in _CUTS or _CUTS[match[1]] in cuts:
-            raise UsageError(f"--calibrate: {cut!r:.80} is not a part of a layout. {_TRAINING}.")
-        cuts[_CUTS[match[1]]] = int(match[2])
-    layout, named = ParallelLayout(**cuts), dict(word.partition("=")[::2] for word in words[3:])
-    # 3. Pace and sizes, which must divide evenly: a rounded one would describe another training.
+def _parse_training(text: str, planned: Load) -> MeasuredTraining:
+    # 1. A model given by sizes contains commas: the first fields with keys of models belong to it.
+    model_text, *parts = (part.strip() for part in text.split(","))
+    while parts and parts[0].partition("=")[0] in KEYS:
+        model_text += f",{parts.pop(0)}"
+    parts.insert(0, model_text)
+    if len(parts) < 3:
+        raise UsageError(f"--calibrate {text!r:.80} is too short. {_TRAINING_SYNTAX}.")
+    # 2. Parse the layout, in which each kind of division occurs at most once.
+    layout_fields: dict[str, int] = {}
+    for division in parts[1].split("+"):
+        match = re.fullmatch(r"([a-z]+) ?([1-9]\d{0,5})", division.strip().lower(), re.ASCII)
+        if match is None or match[1] not in _LAYOUT_FIELDS or _LAYOUT_FIELDS[match[1]] in layout_fields:
+            raise UsageError(f"--calibrate: {division!r:.80} is not a part of a layout. {_TRAINING_SYNTAX}.")
+        layout_fields[_LAYOUT_FIELDS[match[1]]] = int(match[2])
+    layout, options = ParallelLayout(**layout_fields), dict(part.partition("=")[::2] for part in parts[3:])
+    # 3. Parse pace and sizes. They must divide evenly, because rounded sizes would describe another training.
     positive = types.whole(whole_number(1, 1 << 30))
     try:
-        pace = float(words[2])
-        if not (0 < pace < math.inf) or named.keys() - {"dtype", "sequence", "checkpointing", "batch", "micro-batches"}:
+        pace = float(parts[2])
+        if not (0 < pace < math.inf) or options.keys() - {
+            "dtype",
+            "sequence",
+            "checkpointing",
+            "batch",
+            "micro-batches",
+        }:
             raise ValueError
-        local = positive(named.get("batch", str(8 * layout.gpus))) * layout.inner / layout.gpus
-        pieces = positive(named.get("micro-batches", str(int(local) if layout.pipeline > 1 else 1)))
-        precision = named.get("dtype", planned.precision)
-        if local != int(local) or local % pieces or precision not in ("bf16", "fp8"):
+        local = positive(options.get("batch", str(8 * layout.gpus))) * layout.inner / layout.gpus
+        micro_batches = positive(options.get("micro-batches", str(int(local) if layout.pipeline > 1 else 1)))
+        precision = options.get("dtype", planned.precision)
+        if local != int(local) or local % micro_batches or precision not in ("bf16", "fp8"):
             raise ValueError
         load = replace(
             planned,
-            sequence=positive(named.get("sequence", str(planned.sequence))),
+            sequence=positive(options.get("sequence", str(planned.sequence))),
             local=int(local),
-            micro_batches=pieces,
+            micro_batches=micro_batches,
             precision=precision,
             states="fp32",
             rlhf=False,
-            checkpointing=Checkpointing(named.get("checkpointing", planned.checkpointing)),
+            checkpointing=Checkpointing(options.get("checkpointing", planned.checkpointing)),
         )
     except (ValueError, argparse.ArgumentTypeError):
-        raise UsageError(f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING}.") from None
-    return MeasuredTraining(parse_model(words[0]), layout, load, pace)
+        raise UsageError(
+            f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING_SYNTAX}."
+        ) from None
+    return MeasuredTraining(parse_model(parts[0]), layout, load, pace)
 
 
-def _topology_names() -> list[str]:
+def _list_topology_names() -> list[str]:
     return sorted(file.stem for file in (Path(__file__).parent / "topologies").glob("*.yaml"))
 
 
-_FORM = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
-# The factor and the unit of each line; node and memory are parsed separately.
-_FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
-_UNIT = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
-# Less memory than this means that the unit was forgotten.
-_LEAST_MEMORY = 1 << 30
-_NAMES = ("node", "memory", *_FACTORS)
+_TOPOLOGY_SYNTAX = "six lines: node, memory, inside, between, bf16 and fp8, like `node: 8` and `memory: 80 GiB`"
+# The factor and the unit of each line. The lines `node` and `memory` are parsed differently.
+_UNIT_FACTORS = {"inside": 1e9, "between": 1e9, "bf16": 1e12, "fp8": 1e12}
+_UNIT_NAMES = {"inside": "GB/s", "between": "GB/s", "bf16": "TFLOP/s", "fp8": "TFLOP/s"}
+# Less memory than this means that the user forgot the unit.
+_MIN_MEMORY = 1 << 30
+_TOPOLOGY_KEYS = ("node", "memory", *_UNIT_FACTORS)
 
 
 def read_topology(file: Path) -> Topology:
-    """Reads a file, or the shipped one with that name. Raises UsageError."""
+    """Reads a topology file, or the shipped file of that name. Raises UsageError for unknown, missing or invalid
+    lines.
+    """
     if not file.suffix and not file.exists():
-        if file.name not in _topology_names():
+        if file.name not in _list_topology_names():
             raise UnknownName(
-                "topology", str(file)[:80], _topology_names(), f"{', '.join(_topology_names())}, or a YAML file"
+                "topology",
+                str(file)[:80],
+                _list_topology_names(),
+                f"{', '.join(_list_topology_names())}, or a YAML file",
             )
         name, file = file.name, Path(__file__).parent / "topologies" / f"{file.name}.yaml"
         complain(f"--topology {name}: {read_file(file).decode().splitlines()[0].removeprefix('# ')} ({file})")
     values: dict[str, float] = {}
-    for name, value in read_mapping("--topology", file, _FORM).items():
-        if name not in _NAMES:
-            raise UsageError(f"{file}: unknown key {name!r:.80}. Known: {', '.join(_NAMES)}.")
-        values[name] = _value(file, name, value)
-    missing = [name for name in _NAMES if name not in values]
+    for name, value in read_mapping("--topology", file, _TOPOLOGY_SYNTAX).items():
+        if name not in _TOPOLOGY_KEYS:
+            raise UsageError(f"{file}: unknown key {name!r:.80}. Known: {', '.join(_TOPOLOGY_KEYS)}.")
+        values[name] = _parse_value(file, name, value)
+    missing = [name for name in _TOPOLOGY_KEYS if name not in values]
     if missing:
-        raise UsageError(f"{file}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Give {_FORM}.")
+        raise UsageError(
+            f"{file}: {', '.join(missing)} {'is' if len(missing) == 1 else 'are'} missing. Give {_TOPOLOGY_SYNTAX}."
+        )
     return Topology(node=int(values.pop("node")), **values)
 
 
-def _value(file: Path, name: str, value_given: Any) -> float:
-    text = value_given.strip() if isinstance(value_given, str) else ""
+def _parse_value(file: Path, name: str, raw_value: Any) -> float:
+    text = raw_value.strip() if isinstance(raw_value, str) else ""
     try:
         if name == "memory":
-            if (size := float(units.bytes_of(text))) >= _LEAST_MEMORY:
+            if (size := float(units.bytes_of(text))) >= _MIN_MEMORY:
                 return size
             raise ValueError(text)
-        value = float(text.removesuffix(_UNIT.get(name, "")))
+        value = float(text.removesuffix(_UNIT_NAMES.get(name, "")))
         if math.isfinite(value) and value > 0 and (name != "node" or value == int(value) <= 1 << 20):
-            return value * _FACTORS.get(name, 1)
+            return value * _UNIT_FACTORS.get(name, 1)
     except ValueError:
         pass
     expected = {"node": "a whole number of GPUs from 1 on", "memory": "a size like 80 GiB, 1 GiB or more"}.get(
-        name, f"a number above 0, in {_UNIT.get(name)}"
+        name, f"a number above 0, in {_UNIT_NAMES.get(name)}"
     )
-    raise UsageError(f"{file}: {name}: expected {expected}, got {value_given!r:.80}.")
+    raise UsageError(f"{file}: {name}: expected {expected}, got {raw_value!r:.80}.")

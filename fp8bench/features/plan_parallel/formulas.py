@@ -1,8 +1,9 @@
-"""Predicts by formulas what memory and time a training takes on many GPUs, before it runs.
+"""Predicts the memory and time of a training on many GPUs by formulas.
 
-Weights, gradients and two moments in fp32 are 16 bytes per weight, which FSDP shards; products read bf16 copies. FP8
-products save none of it, because their codes last only as long as the product. FP8-LM's states do: 6 bytes per weight
-and copies of one byte. Activations are bf16; TP divides them along the sequence between products.
+Weights, gradients and two moments in fp32 take 16 bytes per weight, which FSDP shards. Products read bf16 copies of
+the weights. FP8 products save none of this memory, because FP8 operands exist only during the product. The states of
+FP8-LM do save memory: they take 6 bytes per weight, and its copies for products one byte. Activations are bf16.
+Between products, TP divides activations along the sequence.
 """
 
 from __future__ import annotations
@@ -12,7 +13,9 @@ from enum import StrEnum
 
 
 class Checkpointing(StrEnum):
-    """How much backward recomputes: nothing, every other product of a block, or the whole block."""
+    """How much of the forward pass backward computes again: nothing, every other product of a block, or the whole
+    block.
+    """
 
     NONE = "none"
     SELECTIVE = "selective"
@@ -21,9 +24,9 @@ class Checkpointing(StrEnum):
 
 @dataclass(frozen=True)
 class DecoderModel:
-    """A dense decoder like Llama (three products in a feed-forward block) or, not `gated`, like GPT (two).
+    """A dense decoder like Llama (three products in a feed-forward block), or like GPT if not `gated` (two products).
 
-    A `tied` head multiplies with the embedding's weights.
+    A `tied` head uses the weights of the embedding.
     """
 
     name: str
@@ -38,7 +41,7 @@ class DecoderModel:
 
     @property
     def key_width(self) -> int:
-        """Features of all keys together; values have equally many."""
+        """The number of features of all keys together. Values have the same number."""
         return self.width * self.key_heads // self.heads
 
     @property
@@ -52,7 +55,7 @@ class DecoderModel:
 
     @property
     def ends(self) -> int:
-        """The number of weights of the embedding; the head has equally many."""
+        """The number of weights of the embedding. The head has the same number."""
         return self.vocabulary * self.width
 
     @property
@@ -60,22 +63,26 @@ class DecoderModel:
         return self.layers * self.block + (1 if self.tied else 2) * self.ends + self.width
 
     def stage_weights(self, pipeline: int) -> int:
-        """Returns the weights of the largest stage of a `pipeline`. Embedding and head are in different stages, each
-        with a copy."""
+        """Returns the number of weights in the largest stage of a `pipeline`. Embedding and head are in different
+        stages.
+        """
         ends = 1 if self.tied or pipeline > 1 else 2
         return -(-self.layers // pipeline) * self.block + ends * self.ends
 
     def attention_flops(self, sequence: int) -> float:
-        """Returns FLOPs per token of scores and their product with the values, in all layers."""
+        """Returns the FLOPs per token of attention's two products, in all layers: the scores, and the scores times
+        the values.
+        """
         return 6.0 * self.layers * self.width * sequence
 
 
 @dataclass(frozen=True)
 class ParallelLayout:
-    """The number of parts into which each kind of division cuts a training.
+    """The number of parts into which each kind of parallelism divides a training.
 
-    `copies` keep all states each (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` divides every layer, and the
-    sequence between products; `pipeline` divides the layers, into `virtual` stages per GPU; `context` the sequence.
+    Each of the `copies` has all states (DDP), `shards` share them (FSDP, ZeRO-3). `tensor` divides each layer, and
+    the sequence between products. `pipeline` divides the layers, into `virtual` stages per GPU. `context` divides the
+    sequence.
     """
 
     copies: int = 1
@@ -109,12 +116,12 @@ class ParallelLayout:
 
 @dataclass(frozen=True)
 class Load:
-    """The work of one step: `local` sequences for the GPUs that share them, in `micro_batches`.
+    """The work of one step: `local` sequences for the GPUs that share sequences, in `micro_batches`.
 
-    `narrow_gather`: FSDP gathers weights in FP8. `hidden_tensor`: half of TP's traffic overlaps with products (async
-    TP). `fused_loss`: the loss is compiled, and writes nothing in fp32. `states` is one of STATES. `rlhf`: memory holds
-    three more models of this size: a trained critic, a reference and a reward model. `zero_one`: copies shard the
-    optimizer's states (ZeRO-1).
+    With `narrow_gather`, FSDP gathers weights in FP8. With `hidden_tensor`, half of TP's traffic overlaps with
+    products (async TP). With `fused_loss`, the loss is compiled and writes no fp32 values. `states` is one of STATES.
+    With `rlhf`, memory holds three more models of this size: a trained critic, a reference and a reward model. With
+    `zero_one`, copies shard the optimizer's states (ZeRO-1).
     """
 
     sequence: int
@@ -131,21 +138,23 @@ class Load:
     zero_one: bool = False
 
     @property
-    def kept_states(self) -> KeptStates:
+    def state_bytes(self) -> StateBytes:
         return STATES[self.states]
 
 
 @dataclass(frozen=True)
-class KeptStates:
-    """Bytes that a training stores per weight. `copy` is the operand of products when sent; `lying` the same in memory,
-    which is more in FP8, because Hopper multiplies codes in one orientation only."""
+class StateBytes:
+    """How many bytes per weight a training stores. `copy` counts the bytes of a weight as ranks send it for products.
+    `resident` counts the bytes of such a copy in memory. FP8 needs two, because Hopper multiplies FP8 in one
+    orientation only.
+    """
 
     weight: int
     gradient: int
     first: int
     second: int
     copy: int
-    lying: int
+    resident: int
 
     @property
     def optimizer(self) -> int:
@@ -156,16 +165,16 @@ class KeptStates:
         return self.optimizer + self.gradient
 
 
-# FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments, one scale per
-# tensor. Weights and gradients are sent in FP8.
-STATES = {"fp32": KeptStates(4, 4, 4, 4, copy=2, lying=2), "fp8-lm": KeptStates(2, 1, 1, 2, copy=1, lying=2)}
+# FP8-LM (arXiv 2310.18313): fp16 master weights and second moments, FP8 gradients and first moments with one scale
+# per tensor. Weights and gradients are sent in FP8.
+STATES = {"fp32": StateBytes(4, 4, 4, 4, copy=2, resident=2), "fp8-lm": StateBytes(2, 1, 1, 2, copy=1, resident=2)}
 
 
 @dataclass(frozen=True)
 class Topology:
-    """GPUs and their links: bytes of memory, bytes per second that each sends inside a node and between nodes.
+    """GPUs and their links: bytes of memory, and bytes per second that a GPU sends inside a node and between nodes.
 
-    `bf16` and `fp8` are FLOPs per second that products reach, not a datasheet's.
+    `bf16` and `fp8` are FLOPs per second that products reach, not figures of a datasheet.
     """
 
     node: int
@@ -179,18 +188,20 @@ class Topology:
         return self.inside if gpus <= self.node else self.between
 
 
-_BF16, _FP8 = 2, 1
-# The reference and the reward model, which keep only what products read.
-_FROZEN = 2
-# Bytes per logit: bf16 plus fp32 with its logarithm and gradient; eager code keeps one more copy; a compiled loss keeps
-# only the logit and its gradient, both in bf16.
-_LOGIT, _EAGER_LOGIT, _FUSED_LOGIT = 12, 16, 4
+_BF16_BYTES, _FP8_BYTES = 2, 1
+# The number of RLHF's models that are not trained: the reference and the reward model. They store only the copy of
+# the weights that products read.
+_FROZEN_MODELS = 2
+# Bytes per logit in memory. A loss usually has bf16 logits, and fp32 copies of the logits, of their logarithms and of
+# their gradient. Eager code has one more copy. A compiled loss has only the logit and its gradient in bf16.
+_LOGIT_BYTES, _EAGER_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 12, 16, 4
 
 
 @dataclass(frozen=True)
 class GpuMemory:
-    """Bytes by use. `gathered` are unsharded weights and gradients, `kept` activations for backward, `block` those of
-    the running block; `critic` and `frozen` are RLHF's other models."""
+    """Bytes of one GPU by use. `gathered` are unsharded weights and gradients, `kept` are activations that wait for
+    backward, `block` are activations of the running block. `critic` and `frozen` are the other models of RLHF.
+    """
 
     states: float
     gathered: float
@@ -205,71 +216,81 @@ class GpuMemory:
         return self.states + self.gathered + self.kept + self.block + self.logits + self.critic + self.frozen
 
 
-def memory_of(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMemory:
-    """Returns an upper bound over GPUs: in a pipeline, the first stage's activations with the last stage's logits."""
+def predict_memory(model: DecoderModel, layout: ParallelLayout, load: Load) -> GpuMemory:
+    """Returns an upper bound of the bytes on any GPU, by use. In a pipeline, the bound adds the activations of the
+    first stage and the logits of the last stage.
+    """
     tokens = load.sequence * load.local / load.micro_batches / layout.context
     layers = -(-model.layers // layout.pipeline)
     stage = model.stage_weights(layout.pipeline) / layout.tensor
-    in_flight = min(layout.pipeline, load.micro_batches)
-    ranks, shared = layout.shards * layout.context, load.zero_one and layout.copies > 1
+    batches_in_flight = min(layout.pipeline, load.micro_batches)
+    ranks_of_shards, is_zero_one = layout.shards * layout.context, load.zero_one and layout.copies > 1
     gathered = (
-        load.kept_states.lying * stage
-        if shared and ranks == 1
-        else _gathered_bytes(model, layout, load.kept_states, stage)
+        load.state_bytes.resident * stage
+        if is_zero_one and ranks_of_shards == 1
+        else _gathered_bytes(model, layout, load.state_bytes, stage)
     )
-    optimizer = load.kept_states.optimizer / (layout.copies if shared else 1)
-    states = (load.kept_states.gradient + optimizer) * stage / ranks
-    stays = gathered if layout.pipeline > 1 or ranks == 1 else 0.0  # otherwise one model is gathered at a time
-    logit = _FUSED_LOGIT if load.fused_loss else _LOGIT if load.compiled else _EAGER_LOGIT
+    optimizer = load.state_bytes.optimizer / (layout.copies if is_zero_one else 1)
+    states = (load.state_bytes.gradient + optimizer) * stage / ranks_of_shards
+    # without a pipeline, one model is gathered at a time
+    resident_bytes = gathered if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
+    logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
         states,
         gathered,
-        kept=_activation_bytes(model, load) * tokens * layers * in_flight / layout.tensor,
+        kept=_activation_bytes(model, load) * tokens * layers * batches_in_flight / layout.tensor,
         block=_block_bytes(model, layout) * tokens,
-        logits=logit * tokens * model.vocabulary / layout.tensor,
-        critic=(states + stays) * load.rlhf,
-        frozen=_FROZEN * load.kept_states.copy * stage / ranks * load.rlhf,
+        logits=logit_bytes * tokens * model.vocabulary / layout.tensor,
+        critic=(states + resident_bytes) * load.rlhf,
+        frozen=_FROZEN_MODELS * load.state_bytes.copy * stage / ranks_of_shards * load.rlhf,
     )
 
 
-def _gathered_bytes(model: DecoderModel, layout: ParallelLayout, states: KeptStates, stage: float) -> float:
-    if layout.pipeline > 1:  # weights stay gathered between micro-batches, and gradients are summed unsharded
-        return (states.lying + states.gradient) * stage
+def _gathered_bytes(model: DecoderModel, layout: ParallelLayout, states: StateBytes, stage_weights: float) -> float:
+    # in a pipeline, weights stay gathered between micro-batches, and gradients are summed unsharded
+    if layout.pipeline > 1:
+        return (states.resident + states.gradient) * stage_weights
     if layout.shards * layout.context == 1:
-        return states.lying * stage
-    # Two blocks, one of them prefetched; the head; one block's gradients, in bf16 and in the format they are sent in.
+        return states.resident * stage_weights
+    # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
+    # full gradients of one block twice: in bf16, and in the dtype in which they are added up.
     return (
-        2 * states.lying * model.block + _BF16 * model.ends + (_BF16 + states.gradient) * model.block
+        2 * states.resident * model.block + _BF16_BYTES * model.ends + (_BF16_BYTES + states.gradient) * model.block
     ) / layout.tensor
 
 
 def _activation_bytes(model: DecoderModel, load: Load) -> float:
-    """Returns bytes per token and layer."""
+    """Returns the bytes of stored activations per token and layer."""
     width, keys, hidden = model.width, model.key_width, model.hidden
     if load.checkpointing is Checkpointing.FULL:
-        return _BF16 * width
-    if load.checkpointing is Checkpointing.SELECTIVE:  # its input, every other product, and attention's output
-        return _BF16 * (4 * width + keys + hidden * (1 if model.gated else 0.5))
-    return _BF16 * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)
+        return _BF16_BYTES * width
+    # stored are a block's input, the output of every other product, and attention's output
+    if load.checkpointing is Checkpointing.SELECTIVE:
+        return _BF16_BYTES * (4 * width + keys + hidden * (1 if model.gated else 0.5))
+    return _BF16_BYTES * (8 * width + 2 * keys + (4 if model.gated else 2) * hidden)
 
 
 def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
-    """Returns bytes per token while a block is recomputed: all its activations, two gradients of its widest part, and
-    with TP its gathered inputs, forward and backward."""
+    """Returns how many bytes per token exist while backward recomputes a block. They are those of all activations of
+    the block, and two gradients of its widest part. Tensor parallelism adds the gathered inputs of the block, forward
+    and backward.
+    """
     width, keys, hidden = model.width, model.key_width, model.hidden
-    activations = _BF16 * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
-    return activations + (4 * _BF16 * width * (layout.tensor - 1) / layout.tensor)
+    activations = _BF16_BYTES * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
+    return activations + (4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor)
 
 
-# Attention kernels reach this share of the products' rate, and recompute this share of the scores in backward.
-_ATTENTION = 0.55
-_ATTENTION_AGAIN = 0.5
+# Attention kernels reach this share of the rate of products, and backward recomputes this share of the scores.
+_ATTENTION_RATE = 0.55
+_RECOMPUTED_SCORES = 0.5
 
 
 @dataclass(frozen=True)
 class StepPace:
-    """Seconds of a step. Products (with attention) wait for the traffic of `tensor` and `context`; that of `shards` and
-    `copies` overlaps with them, except for `exposed` seconds. A pipeline idles for the share `bubble` of its work."""
+    """The seconds of a step, by cause. Products, which include attention, wait for the traffic of `tensor` and
+    `context`. The traffic of `shards` and `copies` overlaps with products, except for `exposed` seconds. `bubble` is
+    the share of its work during which a pipeline is idle.
+    """
 
     products: float
     tensor: float
@@ -296,26 +317,32 @@ class StepPace:
         return (self.work - self.work / (1 + self.bubble)) / self.step
 
 
-def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
+def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
     tokens = load.local * load.sequence / layout.context
     layers = -(-model.layers // layout.pipeline)
     stage = model.stage_weights(layout.pipeline) / layout.tensor
     forward, backward = _product_seconds(model, layout, load, topology, tokens)
     gather, scatter = _sharding_seconds(layout, load, topology, stage)
-    copied = _copy_seconds(layout, load, topology, stage)
-    pieces = load.micro_batches
-    # In a pipeline weights stay gathered, and gradients are summed unsharded, until the end of the step.
-    sendings = 1 if layout.pipeline > 1 else pieces
-    gathers = 1 if layout.pipeline > 1 else 2 * pieces
+    copy_seconds = _copy_seconds(layout, load, topology, stage)
+    micro_batches = load.micro_batches
+    # In a pipeline, weights stay gathered and gradients are summed unsharded until the end of the step.
+    scatter_count = 1 if layout.pipeline > 1 else micro_batches
+    gather_count = 1 if layout.pipeline > 1 else 2 * micro_batches
     return StepPace(
         products=forward + backward,
         tensor=_tensor_seconds(model, layout, load, topology, tokens * layers),
         context=_context_seconds(model, layout, load, topology, tokens * layers),
-        shards=gathers * gather + sendings * scatter,
-        copies=sum(copied),
-        bubble=(layout.pipeline - 1) / (layout.virtual * pieces),
+        shards=gather_count * gather + scatter_count * scatter,
+        copies=sum(copy_seconds),
+        bubble=(layout.pipeline - 1) / (layout.virtual * micro_batches),
         exposed=_exposed_seconds(
-            layout, topology, pieces, forward / pieces, backward / pieces, (gather, scatter), copied
+            layout,
+            topology,
+            micro_batches,
+            forward / micro_batches,
+            backward / micro_batches,
+            (gather, scatter),
+            copy_seconds,
         ),
     )
 
@@ -323,90 +350,109 @@ def pace_of(model: DecoderModel, layout: ParallelLayout, load: Load, topology: T
 def _exposed_seconds(
     layout: ParallelLayout,
     topology: Topology,
-    pieces: int,
+    micro_batches: int,
     forward: float,
     backward: float,
-    sharded: tuple[float, float],
-    copied: tuple[float, float],
+    sharding_seconds: tuple[float, float],
+    copy_seconds: tuple[float, float],
 ) -> float:
-    """Returns seconds that products wait for weights and gradients, per pass of the micro-batches.
+    """Returns the seconds that products wait for weights and gradients of FSDP and DDP.
 
-    The traffic of one micro-batch's pass only overlaps with that pass. Copies sum their gradients once, during the last
-    backward; ZeRO-1 sends weights during the first forward.
+    `forward` and `backward` are seconds per micro-batch. The traffic of a micro-batch overlaps only with its own
+    pass. Copies of DDP sum their gradients once, during the last backward. ZeRO-1 sends weights during the first
+    forward.
     """
-    gather, scatter = sharded
-    summed, returned = copied
-    # Stages of a pipeline keep gathered weights for all pieces.
-    regather = 0.0 if layout.pipeline > 1 else gather
-    # On one link messages wait for each other; on two they overlap.
-    one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
-    together = sum if one_link else max
-    first, last = together((gather, returned)), together((regather + scatter, summed))
-    exposed = max(0.0, first - forward) + max(0.0, last - backward)
+    gather, scatter = sharding_seconds
+    gradient_sum, weight_return = copy_seconds
+    # Stages of a pipeline keep their gathered weights, so backward does not gather them again.
+    gather_in_backward = 0.0 if layout.pipeline > 1 else gather
+    # Messages on the same link wait for each other. Messages on different links overlap.
+    share_one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
+    combine_seconds = sum if share_one_link else max
+    first_forward, last_backward = (
+        combine_seconds((gather, weight_return)),
+        combine_seconds((gather_in_backward + scatter, gradient_sum)),
+    )
+    exposed_seconds = max(0.0, first_forward - forward) + max(0.0, last_backward - backward)
     if layout.pipeline == 1:
-        per_piece = max(0.0, gather - forward) + max(0.0, regather + scatter - backward)
-        exposed += (pieces - 1) * per_piece
-    return exposed
+        per_micro_batch = max(0.0, gather - forward) + max(0.0, gather_in_backward + scatter - backward)
+        exposed_seconds += (micro_batches - 1) * per_micro_batch
+    return exposed_seconds
 
 
-def tokens_a_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
+def tokens_per_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
     return load.local * load.sequence / pace.step / layout.inner
 
 
 def _product_seconds(
     model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, tokens: float
 ) -> tuple[float, float]:
-    """Returns seconds of all forward passes of a step, and of all backward ones with their recomputation."""
+    """Returns the seconds of all forward passes of a step, and of all backward passes with recomputation."""
     recomputed = {
         Checkpointing.NONE: 0.0,
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
         Checkpointing.FULL: 1.0,
     }[load.checkpointing]
-    narrow = topology.fp8 if load.precision == "fp8" else topology.bf16
-    blocks = 2.0 * model.layers * model.block_products / narrow
-    head = 2.0 * model.ends / topology.bf16
-    attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION)
-    scores_again = _ATTENTION_AGAIN + (load.checkpointing is Checkpointing.FULL)
-    share = tokens / (layout.tensor * layout.pipeline)
-    forward = blocks + head + attention
-    backward = (2 + recomputed) * blocks + 2 * head + (2 + scores_again) * attention
-    return forward * share, backward * share
+    block_rate = topology.fp8 if load.precision == "fp8" else topology.bf16
+    blocks = 2.0 * model.layers * model.block_products / block_rate
+    head_seconds = 2.0 * model.ends / topology.bf16
+    attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE)
+    recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
+    tokens_per_gpu = tokens / (layout.tensor * layout.pipeline)
+    forward = blocks + head_seconds + attention
+    backward = (2 + recomputed) * blocks + 2 * head_seconds + (2 + recomputed_scores) * attention
+    return forward * tokens_per_gpu, backward * tokens_per_gpu
 
 
-def _tensor_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
-    """Returns seconds of tensor parallelism: four gathers and four sums of all activations per layer; six each if
-    forward is recomputed."""
-    times = 12 if load.checkpointing is Checkpointing.FULL else 8
-    sent = times * _BF16 * work * model.width * (layout.tensor - 1) / layout.tensor
-    return sent / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
+def _tensor_seconds(
+    model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, token_layers: float
+) -> float:
+    """Returns the seconds of tensor parallelism. A layer takes four gathers and four sums of all activations, or six
+    of each if forward is recomputed.
+    """
+    transfers = 12 if load.checkpointing is Checkpointing.FULL else 8
+    sent_bytes = transfers * _BF16_BYTES * token_layers * model.width * (layout.tensor - 1) / layout.tensor
+    return sent_bytes / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
 
 
-def _context_seconds(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, work: float) -> float:
-    """Sends keys and values forward, and with their gradients backward; returns the seconds that attention does not
-    hide."""
+def _context_seconds(
+    model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, token_layers: float
+) -> float:
+    """Returns the seconds of context parallelism that attention does not hide. Forward sends keys and values.
+    Backward sends keys and values, with their gradients.
+    """
     if layout.context == 1:
         return 0.0
-    sent = 3 * 2 * _BF16 * work * model.key_width * (layout.context - 1) / layout.tensor
+    sent_bytes = 3 * 2 * _BF16_BYTES * token_layers * model.key_width * (layout.context - 1) / layout.tensor
     attention = (
-        model.attention_flops(load.sequence) * work / model.layers / layout.tensor / (topology.bf16 * _ATTENTION)
+        model.attention_flops(load.sequence)
+        * token_layers
+        / model.layers
+        / layout.tensor
+        / (topology.bf16 * _ATTENTION_RATE)
     )
-    return max(0.0, sent / topology.link(layout.tensor * layout.context) - attention)
+    return max(0.0, sent_bytes / topology.link(layout.tensor * layout.context) - attention)
 
 
-def _sharding_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
-    """Returns seconds for gathering a stage's weights once, and for sending its gradients to their owners once."""
-    ranks = layout.shards * layout.context
-    share = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
-    return (_FP8 if load.narrow_gather else load.kept_states.copy) * share, load.kept_states.gradient * share
-
-
-def _copy_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage: float) -> tuple[float, float]:
-    """Returns seconds of the copies' traffic during backward, and during forward.
-
-    A ring sums gradients over copies; with ZeRO-1 they go to their owners, and weights come back.
+def _sharding_seconds(
+    layout: ParallelLayout, load: Load, topology: Topology, stage_weights: float
+) -> tuple[float, float]:
+    """Returns the seconds of two transfers: gathering the weights of a stage once, and sending its gradients to their
+    owners once.
     """
-    shard = stage / (layout.shards * layout.context)
-    share = shard * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    ranks = layout.shards * layout.context
+    seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
+    return (
+        _FP8_BYTES if load.narrow_gather else load.state_bytes.copy
+    ) * seconds_per_byte, load.state_bytes.gradient * seconds_per_byte
+
+
+def _copy_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage_weights: float) -> tuple[float, float]:
+    """Returns the seconds of DDP's traffic during backward, and those during forward. In backward, a ring sums
+    gradients over all copies. With ZeRO-1, backward sends gradients to their owners, and forward sends weights back.
+    """
+    shard_weights = stage_weights / (layout.shards * layout.context)
+    seconds_per_byte = shard_weights * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
     if load.zero_one:
-        return load.kept_states.gradient * share, load.kept_states.copy * share
-    return 2 * load.kept_states.gradient * share, 0.0
+        return load.state_bytes.gradient * seconds_per_byte, load.state_bytes.copy * seconds_per_byte
+    return 2 * load.state_bytes.gradient * seconds_per_byte, 0.0

@@ -1,4 +1,6 @@
-"""Models that a plan divides: published ones, sizes of the suite transformer, custom sizes, and users' makers."""
+"""Finds the decoder to plan: a published model, a size of the suite transformer, sizes in the command, or a user's
+model.
+"""
 
 from __future__ import annotations
 
@@ -12,121 +14,130 @@ from fp8bench.model.step import Holder
 from fp8bench.nn.sizes import SIZES, GPTConfig
 
 DEFAULT_SEQUENCE = 8192
-# As trained in FP8-LM (arXiv 2310.18313) with Megatron-LM: tied heads, and a padded vocabulary.
-_VOCABULARY = 50304
-_FP8_LM = {"gpt-7b": (32, 4096, 32), "gpt-13b": (40, 5120, 40), "gpt-175b": (96, 12288, 96)}
+# The models of FP8-LM (arXiv 2310.18313), trained with Megatron-LM: tied heads, and a padded vocabulary.
+_DEFAULT_VOCABULARY = 50304
+_FP8_LM_SIZES = {"gpt-7b": (32, 4096, 32), "gpt-13b": (40, 5120, 40), "gpt-175b": (96, 12288, 96)}
 FP8_LM_MODELS = {
-    name: DecoderModel(name, _VOCABULARY, width, layers, heads, heads, 4 * width, gated=False, tied=True)
-    for name, (layers, width, heads) in _FP8_LM.items()
+    name: DecoderModel(name, _DEFAULT_VOCABULARY, width, layers, heads, heads, 4 * width, gated=False, tied=True)
+    for name, (layers, width, heads) in _FP8_LM_SIZES.items()
 }
 
 
-def _of_size(name: str, size: GPTConfig) -> DecoderModel:
+def _make_decoder_model(name: str, size: GPTConfig) -> DecoderModel:
     heads = size.heads, size.key_heads
     return DecoderModel(name, size.vocabulary, size.width, size.layers, *heads, size.hidden, size.modern, size.tied)
 
 
-_SEQUENCES = {**dict.fromkeys(FP8_LM_MODELS, 2048), **{name: size.sequence for name, size in SIZES.items()}}
-_KNOWN = {
+_DEFAULT_SEQUENCES = {**dict.fromkeys(FP8_LM_MODELS, 2048), **{name: size.sequence for name, size in SIZES.items()}}
+_MODELS_BY_NAME = {
     **MODELS,
     **FP8_LM_MODELS,
-    **{name: _of_size(name, size) for name, size in SIZES.items()},
+    **{name: _make_decoder_model(name, size) for name, size in SIZES.items()},
 }
-NAMES = tuple(_KNOWN)
+NAMES = tuple(_MODELS_BY_NAME)
 KEYS = ("layers", "width", "heads", "key-heads", "hidden", "vocabulary", "gated", "tied")
-_FORM = "layers=32,width=4096,heads=32, then what differs: key-heads=, hidden=, vocabulary=, gated=yes, tied=yes"
-_SWITCHES = {"yes": True, "no": False}
-_MOST = 1 << 30
+_SIZES_SYNTAX = "layers=32,width=4096,heads=32, then any of key-heads=, hidden=, vocabulary=, gated=yes, tied=yes"
+_YES_NO = {"yes": True, "no": False}
+_MAX_SIZE = 1 << 30
 
 
-def usual_sequence(model: DecoderModel) -> int:
-    return _SEQUENCES.get(model.name, DEFAULT_SEQUENCE)
+def default_sequence(model: DecoderModel) -> int:
+    return _DEFAULT_SEQUENCES.get(model.name, DEFAULT_SEQUENCE)
 
 
 def parse_model(text: str) -> DecoderModel:
-    """Reads a name, sizes like `layers=32,width=4096,heads=32`, or a maker like `net.py:make,heads=32`.
+    """Parses the name of a model, sizes like `layers=32,width=4096,heads=32`, or a user's model like
+    `net.py:make,heads=32`.
 
-    Raises UsageError.
+    Raises UsageError for unknown names, and for missing or invalid sizes.
     """
-    first, *words = text.split(",")
-    if text in _KNOWN:
-        return _KNOWN[text]
-    if "=" in first:
-        return _model(text, _fields(text, [first, *words]))
-    if ":" in first or first.endswith(".py"):
-        return _model(text, _fields_of_maker(first, _fields(text, words)))
+    start, *parts = text.split(",")
+    if text in _MODELS_BY_NAME:
+        return _MODELS_BY_NAME[text]
+    if "=" in start:
+        return _make_model(text, _parse_fields(text, [start, *parts]))
+    if ":" in start or start.endswith(".py"):
+        return _make_model(text, _read_maker_fields(start, _parse_fields(text, parts)))
     raise UnknownName("model", text, NAMES)
 
 
-def _fields(text: str, words: Sequence[str]) -> dict[str, Any]:
+def _parse_fields(text: str, parts: Sequence[str]) -> dict[str, Any]:
     fields: dict[str, Any] = {}
-    for word in words:
-        key, _, value = word.partition("=")
-        switch = key in ("gated", "tied")
+    for part in parts:
+        key, _, value = part.partition("=")
+        is_yes_no = key in ("gated", "tied")
         number = int(value) if value.isdecimal() and len(value) < 10 else 0
-        if key not in KEYS or key in fields or (value not in _SWITCHES if switch else not 0 < number < _MOST):
-            raise UsageError(f"{text!r:.200}: {word!r:.80} cannot be read, or is given twice. Give {_FORM}.")
-        fields[key] = _SWITCHES[value] if switch else number
+        if key not in KEYS or key in fields or (value not in _YES_NO if is_yes_no else not 0 < number < _MAX_SIZE):
+            raise UsageError(f"{text!r:.200}: {part!r:.80} cannot be read, or is given twice. Give {_SIZES_SYNTAX}.")
+        fields[key] = _YES_NO[value] if is_yes_no else number
     return fields
 
 
-def _model(text: str, fields: dict[str, Any]) -> DecoderModel:
+def _make_model(text: str, fields: dict[str, Any]) -> DecoderModel:
     if missing := [key for key in KEYS[:3] if key not in fields]:
-        raise UsageError(f"{text!r:.200} lacks {', '.join(missing)}. Give {_FORM}.")
-    usual = {"key-heads": fields["heads"], "hidden": 4 * fields["width"], "vocabulary": _VOCABULARY, "gated": False}
-    sizes = {key.replace("-", "_"): value for key, value in (usual | fields).items()}
+        raise UsageError(f"{text!r:.200} lacks {', '.join(missing)}. Give {_SIZES_SYNTAX}.")
+    defaults = {
+        "key-heads": fields["heads"],
+        "hidden": 4 * fields["width"],
+        "vocabulary": _DEFAULT_VOCABULARY,
+        "gated": False,
+    }
+    sizes = {key.replace("-", "_"): value for key, value in (defaults | fields).items()}
     model = DecoderModel(text, **sizes)
     if model.width % model.heads or model.heads % model.key_heads:
         raise UsageError(
             f"{text!r:.200}: {model.heads} heads must divide the width ({model.width}), and {model.key_heads} "
-            "heads of keys those. Check heads= and key-heads=."
+            "key heads must divide the heads. Check heads= and key-heads=."
         )
     return model
 
 
-def _fields_of_maker(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
-    """Adds the sizes that one step of the maker's model on a CPU shows. The number of heads is not visible in any
-    product."""
-    from fp8bench.jobs.profile import coverage_of, function_named  # heavy
+def _read_maker_fields(maker: str, fields: dict[str, Any]) -> dict[str, Any]:
+    """Adds the sizes that can be seen when the user's model runs one step on a CPU. The number of heads cannot be
+    seen in any product.
+    """
+    from fp8bench.jobs.profile import check_function_name, find_model_coverage  # this import is slow
 
-    function_named(maker)
+    check_function_name(maker)
     if "heads" not in fields or fields.keys() - {"heads", "tied"}:
         raise UsageError(
             f"{maker}: its layers show all sizes except the number of heads. Write {maker},heads=N, and tied=yes "
             "if its head is the embedding's weights."
         )
-    sizes = sizes_of(coverage_of(maker).holders)
+    sizes = read_decoder_sizes(find_model_coverage(maker).holders)
     if sizes is None:
         raise UsageError(
             f"{maker}: its linear layers are not a head and equal blocks of attention and a feed-forward part, "
-            f"by their names and shapes, and the formulas cover no others. Give sizes: {_FORM}."
+            f"by their names and shapes, as the formulas require. Give sizes: {_SIZES_SYNTAX}."
         )
     keys, width = sizes.pop("keys"), sizes["width"]
     return {**fields, **sizes, "key-heads": max(1, keys * fields["heads"] // width)}
 
 
-def sizes_of(holders: Sequence[Holder]) -> dict[str, Any] | None:
-    """Returns sizes with the width of all `keys`; None if it is not a decoder of equal blocks."""
-    sides: dict[str, list[tuple[int, int]]] = {"head": [], "attn": [], "mlp": []}
+def read_decoder_sizes(holders: Sequence[Holder]) -> dict[str, Any] | None:
+    """Returns the sizes of a decoder, derived from its layers. One of them is `keys`, the width of all keys together.
+    Returns None if the blocks of the decoder are not all equal.
+    """
+    shapes_by_part: dict[str, list[tuple[int, int]]] = {"head": [], "attn": [], "mlp": []}
     for holder in holders:
         part = "head" if holder.kind == "head" else holder.group
         shapes = {(product.n, product.k) for product in holder.products if not product.backward}
-        if part not in sides or len(shapes) != 1:
+        if part not in shapes_by_part or len(shapes) != 1:
             return None
-        sides[part] += shapes
-    if len(sides["head"]) != 1:
+        shapes_by_part[part] += shapes
+    if len(shapes_by_part["head"]) != 1:
         return None
-    ((vocabulary, width),) = sides["head"]
-    # Only the last product of a feed-forward part differs in input width from the residual stream.
-    hidden = {inputs for _, inputs in sides["mlp"]} - {width}
-    layers = sum(inputs != width for _, inputs in sides["mlp"])
+    ((vocabulary, width),) = shapes_by_part["head"]
+    # Only the last product of a feed-forward part has inputs whose width differs from the residual stream's.
+    hidden = {inputs for _, inputs in shapes_by_part["mlp"]} - {width}
+    layers = sum(inputs != width for _, inputs in shapes_by_part["mlp"])
     if len(hidden) != 1:
         return None
-    wide = hidden.pop()
-    attention = sum(n * k for n, k in sides["attn"]) / layers / width
-    feed_forward = sum(n * k for n, k in sides["mlp"]) / layers / width
-    keys, products = attention / 2 - width, feed_forward / wide
+    hidden_width = hidden.pop()
+    attention = sum(n * k for n, k in shapes_by_part["attn"]) / layers / width
+    feed_forward = sum(n * k for n, k in shapes_by_part["mlp"]) / layers / width
+    keys, products = attention / 2 - width, feed_forward / hidden_width
     if products not in (2, 3) or keys != int(keys) or not 0 < keys <= width:
         return None
-    sizes = {"vocabulary": vocabulary, "width": width, "layers": layers, "hidden": wide}
+    sizes = {"vocabulary": vocabulary, "width": width, "layers": layers, "hidden": hidden_width}
     return {**sizes, "gated": products == 3, "keys": int(keys)}

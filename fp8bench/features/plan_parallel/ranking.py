@@ -1,11 +1,12 @@
-"""Ranks all layouts of a training on GPUs: those that fit, the fastest first.
+"""Ranks all layouts of a training on GPUs: those that fit come first, the fastest at the top.
 
-Memory's band is the error of the formulas on the published trainings that they were fitted to; pace's is their error on
-held-out machines (reports/plan_parallel/published.toml).
+A prediction is shown with a band, which is the error of the formulas. For memory it is the error on the published
+trainings that they were fitted to. For paces it is the error on held-out machines
+(reports/plan_parallel/published.toml).
 
-Products within a training are slower than alone, by an amount that differs between machines. So paces without a
-calibrating training only order layouts, and have no band. One training sets both rates: FP8's is bf16's times the ratio
-that its recipe reached in published trainings.
+Products in a training are slower than alone, by an amount that differs between machines. So without a measured
+training, predicted paces only order the layouts and have no band. One measured training calibrates the rates of bf16
+and FP8 products. FP8's rate is bf16's times a ratio, which its recipe reached in published trainings.
 """
 
 from __future__ import annotations
@@ -25,21 +26,21 @@ from fp8bench.features.plan_parallel.formulas import (
     ParallelLayout,
     StepPace,
     Topology,
-    memory_of,
-    pace_of,
-    tokens_a_second,
+    predict_memory,
+    predict_pace,
+    tokens_per_second,
 )
 
-# Narrower products utilize a GPU less than its rates suggest.
-_NARROW = 1024
-# FP8's rate over bf16's in whole trainings, casts included: the median of published machines.
+# Products narrower than this utilize a GPU less than its rates suggest.
+_NARROW_WIDTH = 1024
+# The ratio of FP8's rate to bf16's in whole trainings, with casts: the median over published machines.
 RECIPES = {"tensorwise": 1.38, "rowwise": 1.09, "mxfp8": 1.29}
 DEFAULT_RECIPE = "tensorwise"
-_LEAST_RATE, _MOST_RATE, _HALVINGS = 1e9, 1e18, 60
+_MIN_RATE, _MAX_RATE, _HALVINGS = 1e9, 1e18, 60
 
 
 class LayoutKind(StrEnum):
-    """Kinds of layouts; within one kind, errors of paces were similar."""
+    """Kinds of layouts. Within one kind, the errors of predicted paces are similar."""
 
     DATA = "DDP or FSDP"
     MODEL = "TP or PP"
@@ -47,18 +48,18 @@ class LayoutKind(StrEnum):
     NARROW = "TP on products narrower than 1024"
 
 
-def kind_of(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
-    if layout.tensor > 1 and model.width / layout.tensor < _NARROW:
+def layout_kind(model: DecoderModel, layout: ParallelLayout) -> LayoutKind:
+    if layout.tensor > 1 and model.width / layout.tensor < _NARROW_WIDTH:
         return LayoutKind.NARROW
     if layout.context > 1:
         return LayoutKind.CONTEXT
     return LayoutKind.MODEL if layout.tensor > 1 or layout.pipeline > 1 else LayoutKind.DATA
 
 
-# The largest error of a pace predicted from another training on the same machine, leaving out each of 8 published
-# machines in turn: by the kind of that training, the predicted kind, and whether their dtypes agree. Other pairs have
-# too few machines for a band.
-HELD_OUT = {
+# The largest error of a pace predicted from another training on the same machine, with each of 8 published machines
+# held out in turn. Keys are the kind of the measured training, the predicted kind, and whether their dtypes agree.
+# Other pairs of kinds have too few machines for a band.
+HELD_OUT_ERRORS = {
     (LayoutKind.DATA, LayoutKind.DATA, True): 0.24,
     (LayoutKind.DATA, LayoutKind.DATA, False): 0.28,
     (LayoutKind.DATA, LayoutKind.MODEL, True): 0.20,
@@ -66,19 +67,19 @@ HELD_OUT = {
     (LayoutKind.MODEL, LayoutKind.DATA, True): 0.26,
     (LayoutKind.CONTEXT, LayoutKind.DATA, True): 0.40,
 }
-HELD_OUT_WORDS = (
-    "622 paces told from one training of the same machine, each of 8 machines left out in turn, were off by 11.1% in "
-    "the middle; of 132 of kinds that others have, 88 were within the band that those set (26 of 26 on seven machines, "
-    "62 of 106 on the one that has long sequences)"
+HELD_OUT_TEXT = (
+    "622 paces predicted from one training on the same machine, with each of 8 machines held out in turn, were off by "
+    "11.1% (median); of 132 with kinds that other machines have, 88 were within the band of those (26 of 26 on seven "
+    "machines, 62 of 106 on the one with long sequences)"
 )
-UNCALIBRATED_WORDS = "25% to 396% too fast in 44 published trainings, by 87% in the middle"
-# Published for a single machine, so that none could be held out.
-_ALONE = "mxfp8"
+UNCALIBRATED_TEXT = "25% to 396% too fast in 44 published trainings (median 87%)"
+# This recipe is published for a single machine, so that no machine could be held out.
+_FP8_RECIPE_OF_ONE_MACHINE = "mxfp8"
 
 
 @dataclass(frozen=True)
 class MeasuredTraining:
-    """One whole training on such GPUs; `pace` in tokens per second per GPU."""
+    """A whole training that was measured on such GPUs. `pace` is its number of tokens per second and GPU."""
 
     model: DecoderModel
     layout: ParallelLayout
@@ -87,53 +88,59 @@ class MeasuredTraining:
 
 
 def calibrate(topology: Topology, training: MeasuredTraining, recipe: str = DEFAULT_RECIPE) -> Topology:
-    """Sets the rates for which the formulas give the measured pace. Raises UsageError if no rates do."""
-    least, most = _LEAST_RATE, _MOST_RATE
+    """Returns the topology with different rates of products. With these rates, the formulas give the measured pace.
+    Raises UsageError if no rates do.
+    """
+    low_rate, high_rate = _MIN_RATE, _MAX_RATE
     for _ in range(_HALVINGS):
-        rate = math.sqrt(least * most)
-        if pace_with(with_rate(topology, rate, recipe), training) < training.pace:
-            least = rate
+        rate = math.sqrt(low_rate * high_rate)
+        if predict_training_pace(set_product_rate(topology, rate, recipe), training) < training.pace:
+            low_rate = rate
         else:
-            most = rate
-    rated = with_rate(topology, least, recipe)
-    if not math.isclose(pace_with(rated, training), training.pace, rel_tol=1e-3):
+            high_rate = rate
+    calibrated = set_product_rate(topology, low_rate, recipe)
+    if not math.isclose(predict_training_pace(calibrated, training), training.pace, rel_tol=1e-3):
         raise UsageError(
-            f"--calibrate: {training.pace:g} tokens/s of a GPU is more than these links carry for "
+            f"--calibrate: {training.pace:g} tokens/s of a GPU is more than these links allow for "
             f"{training.layout.words}, however fast products are. Check the pace (of one GPU), and --topology."
         )
-    return rated
+    return calibrated
 
 
-def with_rate(topology: Topology, bf16: float, recipe: str) -> Topology:
+def set_product_rate(topology: Topology, bf16: float, recipe: str) -> Topology:
     return replace(topology, bf16=bf16, fp8=bf16 * RECIPES[recipe])
 
 
-def pace_with(topology: Topology, training: MeasuredTraining) -> float:
-    pace = pace_of(training.model, training.layout, training.load, topology)
-    return tokens_a_second(training.layout, training.load, pace)
+def predict_training_pace(topology: Topology, training: MeasuredTraining) -> float:
+    pace = predict_pace(training.model, training.layout, training.load, topology)
+    return tokens_per_second(training.layout, training.load, pace)
 
 
 def pace_band(
-    by: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: Load, recipe: str
+    training: MeasuredTraining | None, model: DecoderModel, layout: ParallelLayout, load: Load, recipe: str
 ) -> float | None:
-    """Returns the largest error of such paces on held-out machines; None if none could be held out."""
-    if by is None:
+    """Returns the largest error of such predictions on machines that were held out. The prediction is for this
+    layout, from a measured training. None if no machine was held out for such predictions.
+    """
+    if training is None:
         return None
-    same = by.load.precision == load.precision
-    if recipe == _ALONE and not same:
+    is_same_precision = training.load.precision == load.precision
+    if recipe == _FP8_RECIPE_OF_ONE_MACHINE and not is_same_precision:
         return None
-    return HELD_OUT.get((kind_of(by.model, by.layout), kind_of(model, layout), same))
+    return HELD_OUT_ERRORS.get(
+        (layout_kind(training.model, training.layout), layout_kind(model, layout), is_same_precision)
+    )
 
 
-# The share of a GPU's memory that a plan may use: the rest is for the driver and libraries.
-USABLE = 0.97
-# With shorter pieces of a sequence, attention kernels are less efficient than the formulas assume.
-_SHORTEST = 4096
-# From this length on, context parallelism is worthwhile.
-_LONG = 32768
-# Paces within this ratio count as equal: the simpler layout comes first.
-_ALIKE = 1.02
-# Models with published trainings, the ranges of those, and the error of the memory formulas on them.
+# A layout may use this share of a GPU's memory. The rest is for the driver and libraries.
+USABLE_MEMORY_SHARE = 0.97
+# With fewer tokens per GPU, attention kernels are less efficient than the formulas assume.
+_MIN_CONTEXT_PIECE = 4096
+# From this length on, context parallelism is worth it.
+_LONG_SEQUENCE = 32768
+# Paces within this ratio count as equal. The simpler layout then comes first.
+_EQUAL_PACE_RATIO = 1.02
+# Models with published trainings, the ranges of these trainings, and the error of the memory formulas on them.
 MODELS = {
     model.name: model
     for model in (
@@ -148,9 +155,8 @@ MEMORY_ERROR = "12.1%"
 
 @dataclass(frozen=True)
 class ParallelQuestion:
-    """A training with a global `batch` of sequences per step; `load` lacks the sizes that each layout sets.
-
-    If a training is given in `by`, it has set the topology's rates.
+    """A training whose layouts are ranked. `batch` is the number of sequences per step on all GPUs. `load` lacks the
+    sizes that each layout sets. `by` is the training that calibrated the topology's rates, if any.
     """
 
     model: DecoderModel
@@ -164,8 +170,9 @@ class ParallelQuestion:
 
 @dataclass(frozen=True)
 class Planned:
-    """One layout of a training; `tokens` per second per GPU. A `tight` one does not fit at the upper end of its memory
-    band."""
+    """One layout with its prediction. `tokens` is the number per second and GPU. A `tight` layout fits by the
+    prediction, but not at the upper end of its memory band.
+    """
 
     layout: ParallelLayout
     load: Load
@@ -177,41 +184,54 @@ class Planned:
 
     @property
     def kinds(self) -> int:
-        """The number of kinds of division."""
-        cut = self.layout
-        return sum(count > 1 for count in (cut.copies, cut.shards, cut.tensor, cut.pipeline, cut.context))
+        """The number of kinds of parallelism that the layout uses."""
+        layout = self.layout
+        return sum(
+            count > 1 for count in (layout.copies, layout.shards, layout.tensor, layout.pipeline, layout.context)
+        )
 
 
 def memory_band(layout: ParallelLayout) -> float:
-    """Returns the relative error of the formulas on published trainings of that kind."""
+    """Returns the relative error of the memory formulas, measured on published trainings with the same kind of
+    layout.
+    """
     return 0.05 if layout.tensor == layout.pipeline == 1 else 0.15
 
 
-def ranking(question: ParallelQuestion) -> tuple[Planned, ...]:
-    """Returns all layouts that divide evenly: those that fit, the fastest first, then others by memory."""
-    plans = [best for layout in layouts(question) if (best := _best(question, layout)) is not None]
+def rank_layouts(question: ParallelQuestion) -> tuple[Planned, ...]:
+    """Returns all layouts that divide evenly. Layouts that fit come first, the fastest at the top. Then come layouts
+    that do not fit, by memory.
+    """
+    plans = [best for layout in list_layouts(question) if (best := _choose_micro_batches(question, layout)) is not None]
 
-    def place(plan: Planned) -> tuple[float, ...]:
+    def sort_key(plan: Planned) -> tuple[float, ...]:
         if not plan.fits:
             return 1, plan.memory.total
-        return 0, -round(math.log(plan.tokens, _ALIKE)), plan.kinds, plan.memory.total
+        return 0, -round(math.log(plan.tokens, _EQUAL_PACE_RATIO)), plan.kinds, plan.memory.total
 
-    return tuple(sorted(plans, key=place))
+    return tuple(sorted(plans, key=sort_key))
 
 
-def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
-    """Yields TP within a node, as far as heads divide; PP by whole layers; CP of the sequence. The remaining factor is
-    copies, shards, or shards within a node with copies between nodes."""
+def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
+    """Yields all layouts that divide the training evenly.
+
+    TP stays within a node, and divides the key heads. PP divides whole layers. CP divides the sequence. The remaining
+    GPUs hold copies, or shards, or shards within a node and copies between nodes.
+    """
     model, gpus = question.model, question.gpus
-    for tensor in _divisors(min(question.topology.node, gpus)):
+    for tensor in _list_divisors(min(question.topology.node, gpus)):
         if gpus % tensor or model.key_heads % tensor:
             continue
-        for pipeline in _divisors(gpus // tensor):
-            stages = [virtual for virtual in (1, 2) if _divide(model.layers, pipeline, virtual)]
-            for context in _divisors(gpus // tensor // pipeline):
+        for pipeline in _list_divisors(gpus // tensor):
+            stages = [virtual for virtual in (1, 2) if _makes_equal_stages(model.layers, pipeline, virtual)]
+            for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
-                piece = question.load.sequence / context
-                if piece % tensor or question.batch % ranks or (context > 1 and piece < _SHORTEST):
+                sequence_piece = question.load.sequence / context
+                if (
+                    sequence_piece % tensor
+                    or question.batch % ranks
+                    or (context > 1 and sequence_piece < _MIN_CONTEXT_PIECE)
+                ):
                     continue
                 inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 in_node = question.topology.node // (tensor * context)
@@ -220,132 +240,149 @@ def layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
                         yield replace(inner, shards=shards, copies=ranks // shards, virtual=virtual)
 
 
-def _divide(layers: int, pipeline: int, virtual: int) -> bool:
-    """Whether stages are equally long; the embedding and the head may each replace a layer."""
-    stages = pipeline * virtual
-    return stages == 1 or (pipeline > 1 and stages <= layers and -layers % stages <= 2)
+def _makes_equal_stages(layers: int, pipeline: int, virtual: int) -> bool:
+    """Returns whether all stages of a pipeline are equally long. The embedding and the head may each take the place
+    of a layer.
+    """
+    stage_count = pipeline * virtual
+    return stage_count == 1 or (pipeline > 1 and stage_count <= layers and -layers % stage_count <= 2)
 
 
-def _divisors(number: int) -> list[int]:
+def _list_divisors(number: int) -> list[int]:
     return [divisor for divisor in range(1, number + 1) if number % divisor == 0]
 
 
-def _best(question: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
-    """Chooses the fastest number of micro-batches that fits; the largest if none does."""
+def _choose_micro_batches(question: ParallelQuestion, layout: ParallelLayout) -> Planned | None:
+    """Returns the fastest plan that fits, over all numbers of micro-batches. If no plan fits, returns the one with
+    the most micro-batches.
+    """
     local = question.batch * layout.inner // question.gpus
-    options = [_plan(question, layout, local, count) for count in _divisors(local)]
+    options = [_predict_plan(question, layout, local, count) for count in _list_divisors(local)]
     fitting = [option for option in options if option.fits]
     return max(fitting, key=lambda plan: plan.tokens) if fitting else options[-1]
 
 
-def _plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
+def _predict_plan(question: ParallelQuestion, layout: ParallelLayout, local: int, count: int) -> Planned:
     load = replace(question.load, local=local, micro_batches=count)
-    memory = memory_of(question.model, layout, load)
-    pace = pace_of(question.model, layout, load, question.topology)
-    usable = USABLE * question.topology.memory
+    memory = predict_memory(question.model, layout, load)
+    pace = predict_pace(question.model, layout, load, question.topology)
+    usable = USABLE_MEMORY_SHARE * question.topology.memory
     fits, tight = memory.total <= usable, memory.total * (1 + memory_band(layout)) > usable
-    return Planned(layout, load, memory, pace, tokens_a_second(layout, load, pace), fits, fits and tight)
+    return Planned(layout, load, memory, pace, tokens_per_second(layout, load, pace), fits, fits and tight)
 
 
 Answer = tuple[ParallelQuestion, Sequence[Planned]]
 
 
-class Say(StrEnum):
-    """Whether a kind of division is worthwhile."""
+class Worthwhile(StrEnum):
+    """The answer to the question whether a kind of parallelism is worthwhile."""
 
     YES = "yes"
     NO = "no"
 
 
 @dataclass(frozen=True)
-class Ruling:
-    """Whether a kind of division is worthwhile for this training, and why."""
+class DivisionVerdict:
+    """Whether a kind of parallelism is worthwhile for this training, and why."""
 
     kind: str
-    say: Say
+    say: Worthwhile
     why: str
 
 
-def rulings(question: ParallelQuestion) -> tuple[Ruling, ...]:
-    """Judges kinds of division by rules of thumb; the ranking has the figures."""
+def judge_divisions(question: ParallelQuestion) -> tuple[DivisionVerdict, ...]:
+    """Judges each kind of parallelism by rules of thumb. The figures are in the ranking."""
     model, topology, load = question.model, question.topology, question.load
-    usable, gpus = USABLE * topology.memory, question.gpus
-    alone = memory_of(model, ParallelLayout(copies=gpus), replace(load, local=1, micro_batches=1)).total
-    sharded = memory_of(model, ParallelLayout(shards=gpus), replace(load, local=1, micro_batches=1)).total
+    usable, gpus = USABLE_MEMORY_SHARE * topology.memory, question.gpus
+    one_sequence = replace(load, local=1, micro_batches=1)
+    copied_bytes = predict_memory(model, ParallelLayout(copies=gpus), one_sequence).total
+    sharded_bytes = predict_memory(model, ParallelLayout(shards=gpus), one_sequence).total
     tokens = question.batch * load.sequence / gpus
-    dealt = question.batch % gpus == 0
-    undealt = "" if dealt else f"; but {question.batch} sequences cannot be dealt out evenly to {gpus} GPUs"
-    all_layouts = list(layouts(question))
-    by_tensor, by_stage = (
-        any(layout.tensor > 1 for layout in all_layouts),
-        any(layout.pipeline > 1 for layout in all_layouts),
+    is_divisible = question.batch % gpus == 0
+    batch_remark = (
+        "" if is_divisible else f"; but {question.batch} sequences cannot be divided evenly among {gpus} GPUs"
     )
-    uneven = f"; but {gpus} GPUs cannot divide this model evenly by it"
-    # The tokens per micro-batch and GPU from which on products take as long as FSDP's traffic for it.
-    sent = (2 * (1 if load.narrow_gather else load.kept_states.copy) + load.kept_states.gradient) * (gpus - 1) / gpus
-    hidden = sent * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
-    room = units.size(usable)
-    rows = (
+    all_layouts = list(list_layouts(question))
+    has_tensor_layouts = any(layout.tensor > 1 for layout in all_layouts)
+    has_pipeline_layouts = any(layout.pipeline > 1 for layout in all_layouts)
+    division_remark = f"; but {gpus} GPUs cannot divide this model evenly by it"
+    # With this many tokens per micro-batch and GPU, products take as long as FSDP's traffic.
+    sent_bytes = (
+        (2 * (1 if load.narrow_gather else load.state_bytes.copy) + load.state_bytes.gradient) * (gpus - 1) / gpus
+    )
+    hiding_tokens = (
+        sent_bytes * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
+    )
+    usable_text = units.size(usable)
+    division_rows = (
         (
             "DDP",
-            alone <= usable and dealt,
+            copied_bytes <= usable and is_divisible,
             (
-                f"{'a share of' if load.zero_one else 'all'} {load.kept_states.total} bytes a weight and one sequence "
-                f"take {units.size(alone)} of {room} that a plan may use{undealt}"
+                f"{'a share of' if load.zero_one else 'all'} {load.state_bytes.total} bytes a weight and one sequence "
+                f"take {units.size(copied_bytes)} of {usable_text} that a plan may use{batch_remark}"
             ),
         ),
         (
             "FSDP",
-            gpus > 1 and sharded <= usable and tokens >= hidden and dealt,
+            gpus > 1 and sharded_bytes <= usable and tokens >= hiding_tokens and is_divisible,
             (
-                f"shared by {gpus} GPUs it takes {units.size(sharded)} of {room}; {units.count(tokens)} tokens a "
-                f"GPU and step, and computing takes as long as what it sends if a micro-batch has "
-                f"{units.count(hidden)} or more{undealt}"
+                f"sharded over {gpus} GPUs it takes {units.size(sharded_bytes)} of {usable_text}; a step has "
+                f"{units.count(tokens)} tokens a GPU, and products hide FSDP's traffic if a micro-batch has "
+                f"{units.count(hiding_tokens)} or more{batch_remark}"
             ),
         ),
         (
             "TP",
-            by_tensor and (sharded > usable or question.batch < gpus),
+            has_tensor_layouts and (sharded_bytes > usable or question.batch < gpus),
             (
-                "worth it where FSDP does not fit, or there are fewer sequences than GPUs; within the "
-                f"{topology.node} GPUs of a node alone, because products wait for what it sends"
-                f"{uneven if gpus > 1 and not by_tensor else ''}"
+                "worth it where FSDP does not fit, or with fewer sequences than GPUs; only within the "
+                f"{topology.node} GPUs of a node, because products wait for its traffic"
+                f"{division_remark if gpus > 1 and not has_tensor_layouts else ''}"
             ),
         ),
         (
             "PP",
-            by_stage and gpus > topology.node and (tokens < hidden or question.batch < gpus),
+            has_pipeline_layouts and gpus > topology.node and (tokens < hiding_tokens or question.batch < gpus),
             (
-                "worth it between nodes where a GPU has too few tokens for FSDP, or there are fewer sequences than "
-                "GPUs; with 4 micro-batches a stage or more, because stages are idle at both ends of a step"
-                f"{uneven if gpus > 1 and not by_stage else ''}"
+                "worth it between nodes where a GPU has too few tokens for FSDP, or with fewer sequences than "
+                "GPUs; with at least 4 micro-batches per stage, because stages are idle at both ends of a step"
+                f"{division_remark if gpus > 1 and not has_pipeline_layouts else ''}"
             ),
         ),
-        ("CP", load.sequence >= _LONG, f"worth it for sequences from {_LONG} tokens on; these have {load.sequence}"),
+        (
+            "CP",
+            load.sequence >= _LONG_SEQUENCE,
+            f"worth it for sequences from {_LONG_SEQUENCE} tokens on; these have {load.sequence}",
+        ),
         ("EP", False, "worth it for experts; this model has none"),
     )
-    return tuple(Ruling(kind, Say.YES if yes else Say.NO, reason) for kind, yes, reason in rows)
+    return tuple(
+        DivisionVerdict(kind, Worthwhile.YES if yes else Worthwhile.NO, reason) for kind, yes, reason in division_rows
+    )
 
 
-def with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
-    """Ranks with the least checkpointing that fits; with full checkpointing if nothing fits."""
+def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQuestion, tuple[Planned, ...]]:
+    """Ranks the layouts with as little checkpointing as possible, so that at least one fits. If none fits, ranks them
+    with full checkpointing.
+    """
     for level in Checkpointing:
         candidate = replace(question, load=replace(question.load, checkpointing=level))
-        plans = ranking(candidate)
+        plans = rank_layouts(candidate)
         if plans and plans[0].fits:
             break
     return candidate, plans
 
 
-def outside(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
-    """Names sizes outside the range of all published trainings, where bands are a guess."""
+def list_unpublished_sizes(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
+    """Describes the sizes that are outside the range of all published trainings, where bands are only a guess."""
     aspects: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
         ("GPUs", str, gpus, PUBLISHED_GPUS),
         ("weights", units.count, model.weights, PUBLISHED_WEIGHTS),
         ("tokens a sequence", str, sequence, PUBLISHED_SEQUENCES),
     )
     return tuple(
-        f"{show(value)} {aspect} (published: {show(least)} to {show(most)})"
-        for aspect, show, value, (least, most) in aspects
-        if not least <= value <= most
+        f"{show(value)} {aspect} (published: {show(low)} to {show(high)})"
+        for aspect, show, value, (low, high) in aspects
+        if not low <= value <= high
     )

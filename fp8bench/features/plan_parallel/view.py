@@ -1,5 +1,4 @@
-"""The page of `plan-parallel`: the layouts for one number of GPUs, or the best layouts for several; and the same as
-values."""
+"""Shows the layouts for one number of GPUs, or the best layouts for several, as a page, as JSON and as rows."""
 
 from __future__ import annotations
 
@@ -8,90 +7,96 @@ from dataclasses import asdict, replace
 from functools import partial
 
 from fp8bench import units
-from fp8bench.features.plan_parallel.formulas import STATES, Checkpointing, memory_of
+from fp8bench.features.plan_parallel.formulas import STATES, Checkpointing, predict_memory
 from fp8bench.features.plan_parallel.ranking import (
-    HELD_OUT_WORDS,
+    HELD_OUT_TEXT,
     MEMORY_ERROR,
-    UNCALIBRATED_WORDS,
+    UNCALIBRATED_TEXT,
     Answer,
+    DivisionVerdict,
     ParallelQuestion,
     Planned,
-    Ruling,
-    Say,
+    Worthwhile,
+    judge_divisions,
+    list_unpublished_sizes,
     memory_band,
-    outside,
     pace_band,
-    rulings,
 )
 from fp8bench.model.codec import encode
-from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
+from fp8bench.nn.parallel.ways import ScaleTraffic, count_scale_traffic
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Field, Page, Part, Table, Text, Tone
 
 _LEGEND = (
-    "memory: of a GPU, by formulas; its band: how far off they are on the published trainings that they were fitted to",
-    "tokens/s: of a GPU, by formulas; its band: the largest error on machines held out, '-' where none was",
-    "waits: the share of a step in which products wait for TP, CP, FSDP or DDP; idle: a pipeline's ends",
-    "tight: it fits unless memory is at the upper end of its band",
-    "what a GPU has: DDP: the whole model, some of the sequences; FSDP: the same, its weights and moments shared out",
-    "TP: a part of each product; PP: some layers, VP: in that many stretches; CP: a part of each sequence",
+    "memory: of one GPU, by formulas; band: their error on the published trainings that they were fitted to",
+    "tokens/s: of one GPU, by formulas; band: the largest error on held-out machines, '-' if none was held out",
+    "waits: share of a step in which products wait for TP, CP, FSDP or DDP; idle: share in which a pipeline is idle",
+    "tight: the layout fits unless its memory is at the upper end of the band",
+    "a GPU has: DDP: the whole model and some sequences; FSDP: a shard of weights and moments, some sequences",
+    "TP: a part of each product; PP: some of the layers, VP: in that many stages; CP: a part of each sequence",
 )
-# Every answer states the accuracy of the formulas.
-_ERRORS = (
-    f"Pace, by leave-one-machine-out: {HELD_OUT_WORDS}. Without a training it was {UNCALIBRATED_WORDS}. Memory: "
-    f"nothing was held out; on the 20 published figures that formulas were fitted to: off by {MEMORY_ERROR} at most."
+# Every page states how accurate the formulas are.
+_ACCURACY_TEXT = (
+    f"Pace, by leave-one-machine-out: {HELD_OUT_TEXT}. Without calibration it was {UNCALIBRATED_TEXT}. Memory: "
+    f"off by {MEMORY_ERROR} at most on the 20 published figures that the formulas were fitted to; none was held out."
 )
-# Seconds of a small message within a node: assumed, and printed as such.
-_MESSAGE = 1e-5
-# In shorter steps launch overhead dominates, which formulas leave out.
-_SHORT = 0.02
+# The seconds of a small message within a node. This figure is an assumption, and printed as one.
+_MESSAGE_SECONDS = 1e-5
+# In steps shorter than this, the overhead of launches dominates. The formulas leave out this overhead.
+_SHORT_STEP_SECONDS = 0.02
 
 
-def page_of(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
+def render_page(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
     load = question.load
     title = (
         f"{question.model.name} ({units.count(question.model.weights)} weights) on {question.gpus} "
         f"GPU{'' if question.gpus == 1 else 's'} of {units.size(question.topology.memory)}: {question.batch} sequences "
         f"of {load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
     )
-    matrix = [Part("matrix", "each kind of division by itself", (_matrix(question),))] if question.gpus > 1 else []
-    remarks = map(Text, _remarks(question, plans))
-    plan_table = table("ranking", "", _WAYS, [(question, plan) for plan in plans])
-    parts = [Part("ranking", "", (*remarks, plan_table)), *matrix, Part("errors", "", (Text(_ERRORS),))]
+    matrix = (
+        [Part("matrix", "each kind of division by itself", (_parallelism_table(question),))]
+        if question.gpus > 1
+        else []
+    )
+    remarks = map(Text, _list_remarks(question, plans))
+    plan_table = table("ranking", "", _PLAN_COLUMNS, [(question, plan) for plan in plans])
+    parts = [Part("ranking", "", (*remarks, plan_table)), *matrix, Part("errors", "", (Text(_ACCURACY_TEXT),))]
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
-    # Plans are sorted: if the first does not fit, none does.
-    if not plans[0].fits:
-        level = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
-        yield f"No way fits: more GPUs, a smaller batch, shorter sequences{level}."
-    if plans[0].pace.step < _SHORT:
+def _list_remarks(question: ParallelQuestion, plans: Sequence[Planned]) -> Iterator[str]:
+    best_plan = plans[0]
+    # Layouts that fit come first: if the first does not fit, no layout fits.
+    if not best_plan.fits:
+        checkpointing_hint = "" if question.load.checkpointing is Checkpointing.FULL else ", or --checkpointing full"
+        yield f"No layout fits. Try more GPUs, a smaller batch, shorter sequences{checkpointing_hint}."
+    if best_plan.pace.step < _SHORT_STEP_SECONDS:
         yield (
-            f"A step takes {units.seconds(plans[0].pace.step)} by these formulas, which leave out launches: in steps "
-            f"below {units.seconds(_SHORT)} those decide, and the paces here mean nothing."
+            f"A step takes {units.seconds(best_plan.pace.step)} by these formulas, which leave out launches. In steps "
+            f"below {units.seconds(_SHORT_STEP_SECONDS)} launches dominate, and the paces here mean nothing."
         )
-    yield from _remarks_of_rates(question)
-    yield from _remarks_of_memory(question, plans[0])
-    # State the size of what the formulas leave out.
-    if count := _scale_traffic(question, plans[0]).messages:
+    yield from _remark_on_rates(question)
+    yield from _remark_on_memory(question, best_plan)
+    # Print how long the messages of scales take, which the formulas leave out.
+    if count := _scale_traffic(question, best_plan).messages:
         yield (
-            f"Scales: with one for each whole tensor, a step of the first way waits for {count} messages of 4 bytes: "
-            f"the largest magnitude over {plans[0].layout.tensor} GPUs before each cast of a tensor that TP cuts. "
-            f"Paces leave that out: at {units.seconds(_MESSAGE)} each it is {units.seconds(count * _MESSAGE)} of "
-            f"{units.seconds(plans[0].pace.step)}. Scales of rows and blocks need no messages."
+            f"Scales: with one scale per tensor, a step of the first layout waits for {count} messages of 4 bytes: "
+            f"the largest magnitude over {best_plan.layout.tensor} GPUs before each cast of a tensor that TP divides. "
+            "Paces leave these messages out: "
+            f"at {units.seconds(_MESSAGE_SECONDS)} each they take {units.seconds(count * _MESSAGE_SECONDS)} of "
+            f"{units.seconds(best_plan.pace.step)}. Scales of rows and blocks need no messages."
         )
-    # Bands come from published trainings, and only hold for similar ones.
-    if beyond := outside(question.model, question.gpus, question.load.sequence):
-        yield f"No published training is like this: {'; '.join(beyond)}. Bands are a guess here."
+    # Bands come from published trainings, and hold only for similar trainings.
+    if unpublished_sizes := list_unpublished_sizes(question.model, question.gpus, question.load.sequence):
+        yield f"No published training is like this: {'; '.join(unpublished_sizes)}. Bands are a guess here."
 
 
-def _remarks_of_rates(question: ParallelQuestion) -> Iterator[str]:
+def _remark_on_rates(question: ParallelQuestion) -> Iterator[str]:
     if question.by is None:
         yield (
-            "No whole training has calibrated these rates: paces say which layout is faster, not how fast it is. By "
-            f"ceilings of products they were {UNCALIBRATED_WORDS}. Give a measured training: --calibrate "
+            "No whole training has calibrated these rates: paces show which layout is faster, not how fast it is. By "
+            f"ceilings of products they were {UNCALIBRATED_TEXT}. Give a measured training: --calibrate "
             "MODEL,LAYOUT,PACE."
         )
     else:
@@ -102,125 +107,138 @@ def _remarks_of_rates(question: ParallelQuestion) -> Iterator[str]:
         )
 
 
-def _remarks_of_memory(question: ParallelQuestion, plan: Planned) -> Iterator[str]:
-    if (states := question.load.kept_states) != STATES["fp32"]:
-        wide = memory_of(question.model, plan.layout, replace(plan.load, states="fp32")).total
+def _remark_on_memory(question: ParallelQuestion, plan: Planned) -> Iterator[str]:
+    if (states := question.load.state_bytes) != STATES["fp32"]:
+        fp32_bytes = predict_memory(question.model, plan.layout, replace(plan.load, states="fp32")).total
         yield (
-            f"States take {states.total} bytes a weight instead of {STATES['fp32'].total}: the first way takes "
-            f"{units.percent(1 - plan.memory.total / wide, 0)} less than with those in fp32 ({units.size(wide)}). "
+            f"States take {states.total} bytes a weight instead of {STATES['fp32'].total}: the first layout takes "
+            f"{units.percent(1 - plan.memory.total / fp32_bytes, 0)} less memory than with fp32 states "
+            f"({units.size(fp32_bytes)}). "
             "FP8-LM reports 29%, 28% and 39% less for its GPT-7B, 13B and 175B on H100s, with --zero-1; these formulas "
-            "give 32%, 36% and 43%, because they leave out 6 to 13 GiB that its trainings took besides."
+            "give 32%, 36% and 43%, because they leave out 6 to 13 GiB of other memory in those trainings."
         )
     if question.load.rlhf:
         memory = plan.memory
         models = ("actor", memory.states), ("critic", memory.critic), ("reference and reward", memory.frozen)
         sizes = ", ".join(f"{name} {units.size(size)}" for name, size in models)
         yield (
-            f"RLHF: in the first way weights, gradients and moments take {sizes}; one model works at a time. tokens/s "
-            "are of the actor's update alone, without rollouts and other models' passes. FP8-LM reports 62% less for "
-            "states and 32% less for weights (LLaMA-7B); --states fp8-lm gives 62% and 50%, all copies in FP8. Only "
-            "four small models were checked, by `fp8bench suite transformer --set models=rlhf`."
+            f"RLHF: in the first layout weights, gradients and moments take {sizes}; one model runs at a time."
+            " tokens/s are of the actor's update alone, without rollouts and passes of other models. FP8-LM reports "
+            "62% less for states and 32% less for weights (LLaMA-7B); --states fp8-lm gives 62% and 50%, with all "
+            "copies in FP8. Only four small models were checked, by `fp8bench suite transformer --set models=rlhf`."
         )
 
 
 def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
-    """Returns a GPU's messages per step if TP cuts tensors that have a single scale; else none."""
+    """Returns the traffic per step that a GPU needs for scales, because tensor parallelism divides the scaled
+    tensors. Only tensorwise FP8 scales cause such traffic.
+    """
     if plan.layout.tensor == 1 or plan.load.precision != "fp8" or question.recipe not in ("", "tensorwise"):
         return ScaleTraffic(0, 0.0)
-    # Each stage waits only for its layers.
+    # A pipeline stage waits only for the scales of its layers.
     blocks = -(-question.model.layers // plan.layout.pipeline)
-    return scale_traffic_of_cuts(blocks * plan.load.micro_batches, plan.layout.tensor)
+    return count_scale_traffic(blocks * plan.load.micro_batches, plan.layout.tensor)
 
 
-def _fits(line: Way) -> Field:
+def _show_whether_it_fits(line: PlanRow) -> Field:
     _, plan = line
-    word = ("tight", Tone.DOUBT) if plan.tight else ("yes", Tone.GOOD) if plan.fits else ("no", Tone.BAD)
-    return Field(word[0], tone=word[1])
+    text, tone = ("tight", Tone.DOUBT) if plan.tight else ("yes", Tone.GOOD) if plan.fits else ("no", Tone.BAD)
+    return Field(text, tone=tone)
 
 
-Way = tuple[ParallelQuestion, Planned]
-_WAYS: tuple[Col[Way], ...] = (
+PlanRow = tuple[ParallelQuestion, Planned]
+_PLAN_COLUMNS: tuple[Col[PlanRow], ...] = (
     Col("layout", lambda row: row[1].layout.words),
     Col("micro-batches", lambda row: str(row[1].load.micro_batches), number=True),
     Col("memory", lambda row: units.size(row[1].memory.total), number=True),
     Col("band", lambda row: f"±{units.percent(memory_band(row[1].layout), 0)}", number=True),
-    Col("fits", _fits),
+    Col("fits", _show_whether_it_fits),
     Col("tokens/s", lambda row: units.count(row[1].tokens), number=True),
-    Col("band", lambda row: _band(*row), show=lambda band: f"±{units.percent(band, 0)}"),
+    Col("band", lambda row: _find_pace_band(*row), show=lambda band: f"±{units.percent(band, 0)}"),
     Col("waits", lambda row: units.percent(row[1].pace.waits, 0), number=True),
     Col("idle", lambda row: units.percent(row[1].pace.idle, 0), number=True),
 )
-_COUNTED: tuple[Col[Way], ...] = (
+_COUNT_COLUMNS: tuple[Col[PlanRow], ...] = (
     Col("GPUs", lambda row: str(row[0].gpus), number=True),
-    *_WAYS,
+    *_PLAN_COLUMNS,
     Col("all together", lambda row: units.count(row[0].gpus * row[1].tokens), number=True),
     Col("checkpointing", lambda row: row[0].load.checkpointing),
 )
 
 
-def _band(question: ParallelQuestion, plan: Planned) -> float | None:
+def _find_pace_band(question: ParallelQuestion, plan: Planned) -> float | None:
     return pace_band(question.by, question.model, plan.layout, plan.load, question.recipe)
 
 
-def _matrix(question: ParallelQuestion) -> Table:
-    cols: list[Col[Ruling]] = [
+def _parallelism_table(question: ParallelQuestion) -> Table:
+    cols: list[Col[DivisionVerdict]] = [
         Col("kind", lambda ruling: ruling.kind),
         Col(
             "worth it",
             lambda ruling: ruling.say,
-            tone=lambda ruling: Tone.GOOD if ruling.say is Say.YES else Tone.PLAIN,
+            tone=lambda ruling: Tone.GOOD if ruling.say is Worthwhile.YES else Tone.PLAIN,
         ),
         Col("why", lambda ruling: ruling.why, below=True),
     ]
-    return table("matrix", "", cols, rulings(question))
+    return table("matrix", "", cols, judge_divisions(question))
 
 
-def page_of_counts(answers: Sequence[Answer]) -> Page:
-    """Compares numbers of GPUs, each by its best layout, and lists worthwhile kinds of division."""
-    asked = answers[0][0]
+def render_counts_page(answers: Sequence[Answer]) -> Page:
+    """Shows the best layout for each number of GPUs, and which kinds of parallelism are worthwhile."""
+    first_question = answers[0][0]
+    model, load = first_question.model, first_question.load
     title = (
-        f"{asked.model.name} ({units.count(asked.model.weights)} weights) on GPUs of "
-        f"{units.size(asked.topology.memory)}: sequences of {asked.load.sequence} tokens, {asked.load.precision}; "
+        f"{model.name} ({units.count(model.weights)} weights) on GPUs of "
+        f"{units.size(first_question.topology.memory)}: sequences of {load.sequence} tokens, {load.precision}; "
         "tokens/s of one GPU, and of all together"
     )
-    best = table("counts", "", _COUNTED, [(question, plans[0]) for question, plans in answers])
+    best_plans = table("counts", "", _COUNT_COLUMNS, [(question, plans[0]) for question, plans in answers])
     cols: list[Col[Answer]] = [Col("GPUs", lambda answer: str(answer[0].gpus), number=True)]
-    # The order of rulings is the same for all numbers of GPUs.
-    for place, ruling in enumerate(rulings(asked)):
-        cols.append(Col(ruling.kind, partial(_worth, place)))
+    # The order of kinds is the same for all numbers of GPUs.
+    for index, ruling in enumerate(judge_divisions(first_question)):
+        cols.append(Col(ruling.kind, partial(_show_worthwhile, index)))
     matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, answers),))
-    remarks = map(Text, _remarks_of_rates(asked))
+    remarks = map(Text, _remark_on_rates(first_question))
     parts = (
-        Part("counts", "the best way for each count", (*remarks, best)),
+        Part("counts", "the best layout for each count", (*remarks, best_plans)),
         matrix,
-        Part("errors", "", (Text(_ERRORS),)),
+        Part("errors", "", (Text(_ACCURACY_TEXT),)),
     )
     return Page(title, "", parts, _LEGEND)
 
 
-def _worth(place: int, answer: Answer) -> Field:
-    say = rulings(answer[0])[place].say
-    return Field(say, tone=Tone.GOOD if say is Say.YES else Tone.PLAIN)
+def _show_worthwhile(index: int, answer: Answer) -> Field:
+    worthwhile = judge_divisions(answer[0])[index].say
+    return Field(worthwhile, tone=Tone.GOOD if worthwhile is Worthwhile.YES else Tone.PLAIN)
 
 
-def value_of(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
-    beyond, matrix = outside(question.model, question.gpus, question.load.sequence), encode(rulings(question))
-    plan_rows = rows_of([(question, plans)])[1]
-    return {"asked": encode(question), "outside": beyond, "ways": plan_rows, "matrix": matrix, "errors": _ERRORS}
+def encode_plans(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
+    unpublished_sizes, matrix = (
+        list_unpublished_sizes(question.model, question.gpus, question.load.sequence),
+        encode(judge_divisions(question)),
+    )
+    plan_rows = table_rows([(question, plans)])[1]
+    return {
+        "asked": encode(question),
+        "outside": unpublished_sizes,
+        "ways": plan_rows,
+        "matrix": matrix,
+        "errors": _ACCURACY_TEXT,
+    }
 
 
-def values_of(answers: Sequence[Answer]) -> dict[str, object]:
-    return {"counts": [value_of(*answer) for answer in answers]}
+def encode_counts(answers: Sequence[Answer]) -> dict[str, object]:
+    return {"counts": [encode_plans(*answer) for answer in answers]}
 
 
-def rows_of(answers: Sequence[Answer]) -> Rows:
+def table_rows(answers: Sequence[Answer]) -> Rows:
     rows: list[dict[str, object]] = []
     for question, plans in answers:
-        rows += (_row_of(question, plan) for plan in plans)
+        rows += (_table_row(question, plan) for plan in plans)
     return tuple(rows[0]), rows
 
 
-def _row_of(question: ParallelQuestion, plan: Planned) -> dict[str, object]:
+def _table_row(question: ParallelQuestion, plan: Planned) -> dict[str, object]:
     pace = asdict(plan.pace)
     return {
         "gpus": question.gpus,
@@ -237,5 +255,5 @@ def _row_of(question: ParallelQuestion, plan: Planned) -> dict[str, object]:
         **{f"{name}_seconds": seconds for name, seconds in pace.items()},
         **{f"scale_{name}": number for name, number in _scale_traffic(question, plan)._asdict().items()},
         "memory_band": memory_band(plan.layout),
-        "pace_band": _band(question, plan),
+        "pace_band": _find_pace_band(question, plan),
     }

@@ -1,9 +1,10 @@
-"""Counts how often verdicts are right: slow-downs of known size in real steps, judged by the real estimator.
+"""Measures how often verdicts are right: real steps are slowed down by a known amount, and the usual estimator judges
+them.
 
-Each trial interleaves in the same rounds of a real worker: the reference, its control, an identical candidate (any
-verdict of a difference is a false alarm), and candidates with about 1, 2.5, 5 and 10% of extra work. A comparison may
-use a fixed time for its three arms, as if nothing else were measured. States are recreated every few trials, to vary
-the memory layout.
+Each trial interleaves several arms in the rounds of one worker: the reference, its control, an identical candidate,
+and candidates with about 1, 2.5, 5 and 10% of extra work. Any difference that is found for the identical candidate is
+a false alarm. A comparison has three arms: the reference, the control and one candidate. Only the seconds of these
+three arms count towards its time limit. States are created again every few trials, to vary the memory layout.
 """
 
 from __future__ import annotations
@@ -22,7 +23,7 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
 from fp8bench.errors import UnknownName
-from fp8bench.features.selftest.checks import GPU_SIDE, NATIVE, SIDE, product
+from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE, make_product_params
 from fp8bench.files import keeping, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.arm import MeasuredArm
@@ -37,18 +38,20 @@ from fp8bench.plan.make import device_named
 from fp8bench.units import percent, seconds
 
 OPERATIONS = ("small", "medium", "step")
-EFFECTS = (0.0, 0.01, 0.025, 0.05, 0.10)
+SLOWDOWNS = (0.0, 0.01, 0.025, 0.05, 0.10)
 TRIALS_PER_STATE = 5
-_TINY_PROBE = 200
+_MIN_PROBE_CALLS = 200
 _TINY_SECONDS = 5e-8
 _SIZING_ROUNDS = 20
-# Facts of the environment that are written with the figures.
-_KEPT = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
+# The facts of the environment that are written next to the figures.
+_RECORDED_FACTS = ("machine", "system", "python", "torch", "cpu_count", "threads", "commit", "dirty")
 
 
 @dataclass(frozen=True)
 class Operation:
-    """The operation to slow down, its name on the command line (`key`), and the seconds per comparison."""
+    """An operation that is slowed down. `key` is its name on the command line. `seconds` is the time limit of one
+    comparison.
+    """
 
     key: str
     name: str
@@ -57,22 +60,23 @@ class Operation:
     seconds: float
 
 
-def operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
-    """Returns two products and a transformer's step; on a core of 2023 the products take 0.3 and 2 ms."""
+def list_operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
+    """Returns two products and a training step of a transformer. On a CPU core of 2023, the products take 0.3 and 2
+    ms."""
     if facts.accelerated:
         return (
-            Operation("small", f"product of {GPU_SIDE}", "fp32", product(GPU_SIDE), 2.0),
-            Operation("medium", f"product of {2 * GPU_SIDE}", "fp32", product(2 * GPU_SIDE), 2.0),
-            Operation("step", "gpt2-124m step", "bf16", _transformer("gpt2-124m", 8, 1024, corpus), 10.0),
+            Operation("small", f"product of {GPU_SIDE}", "fp32", make_product_params(GPU_SIDE), 2.0),
+            Operation("medium", f"product of {2 * GPU_SIDE}", "fp32", make_product_params(2 * GPU_SIDE), 2.0),
+            Operation("step", "gpt2-124m step", "bf16", _make_transformer_params("gpt2-124m", 8, 1024, corpus), 10.0),
         )
     return (
-        Operation("small", "product of 0.3 ms", "fp32", product(SIDE), 2.0),
-        Operation("medium", "product of 2 ms", "fp32", product(480), 2.0),
-        Operation("step", "nano transformer step", "bf16", _transformer("nano", 2, 96, corpus), 10.0),
+        Operation("small", "product of 0.3 ms", "fp32", make_product_params(CPU_SIDE), 2.0),
+        Operation("medium", "product of 2 ms", "fp32", make_product_params(480), 2.0),
+        Operation("step", "nano transformer step", "bf16", _make_transformer_params("nano", 2, 96, corpus), 10.0),
     )
 
 
-def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
+def _make_transformer_params(size: str, batch: int, sequence: int, corpus: str) -> Params:
     return (
         ("base", "transformer"),
         ("base.size", size),
@@ -89,7 +93,8 @@ def _transformer(size: str, batch: int, sequence: int, corpus: str) -> Params:
 
 @dataclass(frozen=True)
 class PowerOutcome:
-    """One comparison: its verdict, the seconds of its three arms, and the ratio found."""
+    """The result of one comparison: its verdict, the seconds of its three arms, and the measured ratio with its
+    interval."""
 
     verdict: str
     seconds: float
@@ -100,8 +105,8 @@ class PowerOutcome:
 
 
 @dataclass
-class Arms:
-    """All comparisons of one operation, by planted slow-down as a share."""
+class OperationResult:
+    """All comparisons of one operation. They are grouped by the share by which it was slowed down."""
 
     operation: str
     step_seconds: float = 0.0
@@ -110,14 +115,14 @@ class Arms:
     loads: list[float] = field(default_factory=list)
     seconds: float = 0.0
 
-    def extra(self, effect: float) -> int:
-        """Returns the number of tiny calls that slow a call down by `effect`."""
+    def count_tiny_calls(self, effect: float) -> int:
+        """Returns how many tiny calls make one call slower by the share `effect`."""
         return round(effect * self.step_seconds / self.tiny_seconds)
 
 
 @dataclass(frozen=True)
 class PowerRow:
-    """Figures of one operation and effect."""
+    """The counts of verdicts for one operation and one slow-down."""
 
     operation: str
     planted: float
@@ -137,43 +142,49 @@ class PowerRow:
 
 @dataclass(frozen=True)
 class Power:
-    """The experiment's result; `loads` are load averages, sorted."""
+    """The result of the experiment. `loads` are the load averages of the machine, sorted."""
 
     rows: tuple[PowerRow, ...]
     loads: tuple[float, ...]
 
 
 def run_power(
-    words: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
+    names: Sequence[str] | None, trials: int, path: Path | None, observer: JobObserver, device: str = "cpu"
 ) -> Power:
-    """Runs the experiment on the named operations, or all; writes figures to `path` after every trial."""
-    # 1. Reject wrong words before a worker starts.
-    for word in words or ():
+    """Runs the experiment on the named operations, or on all. Writes the figures to `path` after every trial."""
+    # 1. Reject unknown operations before a worker starts.
+    for word in names or ():
         if word not in OPERATIONS:
             raise UnknownName("operation", word, OPERATIONS)
     with tempfile.TemporaryDirectory() as folder:
         corpus = prepare_corpus(None, Path(folder))
         with ProcessWorker(Settings(corpus=corpus.path)) as worker:
             facts = device_named(device, worker.probe())
-            # 2. Write the conditions of the figures with them.
+            # 2. Record the conditions under which the figures are measured.
             environment = gather(worker.software(), __version__, 1)
-            recorded_facts = {**{name: environment.get(name) for name in _KEPT}, "device": facts.name}
-            results: list[Arms] = []
-            selected = words or OPERATIONS
-            chosen = [operation for operation in operations(corpus.identity, facts) if operation.key in selected]
-            # 3. Measure one operation after the other; an interrupt only loses the running trial.
-            for operation in chosen:
-                done = tuple(results)
-                with observer.counting() as tell:  # each operation has its own time left
+            recorded_facts = {**{name: environment.get(name) for name in _RECORDED_FACTS}, "device": facts.name}
+            results: list[OperationResult] = []
+            selected_keys = names or OPERATIONS
+            chosen_operations = [
+                operation for operation in list_operations(corpus.identity, facts) if operation.key in selected_keys
+            ]
+            # 3. Measure one operation after the other. An interrupt only loses the current trial.
+            for operation in chosen_operations:
+                finished_results = tuple(results)
+                with observer.counting() as tell:  # each operation shows its own remaining time
 
-                    def after(result: Arms, done: tuple[Arms, ...] = done, tell: Tell = tell) -> None:
+                    def report_trial(
+                        result: OperationResult,
+                        finished_results: tuple[OperationResult, ...] = finished_results,
+                        tell: Tell = tell,
+                    ) -> None:
                         tell(len(result.loads), trials, "trials", result.operation)
                         if path is not None:
-                            _write(path, (*done, result), recorded_facts)
+                            _write_results(path, (*finished_results, result), recorded_facts)
 
-                    results.append(measure_power(worker, facts, operation, trials, len(results), after))
+                    results.append(measure_power(worker, facts, operation, trials, len(results), report_trial))
     loads = itertools.chain.from_iterable(result.loads for result in results)
-    return Power(tuple(summarise(results)), tuple(sorted(loads)))
+    return Power(tuple(summarize_rows(results)), tuple(sorted(loads)))
 
 
 def measure_power(
@@ -182,34 +193,40 @@ def measure_power(
     operation: Operation,
     trials: int,
     seed: int,
-    after_trial: Callable[[Arms], None] = lambda result: None,
-) -> Arms:
-    start = time.monotonic()
-    result = Arms(operation.name)
-    # Time a tiny call: compare the step without any, and with about half as much extra work.
-    result.step_seconds = bare = _best_seconds(worker, operation, facts, 0)
-    probe = max(_TINY_PROBE, round(0.5 * bare / _TINY_SECONDS))
-    result.tiny_seconds = max((_best_seconds(worker, operation, facts, probe) - bare) / probe, 1e-9)
+    after_trial: Callable[[OperationResult], None] = lambda result: None,
+) -> OperationResult:
+    """Measures how often verdicts on one operation are right, by `trials` trials with states that are renewed every
+    few trials.
+    """
+    start_seconds = time.monotonic()
+    result = OperationResult(operation.name)
+    # To time a tiny call, compare the step without tiny calls with one that has enough of them for about half as much
+    # extra work.
+    result.step_seconds = bare_seconds = _measure_best_seconds(worker, operation, facts, 0)
+    probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * bare_seconds / _TINY_SECONDS))
+    result.tiny_seconds = max(
+        (_measure_best_seconds(worker, operation, facts, probe_calls) - bare_seconds) / probe_calls, 1e-9
+    )
     for trial in range(trials):
-        # New states vary the memory layout.
+        # Create new states, to vary the memory layout.
         if trial % TRIALS_PER_STATE == 0:
-            session = _session(operation, facts, result, trial)
+            session = _make_session(operation, facts, result, trial)
             session.prepare(worker)
-        _trial(worker, session, operation, result, seed + trial)
+        _run_trial(worker, session, operation, result, seed + trial)
         if (trial + 1) % TRIALS_PER_STATE == 0 or trial + 1 == trials:
             session.release(worker)
-        result.seconds = time.monotonic() - start
+        result.seconds = time.monotonic() - start_seconds
         after_trial(result)
     return result
 
 
-def _arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> MeasuredArm:
+def _make_arm(operation: Operation, facts: DeviceFacts, key: str, extra: int) -> MeasuredArm:
     case = Case("_planted", (*operation.params, ("extra", extra)), operation.precision, facts.key)
     return MeasuredArm(key, PlannedCase(case, NATIVE, Work()), facts)
 
 
-def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
-    arm = _arm(operation, facts, f"sizing-{extra}", extra)
+def _measure_best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extra: int) -> float:
+    arm = _make_arm(operation, facts, f"sizing-{extra}", extra)
     arm.prepare(worker)
     for number in range(_SIZING_ROUNDS):
         arm.run(worker, number)
@@ -217,35 +234,38 @@ def _best_seconds(worker: Worker, operation: Operation, facts: DeviceFacts, extr
     return sum(seconds for _, seconds in best_phases(arm.timing()))
 
 
-def _session(operation: Operation, facts: DeviceFacts, result: Arms, trial: int) -> RoundSession:
-    def arm(name: str, effect: float = 0.0) -> MeasuredArm:
-        return _arm(operation, facts, f"{name}-{trial}", result.extra(effect))
+def _make_session(operation: Operation, facts: DeviceFacts, result: OperationResult, trial: int) -> RoundSession:
+    def make_arm(name: str, effect: float = 0.0) -> MeasuredArm:
+        return _make_arm(operation, facts, f"{name}-{trial}", result.count_tiny_calls(effect))
 
-    # Keys contain the trial, so that states of the previous one are not reused.
-    return RoundSession(arm("reference"), arm("control"), [arm(f"candidate-{effect}", effect) for effect in EFFECTS])
+    # The keys of states contain the number of the trial, so that a trial does not reuse the states of the previous
+    # one.
+    return RoundSession(
+        make_arm("reference"), make_arm("control"), [make_arm(f"candidate-{effect}", effect) for effect in SLOWDOWNS]
+    )
 
 
-def _trial(worker: Worker, session: RoundSession, operation: Operation, result: Arms, seed: int) -> None:
+def _run_trial(worker: Worker, session: RoundSession, operation: Operation, result: OperationResult, seed: int) -> None:
     for arm in session.arms:
         arm.slots.clear()
 
-    # A trial takes as long as a verdict, or ends without one when its time is up.
-    def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
-        return is_decided(case, reference, control) or _cost(case, reference, control) >= operation.seconds
+    # A trial of a candidate ends with a verdict, or without one when its time is up.
+    def should_stop(case: Timing, reference: Timing, control: Timing | None) -> bool:
+        return is_decided(case, reference, control) or _sum_seconds(case, reference, control) >= operation.seconds
 
-    session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), judge, seed, lambda arm, share: None)
+    session.run(worker, StoppingRule(budget=1e9, ceiling=1e9), should_stop, seed, lambda arm, share: None)
     assert session.reference is not None and session.control is not None
     reference, control = session.reference.timing(), session.control.timing()
-    # All planted effects share the rounds of one reference.
-    for effect, arm in zip(EFFECTS, session.candidates, strict=True):
+    # All slow-downs share the rounds of one reference.
+    for effect, arm in zip(SLOWDOWNS, session.candidates, strict=True):
         timing = arm.timing()
-        concluded = conclude(timing, reference, control)
-        assert concluded is not None
-        verdict, interval = concluded.verdict, concluded.ratio
+        conclusion = conclude(timing, reference, control)
+        assert conclusion is not None
+        verdict, interval = conclusion.verdict, conclusion.ratio
         result.outcomes.setdefault(effect, []).append(
             PowerOutcome(
                 verdict.value,
-                _cost(timing, reference, control),
+                _sum_seconds(timing, reference, control),
                 timing.num_rounds,
                 interval.point,
                 interval.low,
@@ -255,46 +275,48 @@ def _trial(worker: Worker, session: RoundSession, operation: Operation, result: 
     result.loads.append(os.getloadavg()[0])
 
 
-def _cost(case: Timing, reference: Timing, control: Timing | None) -> float:
-    """Returns the seconds that a comparison's three arms took in the candidate's rounds."""
-    # The reference also ran in rounds of other candidates, which do not count here.
+def _sum_seconds(case: Timing, reference: Timing, control: Timing | None) -> float:
+    """Returns the seconds of all three arms of a comparison, in the rounds in which the candidate was measured."""
+    # The reference also ran in rounds of other candidates. These rounds do not count for this candidate.
     rounds = {slot.round for slot in case.slots}
     slots = [*case.slots, *reference.slots, *(control.slots if control is not None else ())]
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
 
 
-def summarise(results: Sequence[Arms]) -> list[PowerRow]:
+def summarize_rows(results: Sequence[OperationResult]) -> list[PowerRow]:
     rows: list[PowerRow] = []
     for result in results:
-        rows += [_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
+        rows += [_summarize_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
     return rows
 
 
-def _row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
-    count = [outcome.verdict for outcome in outcomes].count
+def _summarize_row(operation: str, effect: float, outcomes: Sequence[PowerOutcome]) -> PowerRow:
+    count_verdict = [outcome.verdict for outcome in outcomes].count
     seconds = [outcome.seconds for outcome in outcomes]
     return PowerRow(
         operation,
         effect,
         statistics.median(outcome.ratio for outcome in outcomes) - 1,
         len(outcomes),
-        count(Verdict.SLOWER),
-        count(Verdict.FASTER),
-        count(Verdict.SAME),
-        count(Verdict.UNSURE),
+        count_verdict(Verdict.SLOWER),
+        count_verdict(Verdict.FASTER),
+        count_verdict(Verdict.SAME),
+        count_verdict(Verdict.UNSURE),
         statistics.median(seconds),
         max(seconds),
     )
 
 
-def power_table(power: Power) -> str:
+def format_power_table(power: Power) -> str:
     rows, loads = power.rows, power.loads
-    load = f"load {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}, on {os.cpu_count()} cores"
+    load_text = (
+        f"load {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}, on {os.cpu_count()} cores"
+    )
     heading = f"{'operation':<22}{'planted':>9}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}"
     lines = [
-        "Injected slow-downs judged by the real estimator. `found` is the median ratio over trials; a verdict",
-        "'slower' is a detection, and on 0% injected any 'faster' or 'slower' is a false alarm.",
-        f"One thread; {load}.",
+        "Injected slow-downs, judged by the usual estimator. `found` is the median ratio over trials. A verdict",
+        "'slower' is a detection; if 0% is injected, 'faster' or 'slower' is a false alarm.",
+        f"One thread; {load_text}.",
         "",
         heading + f"{'cannot tell':>13}{'time a verdict':>24}",
     ]
@@ -307,39 +329,40 @@ def power_table(power: Power) -> str:
             f"{f'{typical} (at most {longest})':>24}"
         )
     lines.append("")
-    # Without a slow-down every verdict of a difference is false; with one, 'faster' is.
-    alarms = [row for row in rows if row.planted == 0]
-    compared = sum(row.trials for row in rows)
+    # Without a slow-down, every difference that is found is false. With a slow-down, "faster" is false.
+    identical_rows = [row for row in rows if row.planted == 0]
+    comparison_count = sum(row.trials for row in rows)
     lines.append(
-        f"false alarms: {sum(row.slower + row.faster for row in alarms)} of {sum(row.trials for row in alarms)} "
-        f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {compared} comparisons"
+        f"false alarms: {sum(row.slower + row.faster for row in identical_rows)} of "
+        f"{sum(row.trials for row in identical_rows)} "
+        f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {comparison_count} comparisons"
     )
     return "\n".join(lines)
 
 
-def _operation_value(result: Arms) -> dict[str, Any]:
-    comparisons = {str(effect): list(map(_outcome_value, outcomes)) for effect, outcomes in result.outcomes.items()}
+def _encode_operation(result: OperationResult) -> dict[str, Any]:
+    comparisons = {str(effect): list(map(_encode_outcome, outcomes)) for effect, outcomes in result.outcomes.items()}
     return {
         "operation": result.operation,
         "step_seconds": result.step_seconds,
         "seconds": result.seconds,
-        "tiny_calls": {str(effect): result.extra(effect) for effect in result.outcomes},
+        "tiny_calls": {str(effect): result.count_tiny_calls(effect) for effect in result.outcomes},
         "loads": [round(load, 2) for load in result.loads],
         "comparisons": comparisons,
     }
 
 
-def _outcome_value(outcome: PowerOutcome) -> list[str | float]:
+def _encode_outcome(outcome: PowerOutcome) -> list[str | float]:
     ratios = [round(ratio, 5) for ratio in (outcome.ratio, outcome.low, outcome.high)]
     return [outcome.verdict, round(outcome.seconds, 3), outcome.rounds, *ratios]
 
 
-def _write(path: Path, results: Sequence[Arms], environment: dict[str, Any]) -> None:
-    """Rewrites all figures and comparisons."""
+def _write_results(path: Path, results: Sequence[OperationResult], environment: dict[str, Any]) -> None:
+    """Writes all figures and comparisons until now to the file of results, and replaces what was there."""
     content = {
         "environment": environment,
-        "rows": [asdict(row) for row in summarise(results)],
-        "operations": list(map(_operation_value, results)),
+        "rows": [asdict(row) for row in summarize_rows(results)],
+        "operations": list(map(_encode_operation, results)),
     }
-    with keeping(f"--json {path}", "Name a file in a folder you may write."):
+    with keeping(f"--json {path}", "Name a file in a folder that you may write to."):
         write_whole(path, json.dumps(content, separators=(",", ":")) + "\n")

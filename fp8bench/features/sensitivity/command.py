@@ -1,4 +1,6 @@
-"""`fp8bench sensitivity`: which layers suffer most in low precision, and a precision map that keeps the loss."""
+"""`fp8bench sensitivity`: finds the layers that suffer most in low precision, and a precision map that keeps the
+loss.
+"""
 
 from __future__ import annotations
 
@@ -13,9 +15,18 @@ from fp8bench.cli.options import add_common
 from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
-from fp8bench.features.sensitivity.study import FORMATS, By, LayerTrial, LossVerdict, Study, as_words, last_of, value_of
+from fp8bench.features.sensitivity.study import (
+    FORMATS,
+    LayerTrial,
+    LossVerdict,
+    LoweredUnit,
+    Study,
+    averaged_steps,
+    encode_study,
+    format_map,
+)
 from fp8bench.jobs.observer import JobObserver
-from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.model.words import UNTOUCHED
@@ -34,93 +45,92 @@ FIRST_OPTIONS = "--dtype --reference --by --steps --tolerance --size --device --
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Trains the transformer, or your model, with one layer at a time in low precision and the others in "
-        "the reference, then searches for a precision map that keeps the loss, and trains with every map that"
+        "Trains the transformer, or your model, with one layer at a time in low precision and the other layers in "
+        "the reference precision. Then searches for a precision map that keeps the loss, and trains with each map that"
         " it tries."
     )
     parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 the reference's own training failed, 130 interrupted."
     add = parser.add_argument
-    words = "your model instead, as profile takes it; it trains on its one batch"
-    add("target", nargs="?", metavar="MODULE:FUNCTION", help=words)
-    add("--size", metavar="NAME", help="the model, as in suite transformer; default nano")
-    add("--dtype", default="fp8", metavar="DTYPE", help="the low precision; default fp8")
-    words = "the precision of the other layers; default bf16; for your model untouched"
-    add("--reference", metavar="DTYPE", help=words)
-    words = (
-        "what to lower at a time; format: also try FP8's formats and scales in each layer, and propose one; "
-        "default layer"
+    help_text = "your model instead, as for `profile`; it trains on its single batch"
+    add("target", nargs="?", metavar="MODULE:FUNCTION", help=help_text)
+    add("--size", metavar="NAME", help="size of the model, as in `suite transformer`; default nano")
+    add("--dtype", default="fp8", metavar="DTYPE", help="low precision; default fp8")
+    help_text = "precision of the other layers; default bf16; for your own model: untouched"
+    add("--reference", metavar="DTYPE", help=help_text)
+    help_text = (
+        "what to lower at a time; format: try FP8's formats and scales in each layer, and propose one; default layer"
     )
-    add("--by", choices=tuple(by.value for by in By), default="layer", help=words)
-    words = "training steps of every run; default 50"
-    add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=words)
-    words = "the largest loss gap that a suggested map may have; default 1"
-    add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=words)
-    words = "also limit the error of its first gradients, which separates layers that the loss of few steps cannot"
-    add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=words)
+    add("--by", choices=tuple(by.value for by in LoweredUnit), default="layer", help=help_text)
+    help_text = "training steps of every run; default 50"
+    add("--steps", type=types.whole(whole_number(1, 100_000)), default=50, metavar="N", help=help_text)
+    help_text = "the largest loss gap that a suggested map may have; default 1"
+    add("--tolerance", type=types.number(PERCENT), default=1.0, metavar="PERCENT", help=help_text)
+    help_text = (
+        "also limit the map's error of first gradients, which shows differences that the loss of few steps hides"
+    )
+    add("--gradient-tolerance", type=types.number(PERCENT), metavar="PERCENT", help=help_text)
     add_common(parser, "--seed", help="for data and weights; default 0")
     add_common(parser, "--threads")
     add("--device", metavar="NAME", help="cpu, cuda, cuda:1; default the first GPU, else cpu")
     add_common(parser, "--data")
     add_common(parser, "--import", help="as in suite")
-    add_common(
-        parser, "--case-timeout", help="the most that one training may take; default far more than its work needs"
-    )
+    add_common(parser, "--case-timeout", help="longest time for one training; default far more than its work needs")
     add_common(parser, "--no-isolation", help="train in this process, without a worker")
     add_common(parser, "--store", help="as in suite")
     add_common(parser, "--explain")
-    add_common(parser, "--json", help="print all of it as JSON instead of the tables, every loss included")
-    words = "write the suggested map there, as --precision-map takes it"
-    parser.add_argument("--write-map", type=types.path, metavar="FILE", help=words)
-    add_common(parser, "--csv", help="also write the runs there as rows; '-' prints them instead of the tables")
+    add_common(parser, "--json", help="print the study as JSON instead of the tables, with every loss")
+    help_text = "write the suggested map to FILE, for --precision-map"
+    parser.add_argument("--write-map", type=types.path, metavar="FILE", help=help_text)
+    add_common(parser, "--csv", help="also write a CSV row for each run; '-' prints the rows instead of the tables")
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Runs the study; after an interrupt, shows and stores what was trained until then."""
-    from fp8bench.features.sensitivity.job import keep_study, write_map
+    """Runs the study. After an interrupt it shows and stores what was trained until then."""
+    from fp8bench.features.sensitivity.job import store_study, write_map
 
     check_outputs(arguments)
-    with only_once():
-        study = _study(arguments, TERMINAL)
+    with interrupt_only_once():
+        study = _run_study(arguments, TERMINAL)
         try:
-            study = keep_study(study, arguments.store)
-        finally:  # if the store is not writable, the study is at least shown
-            code = _result(study).print_result(arguments)
+            study = store_study(study, arguments.store)
+        finally:  # show the study even if the store is not writable
+            exit_code = _make_result(study).print_result(arguments)
             if arguments.write_map is not None:
                 write_map(study, arguments.write_map)
-    return code
+    return exit_code
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.sensitivity.job import keep_study, write_map
+    from fp8bench.features.sensitivity.job import store_study, write_map
 
-    study = keep_study(_study(arguments, observer), arguments.store)
+    study = store_study(_run_study(arguments, observer), arguments.store)
     if arguments.write_map is not None:
         write_map(study, arguments.write_map)
-    return _result(study)
+    return _make_result(study)
 
 
-def _result(study: Study) -> CommandResult:
-    page, value, rows = partial(page_of, study), partial(value_of, study), partial(rows_of, study)
-    cut_off = not study.finished and not study.baseline.failure
-    code = EXIT_INTERRUPTED if cut_off else EXIT_FAILED if study.baseline.failure else EXIT_OK
+def _make_result(study: Study) -> CommandResult:
+    page, value, rows = partial(render_page, study), partial(encode_study, study), partial(table_rows, study)
+    code = EXIT_FAILED if study.baseline.failure else EXIT_OK if study.finished else EXIT_INTERRUPTED
     return CommandResult(study, page, value, rows, code=code)
 
 
-def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
+def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
     from fp8bench.features.sensitivity.job import StudyQuestion, run_study
 
     check_files({"--write-map": arguments.write_map})
     target = arguments.target or ""
-    # 1. Reject options that a user's model does not have.
+    # 1. Reject options that do not apply to a user's model.
     for option in ("size", "data") if target else ():
         if getattr(arguments, option) is not None:
             raise UsageError(f"--{option} goes with the transformer, and {target} is your model. Leave one out.")
     axis = ("make", (target,)) if target else ("size", (arguments.size or "nano",))
-    if arguments.by == By.FORMAT and arguments.dtype != FORMATS[0]:
+    if arguments.by == LoweredUnit.FORMAT and arguments.dtype != FORMATS[0]:
         raise UsageError(
             f"--by format chooses among {', '.join(FORMATS)}, and not {arguments.dtype}. Leave --dtype out."
         )
-    # 2. Plan two cases of an ordinary suite; maps consist of their layers.
+    # 2. Request two cases of a suite, in the low and the reference precision. Maps assign these precisions to their
+    # layers.
     request = Request(
         Model.name if target else "transformer",
         (arguments.dtype,),
@@ -134,20 +144,22 @@ def _study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         isolation=arguments.isolation,
         case_timeout=arguments.case_timeout,
     )
-    # 3. Convert percentages to shares, only here.
-    gradients = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
-    question = StudyQuestion(request, By(arguments.by), arguments.steps, arguments.tolerance / 100, gradients)
+    # 3. Convert percentages to shares.
+    gradient_tolerance = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
+    question = StudyQuestion(
+        request, LoweredUnit(arguments.by), arguments.steps, arguments.tolerance / 100, gradient_tolerance
+    )
     return run_study(question, arguments.store, observer)
 
 
 _LEGEND = (
-    "loss gap: after the same steps from the same weights and data, relative to the reference's loss; above 0 is worse",
-    "within the noise: no larger than what another draw of the reference's weights does to its loss",
-    "gradient error: of all gradients of the first step, relative to the reference's; it sees what a loss does not",
+    "loss gap: difference from the reference's loss after the same steps, as a share of it; above 0 is worse",
+    "within the noise: no larger than the effect of other random initial weights on the reference's loss",
+    "gradient error: of all gradients of the first step, relative to the reference's; more sensitive than the loss",
     "order: failed runs, gaps beyond the noise, then gradient errors",
-    "proposed: the format with the cheapest scales whose error is at most 10% above the least of all",
+    "proposed: the format with the cheapest scales whose error is at most 10% above the smallest error",
 )
-_TONES = {
+_VERDICT_TONES = {
     LossVerdict.FAILED: Tone.BAD,
     LossVerdict.WORSE: Tone.BAD,
     LossVerdict.BETTER: Tone.GOOD,
@@ -156,14 +168,16 @@ _TONES = {
 }
 
 
-def page_of(study: Study) -> Page:
-    text = {By.KIND: "one layer kind", By.FORMAT: "each format of one layer"}.get(study.by, "one layer")
-    description = f"{study.low} ({study.level}) in {text} at a time, {study.reference} in the rest"
-    elements: list[list[Element]] = [[Text(description), Text(_reference(study))]]
+def render_page(study: Study) -> Page:
+    lowered_text = {LoweredUnit.KIND: "one layer kind", LoweredUnit.FORMAT: "each format of one layer"}.get(
+        study.by, "one layer"
+    )
+    description = f"{study.low} ({study.level}) in {lowered_text} at a time, {study.reference} in the rest"
+    elements: list[list[Element]] = [[Text(description), Text(_describe_reference(study))]]
     if study.probes:
-        elements.append([_formats(study) if study.by is By.FORMAT else _probes(study)])
+        elements.append([_formats_table(study) if study.by is LoweredUnit.FORMAT else _probes_table(study)])
     if study.candidates:
-        elements += [[_candidates(study)], list(_suggestion(study))]
+        elements += [[_candidates_table(study)], list(_describe_suggestion(study))]
     if study.path:
         elements.append([Text(f"stored in {study.path}")])
     parts = tuple(Part(f"part-{n}", "", tuple(part)) for n, part in enumerate(elements))
@@ -171,62 +185,70 @@ def page_of(study: Study) -> Page:
     return Page(title, "", parts, _LEGEND)
 
 
-def _reference(study: Study) -> str:
+def _describe_reference(study: Study) -> str:
     if study.baseline.loss is None:
         return f"the reference itself failed: {study.baseline.failure or 'it was not run'}"
-    words = (
-        f"reference: loss {study.baseline.loss:.4f}, the mean of the last {last_of(study.steps)} of {study.steps} steps"
-    )
-    words += " on its one batch" if "make" in dict(study.params) else ""
-    gaps = [_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
-    if gaps and study.noise is None:
-        words += "; other draws of its weights are the same, as where make() sets a seed: what is noise is unknown"
-    elif gaps:
-        words += f"; other draws of its weights: {' and '.join(gaps)}, so that a gap up to {_noise(study)} is noise"
-    return words
+    averaged_steps_text = f"the mean of the last {averaged_steps(study.steps)} of {study.steps} steps"
+    sentence = f"reference: loss {study.baseline.loss:.4f}, {averaged_steps_text}"
+    sentence += " on its single batch" if "make" in dict(study.params) else ""
+    draw_gaps = [_signed_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
+    if draw_gaps and study.noise is None:
+        sentence += (
+            "; other initial weights give the same loss, for example because make() sets a seed: the noise is unknown"
+        )
+    elif draw_gaps:
+        sentence += f"; with other initial weights {' and '.join(draw_gaps)}: a gap up to {_show_noise(study)} is noise"
+    return sentence
 
 
-def _probes(study: Study) -> Table:
-    by_kind = study.by is By.KIND  # then it needs no separate column
+def _probes_table(study: Study) -> Table:
+    by_kind = study.by is LoweredUnit.KIND  # the first column then has the kind
     cols: list[Col[LayerTrial]] = [
         Col("low" if by_kind else "low layer", lambda trial: trial.name),
         Col("kind", lambda trial: trial.kind, when=not by_kind),
-        Col("loss gap", lambda trial: _gap(study, trial), number=True),
+        Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
         Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
-        Col("verdict", lambda trial: study.verdict(trial).value, tone=lambda trial: _TONES[study.verdict(trial)]),
+        Col(
+            "verdict", lambda trial: study.verdict(trial).value, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]
+        ),
         Col("why", lambda trial: trial.failure, below=True),
     ]
     return table("probes", "", cols, study.ranking)
 
 
-def _formats(study: Study) -> Table:
-    forms = study.proposed_forms
+def _formats_table(study: Study) -> Table:
+    proposed_formats = study.proposed_formats
     trials = {trial.name: trial for trial in study.probes}
     cols: list[Col[LayerTrial]] = [
         Col("layer", lambda trial: trial.name),
-        *(Col(form, partial(_form_error, study, form), number=True) for form in FORMATS),
-        Col("proposed", lambda trial: forms[trial.name]),
+        *(
+            Col(number_format, partial(_show_format_error, study, number_format), number=True)
+            for number_format in FORMATS
+        ),
+        Col("proposed", lambda trial: proposed_formats[trial.name]),
     ]
     return table(
         "formats", "error of all gradients of the first step, by the format of one layer", cols, trials.values()
     )
 
 
-def _form_error(study: Study, form: str, trial: LayerTrial) -> str:
-    return units.percent(study.form_errors(trial.name).get(form), 2)
+def _show_format_error(study: Study, form: str, trial: LayerTrial) -> str:
+    return units.percent(study.format_errors(trial.name).get(form), 2)
 
 
-def _candidates(study: Study) -> Table:
+def _candidates_table(study: Study) -> Table:
     def verdict(trial: LayerTrial) -> Field:
         if study.keeps(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
-        lost = "above the tolerance" if (study.gap(trial) or 0) > study.tolerance else "its gradients are too far off"
-        return Field("failed" if trial.failure else lost, tone=Tone.BAD)
+        objection = (
+            "above the tolerance" if (study.gap(trial) or 0) > study.tolerance else "its gradient error is too large"
+        )
+        return Field("failed" if trial.failure else objection, tone=Tone.BAD)
 
     cols: list[Col[LayerTrial]] = [
         Col("candidate", lambda trial: trial.name),
         Col("layers low", lambda trial: str(len(trial.low)), number=True),
-        Col("loss gap", lambda trial: _gap(study, trial), number=True),
+        Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
         Col(
             "gradient error",
             lambda trial: units.percent(trial.gradient_error),
@@ -239,77 +261,79 @@ def _candidates(study: Study) -> Table:
     return table("candidates", "", cols, study.candidates)
 
 
-def _suggestion(study: Study) -> Iterator[Element]:
+def _describe_suggestion(study: Study) -> Iterator[Element]:
     tolerance = units.percentage(100 * study.tolerance)
     trial = study.suggestion
     if study.gradient_tolerance is not None:
         tolerance += f", and its first gradients within {units.percentage(100 * study.gradient_tolerance)}"
-    # 1. No map: none was good enough, or noise is as large as every gap.
+    # 1. No map is suggested: every map lost too much, or the noise is as large as every gap.
     if trial is None:
         reason = "every map was tried" if study.finished else "it was interrupted before all maps were tried"
-        words = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {reason}"
+        sentence = f"no map with {study.low} in some layer keeps the loss within {tolerance}: {reason}"
         if study.is_undecided:
-            words = f"no map is suggested: every gap lies within the noise of {_noise(study)}, which tells neither one "
-            words += f"layer from another nor {study.low} from {study.reference}; more --steps may"
-        yield Text(words)
+            sentence = (
+                f"no map is suggested: every gap is within the noise of {_show_noise(study)}, so the study can neither "
+                f"rank layers nor compare {study.low} with {study.reference}; more --steps may help"
+            )
+        yield Text(sentence)
         return
-    # 2. The map that was trained, not one combined from single layers.
+    # 2. Suggest a map that was trained as a whole, not one combined from single layers.
     gap = study.gap(trial)
     assert gap is not None
-    every = len(study.candidates[0].low)
-    of_all = f" ({len(trial.low)} of {every})" if len(trial.low) < every else ""
+    layer_count = len(study.candidates[0].low)
+    share_text = f" ({len(trial.low)} of {layer_count})" if len(trial.low) < layer_count else ""
     yield Text(
-        f"suggested: {study.low} in {trial.name}{of_all}. That map was trained: its loss gap is {_percent(gap)}, "
-        f"within the tolerance of {tolerance}"
+        f"suggested: {study.low} in {trial.name}{share_text}. That map was trained: its loss gap is "
+        f"{_signed_percent(gap)}, within the tolerance of {tolerance}"
     )
-    # 3. With a tolerance below the noise, chance decides.
+    # 3. If the tolerance is below the noise, chance decides.
     if study.noise is None or study.tolerance < study.noise:
-        noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_noise(study)}"
-        yield Text(f"mind: the {noise}: a gap may be within it by chance")
-    yield Code(command_of(study, trial))
+        noise = "noise is unknown" if study.noise is None else f"tolerance is below the noise of {_show_noise(study)}"
+        yield Text(f"note: the {noise}: a gap may be within the tolerance by chance")
+    yield Code(measuring_command(study, trial))
 
 
-def command_of(study: Study, trial: LayerTrial) -> str:
-    """Returns the command, on one line, that measures this map against the reference."""
+def measuring_command(study: Study, trial: LayerTrial) -> str:
+    """Returns the command, on one line, that measures a map against the reference."""
     params = dict(study.params)
     profile_command = f"fp8bench profile {shlex.quote(str(params.get('make')))}"
-    words = [profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
-    words.append(f"--dtypes {study.low} --reference {study.reference}")
-    if stated := study.stated_map(trial):
-        words.append(f"--precision-map {as_words(stated)}")
-    return " ".join(words)
+    parts = [profile_command if "make" in params else f"fp8bench suite {study.workload} --set size={params['size']}"]
+    parts.append(f"--dtypes {study.low} --reference {study.reference}")
+    if precision_map := study.explicit_map(trial):
+        parts.append(f"--precision-map {format_map(precision_map)}")
+    return " ".join(parts)
 
 
-def _gap(study: Study, trial: LayerTrial) -> str:
+def _show_gap(study: Study, trial: LayerTrial) -> str:
     gap = study.gap(trial)
-    return units.NONE if gap is None else _percent(gap)
+    return units.NONE if gap is None else _signed_percent(gap)
 
 
-def _percent(share: float) -> str:
-    text = units.percent(share, 2)
-    return text if text.startswith("-") else f"+{text}"
+def _signed_percent(share: float) -> str:
+    percent_text = units.percent(share, 2)
+    return percent_text if percent_text.startswith("-") else f"+{percent_text}"
 
 
-def _noise(study: Study) -> str:
+def _show_noise(study: Study) -> str:
     return units.percent(study.noise, 2)
 
 
-def rows_of(study: Study) -> Rows:
+def table_rows(study: Study) -> Rows:
     baseline = (study.baseline,)
     parts = {"reference": baseline, "draw": study.draws, "low": study.ranking, "candidate": study.candidates}
     rows: list[dict[str, object]] = []
     for part, trials in parts.items():
-        rows += [_row_of(study, part, trial) for trial in trials]
+        rows += [_table_row(study, part, trial) for trial in trials]
     return tuple(rows[0]), rows
 
 
-def _row_of(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
+def _table_row(study: Study, part: str, trial: LayerTrial) -> dict[str, object]:
     return {
         "part": part,
         "name": trial.name,
         "kind": trial.kind,
         "precision": trial.precision,
-        "precision_map": as_words(trial.precision_map),
+        "precision_map": format_map(trial.precision_map),
         "layers_low": len(trial.low),
         "draw": trial.draw,
         "loss": trial.loss,

@@ -1,9 +1,10 @@
-"""Trains with one layer or kind low at a time, then with maps that leave out the worst, until one keeps the loss."""
+"""Trains with one layer or kind low at a time, then with maps that leave out the worst layers until one keeps the
+loss.
+"""
 
 from __future__ import annotations
 
 import itertools
-import json
 import math
 import os
 import secrets
@@ -16,16 +17,16 @@ from fp8bench import __version__
 from fp8bench.errors import UsageError, WorkerError, WorkerFault
 from fp8bench.features.sensitivity.study import (
     FORMATS,
-    By,
     LayerTrial,
+    LoweredUnit,
     PrecisionMap,
     Study,
-    map_alone,
-    map_of,
+    encode_study,
+    make_map,
+    make_map_of_one,
     shorten_map,
-    value_of,
 )
-from fp8bench.files import compact, keeping, read_file, seal, unseal, write_whole
+from fp8bench.files import compact, keeping, parse_json, read_file, seal, unseal, write_whole
 from fp8bench.jobs.observer import JobObserver, Tell
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import Worker, claim_process
@@ -35,30 +36,30 @@ from fp8bench.model.codec import Malformed, decode
 from fp8bench.model.file_names import stamp
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.pipeline import examine, now, worker_for
-from fp8bench.plan.checked_workload import products_of
+from fp8bench.plan.checked_workload import checked_products
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.plan.resolve import resolve
 from fp8bench.protocols import Layer
 from fp8bench.registry import precisions, workloads
-from fp8bench.workloads.model import MADE
+from fp8bench.workloads.model import LOADED_MODELS
 
 if TYPE_CHECKING:
-    from fp8bench.measure.handle import AskedBench
+    from fp8bench.measure.handle import RemoteBench
 
 
 @dataclass(frozen=True)
 class StudyQuestion:
-    """`request` is a run of two cases, the low precision and the reference; tolerances are shares."""
+    """`request` has two cases, the low precision and the reference. Tolerances are shares."""
 
     request: Request
-    by: By
+    by: LoweredUnit
     steps: int
     tolerance: float
     gradient_tolerance: float | None = None
 
 
 def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> Study:
-    """Trains all runs of a study; after an interrupt, returns what was trained until then."""
+    """Trains all runs of a study. After an interrupt it returns what was trained until then."""
     request = question.request
     check_precisions(request)
     corpus = resolve(request, os.environ).corpus(store)
@@ -67,50 +68,50 @@ def run_study(question: StudyQuestion, store: Path, observer: JobObserver) -> St
         environment = gather(worker.software(), __version__, request.threads, request.imports)
         runs.add(started=now(), environment=environment)
         try:
-            with observer.counting() as tell:
-                runs.run(tell)
+            with observer.counting() as report_progress:
+                runs.run(report_progress)
             runs.add(finished=not runs.study.baseline.failure)
         except KeyboardInterrupt:
             observer.note("interrupted; what was trained is shown")
         finally:
-            MADE.clear()  # models of this process, with --no-isolation
+            LOADED_MODELS.clear()  # frees the models that --no-isolation has made in this process
         return runs.study
 
 
-def keep_study(study: Study, store: Path) -> Study:
+def store_study(study: Study, store: Path) -> Study:
     """Writes the study into the store, and returns it with its path."""
     path = store / "sensitivity" / f"{stamp(study.started)}-{secrets.token_hex(4)}.json"
     with keeping(f"the study {path}", "Choose another --store DIR."):
-        write_whole(path, compact(seal(value_of(study))) + "\n")
+        write_whole(path, compact(seal(encode_study(study))) + "\n")
     return replace(study, path=str(path))
 
 
-def studies_of(store: Path) -> tuple[tuple[Study, ...], list[str]]:
-    """Reads a store's studies, oldest first, and returns a sentence for each unreadable file."""
+def read_studies(store: Path) -> tuple[tuple[Study, ...], list[str]]:
+    """Reads the studies of a store, oldest first. Also returns a sentence on each unreadable file."""
     studies, troubles = [], []
     for path in sorted((store / "sensitivity").glob("*.json")):
         try:
-            studies.append(decode(Study, {**unseal(json.loads(read_file(path))), "path": str(path)}))
-        except (OSError, ValueError, TypeError, RecursionError, Malformed) as error:
+            studies.append(decode(Study, {**unseal(parse_json(read_file(path))), "path": str(path)}))
+        except (OSError, ValueError, TypeError, Malformed) as error:
             troubles.append(f"{path} is not a study and was left out ({str(error)[:120]})")
     return tuple(studies), troubles
 
 
 def write_map(study: Study, path: Path) -> None:
-    """Writes the suggested map as a file for --precision-map. Raises UsageError if none is suggested."""
+    """Writes the suggested map as a file for --precision-map. Raises UsageError if no map is suggested."""
     trial = study.suggestion
     if trial is None:
         raise UsageError(f"no map is suggested, so {path} was not written. The tables above show the reason.")
-    head = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
-    precision_map = study.stated_map(trial) or tuple((name, study.low) for name in trial.low)
+    header = f"{study.low} in {trial.name}, by `fp8bench sensitivity`; a loss gap within {study.tolerance:.2%}"
+    precision_map = study.explicit_map(trial) or tuple((name, study.low) for name in trial.low)
     with keeping(f"--write-map {path}", "Give another file."):
-        write_whole(path, "\n".join([f"# {head}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
+        write_whole(path, "\n".join([f"# {header}", *(f"{key}={mode}" for key, mode in precision_map), ""]))
 
 
 def check_precisions(request: Request) -> None:
     check_names(request)
     low, reference = map(precisions.get, (*request.dtypes, request.reference or ""))
-    # These would only fail within the study, after minutes of training.
+    # Without these checks, a wrong request would fail only after minutes of training.
     if low.mode == reference.mode:
         raise UsageError(
             f"--dtype and --reference are both {low.mode}: no layer would differ. Give --reference a higher precision."
@@ -118,8 +119,7 @@ def check_precisions(request: Request) -> None:
     for precision in (low, reference):
         if precision.unit_scaled:
             raise UsageError(
-                f"{precision.mode} needs a model that is unit-scaled as a whole: its layers mix with no others. "
-                "Choose fp8."
+                f"{precision.mode} needs a fully unit-scaled model: its layers cannot be mixed with others. Choose fp8."
             )
     if reference.rank > low.rank:
         raise UsageError(
@@ -133,23 +133,25 @@ def check_precisions(request: Request) -> None:
         )
 
 
-def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker) -> StudyRuns:
-    """Plans a study without running it. Raises UsageError for a precision that the device refuses."""
+def open_study(
+    question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: str | None, worker: Worker
+) -> StudyRunner:
+    """Plans a study without running it. Raises UsageError for a precision that the device does not support."""
     request, limits = question.request, Limits(question.request.case_timeout)
-    # 1. Plan the two cases, and check that this device runs them.
+    # 1. Plan the two cases, and check that the device can run them.
     plan = make_plan(request, facts, corpus)
     (group,) = plan.groups
     examine(plan, facts, worker, limits)
     by_mode = {planned.case.precision: planned for planned in group.cases}
-    low, reference = (by_mode[precisions.canonical(word)] for word in (*request.dtypes, request.reference or ""))
+    low, reference = (by_mode[precisions.canonical(name)] for name in (*request.dtypes, request.reference or ""))
     for planned in (low, reference):
         if planned.skip:
             raise UsageError(f"{planned.case.precision} cannot be run on {planned.case.device}: {planned.skip}.")
-    # 2. Find the layers that can differ, which requires building the model.
+    # 2. Build the model to find its layers.
     precision = precisions.get(low.case.precision)
     device = next(fact for fact in facts if fact.key == low.case.device)
-    layers = _layers(low, device, worker.within(limits.numbers(low.work)))
-    high = precision.carried_by or precision.mode
+    layers = _find_layers(low, device, worker.within(limits.for_untimed_pass(low.work)))
+    high_precision = precision.carried_by or precision.mode
     # 3. Create a study without results.
     study = Study(
         low.case.workload,
@@ -165,29 +167,31 @@ def open_study(question: StudyQuestion, facts: Sequence[DeviceFacts], corpus: st
         LayerTrial("reference", "", reference.case.precision),
         gradient_tolerance=question.gradient_tolerance,
     )
-    return StudyRuns(study, low.case, reference.case, layers, high, device, low.work, limits, worker)
+    return StudyRunner(study, low.case, reference.case, layers, high_precision, device, low.work, limits, worker)
 
 
-def _layers(planned: PlannedCase, device: DeviceFacts, bench: AskedBench) -> tuple[Layer, ...]:
-    """Returns a suite's layers by its parameters, or those of a user's model that can be converted."""
+def _find_layers(planned: PlannedCase, device: DeviceFacts, bench: RemoteBench) -> tuple[Layer, ...]:
+    """Returns the layers of a suite by its parameters. For a user's model they are the layers that can be converted."""
     workload = workloads.get(planned.case.workload)
     if not workload.examined:
-        return products_of(workload, dict(planned.case.params))
+        return checked_products(workload, dict(planned.case.params))
     coverage = bench.coverage(planned.case, device)
     holders = coverage.holders if coverage else ()
     return tuple(Layer(holder.name, holder.kind, group=holder.group) for holder in holders if holder.converted)
 
 
-# The number of other random initial weights of the reference, which show how much of a gap is noise.
-DRAWS = 2
-_ALL = "all layers"
+# The number of further trainings of the reference, each from other random initial weights. Their losses show which
+# gaps are noise.
+WEIGHT_DRAWS = 2
+_ALL_LAYERS = "all layers"
 
 
 @dataclass
-class StudyRuns:
-    """Runs one training after the other in the worker; `study` grows with each.
+class StudyRunner:
+    """Runs one training after the other in the worker, and adds each to `study`.
 
-    `low` and `reference` are the cases without a map; `high` is the default mode of layers that stay high.
+    `low` and `reference` are the cases without a map. `high` is the precision of layers that the suite keeps high by
+    default.
     """
 
     study: Study
@@ -204,110 +208,122 @@ class StudyRuns:
     def add(self, **changes: Any) -> None:
         self.study = replace(self.study, **changes)
 
-    def run(self, tell: Tell) -> None:
-        groups = groups_of(self.layers, self.study.by)
-        total = 1 + DRAWS + len(groups) + 1
+    def run(self, report_progress: Tell) -> None:
+        groups = group_layers(self.layers, self.study.by)
+        training_count = 1 + WEIGHT_DRAWS + len(groups) + 1
 
-        def train(words: str, trial: LayerTrial, gradients: bool = False, extra: int = 0) -> LayerTrial:
-            tell(self.done, total + extra, "trainings", f"training with {words}")
+        def train_trial(description: str, trial: LayerTrial, gradients: bool = False, number: int = 0) -> LayerTrial:
+            report_progress(self.done, training_count + number, "trainings", f"training with {description}")
             self.done += 1
             return self._train(trial, gradients)
 
-        self.add(baseline=train("the reference", self.study.baseline))
+        self.add(baseline=train_trial("the reference", self.study.baseline))
         if self.study.baseline.failure:
             return
-        for draw in range(1, DRAWS + 1):
+        for draw in range(1, WEIGHT_DRAWS + 1):
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
-            self.add(draws=(*self.study.draws, train(f"the reference, draw {draw}", trial)))
-        if self.study.by is By.FORMAT:
-            self._choose_formats(tell)
+            self.add(draws=(*self.study.draws, train_trial(f"the reference, draw {draw}", trial)))
+        if self.study.by is LoweredUnit.FORMAT:
+            self._try_formats(report_progress)
             return
         for name, kind, names in groups:
             layer_map: PrecisionMap
             if self.reference.precision != UNTOUCHED:
                 precision = self.reference.precision
-                layer_map = map_alone(self.layers, name, names, (self.low.precision, precision))
-            else:  # an unconverted model has no layers to map; in a converted copy, other layers are unchanged
-                precision, layer_map = self.low.precision, self._map_of(names)
+                layer_map = make_map_of_one(self.layers, name, names, (self.low.precision, precision))
+            # an unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
+            # unchanged
+            else:
+                precision, layer_map = self.low.precision, self._lower_layers(names)
             trial = LayerTrial(name, kind, precision, layer_map, names)
-            self.add(probes=(*self.study.probes, train(f"{name} low", trial, gradients=True)))
-        for extra, (name, low_layers) in enumerate(self._candidates()):
-            trial = LayerTrial(name, "", self.low.precision, self._map_of(low_layers), low_layers)
-            gradients = extra == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, train(name, trial, gradients, extra)))
+            self.add(probes=(*self.study.probes, train_trial(f"{name} low", trial, gradients=True)))
+        for number, (name, low_layers) in enumerate(self._yield_candidates()):
+            trial = LayerTrial(name, "", self.low.precision, self._lower_layers(low_layers), low_layers)
+            gradients = number == 0 or self.study.gradient_tolerance is not None
+            self.add(candidates=(*self.study.candidates, train_trial(name, trial, gradients, number)))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 
-    def _choose_formats(self, tell: Tell) -> None:
-        """Finds the error of each layer's formats, then trains with the proposed ones, and with one format in all."""
-        total = len(self.layers) * len(FORMATS)
-        for number, (layer, form) in enumerate(itertools.product(self.layers, FORMATS)):
-            tell(number, total, "formats", f"{layer.name} in {form}")
+    def _try_formats(self, report_progress: Tell) -> None:
+        """Measures the gradient error of each format in each layer, then trains with the proposed formats, and with
+        the low precision in all layers.
+        """
+        trial_count = len(self.layers) * len(FORMATS)
+        for number, (layer, number_format) in enumerate(itertools.product(self.layers, FORMATS)):
+            report_progress(number, trial_count, "formats", f"{layer.name} in {number_format}")
             if self.reference.precision == UNTOUCHED:
-                precision = form
-                layer_map = map_of(self.layers, (layer.name,), (form, UNTOUCHED), form)
+                precision = number_format
+                layer_map = make_map(self.layers, (layer.name,), (number_format, UNTOUCHED), number_format)
             else:
                 precision = self.reference.precision
-                layer_map = map_alone(self.layers, layer.name, (layer.name,), (form, precision))
-            trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=form)
-            self.add(probes=(*self.study.probes, self._measure(trial)))
+                layer_map = make_map_of_one(self.layers, layer.name, (layer.name,), (number_format, precision))
+            trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
+            self.add(probes=(*self.study.probes, self._measure_gradients(trial)))
         names = tuple(layer.name for layer in self.layers)
-        usual = {layer.name: self.high if layer.high else self.low.precision for layer in self.layers}
-        forms = {"the proposed formats": self.study.proposed_forms, "every layer": dict.fromkeys(names, self.study.low)}
-        for name, by_layer in forms.items():
-            tell(total, total, "formats", f"training with {name}")
-            trial = LayerTrial(name, "", self.low.precision, shorten_map(self.layers, by_layer, usual), names)
+        defaults = {layer.name: self.high if layer.high else self.low.precision for layer in self.layers}
+        formats_by_layer = {
+            "the proposed formats": self.study.proposed_formats,
+            "every layer": dict.fromkeys(names, self.study.low),
+        }
+        for name, by_layer in formats_by_layer.items():
+            report_progress(trial_count, trial_count, "formats", f"training with {name}")
+            trial = LayerTrial(name, "", self.low.precision, shorten_map(self.layers, by_layer, defaults), names)
             self.add(candidates=(*self.study.candidates, self._train(trial, gradients=True)))
 
-    def _candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
+    def _yield_candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         low_layers = {layer.name: None for layer in self.layers}
-        name = _ALL
+        name = _ALL_LAYERS
         yield name, tuple(low_layers)
         for worst in self.study.ranking:
-            name = f"{_ALL} but {worst.name}" if name == _ALL else f"{name}, {worst.name}"
+            name = f"{_ALL_LAYERS} but {worst.name}" if name == _ALL_LAYERS else f"{name}, {worst.name}"
             for layer_name in worst.low:
                 del low_layers[layer_name]
             if low_layers:
                 yield name, tuple(low_layers)
 
-    def _map_of(self, names: Sequence[str]) -> PrecisionMap:
-        return map_of(self.layers, names, (self.low.precision, self.reference.precision), self.high)
+    def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:
+        return make_map(self.layers, names, (self.low.precision, self.reference.precision), self.high)
 
     def _train(self, trial: LayerTrial, gradients: bool) -> LayerTrial:
-        """Returns the trial with its losses, or with the reason why it failed."""
-        if gradients and (trial := self._measure(trial)).failure:
+        """Returns the trial with its losses, or with the reason why the training failed."""
+        if gradients and (trial := self._measure_gradients(trial)).failure:
             return trial
         steps = self.study.steps
         try:
-            losses = self._bench.losses(self._case(trial), self.facts, steps, trial.draw)
+            losses = self._limited_worker.losses(self._make_case(trial), self.facts, steps, trial.draw)
         except WorkerError as error:
             return self._mark_failure(trial, error)
-        return replace(trial, losses=losses, failure=_why_unsound(losses, steps))
+        return replace(trial, losses=losses, failure=_explain_invalid_losses(losses, steps))
 
-    def _measure(self, trial: LayerTrial) -> LayerTrial:
-        """Returns the trial with the error of its first gradients, or with the reason why it is missing."""
+    def _measure_gradients(self, trial: LayerTrial) -> LayerTrial:
+        """Returns the trial with the error of its first gradients, or with the reason why the error is missing."""
         try:
-            error = self._bench.gradient_error(self._case(trial), self.reference, self.facts)
+            error = self._limited_worker.gradient_error(self._make_case(trial), self.reference, self.facts)
         except WorkerError as fault:
             return self._mark_failure(trial, fault)
         return replace(trial, gradient_error=error)
 
     @property
-    def _bench(self) -> AskedBench:
-        return self.worker.within(self.limits.numbers(self.work) + self.limits.first(self.work, self.study.steps))
+    def _limited_worker(self) -> RemoteBench:
+        limits = self.limits
+        return self.worker.within(
+            limits.for_untimed_pass(self.work) + limits.for_first_step(self.work, self.study.steps)
+        )
 
-    def _case(self, trial: LayerTrial) -> Case:
+    def _make_case(self, trial: LayerTrial) -> Case:
         return replace(self.low, precision=trial.precision, precision_map=trial.precision_map)
 
     def _mark_failure(self, trial: LayerTrial, error: WorkerError) -> LayerTrial:
         if not (isinstance(error, WorkerFault) and error.out_of_memory):
-            self.worker.restart()  # after an error on a GPU that process is unusable
+            self.worker.restart()  # after an error on a GPU, the worker process is unusable
         return replace(trial, failure=str(error))
 
 
-def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str, ...]]]:
-    """Returns the groups to lower one at a time: (name, kind, names of layers)."""
-    if by is By.LAYER:
+def group_layers(layers: Sequence[Layer], by: LoweredUnit) -> list[tuple[str, str, tuple[str, ...]]]:
+    """Returns the groups of layers that get low precision one after the other. A group is its name, its kind, and the
+    names of its layers.
+    """
+    if by is LoweredUnit.LAYER:
         return [(layer.name, layer.kind, (layer.name,)) for layer in layers]
     names: dict[str, list[str]] = {}
     for layer in layers:
@@ -315,9 +331,9 @@ def groups_of(layers: Sequence[Layer], by: By) -> list[tuple[str, str, tuple[str
     return [(kind, kind, tuple(members)) for kind, members in names.items()]
 
 
-def _why_unsound(losses: Sequence[float], steps: int) -> str:
+def _explain_invalid_losses(losses: Sequence[float], steps: int) -> str:
     """Returns why losses cannot be compared; '' if they can."""
-    wrong = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
-    if wrong is not None:
-        return f"the loss is {losses[wrong - 1]} in step {wrong}"
+    invalid_step = next((step for step, loss in enumerate(losses, 1) if not math.isfinite(loss)), None)
+    if invalid_step is not None:
+        return f"the loss is {losses[invalid_step - 1]} in step {invalid_step}"
     return "" if len(losses) == steps else f"it gave {len(losses)} losses in {steps} steps"

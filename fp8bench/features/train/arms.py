@@ -1,6 +1,7 @@
-"""Makes the arms of a training from its request and a device's facts, and decides which of them share memory.
+"""Makes the arms of a training from its request and the device's facts, and checks that they fit into memory
+together.
 
-All arms of a seed do or, if they do not fit, each with the reference. Pure functions, tested for any device.
+The functions are pure, and are tested for any device.
 """
 
 from __future__ import annotations
@@ -12,30 +13,31 @@ from pathlib import Path
 
 from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train.lab.models import (
-    around_of,
-    check,
-    check_effective,
     check_ranks,
-    config_of,
-    layers_of,
-    support,
+    check_settings,
+    check_wire_has_effect,
+    find_support,
+    list_elementwise_layers,
+    list_layers,
+    make_config,
 )
-from fp8bench.features.train.request import TrainerSettings, TrainingRequest, change_of, file_of
+from fp8bench.features.train.request import TrainerSettings, TrainingRequest, find_start_file, parse_change
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import device_named
-from fp8bench.plan.precision_map import check_keys, check_mixed
+from fp8bench.plan.precision_map import check_can_mix, check_keys
 from fp8bench.protocols.axes import Option
 from fp8bench.registry import precisions
 from fp8bench.suggestions import meant_name
 from fp8bench.units import number_or_text_of, size
-from fp8bench.workloads.model import LIVE
+from fp8bench.workloads.model import LIVE_MODELS
 
-MOST_ARMS = 64
-# Settings that must be equal in all arms, which share weights and batches, or that no sweep can express.
-_SHARED = {
+MAX_ARMS = 64
+# Settings that a sweep must not change: those that must be equal in all arms, because arms share weights and batches,
+# and those that a sweep cannot express.
+_UNSWEPT_SETTINGS = {
     "make",
     "skip",
     "model",
@@ -50,14 +52,14 @@ _SHARED = {
     "tasks",
     "metric",
 }
-_SWEPT: dict[str, Callable[[str], Scalar]] = {
-    name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _SHARED
+_PARSE_SWEPT: dict[str, Callable[[str], Scalar]] = {
+    name: type(value) for name, value in vars(TrainerSettings()).items() if name not in _UNSWEPT_SETTINGS
 } | {"clip": number_or_text_of, "refresh_scales": int, "saturation_bound": float}
 
 
-# MS-AMP's levels, by the table in its documentation: the formats of a parameter's states, with power-of-two scales.
-# --wire sets what ranks send.
-LEVELS: Mapping[str, Arm] = {
+# MS-AMP's levels as its documentation defines them: formats of weights, gradients and moments, with power-of-two
+# scales. The format in which ranks send is not part of a level, but set by --wire.
+MSAMP_LEVELS: Mapping[str, Arm] = {
     name: Arm(name, "fp8:scale=pow2", settings=(("gradients", "fp8"), *settings))
     for name, settings in {
         "msamp-o1": (("master", "fp16-scaled"),),
@@ -68,81 +70,88 @@ LEVELS: Mapping[str, Arm] = {
 
 
 def make_arms(request: TrainingRequest, facts: DeviceFacts) -> tuple[Arm, ...]:
-    """Returns the reference, its bands and candidates; refused ones have a reason. Raises UsageError if nothing can be
-    compared."""
+    """Returns the reference, its repeats, its one-ulp arm, and the candidates. A candidate that the device refuses
+    has the reason in `skip`. Raises UsageError if nothing can be compared.
+    """
     arms = tuple(add_support(arm, request, facts) for arm in _name_arms(request))
     if arms[0].skip:
         raise UsageError(f"the reference {arms[0].name} cannot be trained on {facts.key}: {arms[0].skip}.")
     candidates = [arm for arm in arms if arm.role is ArmRole.CANDIDATE]
-    # One refused candidate is a note in the report; nothing to compare is an error.
+    # A refused candidate is a note in the report. To have no candidate at all is an error.
     if all(arm.skip for arm in candidates):
-        whys = "; ".join(f"{arm.name}: {arm.skip}" for arm in candidates)
-        raise UsageError(f"nothing is left to compare with {arms[0].name} on {facts.key}: {whys}.")
+        reasons = "; ".join(f"{arm.name}: {arm.skip}" for arm in candidates)
+        raise UsageError(f"nothing is left to compare with {arms[0].name} on {facts.key}: {reasons}.")
     return arms
 
 
-def arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
-    """Returns the arms trained in seed `number`, counted from 0; the one-ulp arm only in the first seed."""
-    # Chaotic divergence is a property of the training, so one seed is enough to show it.
+def select_arms_of_seed(arms: Sequence[Arm], number: int) -> tuple[Arm, ...]:
+    """Returns the arms that are trained in seed `number`, counted from 0. The one-ulp arm is trained in the first
+    seed only."""
+    # The one-ulp arm shows how chaotic the training is, and one seed is enough for that.
     return tuple(arm for arm in arms if not arm.skip and (number == 0 or arm.role is not ArmRole.CHAOS))
 
 
-def device_of(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
+def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> DeviceFacts:
     if request.device is not None:
         return device_named(request.device, facts)
-    # The CPU is first in the facts, and is used if there is nothing else.
+    # The first device in the facts is the CPU, which is used if there is no accelerator.
     return next((fact for fact in facts if fact.accelerated), facts[0])
 
 
 def check_training(request: TrainingRequest) -> None:
-    from fp8bench.jobs.profile import function_named
+    from fp8bench.jobs.profile import check_function_name
 
     arms, settings = _name_arms(request), request.settings
-    # A metric that cannot be imported should fail before any worker starts.
+    # A metric that cannot be imported should fail before a worker starts.
     for metric in settings.metric:
-        function_named(metric.removesuffix("=lower"))
+        check_function_name(metric.removesuffix("=lower"))
     if settings.make:
-        _check_own(request)
+        _check_own_model(request)
     else:
-        arch, config = settings.arch, config_of(settings, 1)
+        arch, config = settings.arch, make_config(settings, 1)
         if settings.tasks:
             check_sequence("--tasks", config.sequence)
-        layers = (*layers_of(arch, config), *around_of(arch, config))
+        layers = (*list_layers(arch, config), *list_elementwise_layers(arch, config))
         check_keys(settings.precision_map, layers, f"model {settings.model}")
-    taken = {arm: arm.merge_settings(settings) for arm in arms}
-    check_effective([*taken.values()])
+    settings_by_arm = {arm: arm.merge_settings(settings) for arm in arms}
+    check_wire_has_effect([*settings_by_arm.values()])
     if request.own_batch is not None and request.ranks is not None:
         raise UsageError("--own-batch is of one process, and --ranks asks for several. Leave one of them out.")
-    for arm, arm_settings in taken.items():
-        check(arm_settings)
-        _check_change(arm, arm_settings, request)
+    for arm, arm_settings in settings_by_arm.items():
+        check_settings(arm_settings)
+        _check_precision_change(arm, arm_settings, request)
         if request.ranks is not None:
             check_ranks(arm_settings, request.ranks)
-        for _, word in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
-            check_mixed(arm.precision, word)
+        for _, precision in settings.precision_map if arm.role is ArmRole.CANDIDATE else ():
+            check_can_mix(arm.precision, precision)
 
 
-def _check_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
-    renewed = settings.refresh_scales is not None or settings.saturation_bound is not None
-    if renewed and settings.compile == "yes":
+def _check_precision_change(arm: Arm, settings: TrainerSettings, request: TrainingRequest) -> None:
+    renews_scales = settings.refresh_scales is not None or settings.saturation_bound is not None
+    if renews_scales and settings.compile == "yes":
         raise UsageError("scales cannot be renewed in a compiled graph. Choose --compile no, or do not renew them.")
-    for option, is_given in (("--refresh-scales and --saturation-bound", renewed), ("--then", bool(settings.then))):
+    for option, is_given in (
+        ("--refresh-scales and --saturation-bound", renews_scales),
+        ("--then", bool(settings.then)),
+    ):
         if is_given and request.ranks is not None:
             raise UsageError(f"{option} work in one process, and --ranks asks for several. Leave one of them out.")
     if not settings.then:
         return
-    word, _ = change_of(settings.then)
-    modes = [precisions.get(arm.precision), precisions.get(word)]
-    check_mixed(arm.precision, word)
+    precision, _ = parse_change(settings.then)
+    modes = [precisions.get(arm.precision), precisions.get(precision)]
+    check_can_mix(arm.precision, precision)
     if modes[0].mode == modes[1].mode:
-        raise UsageError(f"--then {settings.then}: {arm.name} is in {word} from its beginning. Choose another dtype.")
+        raise UsageError(
+            f"--then {settings.then}: {arm.name} is in {precision} from its beginning. Choose another dtype."
+        )
     for mode in modes:
         if mode.unit_scaled:
             raise UsageError(f"--then: {mode.mode} needs a model that is unit-scaled from its beginning. Choose fp8.")
 
 
-# Settings of the built-in models and of their division among ranks.
-_BUILT_IN = (
+# Settings of the built-in models, and of their division among ranks.
+_BUILT_IN_SETTINGS = (
     "model",
     "arch",
     "batch",
@@ -158,47 +167,54 @@ _BUILT_IN = (
 )
 
 
-def _check_own(request: TrainingRequest) -> None:
-    from fp8bench.jobs.profile import function_named
+def _check_own_model(request: TrainingRequest) -> None:
+    from fp8bench.jobs.profile import check_function_name
 
-    settings, usual, name = request.settings, TrainerSettings(), request.settings.make
+    settings, defaults, name = request.settings, TrainerSettings(), request.settings.make
     if name in SIZES:
         raise UsageError(
             f"{name} is a built-in model, and a function was expected here. Give --model {name}.",
             name,
             f"--model {name}",
         )
-    # A misspelt built-in model is parsed as the name of a function.
-    meant = meant_name("model", name, SIZES)
-    if meant and ":" not in name and not Path(f"{name}.py").is_file():
-        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {meant}?"
-        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {meant}")
-    if name not in LIVE:
-        function_named(name)
-    # A swept option counts as given.
-    swept = {axis.replace("-", "_") for axis, _ in request.sweep}
-    refused = [word for word in _BUILT_IN if getattr(settings, word) != getattr(usual, word) or word in swept]
-    refused += [word for word in ("data", "own_batch") if getattr(request, word) is not None]
-    if refused:
+    # A misspelt built-in model would be taken for the name of a function.
+    meant_model = meant_name("model", name, SIZES)
+    if meant_model and ":" not in name and not Path(f"{name}.py").is_file():
+        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {meant_model}?"
+        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {meant_model}")
+    if name not in LIVE_MODELS:
+        check_function_name(name)
+    # An option that is swept counts as given.
+    swept_options = {axis.replace("-", "_") for axis, _ in request.sweep}
+    refused_options = [
+        word
+        for word in _BUILT_IN_SETTINGS
+        if getattr(settings, word) != getattr(defaults, word) or word in swept_options
+    ]
+    refused_options += [word for word in ("data", "own_batch") if getattr(request, word) is not None]
+    if refused_options:
         raise UsageError(
-            f"--{refused[0].replace('_', '-')} is for built-in models and texts, and {name} has its own. Leave it out."
+            f"--{refused_options[0].replace('_', '-')} is for built-in models and texts, and {name} has its own. Leave "
+            "it out."
         )
     refusals = (
         (
-            bool(settings.start) and file_of(settings.start) is None,
+            bool(settings.start) and find_start_file(settings.start) is None,
             f"--start {settings.start}",
             "a stored training of a built-in model begins it. Give a file with its state dict, or leave --start out",
         ),
         (request.ranks is not None, "--ranks", "one process reads its batches"),
-        ("micro_batches" in swept, "--sweep micro-batches", "arms would not read the same batches in a step"),
+        ("micro_batches" in swept_options, "--sweep micro-batches", "arms would not read the same batches in a step"),
     )
-    for wrong, option, reason in refusals:
-        if wrong:
+    for is_refused, option, reason in refusals:
+        if is_refused:
             raise UsageError(f"{option} does not work with your own model ({name}): {reason}. Leave it out.")
 
 
-def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
-    """Returns a request for each model in `--sweep model=A,B`, since the arms of a training share initial weights."""
+def split_by_model(request: TrainingRequest) -> list[TrainingRequest]:
+    """Returns one request for each model in `--sweep model=A,B`. The arms of one training share initial weights, so
+    each model needs a separate training.
+    """
     sweep = tuple(axis for axis in request.sweep if axis[0] != "model")
     models = dict(request.sweep).get("model", ())
     if not models:
@@ -213,27 +229,29 @@ def requests_by_model(request: TrainingRequest) -> list[TrainingRequest]:
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
-    # The same precision may have two spellings, 'fp8' and 'float8'.
-    modes = list(dict.fromkeys(word if word in LEVELS else precisions.canonical(word) for word in request.dtypes))
-    leads = [mode for mode in modes if mode not in LEVELS]
-    if request.reference in LEVELS or not (leads or request.reference):
+    # A precision may have two spellings, such as 'fp8' and 'float8'.
+    modes = list(dict.fromkeys(word if word in MSAMP_LEVELS else precisions.canonical(word) for word in request.dtypes))
+    reference_modes = [mode for mode in modes if mode not in MSAMP_LEVELS]
+    if request.reference in MSAMP_LEVELS or not (reference_modes or request.reference):
         raise UsageError(
             f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."
         )
-    reference = min(leads, key=lambda mode: precisions.get(mode).rank, default="")
+    reference = min(reference_modes, key=lambda mode: precisions.get(mode).rank, default="")
     if request.reference is not None:
         reference = precisions.canonical(request.reference)
-    # If only settings are swept, the precision is compared with itself.
+    # If only settings are swept, the reference's precision is compared with itself.
     modes_compared = [mode for mode in modes if mode != reference] or [reference]
     candidates = {}
-    for mode, settings in _swept(request, modes_compared):
-        # A level of MS-AMP has settings that no sweep may change.
-        level = LEVELS.get(mode, Arm(mode, mode))
+    for mode, settings in _list_swept_arms(request, modes_compared):
+        # A sweep must not change a setting that an MS-AMP level sets.
+        level_arm = MSAMP_LEVELS.get(mode, Arm(mode, mode))
         name = " ".join((mode, *(f"{key.replace('_', '-')}={value}" for key, value in settings)))
-        if both := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level.settings).keys():
-            raise UsageError(f"--sweep {min(both).replace('_', '-')}: {mode} sets it already. Leave one of them out.")
-        candidates[name] = replace(level, name=name, settings=(*level.settings, *settings))
-    # Swept settings at their defaults would repeat the reference.
+        if conflicts := {axis.replace("-", "_") for axis, _ in request.sweep} & dict(level_arm.settings).keys():
+            raise UsageError(
+                f"--sweep {min(conflicts).replace('_', '-')}: {mode} sets it already. Leave one of them out."
+            )
+        candidates[name] = replace(level_arm, name=name, settings=(*level_arm.settings, *settings))
+    # An arm with all swept settings at their defaults would repeat the reference.
     candidates.pop(reference, None)
     if not candidates:
         raise UsageError(
@@ -243,69 +261,77 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
         Arm(f"{reference} again", reference, ArmRole.REPEAT),
         Arm(f"{reference} one ulp", reference, ArmRole.CHAOS),
     )
-    # The reference also runs at every other swept rate: arms are compared with its best one.
-    swept = () if reference in modes_compared else dict(request.sweep).get("rate", ())
-    rates = [_value("rate", value) for value in swept]
+    # Candidates are compared with the reference at its best rate, so the reference is trained at every swept rate.
+    swept_values = () if reference in modes_compared else dict(request.sweep).get("rate", ())
+    swept_rates = [_parse_value("rate", value) for value in swept_values]
     arms = (
         Arm(reference, reference, ArmRole.REFERENCE),
         *(arm for arm in bands if arm.role.value in request.bands),
         *(
             Arm(f"{reference} rate={rate}", reference, ArmRole.OTHER_RATE, (("rate", rate),))
-            for rate in rates
+            for rate in swept_rates
             if rate != request.settings.rate
         ),
         *candidates.values(),
     )
-    if len(arms) > MOST_ARMS:
-        raise UsageError(f"{len(arms)} arms are more than the {MOST_ARMS} that one training takes. Sweep less.")
+    if len(arms) > MAX_ARMS:
+        raise UsageError(f"{len(arms)} arms are more than the {MAX_ARMS} that one training takes. Sweep less.")
     return arms
 
 
-def _swept(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
-    """Yields every precision with every combination of the swept settings, and of the swept options that it has."""
-    axes, base = [_axis(name, values, modes) for name, values in request.sweep], request.settings
+def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
+    """Yields every precision with every combination of the swept settings, and of the swept options that this
+    precision has."""
+    axes, settings = [_parse_axis(name, values, modes) for name, values in request.sweep], request.settings
     for mode in modes:
-        arm_axes = [axis for axis in axes if axis[0] in _SWEPT or _has_option(mode, axis[0])]
+        arm_axes = [axis for axis in axes if axis[0] in _PARSE_SWEPT or _has_precision_option(mode, axis[0])]
         for values in itertools.product(*(values for _, values in arm_axes)):
-            chosen = [(name, value) for (name, _), value in zip(arm_axes, values, strict=True)]
-            word = ":".join((mode, *(f"{name}={value}" for name, value in chosen if name not in _SWEPT)))
-            # Names omit values that equal the training's.
-            changed = [(name, value) for name, value in chosen if name in _SWEPT and value != getattr(base, name)]
-            own_mode = word if word in LEVELS else precisions.canonical(word)
-            yield own_mode, (*changed, *_batch_for(dict(changed), base))
+            chosen_values = [(name, value) for (name, _), value in zip(arm_axes, values, strict=True)]
+            precision = ":".join(
+                (mode, *(f"{name}={value}" for name, value in chosen_values if name not in _PARSE_SWEPT))
+            )
+            # Values that the whole training has are left out of an arm's settings and name.
+            changed = [
+                (name, value)
+                for name, value in chosen_values
+                if name in _PARSE_SWEPT and value != getattr(settings, name)
+            ]
+            arm_precision = precision if precision in MSAMP_LEVELS else precisions.canonical(precision)
+            yield arm_precision, (*changed, *_list_batch_settings(dict(changed), settings))
 
 
-def _batch_for(changed: Mapping[str, Scalar], base: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
-    """Yields the batch of an arm with a different number of micro-batches, so that its steps read the reference's
-    sequences."""
+def _list_batch_settings(changed: Mapping[str, Scalar], settings: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
+    """Yields the batch setting of an arm with a different number of micro-batches. With this batch, the arm's steps
+    read the same sequences as the reference's.
+    """
     if "micro_batches" not in changed:
         return
-    count, sequences = int(changed["micro_batches"]), config_of(base, 1).batch * base.micro_batches
-    if sequences % count:
+    micro_batches, sequences = int(changed["micro_batches"]), make_config(settings, 1).batch * settings.micro_batches
+    if sequences % micro_batches:
         raise UsageError(
-            f"--sweep micro-batches: {count} micro-batches do not divide the {sequences} sequences of a step, which "
-            f"all arms share. Give a --batch that is a multiple of {count}, or other micro-batches."
+            f"--sweep micro-batches: {micro_batches} micro-batches do not divide the {sequences} sequences of a step, "
+            f"which all arms share. Give a --batch that is a multiple of {micro_batches}, or other micro-batches."
         )
-    yield "batch", sequences // count
+    yield "batch", sequences // micro_batches
 
 
-def _axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
+def _parse_axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
     setting = name.replace("-", "_")
     if setting == "model":
         raise UsageError("--sweep model trains one model after the other, which the command does. Give each --model.")
-    if setting in _SWEPT:
-        return setting, [_value(setting, value) for value in values]
-    if not any(_has_option(mode, name) for mode in modes):
-        sweepable = {key.replace("_", "-") for key in _SWEPT}
+    if setting in _PARSE_SWEPT:
+        return setting, [_parse_value(setting, value) for value in values]
+    if not any(_has_precision_option(mode, name) for mode in modes):
+        sweepable = {key.replace("_", "-") for key in _PARSE_SWEPT}
         for mode in modes:
-            sweepable.update(option.name for option in _options_of(mode))
+            sweepable.update(option.name for option in _list_precision_options(mode))
         raise UnknownName("setting or option to sweep", name, sweepable)
     return name, values
 
 
-def _value(setting: str, text: str) -> Scalar:
+def _parse_value(setting: str, text: str) -> Scalar:
     try:
-        value = _SWEPT[setting](text)
+        value = _PARSE_SWEPT[setting](text)
         # Settings validate themselves on construction.
         Arm("", "", settings=((setting, value),)).merge_settings(TrainerSettings())
     except (ValueError, UsageError) as error:
@@ -314,53 +340,54 @@ def _value(setting: str, text: str) -> Scalar:
     return value
 
 
-def _has_option(mode: str, name: str) -> bool:
-    return any(name in (option.name, *option.aliases) for option in _options_of(mode))
+def _has_precision_option(mode: str, name: str) -> bool:
+    return any(name in (option.name, *option.aliases) for option in _list_precision_options(mode))
 
 
-def _options_of(mode: str) -> Sequence[Option]:
-    return () if mode in LEVELS else precisions.get(mode).options
+def _list_precision_options(mode: str) -> Sequence[Option]:
+    return () if mode in MSAMP_LEVELS else precisions.get(mode).options
 
 
 def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
-    """Returns the arm with its support by the device: as native as the least native precision of its layers."""
+    """Returns the arm with the device's support for it. That is the support of the layer whose precision is least
+    native.
+    """
     settings = arm.merge_settings(request.settings)
-    config = config_of(settings, 1)
-    # A precision map mixes precisions: the worst of them decides.
-    later = [change_of(settings.then)[0]] if settings.then else []
-    words = (arm.precision, *later, *(word for _, word in settings.precision_map))
-    supports = [support(settings, config, precisions.get(word), facts) for word in words]
+    config = make_config(settings, 1)
+    # With several precisions, the least supported one decides.
+    later_precisions = [parse_change(settings.then)[0]] if settings.then else []
+    precisions_used = (arm.precision, *later_precisions, *(word for _, word in settings.precision_map))
+    supports = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]
     refused = next(
         (support_of_mode.reason for support_of_mode in supports if support_of_mode.level is Level.REFUSED), ""
     )
-    native = all(support_of_mode.level is Level.NATIVE for support_of_mode in supports)
-    return replace(arm, native=native, skip=facts.unusable or refused)
+    is_native = all(support_of_mode.level is Level.NATIVE for support_of_mode in supports)
+    return replace(arm, native=is_native, skip=facts.unusable or refused)
 
 
-# Share of a device's memory for arms: context, allocator rounding and readings of watched steps need the rest.
-_USABLE = 0.9
+# The share of a device's memory that arms may use: context, fragmentation and readings need the rest.
+_USABLE_SHARE = 0.9
 
 
-def check_room(training: Training, costs: Iterable[ArmCost]) -> None:
-    """Raises UsageError if the arms do not fit into memory together, if their sizes are known. Ranks on a CPU share its
-    memory."""
+def check_memory(training: Training, costs: Iterable[ArmCost]) -> None:
+    """Raises UsageError if all arms together do not fit into memory. Does nothing if an arm's memory is unknown."""
     facts = training.device
-    # Each rank on a GPU has its own memory; on a CPU they share it.
-    room = int(_USABLE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
-    reference, *_ = arms = arms_of_seed(training.arms, 0)
+    # Each rank on a GPU has separate memory. Ranks on a CPU share the memory.
+    available_bytes = int(_USABLE_SHARE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
+    reference, *_ = arms = select_arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
-    measured = [costs_by_arm.get(reference.name if arm.is_band else arm.name) for arm in arms]
-    # Bytes that all arms keep between steps, plus the largest number that a step of one adds.
-    needed = most_added = 0
-    for cost in measured:
+    arm_costs = [costs_by_arm.get(reference.name if arm.is_band else arm.name) for arm in arms]
+    # All arms need memory between steps, and one arm at a time needs the additional memory of its step.
+    required_bytes = largest_step_bytes = 0
+    for cost in arm_costs:
         if cost is None or cost.memory is None:
             return
         between_steps = sum(bytes_kept for _, bytes_kept in cost.kept)
-        needed += between_steps
-        most_added = max(most_added, cost.memory.peak - between_steps)
-    needed += most_added
-    if room and needed > room:
+        required_bytes += between_steps
+        largest_step_bytes = max(largest_step_bytes, cost.memory.peak - between_steps)
+    required_bytes += largest_step_bytes
+    if available_bytes and required_bytes > available_bytes:
         raise UsageError(
-            f"the {len(arms)} arms need {size(needed)} together, and there are {size(room)}. Train fewer at a time "
-            "(--dtypes, --bands none), or choose a smaller --model, --batch or --sequence."
+            f"the {len(arms)} arms need {size(required_bytes)} together, and there are {size(available_bytes)}. Train "
+            "fewer at a time (--dtypes, --bands none), or choose a smaller --model, --batch or --sequence."
         )

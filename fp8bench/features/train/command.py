@@ -11,28 +11,28 @@ from pathlib import Path
 from typing import cast
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common, add_options_of, check_alone
+from fp8bench.cli.options import add_common, add_request_options, refuse_other_options
 from fp8bench.cli.outputs import check_outputs, in_store, tell
 from fp8bench.cli.streams import complain
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, EXIT_REGRESSION, NotKept, UnknownName
-from fp8bench.features.train.arms import check_training, requests_by_model
+from fp8bench.features.train.arms import check_training, split_by_model
 from fp8bench.features.train.kind import KIND, SIZES_KIND, find_training
 from fp8bench.features.train.request import (
     LEARNING,
     LENGTH,
+    MODEL,
     QUICK_STEPS,
     TRAINING_RULES,
-    WHAT,
     TrainerSettings,
     TrainingRequest,
     request_with_defaults,
 )
 from fp8bench.features.train.values import KeptTraining, ModelSweep, TrainingEvent, TrainingObserver
 from fp8bench.measure.environment import command_line
-from fp8bench.measure.interrupts import only_once
+from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.request import PERCENT
 
-_BESIDE_RESUME = {
+_ALLOWED_WITH_RESUME = {
     "--resume",
     "--store",
     "--json",
@@ -43,7 +43,7 @@ _BESIDE_RESUME = {
     "--live",
     "--on-alarm",
 }
-_REQUEST = TrainingRequest()
+_DEFAULTS = TrainingRequest()
 
 EXAMPLES = (
     "fp8bench train --dtypes bf16,fp8  # does fp8 learn as bf16 does?",
@@ -63,40 +63,40 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
         "end, 130 interrupted. Without --fail-on verdicts do not change the exit code."
     )
-    words = "your model instead: a function without arguments that returns it, as for `profile`"
-    parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=words)
-    group = parser.add_argument_group(WHAT)
-    add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_REQUEST.dtypes)}")
+    help_text = "instead of a built-in model: a function without arguments that returns yours, as for `profile`"
+    parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=help_text)
+    group = parser.add_argument_group(MODEL)
+    add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_DEFAULTS.dtypes)}")
     length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
-    _add_length(length)
+    _add_length_options(length)
     for argument_group in (group, length, learning):
-        add_options_of(argument_group, TrainerSettings)
-        add_options_of(argument_group, TrainingRequest)
+        add_request_options(argument_group, TrainerSettings)
+        add_request_options(argument_group, TrainingRequest)
     length.add_argument("--dry-run", action="store_true", help="print the arms, their steps and tokens; train nothing")
-    _add_where(parser.add_argument_group("where"))
+    _add_place_options(parser.add_argument_group("where"))
 
 
-def _add_length(group: argparse._ArgumentGroup) -> None:
-    """Adds options whose defaults --quick changes, and the margin, in percent."""
+def _add_length_options(group: argparse._ArgumentGroup) -> None:
+    """Adds options whose defaults --quick changes, and the margin in percent."""
     steps, seeds = (types.whole(TRAINING_RULES[name]) for name in ("steps", "seeds"))
-    group.add_argument("--steps", type=steps, metavar="N", help=f"optimizer steps of an arm; default {_REQUEST.steps}")
-    group.add_argument("--seeds", type=seeds, metavar="N", help=f"other weights and batches; default {_REQUEST.seeds}")
-    words = "the largest loss gap, in percent of the reference's loss, that does not matter; default 1"
+    group.add_argument("--steps", type=steps, metavar="N", help=f"optimizer steps of an arm; default {_DEFAULTS.steps}")
+    group.add_argument("--seeds", type=seeds, metavar="N", help=f"other weights and batches; default {_DEFAULTS.seeds}")
+    help_text = "the largest tolerated loss gap, in percent of the reference's loss; default 1"
     margin = types.number(PERCENT)
-    group.add_argument("--margin", type=margin, default=100 * _REQUEST.margin, metavar="PERCENT", help=words)
+    group.add_argument("--margin", type=margin, default=100 * _DEFAULTS.margin, metavar="PERCENT", help=help_text)
     add_common(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, a smoke test: too little for a verdict")
 
 
-def _add_where(group: argparse._ArgumentGroup) -> None:
+def _add_place_options(group: argparse._ArgumentGroup) -> None:
     add_common(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
-    words = "options in YAML, by name without dashes; the command line overrides it"
-    group.add_argument("--config", type=types.path, metavar="FILE", help=words)
+    help_text = "options in YAML, by name without dashes; the command line overrides it"
+    group.add_argument("--config", type=types.path, metavar="FILE", help=help_text)
     group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
-    words = (
+    help_text = (
         "exit with 1 if an arm is worse, unless surely by less than its margin, diverged, did-not-learn or "
         "inconclusive, or has an alarm"
     )
-    group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=words)
+    group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=help_text)
     group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
     add_common(group, "--explain")
     add_common(
@@ -105,8 +105,10 @@ def _add_where(group: argparse._ArgumentGroup) -> None:
     add_common(
         group, "--csv", help="also write its lines to PATH, one figure a row; '-' prints them instead of the table"
     )
-    words = "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
-    group.add_argument("--on-alarm", default="", metavar="COMMAND", help=words)
+    help_text = (
+        "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
+    )
+    group.add_argument("--on-alarm", default="", metavar="COMMAND", help=help_text)
     add_common(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
 
 
@@ -114,7 +116,7 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     values = vars(arguments)
     settings = {field.name: values[field.name] for field in fields(TrainerSettings) if field.name in values}
     fields_given = {field.name: values[field.name] for field in fields(TrainingRequest) if field.name in values}
-    # Repeated --sweep of one name combine their values.
+    # Repeated --sweep options of one name combine their values.
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
@@ -133,107 +135,114 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
 def run(arguments: argparse.Namespace) -> int:
     from fp8bench.features.train.run import plan_training, resume, train
     from fp8bench.features.train.words import FAILURES
-    from fp8bench.jobs.after_run import log_kept
+    from fp8bench.jobs.after_run import log_result
 
     check_outputs(arguments)
-    # A misspelt reason would never fail.
+    # A misspelt reason to fail would never match.
     for name in arguments.fail_on:
         if name not in FAILURES:
             raise UnknownName("reason to fail", name, FAILURES)
     if arguments.resume is not None:
-        # A maker from --config was not typed, and is stored with the training.
-        typed = arguments.make in arguments.words
-        check_alone(arguments.words, _BESIDE_RESUME, [arguments.make] if typed and arguments.make else [])
+        # A function of a model that comes from --config was not typed on the command line. It is stored with the
+        # training.
+        is_typed = arguments.make in arguments.words
+        refuse_other_options(
+            arguments.words, _ALLOWED_WITH_RESUME, [arguments.make] if is_typed and arguments.make else []
+        )
         path = find_training(arguments.resume, arguments.store)
-        with _training(arguments) as observer:
+        with _observe_training(arguments) as observer:
             resumed, stored = resume(path, arguments.store, observer)
         if not resumed:
             complain(f"training {stored.training.id} is finished; nothing was missing")
-            log_kept(KIND, stored, arguments.log, complain)
-        return _finish(stored, arguments)
-    requests = requests_by_model(request_from(arguments))
+            log_result(KIND, stored, arguments.log, complain)
+        return _finish_training(stored, arguments)
+    requests = split_by_model(request_from(arguments))
     for request in requests:
         check_training(request)
     if arguments.dry_run:
-        from fp8bench.features.train.view import plan_page
+        from fp8bench.features.train.view import render_plan
 
         for request in requests:
-            tell(arguments, partial(plan_page, *plan_training(request, arguments.store)))
+            tell(arguments, partial(render_plan, *plan_training(request, arguments.store)))
         return EXIT_OK
-    trained: list[KeptTraining] = []
+    trainings: list[KeptTraining] = []
     for request in requests:
-        with _training(arguments) as observer:
-            trained.append(train(request, arguments.store, observer, command_line()))
-        if not trained[-1].finished:
+        with _observe_training(arguments) as observer:
+            trainings.append(train(request, arguments.store, observer, command_line()))
+        if not trainings[-1].finished:
             break
-    if missing := [request.settings.model for request in requests[len(trained) :]]:
-        complain(f"not begun: --model {', '.join(missing)}. Train these by themselves, and compare all by their ids")
-    if len(trained) == 1 or not trained[-1].finished:
-        return _finish(trained[-1], arguments)
-    return _finish_sizes(trained, arguments)
+    if untrained_models := [request.settings.model for request in requests[len(trainings) :]]:
+        complain(
+            f"not begun: --model {', '.join(untrained_models)}. Train these by themselves, and compare all by their ids"
+        )
+    if len(trainings) == 1 or not trainings[-1].finished:
+        return _finish_training(trainings[-1], arguments)
+    return _finish_sizes(trainings, arguments)
 
 
 def _finish_sizes(trained: Sequence[KeptTraining], arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.after_run import kept_reported
+    from fp8bench.jobs.after_run import report_result
 
     ids = [stored.training.id for stored in trained]
     tell(arguments, *SIZES_KIND.view(ModelSweep(tuple(trained), "+".join(ids))))
     for stored in trained:
-        kept_reported(stored, arguments.store, complain)
+        report_result(stored, arguments.store, complain)
     complain(f"all sizes on a page: fp8bench report {' '.join(ids)}{in_store(arguments.store)}")
-    return max(_code_of(stored, arguments) for stored in trained)
+    return max(_find_exit_code(stored, arguments) for stored in trained)
 
 
 @contextmanager
-def _training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
-    from fp8bench.features.train.progress import on_terminal, outward
+def _observe_training(arguments: argparse.Namespace) -> Iterator[TrainingObserver]:
+    from fp8bench.features.train.progress import on_terminal, with_outputs
 
     try:
         targets = arguments.store, arguments.live, arguments.log, arguments.on_alarm
-        with only_once(), on_terminal() as observer, outward(observer, *targets) as outer:
+        with interrupt_only_once(), on_terminal() as observer, with_outputs(observer, *targets) as outer:
             yield outer
     except NotKept as error:
         stored = cast(KeptTraining, error.run)
         tell(arguments, *KIND.view(stored))
-        _tell_how_to_go_on(stored, arguments)
+        _print_resume_command(stored, arguments)
         raise
 
 
-def _finish(stored: KeptTraining, arguments: argparse.Namespace) -> int:
-    from fp8bench.jobs.after_run import kept_reported
+def _finish_training(stored: KeptTraining, arguments: argparse.Namespace) -> int:
+    from fp8bench.jobs.after_run import report_result
 
     if not stored.finished:
-        _tell_how_to_go_on(stored, arguments)
+        _print_resume_command(stored, arguments)
     tell(arguments, *KIND.view(stored))
     if not stored.finished:
         return EXIT_INTERRUPTED
-    kept_reported(stored, arguments.store, complain)
-    return _code_of(stored, arguments)
+    report_result(stored, arguments.store, complain)
+    return _find_exit_code(stored, arguments)
 
 
-def _code_of(stored: KeptTraining, arguments: argparse.Namespace) -> int:
-    if any(event.kind == "out" for event in stored.of(TrainingEvent)):
+def _find_exit_code(stored: KeptTraining, arguments: argparse.Namespace) -> int:
+    if any(event.kind == "out" for event in stored.select_lines(TrainingEvent)):
         return EXIT_FAILED
-    return _exit_code(stored, arguments.fail_on)
+    return _check_failures(stored, arguments.fail_on)
 
 
-def _exit_code(stored: KeptTraining, failures_named: Sequence[str]) -> int:
-    """Returns the exit code for --fail-on, printing a sentence for each reason. An untrained arm does not pass."""
+def _check_failures(stored: KeptTraining, requested_failures: Sequence[str]) -> int:
+    """Returns the exit code for --fail-on, and prints a sentence for each reason to fail. An arm that was not trained
+    is a reason to fail.
+    """
     from fp8bench.features.train.verdicts.summary import JudgedTraining
-    from fp8bench.features.train.words import failures
+    from fp8bench.features.train.words import list_failures
 
-    if not failures_named:
+    if not requested_failures:
         return EXIT_OK
-    for arm in (missing := [arm for arm in stored.training.arms if arm.skip]):
+    for arm in (untrained := [arm for arm in stored.training.arms if arm.skip]):
         complain(f"--fail-on: {arm.name} was not trained: {arm.skip}")
-    reasons = list(failures(JudgedTraining(stored), failures_named))
+    reasons = list(list_failures(JudgedTraining(stored), requested_failures))
     for reason in reasons:
         complain(f"--fail-on: {reason}")
-    if missing:
+    if untrained:
         return EXIT_FAILED
     return EXIT_REGRESSION if reasons else EXIT_OK
 
 
-def _tell_how_to_go_on(stored: KeptTraining, arguments: argparse.Namespace) -> None:
+def _print_resume_command(stored: KeptTraining, arguments: argparse.Namespace) -> None:
     command = f"fp8bench train --resume {stored.training.id}{in_store(arguments.store)}"
-    complain(f"cut off; what was trained is kept in {stored.path}.\n  To go on: {command}")
+    complain(f"interrupted; the trained part is stored in {stored.path}.\n  To continue: {command}")

@@ -1,6 +1,6 @@
-"""A training as JSON, as CSV, and as scalars for boards.
+"""Converts a training to JSON, to CSV, and to scalars for boards.
 
-A board has a series for each arm and seed, and one for each arm with its figures over all seeds.
+A board gets one series for each figure of an arm in a seed, and one for each figure of an arm over all seeds.
 """
 
 from __future__ import annotations
@@ -8,100 +8,103 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from typing import Any
 
-from fp8bench.features.train.frame import Row, frame_of
-from fp8bench.features.train.values import Arm, StreamLine, Training
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, figures_of
+from fp8bench.features.train.frame import Row, list_rows
+from fp8bench.features.train.values import StreamLine, Training
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import bands_of, notes_of
-from fp8bench.features.train.words import describe_arm, verdict
+from fp8bench.features.train.view import describe_chance, list_notes
+from fp8bench.features.train.words import describe_arm, describe_verdict
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.file_names import safe
-from fp8bench.report.data.loggers import LoggedScalar, LogSource, begun_at, config_of
+from fp8bench.report.data.loggers import LoggedScalar, LogSource, logged_facts, seconds_since_1970
 from fp8bench.report.data.plain import Rows
 
 COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "tensor", "figure", "value")
 
 
-def value_of(judged: JudgedTraining) -> dict[str, Any]:
-    training, verdicts = judged.kept, judged.verdicts
-    # An untrained arm has a reason instead of a verdict.
-    trained = [arm for arm in verdicts.arms if not arm.arm.skip]
-    arms = {summary.arm.name: encode(row_of(summary, verdicts)) for summary in judged.summaries}
+def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
+    stored, verdicts = judged.kept, judged.verdicts
+    # An arm that is not trained has a reason instead of a verdict.
+    trained_arms = [arm for arm in verdicts.arms if not arm.arm.skip]
+    arms = {summary.arm.name: encode(list_arm_figures(summary, verdicts)) for summary in judged.summaries}
     return {
         "schema": SCHEMA,
-        "training": encode(training.training),
-        "finished": training.finished,
+        "training": encode(stored.training),
+        "finished": stored.finished,
         "arms": arms,
-        "verdicts": {arm.arm.name: {**encode(arm), "words": verdict(arm, verdicts)} for arm in trained},
+        "verdicts": {arm.arm.name: {**encode(arm), "words": describe_verdict(arm, verdicts)} for arm in trained_arms},
         "scores": encode(judged.scores),
         "repeat_band": encode(verdicts.repeat_band),
-        "bands": list(bands_of(verdicts)),
-        "notes": list(notes_of(judged)),
-        "lines": [{"line": type(line).__name__, **encode(line)} for line in training.lines],
-        "troubles": list(training.troubles),
+        "bands": list(describe_chance(verdicts)),
+        "notes": list(list_notes(judged)),
+        "lines": [{"line": type(line).__name__, **encode(line)} for line in stored.lines],
+        "troubles": list(stored.troubles),
     }
 
 
-def row_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
-    """Returns the figures of an arm as in the table, by name; None for unknown ones."""
+def list_arm_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, Any]:
+    """Returns the figures of an arm by name, as the table shows them. An unknown figure is None."""
     judged = summary.verdict.judged if summary.verdict and not summary.arm.skip else None
     learned, matters = (judged.learned.value, judged.matters) if judged else (None, None)
     facts = {"verdict": learned, "matters": matters and matters.value, "words": describe_arm(summary, verdicts)}
-    return {**figures_of(summary, verdicts), **facts}
+    return {**list_figures(summary, verdicts), **facts}
 
 
-def rows_of(judged: JudgedTraining) -> Rows:
-    """Returns a row for each figure of an arm over all seeds, then the frame; with full precision."""
-    return COLUMNS, _rows(judged)
+def list_csv_rows(judged: JudgedTraining) -> Rows:
+    """Returns the rows of the CSV with full precision. The figures of each arm over all seeds come first, then the
+    figures of every line.
+    """
+    return COLUMNS, _yield_csv_rows(judged)
 
 
-def _rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
-    arms = {arm.name: _describe(arm) for arm in judged.training.arms}
+def _yield_csv_rows(judged: JudgedTraining) -> Iterator[dict[str, Any] | tuple[Any, ...]]:
+    arms = {
+        arm.name: {"arm": arm.name, "precision": arm.precision, "role": arm.role.value} for arm in judged.training.arms
+    }
     for summary in judged.summaries:
-        for figure, value in row_of(summary, judged.verdicts).items():
+        for figure, value in list_arm_figures(summary, judged.verdicts).items():
             if value is not None:
                 yield {**arms[summary.arm.name], "line": "Summary", "figure": figure, "value": value}
-    for kind, sentences in (("band", bands_of(judged.verdicts)), ("note", notes_of(judged))):
+    for kind, sentences in (("band", describe_chance(judged.verdicts)), ("note", list_notes(judged))):
         for sentence in sentences:
             yield {"line": "Summary", "figure": kind, "value": sentence}
-    for row in frame_of((), judged.kept.lines):  # without rates, which readers can compute from seconds and tokens
+    # speeds are left out, because readers can compute them from seconds and tokens
+    for row in list_rows((), judged.kept.lines):
         arm = arms.get(row.arm, {"arm": row.arm, "precision": "", "role": ""})
         yield (*arm.values(), *row[1:])
 
 
-def _describe(arm: Arm) -> dict[str, str]:
-    return {"arm": arm.name, "precision": arm.precision, "role": arm.role.value}
-
-
-def source_of(training: Training) -> LogSource:
+def make_log_source(training: Training) -> LogSource:
     name = safe(training.id)
     if training.is_watched:
-        return LogSource(training.id, f"loop {training.id}", begun_at(training.started), {}, folder=name)
+        return LogSource(training.id, f"loop {training.id}", seconds_since_1970(training.started), {}, folder=name)
     config = {
-        **config_of(training.environment),
+        **logged_facts(training.environment),
         "command": training.command,
         "request": encode(training.request),
         "parameters": training.parameters,
         "device": f"{training.device.key}: {training.device.name}",
         "text": training.text.identity,
     }
-    return LogSource(training.id, f"training {training.id}", begun_at(training.started), config, folder=name)
+    return LogSource(training.id, f"training {training.id}", seconds_since_1970(training.started), config, folder=name)
 
 
-def scalars_of(training: Training, lines: Iterable[StreamLine]) -> Iterator[LoggedScalar]:
-    """Yields curves of every arm in every seed, including magnitudes and scales of layers' tensors."""
-    for row in frame_of(training.arms, lines):
-        tag = _tag_of(row)
-        if tag and row.arm:  # otherwise it belongs to no arm
+def list_scalars(training: Training, lines: Iterable[StreamLine]) -> Iterator[LoggedScalar]:
+    """Yields the curves of every arm in every seed. Among them are the largest magnitudes and the scales of layers'
+    tensors.
+    """
+    for row in list_rows(training.arms, lines):
+        tag = _find_curve_name(row)
+        if tag and row.arm:  # a figure without an arm has no curve
             value = 1.0 if row.line == "TrainingEvent" else float(row.value)
             yield LoggedScalar(f"{safe(row.arm)} seed {row.seed}/{tag}", row.step, value)
 
 
-def _tag_of(row: Row) -> str:
-    """Returns the name of a figure's curve on a board; '' if it has none."""
+def _find_curve_name(row: Row) -> str:
+    """Returns the name under which a board shows the curve of a figure; '' if the figure has no curve."""
     match row.line, row.figure:
         case "StepRow", "tokens" | "seconds":
-            return ""  # covered by the speed
+            return ""  # tokens and seconds are shown as a speed
         case "StepRow", figure:
             return f"training/{figure}"
         case "StepFigure", figure:
@@ -115,8 +118,8 @@ def _tag_of(row: Row) -> str:
     return ""
 
 
-def summary_scalars(judged: JudgedTraining) -> Iterator[LoggedScalar]:
+def list_summary_scalars(judged: JudgedTraining) -> Iterator[LoggedScalar]:
     for summary in judged.summaries:
-        for figure, value in figures_of(summary, judged.verdicts).items():
+        for figure, value in list_figures(summary, judged.verdicts).items():
             if value is not None:
                 yield LoggedScalar(f"{safe(summary.arm.name)}/summary/{figure}", judged.request.steps, value)

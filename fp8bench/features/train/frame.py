@@ -1,8 +1,8 @@
-"""One long frame of a training: a row for each figure of an arm, a seed and a step.
+"""The figures of a training as one long table, with a row for each figure of an arm, a seed and a step.
 
-CSV, boards, the page's curves, the terminal's table of last figures and the merging of ranks all read it. A new
-`StepFigure` of a step appears in the CSV and on boards automatically; a row in FIGURES adds a chart, a column in the
-terminal, and another way to combine the ranks' values than their mean.
+CSV, boards, the page's curves, the terminal's table of last figures and the merging of ranks all read this table. A
+new `StepFigure` appears in the CSV and on boards automatically. A row in FIGURES is only needed for a chart, a column
+in the terminal, or a way to combine the ranks' values other than their mean.
 """
 
 from __future__ import annotations
@@ -26,12 +26,14 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
-# The second is of a loop whose tokens are unknown.
-SPEED, PACE = "tokens_per_second", "steps_per_second"
+# Speed in steps is for loops whose number of tokens is unknown.
+TOKEN_SPEED, STEP_SPEED = "tokens_per_second", "steps_per_second"
 
 
 class Row(NamedTuple):
-    """One row of the frame. `line` is the kind of line that the figure is from, `of` the text of a validation."""
+    """One row of the table. `line` is the kind of line in which the figure was stored. `of` names the text on which a
+    validation was computed.
+    """
 
     arm: str
     seed: int
@@ -46,10 +48,11 @@ class Row(NamedTuple):
 
 @dataclass(frozen=True)
 class Figure:
-    """How a figure is shown. A point of its chart is the `pick` of the values since the previous point; without a
-    `title` it has no chart. `window` describes a point, `unit` is that of the axis. `shared`: one value for all arms
-    together. `show` formats a value for the terminal, which leaves it out without `heading`. `over_ranks` combines the
-    values of all ranks."""
+    """How a figure is shown. For each point of its chart, `pick` selects one of the values since the previous point.
+    Without a `title` the figure has no chart. `window` describes what a point covers, and `unit` is the unit of the
+    axis. `shared` means that all arms together have one value. `show` formats a value for the terminal. Without a
+    `heading` the terminal has no column for the figure. `over_ranks` combines the values of all ranks.
+    """
 
     name: str
     title: str = ""
@@ -68,11 +71,11 @@ _FIGURES = (
     Figure("gradient_norm", "norm of the gradients, before clipping", "gradient norm", folded=False),
     Figure("update_ratio", "norm of the update over that of the weights", "update/weights", folded=False),
     Figure("parameter_norm", "norm of the weights", "weight norm"),
-    Figure("clipped", "share of the gradients' norm that clipping took", "clipped", units.percent),
+    Figure("clipped", "share of the gradient norm that clipping removed", "clipped", units.percent),
     Figure("loss_scale", "loss scale", "loss scale"),
     Figure("rate", "learning rate", "rate"),
-    Figure(SPEED, "throughput in tokens/s", pick=statistics.median, window="of native arms, the median"),
-    Figure(PACE, "throughput in steps/s", pick=statistics.median, window="the median"),
+    Figure(TOKEN_SPEED, "throughput in tokens/s", pick=statistics.median, window="of native arms, the median"),
+    Figure(STEP_SPEED, "throughput in steps/s", pick=statistics.median, window="the median"),
     # Figures of a watched step.
     Figure("memory", "memory in use", pick=max, shared=True, unit="B", window="in watched steps", over_ranks=max),
     Figure("watched_seconds", over_ranks=max),
@@ -83,51 +86,52 @@ _FIGURES = (
 )
 FIGURES: dict[str, Figure] = {figure.name: figure for figure in _FIGURES}
 
-# Fields that locate a figure, and are not figures.
-_PLACES = ("arm", "seed", "step", "layer", "role", "of", "name")
-_NAMES: Mapping[type, Sequence[str]] = {
-    kind: [field.name for field in fields(kind) if field.name not in _PLACES]
+# Fields that locate a figure, but are not figures.
+_KEY_FIELDS = ("arm", "seed", "step", "layer", "role", "of", "name")
+_FIGURE_FIELDS: Mapping[type, Sequence[str]] = {
+    kind: [field.name for field in fields(kind) if field.name not in _KEY_FIELDS]
     for kind in (StepRow, LayerReading, StepFigure, Validation)
 }
 
 
-def frame_of(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
-    """Yields every figure of every line. A speed is added to timed steps of native arms; for others it is
-    meaningless."""
-    native = {arm.name for arm in arms if arm.native}
-    # Lines may lack some of these: a step has no layer, an event no text.
+def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
+    """Yields a row for every figure of every line, and a row with the speed of each timed step. Only native arms have
+    speeds, because the speed of emulation is meaningless.
+    """
+    native_arms = {arm.name for arm in arms if arm.native}
+    # Some kinds of lines lack some of these fields: a step has no layer, an event no text.
     for line in lines:
-        of, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
-        place = (line.arm, line.seed, line.step, type(line).__name__, of, layer, str(role or tensor))
-        for figure, value in _figures_of(line):
-            yield Row(*place, figure, value)
-        if isinstance(line, StepRow) and line.arm in native and line.seconds > 0:
-            yield Row(*place, SPEED if line.tokens else PACE, (line.tokens or 1) / line.seconds)
+        text, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
+        row_key = (line.arm, line.seed, line.step, type(line).__name__, text, layer, str(role or tensor))
+        for figure, value in _list_figures(line):
+            yield Row(*row_key, figure, value)
+        if isinstance(line, StepRow) and line.arm in native_arms and line.seconds > 0:
+            yield Row(*row_key, TOKEN_SPEED if line.tokens else STEP_SPEED, (line.tokens or 1) / line.seconds)
 
 
-def _figures_of(line: StreamLine) -> Iterator[tuple[str, Any]]:
+def _list_figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
         yield line.kind, line.words
     elif isinstance(line, ArmCost):
-        yield from costs_of(line)
+        yield from list_costs(line)
     else:
-        for name in _NAMES[type(line)]:
+        for name in _FIGURE_FIELDS[type(line)]:
             value = getattr(line, name)
             if value is not None:
                 yield getattr(line, "name", name), value
 
 
-def costs_of(cost: ArmCost) -> Iterator[tuple[str, Any]]:
-    for name, size in cost.kept:
-        yield f"kept {name}", size
+def list_costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
+    for name, byte_count in cost.kept:
+        yield f"kept {name}", byte_count
     if cost.memory is not None:
         yield "peak_memory", cost.memory.peak
         if cost.memory.on_device is not None:
             yield DEVICE_PEAK_MEMORY, cost.memory.on_device
         if cost.memory.off_device:
             yield f"{DEVICE_PEAK_MEMORY} why", cost.memory.off_device
-        for name, size in cost.memory.roles:
-            yield f"peak_memory {name}", size
+        for name, byte_count in cost.memory.roles:
+            yield f"peak_memory {name}", byte_count
     if cost.energy is not None:
         for joules in energy_samples(cost.energy):
             yield "joules_per_step", joules

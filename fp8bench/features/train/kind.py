@@ -1,14 +1,16 @@
-"""Trainings in a store: their folders and files, and how to find, list, show, report and log them.
+"""Reads and writes trainings in a store, which are folders with several files. Also finds, lists, shows, reports and
+logs them.
 
-A folder is `<store>/trainings/<utc>-<commit8>-<id>/`. `steps.jsonl` has the training in its first line, then a line for
-every observation, synced slice by slice. `places.json` says where a killed training can be resumed: the length of the
-stream at that time, and the folder of the checkpoint. It is replaced atomically once that checkpoint is complete, and
-older checkpoints are removed afterwards, so that what it names always exists.
+A training's folder is `<store>/trainings/<utc>-<commit8>-<id>/`. The first line of `steps.jsonl` is the training, and
+every other line is an observation. Lines are synced to disk after every turn of an arm.
+
+`places.json` has the steps at which a killed training can be resumed. For each of them, it has the length that the
+stream had then, and the folder of the checkpoint. The file is replaced atomically once a checkpoint is complete.
+Older checkpoints are removed only afterwards, so the file never names a checkpoint that does not exist.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import shutil
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
@@ -18,9 +20,9 @@ from pathlib import Path
 from typing import Any
 
 from fp8bench.errors import RunNotFound, StoreError, UsageError
-from fp8bench.features.train.lines import LINE_KINDS, line_of, plain
+from fp8bench.features.train.lines import LINE_KINDS, line_from_json, line_to_json
 from fp8bench.features.train.request import BANDS, SETTINGS_RULES
-from fp8bench.features.train.streams import is_stream, loops_of
+from fp8bench.features.train.streams import is_stream, load_loops
 from fp8bench.features.train.values import (
     ArmRole,
     KeptTraining,
@@ -38,6 +40,7 @@ from fp8bench.files import (
     keeping,
     lock,
     open_file,
+    parse_json,
     read_file,
     seal,
     unseal,
@@ -48,20 +51,29 @@ from fp8bench.jobs.kinds import Kind, SparePart, View
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.file_names import stamp
 from fp8bench.report.data.loggers import LoggedScalar, LogSource
-from fp8bench.store.kept_lines import Content, UnknownKind, lines_of, read_header, sheet_of, take_lines
+from fp8bench.store.kept_lines import (
+    Content,
+    UnknownKind,
+    parse_file_lines,
+    process_lines,
+    read_file_lines,
+    read_header,
+)
 
 STREAM = "steps.jsonl"
-_PLACES = "places.json"
-_CHECKPOINTS = "checkpoints"
-_KEPT_CHECKPOINTS = 2
-_MAKE_ROOM = "What was kept before is in it; make room, or choose another --store DIR."
+_PLACES_FILE = "places.json"
+_CHECKPOINTS_FOLDER = "checkpoints"
+_CHECKPOINT_COUNT = 2
+_DISK_ADVICE = "It holds the lines stored until now. Make room, or choose a different --store DIR."
 
 
 @dataclass(frozen=True)
-class ResumePlace:
-    """A place to resume a training: ahead of a step of a seed, counted from 0, with `length` bytes of its stream.
-    `folder` is that of the checkpoint, '' before a seed's first step, which needs none. `out` says why arms are no
-    longer trained. `digest` is of the stream's lines at that time, '' in older files."""
+class ResumePoint:
+    """A point where a training can be resumed: before a step of a seed, counted from 0. `length` is the number of
+    bytes that the stream had at this point, and `digest` is the digest of these bytes ('' in older files). `folder`
+    is the folder of the checkpoint. It is '' before a seed's first step, which needs no checkpoint. `out` has the
+    reasons why some arms are no longer trained.
+    """
 
     number: int
     step: int
@@ -73,59 +85,71 @@ class ResumePlace:
 
 @dataclass
 class TrainingWriter(LineWriter):
-    """An open stream, locked until it is closed, and the places where its training can be resumed."""
+    """Writes the stream of a training, and the points where it can be resumed. The file stays locked until it is
+    closed.
+    """
 
     called: str = "the training's file"
-    places: tuple[ResumePlace, ...] = ()
+    points: tuple[ResumePoint, ...] = ()
 
     def append(self, lines: Lines) -> None:
-        self._lines([plain(line) for line in lines])
+        self._append_numbered_lines([line_to_json(line) for line in lines])
 
-    def checkpoint(self, number: int, step: int) -> Path:
-        """Returns a new folder for a checkpoint before that step."""
-        folder = self.path.parent.resolve() / _CHECKPOINTS / f"{number}-{step}"
-        with keeping(self.path.parent, _MAKE_ROOM):
+    def make_checkpoint_folder(self, number: int, step: int) -> Path:
+        """Returns a new folder for a checkpoint before a step."""
+        folder = self.path.parent.resolve() / _CHECKPOINTS_FOLDER / f"{number}-{step}"
+        with keeping(self.path.parent, _DISK_ADVICE):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
 
-    def folder_of(self, place: ResumePlace) -> Path:
-        return self.path.parent.resolve() / _CHECKPOINTS / place.folder
+    def checkpoint_folder(self, place: ResumePoint) -> Path:
+        return self.path.parent.resolve() / _CHECKPOINTS_FOLDER / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
-        """Makes this a place to resume at, and keeps the last earlier checkpoint."""
-        # The place names its checkpoint, which is on disk first.
+        """Stores a point where the training can be resumed. Points whose checkpoints are still needed stay stored."""
+        # The checkpoint of this point is already on disk.
         name = folder.name if folder is not None else ""
-        place = ResumePlace(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
-        # The place before a seed's first step is kept: it needs no checkpoint, and works if both others are damaged.
-        earlier = [old for old in self.places if old.number == number and old.step < step]
-        begun, checkpoints = earlier[:1], earlier[1:][1 - _KEPT_CHECKPOINTS :]
-        with keeping(self.path.parent, _MAKE_ROOM):
-            self._write((*begun, *checkpoints, place))
+        point = ResumePoint(number, step, self._file.seek(0, os.SEEK_END), name, tuple(out), digest_of(self._sums))
+        # The point before a seed's first step stays: it needs no checkpoint, and can be used if both checkpoints are
+        # damaged.
+        earlier_points = [old for old in self.points if old.number == number and old.step < step]
+        first_point, checkpoints = earlier_points[:1], earlier_points[1:][1 - _CHECKPOINT_COUNT :]
+        with keeping(self.path.parent, _DISK_ADVICE):
+            self._write_points((*first_point, *checkpoints, point))
 
-    def go_back(self, place: ResumePlace) -> None:
-        """Cuts the stream at that place, but keeps events that do not belong to a step, such as 'resumed'."""
-        places = tuple(old for old in self.places if (old.number, old.step) <= (place.number, place.step))
-        with keeping(self.path.parent, _MAKE_ROOM):
-            if places != self.places:  # otherwise repeated steps would seem to precede later places
-                self._write(places)
-            # Keep events such as 'resumed', which repeated steps do not generate again.
-            cut = read_file(self.path)[place.length :].split(b"\n")
-            kept_events = [line for line in cut[:-1] if line.startswith(_EVENT) and any(kind in line for kind in _STAY)]
-            self._file.truncate(place.length)
-            self._file.seek(place.length)
+    def go_back(self, point: ResumePoint) -> None:
+        """Cuts the stream at a point. Events that belong to no step, such as 'resumed', stay in the stream."""
+        points = tuple(old for old in self.points if (old.number, old.step) <= (point.number, point.step))
+        with keeping(self.path.parent, _DISK_ADVICE):
+            if points != self.points:  # points after this one belong to steps that will be repeated
+                self._write_points(points)
+            # Events such as 'resumed' stay, because repeated steps do not write them again.
+            lines_cut = read_file(self.path)[point.length :].split(b"\n")
+            kept_events = [
+                line
+                for line in lines_cut[:-1]
+                if line.startswith(_EVENT_PREFIX) and any(kind in line for kind in _STAYING_KINDS)
+            ]
+            self._file.truncate(point.length)
+            self._file.seek(point.length)
             self._recount()
         contents = (unsealed_line(line)[0] for line in kept_events)
-        self._lines([{name: value for name, value in content.items() if name in LINE_KINDS} for content in contents])
+        self._append_numbered_lines(
+            [{name: value for name, value in content.items() if name in LINE_KINDS} for content in contents]
+        )
 
-    def _write(self, places: tuple[ResumePlace, ...]) -> None:
-        write_whole(self.path.with_name(_PLACES), compact(seal({"places": encode(places)})))
-        self.places = places
-        remove_others(self.path.parent, places)
+    def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
+        write_whole(self.path.with_name(_PLACES_FILE), compact(seal({"places": encode(places)})))
+        self.points = places
+        remove_old_checkpoints(self.path.parent, places)
 
 
-# Events of the training as a whole, which do not recur when steps are repeated.
-_EVENT, _STAY = b'{"event":', tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
+# Events about the training itself: repeated steps do not write them again.
+_EVENT_PREFIX, _STAYING_KINDS = (
+    b'{"event":',
+    tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out")),
+)
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
@@ -135,7 +159,7 @@ def start_training(training: Training, store: Path) -> TrainingWriter:
 
 
 def reopen_training(path: Path) -> TrainingWriter:
-    """Opens a stream to continue it. Raises StoreError if another process is writing it."""
+    """Opens a stream to continue it. Raises StoreError if another process is writing to it."""
     try:
         file = open_file(path, "r+b")
     except OSError as error:
@@ -147,54 +171,58 @@ def reopen_training(path: Path) -> TrainingWriter:
     file.seek(0, os.SEEK_END)
     writer = TrainingWriter(path, file)
     try:
-        writer.places = _places(path)
+        writer.points = _read_points(path)
     except StoreError:
         writer.close()
         raise
-    remove_others(path.parent, writer.places)
+    remove_old_checkpoints(path.parent, writer.points)
     return writer
 
 
-def _places(path: Path) -> tuple[ResumePlace, ...]:
-    """Returns the places up to which the stream is intact, or else the first step of the first seed."""
-    file = path.with_name(_PLACES)
+def _read_points(path: Path) -> tuple[ResumePoint, ...]:
+    """Returns the points of a training up to which its stream is unchanged. If there are none, returns a point before
+    the first step of the first seed.
+    """
+    file = path.with_name(_PLACES_FILE)
     try:
-        plain = json.loads(read_file(file))
-        places = decode(tuple[ResumePlace, ...], plain if isinstance(plain, list) else unseal(plain)["places"])
+        content = parse_json(read_file(file))
+        points = decode(tuple[ResumePoint, ...], content if isinstance(content, list) else unseal(content)["places"])
     except FileNotFoundError:
-        places = ()
+        points = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
         raise StoreError(
             f"{file}, which says where to resume, is broken ({error!s:.120}). Remove it to begin at the first step."
         ) from None
-    # A place is only used if the stream before it is unchanged, bit for bit.
+    # A point is only used if the stream before it is unchanged, bit for bit.
     stream = read_file(path)
-    begun = ResumePlace(0, 0, stream.find(b"\n") + 1)
+    first_point = ResumePoint(0, 0, stream.find(b"\n") + 1)
 
-    def is_reached(place: ResumePlace) -> bool:
-        start = sheet_of(stream[: place.length])
-        intact = not place.digest or (not start.lost and digest_of(start.sums) == place.digest)
-        return place.length <= len(stream) and intact
+    def is_reached(point: ResumePoint) -> bool:
+        start = parse_file_lines(stream[: point.length])
+        is_unchanged = not point.digest or (not start.lost and digest_of(start.sums) == point.digest)
+        return point.length <= len(stream) and is_unchanged
 
-    return tuple(filter(is_reached, places)) or (begun,)
-
-
-def newest_checkpoint(path: Path) -> tuple[Path, ResumePlace] | None:
-    """Returns the folder of the newest checkpoint and its place, or None."""
-    place = _places(path)[-1]
-    return (path.parent.resolve() / _CHECKPOINTS / place.folder, place) if place.folder else None
+    return tuple(filter(is_reached, points)) or (first_point,)
 
 
-def remove_others(folder: Path, places: Iterable[ResumePlace]) -> None:
-    """Removes checkpoints that no place names: older ones, and incomplete ones after a kill."""
-    named = {place.folder for place in places}
-    for path in (folder / _CHECKPOINTS).glob("*"):
-        if path.name not in named:
+def newest_checkpoint(path: Path) -> tuple[Path, ResumePoint] | None:
+    """Returns the folder of the newest checkpoint, and its resume point. Returns None if there is no checkpoint."""
+    point = _read_points(path)[-1]
+    return (path.parent.resolve() / _CHECKPOINTS_FOLDER / point.folder, point) if point.folder else None
+
+
+def remove_old_checkpoints(folder: Path, places: Iterable[ResumePoint]) -> None:
+    """Removes the checkpoints that none of the resume points `places` uses: old ones, and those that a killed process
+    left incomplete.
+    """
+    used_folders = {place.folder for place in places}
+    for path in (folder / _CHECKPOINTS_FOLDER).glob("*"):
+        if path.name not in used_folders:
             shutil.rmtree(path, ignore_errors=True)
 
 
 def find_training(word: str, store: Path) -> Path:
-    """Like KIND.find, with 'last' for the newest; raises RunNotFound if nothing is found."""
+    """Returns the path that `word` names: an id, a folder, or 'last' for the newest training. Raises RunNotFound."""
     newest = KIND.newest(store)
     path = newest if word == "last" else KIND.find(word, store)
     if path is None:
@@ -203,24 +231,25 @@ def find_training(word: str, store: Path) -> Path:
     return path
 
 
-_ROLES = {role.value for role in ArmRole}
+_KNOWN_ROLES = {role.value for role in ArmRole}
 
 
-def _training_from(plain: Any) -> Training:
-    """Returns a training from the header of its file, without arms and values that only other versions know."""
-    # Arms with roles of other versions cannot be judged here.
-    arms = [dict(arm) for arm in plain["arms"] if arm.get("role", "candidate") in _ROLES]
+def _decode_training(header: Any) -> Training:
+    """Returns a training from the header of its file. Leaves out arms and values that this version does not know."""
+    # Arms with roles that other versions define cannot be judged here.
+    arms = [dict(arm) for arm in header["arms"] if arm.get("role", "candidate") in _KNOWN_ROLES]
     for arm in arms:
         arm["settings"] = [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]
-    request = plain["request"]
-    # Bands and settings of other versions are unknown here, and do not affect measurements.
+    request = header["request"]
+    # Leave out arms that show chance (`bands`) and settings that only other versions define. They do not affect
+    # measurements.
     bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
-    settings = _with_keys(request.get("settings", {}))
-    settings = {name: value for name, value in settings.items() if not _is_of_others(name, value)}
-    return decode(Training, {**plain, "arms": arms, "request": {**request, "bands": bands, "settings": settings}})
+    settings = _convert_settings(request.get("settings", {}))
+    settings = {name: value for name, value in settings.items() if not _is_unknown_value(name, value)}
+    return decode(Training, {**header, "arms": arms, "request": {**request, "bands": bands, "settings": settings}})
 
 
-# Settings of older headers, with their defaults, which are now keys of the optimizer or the schedule.
+# Settings of older headers, with their defaults. They are now keys of the optimizer or the schedule.
 _OLDER_KEYS: Mapping[str, tuple[str, object]] = {
     "betas": ("optimizer", []),
     "weight_decay": ("optimizer", 0.1),
@@ -229,60 +258,66 @@ _OLDER_KEYS: Mapping[str, tuple[str, object]] = {
 }
 
 
-def _with_keys(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a header; older ones have separate numbers of the optimizer and the schedule."""
-    words = dict(settings)
+def _convert_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the settings of a header in today's form. In older headers, the numbers of the optimizer and of the
+    schedule are separate settings.
+    """
+    converted = dict(settings)
     for key, (option, default) in _OLDER_KEYS.items():
-        value = words.pop(key, default)
-        if value == default or option not in words:
+        value = converted.pop(key, default)
+        if value == default or option not in converted:
             continue
         text = f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
-        if key == "betas" and words[option] == "sgd":
+        if key == "betas" and converted[option] == "sgd":
             text = f"momentum={value[0]}"
-        words[option] += f":{text}"
-    return words
+        converted[option] += f":{text}"
+    return converted
 
 
-def _is_of_others(name: str, value: object) -> bool:
+def _is_unknown_value(name: str, value: object) -> bool:
     try:
         return name in SETTINGS_RULES and isinstance(value, str) and not SETTINGS_RULES[name].holds(value)
     except UsageError:
         return True
 
 
-def load_head(path: Path) -> Training:
+def load_training_header(path: Path) -> Training:
     try:
         with open_file(path) as file:
-            first = sheet_of(file.readline())
-        return read_header(first, path, "training", _training_from)
+            first_line = parse_file_lines(file.readline())
+        return read_header(first_line, path, "training", _decode_training)
     except OSError as error:
         raise RunNotFound(f"the training's file {path} cannot be read ({error.strerror}).") from None
 
 
 def load_training(path: Path) -> KeptTraining:
-    """Reads a training. Broken lines are left out and named in `troubles`; raises StoreError for any other file."""
-    sheet = lines_of(path, "the training's file")
-    training = read_header(sheet, path, "training", _training_from)
+    """Reads a training. Broken lines are left out, and `troubles` names them. Raises StoreError for a file of another
+    kind.
+    """
+    file_lines = read_file_lines(path, "the training's file")
+    training = read_header(file_lines, path, "training", _decode_training)
     names = {"", *(arm.name for arm in training.arms)}
     lines: list[StreamLine] = []
-    ends = []
+    end_words = []
 
-    def take(content: Content) -> None:
-        ((name, plain),) = content.items()
+    def take_line(content: Content) -> None:
+        ((name, value),) = content.items()
         if name == "end":
-            ends.append(plain)
+            end_words.append(value)
         elif name in LINE_KINDS:
-            if plain["arm"] in names:
-                lines.append(line_of(content))
+            if value["arm"] in names:
+                lines.append(line_from_json(content))
         else:
             raise UnknownKind
 
-    troubles = take_lines(sheet, take, but=1)
-    return KeptTraining(training, tuple(lines), ends[-1:] == ["finished"], str(path), tuple(troubles))
+    troubles = process_lines(file_lines, take_line, except_line=1)
+    return KeptTraining(training, tuple(lines), end_words[-1:] == ["finished"], str(path), tuple(troubles))
 
 
 class TrainingKind(Kind[KeptTraining]):
-    """Its report's table leaves out readings of tensors, which may be millions; `show --csv` has them."""
+    """Reads, shows and reports stored trainings. Tables of a report leave out the readings of tensors, because there
+    may be millions. `show --csv` has them.
+    """
 
     name = "training"
     holds = KeptTraining
@@ -294,68 +329,68 @@ class TrainingKind(Kind[KeptTraining]):
         return next(iter(self.files(store)), None)
 
     def view(self, stored: KeptTraining) -> View:
-        from fp8bench.features.train.data import rows_of, value_of
+        from fp8bench.features.train.data import list_csv_rows, training_to_json
         from fp8bench.features.train.verdicts.summary import JudgedTraining
-        from fp8bench.features.train.view import page_of
+        from fp8bench.features.train.view import render_answer
 
         judged = JudgedTraining(stored)
-        return View(partial(page_of, judged), partial(value_of, judged), partial(rows_of, judged))
+        return View(partial(render_answer, judged), partial(training_to_json, judged), partial(list_csv_rows, judged))
 
     def whole_view(self, stored: KeptTraining) -> View:
         from fp8bench.features.train.verdicts.summary import JudgedTraining
-        from fp8bench.features.train.view import whole_page
+        from fp8bench.features.train.view import render_all
 
-        return TrainingKind.view(self, stored)._replace(page=partial(whole_page, JudgedTraining(stored)))
+        return TrainingKind.view(self, stored)._replace(page=partial(render_all, JudgedTraining(stored)))
 
     def lines(self, store: Path) -> Iterator[Callable[[], str]]:
-        return (partial(_line, path) for path in self.files(store))
+        return (partial(_describe_training, path) for path in self.files(store))
 
     def spare(self, store: Path) -> Iterator[SparePart]:
         for path in self.files(store):
-            if (path.parent / _CHECKPOINTS).is_dir():
+            if (path.parent / _CHECKPOINTS_FOLDER).is_dir():
                 try:
                     # Only the last line shows whether the training is finished.
-                    ended = sheet_of(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
-                except OSError:  # then it is unknown whether they are needed
+                    ended = parse_file_lines(read_file(path).rstrip().rpartition(b"\n")[2]).lines[-1:]
+                except OSError:  # an unreadable file shows nothing about its training
                     continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
                 state = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
                 description = f"checkpoints of the training {self.names(path)[0]}, {state}"
-                yield SparePart([path.with_name(_PLACES), path.parent / _CHECKPOINTS], description, path)
+                yield SparePart([path.with_name(_PLACES_FILE), path.parent / _CHECKPOINTS_FOLDER], description, path)
 
     def report(self, stored: KeptTraining) -> View:
-        from fp8bench.features.train.data import rows_of
-        from fp8bench.features.train.page import page_of
+        from fp8bench.features.train.data import list_csv_rows
+        from fp8bench.features.train.page import render_page
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        # Readings of all tensors would make a page of many megabytes.
+        # A page with the readings of all tensors would have many megabytes.
         few = replace(stored, lines=tuple(line for line in stored.lines if not isinstance(line, LayerReading)))
-        return View(partial(page_of, JudgedTraining(stored)), rows=partial(rows_of, JudgedTraining(few)))
+        return View(partial(render_page, JudgedTraining(stored)), rows=partial(list_csv_rows, JudgedTraining(few)))
 
     def log_source(self, stored: KeptTraining) -> LogSource:
-        from fp8bench.features.train.data import source_of
+        from fp8bench.features.train.data import make_log_source
 
-        return source_of(stored.training)
+        return make_log_source(stored.training)
 
     def scalars(self, stored: KeptTraining) -> Iterator[LoggedScalar]:
-        from fp8bench.features.train.data import scalars_of, summary_scalars
+        from fp8bench.features.train.data import list_scalars, list_summary_scalars
         from fp8bench.features.train.verdicts.summary import JudgedTraining
 
-        yield from scalars_of(stored.training, stored.lines)
-        yield from summary_scalars(JudgedTraining(stored))
+        yield from list_scalars(stored.training, stored.lines)
+        yield from list_summary_scalars(JudgedTraining(stored))
 
 
-def _line(path: Path) -> str:
-    """Returns a line of `history list`: '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
-    training = load_head(path)
+def _describe_training(path: Path) -> str:
+    """Returns a line of `history list`, such as '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
+    training = load_training_header(path)
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
     ranks, settings = training.request.ranks, training.request.settings
-    together = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
-    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{together}"
+    rank_words = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
+    return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{rank_words}"
 
 
 class StreamKind(TrainingKind):
-    """Files of `fp8bench.watch`, wherever they are; a store has none."""
+    """Reads and shows the files that `fp8bench.watch` has written. These may be anywhere, and are never in a store."""
 
     name = "stream"
     holds = WatchedLoops
@@ -365,23 +400,25 @@ class StreamKind(TrainingKind):
         return path if is_stream(path := Path(word)) else None
 
     def names(self, path: Path) -> tuple[str, str]:
-        # Many streams have the same name, so that their folder is part of it.
+        # Many streams have equal file names, so the folder is added to the name.
         return path.stem, f"{path.resolve().parent.name}-{path.stem}"
 
     def load(self, path: Path) -> KeptTraining:
-        return loops_of([[path]])
+        return load_loops([[path]])
 
     def join(self, words: Sequence[str], store: Path) -> KeptTraining | None:
-        """Returns loops side by side. A word with commas names the seeds of a loop."""
+        """Returns recorded loops as the arms of one training. Each word names a loop by its file, or by its files of
+        several seeds, separated by commas. Returns None if a word is not such a file.
+        """
         files = [list(map(Path, word.split(","))) for word in words]
-        return loops_of(files) if all(is_stream(paths[0]) for paths in files) else None
+        return load_loops(files) if all(is_stream(paths[0]) for paths in files) else None
 
     def view(self, stored: KeptTraining) -> View:
         return self.whole_view(stored)
 
 
 class SizesKind(Kind[ModelSweep]):
-    """Trainings of several models side by side."""
+    """Shows several trainings with different models as one comparison."""
 
     name = "comparison of sizes"
     holds = ModelSweep
@@ -397,25 +434,25 @@ class SizesKind(Kind[ModelSweep]):
         raise StoreError(f"{path} is several trainings. Name each of them.")
 
     def join(self, words: Sequence[str], store: Path) -> ModelSweep | None:
-        from fp8bench.features.train.sizes import Sizes
+        from fp8bench.features.train.sizes import SizeComparison
 
         paths = [path for word in words if (path := KIND.find(word, store)) is not None]
         if len(paths) < len(words) or len(paths) < 2:
             return None
         trainings = tuple(map(load_training, paths))
-        sizes = Sizes(trainings, "+".join(training.training.id for training in trainings))
+        sizes = SizeComparison(trainings, "+".join(training.training.id for training in trainings))
         models = {training.request.settings.model for training in trainings}
-        # The trend is that of the model's size only if nothing else differs.
+        # The gaps show a trend by model size only if the trainings differ in nothing else.
         requests = [training.request for training in trainings]
         distinct_requests = {replace(request, settings=replace(request.settings, model="nano")) for request in requests}
         comparable = len(models) == len(paths) and len(distinct_requests) == 1 and not requests[0].settings.make
         return sizes if comparable and sizes.arms else None
 
     def view(self, sweep: ModelSweep) -> View:
-        from fp8bench.features.train.sizes import Sizes, page_of, rows_of, value_of
+        from fp8bench.features.train.sizes import SizeComparison, list_csv_rows, render_page, sizes_to_json
 
-        sizes = Sizes(sweep.kept, sweep.path)
-        return View(partial(page_of, sizes), partial(value_of, sizes), partial(rows_of, sizes))
+        sizes = SizeComparison(sweep.kept, sweep.path)
+        return View(partial(render_page, sizes), partial(sizes_to_json, sizes), partial(list_csv_rows, sizes))
 
     def report(self, sweep: ModelSweep) -> View:
         return self.view(sweep)
@@ -424,5 +461,5 @@ class SizesKind(Kind[ModelSweep]):
 KIND = TrainingKind()
 STREAM_KIND = StreamKind()
 SIZES_KIND = SizesKind()
-# A stream may have the name of a training's file.
+# Streams come first, because a stream's file may have the name of a training's file.
 KINDS = (STREAM_KIND, KIND, SIZES_KIND)

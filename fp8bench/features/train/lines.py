@@ -1,4 +1,4 @@
-"""Lines of a training's stream as plain JSON, with their kind as the key."""
+"""Converts the lines of a training's stream to plain JSON and back. The kind of a line is its key."""
 
 from __future__ import annotations
 
@@ -25,17 +25,17 @@ LINE_KINDS: dict[str, type] = {
     "event": TrainingEvent,
     "cost": ArmCost,
 }
-_NAMES = {kind: name for name, kind in LINE_KINDS.items()}
+_NAME_BY_KIND = {kind: name for name, kind in LINE_KINDS.items()}
 
 
-def plain(line: StreamLine) -> dict[str, Any]:
-    return {_NAMES[type(line)]: encode(line)}
+def line_to_json(line: StreamLine) -> dict[str, Any]:
+    return {_NAME_BY_KIND[type(line)]: encode(line)}
 
 
 def is_line(content: object) -> bool:
     return isinstance(content, dict) and len(content) == 1 and content.keys() <= LINE_KINDS.keys()
 
 
-def line_of(content: Content) -> StreamLine:
+def line_from_json(content: Content) -> StreamLine:
     ((name, value),) = content.items()
     return cast(StreamLine, decode(LINE_KINDS[name], value))

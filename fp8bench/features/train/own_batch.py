@@ -1,4 +1,4 @@
-"""The largest batch of an arm that fits into some memory, by running it and the next one, and its pace."""
+"""Finds the largest batch of an arm that fits into a given memory, and times steps with this batch."""
 
 from __future__ import annotations
 
@@ -6,8 +6,8 @@ from dataclasses import replace
 from statistics import fmean
 
 from fp8bench.errors import WorkerError
-from fp8bench.features.train.lab.models import config_of
-from fp8bench.features.train.seed import FIRST_SECONDS, lab_of
+from fp8bench.features.train.lab.models import make_config
+from fp8bench.features.train.seed import FIRST_CALL_SECONDS, call_lab
 from fp8bench.features.train.values import Arm, SeedTask, Training
 from fp8bench.measure.capacity import LARGEST_BATCH, BatchAttempt, NoSearch, Search
 from fp8bench.measure.handle import Worker
@@ -15,54 +15,56 @@ from fp8bench.measure.passes import ran_out_of_memory
 from fp8bench.model import Capacity
 from fp8bench.units import size
 
-# Steps that warm up, and steps that are timed.
-_WARM, _TIMED = 2, 8
+# The number of steps that warm up, and of steps that are timed.
+_WARM_STEPS, _TIMED_STEPS = 2, 8
 
 
 def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> Capacity:
-    """Returns the largest batch within `limit` bytes of tensors, with the seconds of its steps. Drops the arms that the
-    worker has."""
-    # An arm with other micro-batches has a separate batch, which would replace the one that is tried.
+    """Returns the largest batch whose tensors fit into `limit` bytes, and the seconds of its steps. The worker drops
+    all arms that it has.
+    """
+    # A setting `batch` of the arm would replace the batch that is tried.
     arm = replace(arm, settings=tuple(pair for pair in arm.settings if pair[0] != "batch"))
-    search = Search(config_of(training.request.settings, 1).batch, LARGEST_BATCH, limit)
-    lab = lab_of(worker, FIRST_SECONDS)
+    search = Search(make_config(training.request.settings, 1).batch, LARGEST_BATCH, limit)
+    lab = call_lab(worker, FIRST_CALL_SECONDS)
 
-    def task_with(batch: int, times: int = 1) -> SeedTask:
-        task = training.task((arm,))
+    def make_task(batch: int, times: int = 1) -> SeedTask:
+        task = training.make_task((arm,))
         micro_batches = times * task.settings.micro_batches
         return replace(task, settings=replace(task.settings, batch=batch, micro_batches=micro_batches))
 
-    def attempt(batch: int) -> BatchAttempt:
+    def try_batch(batch: int) -> BatchAttempt:
         try:
-            cost = lab.alone(task_with(batch))
+            cost = lab.measure_memory(make_task(batch))
         except WorkerError as error:
             if not ran_out_of_memory(error):
                 raise NoSearch(f"a batch of {batch} ended it: {error}") from None
             return BatchAttempt(batch, False, None, "memory ran out")
         if cost.memory is None:
             raise NoSearch(cost.why)
-        beyond = cost.memory.peak - limit
-        reason = f"tensors need {size(beyond)} more" if beyond > 0 else ""
+        failing_batch = cost.memory.peak - limit
+        reason = f"tensors need {size(failing_batch)} more" if failing_batch > 0 else ""
         return BatchAttempt(batch, not reason, cost.memory.peak, reason)
 
-    def time(batch: int, times: int) -> tuple[int, list[float]]:
-        (state,) = lab.begin(task_with(batch, times))
-        lab.loop(arm.name, _WARM)
-        return state.tokens, [lab.loop(arm.name, 1) for _ in range(_TIMED)]
+    def time_steps(batch: int, times: int) -> tuple[int, list[float]]:
+        (state,) = lab.begin(make_task(batch, times))
+        lab.loop(arm.name, _WARM_STEPS)
+        return state.tokens, [lab.loop(arm.name, 1) for _ in range(_TIMED_STEPS)]
 
     try:
-        search.run(attempt)
+        search.run(try_batch)
         if training.device.accelerated:
-            worker.restart()  # counting may leave a profiler attached, which would slow launches
-        best, failing = search.fitting, search.failing
-        beyond, reason = (failing.number, failing.why) if failing is not None else (None, "")
-        found = Capacity("batch", limit, best.number if best else 0, 1, beyond=beyond, why=reason)
-        if best is None:
-            return found
-        # Twice the micro-batches take as much longer as micro-batches take; the rest is the update.
-        (tokens, seconds), (_, twice) = time(best.number, 1), time(best.number, 2)
+            worker.restart()  # Counting memory may leave a profiler attached, which would slow down launches
+        largest, first_failing = search.largest_fitting, search.smallest_failing
+        failing_batch, reason = (first_failing.number, first_failing.why) if first_failing is not None else (None, "")
+        capacity = Capacity("batch", limit, largest.number if largest else 0, 1, beyond=failing_batch, why=reason)
+        if largest is None:
+            return capacity
+        # Compare steps with one and with two micro-batches: the difference is the time of a micro-batch, and the
+        # remaining time is the update.
+        (tokens, seconds), (_, twice_seconds) = time_steps(largest.number, 1), time_steps(largest.number, 2)
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))
-    update = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(twice)[:2]))
-    return replace(found, tokens=tokens, peak=best.taken, seconds=tuple(seconds), update=update)
+    update_seconds = max(0.0, 2 * fmean(sorted(seconds)[:2]) - fmean(sorted(twice_seconds)[:2]))
+    return replace(capacity, tokens=tokens, peak=largest.taken, seconds=tuple(seconds), update=update_seconds)

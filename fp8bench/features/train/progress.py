@@ -1,7 +1,6 @@
-"""The progress of a training: a board on a terminal, lines in a log, its page rewritten regularly, and scalars for
-boards.
-
-All of it happens between slices, where no step is timed. A failure is reported and does not stop the training.
+"""Shows the progress of a training: a board on a terminal, lines in a log, a page that is rewritten regularly, and
+scalars for TensorBoard or wandb. All of this happens between the turns of arms, while no step is timed. If an output
+fails, the failure is reported and the training continues.
 """
 
 from __future__ import annotations
@@ -19,13 +18,13 @@ from pathlib import Path
 from typing import TextIO
 
 from fp8bench import units
-from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, time_left
+from fp8bench.cli.progress import REDRAW_SECONDS, LiveBlock, is_watched, show_time_left
 from fp8bench.cli.streams import complain
 from fp8bench.errors import StoreError
-from fp8bench.features.train.data import scalars_of, source_of, summary_scalars
+from fp8bench.features.train.data import list_scalars, list_summary_scalars, make_log_source
 from fp8bench.features.train.kind import KIND, load_training
-from fp8bench.features.train.page import page_of
-from fp8bench.features.train.streams import loops_of
+from fp8bench.features.train.page import render_page
+from fp8bench.features.train.streams import load_loops
 from fp8bench.features.train.values import (
     Arm,
     KeptTraining,
@@ -46,23 +45,23 @@ from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
-_OUT, _STOPPED = "out", "stopped"
+_EXCLUDED, _STOPPED = "out", "stopped"
 # A log gets a line at least this often.
-_SILENT_SECONDS = 25.0
+_MAX_SILENT_SECONDS = 25.0
 
 
-class _Watching(TrainingObserver):
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float]) -> None:
-        self._say = say
+class _ProgressObserver(TrainingObserver):
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float]) -> None:
+        self._print_line = print_line
         self._clock = clock
-        self._begun = clock()
-        self._done_before: float | None = None
+        self._start = clock()
+        self._done_at_start: float | None = None
         self._number = 0
-        self._arms: dict[str, ArmNow] = {}
+        self._arms: dict[str, ArmProgress] = {}
 
     def begun(self, training: Training) -> None:
-        self._training, self._begun, self._done_before = training, self._clock(), None
-        self._arms = {arm.name: ArmNow(arm) for arm in training.arms if not arm.skip}
+        self._training, self._start, self._done_at_start = training, self._clock(), None
+        self._arms = {arm.name: ArmProgress(arm) for arm in training.arms if not arm.skip}
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if number != self._number:
@@ -71,63 +70,66 @@ class _Watching(TrainingObserver):
                 now.begin_seed()
         for line in lines:
             if line.arm in self._arms:
-                self._arms[line.arm].take(line)
+                self._arms[line.arm].read_line(line)
             if isinstance(line, TrainingEvent):
                 self.note(line.sentence)
 
     def note(self, sentence: str) -> None:
-        self._say(sentence)
+        self._print_line(sentence)
 
     @property
-    def _arms_with_loss(self) -> list[ArmNow]:
-        """The arms of this seed; the one-ulp arm has no loss after the first seed."""
+    def _arms_with_loss(self) -> list[ArmProgress]:
+        """Returns the arms that already have a loss in this seed. Arms that are only trained in the first seed have
+        no loss in later ones.
+        """
         return [now for now in self._arms.values() if now.loss is not None]
 
-    def _where(self, number: int, step: int) -> str:
-        """Returns 'seed 2/5, step 120/300, about 40 s left'."""
+    def _describe_position(self, number: int, step: int) -> str:
+        """Returns a text such as 'seed 2/5, step 120/300, about 40 s left'."""
         request = self._training.request
-        done = (number + step / request.steps) / request.seeds
-        if self._done_before is None:
-            # At a resume, or after the first slice: starting a worker is not part of later slices.
-            self._done_before, self._begun = done, self._clock()
+        done_share = (number + step / request.steps) / request.seeds
+        if self._done_at_start is None:
+            # Count the time from a resume, or from the end of the first turn. Later turns do not include starting a
+            # worker.
+            self._done_at_start, self._start = done_share, self._clock()
         remaining = ""
-        if done < 1:
-            share = (done - self._done_before) / (1 - self._done_before)
-            remaining = time_left(self._clock() - self._begun, share)
+        if done_share < 1:
+            time_share = (done_share - self._done_at_start) / (1 - self._done_at_start)
+            remaining = show_time_left(self._clock() - self._start, time_share)
         return f"seed {number + 1}/{request.seeds}, step {step}/{request.steps}{remaining}"
 
 
-class TrainingLines(_Watching):
-    """Progress for logs and pipes: a line after each validation."""
+class TrainingLines(_ProgressObserver):
+    """Shows progress in logs and pipes, by a line after each validation."""
 
-    def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
-        super().__init__(say, clock)
-        self._told: tuple[int, int] | None = None
-        self._said_at = self._begun
+    def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
+        super().__init__(print_line, clock)
+        self._last_printed: tuple[int, int] | None = None
+        self._printed_at = self._start
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
-        where = self._where(number, step)
-        # A log gets a line for new held-out losses, or after a long silence.
+        position = self._describe_position(number, step)
+        # A line is written for new held-out losses, or after a long time without one.
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss)
-        validated = any(isinstance(line, Validation) for line in lines)
-        silent = self._clock() - self._said_at >= _SILENT_SECONDS
-        if losses and self._told != (number, step) and (validated or silent):
-            self._told, self._said_at = (number, step), self._clock()
-            self._say(f"{where}: {losses}")
+        has_validated = any(isinstance(line, Validation) for line in lines)
+        is_silent = self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
+        if losses and self._last_printed != (number, step) and (has_validated or is_silent):
+            self._last_printed, self._printed_at = (number, step), self._clock()
+            self._print_line(f"{position}: {losses}")
 
 
-class TrainingBoard(_Watching):
-    """Progress for a terminal: a board that updates in place, below the sentences."""
+class TrainingBoard(_ProgressObserver):
+    """Shows progress on a terminal. Messages appear above a board, which is updated in place."""
 
     def __init__(
         self,
         stream: TextIO,
         environ: Mapping[str, str],
-        say: Callable[[str], None],
+        print_line: Callable[[str], None],
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        super().__init__(say, clock)
+        super().__init__(print_line, clock)
         self._block = LiveBlock(stream)
         self._color = not environ.get("NO_COLOR")
         self._shown_at = -REDRAW_SECONDS
@@ -137,26 +139,27 @@ class TrainingBoard(_Watching):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
-        where = self._where(number, step)
-        # Redrawing a terminal after each slice would flicker.
+        position = self._describe_position(number, step)
+        # A terminal that is redrawn after each turn would flicker.
         if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
-            page = board_of(where, self._arms_with_loss)
+            page = render_board(position, self._arms_with_loss)
             self._block.show(render(page, self._block.room, self._color))
 
     def note(self, sentence: str) -> None:
         self._block.close()
         super().note(sentence)
-        self._shown_at = -REDRAW_SECONDS  # the board comes back at once
+        self._shown_at = -REDRAW_SECONDS  # so that the next turn redraws the board
 
     def close(self) -> None:
         self._block.close()
 
 
 @dataclass
-class ArmNow:
-    """An arm in the current seed. `seconds` is the time of the last timed step, `alarms` are of all seeds, `ended` says
-    why the arm ended early."""
+class ArmProgress:
+    """The progress of an arm in the current seed. `seconds` is the time of its last timed step, `alarms` the number
+    of its alarms in all seeds, and `ended` the reason why it ended early.
+    """
 
     arm: Arm
     loss: float | None = None
@@ -169,10 +172,10 @@ class ArmNow:
 
     def begin_seed(self) -> None:
         self.loss = self.held_out = None
-        if not self.ended.startswith(_OUT):  # an arm that is out stays out in later seeds
+        if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
             self.ended = ""
 
-    def take(self, line: StreamLine) -> None:
+    def read_line(self, line: StreamLine) -> None:
         match line:
             case StepRow():
                 self.loss, self.tokens, self.seconds = line.loss, line.tokens, line.seconds or self.seconds
@@ -181,7 +184,7 @@ class ArmNow:
             case TrainingEvent(kind="alarm"):
                 self.alarms += 1
                 self.last_alarm = f"seed {line.seed}, step {line.step}"
-            case TrainingEvent() if line.kind in (_OUT, _STOPPED):
+            case TrainingEvent() if line.kind in (_EXCLUDED, _STOPPED):
                 self.ended = f"{line.kind} in step {line.step}"
 
     @property
@@ -189,18 +192,19 @@ class ArmNow:
         return self.tokens / self.seconds if self.arm.native and self.seconds else None
 
 
-def board_of(where: str, arms: Sequence[ArmNow]) -> Page:
-    cols: list[Col[ArmNow]] = [
+def render_board(position: str, arms: Sequence[ArmProgress]) -> Page:
+    columns: list[Col[ArmProgress]] = [
         Col("arm", attrgetter("arm.name")),
         Col("loss", attrgetter("loss"), number=True, show="{:.4f}".format),
         Col("held-out", attrgetter("held_out"), number=True, show="{:.4f}".format),
         Col("tokens/s", attrgetter("tokens_per_second"), number=True, show=units.count),
-        Col("health", _health),
+        Col("health", _describe_alarms),
     ]
-    return Page(where, "", (Part("arms", "", (table("arms", "", cols, arms),)),))
+    return Page(position, "", (Part("arms", "", (table("arms", "", columns, arms),)),))
 
 
-def _health(now: ArmNow) -> Field:
+def _describe_alarms(now: ArmProgress) -> Field:
+    """Returns the reason why an arm ended early, or otherwise its number of alarms."""
     if now.ended:
         return Field(now.ended, tone=Tone.BAD)
     if not now.alarms:
@@ -217,19 +221,20 @@ def on_terminal() -> Iterator[TrainingObserver]:
         yield observer
 
 
-# The page is written at most this often, and takes at most this share of the time.
-PAGE_SECONDS, _PAGE_SHARE = 10.0, 0.02
-Say = Callable[[str], None]
+# The page is written at most every 10 seconds, and in at most 2% of the time.
+PAGE_INTERVAL_SECONDS, _PAGE_TIME_SHARE = 10.0, 0.02
+PrintLine = Callable[[str], None]
 
 
 @contextmanager
-def outward(
+def with_outputs(
     inner: TrainingObserver, place: Path, live: Path | None, log: Sequence[LogTarget] = (), on_alarm: str = ""
 ) -> Iterator[TrainingObserver]:
-    """Yields an observer that also writes a page, logs, and runs a command on alarms. `place` is the store, or a
-    watched loop's stream."""
-    # Each sink may fail separately: the training and the others continue.
-    observers: list[_Outward] = []
+    """Yields an observer that passes everything on to `inner`. It also writes a page, logs scalars, and runs a
+    command for each alarm. `place` is the store, or the stream of a recorded loop.
+    """
+    # A failure of one output does not affect the training or the other outputs.
+    observers: list[_OutputObserver] = []
     if live is not None:
         observers.append(LivePage(live, place, inner.note))
     if log:
@@ -239,61 +244,67 @@ def outward(
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
-        yield _Several(inner, observers) if observers else inner
+        yield _ForwardingObserver(inner, observers) if observers else inner
 
 
-class _Outward(TrainingObserver):
+class _OutputObserver(TrainingObserver):
     _training: Training | None = None
-    _place: Path
+    _store_or_stream: Path
 
     def begun(self, training: Training) -> None:
         self._training = training
 
     def _load(self) -> KeptTraining | None:
-        """Returns the lines stored until now; None if the training has not begun."""
+        """Returns the training with all lines that are stored by now; None if the training has not begun."""
         if self._training is None:
             return None
         if self._training.is_watched:
-            return loops_of([[self._place]])
-        path = KIND.find(self._training.id, self._place)
+            return load_loops([[self._store_or_stream]])
+        path = KIND.find(self._training.id, self._store_or_stream)
         return None if path is None else load_training(path)
 
     def close(self) -> None:
-        """The training has ended, for any reason."""
+        """Ends the outputs. Called once the training has ended, whether it succeeded or failed."""
 
 
-class _Several(TrainingObserver):
+class _ForwardingObserver(TrainingObserver):
     def __init__(self, first: TrainingObserver, further: Sequence[TrainingObserver]) -> None:
-        self._every = (first, *further)
+        self._observers = (first, *further)
         self.working, self.note = first.working, first.note  # type: ignore[method-assign]
 
     def begun(self, training: Training) -> None:
-        for observer in self._every:
+        for observer in self._observers:
             observer.begun(training)
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
-        for observer in self._every:
+        for observer in self._observers:
             observer.trained(number, step, lines)
 
 
-class LivePage(_Outward):
-    """The report of the lines stored until now, which a browser reloads until the training ends."""
+class LivePage(_OutputObserver):
+    """Writes the report of the lines that are stored by now to a file. A browser that shows the file reloads it until
+    the training ends.
+    """
 
-    def __init__(self, file: Path, place: Path, say: Say, clock: Callable[[], float] = time.monotonic) -> None:
-        self._file, self._place, self._say, self._clock = file, place, say, clock
-        self._due, self._failed = -PAGE_SECONDS, ""
+    def __init__(
+        self, file: Path, place: Path, print_line: PrintLine, clock: Callable[[], float] = time.monotonic
+    ) -> None:
+        self._file, self._store_or_stream, self._print_line, self._clock = file, place, print_line, clock
+        self._next_write, self._last_failure = -PAGE_INTERVAL_SECONDS, ""
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
-        if self._training is None or self._clock() < self._due:
+        if self._training is None or self._clock() < self._next_write:
             return
-        begun, request = self._clock(), self._training.request
-        where = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
-        if self._training.is_watched:  # how many steps a loop will take is unknown
-            where = f"step {step}"
-        written = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
-        self._write(f"Written while it trains, in {where}, at {written}: all figures are of what was kept.")
-        # A page of a long training takes seconds to write; limit it to two percent of the time.
-        self._due = self._clock() + max(PAGE_SECONDS, (self._clock() - begun) / _PAGE_SHARE)
+        start, request = self._clock(), self._training.request
+        position = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
+        if self._training.is_watched:  # the number of steps of a loop is unknown
+            position = f"step {step}"
+        write_time = time.strftime("%Y-%m-%d %H:%M:%S UTC", time.gmtime())
+        self._write(
+            f"Written during the training, in {position}, at {write_time}: figures cover what was stored until then."
+        )
+        # A page of a long training takes seconds to write, so it is written less often.
+        self._next_write = self._clock() + max(PAGE_INTERVAL_SECONDS, (self._clock() - start) / _PAGE_TIME_SHARE)
 
     def close(self) -> None:
         self._write("")
@@ -303,33 +314,33 @@ class LivePage(_Outward):
             stored = self._load()
             if stored is None:
                 return
-            # During the training the page must not call it cut off.
-            page = page_of(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
+            # Until the end, the page must not say that the training was cut off.
+            page = render_page(JudgedTraining(replace(stored, finished=stored.finished or bool(state))))
             if state:
                 head = Part("live", "In progress", (Text(state, Tone.DOUBT),))
-                page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_SECONDS))
+                page = replace(page, parts=(head, *page.parts), refresh=round(3 * PAGE_INTERVAL_SECONDS))
             write_whole(self._file, html.render(page), sync=False)
         except Exception as error:  # noqa: BLE001 - a broken page must not end a training of days
             reason = f"--live {self._file} was not written ({error}); the training goes on"
-            if reason != self._failed:
-                self._say(reason)
-            self._failed = reason
+            if reason != self._last_failure:
+                self._print_line(reason)
+            self._last_failure = reason
 
 
-class LiveLog(_Outward):
-    """Logs the scalars of all arms as they arrive, and the summaries of a finished training."""
+class LiveLog(_OutputObserver):
+    """Logs the scalars of all arms as they arrive, and the summaries once the training is finished."""
 
-    def __init__(self, targets: Sequence[LogTarget], place: Path, say: Say) -> None:
-        self._targets, self._place, self._say = targets, place, say
+    def __init__(self, targets: Sequence[LogTarget], place: Path, print_line: PrintLine) -> None:
+        self._targets, self._store_or_stream, self._print_line = targets, place, print_line
         self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
         super().begun(training)
-        self._logger = ScalarLogger(self._targets, source_of(training), self._say, "the training goes on")
+        self._logger = ScalarLogger(self._targets, make_log_source(training), self._print_line, "the training goes on")
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if self._training is not None:
-            self._log(scalars_of(self._training, lines))
+            self._log(list_scalars(self._training, lines))
 
     def close(self) -> None:
         if self._logger is None or self._training is None:
@@ -337,7 +348,7 @@ class LiveLog(_Outward):
         with contextlib.suppress(StoreError):
             stored = self._load() if not self._training.is_watched else None
             if stored is not None and stored.finished:
-                self._log(summary_scalars(JudgedTraining(stored)))
+                self._log(list_summary_scalars(JudgedTraining(stored)))
         self._logger.close()
         self._logger = None
 
@@ -347,42 +358,42 @@ class LiveLog(_Outward):
                 self._logger.log(*scalar)
 
 
-class AlarmCommand(_Outward):
-    """Runs a command of the user's shell for each alarm, next to the training, which waits for nothing."""
+class AlarmCommand(_OutputObserver):
+    """Runs a command of the user's shell for each alarm, in parallel with the training."""
 
-    def __init__(self, command: str, say: Say) -> None:
-        self._command, self._say = command, say
-        self._running: list[subprocess.Popen[bytes]] = []
+    def __init__(self, command: str, print_line: PrintLine) -> None:
+        self._command, self._print_line = command, print_line
+        self._processes: list[subprocess.Popen[bytes]] = []
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         for line in lines:
             if isinstance(line, TrainingEvent) and line.kind == "alarm":
-                self._run(line)
-        for process in [process for process in self._running if process.poll() is not None]:
-            self._running.remove(process)
-            self._complain(process)
+                self._run_command(line)
+        for process in [process for process in self._processes if process.poll() is not None]:
+            self._processes.remove(process)
+            self._report_exit_code(process)
 
     def close(self) -> None:
-        limit = time.monotonic() + _COMMAND_SECONDS
-        for process in self._running:
+        deadline = time.monotonic() + _COMMAND_WAIT_SECONDS
+        for process in self._processes:
             with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, limit - time.monotonic()))
-                self._complain(process)
+                process.wait(max(0.0, deadline - time.monotonic()))
+                self._report_exit_code(process)
 
-    def _run(self, alarm: TrainingEvent) -> None:
+    def _run_command(self, alarm: TrainingEvent) -> None:
         facts = {"ALARM": alarm.sentence, "RULE": alarm.rule, "ARM": alarm.arm, "STEP": str(alarm.step)}
         environment = {**os.environ, **{f"FP8BENCH_{name}": value for name, value in facts.items()}}
         try:
             process = subprocess.Popen(self._command, shell=True, stdin=subprocess.DEVNULL, env=environment)
         except (OSError, ValueError) as error:
-            self._say(f"--on-alarm {self._command!r} was not run ({error}); the training goes on")
+            self._print_line(f"--on-alarm {self._command!r} was not run ({error}); the training goes on")
             return
-        self._running.append(process)
+        self._processes.append(process)
 
-    def _complain(self, process: subprocess.Popen[bytes]) -> None:
+    def _report_exit_code(self, process: subprocess.Popen[bytes]) -> None:
         if process.returncode:
-            self._say(f"--on-alarm {self._command!r} ended with {process.returncode}; the training goes on")
+            self._print_line(f"--on-alarm {self._command!r} ended with {process.returncode}; the training goes on")
 
 
-# How long the end of a training waits for commands that still run.
-_COMMAND_SECONDS = 10.0
+# At the end of a training, commands that still run are given this many seconds to finish.
+_COMMAND_WAIT_SECONDS = 10.0

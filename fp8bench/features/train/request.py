@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -28,27 +28,27 @@ from fp8bench.units import number_of
 ARCHITECTURES = ("gpt", "mlp", "cnn", "moe")
 # Kinds of parameters that may have their own learning rates.
 PARAMETER_KINDS = ("embedding", "norm", "layer", "head")
-# Groups of gradients that may be clipped by the norm of each.
+# Groups of gradients, each clipped by its joint norm.
 CLIP_GROUPS = ("kind", "block", "tensor")
 LOSS_SCALES = ("auto", "dynamic")
-LARGEST_LOSS_SCALE = float(1 << 32)
-MOST_STEPS = 10_000_000
-# Classes of torch.optim that --optimizer names, and the keys that may be set, with our defaults.
+MAX_LOSS_SCALE = float(1 << 32)
+MAX_STEPS = 10_000_000
+# Classes of torch.optim that --optimizer accepts, with the keys that may be set and their defaults here.
 OPTIMIZERS: Mapping[str, Mapping[str, Any]] = {
     "adamw": {"betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.1},
     "sgd": {"momentum": 0.9, "weight_decay": 0.1},
     "adafactor": {"beta2_decay": -0.8, "d": 1.0, "weight_decay": 0.1},
 }
-# Why other classes of torch.optim are not supported.
-NOT_STEPPED = {
+# Reasons why other classes of torch.optim are not supported.
+UNSUPPORTED_OPTIMIZERS = {
     "muon": "it updates matrices only, and a model also has norms and biases",
     "sparseadam": "it takes sparse gradients, and these are dense",
     "lbfgs": "it computes the loss several times in a step, and a step here computes it once",
 }
 _WARMUP: Mapping[str, Any] = {"warmup": 0.1}
 _WARMUP_AND_FLOOR: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
-# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). Both keys are shares: of the steps in
-# which the rate rises, and of the rate at the end.
+# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). `warmup` is the share of the steps in
+# which the rate rises, `floor` the share of the rate that remains at the end.
 SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "cosine": _WARMUP_AND_FLOOR,
     "linear": _WARMUP_AND_FLOOR,
@@ -58,8 +58,8 @@ SCHEDULES: Mapping[str, Mapping[str, Any]] = {
     "inverse-sqrt": _WARMUP_AND_FLOOR,
     "plateau": _WARMUP_AND_FLOOR,
 }
-# The least and the largest value of a key.
-_BOUNDS = {
+# The smallest and the largest value of each key.
+_KEY_BOUNDS = {
     "betas": (0, 0.999999),
     "momentum": (0, 0.999999),
     "eps": (0, 1),
@@ -71,20 +71,20 @@ _BOUNDS = {
 }
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
-# The formats they send, and the ways that have this choice.
-WIRES, WIRED = ("fp32", "bf16", "fp8"), ("zero", "sp")
-# The ways that divide blocks.
-CUT = ("tp", "sp")
+# The formats that ranks send, and the kinds of parallelism that have this choice.
+WIRES, PARALLEL_WITH_WIRE = ("fp32", "bf16", "fp8"), ("zero", "sp")
+# The kinds of parallelism that divide blocks.
+CUTTING_PARALLEL = ("tp", "sp")
 # Tasks that a trained model may be scored on (tasks.py).
 TASKS = ("cloze", "copy", "retrieval")
-# Arms that show the effect of chance on the reference.
+# Arms that repeat the reference to show the effect of chance.
 BANDS = ("repeat", "one-ulp")
 
 
 def _is_loss_scale(value: object) -> bool:
     if value in LOSS_SCALES:
         return True
-    return isinstance(value, str) and 1.0 <= number_of(value) <= LARGEST_LOSS_SCALE
+    return isinstance(value, str) and 1.0 <= number_of(value) <= MAX_LOSS_SCALE
 
 
 def _are_rates(value: object) -> bool:
@@ -94,139 +94,140 @@ def _are_rates(value: object) -> bool:
     )
 
 
-def change_of(then: str) -> tuple[str, float]:
-    """Returns the dtype in `--then`, and the share of the steps after which it begins; a share of 1 for none."""
-    word, _, share = then.rpartition("@")
-    return word, number_of(share.removesuffix("%")) / 100 if then else 1.0
+def parse_change(then: str) -> tuple[str, float]:
+    """Returns the dtype in `--then`, and the share of the steps that are trained before it begins: 1 without a
+    change."""
+    word, _, percent_text = then.rpartition("@")
+    return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
 
 
 def _is_change(value: object) -> bool:
-    if value == "":
-        return True
-    return isinstance(value, str) and value.endswith("%") and bool(change_of(value)[0]) and 0 < change_of(value)[1] < 1
+    if not isinstance(value, str) or not value.endswith("%"):
+        return value == ""
+    precision, share = parse_change(value)
+    return bool(precision) and 0 < share < 1
 
 
-def clip_of(clip: float | str) -> tuple[float, str]:
-    """Returns the largest norm in `--clip`, and the kind of group that it applies to; '' for all gradients together."""
-    most, _, group = str(clip).partition("/")
-    return number_of(most), group
+def parse_clip(clip: float | str) -> tuple[float, str]:
+    """Returns the largest norm in `--clip`, and the kind of groups that are clipped separately; '' for one of all."""
+    max_norm, _, group = str(clip).partition("/")
+    return number_of(max_norm), group
 
 
 def _is_clip(value: object) -> bool:
     if isinstance(value, bool) or not isinstance(value, int | float | str):
         return False
-    most, group = clip_of(value)
-    return 0 <= most < math.inf and ("/" in str(value)) == (group in CLIP_GROUPS)
+    max_norm, group = parse_clip(value)
+    return 0 <= max_norm < math.inf and ("/" in str(value)) == (group in CLIP_GROUPS)
 
 
 def parse_optimizer(word: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name and all keys in 'NAME[:key=value...]', or the class and the given keys in 'FILE.py:CLASS[:...]'.
-    Raises UsageError for unlisted ones."""
+    """Returns the name and all keys of 'NAME[:key=value...]'. For 'FILE.py:CLASS[:...]' it returns the class and only
+    the given keys. Raises UsageError for unknown names and keys."""
     name, _, tail = word.partition(":")
     target, _, keys = tail.partition(":")
-    # Keys hold an equals sign; the class of a user's file does not.
+    # A key has an equals sign. The name of the class in a user's file has none.
     if name not in OPTIMIZERS and target and "=" not in target:
-        return f"{name}:{target}", {key: number_of(value) for key, value in _pairs(keys)}
-    listed = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for your torch optimizer"
+        return f"{name}:{target}", {key: number_of(value) for key, value in _split_into_pairs(keys)}
+    expected_text = f"optimizer must be one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS for your torch optimizer"
     if name not in OPTIMIZERS:
-        reason = NOT_STEPPED.get(name.lower())
-        raise UsageError(f"{listed}, got {name!r:.80}{f': {reason}' if reason else ''}.")
-    return name, _keys_of("optimizer", name, tail, OPTIMIZERS[name])
+        reason = UNSUPPORTED_OPTIMIZERS.get(name.lower())
+        raise UsageError(f"{expected_text}, got {name!r:.80}{f': {reason}' if reason else ''}.")
+    return name, _parse_keys("optimizer", name, tail, OPTIMIZERS[name])
 
 
 def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
-    """Returns the name and all keys in 'NAME[:key=value...]'. Raises UsageError for unlisted ones."""
+    """Returns the name and all keys of 'NAME[:key=value...]'. Raises UsageError for unknown names and keys."""
     name, _, keys = word.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
-    return name, _keys_of("schedule", name, keys, SCHEDULES[name])
+    return name, _parse_keys("schedule", name, keys, SCHEDULES[name])
 
 
-def _pairs(keys: str) -> list[tuple[str, str]]:
+def _split_into_pairs(keys: str) -> list[tuple[str, str]]:
     pairs = [pair.partition("=") for pair in keys.split(":") if pair]
     return [(key, value) for key, _, value in pairs]
 
 
-def _keys_of(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the defaults with the given keys; raises UsageError for others and for values out of bounds."""
+def _parse_keys(option: str, name: str, keys: str, defaults: Mapping[str, Any]) -> dict[str, Any]:
+    """Returns the keys of an option: the given ones, and the defaults of all others. Raises UsageError for unknown
+    keys or values out of bounds."""
     values = dict(defaults)
-    for key, text in _pairs(keys):
+    for key, text in _split_into_pairs(keys):
         if key not in defaults:
             raise UsageError(f"{option} must be {name} with only the keys {', '.join(defaults)}, got {key!r:.80}.")
         default = defaults[key] if isinstance(defaults[key], tuple) else (defaults[key],)
         numbers = tuple(number_of(part) for part in text.split(","))
-        low, high = _BOUNDS[key]
+        low, high = _KEY_BOUNDS[key]
         if len(numbers) != len(default) or not all(low <= number <= high for number in numbers):
             expected = "two numbers" if len(default) > 1 else "a number"
-            usual = ",".join(map(str, default))
+            default_text = ",".join(map(str, default))
             raise UsageError(
-                f"{option} must be {name} with {expected} from {low} to {high:g} as {key}, like {key}={usual}, "
+                f"{option} must be {name} with {expected} from {low} to {high:g} as {key}, like {key}={default_text}, "
                 f"got {text!r:.80}."
             )
         values[key] = numbers if len(default) > 1 else numbers[0]
     return values
 
 
-def _is_optimizer(value: object) -> bool:
-    return isinstance(value, str) and bool(parse_optimizer(value))
+def _can_parse(parse: Callable[[str], object]) -> Callable[[object], bool]:
+    return lambda value: isinstance(value, str) and bool(parse(value))
 
 
-def _is_schedule(value: object) -> bool:
-    return isinstance(value, str) and bool(parse_schedule(value))
+MODEL, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
+_RUN_OPTIONS = options_of(Request)
 
 
-WHAT, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
-_OF_A_RUN = options_of(Request)
-
-
-def _choice(default: str, names: tuple[str, ...], words: str = "", group: str = LEARNING) -> Any:
+def _choice(default: str, names: tuple[str, ...], help_text: str = "", group: str = LEARNING) -> Any:
     rule = Rule(f"one of {', '.join(filter(None, names))}", lambda value: value in names)
-    return option(default, rule, words, group=group, choices=names)
+    return option(default, rule, help_text, group=group, choices=names)
 
 
-def _count(default: int, most: int, words: str, group: str = LENGTH) -> Any:
-    return option(default, whole_number(1, most), words, "N", group)
+def _count(default: int, maximum: int, help_text: str, group: str = LENGTH) -> Any:
+    return option(default, whole_number(1, maximum), help_text, "N", group)
 
 
-def _as_in_a_run(default: Any, name: str, words: str = "", group: str = LENGTH) -> Any:
-    """Returns a field that runs have as well, with a separate default and, if given, separate help."""
-    shared = _OF_A_RUN[name]
+def _run_option(default: Any, name: str, help_text: str = "", group: str = LENGTH) -> Any:
+    """Returns an option that trainings share with runs. For trainings it has another default and, if given, another
+    help text."""
+    shared = _RUN_OPTIONS[name]
     return option(
-        default, shared.rule, words or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
+        default, shared.rule, help_text or shared.help, shared.metavar, group, called=shared.called, parse=shared.parse
     )
 
 
-def file_of(start: str) -> Path | None:
-    """Returns the file that --start names, also with its digest after '::'; None for a training or its checkpoint."""
+def find_start_file(start: str) -> Path | None:
+    """Returns the file that --start names, with '::' and its digest or without them. Returns None if --start names a
+    training or a checkpoint."""
     path = Path(start.partition("::")[0])
     return path if start and is_no_folder(path) else None
 
 
-def refuse_ranks(request: Any) -> None:
+def check_ranks_options(request: Any) -> None:
     ranks, settings = request.ranks, request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
-    # A swept option counts as given.
-    swept = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
-    of_ranks = {"--parallel": settings.parallel, "--wire": settings.wire != "fp32"}
-    for word, is_set in of_ranks.items():
-        if ranks is None and (is_set or word in swept):
-            raise UsageError(f"{word} only works with several ranks, but there is one. Add --ranks N.")
+    # An option in --sweep counts as given.
+    swept_options = {f"--{name.replace('_', '-')}" for name, _ in request.sweep}
+    rank_options = {"--parallel": settings.parallel, "--wire": settings.wire != "fp32"}
+    for option_name, is_set in rank_options.items():
+        if ranks is None and (is_set or option_name in swept_options):
+            raise UsageError(f"{option_name} only works with several ranks, but there is one. Add --ranks N.")
     if ranks is not None and not request.isolation:
         raise UsageError("--no-isolation is for one process, and --ranks starts several. Leave one of them out.")
 
 
 @dataclass(frozen=True)
 class TrainerSettings:
-    """How a model is trained. An arm may replace some of these by name (`Arm.settings`). `make` names the maker of a
-    user's model and batches; settings of the built-in models then do not apply."""
+    """The settings of a model's training. An arm may replace some of them by name (`Arm.settings`). `make` names a
+    user's function that returns a model and batches. Settings of the built-in models do not apply to a user's model."""
 
     model: str = option(
         "nano",
         Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
         f"its size: {', '.join(SIZES)}; default {{default}}",
         "NAME",
-        WHAT,
+        MODEL,
     )
     make: str = option("", Rule("module:function, or file.py:function", lambda value: isinstance(value, str)), group="")
     skip: tuple[str, ...] = option(
@@ -234,24 +235,24 @@ class TrainerSettings:
         Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
         "layers of your model that are not converted: kinds (head, linear), or paths with * and ?",
         "A,B",
-        WHAT,
+        MODEL,
     )
-    arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", WHAT)
+    arch: str = _choice("gpt", ARCHITECTURES, "the model's architecture; default {default}", MODEL)
     batch: int = option(
         0,
         whole_number(0, 4096, "a whole number from 1 to 4096, or 0 for the model's own"),
         "sequences in a micro-batch; default the model's own",
         "N",
-        WHAT,
+        MODEL,
     )
     sequence: int = option(
         0,
         whole_number(0, 1 << 16, "a whole number from 1 to 65536, or 0 for the model's own"),
         "tokens in a sequence; default the model's own",
         "N",
-        WHAT,
+        MODEL,
     )
-    micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", WHAT)
+    micro_batches: int = _count(1, 1024, "micro-batches that a step accumulates; default {default}", MODEL)
     rate: float = option(
         1e-3,
         number("a number above 0 and up to 10", lambda value: 0 < value <= 10),
@@ -273,7 +274,7 @@ class TrainerSettings:
     )
     optimizer: str = option(
         "adamw",
-        Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _is_optimizer),
+        Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _can_parse(parse_optimizer)),
         "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, your torch optimizer; keys as in "
         "torch: adamw:betas=0.9,0.95, sgd:momentum=0.9; matrices decay by weight_decay, default 0.1; default {default}",
         "NAME[:KEY=VALUE...]",
@@ -284,7 +285,7 @@ class TrainerSettings:
     )
     schedule: str = option(
         "cosine",
-        Rule(f"one of {', '.join(SCHEDULES)}", _is_schedule),
+        Rule(f"one of {', '.join(SCHEDULES)}", _can_parse(parse_schedule)),
         f"how the rate changes: {', '.join(SCHEDULES)}; keys: warmup, the share of the steps in which it rises, and "
         "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps, plateau halves after "
         "3 validations without a better held-out loss; default {default}",
@@ -305,7 +306,7 @@ class TrainerSettings:
         "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
         "file with a state dict (.pt, .safetensors), also of your model",
         "TRAINING:ARM|FILE",
-        WHAT,
+        MODEL,
     )
     tasks: tuple[str, ...] = option(
         (),
@@ -313,7 +314,7 @@ class TrainerSettings:
         f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
         "last two",
         "NAME,...",
-        WHAT,
+        MODEL,
     )
     metric: tuple[str, ...] = option(
         (),
@@ -321,14 +322,14 @@ class TrainerSettings:
         "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
         "better, unless =lower is added",
         "MODULE:FUNCTION[=lower],...",
-        WHAT,
+        MODEL,
     )
     dropout: float = option(
         0.0,
         number("a share from 0 to below 1", lambda value: 0 <= value < 1),
         "share of values that are dropped, the same ones in all arms",
         "SHARE",
-        WHAT,
+        MODEL,
     )
     loss_scale: str = option(
         "auto",
@@ -349,38 +350,38 @@ class TrainerSettings:
     )
     gradients: str = _choice("fp32", ("fp32", "bf16", "fp8"), "format of stored gradients; default {default}")
     checkpointing: str = _choice(
-        "no", ("no", "blocks"), "blocks: keep each block's input alone, and recompute the rest; default {default}", WHAT
+        "no", ("no", "blocks"), "blocks: store each block's input only, recompute the rest; default {default}", MODEL
     )
     compile: str = _choice(
-        "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", WHAT
+        "no", ("no", "yes"), "yes: torch.compile, forward and backward as one graph each; default {default}", MODEL
     )
     attention: str = _choice(
         "auto",
         ("auto", "rounded", "prescaled"),
         "rounded: attention's products in the arm's precision as well; prescaled: queries first; default {default}",
-        WHAT,
+        MODEL,
     )
     on_nan: str = _choice(
-        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step that is not finite; default {default}"
+        "stop", ("stop", "skip", "lower-rate"), "what an arm does after a step with NaN or infinity; default {default}"
     )
-    precision_map: tuple[tuple[str, str], ...] = _as_in_a_run(
-        (), "precision_map", "layers with another precision, as in suite; the reference has none", group=WHAT
+    precision_map: tuple[tuple[str, str], ...] = _run_option(
+        (), "precision_map", "layers with a different precision, as in suite; not for the reference", group=MODEL
     )
-    # Largest magnitudes from `scales_from`, by precision, layer and role.
+    # Largest magnitudes from --scales-from, by precision, layer and role.
     scales: tuple[tuple[str, str, str, float], ...] = option((), KNOWN_SCALES, group="")
-    refresh_scales: int | None = _as_in_a_run(
+    refresh_scales: int | None = _run_option(
         None,
         "refresh_scales",
-        "scales from the first step's data, or --scales-from, renewed in every M-th step; the reference has none",
+        "scales from the first step's data, or --scales-from, renewed in every M-th step; not for the reference",
         LEARNING,
     )
-    saturation_bound: float | None = _as_in_a_run(None, "saturation_bound", group=LEARNING)
+    saturation_bound: float | None = _run_option(None, "saturation_bound", group=LEARNING)
     then: str = option(
         "",
         Rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
-        "finish in another dtype, like bf16@80%%: the last fifth of the steps in bf16; the reference has none",
+        "finish in a different dtype, like bf16@80%%: the last fifth of the steps in bf16; not for the reference",
         "DTYPE@PERCENT",
-        WHAT,
+        MODEL,
     )
     parallel: str = _choice(
         "",
@@ -412,19 +413,19 @@ SETTINGS_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of
 class TrainingRequest:
     """The options of `fp8bench train`. `margin` is a share of the reference's loss."""
 
-    dtypes: tuple[str, ...] = _as_in_a_run(("bf16", "fp8"), "dtypes", group="")
-    reference: str | None = _as_in_a_run(None, "reference", group=WHAT)
+    dtypes: tuple[str, ...] = _run_option(("bf16", "fp8"), "dtypes", group="")
+    reference: str | None = _run_option(None, "reference", group=MODEL)
     settings: TrainerSettings = TrainerSettings()
-    steps: int = option(300, whole_number(1, MOST_STEPS), group="")
+    steps: int = option(300, whole_number(1, MAX_STEPS), group="")
     seeds: int = option(5, whole_number(1, 10_000), group="")
-    seed: int = _as_in_a_run(0, "seed", "the first seed; default 0")
+    seed: int = _run_option(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
         BANDS,
         Rule(
             f"none, or some of {', '.join(BANDS)}",
             lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS)),
         ),
-        "arms that show what chance does to the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
+        "arms that show the effect of chance on the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
         "seed), or none; default both",
         "NAME,...",
         LENGTH,
@@ -436,10 +437,10 @@ class TrainingRequest:
             "settings or options of a dtype with at least one value each, like {'history': ('1', '16')}",
             REQUEST_RULES["axes"].holds,
         ),
-        "an arm for each value of a setting, or of an option of the dtypes: history=1,16,1024; several multiply; "
-        "model=nano,micro: a training of each, and the trend of the gap",
+        "an arm for each value of a setting or of a dtype's option: history=1,16,1024; several are combined; "
+        "model=nano,micro: a training of each model, and the trend of the gap",
         "NAME=A,B",
-        WHAT,
+        MODEL,
         parse="axis",
     )
     device: str | None = option(
@@ -449,21 +450,21 @@ class TrainingRequest:
         "NAME",
         LENGTH,
     )
-    threads: int = _as_in_a_run(1, "threads")
-    data: str | None = _as_in_a_run(
-        None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=WHAT
+    threads: int = _run_option(1, "threads")
+    data: str | None = _run_option(
+        None, "data", "a text, a token file (.bin) or a saved dataset; default Python's own sources", group=MODEL
     )
-    stride: int = _count(10, MOST_STEPS, "steps from one watched step to the next; default {default}")
-    evaluate: int = _count(50, MOST_STEPS, "steps between validations; default {default}")
-    keep: int = _count(50, MOST_STEPS, "steps between checkpoints; default {default}")
-    energy: bool = _as_in_a_run(
-        True, "energy", "measure no energy; else it is measured after the last step, where a device has a counter"
+    stride: int = _count(10, MAX_STEPS, "steps from one watched step to the next; default {default}")
+    evaluate: int = _count(50, MAX_STEPS, "steps between validations; default {default}")
+    keep: int = _count(50, MAX_STEPS, "steps between checkpoints; default {default}")
+    energy: bool = _run_option(
+        True, "energy", "measure no energy; by default it is measured after the last step if the device has a counter"
     )
-    scales_from: str | None = _as_in_a_run(
+    scales_from: str | None = _run_option(
         None,
         "scales_from",
-        "fixed scales from a stored training or run (its id, or last) in place of those of each tensor; the reference "
-        "has none",
+        "fixed scales from a stored training or run (its id, or last) instead of scales of each tensor; not for the "
+        "reference",
         group=LEARNING,
     )
     own_batch: int | None = option(
@@ -474,26 +475,26 @@ class TrainingRequest:
         LENGTH,
         parse="memory",
     )
-    imports: tuple[str, ...] = _as_in_a_run((), "imports", group=WHAT)
-    isolation: bool = _as_in_a_run(True, "isolation", "train in this process, without a worker")
-    ranks: int | None = _as_in_a_run(None, "ranks", "train every arm in N processes together, each on a separate GPU")
+    imports: tuple[str, ...] = _run_option((), "imports", group=MODEL)
+    isolation: bool = _run_option(True, "isolation", "train in this process, without a worker")
+    ranks: int | None = _run_option(None, "ranks", "train every arm in N processes together, each on a separate GPU")
 
     def __post_init__(self) -> None:
         check_fields(self, TRAINING_RULES)
         if not self.dtypes:
             raise UsageError("no dtype was named. Give --dtypes two or more, like bf16,fp8.")
-        refuse_ranks(self)
+        check_ranks_options(self)
 
 
 TRAINING_RULES: Mapping[str, Rule] = {name: own.rule for name, own in options_of(TrainingRequest).items()}
-# A quick training has one seed with this many steps.
+# A training with --quick has one seed of this many steps.
 QUICK_STEPS = 60
 
 
 def request_with_defaults(
     quick: bool, steps: int | None, seeds: int | None, dtypes: tuple[str, ...], **fields: Any
 ) -> TrainingRequest:
-    usual = TrainingRequest()
-    steps = (QUICK_STEPS if quick else usual.steps) if steps is None else steps
-    seeds = (1 if quick else usual.seeds) if seeds is None else seeds
-    return TrainingRequest(**{**fields, "dtypes": dtypes or usual.dtypes, "steps": steps, "seeds": seeds})
+    defaults = TrainingRequest()
+    steps = (QUICK_STEPS if quick else defaults.steps) if steps is None else steps
+    seeds = (1 if quick else defaults.seeds) if seeds is None else seeds
+    return TrainingRequest(**{**fields, "dtypes": dtypes or defaults.dtypes, "steps": steps, "seeds": seeds})

@@ -1,6 +1,5 @@
-"""Plans and runs a training, or resumes one. Its stream of lines is the result.
-
-Memory and energy of each arm are measured in separate passes, before and after the steps.
+"""Plans and runs a training, or resumes one. The result is its stream of lines. The memory of each arm is measured in
+a separate pass before the steps, and its energy after the steps.
 """
 
 from __future__ import annotations
@@ -15,16 +14,16 @@ from pathlib import Path
 
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
-from fp8bench.features.train.arms import check_room, check_training, device_of, make_arms
-from fp8bench.features.train.beginnings import prepare_text, started_from, with_scales
-from fp8bench.features.train.kind import ResumePlace, load_training, reopen_training, start_training
+from fp8bench.features.train.arms import check_memory, check_training, choose_device, make_arms
+from fp8bench.features.train.beginnings import prepare_text, resolve_scales, resolve_start
+from fp8bench.features.train.kind import ResumePoint, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
-from fp8bench.features.train.lab.models import config_of
+from fp8bench.features.train.lab.models import make_config
 from fp8bench.features.train.lab.rank_lab import MERGES
 from fp8bench.features.train.lab.rank_lab import MODULE as RANK_MODULE
 from fp8bench.features.train.own_batch import find_own_batch
 from fp8bench.features.train.request import TrainingRequest, parse_optimizer
-from fp8bench.features.train.seed import FIRST_SECONDS, SeedPace, SeedRun, TrainingRun, lab_of
+from fp8bench.features.train.seed import FIRST_CALL_SECONDS, SeedPace, SeedRun, TrainingRun, call_lab
 from fp8bench.features.train.values import (
     COVERAGE,
     Arm,
@@ -32,13 +31,13 @@ from fp8bench.features.train.values import (
     ArmState,
     KeptTraining,
     L,
-    TokenSpan,
     Training,
     TrainingEvent,
     TrainingObserver,
     TrainingText,
+    make_empty_text,
 )
-from fp8bench.features.train.words import coverage_words
+from fp8bench.features.train.words import explain_coverage
 from fp8bench.measure import arm as measured
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import START_SECONDS, LocalWorker, ProcessWorker, Worker, claim_process
@@ -50,62 +49,65 @@ from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Case, EnergyUse, Level, PlannedCase, Support, Work
 from fp8bench.model.raw import Settings
 from fp8bench.pipeline import now
-from fp8bench.plan.resumable import cannot_resume, refuse_files_elsewhere, surroundings_differ
+from fp8bench.plan.resumable import check_files_exist, describe_environment_changes, resume_error
 from fp8bench.report.panels import together
 from fp8bench.store.runs.run_file import check_store
 from fp8bench.user_code import import_user_modules
 
 
 def train(request: TrainingRequest, store: Path, observer: TrainingObserver, command: str) -> KeptTraining:
-    """Trains all arms of all seeds; after an interrupt `finished` is False. Raises NotKept with what was stored if the
-    store fails, and WorkerError if the reference cannot continue."""
-    request = with_scales(started_from(request, store), store)
-    with _ready(request, store) as (worker, text):
-        training = _plan(request, worker, text, command)
-        # A user's model is tried before anything is written, so that a failing model leaves no stored training.
-        covered = _coverage_events(training, worker)
-        # The number of parameters is known once the reference was built.
-        training = replace(training, parameters=_reference(training, worker).parameters)
+    """Trains all arms of all seeds. If the training was interrupted, `finished` of the result is False. If the store
+    fails, raises NotKept with the part that was stored. Raises WorkerError if the reference cannot continue.
+    """
+    request = resolve_scales(resolve_start(request, store), store)
+    with _prepare(request, store) as (worker, text):
+        training = _plan_arms(request, worker, text, command)
+        # A user's model is tried first, so that a model that fails leaves no stored training.
+        coverage_events = _examine_own_model(training, worker)
+        # The number of parameters is only known once the reference is built.
+        training = replace(training, parameters=_build_reference(training, worker).parameters)
         writer = start_training(training, store)
-        if covered:
-            writer.append(covered)
-            for event in covered:
+        if coverage_events:
+            writer.append(coverage_events)
+            for event in coverage_events:
                 observer.note(event.words)
-        return _WholeRun(training, worker, writer, observer).run_all()
+        return _CompleteRun(training, worker, writer, observer).run_all()
 
 
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
-    """Continues from the last place that was stored; False for a finished training. Raises UsageError if a file is
-    missing, or machine, software, commit, text or plan have changed: losses would differ."""
+    """Continues a training from its last resume point. Also returns whether anything was trained: a finished training
+    is returned unchanged, with False. Raises UsageError if a file is missing. Also raises it if machine, software,
+    commit or text have changed, because losses would differ.
+    """
     stored = load_training(path)
     if stored.finished:
         return False, stored
     training, request = stored.training, stored.request
     title = f"the training {training.id}"
-    # Paths of the first command may be relative to a folder that is no longer the working directory.
-    refuse_files_elsewhere(title, request.imports, request.data)
-    with _ready(request, store) as (worker, text):
-        for difference in _differences(training, _plan(request, worker, text)):
-            raise cannot_resume(title, difference, "The two parts would not form one training; start a new one.")
+    # Relative paths of the first command may refer to another working directory.
+    check_files_exist(title, request.imports, request.data)
+    with _prepare(request, store) as (worker, text):
+        for difference in _list_differences(training, _plan_arms(request, worker, text)):
+            raise resume_error(title, difference, "The two parts would not form one training; start a new one.")
         writer = reopen_training(path)
-        place = writer.places[-1]
-        writer.go_back(place)
-        words = f"resumed from step {place.step}"
-        writer.append((TrainingEvent("", request.seed + place.number, place.step, "resumed", words),))
-        return True, _WholeRun(replace(training, text=text), worker, writer, observer, resumed=True).run_all()
+        point = writer.points[-1]
+        writer.go_back(point)
+        sentence = f"resumed from step {point.step}"
+        writer.append((TrainingEvent("", request.seed + point.number, point.step, "resumed", sentence),))
+        return True, _CompleteRun(replace(training, text=text), worker, writer, observer, resumed=True).run_all()
 
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
-    """Returns a training as planned, and its reference's state."""
-    request = with_scales(started_from(request, store), store)
-    with _ready(request, store) as (worker, text):
-        training = _plan(request, worker, text)
-        _coverage_events(training, worker)
-        return training, _reference(training, worker)
+    """Returns a training before its first step, and the state of its reference."""
+    request = resolve_scales(resolve_start(request, store), store)
+    with _prepare(request, store) as (worker, text):
+        training = _plan_arms(request, worker, text)
+        _examine_own_model(training, worker)
+        return training, _build_reference(training, worker)
 
 
-def _differences(training: Training, today: Training) -> Iterator[str]:
-    yield from surroundings_differ(training.environment, today.environment)
+def _list_differences(training: Training, today: Training) -> Iterator[str]:
+    yield from describe_environment_changes(training.environment, today.environment)
     if training.device.name != today.device.name:
         yield f"{today.device.key} was {training.device.name} and is {today.device.name}"
     if training.text.identity != today.text.identity:
@@ -117,21 +119,21 @@ def _differences(training: Training, today: Training) -> Iterator[str]:
 
 
 @contextmanager
-def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
-    """Yields a worker and the text, after all checks that are possible without a worker."""
-    # User modules may register precisions that the request names.
+def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, TrainingText]]:
+    """Does all checks that need no worker, then yields a worker and the text."""
+    # Modules of the user may register precisions that the request names.
     import_user_modules(request.imports)
     check_training(request)
     settings = request.settings
-    # Two trainings in one process would share torch's settings.
+    # Two trainings in one process would share the global settings of torch.
     with claim_process(request.isolation):
         check_store(store)
         if settings.make:
-            text = no_text(settings.make)
+            text = make_empty_text("own", f"batches of {settings.make}")
         else:
-            sequence = config_of(settings, 1).sequence
+            sequence = make_config(settings, 1).sequence
             text = prepare_text(request.data, store / "data", sequence)
-        worker = _worker(request, Settings(request.threads, request.seed, request.imports))
+        worker = _make_worker(request, Settings(request.threads, request.seed, request.imports))
         try:
             yield worker, text
         finally:
@@ -139,15 +141,12 @@ def _ready(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Trai
                 worker.close()
 
 
-def no_text(make: str) -> TrainingText:
-    nothing = TokenSpan("", 0, 0)
-    return TrainingText(nothing, nothing, 0, "own", f"batches of {make}")
-
-
-def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
-    """Returns the training as planned for the worker's machine; `parameters` is still 0."""
-    device = device_of(request, worker.probe())
-    # The environment includes the modules or files of a user's maker and optimizer.
+def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, command: str = "") -> Training:
+    """Returns the training as planned for the worker's machine. Its number of parameters is not known yet, and still
+    0.
+    """
+    device = choose_device(request, worker.probe())
+    # The stored environment names the modules or files that define a user's model and optimizer.
     targets = request.settings.make, parse_optimizer(request.settings.optimizer)[0]
     imports = (*request.imports, *(target.rpartition(":")[0] for target in targets if ":" in target))
     environment = gather(worker.software(), __version__, request.threads, imports)
@@ -155,58 +154,60 @@ def _plan(request: TrainingRequest, worker: Worker, text: TrainingText, command:
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)
 
 
-def _worker(request: TrainingRequest, settings: Settings) -> Worker:
+def _make_worker(request: TrainingRequest, settings: Settings) -> Worker:
     if request.ranks is not None:
         return RanksWorker(settings, request.ranks, module=RANK_MODULE, merges=MERGES)
     return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
 
 
-def _coverage_events(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
-    """Checks that a user's model can be trained; the events have how much of it each arm converts."""
+def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
+    """Checks that a user's model can be trained. Returns events with the share of the model that each arm converts."""
     if not training.request.settings.make:
         return ()
     try:
-        coverages = lab_of(worker, FIRST_SECONDS).examine(training.task(tuple(training.compared_arms)))
+        coverages = call_lab(worker, FIRST_CALL_SECONDS).examine(training.make_task(tuple(training.compared_arms)))
     except WorkerFault as fault:
         raise as_usage(fault) from None
     by_coverage = together((coverage, name) for name, coverage in coverages)
-    words: list[str] = []
+    sentences: list[str] = []
     for coverage, names in by_coverage.items():
-        words += coverage_words(", ".join(names), coverage)
-    return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE, sentence) for sentence in words)
+        sentences += explain_coverage(", ".join(names), coverage)
+    return tuple(TrainingEvent("", training.request.seed, 0, COVERAGE, sentence) for sentence in sentences)
 
 
-def _reference(training: Training, worker: Worker) -> ArmState:
-    reference, lab = training.arms[0], lab_of(worker, START_SECONDS)
+def _build_reference(training: Training, worker: Worker) -> ArmState:
+    reference, lab = training.arms[0], call_lab(worker, START_SECONDS)
     try:
-        if not (states := lab.begin(training.task((reference,)))):
-            lab.validate(reference.name)  # raises the reason if it could not be built
+        if not (states := lab.begin(training.make_task((reference,)))):
+            lab.validate(reference.name)  # raises the reason if the reference could not be built
         if training.request.settings.metric:
-            lab_of(worker, FIRST_SECONDS).validate(reference.name, True)  # a metric should fail before any step
+            # a metric that fails should fail before any step
+            call_lab(worker, FIRST_CALL_SECONDS).validate(reference.name, True)
     except WorkerFault as fault:
         raise as_usage(fault) from None
     (state,) = states
     return state
 
 
-SEVERAL = "several ranks train together, and energy is measured for one process only"
-# Steps that are timed to estimate the duration of one.
-_FEW_STEPS = 3
+NO_ENERGY_OF_RANKS = "several ranks train together, and energy is measured for one process only"
+# The duration of a step is estimated from this many timed steps.
+_ESTIMATE_STEPS = 3
 
 
 @dataclass
-class _WholeRun(TrainingRun):
+class _CompleteRun(TrainingRun):
     resumed: bool = False
 
     def run_all(self) -> KeptTraining:
         try:
             self.observer.begun(self.training)
-            # Measure memory before all arms are loaded, because each is measured alone.
+            # Memory is measured before all arms are loaded, because each arm is measured alone.
             self._measure_memory()
-            # Check sizes now that they are known: refusing now costs seconds, overflowing later costs hours.
-            check_room(self.training, self._lines_of(ArmCost))
+            # Memory is checked as soon as sizes are known: refusing now costs seconds, an overflow later would cost
+            # hours.
+            check_memory(self.training, self._load_lines(ArmCost))
             self._train_seeds()
-            # Windows need steps like the last ones, so they follow them, when losses no longer depend on it.
+            # Energy is measured while arms take further steps like the last ones. No loss depends on these steps.
             self._measure_energy()
             self._find_own_batches()
             self.writer.finish("finished")
@@ -214,14 +215,14 @@ class _WholeRun(TrainingRun):
             with (
                 ignore_interrupts(),
                 contextlib.suppress(StoreError),
-            ):  # without its last line it counts as unfinished, too
+            ):  # a training without its last line also counts as unfinished
                 self.writer.finish("interrupted")
         except StoreError as error:
             raise NotKept(str(error), load_training(self.writer.path)) from None
         except WorkerError:
             with contextlib.suppress(StoreError):
                 self.writer.finish("interrupted")
-            self.observer.note(f"what was trained is kept; `fp8bench train --resume {self.training.id}` continues it")
+            self.observer.note(f"the trained part is stored; `fp8bench train --resume {self.training.id}` continues it")
             raise
         finally:
             self.writer.close()
@@ -229,93 +230,99 @@ class _WholeRun(TrainingRun):
             return load_training(self.writer.path)
 
     def _train_seeds(self) -> None:
-        place = self.writer.places[-1] if self.writer.places else ResumePlace(0, 0, 0)
-        out, pace = dict(place.out), SeedPace()
-        from_start = not self.resumed or place.number == place.step == 0
+        point = self.writer.points[-1] if self.writer.points else ResumePoint(0, 0, 0)
+        out, pace = dict(point.out), SeedPace()
+        from_start = not self.resumed or point.number == point.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
             device = meters.of(self.training.device).device if self.training.device.accelerated else None
-            for number in range(place.number, self.training.request.seeds):
+            for number in range(point.number, self.training.request.seeds):
                 SeedRun(*run, number, pace, out, device).run(from_start)
                 from_start = True
 
-    def _lines_of(self, kind: type[L]) -> tuple[L, ...]:
-        return load_training(self.writer.path).of(kind)
+    def _load_lines(self, kind: type[L]) -> tuple[L, ...]:
+        return load_training(self.writer.path).select_lines(kind)
 
-    def _without(self, has: Callable[[ArmCost], object]) -> list[Arm]:
-        """Returns the trained arms without such a line. Bands of the reference cost as much as it does, and are left
-        out."""
-        measured = {cost.arm for cost in self._lines_of(ArmCost) if has(cost)}
+    def _list_unmeasured(self, has: Callable[[ArmCost], object]) -> list[Arm]:
+        """Returns the trained arms that have no line for which `has` is true. Arms that repeat the reference are left
+        out, because they cost as much as the reference.
+        """
+        measured = {cost.arm for cost in self._load_lines(ArmCost) if has(cost)}
         return [arm for arm in self.training.compared_arms if arm.name not in measured]
 
-    def _keep(self, *costs: ArmCost) -> None:
+    def _store_costs(self, *costs: ArmCost) -> None:
         with hold_back_interrupts():
             self.writer.append(costs)
 
     def _measure_memory(self) -> None:
-        """Measures every arm's memory alone, before all steps; a resumed training already has it."""
-        missing = self._without(lambda cost: not cost.energy and not cost.capacity)
-        for arm in missing:
+        """Measures the memory of each arm alone on the device. This happens before all steps, and only for arms whose
+        memory is not stored yet.
+        """
+        unmeasured = self._list_unmeasured(lambda cost: not cost.energy and not cost.capacity)
+        for arm in unmeasured:
             self.observer.working(arm.name, "measuring the memory")
             try:
-                cost = lab_of(self.worker, FIRST_SECONDS).alone(self.training.task((arm,)))
+                cost = call_lab(self.worker, FIRST_CALL_SECONDS).measure_memory(self.training.make_task((arm,)))
             except WorkerError as error:
                 if not isinstance(error, WorkerFault):
                     self.worker.restart()
                 reason = f"its memory could not be measured: {error}"
                 cost = ArmCost(arm.name, self.training.request.seed, why=reason)
-            self._keep(cost)
-        if missing and self.training.device.accelerated:
-            self.worker.restart()  # a process that has recorded a GPU's memory must not be used for timing
+            self._store_costs(cost)
+        if unmeasured and self.training.device.accelerated:
+            self.worker.restart()  # a process that has recorded a GPU's memory is slower, and must not time steps
 
     def _find_own_batches(self) -> None:
-        """Finds the largest batch of each native arm, since the speed of an emulation means nothing."""
-        limit = self.training.request.own_batch
-        if limit is None:
+        """Finds the largest batch of each native arm. The others are left out, because the speed of emulation is
+        meaningless.
+        """
+        memory_limit = self.training.request.own_batch
+        if memory_limit is None:
             return
-        for arm in self._without(lambda cost: cost.capacity):
+        for arm in self._list_unmeasured(lambda cost: cost.capacity):
             if arm.native:
                 self.observer.working(arm.name, "finding the largest batch")
-                found = find_own_batch(self.training, arm, limit, self.worker)
-                self._keep(ArmCost(arm.name, self.training.request.seed, capacity=found))
+                capacity = find_own_batch(self.training, arm, memory_limit, self.worker)
+                self._store_costs(ArmCost(arm.name, self.training.request.seed, capacity=capacity))
 
     def _measure_energy(self) -> None:
-        """Measures energy in separate windows per arm, with further steps of the arms that the last seed left in
-        memory."""
+        """Measures the energy of each arm, unless it is stored already. The arms are still in memory after the last
+        seed, and take further steps in separate windows.
+        """
         request = self.training.request
-        missing = self._without(lambda cost: cost.energy) if request.energy else []
-        if not missing:
+        unmeasured = self._list_unmeasured(lambda cost: cost.energy) if request.energy else []
+        if not unmeasured:
             return
         uses: Mapping[str, EnergyUse]
         if request.ranks is not None:
-            uses = {arm.name: EnergyUse(SourceKind.NONE, why=SEVERAL) for arm in missing}
+            uses = {arm.name: EnergyUse(SourceKind.NONE, why=NO_ENERGY_OF_RANKS) for arm in unmeasured}
         else:
             with Meters() as meters:
                 meter = meters.of(self.training.device)
                 if meter.kind is SourceKind.NONE:
-                    uses = {arm.name: EnergyUse(meter.kind.value, why=meter.why) for arm in missing}
+                    uses = {arm.name: EnergyUse(meter.kind.value, why=meter.why) for arm in unmeasured}
                 else:
-                    uses = self._in_windows(missing, meter)
-        self._keep(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
+                    uses = self._measure_in_windows(unmeasured, meter)
+        self._store_costs(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
 
-    def _in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
+    def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
         uses: dict[str, EnergyUse] = {}
         running, facts, request = [], self.training.device, self.training.request
-        lab = self.worker.within(FIRST_SECONDS)
+        lab = self.worker.within(FIRST_CALL_SECONDS)
         for arm in arms:
             try:
                 reason = lab.check(arm.name).wrong
-                # The size of a window depends on the duration of a step, which a few steps show.
-                seconds = 0.0 if reason else lab.loop(arm.name, _FEW_STEPS) / _FEW_STEPS
+                # The length of a window depends on the duration of a step, which a few steps show.
+                seconds = 0.0 if reason else lab.loop(arm.name, _ESTIMATE_STEPS) / _ESTIMATE_STEPS
             except WorkerError as error:
                 reason = str(error)
             if reason:
                 uses[arm.name] = EnergyUse(meter.kind.value, why=reason)
                 continue
             support = Support(Level.NATIVE if arm.native else Level.EMULATED, "")
-            planned = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
-            running.append(measured.MeasuredArm(arm.name, planned, facts, step_seconds=max(seconds, 1e-7)))
-        # One seed is a first look, which need not wait for three windows.
+            planned_case = PlannedCase(Case("train", (), arm.precision, facts.key), support, Work())
+            running.append(measured.MeasuredArm(arm.name, planned_case, facts, step_seconds=max(seconds, 1e-7)))
+        # With one seed, one short window is enough for a first impression.
         rule = WindowRule(windows=1, idle_seconds=1.5) if request.seeds == 1 else WindowRule()
         windows = WindowPass(
             meter, rule, request.seed, lambda arm, share: self.observer.working(arm.key, "measuring the energy")

@@ -1,7 +1,6 @@
-"""Trains one seed: its arms run in turns of a few steps, until the last step.
-
-Every slice is stored before the next one starts. After a lost worker, a fresh one repeats the steps since the last
-checkpoint; an arm that loses its worker twice is excluded, and the others continue.
+"""Trains one seed: its arms take turns of a few steps, until the last step. The lines of a turn are stored before the
+next turn starts. If the worker is lost, a fresh one repeats the steps since the last checkpoint. An arm that loses
+its worker twice is excluded, and the other arms continue.
 """
 
 from __future__ import annotations
@@ -15,9 +14,9 @@ from dataclasses import dataclass, field
 from typing import Any, cast
 
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
-from fp8bench.features.train.arms import arms_of_seed
+from fp8bench.features.train.arms import select_arms_of_seed
 from fp8bench.features.train.health.health import Health
-from fp8bench.features.train.kind import ResumePlace, TrainingWriter, load_training
+from fp8bench.features.train.kind import ResumePoint, TrainingWriter, load_training
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
@@ -35,37 +34,37 @@ from fp8bench.features.train.values import (
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import hold_back_interrupts
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
-from fp8bench.measure.sensors.driver import Looks
+from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.model.readings import Reading
 
-# Steps of an arm before the next arm's turn, so that a temporarily slow machine slows all of them.
-SLICE = 5
-# Limit in seconds for the first slice, whose time is unknown and includes compiling.
-FIRST_SECONDS = 1800.0
-_FAILURES = 2
-# A driver's utilization figure covers about this many seconds.
-_LOOK_SECONDS = 1.0
+# The number of steps in an arm's turn. Turns are short, so that a slow phase of the machine slows all arms.
+STEPS_PER_TURN = 5
+# The time limit in seconds of the first turn, whose duration is unknown and includes compiling.
+FIRST_CALL_SECONDS = 1800.0
+_MAX_FAILURES = 2
+# A driver's utilization is an average over about this many seconds.
+_UTILIZATION_SECONDS = 1.0
 
 
 @dataclass
 class SeedPace:
-    """The longest time of a step until now, from which the time limit of a worker follows."""
+    """Stores the longest time of a step until now, and derives the worker's time limit from it."""
 
-    slowest: float = 0.0
+    slowest_step: float = 0.0
 
-    def limit(self, steps: int) -> float:
-        return max(HANG_SECONDS, HANG_STEPS * self.slowest * steps) if self.slowest else FIRST_SECONDS
+    def time_limit(self, steps: int) -> float:
+        return max(HANG_SECONDS, HANG_STEPS * self.slowest_step * steps) if self.slowest_step else FIRST_CALL_SECONDS
 
-    def took(self, seconds: float, steps: int) -> None:
-        self.slowest = max(self.slowest, seconds / steps)
+    def record(self, seconds: float, steps: int) -> None:
+        self.slowest_step = max(self.slowest_step, seconds / steps)
 
 
-def lab_of(worker: Worker, seconds: float) -> Lab:
+def call_lab(worker: Worker, seconds: float) -> Lab:
     return cast(Lab, worker.within(seconds))
 
 
-class _Lost(Exception):
-    """The worker was lost in a request: of `arm`, or of all arms if that is None."""
+class _WorkerLost(Exception):
+    """Raised when the worker was lost. `arm` is the arm on which it was working; None if it was working on all arms."""
 
     def __init__(self, arm: Arm | None, error: WorkerError) -> None:
         super().__init__(str(error))
@@ -74,7 +73,7 @@ class _Lost(Exception):
 
 @dataclass
 class TrainingRun:
-    """A running training: its worker, the file for its lines, and its observer."""
+    """A training in progress: its worker, the file of its lines, and its observer."""
 
     training: Training
     worker: Worker
@@ -84,28 +83,29 @@ class TrainingRun:
 
 @dataclass
 class SeedRun(TrainingRun):
-    """Runs all arms of seed `number`, counted from 0. `out` has why arms are no longer trained; `device` reads the
-    device's utilization, if possible."""
+    """Trains all arms of one seed. `number` is the number of the seed, counted from 0. `excluded` has the reasons why
+    some arms are no longer trained. `device` reads the device's utilization, if that is possible.
+    """
 
     number: int
     pace: SeedPace
-    out: dict[str, str]
-    device: Looks | None = None
-    _looked: float = -math.inf
+    excluded: dict[str, str]
+    device: DeviceReader | None = None
+    _last_look: float = -math.inf
     _failures: dict[str, int] = field(default_factory=dict)
     _health: Health = field(init=False)
 
     def run(self, from_start: bool) -> None:
-        """Trains from the first step, or from the newest place that can be resumed, to the last step."""
+        """Trains to the last step. Begins at the first step, or at the newest checkpoint that can be used."""
         self._health = Health(self.training.arms, self.training.request.settings)
         if from_start:
-            self.writer.keep(self.number, 0, None, tuple(self.out.items()))
+            self.writer.keep(self.number, 0, None, tuple(self.excluded.items()))
         while True:
             try:
-                self._rounds(self._begin())
+                self._train_in_turns(self._begin_seed())
                 return
-            except _Lost as lost:
-                self._go_back(lost)
+            except _WorkerLost as lost:
+                self._restart_worker(lost)
 
     @property
     def seed(self) -> int:
@@ -113,140 +113,155 @@ class SeedRun(TrainingRun):
 
     @property
     def _arms(self) -> tuple[Arm, ...]:
-        return arms_of_seed(self.training.arms, self.number)
+        return select_arms_of_seed(self.training.arms, self.number)
 
     @property
     def task(self) -> SeedTask:
-        """The arms that began the seed, including excluded ones: checkpoints cover all of them."""
-        out_before = dict(self.writer.places[0].out)
-        return self.training.task(tuple(arm for arm in self._arms if arm.name not in out_before), self.number)
+        """Returns the task with all arms that began the seed, even if they were excluded later. Checkpoints have all
+        of these arms.
+        """
+        excluded_at_start = dict(self.writer.points[0].out)
+        return self.training.make_task(
+            tuple(arm for arm in self._arms if arm.name not in excluded_at_start), self.number
+        )
 
     @property
-    def _alive(self) -> list[Arm]:
-        return [arm for arm in self.task.arms if arm.name not in self.out]
+    def _active_arms(self) -> list[Arm]:
+        return [arm for arm in self.task.arms if arm.name not in self.excluded]
 
-    def _begin(self) -> int:
-        """Builds the arms and restores the newest sound checkpoint; returns the next step."""
-        lab = lab_of(self.worker, START_SECONDS)
-        with _faults():
+    def _begin_seed(self) -> int:
+        """Builds the arms, restores the newest usable checkpoint, and returns the next step."""
+        lab = call_lab(self.worker, START_SECONDS)
+        with _convert_faults():
             states = lab.begin(self.task)
-        if not states:  # no arm could be built in an empty worker: a fresh one would fail, too
+        if not states:  # no arm could be built although the worker was empty, so a fresh worker would fail as well
             lab.validate(self.task.arms[0].name)
-        place = self._restore(lab)
-        self.writer.go_back(place)
+        point = self._restore_checkpoint(lab)
+        self.writer.go_back(point)
         self._health = Health(self._arms, self.training.request.settings)
-        # Rules must see the lines before the place where training continues.
-        self._health.see(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
-        if not place.step:
-            self._keep_lines(tuple(self._first_lines(states)), 0)
+        # Health rules first read the lines before the step where training continues.
+        self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
+        if not point.step:
+            self._store_lines(tuple(self._list_memory_lines(states)), 0)
         for arm in self.task.arms:
-            if arm.name in self.out:
+            if arm.name in self.excluded:
                 lab.drop(arm.name)
-        return place.step
+        return point.step
 
-    def _restore(self, lab: Lab) -> ResumePlace:
-        first, *checkpoints = self.writer.places
-        for place in reversed(checkpoints):
+    def _restore_checkpoint(self, lab: Lab) -> ResumePoint:
+        seed_start, *checkpoints = self.writer.points
+        for point in reversed(checkpoints):
             try:
-                with _faults():
-                    lab.restore(str(self.writer.folder_of(place)))
-                return place
+                with _convert_faults():
+                    lab.restore(str(self.writer.checkpoint_folder(point)))
+                return point
             except StoreError as error:
-                self.observer.note(f"{error} The checkpoint before it is used.")
-        return first
+                self.observer.note(f"{error} The previous checkpoint is used.")
+        return seed_start
 
-    def _rounds(self, step: int) -> None:
-        """Runs a slice of every arm, in an order drawn from the seed, until the last step."""
+    def _train_in_turns(self, step: int) -> None:
+        """Trains every arm in turns until the last step. The order of arms in a round is drawn from the seed."""
         request = self.training.request
         if step == 0:
             self._validate(step)
         while step < request.steps:
-            # A slice ends where a validation or a checkpoint is due.
-            until = min(step + SLICE, request.steps, _next(step, request.evaluate), _next(step, request.keep))
-            arms = self._alive
-            # The order is the same whether or not the training was resumed.
+            # A turn ends where a validation or a checkpoint is due.
+            turn_end = min(
+                step + STEPS_PER_TURN,
+                request.steps,
+                _next_multiple(step, request.evaluate),
+                _next_multiple(step, request.keep),
+            )
+            arms = self._active_arms
+            # The order depends only on seed and step, so that a resumed training has the same order.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
-            count, step = until - step, until
+            step_count, step = turn_end - step, turn_end
             for arm in arms:
-                self._keep_lines(self._ask(arm, count, "advance", arm.name, count), step)
-            if use := tuple(self._device_use(step)):
-                self._keep_lines(use, step)
+                self._store_lines(self._call_lab(arm, step_count, "advance", arm.name, step_count), step)
+            if utilization := tuple(self._read_device_use(step)):
+                self._store_lines(utilization, step)
             if step == request.steps or step % request.evaluate == 0:
                 self._validate(step)
             if step < request.steps and step % request.keep == 0:
-                self._checkpoint(step)
+                self._save_checkpoint(step)
 
-    def _device_use(self, step: int) -> Iterator[StepFigure]:
-        """Yields the driver's figures for about the last second, regardless of arms."""
-        if self.device is None or time.monotonic() - self._looked < _LOOK_SECONDS:
+    def _read_device_use(self, step: int) -> Iterator[StepFigure]:
+        """Yields the utilization figures that the driver reports. They are averages over about the last second, and
+        belong to no arm.
+        """
+        if self.device is None or time.monotonic() - self._last_look < _UTILIZATION_SECONDS:
             return
-        self._looked = time.monotonic()
+        self._last_look = time.monotonic()
         for name, read in self.device.state().items():
             if name in ("use", "memory_use") and isinstance(read, Reading):
                 yield StepFigure("", self.seed, step - 1, f"device_{name}", float(read.number))
 
     def _validate(self, step: int) -> None:
-        for arm in self._alive:
-            self._keep_lines(self._ask(arm, 0, "validate", arm.name), step)
+        for arm in self._active_arms:
+            self._store_lines(self._call_lab(arm, 0, "validate", arm.name), step)
 
-    def _first_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
-        """Yields figures of what each arm keeps in memory between steps."""
+    def _list_memory_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
+        """Yields lines with the bytes per parameter that each arm has in memory between steps, one line for each
+        purpose.
+        """
         for state in states:
-            for role, size in state.bytes_per_parameter:
-                yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, size, role)
+            for role, byte_count in state.bytes_per_parameter:
+                yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role)
 
-    def _ask(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
-        """Calls a method of the lab; `steps` is the number of training steps in the call, for its time limit."""
-        began = time.monotonic()
-        with _faults(arm):
-            # The limit follows the slowest step, so that a slow machine is not mistaken for a hung one.
-            answer = getattr(lab_of(self.worker, self.pace.limit(max(steps, SLICE))), name)(*arguments)
+    def _call_lab(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
+        """Calls a method of the lab. `steps` is the number of training steps in the call, which sets the time limit."""
+        start = time.monotonic()
+        with _convert_faults(arm):
+            # The limit follows the slowest step, so that a slow machine is not taken for one that hangs.
+            answer = getattr(call_lab(self.worker, self.pace.time_limit(max(steps, STEPS_PER_TURN))), name)(*arguments)
         if steps:
-            self.pace.took(time.monotonic() - began, steps)
+            self.pace.record(time.monotonic() - start, steps)
         return answer
 
-    def _keep_lines(self, lines: Lines, step: int) -> None:
-        # Alarms are stored after the lines that raised them, so that a resume finds both.
-        lines = (*lines, *self._health.see(lines))
+    def _store_lines(self, lines: Lines, step: int) -> None:
+        # Alarms are stored with the lines that caused them, so that a resumed training has both.
+        lines = (*lines, *self._health.find_alarms(lines))
         with hold_back_interrupts():
             self.writer.append(lines)
         self.observer.trained(self.number, step, lines)
 
-    def _checkpoint(self, step: int) -> None:
-        folder = self.writer.checkpoint(self.number, step)
-        with _faults():
-            lab_of(self.worker, START_SECONDS).save(str(folder))
+    def _save_checkpoint(self, step: int) -> None:
+        folder = self.writer.make_checkpoint_folder(self.number, step)
+        with _convert_faults():
+            call_lab(self.worker, START_SECONDS).save(str(folder))
         with hold_back_interrupts():
-            self.writer.keep(self.number, step, folder, tuple(self.out.items()))
+            self.writer.keep(self.number, step, folder, tuple(self.excluded.items()))
 
-    def _go_back(self, lost: _Lost) -> None:
-        """Starts a fresh worker, without the arm if it failed before. The reference cannot be excluded."""
+    def _restart_worker(self, lost: _WorkerLost) -> None:
+        """Starts a fresh worker. If the arm has failed before, excludes it. The reference cannot be excluded."""
         name = lost.arm.name if lost.arm is not None else ""
         self._failures[name] = self._failures.get(name, 0) + 1
-        # The lost worker may hang, so only a fresh one has a known state.
+        # The lost worker may hang, and only a fresh one has a known state.
         self.worker.restart()
-        # A first loss may be the machine's fault; a second one in the same arm is the arm's.
-        kind, words = "restarted", f"{lost.error}; a fresh worker goes on from the last checkpoint"
-        if self._failures[name] == _FAILURES:
+        # The machine may have caused the first failure of an arm. The arm itself is blamed for the second one.
+        kind, sentence = "restarted", f"{lost.error}; a fresh worker continues from the last checkpoint"
+        if self._failures[name] == _MAX_FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
-            self.out[name] = str(lost.error)
-            kind, words = "out", f"{lost.error}; it is trained no further"
-        place = self.writer.places[-1]
-        self.writer.go_back(place)
-        self._keep_lines((TrainingEvent(name, self.seed, place.step, kind, words),), place.step)
+            self.excluded[name] = str(lost.error)
+            kind, sentence = "out", f"{lost.error}; this arm is excluded"
+        point = self.writer.points[-1]
+        self.writer.go_back(point)
+        self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)
 
 
-def _next(step: int, every: int) -> int:
+def _next_multiple(step: int, every: int) -> int:
     return (step // every + 1) * every
 
 
 @contextlib.contextmanager
-def _faults(arm: Arm | None = None) -> Iterator[None]:
-    """Converts a worker's StoreError to the parent's; any other error means that the arm, or all arms, are lost."""
+def _convert_faults(arm: Arm | None = None) -> Iterator[None]:
+    """Converts errors that a worker raises inside the `with` block. A StoreError is raised again in the parent
+    process. Any other error means that the arm is lost, or all arms.
+    """
     try:
         yield
     except WorkerError as error:
         if isinstance(error, WorkerFault) and error.kind == StoreError.__name__:
             raise StoreError(str(error).removeprefix(f"{error.kind}: ")) from None
-        raise _Lost(arm, error) from None
+        raise _WorkerLost(arm, error) from None

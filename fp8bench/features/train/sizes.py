@@ -1,4 +1,6 @@
-"""Trainings of several models with the same arms: the gap of each by model size, and its trend."""
+"""Compares trainings of several models that have the same arms. Shows each arm's gap by model size, and how the gap
+changes with size.
+"""
 
 from __future__ import annotations
 
@@ -11,8 +13,8 @@ from typing import Any, NamedTuple
 from fp8bench import units
 from fp8bench.features.train import words
 from fp8bench.features.train.values import ModelSweep
-from fp8bench.features.train.verdicts.curves import LEAST_PAIRS, Gap, gap_of
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, figures_of, gap_figures
+from fp8bench.features.train.verdicts.curves import MIN_PAIRS, Gap, mean_gap
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures, list_gap_figures
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, table
@@ -20,20 +22,21 @@ from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Items, Page, Part, Text
 from fp8bench.report.words.naming import join_words
 
-MODEL = "model"
+MODEL_COLUMN = "model"
 
 
 class SizedArm(NamedTuple):
-    """An arm with its verdict in the training of one model."""
+    """An arm in the training of one model, with its verdict."""
 
     training: JudgedTraining
     summary: ArmSummary
     verdict: ArmVerdict
 
 
-class Sizes(ModelSweep):
-    """Trainings of several models, the smallest first. `trends` has by how much the gap of an arm changes with
-    ten times the parameters, as a share of the loss: Student's t over the slopes of single seeds."""
+class SizeComparison(ModelSweep):
+    """Trainings of several models, the smallest model first. `trends` has the change of each arm's gap for ten times
+    the parameters, as a share of the loss. The interval of a trend is Student's t over the slopes of single seeds.
+    """
 
     @cached_property
     def trainings(self) -> list[JudgedTraining]:
@@ -41,7 +44,7 @@ class Sizes(ModelSweep):
 
     @cached_property
     def arms(self) -> dict[str, list[SizedArm]]:
-        """The arms that every training has, with their verdicts by size."""
+        """Returns the arms that every training has, each with its verdicts by model size."""
         every: dict[str, list[SizedArm]] = {}
         for judged in self.trainings:
             for summary in judged.summaries:
@@ -52,78 +55,78 @@ class Sizes(ModelSweep):
 
     @cached_property
     def trends(self) -> dict[str, Gap | None]:
-        return {name: trend_of(sizes) for name, sizes in self.arms.items()}
+        return {name: measure_trend(sizes) for name, sizes in self.arms.items()}
 
 
-def trend_of(sizes: Sequence[SizedArm]) -> Gap | None:
-    logs = [math.log10(size.training.training.parameters) for size in sizes]
+def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
+    log_parameters = [math.log10(sized_arm.training.training.parameters) for sized_arm in sizes]
     gaps: dict[int, list[float]] = {}
-    for size in sizes:
-        for pair in size.verdict.pairs:
+    for sized_arm in sizes:
+        for pair in sized_arm.verdict.pairs:
             gaps.setdefault(pair.seed, []).append(pair.gap)
-    # Only seeds that count in every model have a slope.
-    return gap_of([_slope(logs, gaps[seed]) for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)])
+    # A seed has a slope only if it counts in the trainings of all models.
+    return mean_gap([_fit_slope(log_parameters, gaps[seed]) for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)])
 
 
-def _slope(places: Sequence[float], values: Sequence[float]) -> float:
-    middle, mean = fmean(places), fmean(values)
-    squares = math.fsum((place - middle) ** 2 for place in places)
-    products = ((place - middle) * (value - mean) for place, value in zip(places, values, strict=True))
-    return math.fsum(products) / squares
+def _fit_slope(x: Sequence[float], values: Sequence[float]) -> float:
+    x_mean, y_mean = fmean(x), fmean(values)
+    x_squares = math.fsum((x_value - x_mean) ** 2 for x_value in x)
+    products = ((x_value - x_mean) * (value - y_mean) for x_value, value in zip(x, values, strict=True))
+    return math.fsum(products) / x_squares
 
 
 def describe_trend(name: str, trend: Gap | None) -> str:
-    """'fp8: the gap grows by +0.2 points [+0.1, +0.3] (95%) with ten times the parameters'."""
-    if trend is None or trend.shown is None or trend.decides is None or trend.pairs < LEAST_PAIRS:
+    """Returns a sentence such as 'fp8: the gap changes with size: +0.2 points [+0.1, +0.3] (95%) for ten times the
+    parameters'."""
+    if trend is None or trend.shown is None or trend.decides is None or trend.pairs < MIN_PAIRS:
         pairs = trend.pairs if trend else 0
-        return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {LEAST_PAIRS}"
-    # The interval of 99% decides, as in verdicts.
-    word = "no trend is visible" if trend.decides.low <= 0 <= trend.decides.high else "the gap changes with size"
+        return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {MIN_PAIRS}"
+    # As in verdicts, the 99% interval decides.
+    conclusion = "no trend is visible" if trend.decides.low <= 0 <= trend.decides.high else "the gap changes with size"
     low, high = 100 * trend.shown.low, 100 * trend.shown.high
-    return (
-        f"{name}: {word}: {100 * trend.point:+.3g} points [{low:+.3g}, {high:+.3g}] (95%) for ten times the parameters"
-    )
+    points = f"{100 * trend.point:+.3g} points [{low:+.3g}, {high:+.3g}] (95%)"
+    return f"{name}: {conclusion}: {points} for ten times the parameters"
 
 
-def page_of(sizes: Sizes) -> Page:
+def render_page(sizes: SizeComparison) -> Page:
     arms = [size for by_size in sizes.arms.values() for size in by_size]
-    cols: list[Col[SizedArm]] = [
+    columns: list[Col[SizedArm]] = [
         Col("arm", lambda size: size.summary.arm.name, shared=True),
-        Col(MODEL, lambda size: size.training.request.settings.model),
+        Col(MODEL_COLUMN, lambda size: size.training.request.settings.model),
         Col("parameters", lambda size: size.training.training.parameters, number=True, show=units.count),
-        Col("gap", lambda size: _show_gap(size.verdict.judged.gap), number=True),
-        Col("verdict", lambda size: words.verdict(size.verdict, size.training.verdicts)),
+        Col("gap", lambda size: _format_gap(size.verdict.judged.gap), number=True),
+        Col("verdict", lambda size: words.describe_verdict(size.verdict, size.training.verdicts)),
     ]
     answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
-    bound = f"a trend among these sizes does not extend to models beyond {largest} parameters"
-    question, by_arm = "Does the gap change with the model's size?", table("sizes", "", cols, arms, main=True)
+    limit_note = f"a trend among these sizes does not extend to models beyond {largest} parameters"
+    question, arm_table = "Does the gap change with the model's size?", table("sizes", "", columns, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
     title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"
-    return Page(title, "", (Part("trend", question, (answers, by_arm, Text(bound))),))
+    return Page(title, "", (Part("trend", question, (answers, arm_table, Text(limit_note))),))
 
 
-def _show_gap(gap: Gap | None) -> str:
+def _format_gap(gap: Gap | None) -> str:
     if gap is None:
         return units.NONE
-    ends = f" [{100 * gap.shown.low:+.2g}%, {100 * gap.shown.high:+.2g}%]" if gap.shown else ""
-    return f"{100 * gap.point:+.2g}%{ends}"
+    interval = f" [{100 * gap.shown.low:+.2g}%, {100 * gap.shown.high:+.2g}%]" if gap.shown else ""
+    return f"{100 * gap.point:+.2g}%{interval}"
 
 
-def rows_of(sizes: Sizes) -> Rows:
-    rows = list(_rows(sizes))
-    return tuple(rows[0]) if rows else ("arm", MODEL), rows
+def list_csv_rows(sizes: SizeComparison) -> Rows:
+    rows = list(_yield_csv_rows(sizes))
+    return tuple(rows[0]) if rows else ("arm", MODEL_COLUMN), rows
 
 
-def _rows(sizes: Sizes) -> Iterator[dict[str, Any]]:
-    """Yields the figures of every arm in every model, then the arm's trend as a gap."""
+def _yield_csv_rows(sizes: SizeComparison) -> Iterator[dict[str, Any]]:
+    """Yields the figures of every arm in every model, then the arm's trend."""
     for name, by_size in sizes.arms.items():
-        for size in by_size:
-            training = size.training
+        for sized_arm in by_size:
+            training = sized_arm.training
             facts = {"arm": name, "model": training.request.settings.model, "parameters": training.training.parameters}
-            yield {**facts, **figures_of(size.summary, training.verdicts)}
-        yield {"arm": name, "model": "ten times the parameters", **gap_figures("gap", sizes.trends[name])}
+            yield {**facts, **list_figures(sized_arm.summary, training.verdicts)}
+        yield {"arm": name, "model": "ten times the parameters", **list_gap_figures("gap", sizes.trends[name])}
 
 
-def value_of(sizes: Sizes) -> dict[str, Any]:
-    return {"trainings": [judged.training.id for judged in sizes.trainings], "sizes": encode(rows_of(sizes)[1])}
+def sizes_to_json(sizes: SizeComparison) -> dict[str, Any]:
+    return {"trainings": [judged.training.id for judged in sizes.trainings], "sizes": encode(list_csv_rows(sizes)[1])}

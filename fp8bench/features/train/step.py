@@ -1,4 +1,4 @@
-"""One training step, from its batch to its lines: batch, forward, backward, clipping, update, readings."""
+"""One training step, from its batch to its output lines: batch, forward, backward, clipping, update and readings."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import Fp8benchError, UsageError
-from fp8bench.features.train.lab.made import SILENT
+from fp8bench.features.train.lab.arm_model import SILENT
 from fp8bench.features.train.lab.own_model import OwnModel, check_batches
-from fp8bench.features.train.lab.rates import joint
-from fp8bench.features.train.lab.step_optimizer import seed_of
+from fp8bench.features.train.lab.rates import join_norms
+from fp8bench.features.train.lab.step_optimizer import derive_seed
 from fp8bench.features.train.lab.trainer import CastState, Trainer
 from fp8bench.features.train.lab.watched_step import FaultyTensor, Finder
 from fp8bench.features.train.values import (
@@ -31,129 +31,140 @@ from fp8bench.nn.parallel.wire import StepWire
 from fp8bench.protocols import Phases
 from fp8bench.report.panels import together as group_values
 from fp8bench.user_code import own_words
-from fp8bench.worker.products import product_like
+from fp8bench.worker.products import identify_product
 
 
 def advance(trainer: Trainer, phase: Phases = SILENT, watched: bool = True) -> Iterator[StreamLine]:
-    """Takes an arm's next step and yields its lines; none if the arm has stopped or is done."""
+    """Takes an arm's next step and yields its lines. Yields no lines if the arm has stopped or finished."""
     if trainer.stopped or trainer.step == trainer.task.steps:
         return
-    if trainer.step == 0 and (product := product_like(trainer.precision, trainer.task.facts)):
-        words = f"the numbers of a product are those of {product}, not of {trainer.precision.mode}"
-        yield trainer.event(FALLBACK, words)
+    if trainer.step == 0 and (product := identify_product(trainer.precision, trainer.task.facts)):
+        sentence = f"the numbers of a product are those of {product}, not of {trainer.precision.mode}"
+        yield trainer.event(FALLBACK, sentence)
     yield from take_step(trainer, phase, watched)
 
 
 def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[StreamLine]:
-    """Takes one step of an arm and yields its lines: the row of figures, readings if the step is watched, and events.
-    Every stride-th step is watched. Without `watched` none is, and the size of updates is not measured."""
-    optimizer, together, started = trainer.optimizer, trainer.together, time.perf_counter()
-    trainer.made.renew_scales(trainer.are_scales_due)
-    measured, watched = watched, watched and trainer.step % trainer.task.stride == 0
+    """Takes one step of an arm and yields its lines: the row of figures, and events. Every stride-th step is watched,
+    and then also yields readings of tensors. Without `watched` no step is watched, and the size of updates is not
+    measured.
+    """
+    optimizer, parallelism, start = trainer.optimizer, trainer.parallelism, time.perf_counter()
+    trainer.arm_model.renew_scales(trainer.are_scales_due)
+    is_measured, watched = watched, watched and trainer.step % trainer.task.stride == 0
 
-    # 1. Fix the rate and the loss scale, and remember the state needed to repeat the step if it is not finite.
-    share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.remember_casts()
-    rate = optimizer.rate * share  # now: a user's schedule changes it with the update
-    wire = StepWire(together.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
-    hooks = trainer.watch.step() if watched else nullcontext()
-    with wire or nullcontext(), trainer.present(phase), hooks as readings:
+    # 1. Fix the rate and the loss scale. Remember the state that is needed to repeat the step if it gives NaN or
+    # infinity.
+    rate_share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.copy_casts()
+    rate = optimizer.rate * rate_share  # read before the update, with which a user's schedule changes the rate
+    wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
+    hooks = trainer.watch.watch_step() if watched else nullcontext()
+    with wire or nullcontext(), trainer.materialise(phase), hooks as readings:
         # 2. Forward and backward: gradients of the scaled loss add up over the micro-batches.
         loss = accumulate_gradients(trainer, scale, phase)
 
         # 3. Ranks average their gradients.
-        together.average(optimizer.gradients, phase)
+        parallelism.average_gradients(optimizer.gradients, phase)
 
         # 4. Unscale and clip: compute the divisor of each gradient, and whether the update is skipped.
-        norms = together.norms(optimizer.gradients.norms())
-        norm = joint(norms) / scale
+        norms = parallelism.join_norms(optimizer.gradients.norms())
+        norm = join_norms(norms) / scale
         gradients = [size / scale for size in norms] if readings is not None else []
         skip = (~(loss + norm).isfinite()).to(torch.float32)
-        clippings, clipping = clip(norms, norm, scale, trainer.most_norm, trainer.clip_groups)
-        divisors = [divisor * scale for divisor in together.mine(clippings)]
+        clippings, clipping = clip(norms, norm, scale, trainer.max_norm, trainer.clip_groups)
+        divisors = [divisor * scale for divisor in parallelism.select_stored_values(clippings)]
 
         # 5. Update the weights, and round low-precision state.
-        optimizer.weights.draws(seed_of("round", trainer.task.seed, trainer.step))
+        optimizer.weights.seed_rounding(derive_seed("round", trainer.task.seed, trainer.step))
         with phase.optimizer_step:
-            optimizer.step(share, divisors, skip, measured)
+            optimizer.step(rate_share, divisors, skip, is_measured)
 
-        # 6. Read the step's figures: the only time that the host waits for the device.
-        norms = together.norms([*optimizer.update_norms, *optimizer.weight_norms])
-        moved, sizes = norms[: len(norms) // 2], norms[len(norms) // 2 :]
-        figures = torch.stack([loss, norm, clipping, joint(moved), joint(sizes)]).tolist()
-        messages = () if wire is None else wire.list_sent(together.rank)  # before readings send their messages
+        # 6. Read the step's figures: only here the host waits for the device.
+        norms = parallelism.join_norms([*optimizer.update_norms, *optimizer.weight_norms])
+        change_norms, weight_norms = norms[: len(norms) // 2], norms[len(norms) // 2 :]
+        figures = torch.stack([loss, norm, clipping, join_norms(change_norms), join_norms(weight_norms)]).tolist()
+        # must come before the readings, which also send messages
+        messages = () if wire is None else wire.list_sent(parallelism.rank)
         if readings is not None:
-            together.refresh(phase)
+            parallelism.load_weights(phase)
             names = trainer.parameters
-            readings.see_gradients(dict(zip(names, gradients, strict=True)))
-            readings.see_update(dict(zip(names, moved, strict=True)), dict(zip(names, sizes, strict=True)))
-    seconds = time.perf_counter() - started
+            readings.record_gradients(dict(zip(names, gradients, strict=True)))
+            readings.record_update(
+                dict(zip(names, change_norms, strict=True)), dict(zip(names, weight_norms, strict=True))
+            )
+    seconds = time.perf_counter() - start
 
     # 7. Yield the row, then the readings of tensors. A watched step takes longer than others, so its row has no time.
-    row = _row(trainer, figures, rate, scale, 0.0 if watched else seconds)
+    row = _make_row(trainer, figures, rate, scale, 0.0 if watched else seconds)
     yield row
     if readings is not None:
-        yield from trainer.watch.lines(trainer.step, readings)
-        place = row.arm, row.seed, row.step
-        yield StepFigure(*place, WATCHED_SECONDS, time.perf_counter() - started)
+        yield from trainer.watch.make_lines(trainer.step, readings)
+        row_key = row.arm, row.seed, row.step
+        yield StepFigure(*row_key, WATCHED_SECONDS, time.perf_counter() - start)
         for message in messages:
-            yield StepFigure(*place, WIRE_BYTES, message.bytes, f"{message.operation} {message.dtype}")
+            yield StepFigure(*row_key, WIRE_BYTES, message.bytes, f"{message.operation} {message.dtype}")
 
-    # 8. Adapt the loss scale; find the first faulty tensor of a step that was not finite.
-    yield from trainer.end_step(row, casts, lambda: find_faulty_tensor(trainer, scale, casts))
+    # 8. Adapt the loss scale. If the step was not finite, find its first faulty tensor.
+    yield from trainer.finish_step(row, casts, lambda: find_faulty_tensor(trainer, scale, casts))
 
 
-def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, finding: bool = False) -> Tensor:
-    """Runs all micro-batches of the step forward and backward; returns the mean of their losses over all ranks.
-    `finding`: hooks inspect all tensors."""
-    maker, count, losses = trainer.made, trainer.settings.micro_batches, []
-    # Gradients of the previous step were kept until now, because watching reads them after the step.
+def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_finding: bool = False) -> Tensor:
+    """Runs forward and backward of all micro-batches of a step. Returns the mean of their losses over all ranks. With
+    `is_finding`, hooks inspect all tensors.
+    """
+    arm_model, micro_batches, losses = trainer.arm_model, trainer.settings.micro_batches, []
+    # The gradients of the previous step exist until here, because they are watched after that step.
     trainer.optimizer.gradients.begin()
-    with maker.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
-        for number in range(count):
+    with arm_model.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
+        for number in range(micro_batches):
             # a. The batch, which depends only on seed, step and micro-batch.
             with phase.data_load:
-                batch = maker.read_batch(trainer.step, number)
+                batch = arm_model.read_batch(trainer.step, number)
             # b. Forward, with the same random numbers in every arm.
-            with maker.seed_batch(trainer.step, number):
-                loss = maker.compute_loss(batch, phase, finding)
+            with arm_model.seed_batch(trainer.step, number):
+                loss = arm_model.compute_loss(batch, phase, is_finding)
                 # c. Backward from the scaled loss, so that small gradients do not underflow.
-                (loss * (scale / count)).backward()  # type: ignore[no-untyped-call]
+                (loss * (scale / micro_batches)).backward()  # type: ignore[no-untyped-call]
             losses.append(loss.detach().to(torch.float32).reshape(()))
     with phase.communication:
-        return trainer.together.mean(torch.stack(losses).mean())
+        return trainer.parallelism.average_loss(torch.stack(losses).mean())
 
 
 def clip(
-    norms: list[Tensor], norm: Tensor, scale: float, most: float, groups: Sequence[str]
+    norms: list[Tensor], norm: Tensor, scale: float, max_norm: float, groups: Sequence[str]
 ) -> tuple[list[Tensor], Tensor]:
-    """Returns the divisor of each gradient, and the common factor by which all shrink. `norms` are of scaled gradients,
-    `norm` that of all without the scale; `groups` names the group of each parameter."""
-    if not most:
+    """Returns the divisor of each gradient, and the factor by which clipping shrinks the joint norm of all gradients.
+    `norms` are the norms of the gradients, still multiplied by the loss scale. `norm` is their joint norm without the
+    loss scale. `groups` names the group of each parameter.
+    """
+    if not max_norm:
         return [torch.ones_like(norm)] * len(norms), torch.ones_like(norm)
     by_group = group_values(zip(groups, norms, strict=True))
     if len(by_group) == 1:
-        clipping = (norm / most).clamp(min=1.0)
+        clipping = (norm / max_norm).clamp(min=1.0)
         return [clipping] * len(norms), clipping
-    parts = {group: joint(values) / scale for group, values in by_group.items()}
-    divisors = {group: (part / most).clamp(min=1.0) for group, part in parts.items()}
-    clipped = joint([part / divisors[group] for group, part in parts.items()])
-    return [divisors[group] for group in groups], (norm / clipped).clamp(min=1.0)
+    group_norms = {group: join_norms(values) / scale for group, values in by_group.items()}
+    divisors = {group: (part / max_norm).clamp(min=1.0) for group, part in group_norms.items()}
+    clipped_norm = join_norms([part / divisors[group] for group, part in group_norms.items()])
+    return [divisors[group] for group in groups], (norm / clipped_norm).clamp(min=1.0)
 
 
 def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> FaultyTensor | None:
-    """Finds the first tensor of the step that was not finite, by repeating the step without an update."""
-    trainer.recall_casts(casts)
+    """Repeats the step without an update, and returns its first tensor with NaN or infinity. Returns None if all
+    tensors are finite this time.
+    """
+    trainer.restore_casts(casts)
     finder = Finder()
-    with trainer.present(SILENT), finder.attach(trainer.model):
-        accumulate_gradients(trainer, scale, SILENT, finding=True)
-    trainer.recall_casts(CastState({}, casts.statistics))
-    return finder.place
+    with trainer.materialise(SILENT), finder.attach(trainer.model):
+        accumulate_gradients(trainer, scale, SILENT, is_finding=True)
+    trainer.restore_casts(CastState({}, casts.statistics))
+    return finder.faulty_tensor
 
 
-def _row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
-    loss, norm, clipping, moved, size = figures
-    finite = math.isfinite(loss + norm)
-    clipped, ratio = 1 - 1 / clipping if finite else 0.0, moved / size if size else 0.0
+def _make_row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
+    loss, norm, clipping, change_norm, parameter_norm = figures
+    is_finite = math.isfinite(loss + norm)
+    clipped, ratio = 1 - 1 / clipping if is_finite else 0.0, change_norm / parameter_norm if parameter_norm else 0.0
     return StepRow(
         trainer.arm.name,
         trainer.task.seed,
@@ -162,24 +173,25 @@ def _row(trainer: Trainer, figures: list[float], rate: float, scale: float, seco
         rate,
         norm,
         clipped,
-        size,
+        parameter_norm,
         ratio,
         scale,
         trainer.tokens,
         seconds,
-        skipped=not finite,
+        skipped=not is_finite,
     )
 
 
 def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
-    """Takes a step of each arm of a user's model; returns how much each converts. Raises UsageError if it cannot be
-    trained."""
+    """Takes a step of each arm of a user's model, and returns how much of the model each arm converts. Raises
+    UsageError if the model cannot be trained.
+    """
     coverages = []
-    for number, arm in enumerate(task.arms):
+    for index, arm in enumerate(task.arms):
         trainer = Trainer(task, arm)
-        assert isinstance(trainer.made, OwnModel)
-        if number == 0:
-            check_batches(task.settings.make, trainer.made.given, task.seed, task.facts)
+        assert isinstance(trainer.arm_model, OwnModel)
+        if index == 0:
+            check_batches(task.settings.make, trainer.arm_model.user_parts, task.seed, task.facts)
         try:
             for _ in advance(trainer, watched=False):
                 pass
@@ -188,7 +200,7 @@ def examine_arms(task: SeedTask) -> tuple[tuple[str, Coverage], ...]:
             raise
         except Exception as error:
             raise UsageError(f"{task.settings.make}: a step of {arm.name} failed: {own_words(error)}.") from error
-        coverage = trainer.made.coverage()
+        coverage = trainer.arm_model.coverage()
         if coverage is not None:
             coverages.append((arm.name, coverage))
     return tuple(coverages)

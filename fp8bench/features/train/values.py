@@ -15,8 +15,9 @@ from fp8bench.model.run import Environment
 
 @dataclass(frozen=True)
 class TokenSpan:
-    """Tokens `start` to `stop` - 1 of a file of 16-bit tokens, which is memory-mapped. Windows begin at every
-    `every`-th token."""
+    """The tokens from `start` to `stop` - 1 of a memory-mapped file of 16-bit tokens. Windows may only begin at every
+    `every`-th token.
+    """
 
     path: str
     start: int
@@ -26,8 +27,10 @@ class TokenSpan:
 
 @dataclass(frozen=True)
 class TrainingText:
-    """Tokens for training and for validation (held out). `tokens` is 'bytes' (a token per byte) or 'given' (a token
-    file, whose bytes are unknown). `identity` identifies the text by its digest."""
+    """The tokens of a training: one part for training, one part for validation (`held_out`). `tokens` is 'bytes' if
+    each token is a byte, or 'given' for a token file whose bytes are unknown. `identity` names the text, with its
+    digest.
+    """
 
     train: TokenSpan
     held_out: TokenSpan
@@ -36,10 +39,18 @@ class TrainingText:
     identity: str
 
 
+def make_empty_text(tokens: str, identity: str = "") -> TrainingText:
+    """Returns the text of a training that reads no tokens from a file."""
+    no_tokens = TokenSpan("", 0, 0)
+    return TrainingText(no_tokens, no_tokens, 0, tokens, identity)
+
+
 class ArmRole(StrEnum):
-    """A `repeat` is the reference under the same seed, and shows nondeterminism; `one-ulp` has initial weights one unit
-    in the last place apart, in the first seed, and shows chaos; `other-rate` is the reference at another learning
-    rate, where rates are swept."""
+    """The purpose of an arm. A `candidate` is compared with the `reference`. A `repeat` trains the reference again
+    with the same seed, and shows nondeterminism. A `one-ulp` arm begins with weights that differ from the reference's
+    by one unit in the last place, and shows chaos. It is trained in the first seed only. `other-rate` is the
+    reference at a further learning rate, if rates are swept.
+    """
 
     REFERENCE = "reference"
     CANDIDATE = "candidate"
@@ -48,8 +59,8 @@ class ArmRole(StrEnum):
     OTHER_RATE = "other-rate"
 
 
-# Settings of candidates alone.
-_PURE: dict[str, Any] = {
+# Settings that only candidates have, with the values that all other arms get.
+_CANDIDATE_ONLY: dict[str, Any] = {
     "precision_map": (),
     "scales": (),
     "refresh_scales": None,
@@ -60,9 +71,10 @@ _PURE: dict[str, Any] = {
 
 @dataclass(frozen=True)
 class Arm:
-    """One way to train the model: a precision, and settings that differ from the training's. `name` is unique in a
-    training. `native`: the device multiplies in this precision; otherwise its speed is meaningless. `skip` is why it
-    is not trained."""
+    """One way to train the model: a precision, and settings that differ from those of the training. Every arm of a
+    training has a different `name`. `native` means that the device multiplies in this precision. The speed of any
+    other arm is meaningless. `skip` is the reason why the arm is not trained.
+    """
 
     name: str
     precision: str
@@ -73,23 +85,25 @@ class Arm:
 
     @property
     def is_band(self) -> bool:
-        """Whether it shows the effect of chance on the reference."""
+        """Returns whether the arm only shows how much chance changes the reference."""
         return self.role.value in BANDS
 
-    def changed(self, then: str) -> Arm:
-        """Returns the arm after its change of precision: in all layers, with the scales of each tensor."""
-        return replace(self, precision=then, settings=(*self.settings, *_PURE.items()))
+    def with_precision(self, then: str) -> Arm:
+        """Returns the arm as it is after its change of precision. All layers then have the same precision, with
+        scales computed from each tensor.
+        """
+        return replace(self, precision=then, settings=(*self.settings, *_CANDIDATE_ONLY.items()))
 
     def merge_settings(self, settings: TrainerSettings) -> TrainerSettings:
-        """Returns all settings of the arm."""
-        own: dict[str, Any] = dict(self.settings)
-        pure = {} if self.role is ArmRole.CANDIDATE else _PURE
-        return replace(settings, **pure, **own)
+        """Returns all settings of the arm: its own ones, and the settings of the training for everything else."""
+        arm_settings: dict[str, Any] = dict(self.settings)
+        defaults = {} if self.role is ArmRole.CANDIDATE else _CANDIDATE_ONLY
+        return replace(settings, **defaults, **arm_settings)
 
 
 @dataclass(frozen=True)
 class SeedTask:
-    """The task of a worker that trains all arms of one seed."""
+    """The task of a worker: to train all arms of one seed."""
 
     seed: int
     arms: tuple[Arm, ...]
@@ -102,8 +116,9 @@ class SeedTask:
 
 @dataclass(frozen=True)
 class ArmState:
-    """An arm before its first step. `tokens` is the number per step. `bytes_per_parameter` is the memory between two
-    steps, by purpose, as counted from the tensors."""
+    """An arm before its first step. `tokens` is the number of tokens per step. `bytes_per_parameter` is the memory
+    between two steps for each purpose, counted from the arm's tensors.
+    """
 
     arm: str
     parameters: int
@@ -113,8 +128,8 @@ class ArmState:
 
 @dataclass(frozen=True)
 class Training:
-    """A training before its first step, as stored in the first line of its file. Seeds are `seed`, `seed` + 1 and so
-    on."""
+    """A training before its first step, as stored in the first line of its file. Its seeds are `seed`, `seed` + 1 and
+    so on."""
 
     id: str
     started: str
@@ -128,27 +143,29 @@ class Training:
 
     @property
     def is_watched(self) -> bool:
-        """Whether its arms are loops that `fp8bench.watch` saw."""
+        """Returns whether the arms are loops that `fp8bench.watch` has recorded."""
         return self.text.tokens == WATCHED
 
     @property
     def compared_arms(self) -> list[Arm]:
-        """Returns the reference and the arms compared with it, without those that are not trained."""
+        """Returns the reference and the arms that are compared with it, if they are trained."""
         return [arm for arm in self.arms if not arm.skip and not arm.is_band]
 
     @property
-    def cast_arms(self) -> list[Arm]:
-        """Returns the arms whose tensors are shown: candidates, and every watched loop."""
+    def arms_with_casts(self) -> list[Arm]:
+        """Returns the arms whose tensors are shown: candidates, and every recorded loop."""
         return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
-    def task(self, arms: tuple[Arm, ...], number: int = 0) -> SeedTask:
-        request, seed = self.request, self.request.seed + number
+    def make_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
+        request, seed = self.request, self.request.seed + seed_number
         return SeedTask(seed, arms, request.settings, request.steps, request.stride, self.text, self.device)
 
 
 @dataclass(frozen=True)
 class StreamLine:
-    """A line of a training's stream, about an arm in a step of a seed; `arm` is '' for the training itself."""
+    """A line of a training's stream. It is about an arm in one step of a seed. `arm` is '' for a line about the
+    training itself.
+    """
 
     arm: str
     seed: int
@@ -163,9 +180,11 @@ State = dict[str, Any]
 
 @dataclass(frozen=True)
 class StepRow(StreamLine):
-    """The figures of a step. Norms are of all parameters: `gradient_norm` before clipping, which removed the share
-    `clipped`, `update_ratio` of the update over that of the weights. `seconds` is 0 for a watched step, whose time
-    includes watching. `skipped`: something was not finite, and the weights are unchanged."""
+    """The figures of a step. Norms are over all parameters. `gradient_norm` is the norm before clipping, and
+    `clipped` the share of it that clipping removed. `update_ratio` is the norm of the update divided by the norm of
+    the weights. `seconds` is 0 for a watched step, because watching takes time. `skipped` means that a value was not
+    finite, so that the weights did not change.
+    """
 
     loss: float
     rate: float
@@ -181,9 +200,10 @@ class StepRow(StreamLine):
 
 @dataclass(frozen=True)
 class LayerReading(StreamLine):
-    """Figures of one tensor of one layer in a watched step, defined in docs/watching.md. Shares are of all elements.
-    `role` is input, weight or gradient (of the output). `scale` is the geometric mean of the scales of blocks, 1
-    without scales. `signal_to_noise` is None where nothing was rounded."""
+    """Figures of one tensor of a layer in a watched step, as defined in docs/watching.md. Shares are fractions of all
+    elements. `role` is input, weight or gradient (of the layer's output). `scale` is the geometric mean of block
+    scales; 1 without scales. `signal_to_noise` is None if nothing was rounded.
+    """
 
     layer: str
     role: str
@@ -203,31 +223,33 @@ class LayerReading(StreamLine):
     not_finite: float = 0.0
 
 
-# Names of figures. Bytes that an arm keeps between two steps, with their purpose ('weights') as the layer;
+# Figure: bytes per parameter in memory between two steps. The figure's `layer` names their purpose ('weights').
 BYTES_PER_PARAMETER = "bytes_per_parameter"
-# the time of a watched step, watching included;
+# Figure: the time of a watched step, including watching.
 WATCHED_SECONDS = "watched_seconds"
-# bytes that a rank sends to others in a step, with operation and dtype ('all_to_all uint8') as the layer;
+# Figure: bytes that a rank sends in a step. The figure's `layer` names operation and dtype ('all_to_all uint8').
 WIRE_BYTES = "wire_bytes"
-# mistakes of a user's loop, when they begin: gradients are not cleared, the optimizer has lost its moments, or another
-# optimizer trains another module.
+# Figures of mistakes in a user's loop, in the step where a mistake begins: gradients are not cleared, the optimizer
+# has lost its moments, or a second optimizer trains a second module.
 GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
-# Stands for the tokens and the maker of loops that `fp8bench.watch` saw.
+# Trainings that `fp8bench.watch` has recorded have this name in place of their tokens and of the model's maker.
 WATCHED = "watched"
-# Kinds of events. A step was not finite;
+# Event: a step had NaN or infinity.
 NOT_FINITE = "not-finite"
-# an arm's products are in a precision other than its own;
+# Event: the products of an arm are computed in a different precision.
 FALLBACK = "fallback"
-# how much of a user's model an arm converts, or to which precision it changes;
+# Event: the share of a user's model that an arm converts, or the precision to which it changes.
 COVERAGE = "coverage"
-# a user's loop could not be observed for some updates.
+# Event: a user's loop could not be observed for some updates.
 UNSEEN = "unseen"
 
 
 @dataclass(frozen=True)
 class StepFigure(StreamLine):
-    """An additional figure of a watched step, of one layer, or of all if `layer` is ''; docs/watching.md lists them.
-    'memory' is of all arms together, 'device_use' and 'device_memory_use' are of no arm."""
+    """A figure of a watched step that is not in its row. It belongs to one layer or, if `layer` is '', to the whole
+    model. docs/watching.md lists the figures. 'memory' is the memory of all arms together. 'device_use' and
+    'device_memory_use' belong to no arm.
+    """
 
     name: str
     value: float
@@ -236,8 +258,9 @@ class StepFigure(StreamLine):
 
 @dataclass(frozen=True)
 class Validation(StreamLine):
-    """The loss per token on text that was never trained on; `of` names the part, and how it was evaluated: 'held-out',
-    'position:0-127' or 'quantised:fp8'."""
+    """The loss per token on held-out text. `of` names the part of the text or the way of evaluation, such as
+    'held-out', 'position:0-127' or 'quantised:fp8'.
+    """
 
     of: str
     loss: float
@@ -246,8 +269,10 @@ class Validation(StreamLine):
 
 @dataclass(frozen=True)
 class TrainingEvent(StreamLine):
-    """An event in a step: 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or one of
-    the kinds named above. `layer` and `tensor` say where, `values` what was observed, `remedy` what may help."""
+    """An event in a step. Its kind is 'not-finite', 'alarm', 'scale-halved', 'rate-lowered', 'stopped', 'resumed', or
+    one of the kinds above. `layer` and `tensor` say where it happened, `values` are the observed values, and `remedy`
+    is a change that may help.
+    """
 
     kind: str
     words: str
@@ -258,16 +283,16 @@ class TrainingEvent(StreamLine):
 
     @property
     def place(self) -> str:
-        """'head output': the layer and tensor; '' for an event of the whole step."""
+        """Returns the layer and tensor, such as 'head output'; '' for an event of a complete step."""
         return f"{self.layer} {self.tensor}".strip()
 
     @property
     def sentence(self) -> str:
-        """'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'."""
-        who = f"{self.arm}, seed {self.seed}, step {self.step}" if self.arm else f"seed {self.seed}"
-        where = f" ({self.place})" if self.place else ""
-        helps = f". What may help: {self.remedy}" if self.remedy else ""
-        return f"{who}: {self.words}{where}{helps}"
+        """Returns 'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'."""
+        source = f"{self.arm}, seed {self.seed}, step {self.step}" if self.arm else f"seed {self.seed}"
+        location = f" ({self.place})" if self.place else ""
+        advice = f". What may help: {self.remedy}" if self.remedy else ""
+        return f"{source}: {self.words}{location}{advice}"
 
     @property
     def rule(self) -> str:
@@ -276,9 +301,11 @@ class TrainingEvent(StreamLine):
 
 @dataclass(frozen=True)
 class ArmCost(StreamLine):
-    """The cost of one arm, measured in separate passes, each of which makes a line. `kept` is the counted bytes in
-    memory between two steps by purpose, `memory` the peak of a step with no other arm in memory, `energy` that of steps
-    like the last ones, `capacity` its largest batch. `why` says why the figure is missing."""
+    """The cost of one arm. Each figure is measured in a separate pass, which writes a separate line. `kept` is the
+    number of bytes in memory between two steps, by purpose. `memory` is the peak of a step while no other arm is
+    loaded. `energy` is the energy of steps like the last ones. `capacity` is the largest batch. `why` is the reason
+    for a missing figure.
+    """
 
     step: int = 0
     kept: tuple[tuple[str, int], ...] = ()
@@ -290,7 +317,9 @@ class ArmCost(StreamLine):
 
 @dataclass(frozen=True)
 class KeptTraining:
-    """A training as read from a store, as far as its lines go. `troubles` name what could not be read."""
+    """A training as read from a store, with all lines that could be read. `troubles` has a sentence for each problem
+    with the lines that could not.
+    """
 
     training: Training
     lines: tuple[StreamLine, ...]
@@ -302,22 +331,22 @@ class KeptTraining:
     def request(self) -> TrainingRequest:
         return self.training.request
 
-    def of(self, kind: type[L]) -> tuple[L, ...]:
+    def select_lines(self, kind: type[L]) -> tuple[L, ...]:
         return tuple(line for line in self.lines if isinstance(line, kind))
 
     @property
     def alarms(self) -> list[TrainingEvent]:
-        return [event for event in self.of(TrainingEvent) if event.kind == "alarm"]
+        return [event for event in self.select_lines(TrainingEvent) if event.kind == "alarm"]
 
 
 @dataclass(frozen=True)
 class WatchedLoops(KeptTraining):
-    """Loops that `fp8bench.watch` saw, as the arms of a training."""
+    """Loops that `fp8bench.watch` has recorded, as the arms of a training."""
 
 
 @dataclass(frozen=True)
 class ModelSweep:
-    """Trainings that differ in their model alone."""
+    """Trainings that differ only in their model."""
 
     kept: tuple[KeptTraining, ...]
     path: str
@@ -325,9 +354,11 @@ class ModelSweep:
 
 @dataclass(frozen=True)
 class RankLines:
-    """One rank's lines of some steps, and evidence that the ranks still train the same model. `same` are digests of
-    what must be equal on all ranks. `batches` has, for each checked step, digests of the tokens that this rank read,
-    and of the whole step, of which ranks read `shares` parts. `faults` are errors that this rank found."""
+    """One rank's lines of some steps, with evidence that all ranks train the same model. `same` has digests that must
+    be equal on all ranks. `batches` has two digests for each checked step: of the tokens that this rank read, and of
+    all tokens of the step. The tokens of a step are divided into `shares` parts, each of which one or several ranks
+    read. `faults` are errors that this rank found.
+    """
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
@@ -337,16 +368,16 @@ class RankLines:
 
 
 class TrainingObserver:
-    """Receives the progress of a training. This one ignores it."""
+    """Receives the progress of a training. This class ignores it, and subclasses show it."""
 
     def begun(self, training: Training) -> None:
-        """The training starts or resumes."""
+        """Called when the training starts or resumes."""
 
     def working(self, arm: str, doing: str) -> None:
-        """An arm is measured, outside its steps."""
+        """Called when an arm is measured outside of its steps. `doing` describes the measurement."""
 
     def trained(self, number: int, step: int, lines: Sequence[StreamLine]) -> None:
-        """Lines of an arm were stored, which is now at `step` of the seed `number`, counted from 0."""
+        """Called after lines of an arm were stored. The arm is now at `step` of the seed `number`, counted from 0."""
 
     def note(self, sentence: str) -> None:
-        """Something happened that no line records."""
+        """Called for events that no line records."""

@@ -1,4 +1,6 @@
-"""A training as a page without charts: each arm compared with the reference, bands and events; and the plan of one."""
+"""Shows a training as a page without charts: each arm compared with the reference, the effect of chance, and events.
+Also shows the plan of a training.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import words
-from fp8bench.features.train.frame import FIGURES, frame_of
+from fp8bench.features.train.frame import FIGURES, list_rows
 from fp8bench.features.train.request import SETTINGS_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import (
     COVERAGE,
@@ -28,8 +30,8 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import HELD_OUT, LEAST_PAIRS, Learned, Why
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, score_parts, tone_of
+from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, Learned, Why
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, find_tone, render_scores
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
@@ -37,46 +39,53 @@ from fp8bench.report.elements import Element, Elements, Items, Page, Part, Table
 from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
-from fp8bench.report.topics.answers import without_option
-from fp8bench.report.topics.own_batch import OwnBatch, own_batches
+from fp8bench.report.topics.answers import remove_option
+from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
-_SHOWN_EVENTS = 12
-_ONLY_IN_WHOLE = ("how", "B/param", "on a device", "events", "to the same loss")
-POSITION = "position:"
-_LOOKS = "After the last step, on text that was never trained on"
+_MAX_EVENTS = 12
+_LONG_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
+POSITION_PREFIX = "position:"
+_VALIDATION_TITLE = "After the last step, on text that was never trained on"
 
 
-def page_of(judged: JudgedTraining) -> Page:
-    """Returns the short answer; `whole_page` has the rest."""
+def render_answer(judged: JudgedTraining) -> Page:
+    """Returns a page with the short answer. `render_all` shows everything else."""
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
-    # Bands have no verdict; the whole page shows them.
+    # Arms that repeat the reference have no verdict, and only the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
-    arms = replace(arms_table(rows, _ONLY_IN_WHOLE), caption="")
+    arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
     store = shlex.quote(str(Path(stored.path).parent.parent.parent))
-    spent = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
+    spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
-    shown = {arm.judged.learned for arm in verdicts.arms} & {Learned.WORSE, Learned.BETTER, Learned.DIVERGED}
-    is_enough = training.request.seeds >= LEAST_PAIRS
-    if training.request.settings.model == "nano" and hint and is_enough and not shown:
+    different = {arm.judged.learned for arm in verdicts.arms} & {Learned.WORSE, Learned.BETTER, Learned.DIVERGED}
+    is_enough = training.request.seeds >= MIN_PAIRS
+    if training.request.settings.model == "nano" and hint and is_enough and not different:
         hint += ". In nano no recipe from fp8 to nvfp4 has been shown to differ (docs/train.md)"
-    part = short_answer(
-        f"{title_of(training, settings_of(training.request))} on {describe_devices([training.device])}: {spent}",
+    title = make_title(training, list_changed_settings(training.request))
+    answer_part = short_answer(
+        f"{title} on {describe_devices([training.device])}: {spent_words}",
         f"Does it learn as well as {verdicts.reference}?",
         find_answers(judged.summaries, verdicts),
-        warnings=_warnings(stored),
-        action=_propose(judged, store),
-        tables=(arms, *own_batch_elements(judged), Text(f"What it could show: {words.effect(verdicts)}{hint}")),
-        more=(
+        warnings=_list_warnings(stored),
+        action=_propose_command(judged, store),
+        tables=(
+            arms,
+            *render_own_batches(judged),
+            Text(f"Smallest visible gap: {words.describe_visible_gap(verdicts)}{hint}"),
+        ),
+        closing_facts=(
             ("Page", f"fp8bench report {training.id} --store {store}"),
             ("More", f"fp8bench show {training.id} --store {store} --all"),
         ),
     )
-    return Page("", "", (part,), _legend(arms))
+    return Page("", "", (answer_part,), _list_hints(arms))
 
 
 def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
-    """Returns an answer for each arm that is compared with the reference, and for each that was not trained."""
+    """Returns an answer for each arm that is compared with the reference. Arms that were not trained have an answer
+    too.
+    """
     peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
     answers = []
     for summary in summaries:
@@ -84,21 +93,26 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
         if arm.skip:
             answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif verdict is not None and verdict.judged.why is not Why.OTHER_RATE:
-            costs = (_speed_of(summary), _memory_of(summary, peaks.get(verdicts.reference)))
-            word, reason = words.VERDICTS[verdict.judged.learned], words.verdict(verdict, verdicts)
-            answers.append(Answer(arm.name, word, tone_of(verdict.judged), costs=costs, reason=reason))
+            costs = (_describe_speed(summary), _describe_memory(summary, peaks.get(verdicts.reference)))
+            verdict_word, reason = (
+                words.VERDICT_WORDS[verdict.judged.learned],
+                words.describe_verdict(verdict, verdicts),
+            )
+            answers.append(Answer(arm.name, verdict_word, find_tone(verdict.judged), costs=costs, reason=reason))
     return answers
 
 
-def _speed_of(summary: ArmSummary) -> str:
+def _describe_speed(summary: ArmSummary) -> str:
     speed = summary.verdict.speed if summary.verdict else None
     if not summary.arm.native:
         return "no speed here (emulated)"
     return f"steps {units.ratio(speed.raw.point)} as fast" if speed is not None else ""
 
 
-def _memory_of(summary: ArmSummary, peak_of_reference: int | None) -> str:
-    """Returns an arm's memory; for an emulated arm the estimate for a device with its formats."""
+def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
+    """Returns an arm's memory relative to the reference's. For an emulated arm, this is the estimated memory on a
+    device with its formats.
+    """
     native = summary.arm.native
     peak = summary.peak_memory if native else summary.device_peak_memory
     if not peak or not peak_of_reference:
@@ -106,70 +120,71 @@ def _memory_of(summary: ArmSummary, peak_of_reference: int | None) -> str:
     return f"memory {units.change(peak / peak_of_reference)}{'' if native else ' (est.)'}"
 
 
-def _warnings(stored: KeptTraining) -> Iterator[Text]:
-    yield from _cut_off(stored)
-    events = [event for event in stored.of(TrainingEvent) if event.kind != COVERAGE]
+def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
+    yield from _warn_unfinished(stored)
+    events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if events:
-        further = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
-        yield Text(f"{events[0].sentence}{further}", Tone.BAD)
+        further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
+        yield Text(f"{events[0].sentence}{further_words}", Tone.BAD)
     yield from (Text(trouble, Tone.DOUBT) for trouble in stored.troubles)
 
 
-def _propose(judged: JudgedTraining, store: str) -> str:
-    """Returns the command that finishes the training, or trains as many seeds as open verdicts need; '' if none would
-    help."""
+def _propose_command(judged: JudgedTraining, store: str) -> str:
+    """Returns the command that would help most; '' if none would. It finishes an unfinished training. Otherwise it
+    trains as many seeds as the open verdicts need.
+    """
     request, command = judged.request, judged.training.command
     if not judged.kept.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id} --store {store}"
-    # The arm that needs most seeds decides how many all get.
-    further = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
-    if not further or "fp8bench train" not in command:
+    # All arms get as many seeds as the arm that needs most.
+    further_seeds = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
+    if not further_seeds or "fp8bench train" not in command:
         return ""
-    seeds = request.seeds + further
-    seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.of(StepRow))
+    seeds = request.seeds + further_seeds
+    seconds = seeds / request.seeds * math.fsum(row.seconds for row in judged.kept.select_lines(StepRow))
     spent = f" in about {units.clock(seconds)}" if seconds else ""
-    command = f"{without_option(command, '--seeds')} --seeds {seeds}"
+    command = f"{remove_option(command, '--seeds')} --seeds {seeds}"
     return f"train {seeds} seeds{spent}, probably enough for a verdict: {command}"
 
 
-def whole_page(judged: JudgedTraining, most_events: int = _SHOWN_EVENTS) -> Page:
+def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
-    arms = arms_table(judged.summaries, without=("how",) if training.is_watched else ())
+    arms = render_arms(judged.summaries, without=("how",) if training.is_watched else ())
     answers = find_answers(judged.summaries, verdicts)
     answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
     question = "Does it still learn?" if answers else "How it learned"
-    own_batch = tuple(own_batch_elements(judged))
+    own_batch = tuple(render_own_batches(judged))
     parts = [
-        Part("verdict", question, (*answer, arms, *wire_table(judged))),
-        *list_of("notes", "Notes", (*bands_of(verdicts), *notes_of(judged))),
-        *(() if training.is_watched else looks_of(stored)),
-        *score_parts(judged.scores),
-        *last_figures(judged),
+        Part("verdict", question, (*answer, arms, *render_wire(judged))),
+        *list_of("notes", "Notes", (*describe_chance(verdicts), *list_notes(judged))),
+        *(() if training.is_watched else render_validations(stored)),
+        *render_scores(judged.scores),
+        *render_last_figures(judged),
         *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
-        Part("health", "What happened", tuple(_events(stored, most_events))),
-        Part("ending", "", tuple(map(Text, _ending(stored)))),
+        Part("health", "What happened", tuple(_render_events(stored, most_events))),
+        Part("ending", "", tuple(map(Text, _list_ending(stored)))),
     ]
-    return Page(title_of(training), "", tuple(parts), _legend(arms), tuple(facts_of(training)))
+    return Page(make_title(training), "", tuple(parts), _list_hints(arms), tuple(list_facts(training)))
 
 
-def _legend(arms: Table) -> tuple[str, ...]:
+def _list_hints(arms: Table) -> tuple[str, ...]:
     return tuple(f"{column.title}: {column.hint}" for column in arms.columns if column.hint)
 
 
-def own_batch_elements(judged: JudgedTraining) -> Elements:
+def render_own_batches(judged: JudgedTraining) -> Elements:
     rates = {summary.arm.name: summary.tokens_per_second for summary in judged.summaries}
     rows = []
-    for cost in judged.kept.of(ArmCost):
+    for cost in judged.kept.select_lines(ArmCost):
         if cost.capacity is not None and not cost.capacity.batch:
             yield Text(f"{cost.arm}: no largest batch was found: {cost.capacity.why}", Tone.DOUBT)
         elif cost.capacity is not None:
             rows.append(OwnBatch(cost.arm, cost.capacity, rates.get(cost.arm), cost.capacity.update))
-    yield from own_batches(rows)
+    yield from own_batch_table(rows)
 
 
-def wire_table(judged: JudgedTraining) -> Iterator[Table]:
-    shown = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
-    cols: list[Col[ArmSummary]] = [
+def render_wire(judged: JudgedTraining) -> Iterator[Table]:
+    summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
+    columns: list[Col[ArmSummary]] = [
         Col("arm", attrgetter("arm.name")),
         Col("sent", lambda row: math.fsum(row.wire.values()), number=True, show=units.size),
         Col(
@@ -178,48 +193,48 @@ def wire_table(judged: JudgedTraining) -> Iterator[Table]:
             below=True,
         ),
     ]
-    if shown:
-        yield table("wire", "what a rank sends in a step", cols, shown)
+    if summaries:
+        yield table("wire", "bytes that a rank sends in a step", columns, summaries)
 
 
-def plan_page(training: Training, reference: ArmState) -> Page:
+def render_plan(training: Training, reference: ArmState) -> Page:
     request, settings = training.request, training.request.settings
-    cols: list[Col[Arm]] = [
+    columns: list[Col[Arm]] = [
         Col("arm", attrgetter("name")),
         Col("role", attrgetter("role.value")),
-        Col("how", _how),
+        Col("how", _describe_arithmetic),
         Col("why not", attrgetter("skip"), below=True),
     ]
-    running = [arm for arm in training.arms if not arm.skip]
-    # The one-ulp arm runs in the first seed only.
-    once = sum(arm.role is ArmRole.CHAOS for arm in running)
-    steps = request.steps * ((len(running) - once) * request.seeds + once)
+    trained_arms = [arm for arm in training.arms if not arm.skip]
+    # The one-ulp arm is trained in the first seed only.
+    chaos_arms = sum(arm.role is ArmRole.CHAOS for arm in trained_arms)
+    steps = request.steps * ((len(trained_arms) - chaos_arms) * request.seeds + chaos_arms)
     ending = (
         f"parameters: {units.whole(reference.parameters)} ({settings.make or f'{settings.model}, {settings.arch}'})",
-        f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(running), 'arm')} in "
+        f"steps: {units.whole(steps)} in all, {many(request.steps, 'step')} of {many(len(trained_arms), 'arm')} in "
         + many(request.seeds, "seed"),
         *([f"ranks: {request.ranks} by {settings.parallel}"] if request.ranks else []),
         f"tokens: {units.whole(reference.tokens)} a step, {units.whole(steps * reference.tokens)} in all",
     )
     title = f"training of {settings.display_name} on {training.device.key}, which is {training.device.name}"
-    arms = table("arms", "", cols, training.arms)
+    arms = table("arms", "", columns, training.arms)
     return Page(title, "", (Part("arms", "", (arms,)), Part("ending", "", tuple(map(Text, ending)))))
 
 
-def title_of(training: Training, changed: str = "") -> str:
+def make_title(training: Training, changed: str = "") -> str:
     settings = training.request.settings
     if training.is_watched:
         request = training.request
         names = join_words(arm.name for arm in training.arms)
         seeds = f" in {request.seeds} seeds" if request.seeds > 1 else ""
         return f"watched: {names}, {many(request.steps, 'step')}{seeds}"
-    about = filter(
+    details = filter(
         None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
     )
-    return f"training of {settings.display_name} ({', '.join(about)})"
+    return f"training of {settings.display_name} ({', '.join(details)})"
 
 
-def facts_of(training: Training) -> Iterator[tuple[str, str]]:
+def list_facts(training: Training) -> Iterator[tuple[str, str]]:
     request = training.request
     if training.is_watched:
         return
@@ -229,150 +244,174 @@ def facts_of(training: Training) -> Iterator[tuple[str, str]]:
     if request.ranks is not None:
         yield "ranks", f"{request.ranks} by {request.settings.parallel}"
     yield "text", training.text.identity
-    if settings := settings_of(request):
+    if settings := list_changed_settings(request):
         yield "settings", settings
     yield "margin", units.percent(request.margin)
 
 
-def settings_of(request: TrainingRequest) -> str:
-    """Returns the settings that differ from their defaults, without those in the title."""
-    usual, settings = TrainerSettings(), request.settings
-    titled = {"make", "model", "arch", "scales", "parallel"}
-    named = [name for name in SETTINGS_RULES if name not in titled]
-    changed = {name: getattr(settings, name) for name in named if getattr(settings, name) != getattr(usual, name)}
+def list_changed_settings(request: TrainingRequest) -> str:
+    """Returns the settings that differ from their defaults, without those that the title shows."""
+    defaults, settings = TrainerSettings(), request.settings
+    names_in_title = {"make", "model", "arch", "scales", "parallel"}
+    names = [name for name in SETTINGS_RULES if name not in names_in_title]
+    changed = {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(defaults, name)}
     changed |= {"scales_from": request.scales_from} if request.scales_from else {}
-    return ", ".join(f"{name.replace('_', '-')} {_show_value(value)}" for name, value in changed.items())
+    return ", ".join(f"{name.replace('_', '-')} {_format_value(value)}" for name, value in changed.items())
 
 
-def _show_value(value: object) -> str:
+def _format_value(value: object) -> str:
     if isinstance(value, tuple):
         return ",".join("=".join(map(str, part)) if isinstance(part, tuple) else str(part) for part in value)
     return f"{value:g}" if isinstance(value, float) else str(value)
 
 
-def _how(arm: Arm) -> str:
+def _describe_arithmetic(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def _number(heading: str, attribute: str, show: Callable[[Any], str] | None = None, hint: str = "") -> Col[ArmSummary]:
-    """Returns a column of numbers, read from `attribute` of a summary."""
+def _number_column(
+    heading: str, attribute: str, show: Callable[[Any], str] | None = None, hint: str = ""
+) -> Col[ArmSummary]:
+    """Returns a column of numbers. They are read from the attribute `attribute` of each summary, and formatted by
+    `show`.
+    """
     return Col(heading, attrgetter(attribute), number=True, show=show, hint=hint)
 
 
-def arms_table(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
-    cols: tuple[Col[ArmSummary], ...] = (
+def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
+    columns: tuple[Col[ArmSummary], ...] = (
         Col("arm", attrgetter("arm.name")),
         Col(
             "how",
-            lambda row: _how(row.arm),
-            hint="native: the device multiplies in it",
+            lambda row: _describe_arithmetic(row.arm),
+            hint="native: the device multiplies in this precision",
             tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN,
         ),
-        _number("loss", "loss", _FOUR_DIGITS, "training loss, the mean over seeds and the last tenth of the steps"),
-        _number("held-out", "held_out", _FOUR_DIGITS, "the loss on text that was never trained on"),
-        _number("tokens/s", "tokens_per_second", units.count, "by the median step; of native arms"),
-        Col("J/step", lambda row: words.joules(row.energy), number=True, hint="by windows of steps of the arm alone"),
-        _number(
+        _number_column(
+            "loss", "loss", _format_four_digits, "training loss, the mean over seeds and the last tenth of the steps"
+        ),
+        _number_column("held-out", "held_out", _format_four_digits, "the loss on text that was never trained on"),
+        _number_column(
+            "tokens/s", "tokens_per_second", units.count, "tokens per second in the median step; native arms only"
+        ),
+        Col(
+            "J/step",
+            lambda row: words.format_joules(row.energy),
+            number=True,
+            hint="energy of a step, measured over windows of steps of this arm only",
+        ),
+        _number_column(
             "B/param",
             "bytes_per_parameter",
             "{:.3g}".format,
-            "bytes kept between two steps for each parameter, as counted",
+            "bytes in memory between two steps per parameter, counted from the tensors",
         ),
-        _number("memory", "peak_memory", units.size, "tensors at the peak of a step, with no other arm in memory"),
-        _number(
+        _number_column(
+            "memory", "peak_memory", units.size, "peak memory of tensors in a step, with no other arm loaded"
+        ),
+        _number_column(
             "on a device",
             "on_a_device",
             units.size,
-            "derived: the same on hardware that keeps the formats which the arm emulates",
+            "estimate: the same on hardware that stores the formats that the arm emulates",
         ),
-        _number("events", "events", str),
+        _number_column("events", "events", str),
         Col(
             "to the same loss",
-            lambda row: words.speed(row.verdict.speed) if row.verdict else None,
-            hint="speed times steps: how much sooner a native arm is as good",
+            lambda row: words.format_speed(row.verdict.speed) if row.verdict else None,
+            hint="how much sooner a native arm reaches the same loss: by the speed and the number of its steps",
         ),
     )
-    shown = [col for col in cols if col.heading not in without]
-    return table("arms", "arms", shown, rows, main=True, required=("loss",))
+    shown_columns = [col for col in columns if col.heading not in without]
+    return table("arms", "arms", shown_columns, rows, main=True, required_headings=("loss",))
 
 
-_FOUR_DIGITS = "{:.4f}".format
+_format_four_digits = "{:.4f}".format
 
 
-def last_figures(judged: JudgedTraining) -> Iterator[Part]:
-    """Yields the declared figures of each arm's last step in the first seed."""
+def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
+    """Yields a table with the figures that each arm had in its last step of the first seed."""
     arms, seed = judged.training.compared_arms, judged.request.seed
-    rows = frame_of(arms, judged.kept.lines)
-    # Rows are in the order of steps, so that the last one of each figure is kept.
+    rows = list_rows(arms, judged.kept.lines)
+    # Rows are in the order of steps, so that later values of a figure replace earlier ones.
     rows = (row for row in rows if row.seed == seed and not row.layer)
-    if judged.training.is_watched:  # only watched steps have a size of their update
+    if judged.training.is_watched:  # an update ratio is NaN outside of watched steps
         rows = (row for row in rows if row.value == row.value)
     values = {(row.arm, row.figure): row.value for row in rows}
     names = [arm.name for arm in arms if (arm.name, "loss") in values]
-    cols = [Col("arm", str)]
+    columns = [Col("arm", str)]
     for figure in FIGURES.values():
         if figure.heading:
-            get_value = partial(_look_up, values, figure.name)
-            cols.append(Col(figure.heading, get_value, number=True, show=figure.show))
+            get_value = partial(_get_value, values, figure.name)
+            columns.append(Col(figure.heading, get_value, number=True, show=figure.show))
     if names:
         title = "In the last step of the first seed" if judged.request.seeds > 1 else "In the last step"
-        yield Part("last-step", title, (table("last-step", "", cols, names),))
+        yield Part("last-step", title, (table("last-step", "", columns, names),))
 
 
-def _look_up(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:
+def _get_value(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:
     return values.get((arm, figure))
 
 
-def looks_of(stored: KeptTraining) -> Iterator[Part]:
-    """Yields losses on text that was never trained on, after the last step; the mean over seeds."""
-    last = [look for look in stored.of(Validation) if look.step == stored.request.steps]
-    losses = together(((look.arm, look.of), look.loss) for look in last if math.isfinite(look.loss))
+def render_validations(stored: KeptTraining) -> Iterator[Part]:
+    """Yields a table of the losses on held-out text after the last step, as means over seeds."""
+    final_validations = [
+        validation for validation in stored.select_lines(Validation) if validation.step == stored.request.steps
+    ]
+    losses = together(
+        ((validation.arm, validation.of), validation.loss)
+        for validation in final_validations
+        if math.isfinite(validation.loss)
+    )
     means = {key: fmean(values) for key, values in losses.items()}
-    texts = list(dict.fromkeys(of for _, of in means))
-    positions = [of for of in texts if of.startswith(POSITION)]
+    validation_names = list(dict.fromkeys(name for _, name in means))
+    positions = [name for name in validation_names if name.startswith(POSITION_PREFIX)]
     arms = [arm.name for arm in stored.training.arms if not arm.is_band and (arm.name, HELD_OUT) in means]
     cols = [Col("arm", str)]
-    for of in texts:
-        if of not in positions[1:-1]:  # the first and the last positions of a window are enough
-            cols += [Col(of, partial(_look_up, means, of), number=True, show="{:.3f}".format)]
-    if not stored.request.settings.make:  # the loss of a user's model may be anything
+    for name in validation_names:
+        if name not in positions[1:-1]:  # of all positions in a window, the first and the last are enough
+            cols += [Col(name, partial(_get_value, means, name), number=True, show="{:.3f}".format)]
+    if not stored.request.settings.make:  # the loss of a user's model may not be a cross entropy
         perplexities = {key: math.exp(min(loss, 700.0)) for key, loss in means.items()}
-        cols.insert(2, Col("perplexity", partial(_look_up, perplexities, HELD_OUT), number=True, show="{:.3g}".format))
+        cols.insert(
+            2, Col("perplexity", partial(_get_value, perplexities, HELD_OUT), number=True, show="{:.3g}".format)
+        )
     if arms:
-        yield Part("texts", _LOOKS, (table("looks", "loss", cols, arms),))
+        yield Part("texts", _VALIDATION_TITLE, (table("looks", "loss", cols, arms),))
 
 
-def bands_of(verdicts: TrainingVerdicts) -> Iterator[str]:
+def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
     if verdicts.repeat_band is not None:
-        yield words.repeat_band(verdicts.repeat_band)
+        yield words.describe_repeat(verdicts.repeat_band)
     if verdicts.chaos is not None:
-        yield words.chaos(verdicts.chaos)
-    if all_of := words.chance_of_all(verdicts):
+        yield words.describe_chaos(verdicts.chaos)
+    if all_of := words.describe_family_chance(verdicts):
         yield all_of
     if verdicts.arms:
-        yield words.effect(verdicts)
+        yield words.describe_visible_gap(verdicts)
 
 
-def notes_of(judged: JudgedTraining) -> Iterator[str]:
+def list_notes(judged: JudgedTraining) -> Iterator[str]:
     stored, verdicts = judged.kept, judged.verdicts
-    yield from dict.fromkeys(event.words for event in stored.of(TrainingEvent) if event.kind == COVERAGE)
+    yield from dict.fromkeys(event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE)
     is_watched = stored.training.is_watched
-    # A single loop has no verdict that anything could decide.
+    # A single loop has no verdict that a held-out text could decide.
     if not verdicts.looks and (verdicts.arms or not is_watched):
-        way = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
-        way = way if is_watched else "return held_out from make()"
-        yield f"nothing was held out, so that the training loss alone decides: {way}"
+        advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
+        advice = advice if is_watched else "return held_out from make()"
+        yield f"nothing was held out, so that the training loss alone decides: {advice}"
     if is_watched and verdicts.arms:
         yield "loops are assumed to have had the same initial weights and batches in each seed: streams do not show it"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
-            yield from words.notes(verdict)
-    yield from (f"{cost.arm}: {cost.why}" for cost in stored.of(ArmCost) if cost.why)
-    measured = {cost.arm for cost in stored.of(ArmCost)}
+            yield from words.list_void_seeds(verdict)
+    yield from (f"{cost.arm}: {cost.why}" for cost in stored.select_lines(ArmCost) if cost.why)
+    measured = {cost.arm for cost in stored.select_lines(ArmCost)}
     if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured]:
-        memories = [cost.memory for cost in stored.of(ArmCost) if cost.memory and cost.arm in names]
-        derived = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
-        yield f"memory and energy of {join_words(names)} are of emulation, not of a device with the format{derived}"
+        memories = [cost.memory for cost in stored.select_lines(ArmCost) if cost.memory and cost.arm in names]
+        derived_words = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
+        source = f"are of emulation, not of a device with the format{derived_words}"
+        yield f"memory and energy of {join_words(names)} {source}"
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
     energies = (
@@ -382,16 +421,18 @@ def notes_of(judged: JudgedTraining) -> Iterator[str]:
     yield from stored.troubles
 
 
-def _cut_off(stored: KeptTraining) -> Iterator[Text]:
+def _warn_unfinished(stored: KeptTraining) -> Iterator[Text]:
     if not stored.finished:
-        seed, step = max(((row.seed, row.step) for row in stored.of(StepRow)), default=(stored.request.seed, -1))
-        words = f"cut off in seed {seed} after {many(step + 1, 'step')}: all figures are of what was kept"
-        yield Text(words, Tone.DOUBT)
+        seed, step = max(
+            ((row.seed, row.step) for row in stored.select_lines(StepRow)), default=(stored.request.seed, -1)
+        )
+        sentence = f"cut off in seed {seed} after {many(step + 1, 'step')}: figures cover only what was stored"
+        yield Text(sentence, Tone.DOUBT)
 
 
-def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
-    yield from _cut_off(stored)
-    events = [event for event in stored.of(TrainingEvent) if event.kind != COVERAGE]
+def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
+    yield from _warn_unfinished(stored)
+    events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if not events:
         yield Text("Nothing: no alarm, and all values were finite.")
         return
@@ -404,12 +445,12 @@ def _events(stored: KeptTraining, most: int) -> Iterator[Element]:
         Col("words", attrgetter("words")),
         Col("what may help", attrgetter("remedy")),
     ]
-    yield table("events", "", cols, events[:most], main=True, required=("arm", "step", "what"))
+    yield table("events", "", cols, events[:most], main=True, required_headings=("arm", "step", "what"))
     if len(events) > most:
         yield Text(f"and {len(events) - most} more: the CSV has them")
 
 
-def _ending(stored: KeptTraining) -> Iterator[str]:
+def _list_ending(stored: KeptTraining) -> Iterator[str]:
     if stored.training.is_watched:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
         return

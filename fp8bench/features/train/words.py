@@ -1,4 +1,6 @@
-"""Sentences about how the arms of a training learned: verdicts, bands and speeds, the same wherever they are shown."""
+"""Sentences about how well the arms of a training learned: verdicts, the effect of chance, and speeds. All outputs
+use the same sentences.
+"""
 
 from __future__ import annotations
 
@@ -8,30 +10,30 @@ from collections.abc import Collection, Iterator, Sequence
 from fp8bench import units
 from fp8bench.features.train.values import ArmRole
 from fp8bench.features.train.verdicts.curves import (
-    LEAST_PAIRS,
+    MIN_PAIRS,
     JudgedArm,
     Learned,
     Pair,
     Void,
     Why,
-    bound_of_one,
+    bound_single_gap,
     smallest_effect,
 )
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
-from fp8bench.report.topics.shares import coverage_sentence, left_of
+from fp8bench.report.topics.shares import describe_coverage, list_unconverted_products
 from fp8bench.report.words.naming import join_words, many
 
-_ROLES = {
+_ROLE_WORDS = {
     ArmRole.REFERENCE: "the reference",
     ArmRole.REPEAT: "the reference repeated",
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
-_SHOWN = 3
-VERDICTS = {
+_MAX_LISTED = 3
+VERDICT_WORDS = {
     Learned.DIVERGED: "no: diverges",
     Learned.DID_NOT_LEARN: "cannot tell",
     Learned.WORSE: "learns worse",
@@ -41,82 +43,95 @@ VERDICTS = {
 }
 
 
-def coverage_words(name: str, coverage: Coverage) -> Iterator[str]:
-    yield coverage_sentence(name, coverage)
-    for reason, names, _ in left_of(coverage)[:_SHOWN]:
-        yield f"{join_words(names, _SHOWN)}: {reason}"
+def explain_coverage(name: str, coverage: Coverage) -> Iterator[str]:
+    yield describe_coverage(name, coverage)
+    for reason, names, _ in list_unconverted_products(coverage)[:_MAX_LISTED]:
+        yield f"{join_words(names, _MAX_LISTED)}: {reason}"
     yield from coverage.remarks
     yield f"backward begins from {coverage.loss}"
 
 
-def describe_arm(summary: ArmSummary, among: TrainingVerdicts) -> str:
-    """Returns the arm's verdict, why it has none, or what else it is for."""
+def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
+    """Returns the verdict on an arm. If the arm has none, returns the reason, or the purpose of the arm."""
     arm = summary.arm
     if arm.skip or summary.verdict is not None:
-        return arm.skip if summary.verdict is None or arm.skip else verdict(summary.verdict, among)
-    if arm.role is ArmRole.CHAOS and among.chaos is not None:
-        return f"{_ROLES[arm.role]}: {100 * among.chaos.gap:+.2g}% from it there"
-    best = arm.name == among.reference and among.rates > 1
-    return f"{_ROLES[arm.role]}{' at its best rate, with which arms are compared' if best else ''}"
+        return arm.skip if summary.verdict is None or arm.skip else describe_verdict(summary.verdict, verdicts)
+    if arm.role is ArmRole.CHAOS and verdicts.chaos is not None:
+        return f"{_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
+    is_best = arm.name == verdicts.reference and verdicts.rates > 1
+    return f"{_ROLE_WORDS[arm.role]}{' at its is_best rate, with which arms are compared' if is_best else ''}"
 
 
-def _bound_so_far(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """Returns what few seeds show; for one seed, relative to the effect of one ulp in it."""
+def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
+    """Returns how large the gap may be, for an arm with too few seeds for a verdict. For a single seed, this bound
+    comes from the effect of one ulp.
+    """
     gap = arm.judged.gap
     if gap is None or arm.judged.why is not Why.FEW_PAIRS:
         return ""
     if gap.shown is not None:
-        return f"{at_most(gap.shown)} (95%); "
-    if among.chaos is None or arm.pairs[0].seed != among.chaos.seed:
+        return f"{describe_bound_above(gap.shown)} (95%); "
+    if verdicts.chaos is None or arm.pairs[0].seed != verdicts.chaos.seed:
         return ""
-    bound = bound_of_one(gap.point, among.chaos.gap)
-    return "" if bound is None else f"{at_most(bound)} in seed {among.chaos.seed} (95%, by what one ulp does there); "
+    bound = bound_single_gap(gap.point, verdicts.chaos.gap)
+    return (
+        ""
+        if bound is None
+        else f"{describe_bound_above(bound)} in seed {verdicts.chaos.seed} (95%, by what one ulp does there); "
+    )
 
 
-def at_most(interval: Interval) -> str:
-    """'at most 0.24% worse'."""
-    return f"at most {_ends(interval)[1]:.{_decimals(interval)}f}% worse" if interval.high > 0 else "at most 0% worse"
+def describe_bound_above(interval: Interval) -> str:
+    """Returns a text such as 'at most 0.24% worse'."""
+    return (
+        f"at most {_bounds_in_percent(interval)[1]:.{_count_decimals(interval)}f}% worse"
+        if interval.high > 0
+        else "at most 0% worse"
+    )
 
 
-def _ends(interval: Interval) -> tuple[float, float]:
-    """Returns the bounds in percent, rounded outward: narrower ones would claim more."""
-    scale = 10 ** _decimals(interval)
+def _bounds_in_percent(interval: Interval) -> tuple[float, float]:
+    """Returns the bounds of an interval in percent, rounded outward. Rounding inward would claim more than was
+    measured.
+    """
+    scale = 10 ** _count_decimals(interval)
     low, high = (round(100 * end * scale, 6) for end in (interval.low, interval.high))
     if not math.isfinite(low + high):
         return low, high
     return math.floor(low) / scale, math.ceil(high) / scale
 
 
-def _decimals(interval: Interval) -> int:
-    """Returns the significant decimals of an interval in percent, '0.24%', '12%', or enough to show that it excludes
-    0."""
-    # Half of the width determines how many digits are meaningful.
-    reach = 100 * (interval.high - interval.low) / 2
-    digits = min(4, max(0, 1 - math.floor(math.log10(reach)))) if 0 < reach < math.inf else 2
-    # An end that rounds to 0 would hide that the interval excludes it.
+def _count_decimals(interval: Interval) -> int:
+    """Returns the number of decimals for an interval in percent. They show two significant digits of half its width.
+    If the interval excludes 0, they are enough to show that.
+    """
+    # Half of the interval's width shows how many digits are meaningful.
+    half_width = 100 * (interval.high - interval.low) / 2
+    digits = min(4, max(0, 1 - math.floor(math.log10(half_width)))) if 0 < half_width < math.inf else 2
+    # If an end of the interval were rounded to 0, the interval would seem to include 0.
     nearest = 100 * min(abs(interval.low), abs(interval.high))
     if nearest and (interval.low > 0) == (interval.high > 0):
         digits = max(digits, min(9, math.ceil(-math.log10(nearest))))
     return digits
 
 
-def verdict(arm: ArmVerdict, among: TrainingVerdicts) -> str:
-    """'worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate'."""
-    judged, seeds = arm.judged, len(among.seeds)
+def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
+    """Returns a text such as 'worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate'."""
+    judged, seeds = arm.judged, len(verdicts.seeds)
     if judged.learned is Learned.DIVERGED:
-        return f"diverged in {len(arm.diverged_in)} of {many(seeds, 'seed')} ({_seeds(arm.diverged_in)})"
+        return f"diverged in {len(arm.diverged_in)} of {many(seeds, 'seed')} ({_format_seeds(arm.diverged_in)})"
     if judged.learned is Learned.DID_NOT_LEARN:
-        return f"no verdict: the reference did not learn ({did_not_learn(among)})"
+        return f"no verdict: the reference did not learn ({describe_missing_fall(verdicts)})"
     if judged.learned is Learned.INCONCLUSIVE:
-        return f"inconclusive: {_bound_so_far(arm, among)}{inconclusive(judged)}"
+        return f"inconclusive: {_describe_bound(arm, verdicts)}{describe_inconclusive(judged)}"
     assert judged.gap is not None and judged.gap.decides is not None
     interval = judged.gap.decides
     if judged.learned is Learned.WITHIN_NOISE:
         if arm.same_bits:
             return "within noise: every loss is the reference's, bit for bit; does this arm take effect?"
-        return f"within noise: {_span(interval)}, inside +-{100 * among.margin:.4g}%"
-    meaning = describe_importance(judged.learned, judged.matters, among.margin)
-    return f"{judged.learned} by {_span(interval)}: {meaning}"
+        return f"within noise: {_format_interval(interval)}, inside +-{100 * verdicts.margin:.4g}%"
+    meaning = describe_importance(judged.learned, judged.matters, verdicts.margin)
+    return f"{judged.learned} by {_format_interval(interval)}: {meaning}"
 
 
 # The values that --fail-on accepts.
@@ -124,36 +139,41 @@ ALARM = "alarm"
 FAILURES = (*(word.replace(" ", "-") for word in Learned if word not in (Learned.BETTER, Learned.WITHIN_NOISE)), ALARM)
 
 
-def failures(judged: JudgedTraining, named: Collection[str]) -> Iterator[str]:
+def list_failures(judged: JudgedTraining, requested_failures: Collection[str]) -> Iterator[str]:
     for arm in judged.verdicts.arms:
-        # A difference inside the margin is tolerated; a worse rate is not a failure of the precision.
-        counts = not arm.judged.is_tolerated and arm.judged.why is not Why.OTHER_RATE
-        if counts and arm.judged.learned.replace(" ", "-") in named:
-            yield f"{arm.arm.name}: {verdict(arm, judged.verdicts)}"
-    if ALARM in named:
+        # A difference inside the margin is tolerated. A rate that is not the best one is no failure of the precision.
+        is_failure = not arm.judged.is_tolerated and arm.judged.why is not Why.OTHER_RATE
+        if is_failure and arm.judged.learned.replace(" ", "-") in requested_failures:
+            yield f"{arm.arm.name}: {describe_verdict(arm, judged.verdicts)}"
+    if ALARM in requested_failures:
         for event in judged.kept.alarms:
             yield f"{event.arm}, seed {event.seed}, step {event.step}: {event.words}"
 
 
-_CURES = {
+_VOID_ADVICE = {
     Void.NEARLY_ZERO: ", and more seeds would not change that; train fewer --steps, on more --data, or with a loss "
     "that stays above 0",
     Void.OTHER_TOKENS: ", and more seeds would not change that",
 }
 
 
-def inconclusive(judged: JudgedArm) -> str:
-    seeds = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
+def describe_inconclusive(judged: JudgedArm) -> str:
+    seed_words = f"{judged.more_seeds} more would do" if judged.more_seeds else "how many would do is unknown"
     if judged.why in (Why.SAME_BITS, Why.FALLBACK, Why.OTHER_RATE):
         return str(judged.why)
     if judged.why is Why.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
-        few = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {LEAST_PAIRS}"
-        return f"{few}: {judged.void}{_CURES.get(judged.void, '')}" if judged.void else f"{few}; {seeds}"
+        pair_words = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {MIN_PAIRS}"
+        return (
+            f"{pair_words}: {judged.void}{_VOID_ADVICE.get(judged.void, '')}"
+            if judged.void
+            else f"{pair_words}; {seed_words}"
+        )
     if judged.why is Why.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
         interval = judged.gap.decides
-        return f"{at_most(interval)}, as {_span(interval)} is too wide to tell; {seeds} in four of five cases"
+        bound = describe_bound_above(interval)
+        return f"{bound}, as {_format_interval(interval)} is too wide to tell; {seed_words} in four of five cases"
     if judged.why is Why.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
@@ -161,50 +181,56 @@ def inconclusive(judged: JudgedArm) -> str:
     return f"{training} on training text, but {held_out} on held-out text"
 
 
-def did_not_learn(among: TrainingVerdicts) -> str:
-    least = units.percent(among.least_fall)
-    worst = min(among.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
-    fell = "its loss was not a number in the end" if math.isnan(worst) else f"its loss fell by {units.percent(worst)}"
-    return f"in one seed {fell}; every seed needs at least {least}"
+def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
+    required_fall = units.percent(verdicts.least_fall)
+    smallest_fall = min(verdicts.falls.values(), key=lambda fall: (not math.isnan(fall), fall))
+    fall_words = (
+        "its loss was not a number in the end"
+        if math.isnan(smallest_fall)
+        else f"its loss fell by {units.percent(smallest_fall)}"
+    )
+    return f"in one seed {fall_words}; every seed needs at least {required_fall}"
 
 
-def notes(arm: ArmVerdict) -> Iterator[str]:
-    """Yields which seeds of the arm do not count, by reason."""
+def list_void_seeds(arm: ArmVerdict) -> Iterator[str]:
+    """Yields a sentence for each reason why seeds of an arm do not count. The sentence names these seeds."""
     reasons: dict[str, list[int]] = {}
     for seed, void in arm.voids:
         if seed not in arm.diverged_in:
             reasons.setdefault(void.value, []).append(seed)
     for reason, seeds in reasons.items():
-        yield f"{arm.arm.name}: {_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
+        yield f"{arm.arm.name}: {_format_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
 
-def chance_of_all(among: TrainingVerdicts) -> str:
-    """Returns what 99% means for several arms; '' for one."""
-    count = len(among.arms)
-    if count < 2:
+def describe_family_chance(verdicts: TrainingVerdicts) -> str:
+    """Returns a sentence on what 99% intervals mean if there are several arms; '' for one arm."""
+    arm_count = len(verdicts.arms)
+    if arm_count < 2:
         return ""
     return (
-        f"each verdict has its own 99% interval: with {count} arms that do not differ, at most {count} of 100 "
+        f"each verdict has its own 99% interval: with {arm_count} arms that do not differ, at most {arm_count} of 100 "
         "trainings would call any of them worse or better"
     )
 
 
-def effect(among: TrainingVerdicts) -> str:
-    """Returns which gap the training could have shown, in the arm with the widest interval, and what it is about."""
-    gaps = [arm.judged.gap for arm in among.arms if arm.judged.gap is not None]
-    sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= LEAST_PAIRS]
-    counted = max((gap.pairs for gap in gaps), default=0)
-    smallest = f"fewer than {LEAST_PAIRS} seeds count ({counted}), so that it is unknown which gap would have shown"
+def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
+    """Returns a sentence on the smallest gap that the training could have shown. It is about the arm with the widest
+    interval.
+    """
+    gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
+    sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
+    most_pairs = max((gap.pairs for gap in gaps), default=0)
+    smallest = f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
     if sizes:
         smallest = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
     return f"{smallest}; none of this transfers to a model of another size"
 
 
-def chaos(pair: Pair) -> str:
+def describe_chaos(pair: Pair) -> str:
     return f"one ulp moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed shows nothing smaller"
 
 
-def repeat_band(band: RepeatBand) -> str:
+def describe_repeat(band: RepeatBand) -> str:
     if band.first is None:
         return (
             f"nondeterminism is zero: the repeat has the same loss in each of {many(band.steps, 'step')}, bit for bit"
@@ -212,35 +238,35 @@ def repeat_band(band: RepeatBand) -> str:
     return f"the repeat differs from step {band.first} on, by at most {units.percent(band.largest, 3)} of a step's loss"
 
 
-def speed(sooner: AdjustedSpeed | None) -> str | None:
-    """'1.42x [1.35x, 1.49x] (1.50x by steps)'."""
-    if sooner is None:
+def format_speed(speed: AdjustedSpeed | None) -> str | None:
+    """Returns a text such as '1.42x [1.35x, 1.49x] (1.50x by steps)'."""
+    if speed is None:
         return None
-    raw = f"({units.ratio(sooner.raw.point)} by steps)"
-    if sooner.adjusted is None:
-        return f"unknown, as the loss no longer surely falls {raw}"
-    adjusted = f"at most {units.ratio(sooner.adjusted.point)}" if sooner.bounded else _ratio(sooner.adjusted)
-    return f"{adjusted} {raw}"
+    raw_words = f"({units.ratio(speed.raw.point)} by steps)"
+    if speed.adjusted is None:
+        return f"unknown, as the loss no longer surely falls {raw_words}"
+    adjusted = f"at most {units.ratio(speed.adjusted.point)}" if speed.bounded else _format_ratio(speed.adjusted)
+    return f"{adjusted} {raw_words}"
 
 
-def joules(used: TrainedEnergy | None) -> str | None:
-    """'1.90 J [1.88 J, 1.91 J]': the median and the range of windows."""
+def format_joules(used: TrainedEnergy | None) -> str | None:
+    """Returns the median energy of a step with the range over windows, such as '1.90 J [1.88 J, 1.91 J]'."""
     if used is None or used.joules is None:
         return None
     return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
 
 
-def _ratio(interval: Interval) -> str:
-    """'0.83x [0.80x, 0.87x]'."""
+def _format_ratio(interval: Interval) -> str:
+    """Returns a text such as '0.83x [0.80x, 0.87x]'."""
     return "{} [{}, {}]".format(*map(units.ratio, (interval.point, interval.low, interval.high)))
 
 
-def _span(interval: Interval) -> str:
-    digits = _decimals(interval)
-    ends = (100 * interval.point, *_ends(interval))
-    point, low, high = (f"{round(value, digits) + 0.0:+.{digits}f}%" for value in ends)
+def _format_interval(interval: Interval) -> str:
+    digits = _count_decimals(interval)
+    percentages = (100 * interval.point, *_bounds_in_percent(interval))
+    point, low, high = (f"{round(value, digits) + 0.0:+.{digits}f}%" for value in percentages)
     return f"{point} [{low}, {high}] ({units.percent(interval.level, 0)})"
 
 
-def _seeds(seeds: Sequence[int]) -> str:
+def _format_seeds(seeds: Sequence[int]) -> str:
     return f"seed{'s' * (len(seeds) != 1)} {join_words(map(str, seeds))}"

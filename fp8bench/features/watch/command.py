@@ -1,4 +1,4 @@
-"""`fp8bench watch SCRIPT.py [ARGS]`: runs a script as Python does, and watches what it trains."""
+"""`fp8bench watch SCRIPT.py [ARGS]`: runs a training script as Python does, and watches what it trains."""
 
 from __future__ import annotations
 
@@ -21,31 +21,33 @@ from fp8bench.registry import precisions
 from fp8bench.report.data.loggers import check_target
 
 EXAMPLES = (
-    "fp8bench watch train.py --lr 3e-4  # options before train.py are fp8bench's, those behind it the script's",
+    "fp8bench watch train.py --lr 3e-4  # options after train.py are passed to the script",
     "fp8bench watch --stream fp8.jsonl train.py --fp8  # then: fp8bench compare bf16.jsonl fp8.jsonl",
 )
 
 
 def add(parser: argparse.ArgumentParser) -> None:
     parser.description = (
-        "Runs a training script unchanged, and watches each optimizer with the module that it trains, from the second "
-        "step on: a row for each step, all tensors in one step per stride, alarms on stderr."
+        "Runs a training script unchanged, and watches each optimizer with its module, from the second "
+        "step on. Writes a row for each step, measures all tensors once per stride, and prints alarms to stderr."
     )
-    parser.epilog = "Exit codes: those of the script; 2 wrong usage, before the script begins."
+    parser.epilog = "Exit codes: those of the script; 2 wrong usage, before the script starts."
     parser.add_argument("script", metavar="SCRIPT", help="a Python file")
-    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the script's own arguments")
-    words = "a new file for the lines; default watched/SCRIPT-N.jsonl. a second optimizer gets FILE.2.jsonl"
-    parser.add_argument("--stream", type=types.path, metavar="FILE", help=words)
-    words = "one step in every N is watched in full; default 10"
-    parser.add_argument("--stride", type=types.whole(whole_number(1)), default=10, metavar="N", help=words)
-    words = "what the script trains in: layers that only cast inside are measured in its recipe; default fp32"
-    parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=words)
-    words = "run watched steps of compiled modules without compilation, to see inside; their numbers differ slightly"
-    parser.add_argument("--eager", action="store_true", help=words)
-    words = "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
-    parser.add_argument("--on-alarm", default="", metavar="COMMAND", help=words)
-    add_common(parser, "--log", help="log curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
-    add_common(parser, "--store", help="where streams are kept; default .fp8bench")
+    parser.add_argument("arguments", nargs=argparse.REMAINDER, metavar="ARGS", help="the arguments of the script")
+    help_text = "the new file for the rows; default watched/SCRIPT-N.jsonl. A second optimizer gets FILE.2.jsonl"
+    parser.add_argument("--stream", type=types.path, metavar="FILE", help=help_text)
+    help_text = "measure all tensors in one of every N steps; default 10"
+    parser.add_argument("--stride", type=types.whole(whole_number(1)), default=10, metavar="N", help=help_text)
+    help_text = "the precision of the training: layers that cast internally are measured in its recipe; default fp32"
+    parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=help_text)
+    help_text = (
+        "run measured steps of compiled modules without compilation, to see their tensors; numbers differ slightly"
+    )
+    parser.add_argument("--eager", action="store_true", help=help_text)
+    help_text = "run a shell command for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
+    parser.add_argument("--on-alarm", default="", metavar="COMMAND", help=help_text)
+    add_common(parser, "--log", help="log curves during training to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
+    add_common(parser, "--store", help="the folder for streams; default .fp8bench")
 
 
 def run(arguments: argparse.Namespace) -> Callable[[], int]:
@@ -56,7 +58,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
             "`with fp8bench.watch(model, optimizer):`, or convert it by `jupyter nbconvert --to script`."
         )
     if not path.is_file():
-        raise UsageError(f"there is no file {path}. Give the script first, then its arguments.")
+        raise UsageError(f"the file {path} does not exist. Give the script first, then its arguments.")
     options = {
         "stride": arguments.stride,
         "eager": arguments.eager,
@@ -66,20 +68,21 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     }
     for target in arguments.log:
         check_target(target)
-    # Launchers such as torchrun start a process per rank; only the first writes. Others may set RANK to anything.
-    number = os.environ.get("RANK", "")
-    rank = int(number) if number.isdecimal() else 0
-    stream = arguments.stream.absolute() if arguments.stream else _new_stream(arguments.store, path.stem, rank)
+    # Launchers such as torchrun start one process per rank, and only the first writes. Other programs may set RANK to
+    # any text.
+    rank_text = os.environ.get("RANK", "")
+    rank = int(rank_text) if rank_text.isdecimal() else 0
+    stream = arguments.stream.absolute() if arguments.stream else _choose_stream_file(arguments.store, path.stem, rank)
     if rank == 0:
         check_files({"stream": stream})
         if stream.exists():
             raise UsageError(f"{stream} exists, and streams are never overwritten. Give another --stream FILE.")
-    store, words = arguments.store.absolute(), tuple(arguments.arguments)
-    script = Script(str(path.absolute()), arguments.script, words, stream, store, options, rank == 0)
+    store, script_arguments = arguments.store.absolute(), tuple(arguments.arguments)
+    script = Script(str(path.absolute()), arguments.script, script_arguments, stream, store, options, rank == 0)
     return partial(run_script, script, complain)
 
 
-def _new_stream(store: Path, stem: str, rank: int) -> Path:
+def _choose_stream_file(store: Path, stem: str, rank: int) -> Path:
     folder = store.absolute() / "watched"
     if rank == 0:
         make_store(store)

@@ -1,7 +1,8 @@
-"""Casts written by hand in Triton, for GPUs of NVIDIA's with units for FP8: whether they are used.
+"""Decides whether casts run as hand-written Triton kernels, on NVIDIA's GPUs with FP8 hardware.
 
-They compute what code_kernels.py and tiled_codes.py define, bit for bit, and move fewer bytes than what torch compiles.
-Without triton, which comes with torch's CUDA wheels, torch's compiler makes the casts. This file imports neither.
+The kernels compute the same bits as code_kernels.py and tiled_codes.py, and move fewer bytes than kernels that torch
+compiles. Without triton, which comes with torch's CUDA wheels, torch compiles the casts. This file imports neither
+torch nor triton.
 """
 
 from __future__ import annotations
@@ -19,49 +20,55 @@ if TYPE_CHECKING:
 
     from fp8bench.formats.compiling import Definition
 
+# The first compute capability with instructions that convert to FP8.
 FIRST_CAPABILITY = (8, 9)
-"""The first with instructions that convert to FP8."""
-# Process-wide, because autograd casts in other threads. `failure` is why a kernel did not compile, '' if none.
-_STATE = SimpleNamespace(chosen=True, failure="")
+# This is for the whole process, because autograd casts in other threads. `failure` is why a kernel did not
+# compile, or is ''.
+_TRITON_STATE = SimpleNamespace(chosen=True, failure="")
 
 
-def use_by_hand(device: torch.device) -> bool:
-    """Whether casts on a device run as Triton kernels now."""
-    return device.type == "cuda" and _STATE.chosen and not _STATE.failure and not why_not(device)
+def uses_triton(device: torch.device) -> bool:
+    """Returns whether casts on a device run as Triton kernels now."""
+    return (
+        device.type == "cuda" and _TRITON_STATE.chosen and not _TRITON_STATE.failure and not explain_no_triton(device)
+    )
 
 
-def find_by_hand(definition: Definition, tensors: Sequence[torch.Tensor]) -> Definition | None:
-    """The same cast by Triton kernels; None where none is written for it."""
+def find_triton_kernels(definition: Definition, tensors: Sequence[torch.Tensor]) -> Definition | None:
+    """Returns the Triton kernels for a cast. Returns None if this definition has no such kernels."""
     launch = importlib.import_module("fp8bench.formats.triton_casts.launch")
-    by_triton: Definition | None = launch.by_hand(definition, tensors)
+    by_triton: Definition | None = launch.make_triton_kernels(definition, tensors)
     return by_triton
 
 
-def give_up(reason: str) -> None:
-    """Leaves all casts of this process to torch's compiler."""
-    _STATE.failure = reason
+def disable_triton(reason: str) -> None:
+    """Makes torch compile all casts of this process from now on, because Triton failed."""
+    _TRITON_STATE.failure = reason
 
 
 @contextmanager
 def choose_casts(by_hand: bool) -> Iterator[None]:
-    previous, _STATE.chosen = _STATE.chosen, by_hand
+    previous, _TRITON_STATE.chosen = _TRITON_STATE.chosen, by_hand
     try:
         yield
     finally:
-        _STATE.chosen = previous
+        _TRITON_STATE.chosen = previous
 
 
 def describe(device: torch.device) -> str:
-    """Says who makes the casts on a CUDA device, and why it is not Triton where it is not."""
-    reason = _STATE.failure or why_not(device)
+    """Returns a sentence on how casts are compiled for a CUDA device. If they are not Triton kernels, the
+    sentence has the reason.
+    """
+    reason = _TRITON_STATE.failure or explain_no_triton(device)
     return f"casts are compiled by torch, because {reason}" if reason else "casts run as Triton kernels"
 
 
 @cache
-def why_not(device: torch.device) -> str:
+def explain_no_triton(device: torch.device) -> str:
+    """Returns why casts on a device cannot be Triton kernels. Returns '' if they can."""
     import torch
 
-    # ROCm's compiler has other conversions, whose bits were not compared.
+    # ROCm's compiler converts to FP8 differently, and nobody has compared the bits.
     if torch.version.hip is not None:
         return "the Triton kernels are written for NVIDIA's conversions"
     if importlib.util.find_spec("triton") is None:

@@ -1,8 +1,8 @@
-"""Casts to FP8 as Triton kernels. Imports triton, which few installations have; launch.py alone imports this file.
+"""Casts to FP8 as Triton kernels. Imports triton, which few installations have, so only launch.py imports this file.
 
-Magnitudes are compared as integers of their bits: the order is the same, and a NaN is above infinity, so no maximum
-drops it. Quotients are IEEE divisions, as a processor's. `rows` and `columns` are those of the matrix in memory, which
-lies row by row; `turned` outputs are those of its transpose.
+The bits of magnitudes are compared as integers. Their order is the same as that of the magnitudes, and NaN is above
+infinity, so that no maximum drops NaN. Quotients are IEEE divisions, as on a CPU. `rows` and `columns` are those of
+the row-major matrix in memory. `turned` outputs belong to its transpose.
 """
 
 from __future__ import annotations
@@ -10,35 +10,35 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-INFINITY = tl.constexpr(0x7F800000)
-MAGNITUDE = tl.constexpr(0x7FFFFFFF)
-HALF_MAGNITUDE = tl.constexpr(0x7FFF)
-ONE = tl.constexpr(0x3F800000)
+INFINITY_BITS = tl.constexpr(0x7F800000)
+MAGNITUDE_MASK = tl.constexpr(0x7FFFFFFF)
+HALF_MAGNITUDE_MASK = tl.constexpr(0x7FFF)
+ONE_BITS = tl.constexpr(0x3F800000)
 LARGEST_FACTOR = tl.constexpr(2.0**126)
 LARGEST_EXPONENT = tl.constexpr(126)
-BIAS = tl.constexpr(127)
-TWICE_ONE = tl.constexpr(2 * 0x3F800000)
+EXPONENT_BIAS = tl.constexpr(127)
+TWICE_ONE_BITS = tl.constexpr(2 * 0x3F800000)
 MANTISSA_BITS = tl.constexpr(23)
-SMALLEST_POWER = tl.constexpr(1 << 22)
-LARGEST_POWER = tl.constexpr(254 << 23)
-NAN_SCALE = tl.constexpr(255)
+SMALLEST_POWER_BITS = tl.constexpr(1 << 22)
+LARGEST_POWER_BITS = tl.constexpr(254 << 23)
+NAN_SCALE_CODE = tl.constexpr(255)
 
 
 @triton.jit
-def magnitude(values):
-    """The bits of magnitudes, in the width that values have."""
+def magnitude_bits(values):
+    """Returns the bits of magnitudes as integers that are as wide as the values."""
     if values.dtype == tl.float32:
-        return values.to(tl.int32, bitcast=True) & MAGNITUDE
+        return values.to(tl.int32, bitcast=True) & MAGNITUDE_MASK
     else:
-        return values.to(tl.int16, bitcast=True) & HALF_MAGNITUDE
+        return values.to(tl.int16, bitcast=True) & HALF_MAGNITUDE_MASK
 
 
 @triton.jit
-def widen(bits, dtype: tl.constexpr):
-    """The bits of magnitudes as float32."""
+def widen_bits(bits, dtype: tl.constexpr):
+    """Returns the bits of magnitudes converted to float32."""
     if dtype == tl.float32:
         return bits
-    else:  # a maximum of int16 is int32
+    else:  # The maximum of int16 numbers is int32
         return bits.to(tl.int16).to(dtype, bitcast=True).to(tl.float32).to(tl.int32, bitcast=True)
 
 
@@ -48,31 +48,35 @@ def divide(dividend, divisor):
 
 
 @triton.jit
-def factor_of(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
-    """The factor of elements, from the bits of their largest magnitude: see blocks.float_factor."""
-    usable = (bits > 0) & (bits < INFINITY)
-    amax = tl.where(usable, bits, ONE)
+def scale_factor(bits, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr):
+    """Returns the number by which elements are multiplied before their cast. `bits` are those of the largest
+    magnitude that shares the factor. The factor is the same as that of `blocks.float_factor`.
+    """
+    usable = (bits > 0) & (bits < INFINITY_BITS)
+    amax = tl.where(usable, bits, ONE_BITS)
     if POWER_OF_TWO:
-        # The exponent of the quotient, rounded down: a division would need registers for each scale of a thread.
+        # The exponent of the quotient, rounded down. A division would need registers for each scale of a thread.
         largest = tl.full((), LARGEST, tl.float32).to(tl.int32, bitcast=True)
         exponent = tl.minimum((-amax + largest) >> MANTISSA_BITS, LARGEST_EXPONENT)
-        factor = ((exponent + BIAS) << MANTISSA_BITS).to(tl.float32, bitcast=True)
+        factor = ((exponent + EXPONENT_BIAS) << MANTISSA_BITS).to(tl.float32, bitcast=True)
     else:
         factor = tl.minimum(divide(LARGEST, amax.to(tl.float32, bitcast=True)), LARGEST_FACTOR)
     return tl.where(usable, factor, 1.0)
 
 
 @triton.jit
-def inverse_of(factor, POWER_OF_TWO: tl.constexpr):
+def scale_inverse(factor, POWER_OF_TWO: tl.constexpr):
     if POWER_OF_TWO:
-        return (-factor.to(tl.int32, bitcast=True) + TWICE_ONE).to(tl.float32, bitcast=True)
+        return (-factor.to(tl.int32, bitcast=True) + TWICE_ONE_BITS).to(tl.float32, bitcast=True)
     return divide(1.0, factor)
 
 
 @triton.jit
 def power_of_two(exponent):
-    """The number with those exponent bits; zero gives 2^-127, a subnormal."""
-    return tl.maximum(exponent, SMALLEST_POWER).to(tl.float32, bitcast=True)
+    """Returns the float32 with these exponent bits and mantissa 0. Exponent bits of 0 give 2^-127, which is
+    subnormal.
+    """
+    return tl.maximum(exponent, SMALLEST_POWER_BITS).to(tl.float32, bitcast=True)
 
 
 @triton.jit
@@ -82,11 +86,13 @@ def encode(values, factor, LARGEST: tl.constexpr, dtype: tl.constexpr):
 
 
 @triton.jit
-def arrive(state, bits):
-    """Enters a program's largest magnitude. Returns whether all programs have, and the largest, 0 before.
+def combine_maxima(state, bits):
+    """Combines the largest magnitudes that all programs have found. Returns whether this program is the last, and the
+    largest magnitude of all. For other programs the second result is 0.
 
-    `state` holds the largest and a count, both 0 before the first program; the last one leaves zeros for the next
-    launch. The count orders memory: what a program has read or written before it happened before what the last does.
+    `state` holds the largest magnitude and a count of programs. Both are 0 at the start of a launch, and the last
+    program sets them to 0 again. The count also orders memory accesses: what a program reads or writes before it is
+    counted happens before what the last program does.
     """
     tl.atomic_max(state, bits, sem="relaxed")
     last = tl.atomic_add(state + 1, 1, sem="acq_rel") == tl.num_programs(0) - 1
@@ -99,18 +105,18 @@ def arrive(state, bits):
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "inverse", "state"])
 def find_scale(x, scale, inverse, state, size, LARGEST: tl.constexpr, POWER_OF_TWO: tl.constexpr, BLOCK: tl.constexpr):
-    """The scale of a tensor from its largest magnitude, and the inverse, written by the program that ends last."""
+    """Finds the largest magnitude of a tensor. The program that ends last writes the scale and its inverse."""
     offsets = tl.arange(0, BLOCK)
-    largest = magnitude(tl.zeros((BLOCK,), x.dtype.element_ty))
+    largest = magnitude_bits(tl.zeros((BLOCK,), x.dtype.element_ty))
     for start in range(tl.program_id(0) * BLOCK, size, tl.num_programs(0) * BLOCK):
         values = tl.load(x + start + offsets, mask=start + offsets < size, other=0.0)
-        largest = tl.maximum(largest, magnitude(values))
-    last, bits = arrive(state, widen(tl.max(largest, axis=0), x.dtype.element_ty))
-    # The last program has everyone's maximum: it alone writes the scale.
+        largest = tl.maximum(largest, magnitude_bits(values))
+    last, bits = combine_maxima(state, widen_bits(tl.max(largest, axis=0), x.dtype.element_ty))
+    # Only the last program has the maximum of all programs, so it writes the scale.
     if last:
-        factor = factor_of(bits, LARGEST, POWER_OF_TWO)
+        factor = scale_factor(bits, LARGEST, POWER_OF_TWO)
         tl.store(scale, factor)
-        tl.store(inverse, inverse_of(factor, POWER_OF_TWO))
+        tl.store(inverse, scale_inverse(factor, POWER_OF_TWO))
 
 
 @triton.jit
@@ -128,26 +134,26 @@ def renew_scale(
     INTERVAL: tl.constexpr,
     CHUNK: tl.constexpr,
 ):
-    """A step of delayed scaling, by one program: see code_kernels.DelayedScaleKernel."""
+    """Does one step of delayed scaling in one program. The step is that of code_kernels.DelayedScaleKernel."""
     current = tl.load(scale)
     tl.store(used, current)
     tl.store(inverse, divide(1.0, current))
-    # An amax that is not finite leaves the history and the scale alone.
-    finite = amax_bits < INFINITY
+    # An amax that is not finite changes neither the history nor the scale.
+    finite = amax_bits < INFINITY_BITS
     entry = tl.where(finite, amax_bits, 0).to(tl.float32, bitcast=True)
     count = tl.load(casts)
-    place = count % HISTORY
+    entry_index = count % HISTORY
     largest = entry
     if not MOST_RECENT:
         for start in range(0, HISTORY, CHUNK):
             offsets = start + tl.arange(0, CHUNK)
             entries = tl.load(history + offsets, mask=offsets < HISTORY, other=0.0)
-            largest = tl.maximum(largest, tl.max(tl.where(offsets == place, 0.0, entries), axis=0))
-    tl.store(history + place, entry)
+            largest = tl.maximum(largest, tl.max(tl.where(offsets == entry_index, 0.0, entries), axis=0))
+    tl.store(history + entry_index, entry)
     tl.store(casts, count + 1)
-    next_scale = factor_of(largest.to(tl.int32, bitcast=True), LARGEST, False) * SHRINK
-    due = finite & (largest > 0) & ((count + 1) % INTERVAL == 0)
-    tl.store(scale, tl.where(due, next_scale, current))
+    next_scale = scale_factor(largest.to(tl.int32, bitcast=True), LARGEST, False) * SHRINK
+    is_due = finite & (largest > 0) & ((count + 1) % INTERVAL == 0)
+    tl.store(scale, tl.where(is_due, next_scale, current))
 
 
 @triton.jit(do_not_specialize_on_alignment=["scale", "state", "history", "casts", "used", "inverse"])
@@ -175,37 +181,37 @@ def cast(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Codes under one scale, or none, in either orientation or both; each element is read once.
+    """Writes codes with one scale or without a scale, in one orientation or both. Each element is read once.
 
-    Without LARGEST, x has bytes that are moved only. With DELAYED the largest magnitude is found in the same pass, and
-    the last program to end renews the scale.
+    If LARGEST is None, x consists of bytes that are only moved. With DELAYED the same pass also finds the largest
+    magnitude, and the last program updates the scale.
     """
     factor = 1.0
     if SCALED:
         factor = tl.load(scale)
     across = tl.cdiv(columns, ACROSS)
-    # Loops have one type for each variable, so the running maximum starts as zeros of a tile.
+    # A variable keeps its type in a loop, so the running maximum starts as a tile of zeros.
     if DELAYED:
-        largest = magnitude(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
-    # Programs share the tiles: there may be more tiles than programs.
+        largest = magnitude_bits(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
+    # There may be more tiles than programs, so each program takes several.
     for tile in range(tl.program_id(0), tl.cdiv(rows, DOWN) * across, tl.num_programs(0)):
         row = (tile // across) * DOWN + tl.arange(0, DOWN)[:, None]
         column = (tile % across) * ACROSS + tl.arange(0, ACROSS)[None, :]
-        inside = (row < rows) & (column < columns)
-        values = tl.load(x + row * columns + column, mask=inside, other=0)
+        in_bounds = (row < rows) & (column < columns)
+        values = tl.load(x + row * columns + column, mask=in_bounds, other=0)
         if LARGEST is None:
-            coded = values
+            encoded = values
         else:
-            coded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
+            encoded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
         if DELAYED:
-            largest = tl.maximum(largest, magnitude(values))
+            largest = tl.maximum(largest, magnitude_bits(values))
         if STRAIGHT:
-            tl.store(codes + row * columns + column, coded, mask=inside)
+            tl.store(codes + row * columns + column, encoded, mask=in_bounds)
         if TURNED:
-            tl.store(turned + column * rows + row, coded, mask=inside)
-    # Only the last program has seen all magnitudes.
+            tl.store(turned + column * rows + row, encoded, mask=in_bounds)
+    # Only the last program knows the largest magnitude of all.
     if DELAYED:
-        last, bits = arrive(state, widen(tl.max(tl.max(largest, axis=1), axis=0), x.dtype.element_ty))
+        last, bits = combine_maxima(state, widen_bits(tl.max(tl.max(largest, axis=1), axis=0), x.dtype.element_ty))
         if last:
             renew_scale(
                 bits, scale, history, casts, used, inverse,
@@ -229,29 +235,33 @@ def cast_rows(
     DOWN: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Codes with a scale a row (STRAIGHT), and the largest magnitude of each column (PEAKS), in one pass.
+    """Makes one pass over a matrix. With STRAIGHT the pass writes codes with a scale for each row. With PEAKS it
+    finds the largest magnitude of each column.
 
-    A program takes LINES rows, DOWN at a time, each whole: WIDTH is at least `columns`.
+    A program handles LINES complete rows, DOWN rows at a time. WIDTH is at least `columns`.
     """
     column = tl.arange(0, WIDTH)[None, :]
-    largest = magnitude(tl.zeros((WIDTH,), x.dtype.element_ty))
-    # A program takes several rows so that the atomic maximum of columns is needed once for all of them.
+    largest = magnitude_bits(tl.zeros((WIDTH,), x.dtype.element_ty))
+    # One atomic maximum of columns is enough for all rows of a program.
     for step in range(0, LINES, DOWN):
         row = tl.program_id(0) * LINES + step + tl.arange(0, DOWN)
-        inside = (row < rows)[:, None] & (column < columns)
-        place = row[:, None] * columns + column
-        values = tl.load(x + place, mask=inside, other=0.0)
-        bits = magnitude(values)
+        in_bounds = (row < rows)[:, None] & (column < columns)
+        offset = row[:, None] * columns + column
+        values = tl.load(x + offset, mask=in_bounds, other=0.0)
+        bits = magnitude_bits(values)
         if PEAKS:
             largest = tl.maximum(largest, tl.max(bits, axis=0).to(bits.dtype))
         if STRAIGHT:
-            factor = factor_of(widen(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-            tl.store(inverse + row, inverse_of(factor, POWER_OF_TWO), mask=row < rows)
-            tl.store(codes + place, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=inside)
+            factor = scale_factor(widen_bits(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
+            tl.store(inverse + row, scale_inverse(factor, POWER_OF_TWO), mask=row < rows)
+            tl.store(codes + offset, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=in_bounds)
     if PEAKS:
         columns_of_peaks = tl.arange(0, WIDTH)
         tl.atomic_max(
-            peaks + columns_of_peaks, widen(largest, x.dtype.element_ty), mask=columns_of_peaks < columns, sem="relaxed"
+            peaks + columns_of_peaks,
+            widen_bits(largest, x.dtype.element_ty),
+            mask=columns_of_peaks < columns,
+            sem="relaxed",
         )
 
 
@@ -266,40 +276,41 @@ def cast_long_rows(
     POWER_OF_TWO: tl.constexpr,
     WIDTH: tl.constexpr,
 ):
-    """Codes with a scale a row, for rows too long for registers: each program reads its row twice, from L2 the second
-    time."""
-    place = tl.program_id(0) * columns
+    """Writes codes with a scale for each row, if rows are too long for registers. A program reads its row twice, the
+    second time from the L2 cache.
+    """
+    row_start = tl.program_id(0) * columns
     offsets = tl.arange(0, WIDTH)
-    largest = magnitude(tl.zeros((WIDTH,), x.dtype.element_ty))
-    # First pass: the largest magnitude. The row stays in L2 for the second.
+    largest = magnitude_bits(tl.zeros((WIDTH,), x.dtype.element_ty))
+    # First pass: find the largest magnitude. The row stays in the L2 cache for the second pass.
     for start in range(0, columns, WIDTH):
-        inside = start + offsets < columns
-        values = tl.load(x + place + start + offsets, mask=inside, other=0.0, eviction_policy="evict_last")
-        largest = tl.maximum(largest, magnitude(values))
-    factor = factor_of(widen(tl.max(largest, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-    tl.store(inverse + tl.program_id(0), inverse_of(factor, POWER_OF_TWO))
-    # Second pass: codes. Nobody reads the row again, so it may leave the cache.
+        in_bounds = start + offsets < columns
+        values = tl.load(x + row_start + start + offsets, mask=in_bounds, other=0.0, eviction_policy="evict_last")
+        largest = tl.maximum(largest, magnitude_bits(values))
+    factor = scale_factor(widen_bits(tl.max(largest, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
+    tl.store(inverse + tl.program_id(0), scale_inverse(factor, POWER_OF_TWO))
+    # Second pass: write codes. The row is not read again, so it may leave the cache.
     for start in range(0, columns, WIDTH):
-        inside = start + offsets < columns
-        values = tl.load(x + place + start + offsets, mask=inside, other=0.0, eviction_policy="evict_first")
-        coded = encode(values, factor, LARGEST, codes.dtype.element_ty)
-        tl.store(codes + place + start + offsets, coded, mask=inside)
+        in_bounds = start + offsets < columns
+        values = tl.load(x + row_start + start + offsets, mask=in_bounds, other=0.0, eviction_policy="evict_first")
+        encoded = encode(values, factor, LARGEST, codes.dtype.element_ty)
+        tl.store(codes + row_start + start + offsets, encoded, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize_on_alignment=["peaks"])
 def find_peaks(x, peaks, rows, columns, LINES: tl.constexpr, DOWN: tl.constexpr, ACROSS: tl.constexpr):
-    """The largest magnitude of each column, by programs that take LINES rows of ACROSS columns."""
+    """Finds the largest magnitude of each column. A program handles LINES rows of ACROSS columns."""
     across = tl.cdiv(columns, ACROSS)
     column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
-    largest = magnitude(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
-    # Several tiles down before the atomic maximum, which would otherwise be the bottleneck.
+    largest = magnitude_bits(tl.zeros((DOWN, ACROSS), x.dtype.element_ty))
+    # Go through several tiles before the atomic maximum. If each tile had one, it would limit the speed.
     for step in range(0, LINES, DOWN):
         row = (tl.program_id(0) // across) * LINES + step + tl.arange(0, DOWN)
-        inside = (row < rows)[:, None] & (column < columns)[None, :]
-        values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-        largest = tl.maximum(largest, magnitude(values))
+        in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
+        values = tl.load(x + row[:, None] * columns + column[None, :], mask=in_bounds, other=0.0)
+        largest = tl.maximum(largest, magnitude_bits(values))
     tl.atomic_max(
-        peaks + column, widen(tl.max(largest, axis=0), x.dtype.element_ty), mask=column < columns, sem="relaxed"
+        peaks + column, widen_bits(tl.max(largest, axis=0), x.dtype.element_ty), mask=column < columns, sem="relaxed"
     )
 
 
@@ -316,19 +327,21 @@ def cast_columns(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Codes of the transpose with a scale for each of its rows, whose largest magnitudes are in `peaks`."""
+    """Writes codes of the transpose, with a scale for each row of the transpose. `peaks` has the largest magnitudes
+    of these rows.
+    """
     across = tl.cdiv(columns, ACROSS)
-    line = tl.program_id(0) // across
-    row = line * DOWN + tl.arange(0, DOWN)
+    tile_row = tl.program_id(0) // across
+    row = tile_row * DOWN + tl.arange(0, DOWN)
     column = (tl.program_id(0) % across) * ACROSS + tl.arange(0, ACROSS)
-    factor = factor_of(tl.load(peaks + column, mask=column < columns, other=0), LARGEST, POWER_OF_TWO)
-    # All lines of tiles compute the same inverse; one writes it.
-    if line == 0:
-        tl.store(inverse + column, inverse_of(factor, POWER_OF_TWO), mask=column < columns)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    values = tl.load(x + row[:, None] * columns + column[None, :], mask=inside, other=0.0)
-    coded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
-    tl.store(turned + column[None, :] * rows + row[:, None], coded, mask=inside)
+    factor = scale_factor(tl.load(peaks + column, mask=column < columns, other=0), LARGEST, POWER_OF_TWO)
+    # All tiles of a column compute the same inverse scale. The first of them writes it.
+    if tile_row == 0:
+        tl.store(inverse + column, scale_inverse(factor, POWER_OF_TWO), mask=column < columns)
+    in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
+    values = tl.load(x + row[:, None] * columns + column[None, :], mask=in_bounds, other=0.0)
+    encoded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
+    tl.store(turned + column[None, :] * rows + row[:, None], encoded, mask=in_bounds)
 
 
 @triton.jit(do_not_specialize_on_alignment=["inverse", "turned_inverse"])
@@ -350,71 +363,79 @@ def cast_blocks(
     TURNED: tl.constexpr,
     SIDE: tl.constexpr,
 ):
-    """Codes with a scale for SIDE elements of a row, or SIDE x SIDE (SQUARE): a program takes one square, once.
+    """Writes codes with a scale for each SIDE elements of a row, or with SQUARE for each SIDE x SIDE elements. A
+    program reads one square once.
 
-    Scales of parts of rows are stored by columns, with `stride` from one part to the next; scales of squares by rows.
+    Scales for parts of rows are stored by columns, with `stride` elements between two parts. Scales of squares are
+    stored by rows.
     """
     tile_row, tile_column = tl.program_id(0) // across, tl.program_id(0) % across
     row = tile_row * SIDE + tl.arange(0, SIDE)
     column = tile_column * SIDE + tl.arange(0, SIDE)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    values = tl.load(x + place, mask=inside, other=0.0)
-    bits = magnitude(values)
-    # A square has one scale for both orientations, parts of rows have one for each.
+    in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
+    offset = row[:, None] * columns + column[None, :]
+    values = tl.load(x + offset, mask=in_bounds, other=0.0)
+    bits = magnitude_bits(values)
+    # A square has one scale for both orientations. Parts of rows have a scale for each orientation.
     if SQUARE:
-        factor = factor_of(widen(tl.max(tl.max(bits, axis=1), axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-        tl.store(inverse + tile_row * stride + tile_column, inverse_of(factor, POWER_OF_TWO))
-        tl.store(turned_inverse + tile_column * turned_stride + tile_row, inverse_of(factor, POWER_OF_TWO))
-        coded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
+        factor = scale_factor(
+            widen_bits(tl.max(tl.max(bits, axis=1), axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO
+        )
+        tl.store(inverse + tile_row * stride + tile_column, scale_inverse(factor, POWER_OF_TWO))
+        tl.store(turned_inverse + tile_column * turned_stride + tile_row, scale_inverse(factor, POWER_OF_TWO))
+        encoded = encode(values, factor, LARGEST, (codes if STRAIGHT else turned).dtype.element_ty)
         if STRAIGHT:
-            tl.store(codes + place, coded, mask=inside)
+            tl.store(codes + offset, encoded, mask=in_bounds)
         if TURNED:
-            tl.store(turned + column[None, :] * rows + row[:, None], coded, mask=inside)
+            tl.store(turned + column[None, :] * rows + row[:, None], encoded, mask=in_bounds)
     else:
         if STRAIGHT:
-            factor = factor_of(widen(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
-            tl.store(inverse + tile_column * stride + row, inverse_of(factor, POWER_OF_TWO), mask=row < rows)
-            tl.store(codes + place, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=inside)
+            factor = scale_factor(widen_bits(tl.max(bits, axis=1), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
+            tl.store(inverse + tile_column * stride + row, scale_inverse(factor, POWER_OF_TWO), mask=row < rows)
+            tl.store(codes + offset, encode(values, factor[:, None], LARGEST, codes.dtype.element_ty), mask=in_bounds)
         if TURNED:
-            factor = factor_of(widen(tl.max(bits, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
+            factor = scale_factor(widen_bits(tl.max(bits, axis=0), x.dtype.element_ty), LARGEST, POWER_OF_TWO)
             tl.store(
                 turned_inverse + tile_row * turned_stride + column,
-                inverse_of(factor, POWER_OF_TWO),
+                scale_inverse(factor, POWER_OF_TWO),
                 mask=column < columns,
             )
-            coded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
-            tl.store(turned + column[None, :] * rows + row[:, None], coded, mask=inside)
+            encoded = encode(values, factor[None, :], LARGEST, turned.dtype.element_ty)
+            tl.store(turned + column[None, :] * rows + row[:, None], encoded, mask=in_bounds)
 
 
 @triton.jit
 def mx_exponent(bits, CARRY: tl.constexpr, EXPONENT: tl.constexpr):
-    """The exponent bits of a block's scale, from those of its largest magnitude: see blocks.mx_scale."""
-    raised = (tl.minimum(bits, INFINITY) + CARRY) & INFINITY
+    """Returns the exponent bits of a block's scale, from the bits of the block's largest magnitude. The scale is that
+    of blocks.mx_scale.
+    """
+    raised = (tl.minimum(bits, INFINITY_BITS) + CARRY) & INFINITY_BITS
     return tl.maximum(raised - EXPONENT, 0)
 
 
 @triton.jit
 def encode_mx(values, bits, exponent, LARGEST: tl.constexpr, E5M2: tl.constexpr):
-    """Bytes of codes. A block with a NaN has it in its scale: its elements are zeros."""
-    finite = tl.where(bits > INFINITY, 0.0, values.to(tl.float32))
-    # The constant comes last: triton 3.7's interpreter subtracts no tensor from one.
-    inverse = power_of_two(-exponent + LARGEST_POWER)
+    """Returns the codes of values as bytes. If a block has a NaN, its scale is NaN and its elements are zeros."""
+    finite = tl.where(bits > INFINITY_BITS, 0.0, values.to(tl.float32))
+    # The constant comes last, because triton 3.7's interpreter cannot subtract a tensor from a constant.
+    inverse = power_of_two(-exponent + LARGEST_POWER_BITS)
     if E5M2:
-        coded = encode(finite, inverse, LARGEST, tl.float8e5)
+        encoded = encode(finite, inverse, LARGEST, tl.float8e5)
     else:
-        coded = encode(finite, inverse, LARGEST, tl.float8e4nv)
-    return coded.to(tl.uint8, bitcast=True)
+        encoded = encode(finite, inverse, LARGEST, tl.float8e4nv)
+    return encoded.to(tl.uint8, bitcast=True)
 
 
 @triton.jit
-def mx_byte(bits, exponent):
-    return tl.where(bits > INFINITY, NAN_SCALE, exponent >> MANTISSA_BITS).to(tl.uint8)
+def mx_scale_byte(bits, exponent):
+    return tl.where(bits > INFINITY_BITS, NAN_SCALE_CODE, exponent >> MANTISSA_BITS).to(tl.uint8)
 
 
 @triton.jit
-def tile_place(row, block, across, TILED: tl.constexpr):
-    """Where the scale of a row's block lies: in tiles of 128 x 4 (scale_layouts.py), or row by row."""
+def scale_index(row, block, across, TILED: tl.constexpr):
+    """Returns the index of a block's scale in memory. Scales are in tiles of 128 x 4 (scale_layouts.py), or row by
+    row without TILED.
+    """
     if TILED:
         tile = (row // 128) * (across // 4) + block // 4
         return tile * 512 + (row % 32) * 16 + (row % 128 // 32) * 4 + block % 4
@@ -441,32 +462,34 @@ def cast_mx(
     DOWN: tl.constexpr,
     ACROSS: tl.constexpr,
 ):
-    """Codes with a power of two for 32 elements of a row, in either orientation or both; a program takes one tile."""
+    """Writes codes with a power-of-two scale for 32 elements of a row, in one orientation or both. A program takes
+    one tile.
+    """
     tiles = tl.cdiv(columns, ACROSS)
     tile_row, tile_column = tl.program_id(0) // tiles, tl.program_id(0) % tiles
     row = tile_row * DOWN + tl.arange(0, DOWN)
     column = tile_column * ACROSS + tl.arange(0, ACROSS)
-    inside = (row < rows)[:, None] & (column < columns)[None, :]
-    place = row[:, None] * columns + column[None, :]
-    values = tl.load(x + place, mask=inside, other=0.0)
-    # Blocks run along the rows here, and down the columns below; both read the tile from registers.
+    in_bounds = (row < rows)[:, None] & (column < columns)[None, :]
+    offset = row[:, None] * columns + column[None, :]
+    values = tl.load(x + offset, mask=in_bounds, other=0.0)
+    # In the first branch blocks run along rows, in the second down columns. Both use the tile in registers.
     if STRAIGHT:
         parts = tl.reshape(values, (DOWN, ACROSS // 32, 32))
-        bits = widen(tl.max(magnitude(parts), axis=2), x.dtype.element_ty)
+        bits = widen_bits(tl.max(magnitude_bits(parts), axis=2), x.dtype.element_ty)
         exponent = mx_exponent(bits, CARRY, EXPONENT)
-        coded = encode_mx(parts, bits[:, :, None], exponent[:, :, None], LARGEST, E5M2)
-        tl.store(codes + place, tl.reshape(coded, (DOWN, ACROSS)), mask=inside)
+        encoded = encode_mx(parts, bits[:, :, None], exponent[:, :, None], LARGEST, E5M2)
+        tl.store(codes + offset, tl.reshape(encoded, (DOWN, ACROSS)), mask=in_bounds)
         block = tile_column * (ACROSS // 32) + tl.arange(0, ACROSS // 32)
-        filled = (row < rows)[:, None] & (block < columns // 32)[None, :]
-        where = tile_place(row[:, None], block[None, :], columns // 32, TILED)
-        tl.store(scales + where, mx_byte(bits, exponent), mask=filled)
+        is_block = (row < rows)[:, None] & (block < columns // 32)[None, :]
+        scale_offset = scale_index(row[:, None], block[None, :], columns // 32, TILED)
+        tl.store(scales + scale_offset, mx_scale_byte(bits, exponent), mask=is_block)
     if TURNED:
         parts = tl.reshape(values, (DOWN // 32, 32, ACROSS))
-        bits = widen(tl.max(magnitude(parts), axis=1), x.dtype.element_ty)
+        bits = widen_bits(tl.max(magnitude_bits(parts), axis=1), x.dtype.element_ty)
         exponent = mx_exponent(bits, CARRY, EXPONENT)
-        coded = encode_mx(parts, bits[:, None, :], exponent[:, None, :], LARGEST, E5M2)
-        tl.store(turned + column[None, :] * rows + row[:, None], tl.reshape(coded, (DOWN, ACROSS)), mask=inside)
+        encoded = encode_mx(parts, bits[:, None, :], exponent[:, None, :], LARGEST, E5M2)
+        tl.store(turned + column[None, :] * rows + row[:, None], tl.reshape(encoded, (DOWN, ACROSS)), mask=in_bounds)
         block = tile_row * (DOWN // 32) + tl.arange(0, DOWN // 32)
-        filled = (block < rows // 32)[:, None] & (column < columns)[None, :]
-        where = tile_place(column[None, :], block[:, None], rows // 32, TURNED_TILED)
-        tl.store(turned_scales + where, mx_byte(bits, exponent), mask=filled)
+        is_block = (block < rows // 32)[:, None] & (column < columns)[None, :]
+        scale_offset = scale_index(column[None, :], block[:, None], rows // 32, TURNED_TILED)
+        tl.store(turned_scales + scale_offset, mx_scale_byte(bits, exponent), mask=is_block)

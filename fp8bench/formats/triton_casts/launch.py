@@ -1,7 +1,8 @@
-"""Runs plans: through Triton the first time, then by the compiled kernels themselves. Imports triton.
+"""Runs plans, the first time through Triton's launcher, and later directly by the compiled kernels. Imports triton.
 
-Triton looks at every argument in every call, which takes longer than a small cast. The result depends on shapes,
-strides and dtypes alone, if pointers are aligned: a `Repeat` stores it, and a call passes addresses and a stream.
+Triton inspects every argument of every call, which takes longer than a small cast. If pointers are aligned, the
+result of this inspection depends only on shapes, strides and dtypes. A `Repeat` stores the result, so that a later
+call only passes addresses and a stream.
 """
 
 from __future__ import annotations
@@ -15,21 +16,21 @@ import torch
 from torch import Tensor
 
 from fp8bench.formats.compiling import Compiled, Definition
-from fp8bench.formats.triton_casts import give_up, kernels
+from fp8bench.formats.triton_casts import disable_triton, kernels
 from fp8bench.formats.triton_casts.plans import Argument, Counter, Plan, Pointer, Zeros, plan_launches
 
+# How many bytes an instruction reads or writes at once, and for which arguments there are such instructions.
 ALIGNMENT = 16
-"""Bytes of the instructions that read and write whole vectors."""
-_WIDE = ("x", "codes", "turned")
-"""Arguments that are read and written by such instructions."""
-_SOME_PROCESSORS = 4
-# A counter for each device and stream.
+_VECTOR_ARGUMENTS = ("x", "codes", "turned")
+# Plans without a GPU are made for this number of multiprocessors.
+_PROCESSORS_WITHOUT_GPU = 4
+# The counter of programs for each device and stream.
 _COUNTERS: dict[tuple[int | None, int], Tensor] = {}
 
 
 @dataclass(frozen=True)
 class Specialised:
-    """The part of a plan that Triton compiles: a function, its arguments' types, and its constants."""
+    """The part of a plan that Triton compiles: a function, the types of its arguments, and its constants."""
 
     function: str
     warps: int
@@ -38,19 +39,23 @@ class Specialised:
 
     @classmethod
     def of(cls, plan: Plan, tensors: Sequence[Tensor]) -> Specialised:
-        types = tuple((name, _type_of(argument, tensors)) for name, argument in plan.arguments.items())
-        return cls(plan.function, plan.warps, types, tuple(plan.constants.items()))
+        argument_types = tuple(
+            (name, _find_argument_type(argument, tensors)) for name, argument in plan.arguments.items()
+        )
+        return cls(plan.function, plan.warps, argument_types, tuple(plan.constants.items()))
 
     def compile(self) -> Any:
-        """Compiles it for the current device; Triton keeps the result."""
+        """Compiles the function for the current device. Triton stores the result."""
         function = getattr(kernels, self.function)
         values = {**dict(self.types), **dict(self.constants)}
-        # Only arguments by position may be types.
+        # Only positional arguments may be types.
         return function.warmup(*(values[name] for name in function.arg_names), num_warps=self.warps, grid=(1,))
 
 
-def _type_of(argument: Argument, tensors: Sequence[Tensor]) -> object:
-    """A dtype for a pointer; 1 for a size of 1; for other sizes the least number that is divisible by 16, or is not."""
+def _find_argument_type(argument: Argument, tensors: Sequence[Tensor]) -> object:
+    """Returns the type for which Triton compiles. It is a dtype for a pointer. For a size it is a number: 1 for a
+    size of 1, 16 for other multiples of 16, and 17 for all other sizes.
+    """
     match argument:
         case Pointer(index=index):
             return tensors[index].dtype
@@ -62,8 +67,8 @@ def _type_of(argument: Argument, tensors: Sequence[Tensor]) -> object:
 
 
 @dataclass(frozen=True)
-class ByHand(Definition):
-    """A definition, and the Triton kernels for arguments like those of a call."""
+class TritonKernels(Definition):
+    """The Triton kernels of one definition, compiled for arguments with certain shapes, strides and dtypes."""
 
     definition: Definition
     launches: tuple[Specialised, ...]
@@ -76,46 +81,48 @@ class ByHand(Definition):
         return self.definition(*tensors)
 
     def build(self) -> Compiled:
-        """Raises what Triton raises; from then on torch compiles the casts of this process."""
+        """Compiles the Triton kernels. If Triton fails, its error is raised, and torch compiles all casts of this
+        process from then on.
+        """
         try:
             with _use_device(torch.device(self.device)):
                 for launch in self.launches:
                     launch.compile()
         except Exception as error:
-            give_up(f"Triton failed: {type(error).__name__}: {error}")
+            disable_triton(f"Triton failed: {type(error).__name__}: {error}")
             raise
         return Compiled(self._run)
 
     def _run(self, *tensors: Tensor) -> Repeat:
-        plans = plan_by_hand(self.definition, tensors)
+        plans = plan_for_device(self.definition, tensors)
         return Repeat(plans, run_plans(plans, tensors), tensors[0].device)
 
 
-def by_hand(definition: Definition, tensors: Sequence[Tensor]) -> ByHand | None:
-    """None where no Triton kernel is written for a cast, or its tensors are not aligned."""
-    plans = plan_by_hand(definition, tensors)
-    if not plans or any(tensors[index].data_ptr() % ALIGNMENT for index in _wide(plans)):
+def make_triton_kernels(definition: Definition, tensors: Sequence[Tensor]) -> TritonKernels | None:
+    """Returns the Triton kernels of a cast. Returns None if none exist, or if tensors are not aligned."""
+    plans = plan_for_device(definition, tensors)
+    if not plans or any(tensors[index].data_ptr() % ALIGNMENT for index in _list_vector_tensors(plans)):
         return None
-    return ByHand(definition, tuple(Specialised.of(plan, tensors) for plan in plans))
+    return TritonKernels(definition, tuple(Specialised.of(plan, tensors) for plan in plans))
 
 
-def plan_by_hand(definition: Definition, tensors: Sequence[Tensor]) -> list[Plan]:
+def plan_for_device(definition: Definition, tensors: Sequence[Tensor]) -> list[Plan]:
     device = tensors[0].device
     on_gpu = device.type == "cuda"
-    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _SOME_PROCESSORS
+    processors = torch.cuda.get_device_properties(device).multi_processor_count if on_gpu else _PROCESSORS_WITHOUT_GPU
     return plan_launches(definition, tensors, processors)
 
 
 def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
-    """Launches through Triton, and returns its compiled kernels."""
+    """Launches plans through Triton, and returns the compiled kernels."""
     device = tensors[0].device
     compiled = []
     with _use_device(device):
-        counter, zeros = _allocate(_scratch_of(plans), device, _stream(device))
-        # The first run goes through Triton's own launcher, which compiles; later ones repeat its result.
+        counter, zeros = _allocate(_find_required_scratch(plans), device, _get_current_stream(device))
+        # Triton's launcher compiles at the first run. Later runs repeat the result.
         for plan in plans:
             values: dict[str, object] = {**plan.constants}
-            # Numbers of tensors become the tensors of this call.
+            # Replace each reference to a tensor by the tensor of this call.
             for name, argument in plan.arguments.items():
                 values[name] = _resolve(argument, tensors, counter, zeros)
             compiled.append(getattr(kernels, plan.function)[(plan.programs,)](**values, num_warps=plan.warps))
@@ -123,51 +130,55 @@ def run_plans(plans: Sequence[Plan], tensors: Sequence[Tensor]) -> list[Any]:
 
 
 class Repeat:
-    """Launches a cast again for other tensors of the same shapes, strides and dtypes."""
+    """Launches a cast again, for other tensors with the same shapes, strides and dtypes."""
 
     def __init__(self, plans: Sequence[Plan], compiled: Sequence[Any], device: torch.device) -> None:
-        self._device, self._wide = device, tuple(_wide(plans))
-        self._scratch = _scratch_of(plans)
-        # Operands are the tensors' addresses, then the counter, then the zeros.
+        self._device, self._vector_indices = device, tuple(_list_vector_tensors(plans))
+        self._scratch = _find_required_scratch(plans)
+        # `operands` has the addresses of tensors, then the counter, then the zeros. Negative numbers count from its
+        # end.
         self._launches = []
         for plan, kernel in zip(plans, compiled, strict=True):
-            # Constants take their places among the arguments, because the compiled function has both.
+            # Constants are arguments too, because the compiled function takes both.
             names = getattr(kernels, plan.function).arg_names
             values = [plan.arguments[name] if name in plan.arguments else plan.constants[name] for name in names]
-            operands = []
-            for place, value in enumerate(values):
+            pointer_positions = []
+            for position, value in enumerate(values):
                 if isinstance(value, Pointer | Counter | Zeros):
                     number = value.index if isinstance(value, Pointer) else -2 if isinstance(value, Counter) else -1
-                    operands.append((place, number))
+                    pointer_positions.append((position, number))
             self._launches.append(
-                (kernel.run, plan.programs, kernel.function, kernel.packed_metadata, values, operands)
+                (kernel.run, plan.programs, kernel.function, kernel.packed_metadata, values, pointer_positions)
             )
 
     def __call__(self, addresses: Sequence[int]) -> bool:
-        """Launches for tensors at these addresses; False, and nothing, where one is not aligned."""
-        for index in self._wide:
+        """Launches the cast for tensors at these addresses. If one of the addresses is not aligned, nothing is
+        launched and the result is False.
+        """
+        for index in self._vector_indices:
             if addresses[index] % ALIGNMENT:
                 return False
         device = self._device
         if device.type == "cuda" and torch._C._cuda_getDevice() != device.index:
             with _use_device(device):
                 return self(addresses)
-        stream = _stream(device)
+        stream = _get_current_stream(device)
         operands = (*addresses, *_allocate(self._scratch, device, stream))
-        # Triton's own way to here reads its settings and makes two functions a launch. Without hooks it does no more.
-        for run, programs, function, metadata, values, places in self._launches:
-            # A copy, because backward passes cast in other threads.
+        # Call the compiled function directly. Triton's launcher would also read its settings here and make two
+        # functions for each launch. Without hooks it does nothing else.
+        for run, programs, function, metadata, values, pointer_positions in self._launches:
+            # This is a copy, because backward passes cast in other threads.
             arguments: list[object] = [*values]
-            for place, number in places:
-                arguments[place] = operands[number]
+            for position, number in pointer_positions:
+                arguments[position] = operands[number]
             run(programs, 1, 1, stream, function, metadata, None, None, None, *arguments)
         return True
 
 
-def _wide(plans: Sequence[Plan]) -> set[int]:
-    """Numbers the tensors that are read and written by whole vectors."""
-    pointers = [plan.arguments.get(name) for plan in plans for name in _WIDE]
-    return {argument.index for argument in pointers if isinstance(argument, Pointer)}
+def _list_vector_tensors(plans: Sequence[Plan]) -> set[int]:
+    """Returns the indices of the tensors that are read or written 16 bytes at once."""
+    vector_pointers = [plan.arguments.get(name) for plan in plans for name in _VECTOR_ARGUMENTS]
+    return {argument.index for argument in vector_pointers if isinstance(argument, Pointer)}
 
 
 def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | None, zeros: Tensor | None) -> object:
@@ -181,8 +192,8 @@ def _resolve(argument: Argument, tensors: Sequence[Tensor], counter: Tensor | No
     return argument
 
 
-def _scratch_of(plans: Sequence[Plan]) -> tuple[bool, int]:
-    """Whether launches count their programs, and how many zeros they share."""
+def _find_required_scratch(plans: Sequence[Plan]) -> tuple[bool, int]:
+    """Returns whether the launches need a counter of finished programs, and the number of zeros that they share."""
     arguments = [argument for plan in plans for argument in plan.arguments.values()]
     return Counter() in arguments, next((argument.count for argument in arguments if isinstance(argument, Zeros)), 0)
 
@@ -190,12 +201,14 @@ def _scratch_of(plans: Sequence[Plan]) -> tuple[bool, int]:
 def _allocate(scratch: tuple[bool, int], device: torch.device, stream: int) -> tuple[Tensor | None, Tensor | None]:
     counts, zeros = scratch
     memory = torch.zeros(zeros, dtype=torch.int32, device=device) if zeros else None
-    return _counter(device, stream) if counts else None, memory
+    return _get_program_counter(device, stream) if counts else None, memory
 
 
-def _counter(device: torch.device, stream: int) -> Tensor:
-    """Launches of a stream follow each other, and share a counter. A captured graph may run at the same time: it gets a
-    counter for each launch, which it sets to zero itself."""
+def _get_program_counter(device: torch.device, stream: int) -> Tensor:
+    """Returns memory in which a launch counts its finished programs. Launches of one stream run one after another and
+    share it. A captured graph may run at the same time as others. So each of its launches gets its own counter, which
+    the graph sets to zero.
+    """
     if device.type == "cuda" and torch._C._cuda_isCurrentStreamCapturing():
         return torch.zeros(2, dtype=torch.int32, device=device)
     counter = _COUNTERS.get((device.index, stream))
@@ -204,7 +217,7 @@ def _counter(device: torch.device, stream: int) -> Tensor:
     return counter
 
 
-def _stream(device: torch.device) -> int:
+def _get_current_stream(device: torch.device) -> int:
     if device.type != "cuda":
         return 0
     handle: int = torch._C._cuda_getCurrentRawStream(device.index)
@@ -212,5 +225,5 @@ def _stream(device: torch.device) -> int:
 
 
 def _use_device(device: torch.device) -> Any:
-    """Makes a device the current one: Triton launches there."""
+    """Makes a device the current one, because Triton launches on the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else nullcontext()

@@ -1,6 +1,8 @@
-"""Which Triton kernels a cast launches: with what sizes, constants and grids. Knows no triton.
+"""Plans the Triton kernels of a cast: their sizes, their constants, and how many programs run. Does not import
+triton.
 
-A plan depends on the kernel, shapes and strides alone, so that it is kept for the next call with the same.
+A plan depends only on the kernel, shapes and strides. It is stored for later calls with the same kernel, shapes and
+strides.
 """
 
 from __future__ import annotations
@@ -11,7 +13,7 @@ from math import prod
 
 from torch import Tensor
 
-from fp8bench.formats.blocks import mx_carry, mx_exponent_of
+from fp8bench.formats.blocks import mx_carry, mx_largest_exponent
 from fp8bench.formats.code_kernels import (
     CodesKernel,
     CurrentCodesKernel,
@@ -24,35 +26,39 @@ from fp8bench.formats.grids import E5M2, E8M0, Format
 from fp8bench.formats.recipes import Amax, ScaleRounding
 from fp8bench.formats.tiled_codes import TiledCodesKernel
 
-SIDE = 128
+BLOCK_SIDE = 128
+# Offsets have 32 bits. A loop adds the elements of all programs to its last offset, which must not overflow.
 MOST_ELEMENTS = (1 << 31) - (1 << 26)
-"""Offsets are 32 bits wide, and a loop adds the elements of all programs to the last one."""
+# The longest row that fits into the registers of one program. If the program also finds the maxima of columns, the
+# limit is lower.
 _LONGEST_ROW = 16384
-"""Elements that the registers of one program hold."""
-_LONGEST_WITH_PEAKS = 8192
-_FLAT_BLOCK = 8192
-_TILE = (64, 128)
-_LINES = 32
+_LONGEST_ROW_WITH_PEAKS = 8192
+_ELEMENTS_PER_PROGRAM = 8192
+_TILE_SIDES = (64, 128)
+_ROWS_PER_PROGRAM = 32
+# The number of warps for tiles that are also reduced down their columns. With fewer, a thread would need more than 64
+# registers.
 _MOST_WARPS = 32
-"""For tiles that are reduced down their columns, too: with fewer, a thread would need more than 64 registers."""
-_BYTE = 8
+_BYTE_BITS = 8
 
 
 @dataclass(frozen=True)
 class Pointer:
-    """Argument number `index` of the cast's kernel."""
+    """A tensor among the arguments of the cast's kernel, by its position `index`."""
 
     index: int
 
 
 @dataclass(frozen=True)
 class Counter:
-    """Two int32 that are zero before and after every launch, and of this stream alone."""
+    """Two int32 numbers that are zero before and after every launch. Each stream has its own two numbers."""
 
 
 @dataclass(frozen=True)
 class Zeros:
-    """`count` int32 that are zero at a cast's first launch, and that its launches share."""
+    """`count` int32 numbers that are zero at the first launch of a cast. All launches of the cast use the same
+    numbers.
+    """
 
     count: int
 
@@ -64,7 +70,9 @@ Constants = dict[str, float | bool | None]
 
 @dataclass(frozen=True)
 class Plan:
-    """One launch of a function of kernels.py: its arguments by name, constants included, `programs` and `warps`."""
+    """One launch of a function of kernels.py: its arguments by name, its constants, how many programs run, and how
+    many warps each has.
+    """
 
     function: str
     programs: int
@@ -74,7 +82,9 @@ class Plan:
 
 
 def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
-    """The launches of a cast; empty where no Triton kernel is written for it. `processors` are the GPU's."""
+    """Returns the launches of a cast. The result is empty if the cast has no Triton kernel. `processors` is the
+    number of the GPU's multiprocessors.
+    """
     if max(tensor.numel() for tensor in tensors) > MOST_ELEMENTS:
         return []
     match kernel:
@@ -88,7 +98,7 @@ def plan_launches(kernel: Definition, tensors: Sequence[Tensor], processors: int
             return _plan_squares(kernel, tensors)
         case RowCodesKernel() | TiledCodesKernel():
             return _plan_orientations([(kernel, 0)], tensors)
-        # Both casts of one matrix become one launch that reads it once.
+        # Two casts of one matrix become one launch, which reads the matrix once.
         case PairKernel(first=first, second=second):
             second_begins = len(first.free())
             if tensors[0].data_ptr() == tensors[second_begins].data_ptr():
@@ -102,7 +112,7 @@ def _plan_codes(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int)
         return []
     down, side, across, _ = tensors[0].shape
     largest = None if kernel.fmt is None else kernel.fmt.largest
-    straight, turned, scale = _optional(1, kernel.straight, kernel.turned, kernel.scaled)
+    straight, turned, scale = _number_pointers(1, kernel.straight, kernel.turned, kernel.scaled)
     arguments: Arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": scale}
     return [_plan_cast(arguments, down * side, across * side, largest, processors)]
 
@@ -110,23 +120,23 @@ def _plan_codes(kernel: CodesKernel, tensors: Sequence[Tensor], processors: int)
 def _plan_current(kernel: CurrentCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     rows, columns = tensors[0].shape
     size = rows * columns
-    # Two launches: no program can use the scale before all have looked at the tensor.
-    find = Plan(
+    # There are two launches, because no program can use the scale before all programs have read the tensor.
+    find_scale = Plan(
         "find_scale",
-        min(_parts(size, _FLAT_BLOCK), 8 * processors),
+        min(_count_parts(size, _ELEMENTS_PER_PROGRAM), 8 * processors),
         8,
         {"x": Pointer(0), "scale": Pointer(1), "inverse": Pointer(2), "state": Counter(), "size": size},
-        {**_scaled_by(kernel.fmt, kernel.rounding), "BLOCK": _FLAT_BLOCK},
+        {**_make_scale_constants(kernel.fmt, kernel.rounding), "BLOCK": _ELEMENTS_PER_PROGRAM},
     )
-    straight, turned = _optional(3, kernel.straight, kernel.turned)
+    straight, turned = _number_pointers(3, kernel.straight, kernel.turned)
     arguments: Arguments = {"x": Pointer(0), "codes": straight, "turned": turned, "scale": Pointer(1)}
-    return [find, _plan_cast(arguments, rows, columns, kernel.fmt.largest, processors)]
+    return [find_scale, _plan_cast(arguments, rows, columns, kernel.fmt.largest, processors)]
 
 
 def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], processors: int) -> list[Plan]:
     delayed = kernel.delayed
-    straight, turned = _optional(6, kernel.straight, kernel.turned)
-    # The numbers are places among the kernel's tensors (code_kernels.py).
+    straight, turned = _number_pointers(6, kernel.straight, kernel.turned)
+    # The numbers of pointers are those of the kernel's arguments (code_kernels.py).
     arguments: Arguments = {
         "x": Pointer(0),
         "codes": straight,
@@ -148,8 +158,8 @@ def _plan_delayed_scale(kernel: DelayedCodesKernel, tensors: Sequence[Tensor], p
     return [_plan_cast(arguments, rows, columns, kernel.fmt.largest, processors, constants)]
 
 
-_NO_HISTORY = dict.fromkeys(("state", "history", "casts", "used", "inverse"))
-_NOT_DELAYED: Constants = {"HISTORY": 1, "MOST_RECENT": False, "SHRINK": 1.0, "INTERVAL": 1}
+_ARGUMENTS_WITHOUT_HISTORY = dict.fromkeys(("state", "history", "casts", "used", "inverse"))
+_CONSTANTS_WITHOUT_DELAY: Constants = {"HISTORY": 1, "MOST_RECENT": False, "SHRINK": 1.0, "INTERVAL": 1}
 
 
 def _plan_cast(
@@ -161,29 +171,29 @@ def _plan_cast(
     delayed: Constants | None = None,
 ) -> Plan:
     turned = arguments["turned"] is not None
-    # Without a transpose a matrix is one long row.
+    # Without a transpose, the matrix can be treated as one long row.
     rows, columns = (rows, columns) if turned else (1, rows * columns)
-    down, across = _TILE if turned else (1, _FLAT_BLOCK)
+    down, across = _TILE_SIDES if turned else (1, _ELEMENTS_PER_PROGRAM)
     constants: Constants = {
         "LARGEST": largest,
         "STRAIGHT": arguments["codes"] is not None,
         "TURNED": turned,
         "SCALED": arguments["scale"] is not None,
         "DELAYED": delayed is not None,
-        **(delayed or _NOT_DELAYED),
+        **(delayed or _CONSTANTS_WITHOUT_DELAY),
         "DOWN": down,
         "ACROSS": across,
     }
-    tiles = _parts(rows, down) * _parts(columns, across)
-    # Few programs where each ends with an atomic operation on the same address.
+    tiles = _count_parts(rows, down) * _count_parts(columns, across)
+    # If each program ends with an atomic operation on the same address, use few programs.
     programs = min(tiles, 4 * processors) if delayed else tiles
     sizes = {"rows": rows, "columns": columns}
-    return Plan("cast", programs, 16 if delayed else 8, {**_NO_HISTORY, **arguments, **sizes}, constants)
+    return Plan("cast", programs, 16 if delayed else 8, {**_ARGUMENTS_WITHOUT_HISTORY, **arguments, **sizes}, constants)
 
 
 def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[Plan]:
     x, inverse, turned_inverse, *_ = tensors
-    straight, turned = _optional(3, kernel.straight, kernel.turned)
+    straight, turned = _number_pointers(3, kernel.straight, kernel.turned)
     arguments: Arguments = {
         "codes": straight,
         "inverse": Pointer(1),
@@ -193,41 +203,42 @@ def _plan_squares(kernel: SquareCodesKernel, tensors: Sequence[Tensor]) -> list[
         "turned_stride": turned_inverse.stride(0),
     }
     rows, columns = x.shape
-    return [_plan_blocks(arguments, rows, columns, _scaled_by(kernel.fmt, kernel.rounding), square=True)]
+    return [_plan_blocks(arguments, rows, columns, _make_scale_constants(kernel.fmt, kernel.rounding), square=True)]
 
 
 def _plan_blocks(arguments: Arguments, rows: int, columns: int, constants: Constants, square: bool) -> Plan:
-    across = _parts(columns, SIDE)
-    kinds = {
+    across = _count_parts(columns, BLOCK_SIDE)
+    orientation_flags = {
         "SQUARE": square,
         "STRAIGHT": arguments["codes"] is not None,
         "TURNED": arguments["turned"] is not None,
-        "SIDE": SIDE,
+        "SIDE": BLOCK_SIDE,
     }
-    # The scale's place differs by kind; x and the sizes are the same for all.
-    sizes = {"rows": rows, "columns": columns, "across": across}
-    arguments = {"x": Pointer(0), **arguments, **sizes}
-    warps = _MOST_WARPS if kinds["TURNED"] and not square else 16
-    return Plan("cast_blocks", _parts(rows, SIDE) * across, warps, arguments, {**constants, **kinds})
+    # Squares and parts of rows differ only in their scales. The other arguments are the same.
+    arguments = {"x": Pointer(0), **arguments, "rows": rows, "columns": columns, "across": across}
+    warps = _MOST_WARPS if orientation_flags["TURNED"] and not square else 16
+    return Plan(
+        "cast_blocks", _count_parts(rows, BLOCK_SIDE) * across, warps, arguments, {**constants, **orientation_flags}
+    )
 
 
+# Kernels that read one matrix, in one orientation or both. Each comes with the number of its first argument.
 Oriented = Sequence[tuple[Kernel, int]]
-"""Kernels that read one matrix, in one orientation or both, and the number of each one's first argument."""
 
 
 def _plan_orientations(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
-    first, begins = kernels[0]
-    # Blocks of other lengths have no Triton kernel.
-    if isinstance(first, RowCodesKernel) and first.block not in (0, SIDE):
+    first, first_argument = kernels[0]
+    # Triton kernels exist only for blocks of this length.
+    if isinstance(first, RowCodesKernel) and first.block not in (0, BLOCK_SIDE):
         return []
     if isinstance(first, RowCodesKernel):
-        stretches, down, side, length, width = tensors[begins].shape
-        # The kernel's input comes as stretches, whose product gives back the matrix.
+        stretches, down, side, length, width = tensors[first_argument].shape
+        # The input is viewed as stretches. The products of their sizes are the sides of the matrix.
         operand = down * side, stretches * length * width
         rows, columns = operand[::-1] if first.turned else operand
         outputs = {_is_turned(kernel): number for kernel, number in kernels}
         plan = _plan_row_blocks if first.block else _plan_rows
-        return plan(first, outputs, begins, rows, columns)
+        return plan(first, outputs, first_argument, rows, columns)
     if isinstance(first, TiledCodesKernel):
         return _plan_mx(kernels, tensors)
     return []
@@ -238,70 +249,84 @@ def _is_turned(kernel: Kernel) -> bool:
     return kernel.turned if isinstance(kernel, RowCodesKernel) else kernel.places.turned
 
 
-def _output(outputs: dict[bool, int], turned: bool, number: int) -> Pointer | None:
+def _choose_output_pointer(outputs: dict[bool, int], turned: bool, number: int) -> Pointer | None:
     return Pointer(outputs[turned] + number) if turned in outputs else None
 
 
 def _plan_row_blocks(
-    kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, rows: int, columns: int
+    kernel: RowCodesKernel, outputs: dict[bool, int], first_argument: int, rows: int, columns: int
 ) -> list[Plan]:
     arguments: Arguments = {
-        "x": Pointer(begins),
-        "codes": _output(outputs, False, 1),
-        "inverse": _output(outputs, False, 2),
-        "turned": _output(outputs, True, 1),
-        "turned_inverse": _output(outputs, True, 2),
+        "x": Pointer(first_argument),
+        "codes": _choose_output_pointer(outputs, False, 1),
+        "inverse": _choose_output_pointer(outputs, False, 2),
+        "turned": _choose_output_pointer(outputs, True, 1),
+        "turned_inverse": _choose_output_pointer(outputs, True, 2),
         "stride": rows,
         "turned_stride": columns,
     }
-    return [_plan_blocks(arguments, rows, columns, _scaled_by(kernel.fmt, kernel.rounding), square=False)]
+    return [_plan_blocks(arguments, rows, columns, _make_scale_constants(kernel.fmt, kernel.rounding), square=False)]
 
 
-def _plan_rows(kernel: RowCodesKernel, outputs: dict[bool, int], begins: int, rows: int, columns: int) -> list[Plan]:
-    scaled = _scaled_by(kernel.fmt, kernel.rounding)
+def _plan_rows(
+    kernel: RowCodesKernel, outputs: dict[bool, int], first_argument: int, rows: int, columns: int
+) -> list[Plan]:
+    scale_constants = _make_scale_constants(kernel.fmt, kernel.rounding)
     straight, turned = False in outputs, True in outputs
     sizes = {"rows": rows, "columns": columns}
     peaks = Zeros(columns)
-    codes, inverse = (_output(outputs, False, number) for number in (1, 2))
-    arguments: Arguments = {"x": Pointer(begins), "codes": codes, "inverse": inverse, **sizes}
-    # Triton's ranges are powers of two.
+    codes, inverse = (_choose_output_pointer(outputs, False, number) for number in (1, 2))
+    arguments: Arguments = {"x": Pointer(first_argument), "codes": codes, "inverse": inverse, **sizes}
+    # A range in Triton must be a power of two.
     width = max(1 << (columns - 1).bit_length(), 16)
     plans = []
-    # One pass gives codes and the maxima of columns only while a row fits into registers.
-    at_once = straight and turned and width <= _LONGEST_WITH_PEAKS
+    # One pass can find codes and maxima of columns only if a row fits into registers.
+    in_one_pass = straight and turned and width <= _LONGEST_ROW_WITH_PEAKS
     if straight and width > _LONGEST_ROW:
-        plans.append(Plan("cast_long_rows", rows, 8, arguments, {**scaled, "WIDTH": _FLAT_BLOCK}))
-    # Short rows share a program, or most of its threads would idle.
+        plans.append(Plan("cast_long_rows", rows, 8, arguments, {**scale_constants, "WIDTH": _ELEMENTS_PER_PROGRAM}))
+    # Several short rows are in one program, because otherwise most of its threads would be idle.
     elif straight:
         down = max(1, 4096 // width)
-        lines = max(_LINES, down) if at_once else down
-        constants = {**scaled, "STRAIGHT": True, "PEAKS": at_once, "LINES": lines, "DOWN": down, "WIDTH": width}
-        arguments = {**arguments, "peaks": peaks if at_once else None}
-        warps = 16 if width > (4096 if at_once else 8192) else 8
-        plans.append(Plan("cast_rows", _parts(rows, lines), warps, arguments, constants))
+        lines = max(_ROWS_PER_PROGRAM, down) if in_one_pass else down
+        constants = {
+            **scale_constants,
+            "STRAIGHT": True,
+            "PEAKS": in_one_pass,
+            "LINES": lines,
+            "DOWN": down,
+            "WIDTH": width,
+        }
+        arguments = {**arguments, "peaks": peaks if in_one_pass else None}
+        warps = 16 if width > (4096 if in_one_pass else 8192) else 8
+        plans.append(Plan("cast_rows", _count_parts(rows, lines), warps, arguments, constants))
     if not turned:
         return plans
-    down, across = _TILE
-    arguments = {"x": Pointer(begins), "peaks": peaks, **sizes}
-    # The maxima of columns cost a separate pass where the first launch could not find them.
-    if not at_once:
+    down, across = _TILE_SIDES
+    arguments = {"x": Pointer(first_argument), "peaks": peaks, **sizes}
+    # If the first launch could not find the maxima of columns, a separate pass does.
+    if not in_one_pass:
         lines = 4 * down
-        programs = _parts(rows, lines) * _parts(columns, across)
+        programs = _count_parts(rows, lines) * _count_parts(columns, across)
         plans.append(Plan("find_peaks", programs, 8, arguments, {"LINES": lines, "DOWN": down, "ACROSS": across}))
-    arguments = {**arguments, "turned": _output(outputs, True, 1), "inverse": _output(outputs, True, 2)}
-    programs = _parts(rows, down) * _parts(columns, across)
-    plans.append(Plan("cast_columns", programs, 8, arguments, {**scaled, "DOWN": down, "ACROSS": across}))
+    arguments = {
+        **arguments,
+        "turned": _choose_output_pointer(outputs, True, 1),
+        "inverse": _choose_output_pointer(outputs, True, 2),
+    }
+    programs = _count_parts(rows, down) * _count_parts(columns, across)
+    plans.append(Plan("cast_columns", programs, 8, arguments, {**scale_constants, "DOWN": down, "ACROSS": across}))
     return plans
 
 
 def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
-    kernel, begins = kernels[0]
+    kernel, first_argument = kernels[0]
     assert isinstance(kernel, TiledCodesKernel)
     scaling = kernel.places.scaling
-    if scaling.scale is not E8M0 or kernel.fmt.bits < _BYTE or kernel.stochastic:
+    if scaling.scale is not E8M0 or kernel.fmt.bits < _BYTE_BITS or kernel.stochastic:
         return []
-    shape = tensors[begins].shape
-    # Places (tiled_codes.py) puts the parts of the contraction first for a turned matrix, else between those of rows.
+    shape = tensors[first_argument].shape
+    # If the matrix is transposed, `Places` (tiled_codes.py) puts the dimensions of columns first. Otherwise they are
+    # between those of rows.
     down, across = ((2, 3, 4, 5), (0, 1, 6)) if kernel.places.turned else ((0, 1, 2, 5), (3, 4, 6))
     rows, columns = prod(shape[number] for number in down), prod(shape[number] for number in across)
     if kernel.places.turned:
@@ -311,11 +336,11 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         assert isinstance(oriented, TiledCodesKernel)
         outputs[oriented.places.turned], tiled[oriented.places.turned] = number, oriented.places.tiled
     arguments: Arguments = {
-        "x": Pointer(begins),
-        "codes": _output(outputs, False, 1),
-        "scales": _output(outputs, False, 2),
-        "turned": _output(outputs, True, 1),
-        "turned_scales": _output(outputs, True, 2),
+        "x": Pointer(first_argument),
+        "codes": _choose_output_pointer(outputs, False, 1),
+        "scales": _choose_output_pointer(outputs, False, 2),
+        "turned": _choose_output_pointer(outputs, True, 1),
+        "turned_scales": _choose_output_pointer(outputs, True, 2),
         "rows": rows,
         "columns": columns,
     }
@@ -323,29 +348,32 @@ def _plan_mx(kernels: Oriented, tensors: Sequence[Tensor]) -> list[Plan]:
         "LARGEST": kernel.fmt.largest,
         "E5M2": kernel.fmt is E5M2,
         "CARRY": mx_carry(kernel.fmt, scaling.rounding),
-        "EXPONENT": mx_exponent_of(kernel.fmt),
+        "EXPONENT": mx_largest_exponent(kernel.fmt),
         "STRAIGHT": False in outputs,
         "TURNED": True in outputs,
         "TILED": tiled.get(False, False),
         "TURNED_TILED": tiled.get(True, False),
-        "DOWN": SIDE,
-        "ACROSS": SIDE,
+        "DOWN": BLOCK_SIDE,
+        "ACROSS": BLOCK_SIDE,
     }
-    # The transposed codes need more warps than the straight ones.
+    # Transposed codes need more warps than straight codes.
     warps = _MOST_WARPS if True in outputs else 16
-    return [Plan("cast_mx", _parts(rows, SIDE) * _parts(columns, SIDE), warps, arguments, constants)]
-
-
-def _scaled_by(fmt: Format, rounding: ScaleRounding) -> Constants:
-    return {"LARGEST": fmt.largest, "POWER_OF_TWO": rounding is ScaleRounding.POWER_OF_TWO}
-
-
-def _optional(begins: int, *present: bool) -> list[Pointer | None]:
-    """Numbers the arguments that are present."""
     return [
-        Pointer(begins + sum(present[:number])) if is_present else None for number, is_present in enumerate(present)
+        Plan("cast_mx", _count_parts(rows, BLOCK_SIDE) * _count_parts(columns, BLOCK_SIDE), warps, arguments, constants)
     ]
 
 
-def _parts(length: int, part: int) -> int:
+def _make_scale_constants(fmt: Format, rounding: ScaleRounding) -> Constants:
+    return {"LARGEST": fmt.largest, "POWER_OF_TWO": rounding is ScaleRounding.POWER_OF_TWO}
+
+
+def _number_pointers(first_argument: int, *present: bool) -> list[Pointer | None]:
+    """Returns pointers with consecutive indices for the arguments that are present, and None for the others."""
+    return [
+        Pointer(first_argument + sum(present[:number])) if is_present else None
+        for number, is_present in enumerate(present)
+    ]
+
+
+def _count_parts(length: int, part: int) -> int:
     return -(-length // part)

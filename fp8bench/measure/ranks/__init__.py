@@ -1,1 +1,3 @@
-"""Several ranks as one worker: started by a launcher, asked together, their answers made one."""
+"""Runs several ranks (processes of one distributed run) as one worker. A launcher starts them, each gets every
+request, and their answers are merged.
+"""

@@ -1,4 +1,4 @@
-"""Several ranks' answers made one, and which rank is to blame where that fails."""
+"""Merges the answers of several ranks, and finds the rank that caused a failure."""
 
 from __future__ import annotations
 
@@ -16,8 +16,8 @@ from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase, Scalar
 from fp8bench.model.ranks import FailedRank, Heartbeat, Overlap, RankCalls, RankMemory, RankScaling, Sent
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 
-# Versions in which ranks must agree.
-_BUILD = ("torch", "torch_git", "cudnn", "cublaslt")
+# Ranks must have equal versions of these.
+_COMMON_VERSIONS = ("torch", "torch_git", "cudnn", "cublaslt")
 _COMMUNICATION = CELL_PHASES.index(Phase.COMMUNICATION)
 
 
@@ -25,64 +25,75 @@ Merges = Mapping[str, Callable[[Sequence[Any]], Any]]
 
 
 def merge_answers(name: str, answers: Sequence[Any], more_merges: Merges = MappingProxyType({})) -> Any:
-    """One answer to a request that all ranks have answered, in the order of ranks. Raises RanksDisagree.
+    """Merges the answers of all ranks to one request. The answers are in the order of ranks. Raises RanksDisagree if
+    they contradict each other.
 
-    `more_merges` adds merges for requests of a bench other than the worker's.
+    `more_merges` has merges for the requests of a special bench.
     """
-    merges = {**_MERGED, **more_merges}
+    merges = {**_MERGES, **more_merges}
     return merges[name](answers) if name in merges else answers[0]
 
 
-def slowest(slots: Sequence[RawSlot]) -> RawSlot:
-    """A step is over when its slowest rank is: call by call that rank's marks as a whole, so that phases still add up.
+def merge_slots(slots: Sequence[RawSlot]) -> RawSlot:
+    """Merges the slots of all ranks call by call. A step ends when its slowest rank ends, so each call gets the marks
+    of its slowest rank.
 
-    The system's counts are those of the rank that was slowest over all calls.
+    All marks of a call come from one rank, so that its phases still add up. The system's counters are those of the
+    rank that was slowest over all calls.
     """
     steps_of_ranks = [slot.steps for slot in slots]
-    calls = tuple(max(steps, key=_step_ns) for steps in zip(*steps_of_ranks, strict=True))
-    last = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
-    took = tuple(
-        RankCalls(rank, tuple(map(_step_ns, slot.steps)), tuple(map(_communication, slot.steps)))
+    calls = tuple(max(steps, key=_sum_step_ns) for steps in zip(*steps_of_ranks, strict=True))
+    slowest_slot = max(slots, key=lambda slot: sum(step.seconds for step in slot.steps))
+    rank_calls = tuple(
+        RankCalls(rank, tuple(map(_sum_step_ns, slot.steps)), tuple(map(_communication_ns, slot.steps)))
         for rank, slot in enumerate(slots)
     )
-    retries = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
-    wall = max(slot.wall_seconds for slot in slots)
-    return replace(last, steps=calls, wall_seconds=wall, ranks=took, memory_retries=sum(retries) if retries else None)
+    retry_counts = [slot.memory_retries for slot in slots if slot.memory_retries is not None]
+    wall_seconds = max(slot.wall_seconds for slot in slots)
+    return replace(
+        slowest_slot,
+        steps=calls,
+        wall_seconds=wall_seconds,
+        ranks=rank_calls,
+        memory_retries=sum(retry_counts) if retry_counts else None,
+    )
 
 
-def _step_ns(step: RawStep) -> int:
+def _sum_step_ns(step: RawStep) -> int:
     return sum(step.intervals_ns)
 
 
-def _communication(step: RawStep) -> int:
+def _communication_ns(step: RawStep) -> int:
     return sum(ns for code, ns in zip(step.codes, step.intervals_ns, strict=True) if code == _COMMUNICATION)
 
 
-def _devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
-    keys = {device.key for device in answers[0]}
+def _merge_devices(answers: Sequence[Sequence[DeviceFacts]]) -> tuple[DeviceFacts, ...]:
+    common_keys = {device.key for device in answers[0]}
     for devices in answers:
-        keys &= {device.key for device in devices}
-    return tuple(device for device in answers[0] if device.key in keys)
+        common_keys &= {device.key for device in devices}
+    return tuple(device for device in answers[0] if device.key in common_keys)
 
 
 def _merge_equal_numbers(answers: Sequence[Mapping[str, float] | str]) -> Mapping[str, float] | str:
-    """Numbers that must be the same on all ranks: a sum that differs from rank to rank is wrong on some of them."""
-    first = answers[0]
+    """Returns the numbers of rank 0. Raises RanksDisagree if another rank has different ones, because a sum over all
+    ranks must be equal on each of them.
+    """
+    first_answer = answers[0]
     for rank, numbers in enumerate(answers):
-        if numbers == first or isinstance(first, str) or isinstance(numbers, str):
+        if numbers == first_answer or isinstance(first_answer, str) or isinstance(numbers, str):
             continue
-        for name, value in first.items():
+        for name, value in first_answer.items():
             if numbers.get(name) != value and not (math.isnan(value) and math.isnan(numbers.get(name, 0.0))):
                 raise RanksDisagree(f"{name} is {value!r} on rank 0 and {numbers.get(name)!r} on rank {rank}")
-    return first
+    return first_answer
 
 
-def most_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
-    uses = [answer for answer in answers if isinstance(answer, MemoryUse)]
-    if len(uses) < len(answers):
+def merge_memory(answers: Sequence[MemoryUse | str]) -> MemoryUse | str:
+    memory_uses = [answer for answer in answers if isinstance(answer, MemoryUse)]
+    if len(memory_uses) < len(answers):
         return next(answer for answer in answers if isinstance(answer, str))
-    by_rank = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(uses))
-    return replace(max(uses, key=lambda use: use.peak), ranks=by_rank)
+    rank_memory = tuple(RankMemory(rank, use.peak, use.roles) for rank, use in enumerate(memory_uses))
+    return replace(max(memory_uses, key=lambda use: use.peak), ranks=rank_memory)
 
 
 def _merge_checks(answers: Sequence[StateCheck]) -> StateCheck:
@@ -92,81 +103,92 @@ def _merge_checks(answers: Sequence[StateCheck]) -> StateCheck:
     return max(answers, key=lambda answer: answer.not_finite)
 
 
-def _software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
-    """Rank 0's versions, which all ranks must share, and the settings of each rank."""
+def _merge_software(answers: Sequence[Mapping[str, Scalar | None]]) -> dict[str, Scalar | None]:
+    """Returns rank 0's versions and the settings of each rank. Raises RanksDisagree if a rank has different
+    versions.
+    """
     for rank, answer in enumerate(answers):
-        # Ranks with different builds would time different programs.
-        for name in _BUILD:
-            expected, version = answers[0].get(name), answer.get(name)
-            if version != expected:
+        # Ranks with different builds would run different programs.
+        for name in _COMMON_VERSIONS:
+            first_version, rank_version = answers[0].get(name), answer.get(name)
+            if rank_version != first_version:
                 raise RanksDisagree(
-                    f"{name} is {expected} on rank 0 and {version} on rank {rank}: install the same on both"
+                    f"{name} is {first_version} on rank 0 and {rank_version} on rank {rank}: install the same on both"
                 )
-    settings = {
+    rank_settings = {
         f"rank {rank} {name.removeprefix('env ')}": value
         for rank, answer in enumerate(answers)
         for name, value in answer.items()
         if name.startswith("env ")
     }
-    return {**{name: value for name, value in answers[0].items() if not name.startswith("env ")}, **settings}
+    return {**{name: value for name, value in answers[0].items() if not name.startswith("env ")}, **rank_settings}
 
 
-def _first_text(answers: Sequence[str]) -> str:
+def _merge_texts(answers: Sequence[str]) -> str:
     return next(filter(None, answers), "")
 
 
 StepAnswer = tuple[tuple[Sent, ...], Mapping[str, Sequence[float]]]
 
 
-def _step_parts(
+def _merge_step_parts(
     answers: Sequence[StepAnswer | str | None],
 ) -> tuple[tuple[Sent, ...], Overlap, RankScaling | None] | None:
-    """Merges what every rank sends. Each round of each part ends with its slowest rank."""
-    parts = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
-    if len(parts) < len(answers):
+    """Merges the sent messages and the timed parts of a step. In each round, a part takes as long as on its slowest
+    rank.
+    """
+    step_answers = [answer for answer in answers if answer is not None and not isinstance(answer, str)]
+    if len(step_answers) < len(answers):
         return next((((), Overlap(why=answer), None) for answer in answers if isinstance(answer, str)), None)
-    messages, ranks = zip(*parts, strict=True)
+    messages, ranks = zip(*step_answers, strict=True)
     sent = tuple(chain.from_iterable(messages))
-    seconds = {}
+    part_seconds = {}
     for name in ranks[0]:
-        of_ranks = [rank[name] for rank in ranks]
-        seconds[name] = tuple(map(max, zip(*of_ranks, strict=True)))
-    scaling = RankScaling(seconds["whole"], seconds["share"], seconds["both"]) if "whole" in seconds else None
-    overlap = Overlap(seconds["compute"], seconds["communication"], seconds["both"], seconds["in_turn"])
+        rank_seconds = [rank[name] for rank in ranks]
+        part_seconds[name] = tuple(map(max, zip(*rank_seconds, strict=True)))
+    scaling = (
+        RankScaling(part_seconds["whole"], part_seconds["share"], part_seconds["both"])
+        if "whole" in part_seconds
+        else None
+    )
+    overlap = Overlap(
+        part_seconds["compute"], part_seconds["communication"], part_seconds["both"], part_seconds["in_turn"]
+    )
     return sent, overlap, scaling
 
 
-_MERGED: Merges = {
-    "slot": slowest,
-    "replay": slowest,
+_MERGES: Merges = {
+    "slot": merge_slots,
+    "replay": merge_slots,
     "loop": max,
     "loop_phase": max,
-    "probe": _devices,
+    "probe": _merge_devices,
     "error": _merge_equal_numbers,
-    "memory": most_memory,
-    "step_parts": _step_parts,
+    "memory": merge_memory,
+    "step_parts": _merge_step_parts,
     "check": _merge_checks,
     "release": lambda answers: tuple(f"rank {rank}: {name}" for rank, names in enumerate(answers) for name in names),
-    "software": _software,
-    "trial": _first_text,
-    "capture": _first_text,
-    # Bytes at the highest point of any rank; None where one had no room.
+    "software": _merge_software,
+    "trial": _merge_texts,
+    "capture": _merge_texts,
+    # The largest peak of any rank, in bytes. None if the batch did not fit on some rank.
     "try_batch": lambda answers: None if None in answers else max(answers),
 }
 
 
-# How a process ends that has waited for its neighbours in vain, or was ended because they failed.
-_VICTIMS = (-signal.SIGABRT, -signal.SIGTERM)
-# Errors that gloo and NCCL raise in a rank because of its neighbours; a suite may raise them itself.
-_MAY_COMPLAIN = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
+# The exit statuses of ranks that are not to blame: they waited for other ranks in vain, or were ended because others
+# failed.
+_VICTIM_STATUSES = (-signal.SIGABRT, -signal.SIGTERM)
+# Errors that gloo and NCCL raise in a rank because another rank failed. A suite may raise such errors as well.
+_NEIGHBOUR_ERRORS = re.compile(r"(RuntimeError|Dist\w*Error|Timeout\w*|Connection\w*|BrokenPipeError|EOFError)\b")
 
 
 @dataclass(frozen=True)
 class RankState:
-    """A rank when something went wrong: its last heartbeat, its answer and how it ended, if it did.
+    """The state of a rank at a failure: its last heartbeat, whether it answered, and how its process ended.
 
-    `fault` is its exception in words, with the traceback. `ended` is how its process ended, '' while it lives; `status`
-    is the exit status if the launcher reported one.
+    `fault` is its exception in words, with the traceback. `ended` describes the end of its process, '' while it runs.
+    `status` is the exit status, if the launcher reported one.
     """
 
     beat: Heartbeat
@@ -180,88 +202,89 @@ class RankState:
         return self.beat.rank
 
     @property
-    def well(self) -> bool:
+    def is_done(self) -> bool:
         return self.answered and not self.fault[0]
 
     @property
-    def failed_itself(self) -> bool:
-        return bool(self.fault[0]) and _MAY_COMPLAIN.match(self.fault[0]) is None
+    def raised_first(self) -> bool:
+        return bool(self.fault[0]) and _NEIGHBOUR_ERRORS.match(self.fault[0]) is None
 
 
-def behind(states: Sequence[RankState]) -> RankState:
-    """The rank with the oldest heartbeat: the one that has done least, then longest ago.
-
-    Of ranks that have come equally far, one that does not answer is named before one that complains of it. A rank that
-    has done what it was asked is named only if all have.
+def find_rank_behind(states: Sequence[RankState]) -> RankState:
+    """Returns the rank that is furthest behind: the one whose heartbeat has the lowest number. If several have it,
+    ranks without an answer come first, then ranks that still run, then the earliest heartbeat. A rank that finished
+    the request is returned only if all ranks finished it.
     """
-    states = [state for state in states if not state.well] or states
+    states = [state for state in states if not state.is_done] or states
     return min(states, key=lambda state: (state.beat.sequence, state.answered, bool(state.ended), state.beat.seconds))
 
 
-def culprit(states: Sequence[RankState]) -> RankState:
-    """A rank that ended of itself, or raised what neighbours do not cause; else the one that is behind."""
-    last = behind(states)
-    ended = [state for state in states if state.ended]
-    of_itself = [state for state in ended if state.status not in _VICTIMS]
-    if of_itself:
-        return of_itself[0]
-    if failed := [state for state in states if state.failed_itself]:
-        return behind(failed)
-    if ended and last.beat.sequence >= min(state.beat.sequence for state in ended):
-        return next((state for state in ended if state.status != -signal.SIGTERM), ended[0])
-    return last
+def find_culprit(states: Sequence[RankState]) -> RankState:
+    """Returns the rank that failed first: its process ended by an error, or it raised an error that no other rank
+    causes. Otherwise returns the rank that is furthest behind.
+    """
+    rank_behind = find_rank_behind(states)
+    ended_ranks = [state for state in states if state.ended]
+    failed_processes = [state for state in ended_ranks if state.status not in _VICTIM_STATUSES]
+    if failed_processes:
+        return failed_processes[0]
+    if failed_ranks := [state for state in states if state.raised_first]:
+        return find_rank_behind(failed_ranks)
+    if ended_ranks and rank_behind.beat.sequence >= min(state.beat.sequence for state in ended_ranks):
+        return next((state for state in ended_ranks if state.status != -signal.SIGTERM), ended_ranks[0])
+    return rank_behind
 
 
-def suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
-    """The culprit; several ranks where it is unclear: they have come equally far, to the same phase, and each may have
-    waited for the other, whoever complained first."""
-    guilty = culprit(states)
-    if guilty.ended or guilty.failed_itself:
-        # Ranks that wait in the same place are all suspects; those that are done with their work are not.
-        return (guilty,)
-    place = guilty.beat.sequence, guilty.beat.phase
-    waiting = [state for state in states if not state.well] or states
-    equally_far = [state for state in waiting if (state.beat.sequence, state.beat.phase) == place]
-    return tuple(sorted(equally_far, key=lambda state: state.rank))
+def find_suspects(states: Sequence[RankState]) -> tuple[RankState, ...]:
+    """Returns the rank that failed. Returns several ranks if it is unclear which of them failed, because they reached
+    the same phase and heartbeat. Each of them may have waited for the others, whichever raised an error first.
+    """
+    first_suspect = find_culprit(states)
+    if first_suspect.ended or first_suspect.raised_first:
+        return (first_suspect,)
+    suspect_progress = first_suspect.beat.sequence, first_suspect.beat.phase
+    waiting_ranks = [state for state in states if not state.is_done] or states
+    equal_ranks = [state for state in waiting_ranks if (state.beat.sequence, state.beat.phase) == suspect_progress]
+    return tuple(sorted(equal_ranks, key=lambda state: state.rank))
 
 
-def failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
+def make_failed_rank(beat: Heartbeat, ranks: int, now: float) -> FailedRank:
     return FailedRank(beat.rank, ranks, beat.request, beat.phase, beat.sequence, max(0.0, now - beat.seconds))
 
 
-def failure_in_words(states: Sequence[RankState], now: float) -> str:
-    named = suspects(states)
-    return _describe_suspects(named, len(states), now) + "".join(
-        f"; rank {state.rank} said: {_short(state.fault[0])}"
+def describe_failure(states: Sequence[RankState], now: float) -> str:
+    named_ranks = find_suspects(states)
+    return _describe_suspects(named_ranks, len(states), now) + "".join(
+        f"; rank {state.rank} said: {_shorten(state.fault[0])}"
         for state in states
-        if state.fault[0] and (len(named) > 1 or state is not named[0])
+        if state.fault[0] and (len(named_ranks) > 1 or state is not named_ranks[0])
     )
 
 
-def delay_in_words(states: Sequence[RankState], now: float) -> str:
-    return f": {_describe_suspects(suspects(states), len(states), now)}"
+def describe_delay(states: Sequence[RankState], now: float) -> str:
+    return f": {_describe_suspects(find_suspects(states), len(states), now)}"
 
 
-def _describe_suspects(named: Sequence[RankState], ranks: int, now: float) -> str:
-    first = named[0]
-    if len(named) == 1:
-        return f"rank {first.rank} of {ranks}, in {first.beat.doing}, {_what(first, now)}"
-    which = f"{', '.join(str(state.rank) for state in named[:-1])} and {named[-1].rank} of {ranks}"
-    oldest = now - min(state.beat.seconds for state in named)
+def _describe_suspects(named_ranks: Sequence[RankState], ranks: int, now: float) -> str:
+    first_rank = named_ranks[0]
+    if len(named_ranks) == 1:
+        return f"rank {first_rank.rank} of {ranks}, in {first_rank.beat.doing}, {_describe_problem(first_rank, now)}"
+    rank_list = f"{', '.join(str(state.rank) for state in named_ranks[:-1])} and {named_ranks[-1].rank} of {ranks}"
+    oldest_seconds = now - min(state.beat.seconds for state in named_ranks)
     return (
-        f"nobody can tell which of ranks {which} failed: all are in {first.beat.doing}, at heartbeat number "
-        f"{first.beat.sequence}, {oldest:.1f} s old"
+        f"it is unclear which of ranks {rank_list} failed: all are in {first_rank.beat.doing}, at heartbeat number "
+        f"{first_rank.beat.sequence}, {oldest_seconds:.1f} s old"
     )
 
 
-def _what(state: RankState, now: float) -> str:
+def _describe_problem(state: RankState, now: float) -> str:
     if state.ended:
         return state.ended
     if state.fault[0]:
         return f"failed: {state.fault[0]}"
-    return f"does not go on: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
+    return f"hangs: its last heartbeat, number {state.beat.sequence}, is {now - state.beat.seconds:.1f} s old"
 
 
-def _short(text: str, most: int = 200) -> str:
-    words = " ".join(text.split())
-    return words if len(words) <= most else f"{words[:most]}..."
+def _shorten(text: str, max_length: int = 200) -> str:
+    line = " ".join(text.split())
+    return line if len(line) <= max_length else f"{line[:max_length]}..."

@@ -1,4 +1,4 @@
-"""The launcher of several ranks and the sockets to them, with the interface of one worker's process."""
+"""Starts the launcher of several ranks and connects to the ranks. It has the interface of a single worker's process."""
 
 from __future__ import annotations
 
@@ -19,41 +19,45 @@ from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from fp8bench.errors import RanksDisagree, WorkerLost
-from fp8bench.measure.process import WorkerProcess, describe_exit, last_words, plain_value
+from fp8bench.measure.process import WorkerProcess, describe_exit, describe_last_line, unpickle_answer
 from fp8bench.measure.ranks.answers import (
     Merges,
     RankState,
-    behind,
-    culprit,
-    delay_in_words,
-    failed_rank,
-    failure_in_words,
+    describe_delay,
+    describe_failure,
+    find_culprit,
+    find_rank_behind,
+    find_suspects,
+    make_failed_rank,
     merge_answers,
-    suspects,
 )
-from fp8bench.model.ranks import PARENT, FailedRank, beat_file, heartbeat_of, words_file
+from fp8bench.model.ranks import PARENT, FailedRank, beat_file, parse_heartbeat, stderr_file
 
 LAUNCHER_MODULE = "fp8bench.worker.ranks.launcher"
-_GLANCE_SECONDS = 0.2
-# Once a rank has failed the others fail soon, or wait for it in vain; a busy machine may stop one for seconds, and a
-# fault of all ranks must not be attributed to the first one that reports it.
+_POLL_SECONDS = 0.2
+# How long to wait for the other ranks after one has failed. The others fail soon, or wait in vain. A busy machine may
+# stop a rank for seconds. A fault of all ranks must not be blamed on the rank that reports it first.
 _GRACE_SECONDS = 5.0
-# Ranks and what they have started are ended at once; a loaded machine takes its time.
-_ENDING_SECONDS = 10.0
-# The launcher looks every 0.1 s, and then ends the others.
-_LAUNCHER_SECONDS = 2.5
-# Ranks that ended are named by the launcher as soon as it gets a core.
-_TELLING_SECONDS = 30.0
-_ENDED_OF_ITSELF = "ended without an error, before it had answered"
-_NOBODY_KNOWS = "ended, and the launcher of the ranks did not say how"
-# Characters of the folder for temporary files: the name of a socket in our folder there may have 103 (Linux: 107).
-_MOST_LETTERS = 70
+# Ending all processes of the ranks at once takes this long on a loaded machine.
+_EXIT_SECONDS = 10.0
+# The launcher checks its ranks every 0.1 s. If one has ended, it ends the others.
+_LAUNCHER_EXIT_SECONDS = 2.5
+# The launcher reports which ranks ended, but on a loaded machine it must wait for a core.
+_STATUS_SECONDS = 30.0
+_ENDED_NORMALLY = "ended without an error, before it had answered"
+_ENDED_UNKNOWN = "ended, and the launcher of the ranks did not report how"
+# The longest path of a temporary folder in which sockets are made. The complete path of a socket may have 103
+# characters (Linux: 107).
+_MAX_PATH_LENGTH = 70
 Reply = tuple[int, tuple[Any, ...]]
 
 
 class Launch(NamedTuple):
-    """How ranks are started. `wait_seconds` is how long their collectives wait, `start_seconds` how long all may take
-    to start, `module` what each runs, `merges` how answers to requests of that module are merged."""
+    """Defines how ranks are started.
+
+    `wait_seconds` is how long a collective waits, and `start_seconds` how long the start of all ranks may take. Each
+    rank runs `module`. `merges` defines how answers to the requests of that module are merged.
+    """
 
     ranks: int
     wait_seconds: float
@@ -78,19 +82,19 @@ class _Rank:
 
 
 class RanksProcess(WorkerProcess):
-    """Sends each request to all ranks; the answer is there when all have answered.
+    """Sends each request to all ranks. The answer is complete when all ranks have answered.
 
-    `broken`: they are no longer in step with each other, so no more requests can be sent.
+    `is_broken` is true if the ranks no longer execute the same request, so that they can get no more requests.
     """
 
     def __init__(self, python: str, environment: Mapping[str, str], launch: Launch) -> None:
         self._launch = launch
-        crowded = len(os.fsencode(tempfile.gettempdir())) > _MOST_LETTERS
-        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-", dir="/tmp" if crowded else None))
+        is_long_path = len(os.fsencode(tempfile.gettempdir())) > _MAX_PATH_LENGTH
+        self._folder = Path(tempfile.mkdtemp(prefix="fp8bench-ranks-", dir="/tmp" if is_long_path else None))
         self._ranks = [_Rank(number) for number in range(launch.ranks)]
         self._request = "start"
-        self._begun = time.monotonic()
-        self.broken = False
+        self._started_at = time.monotonic()
+        self.is_broken = False
         self.failed: FailedRank | None = None
         self.undecided = False
         try:
@@ -99,7 +103,7 @@ class RanksProcess(WorkerProcess):
                 listening.listen(2 * launch.ranks)
                 super().__init__(python, LAUNCHER_MODULE, environment)
                 super().send((launch.ranks, launch.module, str(self._folder), launch.wait_seconds))
-                self._meet(listening)
+                self._connect_ranks(listening)
         except BaseException:
             self.kill()
             raise
@@ -110,19 +114,22 @@ class RanksProcess(WorkerProcess):
 
     def send(self, request: object) -> None:
         self._request = str(request[1]) if isinstance(request, tuple) else ""
-        written = pickle.dumps(request)
+        pickled_request = pickle.dumps(request)
         for rank in self._ranks:
             rank.reply = None
             assert rank.requests is not None
-            with contextlib.suppress(OSError):  # one that has ended is noticed where its answer is waited for
-                rank.requests.send_bytes(written)
+            with contextlib.suppress(OSError):  # if the rank has ended, this is noticed when its answer is received
+                rank.requests.send_bytes(pickled_request)
 
     def wait_for_answer(self, limit: float) -> bool:
-        """Whether all have answered within `limit` seconds, or some have and the others no longer can. Raises EOFError
-        if a rank or the launcher has ended."""
-        end = time.monotonic() + limit
+        """Returns whether all ranks answered within `limit` seconds. Also returns True if some answered and the
+        others cannot answer any more.
+
+        Raises EOFError if a rank or the launcher has ended.
+        """
+        deadline = time.monotonic() + limit
         while any(rank.reply is None for rank in self._ranks):
-            self._receive_replies(min(_GLANCE_SECONDS, max(0.0, end - time.monotonic())))
+            self._receive_replies(min(_POLL_SECONDS, max(0.0, deadline - time.monotonic())))
             if self._has_failed:
                 self._wait_for_others()
                 if self._has_ended or self._popen.poll() is not None:
@@ -131,7 +138,7 @@ class RanksProcess(WorkerProcess):
             if self._popen.poll() is not None:
                 self._wait_for_others()
                 raise EOFError
-            if time.monotonic() >= end:
+            if time.monotonic() >= deadline:
                 return not any(rank.reply is None for rank in self._ranks)
         return True
 
@@ -139,8 +146,8 @@ class RanksProcess(WorkerProcess):
         replies = [rank.reply for rank in self._ranks if rank.reply is not None]
         faults = [reply for _, reply in replies if reply[0] == "fault"]
         number = replies[0][0]
-        # 1. All have answered the same request: merge, unless they contradict each other.
-        if not faults and {place for place, _ in replies} == {number}:
+        # 1. If all ranks have answered this request, merge their answers.
+        if not faults and {reply_number for reply_number, _ in replies} == {number}:
             try:
                 return number, (
                     "ok",
@@ -148,7 +155,7 @@ class RanksProcess(WorkerProcess):
                 )
             except RanksDisagree as error:
                 return number, ("fault", "the ranks disagree", str(error), "", False)
-        # 2. The same fault everywhere leaves no rank stuck, and the worker goes on.
+        # 2. If all ranks have the same fault, none of them waits for another one. So the worker can go on.
         if len(faults) == len(self._ranks) and len({fault[1] for fault in faults}) == 1:
             kind, text, trace, _ = faults[0][1:]
             return number, (
@@ -158,56 +165,56 @@ class RanksProcess(WorkerProcess):
                 trace,
                 all(fault[4] for fault in faults),
             )
-        # 3. Some failed: the others may wait for them for good, so the group is not asked again.
-        self.broken = True
-        states = self._blame()
-        words = failure_in_words(states, time.monotonic())
-        return number, ("fault", words, "", culprit(states).fault[1], False)
+        # 3. If only some ranks failed, the other ranks may wait for them forever. So no rank gets more requests.
+        self.is_broken = True
+        states = self._record_culprit()
+        description = describe_failure(states, time.monotonic())
+        return number, ("fault", description, "", find_culprit(states).fault[1], False)
 
-    def delay_in_words(self) -> str:
-        return delay_in_words(self._blame(), time.monotonic())
+    def describe_delay(self) -> str:
+        return describe_delay(self._record_culprit(), time.monotonic())
 
     @property
     def was_killed(self) -> bool:
-        return "SIGKILL" in culprit(self._states()).ended
+        return "SIGKILL" in find_culprit(self._collect_states()).ended
 
-    def end_in_words(self) -> str:
-        states = self._blame()
+    def describe_end(self) -> str:
+        states = self._record_culprit()
         status = self._popen.poll()
         if status is not None and (status != 0 or not self._has_ended):
-            last = behind(states)  # the launcher's end brought theirs, in random order, which shows nothing
-            self.failed = failed_rank(last.beat, len(states), time.monotonic())
-            where = f"with rank {last.rank} in {last.beat.doing}{last_words(self._log)}"
-            return f"the launcher of the ranks {describe_exit(status)}, {where}"
-        return failure_in_words(states, time.monotonic())
+            rank_behind = find_rank_behind(states)  # the launcher ended, which ended all ranks in an arbitrary order
+            self.failed = make_failed_rank(rank_behind.beat, len(states), time.monotonic())
+            location = f"with rank {rank_behind.rank} in {rank_behind.beat.doing}{describe_last_line(self._log)}"
+            return f"the launcher of the ranks {describe_exit(status)}, {location}"
+        return describe_failure(states, time.monotonic())
 
     def close(self) -> None:
         self.kill()
 
     def kill(self) -> None:
-        """Lets go of the ranks and of the launcher, whose warden ends all that they have started and removes the
-        folder.
+        """Ends the ranks and the launcher. The launcher's warden ends all processes that they started, and removes
+        the folder.
 
-        The launcher is given time to see its ranks end: then it leaves no process behind.
+        The launcher gets time to notice that its ranks have ended, so that it leaves no process running.
         """
         self._end_ranks()
         if hasattr(self, "_popen"):
-            attended = self._is_attended()
+            has_launcher = self._is_launcher_alive()
             self._close_lifeline()
-            end = time.monotonic() + _ENDING_SECONDS
-            while attended and self._folder.exists() and time.monotonic() < end:
+            deadline = time.monotonic() + _EXIT_SECONDS
+            while has_launcher and self._folder.exists() and time.monotonic() < deadline:
                 time.sleep(0.005)
             with contextlib.suppress(subprocess.TimeoutExpired):
-                self._popen.wait(_LAUNCHER_SECONDS)
+                self._popen.wait(_LAUNCHER_EXIT_SECONDS)
             super().kill()
         shutil.rmtree(self._folder, ignore_errors=True)
 
-    def _is_attended(self) -> bool:
+    def _is_launcher_alive(self) -> bool:
         if self._lifeline < 0:
             return False
-        looking = select.poll()
-        looking.register(self._lifeline, 0)
-        return not looking.poll(0)  # POLLERR is reported without being asked for
+        poller = select.poll()
+        poller.register(self._lifeline, 0)
+        return not poller.poll(0)  # `poll` reports POLLERR even though no event is requested
 
     @property
     def _has_failed(self) -> bool:
@@ -226,60 +233,60 @@ class RanksProcess(WorkerProcess):
         for connection in wait(list(waiting), seconds) if waiting else ():
             rank = waiting[connection]  # type: ignore[index]
             try:
-                rank.reply = plain_value(rank.requests.recv_bytes())  # type: ignore[union-attr]
+                rank.reply = unpickle_answer(rank.requests.recv_bytes())  # type: ignore[union-attr]
             except (EOFError, OSError):
                 rank.ended_at = time.monotonic()
 
     def _wait_for_others(self) -> None:
-        end = time.monotonic() + _GRACE_SECONDS
-        while time.monotonic() < end and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
+        deadline = time.monotonic() + _GRACE_SECONDS
+        while time.monotonic() < deadline and any(rank.reply is None and rank.ended_at is None for rank in self._ranks):
             self._receive_replies(0.05)
 
-    def _blame(self) -> list[RankState]:
-        """Returns the states of all ranks; records which failed, because they are about to be ended."""
-        states = self._states()
-        named = suspects(states)
-        self.undecided = len(named) > 1
-        self.failed = None if self.undecided else failed_rank(named[0].beat, len(states), time.monotonic())
+    def _record_culprit(self) -> list[RankState]:
+        """Returns the states of all ranks, and stores which rank failed. All ranks are ended right after this."""
+        states = self._collect_states()
+        suspects = find_suspects(states)
+        self.undecided = len(suspects) > 1
+        self.failed = None if self.undecided else make_failed_rank(suspects[0].beat, len(states), time.monotonic())
         return states
 
-    def _states(self) -> list[RankState]:
-        statuses = self._statuses()
-        in_order = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
-        return [self._state(rank, statuses) for rank in in_order]
+    def _collect_states(self) -> list[RankState]:
+        statuses = self._find_statuses()
+        ordered_ranks = sorted(self._ranks, key=lambda rank: (rank.ended_at is None, rank.ended_at or 0.0, rank.number))
+        return [self._make_state(rank, statuses) for rank in ordered_ranks]
 
-    def _state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:
-        beat = heartbeat_of(rank.number, self._read(beat_file(rank.number)))
+    def _make_state(self, rank: _Rank, statuses: Mapping[int, int] | None) -> RankState:
+        beat = parse_heartbeat(rank.number, self._read_rank_file(beat_file(rank.number)))
         if not beat.sequence:
-            beat = replace(beat, seconds=self._begun)
+            beat = replace(beat, seconds=self._started_at)
         reply = rank.reply[1] if rank.reply is not None else ()
         fault = (": ".join(filter(None, reply[1:3])), reply[3]) if reply and reply[0] == "fault" else ("", "")
         status, ended = (statuses or {}).get(rank.number), ""
         if rank.ended_at is not None:
-            ended = _NOBODY_KNOWS if statuses is None else describe_exit(status) if status else _ENDED_OF_ITSELF
-            ended += self._last_words_of(rank)
+            ended = _ENDED_UNKNOWN if statuses is None else describe_exit(status) if status else _ENDED_NORMALLY
+            ended += self._describe_last_line(rank)
         return RankState(beat, rank.reply is not None, fault, ended, status)
 
-    def _last_words_of(self, rank: _Rank) -> str:
+    def _describe_last_line(self, rank: _Rank) -> str:
         try:
-            with (self._folder / words_file(rank.number)).open("rb") as words:
-                return last_words(words)
-        except FileNotFoundError:  # it ended before it had a file: its output is where its launcher prints
-            return last_words(self._log)
+            with (self._folder / stderr_file(rank.number)).open("rb") as words:
+                return describe_last_line(words)
+        except FileNotFoundError:  # the rank ended before it had a log, so its output is in the launcher's log
+            return describe_last_line(self._log)
         except OSError:
             return ""
 
-    def _read(self, name: str) -> bytes:
+    def _read_rank_file(self, name: str) -> bytes:
         try:
             return (self._folder / name).read_bytes()
         except OSError:
             return b""
 
-    def _statuses(self) -> Mapping[int, int] | None:
-        """The exit statuses of ranks that failed, once one has ended; None where the launcher reports none.
+    def _find_statuses(self) -> Mapping[int, int] | None:
+        """Returns the exit statuses of failed ranks if a rank has ended. Returns None if the launcher reports none.
 
-        It does not notice a rank that ended well while others go on. So the others are ended first: then it reports in
-        any case, and a rank that it does not name has ended well.
+        The launcher does not notice a rank that exits with status 0 while others run. So all ranks are ended first,
+        because the launcher then reports in any case. Ranks that its report does not name exited with 0.
         """
         if not self._has_ended:
             return None
@@ -291,43 +298,46 @@ class RanksProcess(WorkerProcess):
         if not hasattr(self, "_exit_statuses"):
             self._exit_statuses: Mapping[int, int] | None = None
             with contextlib.suppress(EOFError, OSError):
-                if self._connection.poll(_TELLING_SECONDS):
-                    self._exit_statuses = plain_value(self._connection.recv_bytes())
+                if self._connection.poll(_STATUS_SECONDS):
+                    self._exit_statuses = unpickle_answer(self._connection.recv_bytes())
         return self._exit_statuses
 
-    def _meet(self, listening: socket.socket) -> None:
-        begun = time.monotonic()
-        end = begun + self._launch.start_seconds
-        while missing := [rank for rank in self._ranks if rank.requests is None or rank.lifeline is None]:
+    def _connect_ranks(self, listening: socket.socket) -> None:
+        started_at = time.monotonic()
+        deadline = started_at + self._launch.start_seconds
+        while missing_ranks := [rank for rank in self._ranks if rank.requests is None or rank.lifeline is None]:
             connections: list[Any] = [rank.requests for rank in self._ranks if rank.requests is not None]
-            ready, _, _ = select.select([listening, *connections], [], [], _GLANCE_SECONDS)
+            ready, _, _ = select.select([listening, *connections], [], [], _POLL_SECONDS)
             if listening in ready:
-                # A connection begins with its rank's number, because ranks connect in any order.
+                # Ranks connect in any order, so each connection begins with the number of its rank.
                 connection = Connection(listening.accept()[0].detach())
                 with contextlib.suppress(EOFError, ConnectionError):  # a rank that has ended is noticed below
-                    number, pid, channel = plain_value(connection.recv_bytes())
+                    number, pid, channel = unpickle_answer(connection.recv_bytes())
                     self._ranks[number].pid = pid
                     setattr(self._ranks[number], channel, connection)
-            elif ready or self._popen.poll() is not None:  # ranks send nothing before a request
-                raise self._failed_start()
-            elif time.monotonic() > end:
-                # Only one missing rank can be blamed; of several each may have waited for another.
-                numbers = {rank.number for rank in missing}
-                named = [state for state in self._states() if state.rank in numbers]
-                self.undecided = len(named) > 1
+            # ranks send nothing before a request, so one has ended
+            elif ready or self._popen.poll() is not None:
+                raise self._make_start_error()
+            elif time.monotonic() > deadline:
+                # If one rank is missing, it is to blame. Several missing ranks may have waited for each other.
+                numbers = {rank.number for rank in missing_ranks}
+                missing_states = [state for state in self._collect_states() if state.rank in numbers]
+                self.undecided = len(missing_states) > 1
                 if not self.undecided:
-                    self.failed = failed_rank(named[0].beat, len(self._ranks), time.monotonic())
-                waited = f"did not start within {time.monotonic() - begun:.0f} s"
-                raise self._lost(" and ".join(f"rank {state.rank} {waited}" for state in named))
+                    self.failed = make_failed_rank(missing_states[0].beat, len(self._ranks), time.monotonic())
+                delay_text = f"did not start within {time.monotonic() - started_at:.0f} s"
+                raise self._make_lost_error(" and ".join(f"rank {state.rank} {delay_text}" for state in missing_states))
 
-    def _failed_start(self) -> WorkerLost:
-        """Called when a rank or the launcher has ended, perhaps before that rank had connected."""
+    def _make_start_error(self) -> WorkerLost:
+        """Returns the error for a rank or launcher that ended during the start. It may have ended before it
+        connected.
+        """
         self._receive_replies(0.0)
         for number in self._read_statuses() or ():
             self._ranks[number].ended_at = self._ranks[number].ended_at or time.monotonic()
-        return self._lost(self.end_in_words())
+        return self._make_lost_error(self.describe_end())
 
-    def _lost(self, reason: str) -> WorkerLost:
+    def _make_lost_error(self, reason: str) -> WorkerLost:
         lost = WorkerLost(f"the ranks could not be started: {reason}", self.was_killed)
         lost.rank, lost.undecided = self.failed, self.undecided
         return lost

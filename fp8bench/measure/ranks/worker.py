@@ -1,4 +1,4 @@
-"""Several ranks as one worker."""
+"""Runs the processes of several ranks as if they were one worker."""
 
 from __future__ import annotations
 
@@ -14,24 +14,24 @@ from fp8bench.measure.ranks.answers import Merges
 from fp8bench.measure.ranks.process import Launch, RanksProcess
 from fp8bench.model.raw import Settings
 
-# How long a collective waits for the others. A rank that fails is noticed at once; this is for one that hangs.
+# How long a collective waits for ranks that hang, in seconds. A rank that fails is noticed at once.
 WAIT_SECONDS = 30.0
 
 
-# Variables that lead ranks to a different machine, or let them connect late.
-_ELSEWHERE = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
-# Requests of a plan before its first case; one process can answer them as well.
-_BEFORE_CASES = ("probe", "software", "overheads")
+# Environment variables that would send ranks to a different machine, or let them connect late. They are removed.
+_REMOVED_VARIABLES = ("MASTER_ADDR", "MASTER_PORT", "NCCL_COMM_ID", "TORCH_GLOO_LAZY_INIT")
+# Requests before the first case, for planning. A single process can answer them as well.
+_PLANNING_REQUESTS = ("probe", "software", "overheads")
 
 
 class RanksWorker(ProcessWorker):
-    """A bench in each of several processes; all are asked the same, and their answers are merged.
+    """Runs a bench in each of several processes. Every process gets each request, and their answers are merged.
 
-    If a rank fails before there is a case, one process answers what a plan needs, and the first case fails by that
-    rank. Later cases have fresh ranks.
+    If a rank fails before the first case, a single process answers the requests for planning. The first case then
+    fails with the error of that rank. Later cases get new ranks.
     """
 
-    _unstarted: WorkerError | None = None
+    _start_error: WorkerError | None = None
 
     def __init__(
         self,
@@ -44,39 +44,45 @@ class RanksWorker(ProcessWorker):
         super().__init__(settings, module=module)
         wait_seconds = WAIT_SECONDS if wait_seconds is None else wait_seconds
         self._launch = Launch(ranks, wait_seconds, START_SECONDS, module, merges)
-        self._alone = ProcessWorker(settings)
+        self._single_worker = ProcessWorker(settings)
 
     def ask(self, limit: float, name: str, *arguments: Any) -> Any:
-        if self._unstarted is None:
+        if self._start_error is None:
             try:
                 return super().ask(limit, name, *arguments)
             except WorkerError as error:
-                nobody = error.rank is None and not error.undecided
-                if nobody or name not in _BEFORE_CASES:
+                has_no_culprit = error.rank is None and not error.undecided
+                if has_no_culprit or name not in _PLANNING_REQUESTS:
                     raise
                 self.restart()
-                self._unstarted = error
-        if name in _BEFORE_CASES:
-            answer = self._alone.ask(limit, name, *arguments)
-            if name == "probe":  # each rank sees one device of a kind
+                self._start_error = error
+        if name in _PLANNING_REQUESTS:
+            answer = self._single_worker.ask(limit, name, *arguments)
+            if name == "probe":  # each rank uses one device of a kind
                 return tuple(replace(facts, ranks=self._launch.ranks) for facts in answer if facts.index == 0)
             return answer
-        lost, self._unstarted = self._unstarted, None
-        raise lost
+        start_error, self._start_error = self._start_error, None
+        raise start_error
 
     def close(self) -> None:
-        self._alone.close()
+        self._single_worker.close()
         super().close()
 
     def _start_process(self) -> WorkerProcess:
         return RanksProcess(self._python, self._environment(), self._launch)
 
     def _environment(self) -> dict[str, str]:
-        """Keeps everything on this machine's loopback interface, whatever was set, and NCCL's debugging port closed."""
-        inherited = {name: text for name, text in super()._environment().items() if name not in _ELSEWHERE}
-        loopback = "lo0" if sys.platform == "darwin" else "lo"
-        interfaces = {"GLOO_SOCKET_IFNAME": loopback, "NCCL_SOCKET_IFNAME": f"={loopback}", "NCCL_RAS_ENABLE": "0"}
-        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited, **interfaces}
+        """Restricts communication to this machine's loopback interface, and keeps NCCL's debugging port closed."""
+        inherited_variables = {
+            name: text for name, text in super()._environment().items() if name not in _REMOVED_VARIABLES
+        }
+        loopback_name = "lo0" if sys.platform == "darwin" else "lo"
+        interfaces = {
+            "GLOO_SOCKET_IFNAME": loopback_name,
+            "NCCL_SOCKET_IFNAME": f"={loopback_name}",
+            "NCCL_RAS_ENABLE": "0",
+        }
+        return {"TORCH_NCCL_DUMP_ON_TIMEOUT": "1", **inherited_variables, **interfaces}
 
     def _exchange(self, process: WorkerProcess, limit: float, name: str, *arguments: Any) -> Any:
         try:
@@ -86,5 +92,5 @@ class RanksWorker(ProcessWorker):
                 error.rank, error.undecided = process.failed, process.undecided
             raise
         finally:
-            if isinstance(process, RanksProcess) and process.broken:
+            if isinstance(process, RanksProcess) and process.is_broken:
                 self.restart()

@@ -1,7 +1,7 @@
-"""A device's settings as far as its driver reports them: facts for the environment of a run, and lines for the doctor.
+"""Reads a device's settings from its driver: facts for the environment of a run, and lines for the doctor.
 
-Names in the environment begin with the device's key ('cuda:0 power_cap'). Powers in watts, clocks in hertz, memory in
-bytes. None is unknown; '<key> unknown' has the reason.
+Names in the environment begin with the device's key ('cuda:0 power_cap'). Power is in watts, clocks in hertz, memory
+in bytes. An unknown value is None, and '<key> unknown' has the reason.
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from fp8bench.model import DeviceFacts, Scalar
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.readings import NoReading, Reading, Unavailable, reasons_of
 
-# Facts of the driver that are kept; names of devices are known already.
-_FACTS = (
+# The driver's facts that are stored in the environment. The name of the device is stored elsewhere.
+_KEPT_FACTS = (
     "driver",
     "cuda_driver",
     "uuid",
@@ -34,8 +34,8 @@ _FACTS = (
     "mig",
 )
 
-# The doctor's lines: title -> value -> its words.
-_TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
+# Lines of `fp8bench doctor`: title -> value -> function that formats the value.
+_DOCTOR_LINES: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
     "driver": {
         "driver": lambda known: str(known["driver"]),
         "cuda_driver": lambda known: f"CUDA up to {known['cuda_driver']}",
@@ -43,7 +43,7 @@ _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "pci": lambda known: f"PCI {known['pci']}",
     },
     "settings": {
-        "power_cap": lambda known: _power_cap(known["power_cap"], known.get("power_cap_default")),
+        "power_cap": lambda known: _describe_power_cap(known["power_cap"], known.get("power_cap_default")),
         "sm_clock_max": lambda known: f"clock up to {units.count(known['sm_clock_max'], 'Hz')}",
         "ecc": lambda known: f"ECC {known['ecc']}",
         "mig": lambda known: f"MIG {known['mig']}",
@@ -54,47 +54,47 @@ _TOLD: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
         "sm_clock": lambda known: f"clock {units.count(known['sm_clock'], 'Hz')}",
         "temperature": lambda known: f"{known['temperature']:g} degC",
         "memory_used": lambda known: f"{units.size(known['memory_used'])} used",
-        "throttle": lambda known: f"clocks {_held(', '.join(reasons_in(known['throttle'])))}",
+        "throttle": lambda known: f"clocks {_describe_throttling(', '.join(reasons_in(known['throttle'])))}",
     },
 }
 
 
-def _power_cap(watts: float, default: float | None) -> str:
+def _describe_power_cap(watts: float, default: float | None) -> str:
     return f"power cap {watts:g} W" + (f" of {default:g} W" if default not in (None, watts) else "")
 
 
-def _held(by: str) -> str:
-    return f"held back by {by}" if by else "not held back"
+def _describe_throttling(limiting_reasons: str) -> str:
+    return f"held back by {limiting_reasons}" if limiting_reasons else "not held back"
 
 
-def device_state_of(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None]:
-    """Settings of a device, and its energy source; of a processor without a driver only the latter."""
+def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None]:
+    """Returns a device's settings and energy source. A processor without a driver has only an energy source."""
     state: dict[str, Scalar | None] = {}
     if facts.accelerated or not isinstance(meter.device, AbsentDevice):
-        read = {name: fact for name, fact in meter.device.facts().items() if name in _FACTS}
-        state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in read.items()}
-        state["unknown"] = "; ".join(reasons_of(read)) or None
+        kept_facts = {name: fact for name, fact in meter.device.facts().items() if name in _KEPT_FACTS}
+        state = {name: None if isinstance(fact, Unavailable) else fact.value for name, fact in kept_facts.items()}
+        state["unknown"] = "; ".join(reasons_of(kept_facts)) or None
     state["energy_source"] = meter.kind.value
-    state["energy_period"] = _period(meter)
+    state["energy_period"] = _counter_period(meter)
     state["energy_why"] = meter.why or None
     return {f"{facts.key} {name}": value for name, value in state.items()}
 
 
-def device_lines(meter: Meter) -> Iterator[str]:
-    """Driver, limits, modes and present state; then the energy source, or why it is missing."""
+def format_device_lines(meter: Meter) -> Iterator[str]:
+    """Yields lines about driver, limits, modes and present state, and about the energy source or why it is missing."""
     if not isinstance(meter.device, AbsentDevice):
         facts, state = meter.device.facts(), meter.device.state()
         values = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
-        for title, words in _TOLD.items():
-            parts = [say(values) for name, say in words.items() if name in values]
-            yield f"{title:10}{', '.join(parts) or 'not values'}"
+        for title, phrase_makers in _DOCTOR_LINES.items():
+            phrases = [make_phrase(values) for name, make_phrase in phrase_makers.items() if name in values]
+            yield f"{title:10}{', '.join(phrases) or 'no values'}"
         if reasons := reasons_of(facts, state):
             yield f"unknown   {'; '.join(reasons)}"
-    yield f"energy    {energy_source(meter)}"
+    yield f"energy    {describe_energy_source(meter)}"
 
 
-def driver_state(library: Library = LIBRARY) -> str:
-    """Whether NVIDIA's driver is there and what it lists, whatever torch sees."""
+def describe_driver(library: Library = LIBRARY) -> str:
+    """Returns a text about NVIDIA's driver and the number of devices that it lists, which torch may not see."""
     try:
         library.open()
         with closing(library):
@@ -105,16 +105,16 @@ def driver_state(library: Library = LIBRARY) -> str:
     return "; ".join([f"driver {driver}, {len(devices)} device(s)", *reasons])
 
 
-def energy_source(meter: Meter) -> str:
-    """For example 'counter, changes every 100 ms', or why it is missing."""
+def describe_energy_source(meter: Meter) -> str:
+    """Describes the energy source, for example 'counter, changes every 100 ms', or why it is missing."""
     if meter.kind is SourceKind.NONE:
         return f"cannot be measured: {meter.why}"
-    period = _period(meter)
-    parts = [meter.kind.value + (f", changes every {units.seconds(period)}" if period else "")]
-    parts += [f"no better one: {meter.why}"] if meter.why else []
-    return "; ".join(parts)
+    period = _counter_period(meter)
+    phrases = [meter.kind.value + (f", changes every {units.seconds(period)}" if period else "")]
+    phrases += [f"no better source: {meter.why}"] if meter.why else []
+    return "; ".join(phrases)
 
 
-def _period(meter: Meter) -> float | None:
+def _counter_period(meter: Meter) -> float | None:
     source = meter.source
     return source.rhythm.period if source is not None and source.rhythm is not None else None

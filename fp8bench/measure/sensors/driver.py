@@ -1,8 +1,7 @@
-"""Readings of a device besides its energy, through the library of its driver.
+"""Reads the state of a device, other than its energy, through the library of its driver.
 
-The library is initialised while anyone uses it, and left alone once it has hung. A hanging driver must not hang the
-run: calls are made on a daemon thread, so that the caller can stop waiting, and the process can end although the thread
-never does.
+A driver that hangs must not hang the run. So calls run on a daemon thread: the caller can stop waiting, and the
+process can end although the thread never returns. The library is not called again once it has hung.
 """
 
 from __future__ import annotations
@@ -18,11 +17,11 @@ from typing import Any, ClassVar, Protocol, TypeVar
 
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
-_LOOK = 0.02
+_POLL_SECONDS = 0.02
 
 
 class Clock(Protocol):
-    """Seconds, sleeping, and the processor time of the calling thread; tests have one that only they move."""
+    """Time, sleeping, and the processor time of the calling thread. Tests have a clock that they advance themselves."""
 
     def now(self) -> float: ...
 
@@ -47,66 +46,67 @@ class HostClock:
 
     def wait(self, until: Callable[[], bool]) -> None:
         while not until():
-            time.sleep(_LOOK)
+            time.sleep(_POLL_SECONDS)
 
 
-HOST = HostClock()
+HOST_CLOCK = HostClock()
 
 
-# A healthy call takes microseconds, one to a sleeping GPU without persistence mode a second or so.
-TIMEOUT = 5.0
+# The most seconds for a call. A normal call takes microseconds. A call to a sleeping GPU without persistence mode
+# takes about a second.
+CALL_TIMEOUT = 5.0
 
 
 class NoAnswer(NoReading):
-    """A call did not come back in time."""
+    """A call to the driver did not return in time."""
 
 
-def within(seconds: float, function: Callable[[], T], name: str) -> T:
-    """Returns or raises what `function` does; NoAnswer if it does neither within `seconds`."""
+def call_within(seconds: float, function: Callable[[], T], name: str) -> T:
+    """Calls `function` in a thread: returns its result or raises its NoReading. Raises NoAnswer after `seconds`."""
     returned: list[T] = []
     raised: list[NoReading] = []
 
-    def body() -> None:
+    def run_function() -> None:
         try:
             returned.append(function())
         except NoReading as failure:
             raised.append(failure)
 
-    thread = threading.Thread(target=body, name=name, daemon=True)
+    thread = threading.Thread(target=run_function, name=name, daemon=True)
     thread.start()
-    ended = has_ended(thread, seconds)
+    has_thread_ended = has_ended(thread, seconds)
     if returned:
         return returned[0]
     if raised:
         raise raised[0]
-    raise NoAnswer(f"{name} ended without an answer" if ended else silence(name, seconds))
+    raise NoAnswer(f"{name} ended without an answer" if has_thread_ended else describe_silence(name, seconds))
 
 
 def has_ended(thread: threading.Thread, seconds: float) -> bool:
-    """Waits up to `seconds` for a thread to end; returns whether it has.
-
-    In two halves: where this process is stopped for longer than that, only one of them is lost.
+    """Waits up to `seconds` for a thread to end, and returns whether it has ended. The time is divided into two equal
+    waits. If this process is suspended for a while, only one of them is lost.
     """
     thread.join(seconds / 2)
     thread.join(seconds / 2)
     return not thread.is_alive()
 
 
-def silence(name: str, seconds: float) -> str:
+def describe_silence(name: str, seconds: float) -> str:
     return f"{name} gave no answer for {seconds:g} s"
 
 
 T = TypeVar("T")
 
 
-# Calls a function of the library for one device: its name, then the arguments behind the handle.
-Ask = Callable[..., Any]
+# Calls a library function for one device. The arguments are the function's name, then those after the device's
+# handle.
+AskLibrary = Callable[..., Any]
 
-Way = Callable[[Ask], Reading]
+ReadValue = Callable[[AskLibrary], Reading]
 
 
 class About(Enum):
-    """The subject of a value: the driver, the whole device, or a part of it (a MIG instance)."""
+    """The object of a value: the driver, the whole device, or a part of the device (a MIG instance)."""
 
     SYSTEM = auto()
     DEVICE = auto()
@@ -115,17 +115,18 @@ class About(Enum):
 
 @dataclass(frozen=True)
 class Query:
-    """A named value, and how it is read."""
+    """A named value of a device, and the function that reads it."""
 
     name: str
-    read: Way
+    read: ReadValue
     about: About = About.DEVICE
 
 
 @dataclass(frozen=True)
 class Queries:
-    """All that a library is asked: constant facts, the present state, what changes within seconds, limits that held
-    clocks back."""
+    """All queries of a library: constant facts, present state, values that change within seconds, and throttling
+    times.
+    """
 
     facts: tuple[Query, ...]
     state: tuple[Query, ...]
@@ -135,46 +136,48 @@ class Queries:
     others: Callable[[int], Query]
 
 
-class Looks(ABC):
-    """Readings of a device besides its energy; each value is a reading or the reason for a missing one."""
+class DeviceReader(ABC):
+    """Reads the values of a device other than its energy. Each value is a reading, or the reason why it is missing."""
 
     queries: Queries
-    # How many parts the device is split into, which share its power and clocks; 0 where it is whole.
+    # The number of parts that the device is split into (MIG), which share power and clocks; 0 if it is not split.
     shared_by: int = 0
-    # Whether it reports neither clocks nor temperatures.
+    # True if the device reports neither clocks nor temperatures.
     silent: ClassVar[bool] = False
 
     def facts(self) -> Readings:
-        """Constants of a run: name, driver, limits, modes."""
+        """Reads what is constant during a run: name, driver, limits, modes."""
         return self._read(self.queries.facts)
 
     def power_limit(self) -> Read:
         facts = self._read(tuple(query for query in self.queries.facts if query.name == "power_cap"))
-        return facts.get("power_cap", Unavailable("no power limit is known here"))
+        return facts.get("power_cap", Unavailable("the device reports no power limit"))
 
     def state(self) -> Readings:
         return self._read(self.queries.state)
 
-    def violations(self) -> Readings:
-        """For how long each limit has held the clocks back; `readings.grown` gives the time in between."""
+    def read_violations(self) -> Readings:
+        """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
+        difference of two such readings by `readings.grown`.
+        """
         return self._read(self.queries.violations)
 
     def process_memory(self, pid: int | None = None) -> Read:
-        """The bytes that a process, this one by default, holds on the device, its context included."""
+        """Reads the bytes that a process (by default this one) holds on the device, its context included."""
         query = self.queries.process_memory(os.getpid() if pid is None else pid)
         return self._read((query,))[query.name]
 
-    def others(self, pid: int) -> Read:
-        """How many processes but `pid` work there."""
+    def count_other_processes(self, pid: int) -> Read:
+        """Reads how many processes other than `pid` use the device."""
         query = self.queries.others(pid)
         return self._read((query,))[query.name]
 
-    def glance(self) -> Readings:
-        """State that may change every second: clocks, temperature, throttle reasons."""
+    def read_changing_state(self) -> Readings:
+        """Reads the state that may change every second: clocks, temperature, throttle reasons."""
         return self._read(self.queries.changing)
 
-    def changing(self) -> Readings:
-        """Like `glance`, but read in the calling thread, which must be one that may hang."""
+    def read_in_this_thread(self) -> Readings:
+        """Reads the same values as `read_changing_state`, but in the calling thread, which may then hang."""
         return self._read(self.queries.changing)
 
     def close(self) -> None: ...

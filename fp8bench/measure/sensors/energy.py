@@ -1,8 +1,10 @@
-"""The energy of the work during a window, and the thread that samples one source in it. Windows never raise or hang; a
-missing number has its reason. Outside of windows nothing runs. A thread that wakes up takes 30 to 150 us of a
-processor, so it sleeps while nothing can be seen. It polls continuously for the first tick of a window. Ticks up to the
-tenth only have to be counted: one look a period, halfway between two of them. From there on any tick may be the last,
-so it is waited for from just before it is due."""
+"""Measures the energy of work in a window: a thread samples one energy source during the window.
+
+Windows never raise or hang: a missing number has a reason. Outside of windows no thread runs. A thread that wakes up
+takes 30 to 150 us of a processor, so it sleeps while the energy counter cannot change. It polls continuously for the
+first change (tick) of the counter. Then it only counts ticks, up to the tenth, by one reading half-way between two
+ticks. After the tenth, any tick may be the last one, so the thread wakes up just before each tick.
+"""
 
 from __future__ import annotations
 
@@ -17,96 +19,103 @@ from operator import or_
 from statistics import median
 from typing import Any, Self
 
-from fp8bench.measure.sensors.driver import Clock, NoAnswer, has_ended, silence
+from fp8bench.measure.sensors.driver import Clock, NoAnswer, describe_silence, has_ended
 from fp8bench.measure.sensors.mean_power import (
-    INTERVALS,
-    RESOLVED,
-    RESOLVED_BRISKLY,
+    MAX_BRISK_UNCERTAINTY,
+    MAX_UNCERTAINTY,
+    MIN_INTERVALS,
     PowerSample,
     PowerStretch,
     Rhythm,
     Tick,
+    has_enough_samples,
     is_resolved,
-    mean_power,
-    slope,
-    sufficient,
+    measure_mean_power,
+    measure_tick_power,
 )
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
-# Seconds between two looks: where a tick may come; at a counter faster than that; at a power sensor.
-PAUSE = 2e-3
-FAST_PAUSE = 20e-3
-POWER_PAUSE = 10e-3
-# Seconds between two ticks that are waited for: of a faster counter some are passed over.
-_SPARSE = 0.05
-# The share of one processor that looking may take, and how many seconds of it may be spent in advance.
-_BUDGET = 0.005
-_ADVANCE = 1.0
-_SPARSER = 1.5
-_SPARSEST = 0.4
-_LONGEST_PAUSE = 50e-3
-# Between looks for a tick that is waited for: 0.5% of a window of a second at each end.
-_DULLEST_PAUSE = 5e-3
+# Seconds between two readings: of a counter that will change soon, of a counter that changes fast, and of a power
+# sensor.
+TICK_PAUSE_SECONDS = 2e-3
+FAST_PAUSE_SECONDS = 20e-3
+POWER_PAUSE_SECONDS = 10e-3
+# The least seconds between two ticks for which the thread wakes up. If a counter is faster, some of its ticks are
+# skipped.
+_TICK_INTERVAL_SECONDS = 0.05
+# The part of one processor that reading may take, on average. A window may begin with more, as if _ADVANCE_SECONDS
+# had already passed without reading.
+_PROCESSOR_SHARE = 0.005
+_ADVANCE_SECONDS = 1.0
+_SLOWER_FACTOR = 1.5
+_MAX_TICK_INTERVAL_SECONDS = 0.4
+_MAX_PAUSE_SECONDS = 50e-3
+# The longest pause between two readings near a tick: 0.5% of a window of a second at each end.
+_MAX_TICK_PAUSE_SECONDS = 5e-3
 
 
 class Polling:
-    """Decides how long to sleep; learns how early a tick may come, and what looking costs.
-
-    `blind`: ticks pass unseen while it sleeps, so the next change cannot be dated. With `every_tick` each tick is
-    waited for, so that a window of 1.2 s begins and ends sharply; looking may then cost more.
+    """Computes how long the sampler sleeps between two readings. It learns how early the counter's changes (ticks)
+    come, and how long readings take. `blind` means that the counter may change during the sleep, so that the time of
+    the next change is unknown. With `every_tick` the sampler wakes up for each tick, so that the ends of a window of
+    1.2 s are precise. Then readings may take more time.
     """
 
     def __init__(self, counts: bool, rhythm: Rhythm | None = None, every_tick: bool = False) -> None:
-        fast = rhythm is not None and rhythm.period < 3 * PAUSE
+        is_fast = rhythm is not None and rhythm.period < 3 * TICK_PAUSE_SECONDS
         self.blind = False
-        self._rhythm = None if fast else rhythm
-        self._pause = (FAST_PAUSE if fast else PAUSE) if counts else POWER_PAUSE
-        self._margin = 2 * PAUSE + rhythm.spread if rhythm else 0.0
+        self._rhythm = None if is_fast else rhythm
+        self._pause = (FAST_PAUSE_SECONDS if is_fast else TICK_PAUSE_SECONDS) if counts else POWER_PAUSE_SECONDS
+        self._margin = 2 * TICK_PAUSE_SECONDS + rhythm.spread if rhythm else 0.0
         self._every_tick = every_tick
-        self._sparse = 0.0 if every_tick else _SPARSE
-        self._first = 0.0
-        self._awake = math.inf  # when it last woke up to wait for a tick
+        self._tick_interval = 0.0 if every_tick else _TICK_INTERVAL_SECONDS
+        self._first_tick_at = 0.0
+        self._woke_at = math.inf  # when it last woke up before a tick
         self._resting = False
 
     def next(self, now: float, tick: Tick | None, count: int) -> float:
-        rested, self._resting, blind, self.blind = self._resting, False, self.blind, False
-        if rested:
-            self._awake = now
-        if tick is None or blind or self._rhythm is None:
+        was_resting, self._resting, was_blind, self.blind = self._resting, False, self.blind, False
+        if was_resting:
+            self._woke_at = now
+        if tick is None or was_blind or self._rhythm is None:
             return self._pause
         period = self._rhythm.period
         if count == 1:
-            self._first = tick.at
-        sharp = tick.late < period / 2
-        last = tick.at if sharp else self._first + (now - self._first) // period * period
-        if count < INTERVALS and not self._every_tick:
-            return max(last + 1.5 * period - now, self._pause)
-        if (self._every_tick or count > INTERVALS) and (rested or tick.at - self._awake > 2 * self._margin):
-            # The tick was there at the first look already, or passed unseen and this is the next one.
+            self._first_tick_at = tick.time
+        is_sharp = tick.time_range < period / 2
+        last_tick_at = tick.time if is_sharp else self._first_tick_at + (now - self._first_tick_at) // period * period
+        if count < MIN_INTERVALS and not self._every_tick:
+            return max(last_tick_at + 1.5 * period - now, self._pause)
+        if (self._every_tick or count > MIN_INTERVALS) and (
+            was_resting or tick.time - self._woke_at > 2 * self._margin
+        ):
+            # The sampler woke up too late: the tick had passed, or it was missed and this is the next one.
             self._margin = min(2 * self._margin, period)
-        return self._rest(period, last - now)
+        return self._pause_until_tick(period, last_tick_at - now)
 
-    def _rest(self, period: float, since: float) -> float:
-        """How long to sleep until just before the next tick; `since` is the last one relative to now."""
-        turns = max(1, math.ceil(self._sparse / period))
-        seconds = since + turns * period - self._margin
+    def _pause_until_tick(self, period: float, last_tick: float) -> float:
+        """Returns how many seconds to sleep, to wake up just before the next tick. `last_tick` is the time of the
+        last tick minus now.
+        """
+        tick_count = max(1, math.ceil(self._tick_interval / period))
+        seconds = last_tick + tick_count * period - self._margin
         self._resting = seconds > self._pause
-        self.blind = self._resting and turns > 1
+        self.blind = self._resting and tick_count > 1
         return max(seconds, self._pause)
 
     def limit_cost(self, cpu_seconds: float, seconds: float) -> None:
-        if cpu_seconds <= _BUDGET * (seconds + _ADVANCE):
+        if cpu_seconds <= _PROCESSOR_SHARE * (seconds + _ADVANCE_SECONDS):
             return
         if self._rhythm is None:
-            self._pause = min(_SPARSER * self._pause, _LONGEST_PAUSE)
+            self._pause = min(_SLOWER_FACTOR * self._pause, _MAX_PAUSE_SECONDS)
         elif self._every_tick:
-            self._pause = min(_SPARSER * self._pause, _DULLEST_PAUSE)
+            self._pause = min(_SLOWER_FACTOR * self._pause, _MAX_TICK_PAUSE_SECONDS)
         else:
-            self._sparse = min(_SPARSER * self._sparse, _SPARSEST)
+            self._tick_interval = min(_SLOWER_FACTOR * self._tick_interval, _MAX_TICK_INTERVAL_SECONDS)
 
 
 class SourceKind(StrEnum):
-    """Kinds of energy sources, best first. Their figures do not compare: they have differed by a factor of 1.7."""
+    """Kinds of energy sources, best first. Their figures are not comparable: they have differed by a factor of 1.7."""
 
     COUNTER = "counter"
     RAPL = "rapl"
@@ -116,9 +125,8 @@ class SourceKind(StrEnum):
 
 @dataclass(frozen=True)
 class Source:
-    """`read` returns joules of a counter or watts of a sensor, or raises NoReading; it may hang.
-
-    `rhythm` is how a counter changes, None until measured.
+    """An energy source. `read` returns the joules of a counter or the watts of a sensor. It may raise NoReading, or
+    hang. `rhythm` is how often a counter changes, None until it is measured.
     """
 
     kind: SourceKind
@@ -126,21 +134,22 @@ class Source:
     rhythm: Rhythm | None = None
 
     @property
-    def counts(self) -> bool:
+    def is_counter(self) -> bool:
         return self.kind in (SourceKind.COUNTER, SourceKind.RAPL)
 
 
-NAME = "fp8bench-sampler"
-# Seconds between two looks at the state, and between two checks of the cost and whether there is enough.
-_STATE = 0.2
-_CHECK = 0.05
-_SPARE = 1.5
+THREAD_NAME = "fp8bench-sampler"
+# Seconds between two readings of the device's state, and between two checks of the cost and of the precision.
+_STATE_SECONDS = 0.2
+_CHECK_SECONDS = 0.05
+_AGE_MARGIN = 1.5
 
 
 class Sampler:
-    """The samples of one thread. The thread writes; others may read `enough` at any time, the rest after it has ended.
+    """Samples an energy source in a thread. Other threads may read `is_enough` at any time, and all other attributes
+    only after the end of this thread.
 
-    `failure` is why the source failed, '' if it did not; `ended` is true once the thread has ended normally.
+    `failure` is the reason why the source failed, '' if it did not. `ended` is true if the thread ended normally.
     """
 
     def __init__(
@@ -156,99 +165,105 @@ class Sampler:
         self.looks: list[Readings] = []
         self.begun = 0.0
         self.failure = ""
-        self.enough = False
+        self.is_enough = False
         self.ended = False
-        self._source, self._clock, self._look, self._satisfied = source, clock, look, satisfied or Sampler.is_resolved
+        self._source, self._clock, self._look, self._has_enough = source, clock, look, satisfied or Sampler.is_resolved
         self._stop = threading.Event()
         self._every_tick = every_tick
-        self._polling = Polling(source.counts, source.rhythm, every_tick)
-        # A counter's value is never older than its longest interval, with something to spare.
-        self._oldest = _SPARE * source.rhythm.longest if source.rhythm else math.inf
+        self._polling = Polling(source.is_counter, source.rhythm, every_tick)
+        # The largest age of the counter's value: its longest interval, with a margin.
+        self._max_age = _AGE_MARGIN * source.rhythm.longest if source.rhythm else math.inf
         self._state_due = self._check_due = 0.0
-        self._thread = threading.Thread(target=self._run, name=NAME, daemon=True)
+        self._thread = threading.Thread(target=self._run, name=THREAD_NAME, daemon=True)
 
     def start(self) -> None:
         self._thread.start()
 
     def is_resolved(self) -> bool:
-        if self._source.counts:
-            return is_resolved(self.ticks, RESOLVED_BRISKLY if self._every_tick else RESOLVED)
-        return sufficient(self.samples)
+        if self._source.is_counter:
+            return is_resolved(self.ticks, MAX_BRISK_UNCERTAINTY if self._every_tick else MAX_UNCERTAINTY)
+        return has_enough_samples(self.samples)
 
     def stop(self, timeout: float) -> None:
-        """Ends the thread. Raises NoReading if the source or the thread failed, NoAnswer if a call hangs."""
+        """Ends the thread. Raises NoReading if the source or the thread failed, and NoAnswer if a call hangs."""
         self._stop.set()
         if not has_ended(self._thread, timeout):
-            raise NoAnswer(silence("the energy source", timeout))
+            raise NoAnswer(describe_silence("the energy source", timeout))
         if self.failure or not self.ended:
-            raise NoReading(self.failure or "the sampler's thread broke off")
+            raise NoReading(self.failure or "the sampler's thread ended early")
 
     def _run(self) -> None:
-        self._cpu_before = self._clock.cpu()
+        self._cpu_at_start = self._clock.cpu()
         self.begun = self._clock.now()
         self._state_due = self.begun
         try:
-            if self._source.counts:
-                self._follow_counter()
+            if self._source.is_counter:
+                self._sample_counter()
             else:
-                self._follow_sensor()
+                self._sample_sensor()
             self.ended = True
         except NoReading as failure:
             self.failure = failure.reason
             self.ended = True
         finally:
-            self.enough = True
+            self.is_enough = True
 
-    def _follow_counter(self) -> None:
+    def _sample_counter(self) -> None:
         clock, read = self._clock, self._source.read
-        asked = clock.now()
-        last, tick = read(), None
-        changed = clock.now()
+        asked_at = clock.now()
+        last_joules, tick = read(), None
+        changed_at = clock.now()
         while not clock.sleep(self._polling.next(clock.now(), tick, len(self.ticks)), self._stop):
-            previous, asked = asked, clock.now()
+            previous_asked_at, asked_at = asked_at, clock.now()
             joules = read()
-            answered = clock.now()
-            if joules < last:
-                raise NoReading(f"the energy counter went back from {last:.6g} J to {joules:.6g} J")
-            # A tick is between the last question that saw the old value and the answer that saw the new one.
-            tick = Tick(max(previous, asked - self._oldest), answered, joules) if joules > last else None
-            if tick is None and asked - changed > self._oldest:
-                # The counter is slower than its period: ticks dated by the period are useless.
+            answered_at = clock.now()
+            if joules < last_joules:
+                raise NoReading(f"the energy counter went back from {last_joules:.6g} J to {joules:.6g} J")
+            # The tick came after the last reading with the old value began, and before the reading with the new value
+            # ended.
+            tick = (
+                Tick(max(previous_asked_at, asked_at - self._max_age), answered_at, joules)
+                if joules > last_joules
+                else None
+            )
+            if tick is None and asked_at - changed_at > self._max_age:
+                # The counter is slower than its measured period, so the times of its ticks are wrong.
                 self.ticks.clear()
-                self._oldest = math.inf
+                self._max_age = math.inf
                 self._polling = Polling(counts=True)
             if tick is not None:
-                last, changed = joules, answered
+                last_joules, changed_at = joules, answered_at
                 if not self._polling.blind:
                     self.ticks.append(tick)
                     # Read the device's state right after a tick, when no other tick can be missed.
-                    self._look_around(answered)
-            self._after_look(answered)
+                    self._read_state_if_due(answered_at)
+            self._check_if_due(answered_at)
 
-    def _follow_sensor(self) -> None:
+    def _sample_sensor(self) -> None:
         clock, read = self._clock, self._source.read
         while not clock.sleep(self._polling.next(clock.now(), None, 0), self._stop):
-            asked = clock.now()
+            asked_at = clock.now()
             watts = read()
-            answered = clock.now()
-            # A sensor's value is dated to the middle of the question: nobody knows when it was taken.
-            self.samples.append(PowerSample((asked + answered) / 2, watts))
-            self._look_around(answered)
-            self._after_look(answered)
+            answered_at = clock.now()
+            # The value gets the time in the middle of the call, because the true time is unknown.
+            self.samples.append(PowerSample((asked_at + answered_at) / 2, watts))
+            self._read_state_if_due(answered_at)
+            self._check_if_due(answered_at)
 
-    def _look_around(self, now: float) -> None:
+    def _read_state_if_due(self, now: float) -> None:
         if self._look is not None and now >= self._state_due:
-            self._state_due = now + _STATE
+            self._state_due = now + _STATE_SECONDS
             self.looks.append(self._look())
 
-    def _after_look(self, now: float) -> None:
+    def _check_if_due(self, now: float) -> None:
         if now >= self._check_due:
-            self._check_due = now + _CHECK
-            self._polling.limit_cost(self._clock.cpu() - self._cpu_before, now - self.begun)
-            self.enough = self.enough or self._satisfied(self)
+            self._check_due = now + _CHECK_SECONDS
+            self._polling.limit_cost(self._clock.cpu() - self._cpu_at_start, now - self.begun)
+            self.is_enough = self.is_enough or self._has_enough(self)
 
 
-# Name -> value of the looks and how they are summarised: all throttle reasons, median and lowest clock, highest heat.
+# For each summary: the value that it summarises, and how. Throttle has all reasons that occurred, clocks have a
+# median and a minimum, and temperatures a maximum.
 SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
     "throttle": ("throttle", lambda masks: reduce(or_, map(int, masks))),
     "sm_clock": ("sm_clock", median),
@@ -257,29 +272,30 @@ SUMMARIES: dict[str, tuple[str, Callable[[Sequence[float]], Any]]] = {
 }
 
 
-def summarise_looks(looks: Sequence[Readings]) -> Readings:
-    """A summary of looks. A value that failed in one look is unavailable: the missing one may have mattered."""
+def summarise_readings(looks: Sequence[Readings]) -> Readings:
+    """Returns one summary of each value over several readings. A value that failed in one reading is unavailable,
+    because the missing reading may matter.
+    """
     summaries = {}
-    for name, (of, summarise) in SUMMARIES.items():
-        summaries[name] = _summary([look[of] for look in looks], summarise)
+    for name, (value_name, summarise) in SUMMARIES.items():
+        summaries[name] = _summarise_reads([look[value_name] for look in looks], summarise)
     return summaries
 
 
-def _summary(reads: Sequence[Read], how: Callable[[Sequence[float]], float]) -> Read:
+def _summarise_reads(reads: Sequence[Read], summarise: Callable[[Sequence[float]], float]) -> Read:
     if not reads:
-        return Unavailable("the window ended before anyone looked")
-    failed = next((read for read in reads if isinstance(read, Unavailable)), None)
-    if failed is not None:
-        return failed
+        return Unavailable("the window ended before the first reading")
+    unavailable = next((read for read in reads if isinstance(read, Unavailable)), None)
+    if unavailable is not None:
+        return unavailable
     readings = [read for read in reads if isinstance(read, Reading)]
-    return Reading(how([read.number for read in readings]), readings[0].unit, readings[0].source)
+    return Reading(summarise([read.number for read in readings]), readings[0].unit, readings[0].source)
 
 
 @dataclass(frozen=True)
 class Energy:
-    """The energy of a window of `seconds`: the mean power of the measured `stretch` times that length.
-
-    `watched` is the device's state during the window.
+    """The energy of a window of `seconds`. It is the mean power of the measured part (`stretch`), times the window's
+    length. `watched` is the device's state during the window.
     """
 
     source: SourceKind
@@ -296,12 +312,14 @@ class Energy:
         return self.watts * self.seconds
 
 
-_OPEN = Unavailable("the window has not ended yet")
+_NOT_ENDED = Unavailable("the window has not ended yet")
 
 
 @dataclass
 class Window:
-    """`with meter.window() as window:` run the workload until `window.enough`; then `window.energy` has the result."""
+    """A window in which a workload runs: run it until `window.is_enough`, and read `window.energy` after the `with`
+    block.
+    """
 
     _sampler: Sampler
     _source: Source
@@ -309,12 +327,12 @@ class Window:
     _cap: float
     _end: Callable[[Sampler], None]
     _start: float = 0.0
-    energy: Energy | Unavailable = _OPEN
+    energy: Energy | Unavailable = _NOT_ENDED
 
     @property
-    def enough(self) -> bool:
-        """Whether more of the workload would not help: there is enough, or there will never be."""
-        return self._sampler.enough or self._clock.now() >= self._start + self._cap
+    def is_enough(self) -> bool:
+        """Whether the window can end: its energy is precise enough, or its longest duration is over."""
+        return self._sampler.is_enough or self._clock.now() >= self._start + self._cap
 
     @property
     def has_failed(self) -> bool:
@@ -329,20 +347,22 @@ class Window:
         seconds = self._clock.now() - self._start
         try:
             self._end(self._sampler)
-            self.energy = Energy(self._source.kind, self._stretch(), seconds, summarise_looks(self._sampler.looks))
+            self.energy = Energy(
+                self._source.kind, self._measure_stretch(), seconds, summarise_readings(self._sampler.looks)
+            )
         except NoReading as failure:
             self.energy = Unavailable(failure.reason)
 
-    def _stretch(self) -> PowerStretch:
-        if self._source.counts:
-            return slope(self._sampler.ticks)
-        return mean_power(self._sampler.samples)
+    def _measure_stretch(self) -> PowerStretch:
+        if self._source.is_counter:
+            return measure_tick_power(self._sampler.ticks)
+        return measure_mean_power(self._sampler.samples)
 
 
 class NoWindow(AbstractContextManager["NoWindow"]):
-    """The window of a device without a source: `enough` at once."""
+    """The window of a device without an energy source. `is_enough` is true from the start."""
 
-    enough = has_failed = True
+    is_enough = has_failed = True
 
     def __init__(self, reason: str) -> None:
         self.energy = Unavailable(reason)

@@ -1,8 +1,9 @@
-"""Mean power over a window, from the ticks of an energy counter or from readings of a power sensor.
+"""Computes the mean power of a window from the ticks (changes) of an energy counter, or from readings of a power
+sensor.
 
-A counter that changes every 100 ms has no information about the time since its last change, so two reads a second apart
-may be wrong by a tenth. But at the instant of a change it is exact: between two changes the energy is the counter's
-difference, whatever the power did in between.
+A counter that changes every 100 ms does not show the energy since its last change. So the difference of two readings
+a second apart may be wrong by a tenth. At the instant of a change the counter is exact. Between two changes its
+difference is the energy, however the power varied.
 """
 
 from __future__ import annotations
@@ -15,39 +16,42 @@ from statistics import median
 from fp8bench.model.consumed import LEAST_INTERVALS, TICK_INTERVALS
 from fp8bench.model.readings import NoReading
 
-# The fewest tick intervals.
-INTERVALS = LEAST_INTERVALS
-# The largest relative uncertainty of a resolved window.
-RESOLVED = 0.005
-# The same of a short window, whose twin shows how far windows differ.
-RESOLVED_BRISKLY = 0.01
-# An end of the stretch moves inwards by a second only for a tick that was seen this many seconds sharper.
-_WORTH = 0.1
+# The fewest intervals between ticks from which power is computed.
+MIN_INTERVALS = LEAST_INTERVALS
+# A window is precise enough (resolved) below this relative uncertainty.
+MAX_UNCERTAINTY = 0.005
+# The largest relative uncertainty of a brisk window. It may be larger, because a second window shows how much windows
+# differ.
+MAX_BRISK_UNCERTAINTY = 0.01
+# How far an end of the measured part may move inwards to a more precise tick: one second for each of this many
+# seconds of precision gained.
+_SHARPER_PER_SECOND = 0.1
 
 
 @dataclass(frozen=True, slots=True)
 class Tick:
-    """A change of the counter to `joules`, after the time `after` and not later than `seen`, in seconds."""
+    """A change of the counter to `joules`, which happened between the times `after` and `seen`, in seconds."""
 
     after: float
     seen: float
     joules: float
 
     @property
-    def at(self) -> float:
+    def time(self) -> float:
         return (self.after + self.seen) / 2
 
     @property
-    def late(self) -> float:
+    def time_range(self) -> float:
         return self.seen - self.after
 
 
 @dataclass(frozen=True)
 class PowerStretch:
-    """The measured part of a window: `intervals` between the ticks of a counter, or between readings of a sensor.
+    """The measured part of a window. `intervals` is the number of intervals between ticks of a counter, or between
+    readings of a sensor.
 
-    With a counter `joules` are exact whatever the power did, and `uncertainty` is the largest relative error of
-    `seconds`, and so of `watts`. With a sensor it is None: unknown.
+    With a counter, `joules` are exact even if the power varied, and `uncertainty` is the largest relative error of
+    `seconds`, and so of `watts`. With a sensor the uncertainty is unknown: None.
     """
 
     joules: float
@@ -62,70 +66,84 @@ class PowerStretch:
 
 @dataclass(frozen=True)
 class Rhythm:
-    """How often a counter changes, in seconds: the median interval, the largest deviation from it, the longest one."""
+    """How often a counter changes, in seconds: the median time between changes, the largest deviation from it, and
+    the longest time.
+    """
 
     period: float
     spread: float
     longest: float
 
 
-def slope(ticks: Sequence[Tick]) -> PowerStretch:
-    """The power from the first tick to the last, or to nearby ticks that were seen sharper. Raises NoReading."""
-    if len(ticks) <= INTERVALS:
+def measure_tick_power(ticks: Sequence[Tick]) -> PowerStretch:
+    """Computes the power between the first and the last tick, or nearby ticks with more precise times.
+
+    Raises NoReading if there are too few ticks.
+    """
+    if len(ticks) <= MIN_INTERVALS:
         intervals = max(0, len(ticks) - 1)
-        raise NoReading(f"not measurable: {intervals} {TICK_INTERVALS}, {INTERVALS} are needed")
-    first, last = _ends(ticks)
-    start, end = ticks[first], ticks[last]
-    seconds = end.at - start.at
-    return PowerStretch(end.joules - start.joules, seconds, last - first, (start.late + end.late) / 2 / seconds)
+        raise NoReading(f"not measurable: {intervals} {TICK_INTERVALS}, {MIN_INTERVALS} are needed")
+    first_index, last_index = _choose_end_ticks(ticks)
+    start, end = ticks[first_index], ticks[last_index]
+    seconds = end.time - start.time
+    return PowerStretch(
+        end.joules - start.joules, seconds, last_index - first_index, (start.time_range + end.time_range) / 2 / seconds
+    )
 
 
-def is_resolved(ticks: Sequence[Tick], bound: float = RESOLVED) -> bool:
-    return len(ticks) > INTERVALS and (slope(ticks).uncertainty or 0.0) <= bound
+def is_resolved(ticks: Sequence[Tick], bound: float = MAX_UNCERTAINTY) -> bool:
+    return len(ticks) > MIN_INTERVALS and (measure_tick_power(ticks).uncertainty or 0.0) <= bound
 
 
-def rhythm(ticks: Sequence[Tick]) -> Rhythm:
-    """`ticks` must be gapless."""
-    intervals = [later.at - earlier.at for earlier, later in pairwise(ticks)]
+def measure_rhythm(ticks: Sequence[Tick]) -> Rhythm:
+    """Measures how often a counter changes. No tick may be missing in `ticks`."""
+    intervals = [later.time - earlier.time for earlier, later in pairwise(ticks)]
     period = median(intervals)
     return Rhythm(period, max(abs(interval - period) for interval in intervals), max(intervals))
 
 
-def _ends(ticks: Sequence[Tick]) -> tuple[int, int]:
-    """The outermost ticks, unless others are sharper by enough to make a shorter stretch better."""
-    start, end = ticks[0].at, ticks[-1].at
-    first = min(range(len(ticks) - INTERVALS), key=lambda place: ticks[place].late + _WORTH * (ticks[place].at - start))
-    last = min(
-        range(len(ticks) - 1, first + INTERVALS - 1, -1),
-        key=lambda place: ticks[place].late + _WORTH * (end - ticks[place].at),
+def _choose_end_ticks(ticks: Sequence[Tick]) -> tuple[int, int]:
+    """Returns the indices of the first and the last tick, or of ticks further inside whose times are much more
+    precise.
+    """
+    start, end = ticks[0].time, ticks[-1].time
+    first_index = min(
+        range(len(ticks) - MIN_INTERVALS),
+        key=lambda index: ticks[index].time_range + _SHARPER_PER_SECOND * (ticks[index].time - start),
     )
-    return first, last
+    last_index = min(
+        range(len(ticks) - 1, first_index + MIN_INTERVALS - 1, -1),
+        key=lambda index: ticks[index].time_range + _SHARPER_PER_SECOND * (end - ticks[index].time),
+    )
+    return first_index, last_index
 
 
-# Some devices' sensors look a quarter of the time only: a second has several of their looks.
-SHORTEST = 1.0
-FEWEST = 11
+# The least seconds of readings: some sensors measure a quarter of the time only, in several parts of a second.
+MIN_SAMPLED_SECONDS = 1.0
+MIN_SAMPLES = 11
 
 
 @dataclass(frozen=True, slots=True)
 class PowerSample:
-    """A reading in watts, at an instant in seconds."""
+    """A reading of a power sensor in watts, at a time in seconds."""
 
-    at: float
+    time: float
     watts: float
 
 
-def sufficient(samples: Sequence[PowerSample]) -> bool:
-    return len(samples) >= FEWEST and samples[-1].at - samples[0].at >= SHORTEST
+def has_enough_samples(samples: Sequence[PowerSample]) -> bool:
+    return len(samples) >= MIN_SAMPLES and samples[-1].time - samples[0].time >= MIN_SAMPLED_SECONDS
 
 
-def mean_power(samples: Sequence[PowerSample]) -> PowerStretch:
-    """Returns the mean power by the trapezoid rule. Raises NoReading if there are too few readings."""
-    if not sufficient(samples):
-        seconds = samples[-1].at - samples[0].at if samples else 0.0
+def measure_mean_power(samples: Sequence[PowerSample]) -> PowerStretch:
+    """Computes the mean power of readings by the trapezoid rule. Raises NoReading if there are too few of them."""
+    if not has_enough_samples(samples):
+        seconds = samples[-1].time - samples[0].time if samples else 0.0
         raise NoReading(
             f"not measurable: {len(samples)} reading(s) of the power sensor over {seconds:.2g} s, "
-            f"{FEWEST} over {SHORTEST:g} s are needed"
+            f"{MIN_SAMPLES} over {MIN_SAMPLED_SECONDS:g} s are needed"
         )
-    joules = sum((later.at - earlier.at) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(samples))
-    return PowerStretch(joules, samples[-1].at - samples[0].at, len(samples) - 1)
+    joules = sum(
+        (later.time - earlier.time) * (later.watts + earlier.watts) / 2 for earlier, later in pairwise(samples)
+    )
+    return PowerStretch(joules, samples[-1].time - samples[0].time, len(samples) - 1)

@@ -1,6 +1,6 @@
-"""The energy of a device: which source it has, and windows over it.
+"""Chooses the energy source of a device, and opens windows that measure its energy.
 
-NVML for NVIDIA, files of the system for processors (RAPL).
+NVIDIA devices use NVML, processors the files of Linux (RAPL).
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.driver import HOST, TIMEOUT, Clock, Looks, NoAnswer
+from fp8bench.measure.sensors.driver import CALL_TIMEOUT, HOST_CLOCK, Clock, DeviceReader, NoAnswer
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
-from fp8bench.measure.sensors.mean_power import INTERVALS, rhythm
+from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, measure_rhythm
 from fp8bench.measure.sensors.nvml import (
     ENERGY,
     LIBRARY,
@@ -28,30 +28,30 @@ from fp8bench.measure.sensors.rapl import HostDevice
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import NoReading, Reading, Unavailable
 
-# Seconds after which a window that has not enough never will.
-CAP = 5.0
-IDLE = 3.0
-# How many seconds a counter may take to show its rhythm, and in how many ticks.
-_CALIBRATION = 2.5
-_TICKS = 7
-_FEWEST_TICKS = 3
-_FEWEST_SAMPLES = 3
+# After this many seconds a window ends even if its energy is not precise enough.
+MAX_WINDOW_SECONDS = 5.0
+IDLE_SECONDS = 3.0
+# How often a counter changes is measured for at most this many seconds. This number of changes (ticks) is enough.
+_CALIBRATION_SECONDS = 2.5
+_CALIBRATION_TICKS = 7
+_MIN_TICKS = 3
+_MIN_SENSOR_SAMPLES = 3
 
 
 class Meter(AbstractContextManager["Meter"]):
-    """One device's energy by the first of its sources that works, and its state.
+    """Measures the energy of one device by its first source that works, and reads the device's state.
 
-    `refused` has the reason for each better source that does not work. Without a source, windows end at once with the
-    reasons. `hung` is called when a source stops answering.
+    `refused` has the reason for each better source that does not work. Without any source, windows end at once, with
+    these reasons. `hung` is called when a source stops answering.
     """
 
     def __init__(
         self,
         sources: Sequence[Source],
-        device: Looks,
+        device: DeviceReader,
         why_none: str = "",
-        clock: Clock = HOST,
-        timeout: float = TIMEOUT,
+        clock: Clock = HOST_CLOCK,
+        timeout: float = CALL_TIMEOUT,
         hung: Callable[[str], None] = lambda reason: None,
     ) -> None:
         self.device = device
@@ -61,7 +61,7 @@ class Meter(AbstractContextManager["Meter"]):
         self._idle: Energy | Unavailable | None = None
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
-        self.power_limits()  # as the run begins
+        self.read_power_limits()  # the power limit at the begin of the run
         for source in sources:
             try:
                 self.source = self._try_source(source)
@@ -75,34 +75,40 @@ class Meter(AbstractContextManager["Meter"]):
 
     @property
     def why(self) -> str:
-        """Why a source, or a better one, is missing; '' for the best source."""
+        """Why an energy source, or a better one, is missing; '' for the best source."""
         return self._why_none or "; ".join(f"{kind}: {reason}" for kind, reason in self.refused)
 
-    def window(self, cap: float = CAP, every_tick: bool = False) -> Window | NoWindow:
-        """Opens a window to run a workload in; after `cap` seconds it is over whatever it has seen.
+    def window(self, cap: float = MAX_WINDOW_SECONDS, every_tick: bool = False) -> Window | NoWindow:
+        """Opens a window in which a workload runs and its energy is measured. After `cap` seconds the window ends in
+        any case.
 
-        With `every_tick` the counter is looked at around each of its ticks, and a shorter window is enough.
+        With `every_tick`, the sampler reads the energy counter just before and after each of its changes (ticks). So
+        a shorter window is precise enough.
         """
         if self.source is None:
             return NoWindow(self.why)
-        sampler = Sampler(self.source, self._clock, self.device.changing, every_tick=every_tick)
-        return Window(sampler, self.source, self._clock, cap, self._end)
+        sampler = Sampler(self.source, self._clock, self.device.read_in_this_thread, every_tick=every_tick)
+        return Window(sampler, self.source, self._clock, cap, self._stop_sampler)
 
-    def idle(self, seconds: float = IDLE) -> Energy | Unavailable:
-        """The energy while the caller does nothing: the device keeps whatever context it has open."""
+    def measure_idle(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
+        """Measures the energy while the caller does nothing. The device keeps the contexts that are open on it."""
         with self.window() as window:
-            end = self._clock.now() + seconds
-            self._clock.wait(lambda: window.has_failed or self._clock.now() >= end)
+            idle_end = self._clock.now() + seconds
+            self._clock.wait(lambda: window.has_failed or self._clock.now() >= idle_end)
         return window.energy
 
-    def idle_once(self, seconds: float = IDLE) -> Energy | Unavailable:
-        """Measures the idle energy until it has a figure, and returns that from then on."""
+    def measure_idle_once(self, seconds: float = IDLE_SECONDS) -> Energy | Unavailable:
+        """Measures the idle energy when it is first called. Returns the same result on every later call. If the
+        measurement fails, the next call tries again.
+        """
         if not isinstance(self._idle, Energy):
-            self._idle = self.idle(seconds)
+            self._idle = self.measure_idle(seconds)
         return self._idle
 
-    def power_limits(self) -> tuple[float, ...]:
-        """The limits in watts that the device has had since it was first asked; the last one is the present one."""
+    def read_power_limits(self) -> tuple[float, ...]:
+        """Returns the device's power limits in watts since the first call, oldest first. If the limit has changed,
+        the new one is added.
+        """
         read = self.device.power_limit()
         if isinstance(read, Reading) and (not self._power_limits or self._power_limits[-1] != read.number):
             self._power_limits = (*self._power_limits, float(read.number))
@@ -114,8 +120,10 @@ class Meter(AbstractContextManager["Meter"]):
     def __exit__(self, *exc: object) -> None:
         self.close()
 
-    def _end(self, sampler: Sampler) -> None:
-        """Raises NoReading if the sampler failed. A source that hangs is given up: each wait would take as long."""
+    def _stop_sampler(self, sampler: Sampler) -> None:
+        """Ends a sampler, and raises NoReading if it failed. A source that hangs is not used again, because every
+        further window would wait for it as long.
+        """
         try:
             sampler.stop(self._timeout)
         except NoAnswer as failure:
@@ -126,80 +134,90 @@ class Meter(AbstractContextManager["Meter"]):
     def _try_source(self, source: Source) -> Source:
         clock = self._clock
         sampler = Sampler(
-            source, clock, None, lambda looking: len(looking.ticks) >= _TICKS or len(looking.samples) >= _FEWEST_SAMPLES
+            source,
+            clock,
+            None,
+            lambda sampling: len(sampling.ticks) >= _CALIBRATION_TICKS or len(sampling.samples) >= _MIN_SENSOR_SAMPLES,
         )
         sampler.start()
-        end = clock.now() + _CALIBRATION
-        clock.wait(lambda: sampler.enough or clock.now() >= end)
-        self._end(sampler)
-        return _with_rhythm(source, sampler) if source.counts else source
+        deadline = clock.now() + _CALIBRATION_SECONDS
+        clock.wait(lambda: sampler.is_enough or clock.now() >= deadline)
+        self._stop_sampler(sampler)
+        return _add_rhythm(source, sampler) if source.is_counter else source
 
 
-def _with_rhythm(source: Source, sampler: Sampler) -> Source:
-    if len(sampler.ticks) < _FEWEST_TICKS:
-        raise NoReading(f"the counter changed {len(sampler.ticks)} time(s) in {_CALIBRATION:g} s")
-    pace = rhythm(sampler.ticks)
-    if (INTERVALS + 1) * pace.period > CAP:
-        raise NoReading(f"the counter changes every {pace.period:.2g} s: {INTERVALS} intervals do not fit in {CAP:g} s")
-    return replace(source, rhythm=pace)
+def _add_rhythm(source: Source, sampler: Sampler) -> Source:
+    if len(sampler.ticks) < _MIN_TICKS:
+        raise NoReading(f"the counter changed only {len(sampler.ticks)} time(s) in {_CALIBRATION_SECONDS:g} s")
+    measured_rhythm = measure_rhythm(sampler.ticks)
+    if (MIN_INTERVALS + 1) * measured_rhythm.period > MAX_WINDOW_SECONDS:
+        raise NoReading(
+            f"the counter changes every {measured_rhythm.period:.2g} s: {MIN_INTERVALS} intervals do not fit in "
+            f"{MAX_WINDOW_SECONDS:g} s"
+        )
+    return replace(source, rhythm=measured_rhythm)
 
 
-# Names an NVML device (UUID or PCI address) to read instead of the cases' own.
-NVML_DEVICE = "FP8BENCH_NVML_DEVICE"
-_UNWANTED = "--no-energy was given"
+# The environment variable that names an NVML device (UUID or PCI address) to read in place of the cases' device.
+NVML_DEVICE_VARIABLE = "FP8BENCH_NVML_DEVICE"
+_NO_ENERGY_REASON = "--no-energy was given"
 
 
-def meter_for(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
-    """Opens the meter of the device that cases run on. Takes up to 3 s per source that has to be tried.
+def open_meter(facts: DeviceFacts, environ: Mapping[str, str] = os.environ, energy: bool = True) -> Meter:
+    """Opens the meter of the device that cases run on. Each source that is tried takes up to 3 s.
 
-    Without `energy` no source is tried: the device reports its state, and its windows have no energy.
+    Without `energy` no source is tried: the meter reads the device's state, and windows have no energy.
     """
-    named = environ.get(NVML_DEVICE, "")
-    if named:
-        identity = DeviceIdentity(pci=named) if ":" in named else DeviceIdentity(uuid=named)
-        return nvml_meter(identity, energy=energy)
+    device_name = environ.get(NVML_DEVICE_VARIABLE, "")
+    if device_name:
+        identity = DeviceIdentity(pci=device_name) if ":" in device_name else DeviceIdentity(uuid=device_name)
+        return open_nvml_meter(identity, energy=energy)
     if facts.kind == "cpu":
-        return rapl_meter(energy=energy)
+        return open_rapl_meter(energy=energy)
     if facts.kind != "cuda" or facts.hip:
-        return _absent(f"nothing is known that reads the energy of {'AMD' if facts.hip else facts.kind} devices")
-    return nvml_meter(DeviceIdentity(facts.uuid, facts.pci), energy=energy)
+        return _make_absent_meter(f"fp8bench cannot read the energy of {'AMD' if facts.hip else facts.kind} devices")
+    return open_nvml_meter(DeviceIdentity(facts.uuid, facts.pci), energy=energy)
 
 
-def nvml_meter(identity: DeviceIdentity, clock: Clock = HOST, library: Library = LIBRARY, energy: bool = True) -> Meter:
+def open_nvml_meter(
+    identity: DeviceIdentity, clock: Clock = HOST_CLOCK, library: Library = LIBRARY, energy: bool = True
+) -> Meter:
     try:
         device = NvmlDevice(identity, library)
     except NoReading as failure:
-        return _absent(failure.reason, clock)
+        return _make_absent_meter(failure.reason, clock)
     sources = (
         Source(SourceKind.COUNTER, lambda: ENERGY(device.ask).number),
         Source(SourceKind.INSTANT, lambda: instant_power(device.ask).number),
     )
     if not energy:
-        return Meter((), device, _UNWANTED, clock)
-    if (parts := device.shared_by) > 1:
-        return Meter((), device, f"{parts} MIG instances share the GPU, and its energy is known as a whole only", clock)
+        return Meter((), device, _NO_ENERGY_REASON, clock)
+    if (instance_count := device.shared_by) > 1:
+        return Meter(
+            (), device, f"{instance_count} MIG instances share the GPU, and only the energy of all is known", clock
+        )
     return Meter(sources, device, "", clock, library.timeout, library.give_up)
 
 
-def _absent(reason: str, clock: Clock = HOST) -> Meter:
+def _make_absent_meter(reason: str, clock: Clock = HOST_CLOCK) -> Meter:
     return Meter((), AbsentDevice(reason), reason, clock)
 
 
-def rapl_meter(root: Path = rapl.ROOT, clock: Clock = HOST, energy: bool = True) -> Meter:
+def open_rapl_meter(root: Path = rapl.RAPL_FOLDER, clock: Clock = HOST_CLOCK, energy: bool = True) -> Meter:
     reason = "a CPU has no NVML"
     host = HostDevice(reason)
-    device = host if host.tells else AbsentDevice(reason)
+    device = host if host.has_sensors else AbsentDevice(reason)
     if not energy:
-        return Meter((), device, _UNWANTED, clock)
+        return Meter((), device, _NO_ENERGY_REASON, clock)
     try:
-        counter = rapl.EnergyCounter(rapl.domains(root), clock.now)
+        counter = rapl.EnergyCounter(rapl.list_domains(root), clock.now)
     except NoReading as failure:
         return Meter((), device, failure.reason, clock)
     return Meter((Source(SourceKind.RAPL, counter.read),), device, "", clock)
 
 
 class Meters(ExitStack):
-    """The meters of a run's devices, opened when first needed. Opening takes up to 3 s, unless `energy` is false."""
+    """Opens the meters of a run's devices when first needed, which takes up to 3 s unless `energy` is false."""
 
     def __init__(self, energy: bool = True, environ: Mapping[str, str] = os.environ) -> None:
         super().__init__()
@@ -208,5 +226,5 @@ class Meters(ExitStack):
 
     def of(self, facts: DeviceFacts) -> Meter:
         if facts.key not in self._opened:
-            self._opened[facts.key] = self.enter_context(meter_for(facts, self._environ, self._energy))
+            self._opened[facts.key] = self.enter_context(open_meter(facts, self._environ, self._energy))
         return self._opened[facts.key]

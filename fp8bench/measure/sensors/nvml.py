@@ -1,4 +1,4 @@
-"""One NVIDIA device as NVML sees it: its handle, facts and state; and NVML's queries in our units."""
+"""Reads one NVIDIA device through NVML: its handle, facts and state, in SI units."""
 
 from __future__ import annotations
 
@@ -9,18 +9,18 @@ from functools import partial
 from typing import Any
 
 from fp8bench.measure.sensors.driver import (
-    TIMEOUT,
+    CALL_TIMEOUT,
     About,
-    Ask,
-    Looks,
+    AskLibrary,
+    DeviceReader,
     NoAnswer,
     Queries,
     Query,
+    ReadValue,
     T,
-    Way,
-    within,
+    call_within,
 )
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match_device
 from fp8bench.model import consumed
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable, attempt, first_of, positive
 
@@ -34,11 +34,11 @@ REASONS: dict[int, str] = {
     3: "this device or its driver does not support it",
     4: "this user has no permission",
     5: "NVML was already initialised",
-    6: "NVML found no such thing",
-    7: "NVML needed more room for its answer",
+    6: "NVML found no such object",
+    7: "the buffer for NVML's answer was too small",
     8: "the GPU's external power is not connected",
     9: "the NVIDIA driver is not loaded",
-    10: "NVML's own time ran out",
+    10: "NVML timed out",
     11: "the GPU's interrupts do not work",
     12: "the NVML library (libnvidia-ml.so.1) is missing: no NVIDIA driver here",
     13: "this driver's NVML lacks the function: it is older than nvidia-ml-py",
@@ -54,7 +54,7 @@ REASONS: dict[int, str] = {
     23: "the GPU has no resources left for it",
     24: "this clock is not supported",
     25: "NVML does not know this version of the structure",
-    26: "this driver's NVML has given the function up",
+    26: "this driver's NVML no longer has the function",
     27: "the GPU is not ready yet",
     28: "NVML finds no GPU",
     29: "the GPU is in a state that does not allow it",
@@ -63,21 +63,21 @@ REASONS: dict[int, str] = {
 }
 
 
-def reason(code: int) -> str:
+def describe_error(code: int) -> str:
     return f"{REASONS.get(code, 'an error that fp8bench does not know')} (NVML error {code})"
 
 
-NAME = "NVML"
+LIBRARY_NAME = "NVML"
 
 
 class Library:
-    """NVML's functions by name, by pynvml; failures become NoReading.
+    """Calls NVML functions by their names, through pynvml. Failures raise NoReading.
 
-    `hung` is why no more calls are made: a driver that has swallowed one call may hold a lock that the next one waits
-    for, so the first call without an answer is the last one.
+    If a call hangs, `hung` has the reason and no further call is made. The driver may hold a lock for which the next
+    call would wait.
     """
 
-    def __init__(self, timeout: float = TIMEOUT) -> None:
+    def __init__(self, timeout: float = CALL_TIMEOUT) -> None:
         self.timeout = timeout
         self.hung = ""
         self._module: Any = None
@@ -98,33 +98,33 @@ class Library:
                     self.within_timeout(lambda: self.call("nvmlShutdown"))
 
     def call(self, function: str, *arguments: Any) -> Any:
-        """Calls the package's function, which may hang: use it within `within_timeout` or a daemon thread."""
+        """Calls an NVML function, which may hang: use it in `within_timeout` or in a daemon thread."""
         if self.hung:
             raise NoReading(self.hung)
-        named = getattr(self._module, function, None)
-        if named is None:
+        nvml_function = getattr(self._module, function, None)
+        if nvml_function is None:
             raise NoReading(f"the installed nvidia-ml-py has no {function}: it is too old")
         try:
-            return named(*arguments)
+            return nvml_function(*arguments)
         except UnicodeDecodeError as error:
             raise NoReading(f"{function} did not answer with text") from error
         except Exception as error:
             if not isinstance(error, self._module.NVMLError):
                 raise
-            raise NoReading(reason(error.value), error.value) from error
+            raise NoReading(describe_error(error.value), error.value) from error
 
     def within_timeout(self, function: Callable[[], T]) -> T:
-        """Runs a function that calls the library, and waits no longer than the timeout. Raises NoReading."""
+        """Runs a function that calls NVML, and raises NoReading if it takes longer than the timeout."""
         if self.hung:
             raise NoReading(self.hung)
         try:
-            return within(self.timeout, function, NAME)
+            return call_within(self.timeout, function, LIBRARY_NAME)
         except NoAnswer as failure:
             self.give_up(failure.reason)
             raise NoReading(self.hung) from failure
 
     def give_up(self, reason: str) -> None:
-        self.hung = self.hung or f"{reason}, and is left alone since"
+        self.hung = self.hung or f"{reason}, and is not called again"
 
     def _initialise(self) -> None:
         try:
@@ -141,137 +141,151 @@ LIBRARY = Library()
 _MEGA = 1e6
 _MILLI = 1e-3
 _NANO = 1e-9
-_SM, _MEMORY_CLOCK = 1, 2
-_CHIP = 0
+_SM_CLOCK, _MEMORY_CLOCK = 1, 2
+_CHIP_SENSOR = 0
 _POWER_INSTANT = 186
 _MEMORY_V2 = 0x02000028
 
 
-def field(ask: Ask, number: int) -> float:
+def read_field(ask: AskLibrary, number: int) -> float:
     (value,) = ask("nvmlDeviceGetFieldValues", [number])
     if value.nvmlReturn:
-        raise NoReading(reason(value.nvmlReturn))
-    kinds = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
-    if not 0 <= value.valueType < len(kinds):
+        raise NoReading(describe_error(value.nvmlReturn))
+    field_names = ("dVal", "uiVal", "ulVal", "ullVal", "sllVal", "siVal", "usVal")
+    if not 0 <= value.valueType < len(field_names):
         raise NoReading(f"field {number} is of a type that fp8bench does not know ({value.valueType})")
-    return float(getattr(value.value, kinds[value.valueType]))
+    return float(getattr(value.value, field_names[value.valueType]))
 
 
-def _plain(function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
+def _make_reader(
+    function: str, unit: str, *arguments: Any, of: Callable[[Any], Any] = lambda answer: answer
+) -> ReadValue:
     return lambda ask: Reading(of(ask(function, *arguments)), unit, function)
 
 
-def _scale_to(function: str, factor: float, unit: str, *arguments: Any) -> Way:
+def _make_positive_reader(function: str, factor: float, unit: str, *arguments: Any) -> ReadValue:
     return lambda ask: positive(ask(function, *arguments) * factor, unit, function)
 
 
-def _first_of(*reads: Way) -> Way:
+def _make_fallback_reader(*reads: ReadValue) -> ReadValue:
     return lambda ask: first_of(*(partial(read, ask) for read in reads))
 
 
-def _switch(function: str, of: Callable[[Any], Any] = lambda answer: answer) -> Way:
-    return _plain(function, "", of=lambda answer: "on" if of(answer) else "off")
+def _make_switch_reader(function: str, of: Callable[[Any], Any] = lambda answer: answer) -> ReadValue:
+    return _make_reader(function, "", of=lambda answer: "on" if of(answer) else "off")
 
 
-def _version(number: int) -> str:
-    """The newest CUDA that the driver supports: 12080 is '12.8'."""
+def _format_cuda_version(number: int) -> str:
+    """Formats the newest CUDA version that the driver supports: 12080 is '12.8'."""
     return f"{number // 1000}.{number % 1000 // 10}"
 
 
-# On an older driver the function without a version raises something other than an NVMLError.
+# Use the function with a version: on an older driver, the function without a version raises an error that is not an
+# NVMLError.
 _PROCESSES = "nvmlDeviceGetComputeRunningProcesses_v3"
 
 
 def others(pid: int) -> Query:
-    """How many processes but `pid` are there.
-
-    In a container a driver may list this process under another number: then one of the listed ones is it.
+    """Returns a query for the number of processes on the device, not counting `pid`. In a container the driver may
+    list this process under a different number. So if no process has the number `pid`, one process is counted as this
+    one.
     """
 
-    def count(processes: Sequence[Any]) -> int:
+    def count_strangers(processes: Sequence[Any]) -> int:
         strangers = [process for process in processes if process.pid != pid]
         return len(strangers) - (0 < len(strangers) == len(processes))
 
-    return Query("others", _plain(_PROCESSES, "", of=count), About.PART)
+    return Query("others", _make_reader(_PROCESSES, "", of=count_strangers), About.PART)
 
 
 def process_memory(pid: int) -> Query:
-    """A process's memory on the device, its context included."""
-    return Query("process_memory", _plain(_PROCESSES, "B", of=partial(_memory_of, pid)))
+    """Returns a query for the bytes that a process holds on the device, its context included."""
+    return Query("process_memory", _make_reader(_PROCESSES, "B", of=partial(_find_process_bytes, pid)))
 
 
-def _memory_of(pid: int, processes: Sequence[Any]) -> int:
-    used = [process.usedGpuMemory for process in processes if process.pid == pid]
-    if not used:
+def _find_process_bytes(pid: int, processes: Sequence[Any]) -> int:
+    used_bytes = [process.usedGpuMemory for process in processes if process.pid == pid]
+    if not used_bytes:
         raise NoReading(
-            f"process {pid} is not among the {len(processes)} that NVML lists: it has no context there, or another "
-            "number outside its container"
+            f"process {pid} is not among the {len(processes)} that NVML lists: it has no context on the GPU, or NVML "
+            "lists it by a number outside its container"
         )
-    if not used[0]:
+    if not used_bytes[0]:
         raise NoReading("the driver does not report the memory of single processes")
-    return int(used[0])
+    return int(used_bytes[0])
 
 
-def _violation(violation: consumed.Violation) -> Way:
-    """Seconds since the driver was loaded; unlike other quantities it may be 0."""
+def _read_throttled_seconds(violation: consumed.Violation) -> ReadValue:
+    """Returns a function that reads for how many seconds one limit has throttled the clocks since the driver was
+    loaded. 0 is a valid value.
+    """
     if violation.field is not None:
         number = violation.field
-        return lambda ask: Reading(field(ask, number) * _NANO, "s", f"field {number}")
-    return _plain("nvmlDeviceGetViolationStatus", "s", violation.policy, of=lambda status: status.violationTime * _NANO)
+        return lambda ask: Reading(read_field(ask, number) * _NANO, "s", f"field {number}")
+    return _make_reader(
+        "nvmlDeviceGetViolationStatus", "s", violation.policy, of=lambda status: status.violationTime * _NANO
+    )
 
 
 FACTS: tuple[Query, ...] = (
-    Query("driver", _plain("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
-    Query("cuda_driver", _plain("nvmlSystemGetCudaDriverVersion", "", of=_version), About.SYSTEM),
-    Query("uuid", _plain("nvmlDeviceGetUUID", ""), About.PART),
-    Query("pci", _plain("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
-    Query("vbios", _plain("nvmlDeviceGetVbiosVersion", "")),
-    Query("power_cap", _scale_to("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
-    Query("power_cap_default", _scale_to("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
-    Query("sm_clock_max", _scale_to("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM)),
-    Query("memory_clock_max", _scale_to("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
-    Query("persistence", _switch("nvmlDeviceGetPersistenceMode")),
-    Query("ecc", _switch("nvmlDeviceGetEccMode", lambda modes: modes[0])),
-    Query("mig", _switch("nvmlDeviceGetMigMode", lambda modes: modes[0])),
+    Query("driver", _make_reader("nvmlSystemGetDriverVersion", ""), About.SYSTEM),
+    Query("cuda_driver", _make_reader("nvmlSystemGetCudaDriverVersion", "", of=_format_cuda_version), About.SYSTEM),
+    Query("uuid", _make_reader("nvmlDeviceGetUUID", ""), About.PART),
+    Query("pci", _make_reader("nvmlDeviceGetPciInfo", "", of=lambda info: info.busId)),
+    Query("vbios", _make_reader("nvmlDeviceGetVbiosVersion", "")),
+    Query("power_cap", _make_positive_reader("nvmlDeviceGetEnforcedPowerLimit", _MILLI, "W")),
+    Query("power_cap_default", _make_positive_reader("nvmlDeviceGetPowerManagementDefaultLimit", _MILLI, "W")),
+    Query("sm_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _SM_CLOCK)),
+    Query("memory_clock_max", _make_positive_reader("nvmlDeviceGetMaxClockInfo", _MEGA, "Hz", _MEMORY_CLOCK)),
+    Query("persistence", _make_switch_reader("nvmlDeviceGetPersistenceMode")),
+    Query("ecc", _make_switch_reader("nvmlDeviceGetEccMode", lambda modes: modes[0])),
+    Query("mig", _make_switch_reader("nvmlDeviceGetMigMode", lambda modes: modes[0])),
 )
 
-# Since the driver was loaded, in steps of the counter's period.
-ENERGY = _scale_to("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
-# The mean of the last second on current devices; the present power on A100 and older.
-AVERAGE_POWER = _scale_to("nvmlDeviceGetPowerUsage", _MILLI, "W")
+# Joules since the driver was loaded. The counter changes once per period.
+ENERGY = _make_positive_reader("nvmlDeviceGetTotalEnergyConsumption", _MILLI, "J")
+# On current devices the mean of the last second; on A100 and older the present power.
+AVERAGE_POWER = _make_positive_reader("nvmlDeviceGetPowerUsage", _MILLI, "W")
 
 
-def instant_power(ask: Ask) -> Reading:
-    return positive(field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
+def instant_power(ask: AskLibrary) -> Reading:
+    return positive(read_field(ask, _POWER_INSTANT) * _MILLI, "W", f"field {_POWER_INSTANT} (instant)")
 
 
-# Sampled within a window. Not the power: the energy is measured anyway.
+# Values that are read within a window. Power is not among them, because the energy is measured.
 CHANGING: tuple[Query, ...] = (
-    Query("sm_clock", _scale_to("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM)),
-    # Temperature of the chip; NVML is to drop the older function.
-    Query("temperature", _first_of(
-        _plain("nvmlDeviceGetTemperatureV", "degC", _CHIP), _plain("nvmlDeviceGetTemperature", "degC", _CHIP)
+    Query("sm_clock", _make_positive_reader("nvmlDeviceGetClockInfo", _MEGA, "Hz", _SM_CLOCK)),
+    # The chip's temperature. Current drivers announce the removal of the second function.
+    Query("temperature", _make_fallback_reader(
+        _make_reader("nvmlDeviceGetTemperatureV", "degC", _CHIP_SENSOR),
+        _make_reader("nvmlDeviceGetTemperature", "degC", _CHIP_SENSOR),
     )),
-    # A mask of reasons, 0 without one.
-    Query("throttle", _first_of(
-        _plain("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
-        _plain("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
+    # A bit mask of throttle reasons; 0 if the clocks are not throttled.
+    Query("throttle", _make_fallback_reader(
+        _make_reader("nvmlDeviceGetCurrentClocksEventReasons", "mask"),
+        _make_reader("nvmlDeviceGetCurrentClocksThrottleReasons", "mask"),
     )),
 )  # fmt: skip
 STATE: tuple[Query, ...] = (
-    Query("power", _first_of(instant_power, AVERAGE_POWER)),
+    Query("power", _make_fallback_reader(instant_power, AVERAGE_POWER)),
     *CHANGING,
-    Query("use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
-    Query("memory_use", _plain("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
-    # The version that reports the driver's own memory separately.
-    Query("memory_used", _plain("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used), About.PART),
+    Query("use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.gpu / 100)),
+    Query("memory_use", _make_reader("nvmlDeviceGetUtilizationRates", "share", of=lambda rates: rates.memory / 100)),
+    # This version of the structure reports the driver's memory separately.
+    Query(
+        "memory_used",
+        _make_reader("nvmlDeviceGetMemoryInfo", "B", _MEMORY_V2, of=lambda memory: memory.used),
+        About.PART,
+    ),
 )
-VIOLATIONS: tuple[Query, ...] = tuple(Query(violation.name, _violation(violation)) for violation in consumed.VIOLATIONS)
+VIOLATIONS: tuple[Query, ...] = tuple(
+    Query(violation.name, _read_throttled_seconds(violation)) for violation in consumed.VIOLATIONS
+)
 QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)
 
 
-class AbsentDevice(Looks):
-    """Answers every query with the same reason."""
+class AbsentDevice(DeviceReader):
+    """A device that cannot be read: every query has the same reason in place of a value."""
 
     queries = QUERIES
     silent = True
@@ -283,15 +297,14 @@ class AbsentDevice(Looks):
         return {query.name: self._why for query in queries}
 
 
-class NvmlDevice(Looks):
-    """The NVML device that a CUDA device is. NVML stays initialised until `close`.
-
-    A bundle of calls is waited for no longer than the library's timeout; each value comes or fails by itself. For a MIG
-    instance NVML reports the memory; power, energy, clocks and temperature are the whole device's.
+class NvmlDevice(DeviceReader):
+    """Reads the NVML device that belongs to a CUDA device. NVML stays initialised until `close`. Several calls
+    together take no longer than the library's timeout. Each value may fail separately. A MIG instance (a part of a
+    device) has its own figure for memory. Its power, energy, clocks and temperature are those of the whole device.
     """
 
     def __init__(self, identity: DeviceIdentity, library: Library = LIBRARY) -> None:
-        """Raises NoReading where the library does not work or does not know the device."""
+        """Raises NoReading if the library does not work or does not list the device."""
         self._identity, self._library, self.queries = identity, library, QUERIES
         library.open()
         try:
@@ -301,11 +314,13 @@ class NvmlDevice(Looks):
             raise
 
     def _find_handles(self) -> tuple[Any, Any]:
-        """Returns the handles of the device, and of its MIG instance that is used; twice its own where undivided."""
+        """Returns the NVML handles of the device and of its MIG instance in use. Without MIG, both are the handle of
+        the device.
+        """
         call = self._library.call
         devices, reasons = list_devices(call)
         try:
-            device, instance = match(self._identity, devices)
+            device, instance = match_device(self._identity, devices)
         except NoReading as failure:
             raise NoReading("; ".join([failure.reason, *reasons])) from failure
         self.shared_by = len(device.instances) if device.mig else 0
@@ -315,36 +330,36 @@ class NvmlDevice(Looks):
     def close(self) -> None:
         self._library.close()
 
-    def changing(self) -> Readings:
-        return {query.name: self._attempt(query) for query in self.queries.changing}
+    def read_in_this_thread(self) -> Readings:
+        return {query.name: self._try_query(query) for query in self.queries.changing}
 
     def ask(self, function: str, *arguments: Any) -> Any:
         return self._library.call(function, self._handle, *arguments)
 
-    def _attempt(self, query: Query) -> Read:
-        handles = {About.SYSTEM: (), About.DEVICE: (self._handle,), About.PART: (self._part,)}
-        handle = handles[query.about]
+    def _try_query(self, query: Query) -> Read:
+        handles_by_subject = {About.SYSTEM: (), About.DEVICE: (self._handle,), About.PART: (self._part,)}
+        handle_arguments = handles_by_subject[query.about]
         return attempt(
-            lambda: query.read(lambda function, *arguments: self._library.call(function, *handle, *arguments))
+            lambda: query.read(lambda function, *arguments: self._library.call(function, *handle_arguments, *arguments))
         )
 
     def _read(self, queries: tuple[Query, ...]) -> Readings:
-        done: dict[str, Read] = {}
+        finished_reads: dict[str, Read] = {}
 
-        def body() -> None:
+        def read_all() -> None:
             for query in queries:
-                done[query.name] = self._attempt(query)
+                finished_reads[query.name] = self._try_query(query)
 
         try:
-            self._library.within_timeout(body)
+            self._library.within_timeout(read_all)
         except NoReading as failure:
             unavailable = Unavailable(failure.reason)
-            return {query.name: done.get(query.name, unavailable) for query in queries}
-        return done
+            return {query.name: finished_reads.get(query.name, unavailable) for query in queries}
+        return finished_reads
 
 
 def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str]]:
-    """All devices that NVML can describe, and the reasons for those that it cannot."""
+    """Returns all devices that NVML can describe, and the reasons for those that it cannot."""
     devices, reasons = [], []
     for index in range(call("nvmlDeviceGetCount")):
         try:
@@ -356,15 +371,15 @@ def list_devices(call: Callable[..., Any]) -> tuple[list[ListedDevice], list[str
 
 def _describe_device(call: Callable[..., Any], handle: Any) -> ListedDevice:
     uuid = call("nvmlDeviceGetUUID", handle)
-    # Without an address it may still be found by its UUID.
+    # If the address cannot be read, the device can still be matched by its UUID.
     pci = attempt(lambda: Reading(call("nvmlDeviceGetPciInfo", handle).busId, "", ""))
     address = str(pci.value) if isinstance(pci, Reading) else ""
-    mig = _mig(call, handle)
-    return ListedDevice(uuid, address, mig, tuple(_instances(call, handle)) if mig else ())
+    is_split_by_mig = _is_split_by_mig(call, handle)
+    return ListedDevice(uuid, address, is_split_by_mig, tuple(_list_instances(call, handle)) if is_split_by_mig else ())
 
 
-def _mig(call: Callable[..., Any], handle: Any) -> bool:
-    """Whether the device is split. If that is unknown, it is unknown whose energy it would be."""
+def _is_split_by_mig(call: Callable[..., Any], handle: Any) -> bool:
+    """Returns whether the device is split by MIG. Raises NoReading if the driver does not report it."""
     try:
         return bool(call("nvmlDeviceGetMigMode", handle)[0])
     except NoReading as failure:
@@ -373,9 +388,9 @@ def _mig(call: Callable[..., Any], handle: Any) -> bool:
         raise
 
 
-def _instances(call: Callable[..., Any], handle: Any) -> list[str]:
-    """UUIDs of the MIG instances; their numbers have gaps."""
-    instances = []
+def _list_instances(call: Callable[..., Any], handle: Any) -> list[str]:
+    """Returns the UUIDs of the MIG instances, whose numbers have gaps."""
+    uuids = []
     for number in range(call("nvmlDeviceGetMaxMigDeviceCount", handle)):
         try:
             instance = call("nvmlDeviceGetMigDeviceHandleByIndex", handle, number)
@@ -383,5 +398,5 @@ def _instances(call: Callable[..., Any], handle: Any) -> list[str]:
             if failure.code == NOT_FOUND:
                 continue
             raise
-        instances.append(call("nvmlDeviceGetUUID", instance))
-    return instances
+        uuids.append(call("nvmlDeviceGetUUID", instance))
+    return uuids

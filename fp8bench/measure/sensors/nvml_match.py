@@ -1,7 +1,7 @@
-"""Finds the NVML device of a CUDA device.
+"""Finds the NVML device that belongs to a CUDA device.
 
-NVML counts devices in PCI order and sees all of them; CUDA counts those in CUDA_VISIBLE_DEVICES, in a different order.
-So an index is not enough: devices are matched by UUID, then by PCI address.
+NVML lists all devices in PCI order. CUDA lists those in CUDA_VISIBLE_DEVICES, in a different order. So indices do not
+match, and devices are matched by UUID, then by PCI address.
 """
 
 from __future__ import annotations
@@ -14,9 +14,10 @@ from fp8bench.model.readings import NoReading
 
 @dataclass(frozen=True)
 class DeviceIdentity:
-    """Identity of a CUDA device: its UUID and PCI address ('' if unknown).
+    """The UUID and PCI address of a CUDA device ('' if unknown).
 
-    The UUID may lack NVML's 'GPU-' or 'MIG-', as torch's does. The address is domain:bus:device in hexadecimal.
+    The UUID may lack NVML's prefix 'GPU-' or 'MIG-', as torch's does. The address is domain:bus:device in
+    hexadecimal.
     """
 
     uuid: str = ""
@@ -25,7 +26,7 @@ class DeviceIdentity:
 
 @dataclass(frozen=True)
 class ListedDevice:
-    """A device as NVML lists it; `instances` are the UUIDs of its MIG instances."""
+    """A device as NVML lists it. `instances` are the UUIDs of its MIG instances."""
 
     uuid: str
     pci: str
@@ -33,28 +34,36 @@ class ListedDevice:
     instances: tuple[str, ...] = ()
 
 
-def match(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> tuple[ListedDevice, str | None]:
-    """Returns the device, and the UUID of its MIG instance; None without MIG, and where it is unclear."""
-    uuid, address = _digits(identity.uuid), address_of(identity.pci)
+def match_device(identity: DeviceIdentity, devices: Sequence[ListedDevice]) -> tuple[ListedDevice, str | None]:
+    """Returns the matching NVML device, and the UUID of the MIG instance in use. Raises NoReading if no device
+    matches.
+
+    The instance is None without MIG, and if it is unclear which instance is used.
+    """
+    uuid, address = _strip_prefix(identity.uuid), parse_address(identity.pci)
     for device in devices:
         for instance in device.instances:
-            if uuid and _digits(instance) == uuid:
+            if uuid and _strip_prefix(instance) == uuid:
                 return device, instance
-    matching = next((device for device in devices if uuid and _digits(device.uuid) == uuid), None)
-    matching = matching or next((device for device in devices if address and address_of(device.pci) == address), None)
-    if matching is None:
+    matching_device = next((device for device in devices if uuid and _strip_prefix(device.uuid) == uuid), None)
+    matching_device = matching_device or next(
+        (device for device in devices if address and parse_address(device.pci) == address), None
+    )
+    if matching_device is None:
         raise NoReading(f"NVML lists no device with UUID {identity.uuid or '?'} or PCI address {identity.pci or '?'}")
-    return matching, matching.instances[0] if len(matching.instances) == 1 else None
+    return matching_device, matching_device.instances[0] if len(matching_device.instances) == 1 else None
 
 
-def _digits(uuid: str) -> str:
-    """A UUID without its prefix; '' for none and for the zeros that virtual devices have."""
-    plain = uuid.strip().lower().removeprefix("gpu-").removeprefix("mig-")
-    return plain if plain.strip("0-") else ""
+def _strip_prefix(uuid: str) -> str:
+    """Returns a UUID without its prefix, in lower case; '' if it is empty or all zeros, as in virtual devices."""
+    digits = uuid.strip().lower().removeprefix("gpu-").removeprefix("mig-")
+    return digits if digits.strip("0-") else ""
 
 
-def address_of(pci: str) -> tuple[int, ...] | None:
-    """Domain, bus and device, without the function behind a dot; None for anything else."""
+def parse_address(pci: str) -> tuple[int, ...] | None:
+    """Parses a PCI address into domain, bus and device, without the function after the dot. Returns None if it is
+    invalid.
+    """
     parts = pci.partition(".")[0].split(":")
     try:
         numbers = [int(part, 16) for part in parts]

@@ -1,7 +1,7 @@
-"""Energy that a processor counts in files of Linux (RAPL).
+"""Reads the energy of a processor from Linux files (RAPL), and its clock and temperature from files of the kernel.
 
-And its state by files of the kernel: the clock of its fastest core, the heat of its hottest sensor. Many
-virtual machines have neither. A core's clock is not that of a case, because threads move from core to core.
+The clock is that of the fastest core and the temperature that of the hottest sensor. Many virtual machines have
+neither. A core's clock is not the clock of a case, because threads move from core to core.
 """
 
 from __future__ import annotations
@@ -14,102 +14,107 @@ from pathlib import Path
 from fp8bench.measure.sensors.nvml import AbsentDevice
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, attempt, positive
 
-ROOT = Path("/sys/class/powercap")
+RAPL_FOLDER = Path("/sys/class/powercap")
 _CPUINFO = Path("/proc/cpuinfo")
 _MICRO = 1e-6
-# A counter that has fallen has wrapped around, unless that would mean more power than this.
-_HIGHEST_WATTS = 10e3
+# A counter with a smaller value than before has wrapped around. If this would mean more than this power in watts, it
+# was reset instead.
+_MAX_WATTS = 10e3
 
 
 @dataclass(frozen=True)
 class Domain:
-    """A part of the machine with a counter: 'package-0', 'package-0/dram'. `range_uj` is where it wraps, if known."""
+    """A part of the machine with an energy counter: 'package-0', 'package-0/dram'.
+
+    `range_uj` is the value at which the counter wraps around, None if unknown.
+    """
 
     name: str
     counter: Path
     range_uj: int | None
 
 
-def domains(root: Path = ROOT, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
-    """The packages, and the memory where it is counted apart; they do not overlap. Raises NoReading.
+def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
+    """Lists the processor packages, and memory that is counted separately. Raises NoReading without a package.
 
-    Left out: 'core' and 'uncore' lie within their package, 'psys' holds the packages, and intel-rapl-mmio repeats them.
+    No energy is counted twice. So four names are left out: 'core' and 'uncore' are parts of their package, 'psys'
+    contains the packages, and intel-rapl-mmio repeats them.
     """
     if not root.is_dir():
-        raise NoReading(f"there is no {root}: {_why_absent(cpuinfo)}")
+        raise NoReading(f"there is no {root}: {_explain_absence(cpuinfo)}")
     packages = []
     for package in sorted(root.glob("intel-rapl:*")):
-        name = text_of(package / "name")
+        name = read_text(package / "name")
         if package.name.count(":") != 1 or not name.startswith("package"):
             continue
         parts = sorted(root.glob(f"{package.name}:*"))
-        packages += [_domain(name, package)]
-        packages += [_domain(f"{name}/dram", part) for part in parts if text_of(part / "name") == "dram"]
+        packages += [_make_domain(name, package)]
+        packages += [_make_domain(f"{name}/dram", part) for part in parts if read_text(part / "name") == "dram"]
     if not packages:
-        raise NoReading(f"{root} has no RAPL package: {_why_absent(cpuinfo)}")
+        raise NoReading(f"{root} has no RAPL package: {_explain_absence(cpuinfo)}")
     for domain in packages:
-        _energy_uj(domain)
+        _read_energy_uj(domain)
     return tuple(packages)
 
 
 class EnergyCounter:
-    """The joules of several domains together since the first reading, across wraps of their counters."""
+    """Adds up the joules of several domains since the first reading. A counter that wraps around is handled."""
 
     def __init__(self, parts: Sequence[Domain], now: Callable[[], float]) -> None:
         self._parts = tuple(parts)
         self._now = now
-        self._last: tuple[int, ...] | None = None
+        self._last_energies: tuple[int, ...] | None = None
         self._read_at = 0.0
         self._total_uj = 0
 
     def read(self) -> float:
-        """Raises NoReading where a counter cannot be read or was set back."""
-        energies, now = tuple(_energy_uj(part) for part in self._parts), self._now()
-        earlier, elapsed = self._last, now - self._read_at
-        if earlier is not None:
-            for part, old, new in zip(self._parts, earlier, energies, strict=True):
-                self._total_uj += _growth_uj(part, old, new, elapsed)
-        self._last, self._read_at = energies, now
+        """Returns the joules since the first reading. Raises NoReading if a counter cannot be read or was reset."""
+        energies, now = tuple(_read_energy_uj(part) for part in self._parts), self._now()
+        last_energies, elapsed = self._last_energies, now - self._read_at
+        if last_energies is not None:
+            for part, old, new in zip(self._parts, last_energies, energies, strict=True):
+                self._total_uj += _measure_growth_uj(part, old, new, elapsed)
+        self._last_energies, self._read_at = energies, now
         return self._total_uj * _MICRO
 
 
-def _growth_uj(part: Domain, old: int, new: int, elapsed: float) -> int:
+def _measure_growth_uj(part: Domain, old: int, new: int, elapsed: float) -> int:
     if new >= old:
         return new - old
-    around = new - old + (part.range_uj or 0)
-    if part.range_uj is None or not 0 <= around * _MICRO <= _HIGHEST_WATTS * elapsed:
+    wrapped_growth = new - old + (part.range_uj or 0)
+    if part.range_uj is None or not 0 <= wrapped_growth * _MICRO <= _MAX_WATTS * elapsed:
         raise NoReading(f"the energy counter of {part.name} went back from {old} uJ to {new} uJ")
-    return around
+    return wrapped_growth
 
 
-def _domain(name: str, path: Path) -> Domain:
-    limit = None
+def _make_domain(name: str, path: Path) -> Domain:
+    range_uj = None
     with suppress(NoReading, ValueError):
-        # The largest value, which the counter still takes.
-        limit = int(text_of(path / "max_energy_range_uj")) + 1
-    return Domain(name, path / "energy_uj", limit)
+        # The file has the largest value that the counter reaches.
+        range_uj = int(read_text(path / "max_energy_range_uj")) + 1
+    return Domain(name, path / "energy_uj", range_uj)
 
 
-def _energy_uj(domain: Domain) -> int:
-    text = text_of(domain.counter)
+def _read_energy_uj(domain: Domain) -> int:
+    text = read_text(domain.counter)
     if not text.isdecimal():
-        raise NoReading(f"the energy counter of {domain.name} says {text[:40]!r}, which is not a number")
+        raise NoReading(f"the energy counter of {domain.name} is {text[:40]!r}, which is not a number")
     return int(text)
 
 
-def text_of(path: Path) -> str:
+def read_text(path: Path) -> str:
     try:
         return path.read_text(errors="replace").strip()
     except PermissionError as error:
         raise NoReading(
-            f"{path} may be read by root only (as kernels have had it since CVE-2020-8694): "
-            "`sudo chmod o+r` on it lets you, until the next boot"
+            f"{path} may be read by root only (a kernel default since CVE-2020-8694): "
+            "`sudo chmod o+r` on it allows you to read it until the next boot"
         ) from error
     except OSError as error:
         raise NoReading(f"{path} cannot be read: {error.strerror}") from error
 
 
-def _why_absent(cpuinfo: Path) -> str:
+def _explain_absence(cpuinfo: Path) -> str:
     with suppress(OSError):
         text = cpuinfo.read_text(errors="replace")
         if any(line.startswith("flags") and "hypervisor" in line.split() for line in text.splitlines()):
@@ -117,44 +122,47 @@ def _why_absent(cpuinfo: Path) -> str:
     return "this kernel or container does not show RAPL, or the CPU has none"
 
 
-SYSTEM = Path("/sys")
-CLOCK = "cpu_clock"
+SYSTEM_FOLDER = Path("/sys")
+CPU_CLOCK = "cpu_clock"
 _CLOCKS = "devices/system/cpu/cpu[0-9]*/cpufreq/scaling_cur_freq"
-# Kernel drivers of sensors in processors.
-_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
+# Kernel drivers of temperature sensors in processors.
+_PROCESSOR_CHIPS = frozenset({"coretemp", "k10temp", "zenpower", "cpu_thermal"})
 
 
 class HostDevice(AbsentDevice):
-    """A processor: clock and temperature by files; other queries have a reason instead."""
+    """Reads a processor's clock and temperature from files. Other queries have a reason in place of a value."""
 
     silent = False
 
-    def __init__(self, reason: str, root: Path = SYSTEM) -> None:
+    def __init__(self, reason: str, root: Path = SYSTEM_FOLDER) -> None:
         super().__init__(reason)
-        self._clocks, self._heats = sorted(root.glob(_CLOCKS)), sorted(_sensors(root))
+        self._clocks, self._heats = sorted(root.glob(_CLOCKS)), sorted(_list_sensors(root))
 
     @property
-    def tells(self) -> bool:
+    def has_sensors(self) -> bool:
         return bool(self._clocks or self._heats)
 
-    def glance(self) -> Readings:
-        state = {CLOCK: _highest(self._clocks, 1e3, "Hz"), "temperature": _highest(self._heats, 1e-3, "degC")}
-        return {**super().glance(), **state}
+    def read_changing_state(self) -> Readings:
+        state = {
+            CPU_CLOCK: _read_highest(self._clocks, 1e3, "Hz"),
+            "temperature": _read_highest(self._heats, 1e-3, "degC"),
+        }
+        return {**super().read_changing_state(), **state}
 
-    def changing(self) -> Readings:
-        return self.glance()
+    def read_in_this_thread(self) -> Readings:
+        return self.read_changing_state()
 
 
-def _sensors(root: Path) -> Iterator[Path]:
+def _list_sensors(root: Path) -> Iterator[Path]:
     for name in root.glob("class/hwmon/hwmon*/name"):
         try:
-            is_processor = name.read_text().strip() in _CHIPS
+            is_processor = name.read_text().strip() in _PROCESSOR_CHIPS
         except (OSError, UnicodeError):
             continue
         yield from name.parent.glob("temp*_input") if is_processor else ()
 
 
-def _highest(files: list[Path], factor: float, unit: str) -> Read:
+def _read_highest(files: list[Path], factor: float, unit: str) -> Read:
     def read() -> Reading:
         values: list[float] = []
         for file in files:
@@ -163,7 +171,7 @@ def _highest(files: list[Path], factor: float, unit: str) -> Read:
             except (OSError, ValueError):
                 continue
         if not values:
-            raise NoReading("the kernel has no file for it")
+            raise NoReading("the kernel has no file with it")
         return positive(max(values) * factor, unit, "sysfs")
 
     return attempt(read)

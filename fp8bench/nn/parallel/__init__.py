@@ -1,1 +1,1 @@
-"""Ways in which several ranks train one model together."""
+"""Methods with which several ranks train one model together."""

@@ -1,5 +1,8 @@
-"""Data parallelism, each rank with its share of a batch: DDP; ZeRO-1, whose weights have an owner each; and FSDP, where
-each rank has equal rows of each weight and blocks gather whole ones when they need them."""
+"""Data parallelism, in which each rank trains on its share of a batch: DDP, ZeRO-1 and FSDP.
+
+In DDP each rank has the whole model. In ZeRO-1 each weight has one rank that owns it. In FSDP each rank holds equal
+rows of each weight, and a block gathers its whole weights when it needs them.
+"""
 
 from __future__ import annotations
 
@@ -26,23 +29,24 @@ Hook = Callable[[GradBucket], Future[Tensor]]
 
 
 class DDPModel(Division):
-    """torch's DistributedDataParallel, with hooks where gradients are sent in fewer bits."""
+    """torch's DistributedDataParallel. If gradients are sent in fewer than 32 bits, a hook converts them."""
 
     def __init__(self, job: Job) -> None:
         model = job.make()
         super().__init__(dict(model.named_parameters()), job.loss_scale)
         self.module = model
         self.group = job.group
-        self.sharers = job.group
+        self.batch_group = job.group
         self._phase: Phases = SilentPhases()
         devices = [job.facts.index] if job.facts.accelerated else None
         self._ddp = DistributedDataParallel(model, devices, process_group=job.group, gradient_as_bucket_view=True)
         self._wire = job.options["wire"]
         self._fp8 = FP8Wire(job.group, self._wire)
         self._witness: WireWitness | None = None
-        hook = self._hook(self._wire)
-        if hook is not None:  # a lambda, because torch checks annotations, which are strings here
-            self._ddp.register_comm_hook(None, lambda state, bucket: self._send(hook, bucket))
+        hook = self._choose_hook(self._wire)
+        # torch checks the annotations of a hook, which are strings in this module, so pass a lambda
+        if hook is not None:
+            self._ddp.register_comm_hook(None, lambda state, bucket: self._send_bucket(hook, bucket))
 
     def witnesses(self) -> list[Witness]:
         witnesses = super().witnesses()
@@ -51,67 +55,69 @@ class DDPModel(Division):
             witnesses.append(self._witness)
         return witnesses
 
-    def _send(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
+    def _send_bucket(self, hook: Hook, bucket: GradBucket) -> Future[Tensor]:
         if self._witness is None:
             return hook(bucket)
         gradients = bucket.buffer().clone()
-        done = hook(bucket)
-        self._witness.look(gradients, done.wait(), self._fp8.mean_of)
-        return done
+        future = hook(bucket)
+        self._witness.compare_exchange(gradients, future.wait(), self._fp8.mean_of)
+        return future
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         self._phase = phase
         return self._ddp(tokens, targets, phase)
 
-    def _hook(self, wire: str) -> Hook | None:
+    def _choose_hook(self, wire: str) -> Hook | None:
         if is_silent(self.group) and not wire.startswith("fp8"):
-            return lambda bucket: _done(bucket.buffer())
+            return lambda bucket: _make_done_future(bucket.buffer())
         if wire == "bf16":
-            return self._in_bf16
-        return None if wire == "fp32" else self._in_fp8
+            return self._reduce_in_bf16
+        return None if wire == "fp32" else self._reduce_in_fp8
 
-    def _in_bf16(self, bucket: GradBucket) -> Future[Tensor]:
-        """torch's own hook for bf16 needs NCCL."""
+    def _reduce_in_bf16(self, bucket: GradBucket) -> Future[Tensor]:
+        """Reduces a bucket in bf16. torch's hook for bf16 would need NCCL."""
         gradients = bucket.buffer()
         with self._phase.cast:
-            sent = (gradients / self.group.size()).to(torch.bfloat16)
-        work = dist.all_reduce(sent, group=self.group, async_op=True)
-        assert work is not None
-        return work.get_future().then(lambda _: gradients.copy_(sent))
+            bf16_gradients = (gradients / self.group.size()).to(torch.bfloat16)
+        reduction = dist.all_reduce(bf16_gradients, group=self.group, async_op=True)
+        assert reduction is not None
+        return reduction.get_future().then(lambda _: gradients.copy_(bf16_gradients))
 
-    def _in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
-        """Sends codes of each rank's values and adds them up in float32: their scale leaves no room for sums."""
+    def _reduce_in_fp8(self, bucket: GradBucket) -> Future[Tensor]:
+        """Sends each rank's values as FP8 codes and sums them in float32, because sums would exceed the range of the
+        codes.
+        """
         gradients = bucket.buffer()
-        return _done(gradients.copy_(self._fp8.send(self._fp8.mean_of, gradients, self._phase)))
+        return _make_done_future(gradients.copy_(self._fp8.send(self._fp8.mean_of, gradients, self._phase)))
 
 
-def _done(values: Tensor) -> Future[Tensor]:
+def _make_done_future(values: Tensor) -> Future[Tensor]:
     future: Future[Tensor] = Future()
     future.set_result(values)
     return future
 
 
 class ZeroModel(Division):
-    """Each weight has one owner, which alone keeps its moments and updates it. Gradients go to the owners, and updated
-    weights from there to all ranks.
+    """ZeRO-1: each weight has one rank that owns it, keeps its moments and updates it. Gradients are sent to the
+    owners. Updated weights are sent from the owners to all ranks.
 
-    In bf16 and FP8 an owner also keeps float32 weights; all ranks, the owner included, compute with the weights in the
-    precision of the wire. In FP8 each weight and each gradient has its own scale.
+    If weights are sent in bf16 or FP8, the owner also keeps them in float32. All ranks, the owner too, compute with
+    the weights in the format in which they were sent. In FP8 each weight and each gradient has its own scale.
     """
 
     def __init__(self, job: Job) -> None:
         self.module = job.make()
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
-        self.group = self.sharers = job.group
+        self.group = self.batch_group = job.group
         self._all_names = self.names
         self._all_weights = self.weights
         self._exchanges = RankGroup(job.group)
         sizes = [weight.numel() for weight in self.weights]
         self._owned = OwnedTensors(self._exchanges, sizes, job.options["wire"])
         self.fp8_wire = self._owned.fp8
-        self.names = self._owned.own(self.names)
-        self.weights = self._owned.own(self.weights)
-        # Full-precision weights need no copy: what is sent is the weight itself.
+        self.names = self._owned.select_own_items(self.names)
+        self.weights = self._owned.select_own_items(self.weights)
+        # In float32 the weight itself is sent, so no copy is needed.
         if job.options["wire"] != "fp32":
             self.weights = [weight.clone() for weight in self.weights]
             self.send_updates(SilentPhases())
@@ -119,86 +125,90 @@ class ZeroModel(Division):
     def loss(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         loss = super().loss(tokens, targets, phase)
         gradients = [weight.grad for weight in self.parameters if weight.grad is not None]
-        means = iter(self._owned.means(gradients, phase))
+        mean_gradients = iter(self._owned.average(gradients, phase))
         for parameter, owner in zip(self.parameters, self._owned.owners, strict=True):
-            parameter.grad = next(means) if owner == self.group.rank() else None
+            parameter.grad = next(mean_gradients) if owner == self.group.rank() else None
         return loss
 
     def send_updates(self, phase: Phases) -> None:
-        self._owned.put(self.weights, self._all_weights, phase)
+        self._owned.distribute(self.weights, self._all_weights, phase)
 
-    def full_weights(self) -> dict[str, Tensor]:
-        newest = [weight.clone() for weight in self._owned.newest(self.weights, self._all_weights)]
-        self._exchanges.from_owners(newest, self._owned.owners)
-        return dict(zip(self._all_names, newest, strict=True))
+    def gather_weights(self) -> dict[str, Tensor]:
+        newest_weights = [weight.clone() for weight in self._owned.list_newest(self.weights, self._all_weights)]
+        self._exchanges.broadcast_from_owners(newest_weights, self._owned.owners)
+        return dict(zip(self._all_names, newest_weights, strict=True))
 
 
-_TORCHAO = "torchao_"
+_TORCHAO_PREFIX = "torchao_"
 
 
 class FSDPModel(Division):
-    """torch's fully_shard, a group for each block and one for the rest. Weights are gathered in the format `wire`,
-    gradients reduced in float32."""
+    """torch's fully_shard, with one group of weights for each block and one group for all other weights. Weights are
+    gathered in the format `wire`, and gradients are reduced in float32.
+    """
 
     module: GPT
 
     def __init__(self, job: Job) -> None:
-        self.group = self.sharers = job.group
+        self.group = self.batch_group = job.group
         self.module = job.make()
         wire = job.options["wire"]
-        self._in_codes = wire == "torchao_fp8"
-        if wire.startswith(_TORCHAO):
-            take_torchao_layers(self.module, job.emulated, self._in_codes)
-        shard(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
+        self._gathers_codes = wire == "torchao_fp8"
+        if wire.startswith(_TORCHAO_PREFIX):
+            use_torchao_layers(self.module, job.emulated, self._gathers_codes)
+        shard_model(self.module, DeviceMesh.from_group(job.group, job.facts.kind), wire)
         super().__init__(dict(self.module.named_parameters()), job.loss_scale)
-        # The plain tensors inside torchao's wrappers.
+        # torchao wraps its weights. Use the plain tensors inside.
         self.weights = [getattr(weight, "_tensor", weight) for weight in self.weights]
-        if self._in_codes:
+        if self._gathers_codes:
             self._compute_scales()
 
     def send_updates(self, phase: Phases) -> None:
-        if self._in_codes:
+        if self._gathers_codes:
             with phase.communication:
                 self._compute_scales()
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         group = RankGroup(self.group)
-        parts = zip(self.names, self.weights, strict=True)
-        return {name: torch.cat(group.all_of(part.contiguous())) for name, part in parts}
+        named_shards = zip(self.names, self.weights, strict=True)
+        return {name: torch.cat(group.all_of(part.contiguous())) for name, part in named_shards}
 
     def _compute_scales(self) -> None:
-        """Finds the largest magnitudes of all weights that travel as codes, in one exchange after every update."""
+        """Finds the largest magnitudes of all weights that are sent as codes, after an update. One exchange does it
+        for all of them.
+        """
         from torchao.float8 import precompute_float8_dynamic_scale_for_fsdp
 
         precompute_float8_dynamic_scale_for_fsdp(self.module)
 
 
-def take_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
-    """Replaces the linear layers of all blocks by torchao's float8 layers with the same weights, which FSDP gathers as
-    codes if `in_codes`. Their casts are inside their products, where no phase can be opened."""
+def use_torchao_layers(model: GPT, emulated: bool, in_codes: bool) -> None:
+    """Replaces the linear layers of all blocks by torchao's float8 layers with the same weights. With `in_codes` FSDP
+    gathers these weights as codes. torchao casts inside its products, where no phase can be opened.
+    """
     from torchao.float8 import Float8LinearConfig
     from torchao.float8.float8_linear import Float8Linear
 
-    named = Float8LinearConfig.from_recipe_name("tensorwise")
-    config = replace(named, emulate=emulated, enable_fsdp_float8_all_gather=in_codes)
+    recipe_config = Float8LinearConfig.from_recipe_name("tensorwise")
+    config = replace(recipe_config, emulate=emulated, enable_fsdp_float8_all_gather=in_codes)
     for path, layer in list(model.blocks.named_modules()):
         if isinstance(layer, Linear):
             outputs, inputs = layer.weight.shape
-            # On meta it draws no random numbers.
-            plain = nn.Linear(inputs, outputs, bias=False, device="meta")
-            plain.weight = layer.weight
-            layer8 = Float8Linear.from_float(plain, config)
-            multiply = layer8.forward
+            # On the meta device a layer draws no random numbers.
+            plain_layer = nn.Linear(inputs, outputs, bias=False, device="meta")
+            plain_layer.weight = layer.weight
+            float8_layer = Float8Linear.from_float(plain_layer, config)
+            multiply = float8_layer.forward
             carrier = layer.arithmetic.carrier
-            layer8.forward = lambda x, phase, by=multiply, to=carrier: region(phase.gemm, by, x.to(to))
+            float8_layer.forward = lambda x, phase, by=multiply, to=carrier: region(phase.gemm, by, x.to(to))
             owner, _, name = path.rpartition(".")
-            setattr(model.blocks.get_submodule(owner), name, layer8)
+            setattr(model.blocks.get_submodule(owner), name, float8_layer)
 
 
-def shard(model: GPT, mesh: DeviceMesh, wire: str) -> None:
-    policy = MixedPrecisionPolicy(
+def shard_model(model: GPT, mesh: DeviceMesh, wire: str) -> None:
+    precision_policy = MixedPrecisionPolicy(
         param_dtype=torch.bfloat16 if wire == "bf16" else None, reduce_dtype=torch.float32, cast_forward_inputs=False
     )
     for block in model.blocks:
-        fully_shard(block, mesh=mesh, mp_policy=policy)
-    fully_shard(model, mesh=mesh, mp_policy=policy)
+        fully_shard(block, mesh=mesh, mp_policy=precision_policy)
+    fully_shard(model, mesh=mesh, mp_policy=precision_policy)

@@ -1,8 +1,9 @@
-"""Exchanges between the ranks of a group inside a model, forward and backward, under the phase communication. In FP8
-they exchange codes, which are added up in float32.
+"""Exchanges between the ranks of a group inside a model, in forward and backward, in the phase communication. FP8
+exchanges send codes and sum them in float32.
 
-Each exchange is reversed in backward: where a tensor is copied to all ranks their gradients are added up, and where
-tensors are added up each rank gets the gradient whole. The same holds for tokens that are gathered or scattered.
+Each exchange has its reverse in backward. If forward copies a tensor to all ranks, backward sums their gradients. If
+forward sums tensors, each rank gets the whole gradient. To gather tokens and to scatter them are the reverse of each
+other.
 """
 
 from __future__ import annotations
@@ -22,27 +23,27 @@ from fp8bench.numerics.collectives import (
     TWOSHOT,
     AutoScale,
     Pieces,
-    mean_in_fp8,
-    mean_of_tensors,
-    newest,
-    transport,
-    transport_tensors,
+    average_tensors,
+    compute_fp8_mean,
+    gather_parts,
+    gather_tensors,
+    newest_function,
 )
-from fp8bench.numerics.rank_programs import Program, on_this_rank, simulate
+from fp8bench.numerics.rank_programs import Program, run_on_this_rank, simulate
 from fp8bench.protocols import Phases, SilentPhases
 
-_TOKENS = 1
+_TOKEN_DIMENSION = 1
 Exchange = Callable[[Tensor], Tensor]
 
 
 def is_silent(group: dist.ProcessGroup) -> bool:
-    """Whether the group sends nothing: all ranks are then taken to be alike."""
+    """Returns whether the group sends nothing. Exchanges then work as if all ranks had equal values."""
     return str(dist.get_backend(group)) == "fake"
 
 
 @dataclass
 class RankGroup:
-    """The ranks that share a model's blocks. `phase` has the markers of the running step."""
+    """The ranks that share the blocks of a model. `phase` has the phase markers of the running step."""
 
     handle: dist.ProcessGroup
     phase: Phases = field(default_factory=SilentPhases)
@@ -60,7 +61,7 @@ class RankGroup:
             dist.all_reduce(total, group=self.handle)
             return total
 
-    def largest(self, x: Tensor) -> Tensor:
+    def max_over_ranks(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             maximum = x.clone()
             dist.all_reduce(maximum, dist.ReduceOp.MAX, group=self.handle)
@@ -75,53 +76,60 @@ class RankGroup:
             return parts
 
     def gather(self, x: Tensor) -> Tensor:
-        return self.all_parts(x).movedim(0, _TOKENS).flatten(_TOKENS, _TOKENS + 1)
+        return self.all_parts(x).movedim(0, _TOKEN_DIMENSION).flatten(_TOKEN_DIMENSION, _TOKEN_DIMENSION + 1)
 
     def scatter(self, x: Tensor) -> Tensor:
-        return self.own_part(torch.stack(x.chunk(self.size, _TOKENS)))
+        return self.own_part(torch.stack(x.chunk(self.size, _TOKEN_DIMENSION)))
 
     def all_parts(self, x: Tensor) -> Tensor:
         with self.phase.communication:
             parts = x.new_empty(self.size, *x.shape)
-            newest("all_gather_single", "all_gather_into_tensor")(parts, x.contiguous()[None], group=self.handle)
+            gather = newest_function("all_gather_single", "all_gather_into_tensor")
+            gather(parts, x.contiguous()[None], group=self.handle)
             return parts
 
     def own_part(self, parts: Tensor) -> Tensor:
         with self.phase.communication:
             part = parts.new_empty(1, *parts.shape[1:])
-            newest("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
+            newest_function("reduce_scatter_single", "reduce_scatter_tensor")(part, parts, group=self.handle)
             return part[0]
 
-    def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
-        """Sends rows of x to each rank, as many as `sent` has for it; returns the rows that each has sent here."""
+    def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+        """Sends `sent[r]` rows of x to each rank r. Returns the rows that the ranks have sent to this rank,
+        `received[r]` of them from rank r.
+        """
         with self.phase.communication:
-            got = x.new_zeros(sum(received), *x.shape[1:])
+            rows = x.new_zeros(sum(received), *x.shape[1:])
             if not self.silent:
-                dist.all_to_all_single(got, x.contiguous(), list(received), list(sent), group=self.handle)
-            return got
+                dist.all_to_all_single(rows, x.contiguous(), list(received), list(sent), group=self.handle)
+            return rows
 
-    def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
-        """Reduces each tensor to its owner in place; other ranks' copies are undefined afterwards."""
+    def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+        """Sums each tensor in place on the rank that owns it. On other ranks its numbers are undefined afterwards."""
         with self.phase.communication:
             pairs = zip(tensors, owners, strict=True)
-            _wait(dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True) for tensor, owner in pairs)
+            _wait_for_all(
+                dist.reduce(tensor, group=self.handle, group_dst=owner, async_op=True) for tensor, owner in pairs
+            )
 
-    def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def broadcast_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         with self.phase.communication:
             pairs = zip(tensors, owners, strict=True)
-            _wait(dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs)
+            _wait_for_all(
+                dist.broadcast(tensor, group=self.handle, group_src=owner, async_op=True) for tensor, owner in pairs
+            )
 
-    def added_together(self, gradients: Sequence[Tensor]) -> None:
+    def sum_gradients(self, gradients: Sequence[Tensor]) -> None:
         flat = [gradient.view(-1) for gradient in gradients]
         total = self.add_over_ranks(torch.cat(flat))
         torch._foreach_copy_(flat, list(torch.split(total, [tensor.numel() for tensor in flat])))
 
-    def own(self, x: Tensor) -> Tensor:
-        return x.chunk(self.size, _TOKENS)[self.rank]
+    def take_share(self, x: Tensor) -> Tensor:
+        return x.chunk(self.size, _TOKEN_DIMENSION)[self.rank]
 
 
-def _wait(works: Iterable[dist.Work | None]) -> None:
-    """Begins all of them before it waits for the first."""
+def _wait_for_all(works: Iterable[dist.Work | None]) -> None:
+    """Waits for all operations between ranks. It starts all of them before it waits for the first."""
     for work in list(works):
         if work is not None:
             work.wait()
@@ -129,13 +137,13 @@ def _wait(works: Iterable[dist.Work | None]) -> None:
 
 class _Exchanged(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: Tensor, forward_exchange: Exchange, back: Exchange) -> Tensor:
-        ctx.back = back
+    def forward(ctx: Any, x: Tensor, forward_exchange: Exchange, backward_exchange: Exchange) -> Tensor:
+        ctx.backward_exchange = backward_exchange
         return forward_exchange(x)
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
-        return ctx.back(gradients[0]), None, None
+        return ctx.backward_exchange(gradients[0]), None, None
 
 
 def exchange(x: Tensor, forward: Exchange, backward: Exchange) -> Tensor:
@@ -158,36 +166,39 @@ def scatter(x: Tensor, group: RankGroup) -> Tensor:
     return exchange(x, group.scatter, group.gather)
 
 
-def all_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
-    """Returns the answers of all ranks of a group, in their order; tuples become lists. They travel as JSON, because
-    torch would unpickle any other object."""
-    text = json.dumps(answer).encode()
-    size = dist.get_world_size(group)
-    lengths = list(torch.zeros(size, 1, dtype=torch.int64))
-    dist.all_gather(lengths, torch.tensor([len(text)]), group)
-    longest = max(map(int, lengths))
-    texts = list(torch.zeros(size, longest, dtype=torch.uint8))
-    dist.all_gather(texts, torch.frombuffer(bytearray(text.ljust(longest)), dtype=torch.uint8), group)
-    return [json.loads(bytes(codes.tolist())) for codes in texts]
+def gather_answers(answer: Any, group: dist.ProcessGroup | None = None) -> list[Any]:
+    """Returns the answers of all ranks of a group, in the order of ranks. Answers are sent as JSON, because torch
+    would unpickle any object. So tuples become lists.
+    """
+    encoded_answer = json.dumps(answer).encode()
+    rank_count = dist.get_world_size(group)
+    lengths = list(torch.zeros(rank_count, 1, dtype=torch.int64))
+    dist.all_gather(lengths, torch.tensor([len(encoded_answer)]), group)
+    longest_length = max(map(int, lengths))
+    encoded_answers = list(torch.zeros(rank_count, longest_length, dtype=torch.uint8))
+    dist.all_gather(
+        encoded_answers, torch.frombuffer(bytearray(encoded_answer.ljust(longest_length)), dtype=torch.uint8), group
+    )
+    return [json.loads(bytes(codes.tolist())) for codes in encoded_answers]
 
 
-def first_mistake(mistake: str, group: dist.ProcessGroup) -> str:
-    for rank, answer in enumerate(all_answers(mistake, group)):
+def find_first_fault(fault: str, group: dist.ProcessGroup) -> str:
+    for rank, answer in enumerate(gather_answers(fault, group)):
         if answer:
             return f"rank {rank} {answer}"
     return ""
 
 
-# The program of one rank, from its values and its number.
-OfRank = Callable[[Tensor, int], Program[Tensor]]
+# A function that makes the program of one rank in an exchange, from the rank's values and its number.
+RankProgram = Callable[[Tensor, int], Program[Tensor]]
 
 
 class FP8Wire:
-    """Exchanges float32 vectors over a group by the programs of numerics/collectives.py."""
+    """Exchanges float32 vectors in FP8 over a group, by the algorithms of numerics/collectives.py."""
 
     def __init__(self, group: dist.ProcessGroup, algorithm: str = TWOSHOT) -> None:
         self.group = group
-        self.way = algorithm
+        self.algorithm = algorithm
         self._rank = group.rank()
         self._size = group.size()
         self._witness: WireWitness | None = None
@@ -198,31 +209,31 @@ class FP8Wire:
 
     def mean_of(self, values: Tensor, rank: int) -> Program[Tensor]:
         padded = torch.nn.functional.pad(values, (0, -values.numel() % self._size))
-        mean = yield from mean_in_fp8(self.way, padded, POST, rank, self._size, AutoScale())
+        mean = yield from compute_fp8_mean(self.algorithm, padded, POST, rank, self._size, AutoScale())
         return mean.values[: values.numel()]
 
     def part_of(self, values: Tensor, rank: int) -> Program[Tensor]:
-        mean = yield from mean_in_fp8(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole=False)
+        mean = yield from compute_fp8_mean(TWOSHOT, values, POST, rank, self._size, AutoScale(), whole_vector=False)
         return mean.values
 
     def join(self, part: Tensor, rank: int) -> Program[Tensor]:
-        joined = yield from transport(part)
+        joined = yield from gather_parts(part)
         return joined.values
 
-    def send(self, program: OfRank, values: Tensor, phase: Phases) -> Tensor:
-        """Returns this rank's result of a program that all ranks run together."""
+    def send(self, program: RankProgram, values: Tensor, phase: Phases) -> Tensor:
+        """Runs an exchange in which all ranks take part. Returns this rank's result."""
         with phase.cast:
-            got = self._result(program(values, self._rank), phase)
+            received = self._run_program(program(values, self._rank), phase)
         if self._witness is not None:
-            self._witness.look(values, got, program)
-        return got
+            self._witness.compare_exchange(values, received, program)
+        return received
 
-    def _result(self, program: Program[Tensor], phase: Phases) -> Tensor:
-        return on_this_rank(program, None, phase.communication, self.group)
+    def _run_program(self, program: Program[Tensor], phase: Phases) -> Tensor:
+        return run_on_this_rank(program, None, phase.communication, self.group)
 
 
 class FP8Group(RankGroup):
-    """A group that sums, gathers and scatters in FP8; results have the dtype of their inputs."""
+    """A group of ranks that sums, gathers and scatters tensors in FP8. Results have the dtype of their inputs."""
 
     def __post_init__(self) -> None:
         super().__post_init__()
@@ -237,106 +248,122 @@ class FP8Group(RankGroup):
     def own_part(self, parts: Tensor) -> Tensor:
         return (self._send(self.wire.part_of, parts) * self.size).view(parts.shape[1:]).to(parts.dtype)
 
-    def _send(self, program: OfRank, x: Tensor) -> Tensor:
+    def _send(self, program: RankProgram, x: Tensor) -> Tensor:
         return self.wire.send(program, x.to(torch.float32).flatten(), self.phase)
 
 
 class WireWitness:
-    """Compares what a rank received with what one process computes from all ranks' values by the same program, bit for
-    bit."""
+    """Checks FP8 exchanges. One process computes the exchange from the values of all ranks, and its result must equal
+    this rank's result bit for bit.
+    """
 
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
-        self._wrong = ""
+        self._fault = ""
 
-    def look(self, values: Tensor, got: Tensor, program: OfRank) -> None:
-        """All ranks have to call this for every exchange, because they ask each other for their values."""
-        lengths = all_answers(len(values), self._group)  # vectors may differ in length
+    def compare_exchange(self, values: Tensor, received: Tensor, program: RankProgram) -> None:
+        """Checks one exchange against what every rank has sent. All ranks must call it for every exchange, because
+        the check needs the values of all ranks.
+        """
+        lengths = gather_answers(len(values), self._group)  # vectors of different ranks may differ in length
         padded = torch.nn.functional.pad(values, (0, max(lengths) - len(values)))
         all_padded = RankGroup(self._group).all_of(padded)
-        everybody = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
-        expected = simulate([program(tensor, rank) for rank, tensor in enumerate(everybody)])[self._group.rank()]
-        wrong = int((got != expected).sum())
-        if wrong and not self._wrong:
-            self._wrong = f"has got {wrong:,} of {got.numel():,} numbers in FP8 that are not those of all ranks' values"
+        values_of_ranks = [tensor[:length] for tensor, length in zip(all_padded, lengths, strict=True)]
+        expected_result = simulate([program(tensor, rank) for rank, tensor in enumerate(values_of_ranks)])[
+            self._group.rank()
+        ]
+        wrong_count = int((received != expected_result).sum())
+        if wrong_count and not self._fault:
+            numbers = f"{wrong_count:,} of {received.numel():,} FP8 numbers"
+            self._fault = f"has received {numbers} that do not follow from all ranks' values"
 
-    def mistake(self) -> str:
-        return first_mistake(self._wrong, self._group)
+    def find_fault(self) -> str:
+        return find_first_fault(self._fault, self._group)
 
 
 T = TypeVar("T")
 
 
 class OwnedTensors:
-    """Tensors with one owner each, given by their numbers of elements; `wire` is the format that they travel in."""
+    """Tensors that each have one rank as owner. `sizes` are their numbers of elements, and `wire` is the format in
+    which they are sent.
+    """
 
     def __init__(self, group: RankGroup, sizes: Sequence[int], wire: str) -> None:
         self._group = group
-        self.owners = owners(sizes, group.size)
+        self.owners = assign_owners(sizes, group.size)
         self.fp8 = FP8Wire(group.handle) if wire == "fp8" else None
         self.sent_as = torch.bfloat16 if wire == "bf16" else torch.float32
-        owned = [self.of(owner, sizes) for owner in range(group.size)]
-        self._pieces = [Pieces(some, max(map(len, owned))) for some in owned]
+        owned = [self.select(owner, sizes) for owner in range(group.size)]
+        self._pieces = [Pieces(items, max(map(len, owned))) for items in owned]
 
-    def of(self, owner: int, some: Sequence[T]) -> list[T]:
-        return [value for value, place in zip(some, self.owners, strict=True) if place == owner]
+    def select(self, owner: int, items: Sequence[T]) -> list[T]:
+        return [value for value, place in zip(items, self.owners, strict=True) if place == owner]
 
-    def own(self, some: Sequence[T]) -> list[T]:
-        return self.of(self._group.rank, some)
+    def select_own_items(self, items: Sequence[T]) -> list[T]:
+        return self.select(self._group.rank, items)
 
-    def means(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
-        """The means over all ranks of the tensors that this one owns; `gradients` may be overwritten."""
+    def average(self, gradients: Sequence[Tensor], phase: Phases) -> list[Tensor]:
+        """Returns the mean over all ranks of each tensor that this rank owns. `gradients` may be overwritten."""
         if self.fp8 is not None:
-            by_owner = [_row(self.of(owner, gradients)) for owner in range(self._group.size)]
-            mean = partial(mean_of_tensors, pieces=self._pieces)
-            return _apart(self.fp8.send(mean, torch.cat(by_owner), phase), self.own(gradients))
+            gradients_by_owner = [_flatten_tensors(self.select(owner, gradients)) for owner in range(self._group.size)]
+            mean = partial(average_tensors, pieces=self._pieces)
+            return _split_like(
+                self.fp8.send(mean, torch.cat(gradients_by_owner), phase), self.select_own_items(gradients)
+            )
         self._group.phase = phase
         with phase.cast:
-            sent = [gradient.to(self.sent_as) for gradient in gradients]  # no copies in float32
-        self._group.to_owners(sent, self.owners)
-        means = [tensor.to(torch.float32) for tensor in self.own(sent)]
+            sent_gradients = [gradient.to(self.sent_as) for gradient in gradients]  # no copy if they are float32
+        self._group.reduce_to_owners(sent_gradients, self.owners)
+        means = [tensor.to(torch.float32) for tensor in self.select_own_items(sent_gradients)]
         torch._foreach_div_(means, self._group.size)
         return means
 
-    def put(self, owned: Sequence[Tensor], wholes: Sequence[Tensor], phase: Phases) -> None:
-        """Copies each owner's tensors into `wholes` on every rank, the owner included, in the precision of the wire."""
+    def distribute(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor], phase: Phases) -> None:
+        """Copies each owner's tensors into `all_tensors` on every rank. They are rounded to the format of the wire,
+        on the owner too.
+        """
         if self.fp8 is not None:
-            every = self.fp8.send(partial(transport_tensors, pieces=self._pieces), _row(owned), phase)
-            for owner, row in enumerate(torch.split(every, [some.size for some in self._pieces])):
-                theirs = self.of(owner, wholes)
-                torch._foreach_copy_(theirs, _apart(row, theirs))
+            all_values = self.fp8.send(partial(gather_tensors, pieces=self._pieces), _flatten_tensors(owned), phase)
+            for owner, row in enumerate(torch.split(all_values, [items.size for items in self._pieces])):
+                owner_tensors = self.select(owner, all_tensors)
+                torch._foreach_copy_(owner_tensors, _split_like(row, owner_tensors))
             return
         self._group.phase = phase
         with phase.cast:
-            sent = [tensor.to(self.sent_as) for tensor in self.newest(owned, wholes)]
-        self._group.from_owners(sent, self.owners)
-        # A tensor that was sent without a conversion is in place already.
-        pairs = [(weight, tensor) for weight, tensor in zip(wholes, sent, strict=True) if weight is not tensor]
+            sent_tensors = [tensor.to(self.sent_as) for tensor in self.list_newest(owned, all_tensors)]
+        self._group.broadcast_from_owners(sent_tensors, self.owners)
+        # A tensor that was sent without conversion is already in place.
+        pairs = [
+            (weight, tensor) for weight, tensor in zip(all_tensors, sent_tensors, strict=True) if weight is not tensor
+        ]
         if pairs:
             torch._foreach_copy_([weight for weight, _ in pairs], [tensor for _, tensor in pairs])
 
-    def newest(self, owned: Sequence[Tensor], wholes: Sequence[Tensor]) -> list[Tensor]:
-        mine = iter(owned)
+    def list_newest(self, owned: Sequence[Tensor], all_tensors: Sequence[Tensor]) -> list[Tensor]:
+        own_tensors = iter(owned)
         return [
-            next(mine) if owner == self._group.rank else weight
-            for owner, weight in zip(self.owners, wholes, strict=True)
+            next(own_tensors) if owner == self._group.rank else weight
+            for owner, weight in zip(self.owners, all_tensors, strict=True)
         ]
 
 
-def owners(elements: Sequence[int], ranks: int) -> list[int]:
-    """Chooses the owner of each tensor: the largest first, each to the rank with the fewest elements at that time."""
+def assign_owners(elements: Sequence[int], ranks: int) -> list[int]:
+    """Chooses a rank to own each tensor. The largest tensor is assigned first, and each goes to the rank that has the
+    fewest elements by then.
+    """
     owned = [0] * ranks
     owner = [0] * len(elements)
-    for place in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
-        owner[place] = owned.index(min(owned))
-        owned[owner[place]] += elements[place]
+    for index in sorted(range(len(elements)), key=lambda number: (-elements[number], number)):
+        owner[index] = owned.index(min(owned))
+        owned[owner[index]] += elements[index]
     return owner
 
 
-def _row(tensors: Sequence[Tensor]) -> Tensor:
+def _flatten_tensors(tensors: Sequence[Tensor]) -> Tensor:
     return torch.cat([tensor.flatten() for tensor in tensors])
 
 
-def _apart(row: Tensor, like: Sequence[Tensor]) -> list[Tensor]:
-    sizes = [tensor.numel() for tensor in like]
-    return [piece.view_as(tensor) for piece, tensor in zip(torch.split(row, sizes), like, strict=True)]
+def _split_like(row: Tensor, templates: Sequence[Tensor]) -> list[Tensor]:
+    sizes = [tensor.numel() for tensor in templates]
+    return [piece.view_as(tensor) for piece, tensor in zip(torch.split(row, sizes), templates, strict=True)]

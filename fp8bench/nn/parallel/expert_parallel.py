@@ -1,8 +1,9 @@
-"""Expert parallelism: each rank has some experts and its share of a batch; tokens go to their experts' ranks and back.
+"""Expert parallelism: each rank has some of the experts, and its share of a batch. Tokens are sent to the ranks of
+their experts and back.
 
-An expert's rows have the order that they have on one rank, those of the first rank first, so that its products are the
-same bit for bit. All else is on every rank and gets the sum of all ranks' gradients. In FP8 tokens travel as E4M3 codes
-with a scale for 128 elements; results, and all gradients, travel in bf16.
+An expert's rows have the same order as on one rank, with the first rank's rows first. So its products are
+bit-identical. All other weights are on every rank and get the sum of all ranks' gradients. With wire=fp8 tokens are
+sent as E4M3 codes with a scale for each 128 elements. Results and all gradients are then sent in bf16.
 """
 
 from __future__ import annotations
@@ -21,11 +22,13 @@ from fp8bench.nn.parallel.exchanges import RankGroup, exchange
 from fp8bench.nn.parallel.ways import Job
 from fp8bench.protocols import Phases
 
-_EXPERTS = ".experts."
+_EXPERTS_PATH = ".experts."
 
 
 class RankedExperts(Experts):
-    """This rank's share of a block's experts. `rows` are the numbers of rows that each rank multiplied last."""
+    """The experts of a block that this rank has. `rows` are the numbers of rows that each rank multiplied in the last
+    step.
+    """
 
     def __init__(self, experts: Experts, group: RankGroup, wire: str) -> None:
         nn.Module.__init__(self)
@@ -35,59 +38,74 @@ class RankedExperts(Experts):
         self.group = group
         self.wire = wire
         self.ranks = group.size
-        share = experts.count // group.size
-        self.own = range(share * group.rank, share * (group.rank + 1))
+        expert_count = experts.count // group.size
+        self.own = range(expert_count * group.rank, expert_count * (group.rank + 1))
         self.experts = nn.ModuleList(experts.experts[number] for number in self.own)  # type: ignore[assignment]
-        self.ahead = None if experts.ahead is None else experts.ahead.chunk(group.size)[group.rank]
-        # For each rank the number of its tokens that go to each expert.
-        self._tokens: list[list[int]] = []
+        self.planned_experts = (
+            None if experts.planned_experts is None else experts.planned_experts.chunk(group.size)[group.rank]
+        )
+        # How many tokens each rank has for each expert.
+        self._tokens_by_rank: list[list[int]] = []
         self.rows: list[int] = []
 
     def _sum_over_ranks(self, counts: Tensor) -> Tensor:
-        table = torch.stack(self.group.all_of(counts))
-        self._tokens = table.tolist()  # the host waits for the numbers of rows to send
-        by_rank = table.view(self.ranks, self.ranks, -1).sum((0, 2))
-        self.rows = by_rank.tolist()
-        return table.sum(0)
+        counts_by_rank = torch.stack(self.group.all_of(counts))
+        # Here the host waits, because it must know how many rows to send.
+        self._tokens_by_rank = counts_by_rank.tolist()
+        rows_by_rank = counts_by_rank.view(self.ranks, self.ranks, -1).sum((0, 2))
+        self.rows = rows_by_rank.tolist()
+        return counts_by_rank.sum(0)
 
     def _run_experts(self, rows: Tensor, counts: Tensor, phase: Phases) -> Tensor:
         # 1. Send each row to the rank of its expert.
-        sent_tokens = self._tokens[self.group.rank]
-        share = len(sent_tokens) // self.ranks
-        sent = [sum(sent_tokens[first : first + share]) for first in range(0, len(sent_tokens), share)]
-        received_tokens = [tokens[self.own.start : self.own.stop] for tokens in self._tokens]
-        received = [sum(tokens) for tokens in received_tokens]
-        arrived = self._exchange(rows, sent, received, self.wire)
+        sent_tokens = self._tokens_by_rank[self.group.rank]
+        experts_per_rank = len(sent_tokens) // self.ranks
+        sent_rows = [
+            sum(sent_tokens[first : first + experts_per_rank]) for first in range(0, len(sent_tokens), experts_per_rank)
+        ]
+        received_tokens = [tokens[self.own.start : self.own.stop] for tokens in self._tokens_by_rank]
+        received_counts = [sum(tokens) for tokens in received_tokens]
+        received_rows = self._exchange(rows, sent_rows, received_counts, self.wire)
 
-        # 2. Sort what came by rank into the order that experts have on one rank, and multiply.
+        # 2. Sort the received rows as they would be on one rank, and run the experts.
         order = torch.tensor(_order_by_expert(received_tokens), dtype=torch.int64, device=rows.device)
         sizes = [sum(expert) for expert in zip(*received_tokens, strict=True)]
-        parts = torch.split_with_sizes(arrived[order], sizes)
-        outputs = torch.cat(self._run_parts(parts, torch.tensor(sizes, device=rows.device), phase))
+        rows_by_expert = torch.split_with_sizes(received_rows[order], sizes)
+        outputs = torch.cat(self._run_parts(rows_by_expert, torch.tensor(sizes, device=rows.device), phase))
 
         # 3. Send the results back.
-        return self._exchange(outputs[order.argsort()], received, sent, _wire_back(self.wire))
+        return self._exchange(outputs[order.argsort()], received_counts, sent_rows, _choose_return_wire(self.wire))
 
     def _exchange(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
-        back = _wire_back(wire)
-        return exchange(x, lambda y: self._send(y, sent, received, wire), lambda y: self._send(y, received, sent, back))
+        return_wire = _choose_return_wire(wire)
+        return exchange(
+            x,
+            lambda y: self._send_rows(y, sent, received, wire),
+            lambda y: self._send_rows(y, received, sent, return_wire),
+        )
 
-    def _send(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
+    def _send_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int], wire: str) -> Tensor:
         if wire == "stream":
-            return self.group.exchanged_rows(x, sent, received)
+            return self.group.exchange_rows(x, sent, received)
         with self.group.phase.cast:
             encoded = encode_rows(x) if wire == "fp8" else (x.to(torch.bfloat16),)
-        arrived = [self.group.exchanged_rows(part, sent, received) for part in encoded]
+        received_rows = [self.group.exchange_rows(part, sent, received) for part in encoded]
         with self.group.phase.cast:
-            return decode_rows(arrived[0], arrived[1], x.dtype) if wire == "fp8" else arrived[0].to(x.dtype)
+            return (
+                decode_rows(received_rows[0], received_rows[1], x.dtype)
+                if wire == "fp8"
+                else received_rows[0].to(x.dtype)
+            )
 
 
-def _wire_back(wire: str) -> str:
+def _choose_return_wire(wire: str) -> str:
     return "bf16" if wire == "fp8" else wire
 
 
 def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
-    """Places of rows that came by rank, and within each rank by expert, in the order of experts."""
+    """Returns the order that sorts the received rows by expert. They arrive sorted by rank, and the rows of one rank
+    by expert.
+    """
     experts = len(tokens[0])
     counts = list(chain.from_iterable(tokens))
     ends = list(accumulate(counts))
@@ -99,41 +117,45 @@ def _order_by_expert(tokens: Sequence[Sequence[int]]) -> list[int]:
 
 
 class ExpertsByRanks(Division):
-    """A rank's experts, and all else of the model, which reads the rank's share of a batch."""
+    """This rank's experts, and a copy of all other parts of the model. They run on the rank's share of a batch."""
 
     module: GPT
     _shared: RankGroup
 
     def __init__(self, job: Job) -> None:
-        self.group = self.sharers = job.group
+        self.group = self.batch_group = job.group
         self._shared = RankGroup(job.group)
         self.module = job.make()
         for block in self.module.blocks:
             assert isinstance(block, Block) and isinstance(block.mlp, Experts)
             block.mlp = RankedExperts(block.mlp, self._shared, job.options["wire"])
-        self._experts_each = job.config.experts // self._shared.size
-        named = {self._whole_name(name, self._shared.rank): part for name, part in self.module.named_parameters()}
-        super().__init__(named, job.loss_scale)
-        self.common = [part for name, part in named.items() if _EXPERTS not in name]
+        self._experts_per_rank = job.config.experts // self._shared.size
+        named_parameters = {
+            self._name_in_model(name, self._shared.rank): part for name, part in self.module.named_parameters()
+        }
+        super().__init__(named_parameters, job.loss_scale)
+        self.common_parameters = [part for name, part in named_parameters.items() if _EXPERTS_PATH not in name]
 
-    def _whole_name(self, name: str, rank: int) -> str:
-        """The name in the whole model of a rank's parameter."""
-        block, experts, layer = name.partition(_EXPERTS)
+    def _name_in_model(self, name: str, rank: int) -> str:
+        """Returns the name that a parameter of a rank has in the whole model."""
+        block, experts, layer = name.partition(_EXPERTS_PATH)
         if not experts:
             return name
         number, _, weight = layer.partition(".")
-        return f"{block}{experts}{int(number) % self._experts_each + rank * self._experts_each}.{weight}"
+        return f"{block}{experts}{int(number) % self._experts_per_rank + rank * self._experts_per_rank}.{weight}"
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
         for name, weight in zip(self.names, self.weights, strict=True):
-            shares = self._shared.all_of(weight) if _EXPERTS in name else [weight]
+            shares = self._shared.all_of(weight) if _EXPERTS_PATH in name else [weight]
             for rank, share in enumerate(shares):
-                weights[self._whole_name(name, rank)] = share
+                weights[self._name_in_model(name, rank)] = share
         return weights
 
     def figures(self) -> dict[str, float]:
-        """The rows that each rank's experts multiplied in the last step, in all blocks, and the most over the mean."""
+        """Returns how many rows the experts of each rank multiplied in the last step, over all blocks. Also returns
+        the largest of these numbers divided by their mean.
+        """
         blocks = [block.mlp.rows for block in self.module.blocks if isinstance(block.mlp, RankedExperts)]
         rows = [sum(rank) for rank in zip(*blocks, strict=True)]
         figures = {f"rank{rank}_rows": float(count) for rank, count in enumerate(rows)}

@@ -1,7 +1,8 @@
-"""Scales of tensors that ranks have shares of.
+"""Scales of tensors that are divided among ranks.
 
-No rank knows the largest magnitude of a tensor that is cut. `own` scales each share by its own magnitude; `group` asks
-all ranks for the largest before every cast, so that codes are those of one rank.
+If a tensor is divided, no rank knows its largest magnitude. With amax=own the part of each rank is scaled by its own
+largest magnitude. With amax=group the ranks find the largest magnitude of all parts before every cast, so that codes
+are the same as on one rank.
 """
 
 from __future__ import annotations
@@ -19,15 +20,16 @@ from fp8bench.nn.parallel.ways import OUTPUTS, Cut
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Arithmetic, Role
 
-# Turns one rank's largest magnitude, a float32 scalar tensor, into that of all ranks.
-Largest = Callable[[Tensor], Tensor]
+# A function that takes this rank's largest magnitude, a float32 scalar tensor, and returns the largest magnitude on
+# all ranks.
+MaxOverRanks = Callable[[Tensor], Tensor]
 
 
 @dataclass(eq=False)
-class CurrentOfGroup:
-    """Scales by a tensor's largest magnitude over all ranks."""
+class GroupCurrentScale:
+    """The current scale of a divided tensor, from its largest magnitude on all ranks."""
 
-    _largest: Largest
+    _max_over_ranks: MaxOverRanks
     treatment: Treatment
     last: ScalePair | None = None
 
@@ -36,39 +38,46 @@ class CurrentOfGroup:
             return self.last
         scaling = self.treatment.scaling
         assert scaling is not None
-        amax = self._largest(largest_magnitude(x) if amax is None else amax)
+        amax = self._max_over_ranks(largest_magnitude(x) if amax is None else amax)
         self.last = ScalePair(*current_scale(amax, self.treatment.fmt, scaling.rounding))
         return self.last
 
 
-class DelayedOfGroup(DelayedScale):
-    """A delayed scale with the history of the whole tensor."""
+class GroupDelayedScale(DelayedScale):
+    """The delayed scale of a divided tensor. Its history has the largest magnitudes on all ranks."""
 
-    alone = False
+    is_local = False
 
-    def __init__(self, largest: Largest, delayed: Delayed, treatment: Treatment) -> None:
+    def __init__(self, max_over_ranks: MaxOverRanks, delayed: Delayed, treatment: Treatment) -> None:
         super().__init__(delayed, treatment.fmt)
-        self._largest = largest
+        self._max_over_ranks = max_over_ranks
 
     def next(self, x: Tensor, repeat: bool = False, amax: Tensor | None = None) -> ScalePair:
         if repeat and self.last is not None:
             return self.last
-        return super().next(x, repeat, self._largest(largest_magnitude(x) if amax is None else amax))
+        return super().next(x, repeat, self._max_over_ranks(largest_magnitude(x) if amax is None else amax))
 
 
 def cut_roles(cut: Cut) -> tuple[Role, ...]:
-    """The operands of which each rank has a share; the rest of a product is the same on all of them."""
+    """Returns the roles of the operands that are divided among the ranks. All other operands of a product are the
+    same on all ranks.
+    """
     return (Role.WEIGHT, Role.GRADIENT if cut.dim == OUTPUTS else Role.INPUT)
 
 
-def scaled_together(arithmetic: Arithmetic, roles: Iterable[Role], largest: Largest) -> Arithmetic:
-    """`arithmetic` with scales by the largest magnitudes of all ranks for these roles; itself where no tensor has one
-    scale. Ranks have to cast in the same order."""
+def use_group_scales(arithmetic: Arithmetic, roles: Iterable[Role], max_over_ranks: MaxOverRanks) -> Arithmetic:
+    """Returns an arithmetic whose casts in these roles use scales that all ranks share. If `arithmetic` has no tensor
+    scales, it is returned unchanged. All ranks must cast in the same order.
+    """
     if not (isinstance(arithmetic, RecipeArithmetic) and arithmetic.recipe.per_tensor):
         return arithmetic
     delayed = arithmetic.recipe.delayed
     scales: dict[Role, NextScale] = dict(arithmetic.scales)
     for role in roles:
         treatment = arithmetic.treatments[role]
-        scales[role] = DelayedOfGroup(largest, delayed, treatment) if delayed else CurrentOfGroup(largest, treatment)
+        scales[role] = (
+            GroupDelayedScale(max_over_ranks, delayed, treatment)
+            if delayed
+            else GroupCurrentScale(max_over_ranks, treatment)
+        )
     return type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)

@@ -1,23 +1,27 @@
-"""Training steps of a rank's part of a model, and how far from one rank's they may be: as far as rounding explains.
+"""Trains a rank's part of a model, and checks that training on one rank gives the same weights but for rounding.
 
-Compared is what three steps change, by three figures: the relative distance over all weights, that of the weight that
-is furthest off, and the gain, how many times one rank's change is contained in it. Noise enters the gain only by half
-its square, so a gain can be held much closer than a distance.
+Three figures compare how the weights changed in three steps: the relative distance over all weights, the relative
+distance of the weight that is furthest off, and the gain. The gain is the factor between the two changes. It is 1 if
+several ranks move the weights as far as one rank does. Noise changes the gain only by half the noise's square, so the
+gain has a much closer limit than a distance. The table shows the figures of correct code ('honest') and the limits.
 
-| what rounds most             | honest: distance, furthest, gain | limits              |
-|------------------------------|----------------------------------|---------------------| | order of float32 sums
-| 5e-6, 5e-5, 1e-6                 | 0.001, 0.001, 0.001 | | 16 bits, made or sent        | 0.014, 0.02, 0.001
-| 0.03, 0.04, 0.01    | | FP8, gradients sent          | 0.042, 0.05, 0.002               | 0.12, 0.15, 0.01    | | FP8,
-weights or tokens sent  | 0.13, 0.16, 0.006                | 0.2, 0.25, 0.02     | | FP8, a scale a row or block  |
-0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     | | FP8, a scale a tensor        | 0.28, 0.3, 0.03
-| 0.4, 0.5, 0.08      | | fewer bits                   | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     | | a
-router's choice, as well   | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
+| coarsest rounding            | honest: distance, furthest, gain | limits              |
+|------------------------------|----------------------------------|---------------------|
+| order of float32 sums        | 5e-6, 5e-5, 1e-6                 | 0.001, 0.001, 0.001 |
+| 16 bits, computed or sent    | 0.014, 0.02, 0.001               | 0.03, 0.04, 0.01    |
+| FP8, gradients sent          | 0.042, 0.05, 0.002               | 0.12, 0.15, 0.01    |
+| FP8, weights or tokens sent  | 0.13, 0.16, 0.006                | 0.2, 0.25, 0.02     |
+| FP8, row or block scales     | 0.12, 0.13, 0.005                | 0.2, 0.25, 0.02     |
+| FP8, tensor scales           | 0.28, 0.3, 0.03                  | 0.4, 0.5, 0.08      |
+| fewer than 8 bits            | 0.54, 0.66, 0.15                 | 0.65, 0.9, 0.21     |
+| in addition, a router        | 0.26, 0.62, 0.04                 | 0.4, 0.9, 0.1       |
 
-Weights and tokens sent in FP8 are cast again for products, so both roundings add up. Where anything rounds, a router
-sends a token near a boundary to a different expert, whose weights then change by it: an expert with few tokens is then
-far off.
+Weights and tokens that are sent in FP8 are cast again for products, so both roundings add up. Rounding can change
+which expert a router chooses for a token, if two experts have nearly equal scores. That changes the weights of the
+expert that gets the token. An expert with few tokens is then far off.
 
-A mistake in scales, or in a mean sent in FP8, may be far below rounding: model.py and exchanges.py find those.
+A fault in scales, or in a mean that is sent in FP8, may be far below rounding. witnesses.py and exchanges.py find
+such faults.
 """
 
 from __future__ import annotations
@@ -33,36 +37,41 @@ from torch import Tensor
 from fp8bench.model import DeviceFacts, MemoryRole
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.parallel.division import Division
-from fp8bench.nn.training_step import adamw, eager
+from fp8bench.nn.training_step import make_adamw, skip_compiler_wrappers
 from fp8bench.protocols import Phases, Precision, SilentPhases
 
-_RATE = 3e-4
-# Plain SGD for steps that are compared with one rank's: AdamW would cancel the scale of gradients, and treat one that
-# should be zero like any other.
-_PLAIN_RATE = 0.05
+_ADAMW_LEARNING_RATE = 3e-4
+# The rate of plain SGD, for steps that are compared with those of one rank. AdamW would cancel the scale of
+# gradients, and would move a weight whose gradient should be zero as much as any other.
+_SGD_LEARNING_RATE = 0.05
 
 
 class WeightUpdate(NamedTuple):
-    """The change of a weight by several ranks against that by one: squared distance, squared change of the one, and the
-    product of both changes."""
+    """Compares how several ranks and how one rank changed a weight. `distance` is the squared distance between the
+    two changes. `reference` is the squared change by one rank. `product` is the scalar product of the two changes.
+    """
 
     distance: float
-    wanted: float
+    reference: float
     product: float
 
     @property
     def error(self) -> float:
-        return (self.distance / self.wanted) ** 0.5 if self.wanted else math.inf if self.distance else 0.0
+        return (self.distance / self.reference) ** 0.5 if self.reference else math.inf if self.distance else 0.0
 
     @property
     def gain(self) -> float:
-        """How many times one rank's change is contained: 1 for noise, 2 for gradients that are added twice."""
-        return self.product / self.wanted if self.wanted else 1.0
+        """Returns the factor between the change by several ranks and the change by one rank. It is about 1 if the
+        changes differ only by noise. It is 2 if gradients are added twice.
+        """
+        return self.product / self.reference if self.reference else 1.0
 
 
 @dataclass(frozen=True)
-class Apart:
-    """How far ranks are from one alone: the largest distances of a loss and of a weight, and each weight's change."""
+class RankDifference:
+    """How training on several ranks differs from training on one rank. It has the largest difference of a loss, the
+    largest difference of a weight, and how each weight changed (`WeightUpdate`).
+    """
 
     loss: float
     weight: float
@@ -87,20 +96,25 @@ class Apart:
 
 
 class Limits(NamedTuple):
-    """Limits of the relative distance over all weights, of that of the furthest weight, and of the gain from 1."""
+    """The largest differences between several ranks and one rank that rounding can explain. `update` limits the
+    relative distance over all weights. `furthest` limits that distance for the single weight that is furthest off.
+    `gain` limits how far the weights' gain (`WeightUpdate.gain`) is from 1.
+    """
 
     update: float
     furthest: float
     gain: float
 
-    def combined_with(self, second: Limits) -> Limits:
-        """Limits for two independent roundings: distances add by their squares, gains linearly."""
+    def combine_with(self, second: Limits) -> Limits:
+        """Returns the limits for two independent roundings. Limits of distances are added as squares, limits of gains
+        linearly.
+        """
         distances = math.hypot(self.update, second.update), math.hypot(self.furthest, second.furthest)
         return Limits(*distances, self.gain + second.gain)
 
-    def describe_excess(self, apart: Apart) -> str:
-        name, furthest = apart.furthest
-        update = apart.update
+    def describe_excess(self, difference: RankDifference) -> str:
+        name, furthest = difference.furthest
+        update = difference.update
         figures = (
             ("the relative distance of all weights' changes", update.error, self.update),
             (f"the relative distance of the change of {name}", furthest.error, self.furthest),
@@ -108,51 +122,54 @@ class Limits(NamedTuple):
         )
         sentences = []
         for figure, value, limit in figures:
-            if not value <= limit:  # NaN is in excess, too
-                sentences.append(f"{figure} is {value:.3g}, and at most {limit:g} of it may be rounding")
+            if not value <= limit:  # NaN counts as an excess
+                sentences.append(f"{figure} is {value:.3g}, but rounding explains at most {limit:g}")
         return "; ".join(sentences)
 
 
-_EXACT = Limits(1e-3, 1e-3, 1e-3)
-_IN_16_BITS = Limits(0.03, 0.04, 0.01)
-_NARROWER = Limits(0.65, 0.9, 0.21)
-_FP8_SENT = Limits(0.12, 0.15, 0.01)
-_FP8_BY_BLOCKS = Limits(0.2, 0.25, 0.02)
-_FP8_TOKENS_SENT = _FP8_BY_BLOCKS
-_FP8_BY_TENSORS = Limits(0.4, 0.5, 0.08)
-_CHOSEN_OTHERWISE = Limits(0.4, 0.9, 0.1)
-_BYTE = 8
+_LIMITS_FP32 = Limits(1e-3, 1e-3, 1e-3)
+_LIMITS_16_BITS = Limits(0.03, 0.04, 0.01)
+_LIMITS_BELOW_8_BITS = Limits(0.65, 0.9, 0.21)
+_LIMITS_FP8_GRADIENTS = Limits(0.12, 0.15, 0.01)
+_LIMITS_FP8_BLOCKS = Limits(0.2, 0.25, 0.02)
+_LIMITS_FP8_TOKENS = _LIMITS_FP8_BLOCKS
+_LIMITS_FP8_TENSORS = Limits(0.4, 0.5, 0.08)
+_LIMITS_ROUTER = Limits(0.4, 0.9, 0.1)
+_FP8_BITS = 8
 
 
-def limits_of(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
-    """The limits of a case with products in these precisions, exchanges in the format `wire` ('' without a choice), and
-    that load of experts."""
-    products = max(map(_of_products, precisions))
+def find_limits(precisions: Iterable[Precision], wire: str, load: str = "") -> Limits:
+    """Returns the limits of a case, from the precisions of its products, the format `wire` of its exchanges, and the
+    load of its experts. `wire` is '' without a choice.
+    """
+    products = max(map(_find_product_limits, precisions))
     if wire == "fp8":
-        limits = products.combined_with(_FP8_TOKENS_SENT)
+        limits = products.combine_with(_LIMITS_FP8_TOKENS)
     elif wire in ("", "fp32", "stream", "torchao_fp32"):
-        limits = max(products, _EXACT)
+        limits = max(products, _LIMITS_FP32)
     else:
-        limits = max(products, _IN_16_BITS if wire == "bf16" else _FP8_SENT)
-    return limits.combined_with(_CHOSEN_OTHERWISE) if load == "router" and limits > _EXACT else limits
+        limits = max(products, _LIMITS_16_BITS if wire == "bf16" else _LIMITS_FP8_GRADIENTS)
+    return limits.combine_with(_LIMITS_ROUTER) if load == "router" and limits > _LIMITS_FP32 else limits
 
 
-def _of_products(precision: Precision) -> Limits:
+def _find_product_limits(precision: Precision) -> Limits:
     recipe = getattr(precision, "recipe", None)
     if recipe is None:
-        return _EXACT if precision.name == "fp32" else _IN_16_BITS
-    if min(treatment.fmt.bits for treatment in recipe.treatments) < _BYTE:
-        return _NARROWER
-    return _FP8_BY_TENSORS if recipe.per_tensor else _FP8_BY_BLOCKS
+        return _LIMITS_FP32 if precision.name == "fp32" else _LIMITS_16_BITS
+    if min(treatment.fmt.bits for treatment in recipe.treatments) < _FP8_BITS:
+        return _LIMITS_BELOW_8_BITS
+    return _LIMITS_FP8_TENSORS if recipe.per_tensor else _LIMITS_FP8_BLOCKS
 
 
-class NotTheSame(RuntimeError):
-    """Ranks together train something else than one rank alone."""
+class RanksDisagree(RuntimeError):
+    """Raised if several ranks train something else than one rank alone."""
 
 
 @dataclass
 class ParallelState:
-    """All that one rank trains: its part, the optimizer, and the text, which every rank reads whole."""
+    """The state of one rank's training: its part of the model, the optimizer, and the whole text, which every rank
+    reads.
+    """
 
     model: Division
     optimizer: torch.optim.Optimizer
@@ -177,40 +194,49 @@ class ParallelState:
         return loss
 
 
-def new_state(model: Division, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
+def make_parallel_state(model: Division, loader: TokenLoader, facts: DeviceFacts, plain: bool = False) -> ParallelState:
     parameters = [torch.nn.Parameter(weight) for weight in model.weights]
-    optimizer = eager(torch.optim.SGD)(parameters, lr=_PLAIN_RATE) if plain else adamw(parameters, _RATE, facts)
+    optimizer = (
+        skip_compiler_wrappers(torch.optim.SGD)(parameters, lr=_SGD_LEARNING_RATE)
+        if plain
+        else make_adamw(parameters, _ADAMW_LEARNING_RATE, facts)
+    )
     return ParallelState(model, optimizer, parameters, loader)
 
 
-def agreement(together: ParallelState, alone: ParallelState, steps: int) -> Apart:
-    """Compares this number of steps with those of one rank. Raises NotTheSame where a rank's scales or exchanges are
-    wrong: much of that would be less than rounding."""
-    # 1. Train both, and watch what ranks exchange.
-    witnesses = together.model.witnesses()
-    initial = {name: weight.clone() for name, weight in alone.model.full_weights().items()}
+def compare_with_one_rank(parallel: ParallelState, single: ParallelState, steps: int) -> RankDifference:
+    """Runs this number of steps on several ranks and on one rank, and returns the differences. Also checks scales and
+    exchanges, because a mistake in these may be smaller than rounding. Raises RanksDisagree if one is wrong.
+    """
+    # 1. Train with several ranks and with one, and watch exchanges and scales.
+    witnesses = parallel.model.witnesses()
+    initial_weights = {name: weight.clone() for name, weight in single.model.gather_weights().items()}
     phase = SilentPhases()
-    gaps = []
+    loss_differences = []
     for _ in range(steps):
-        loss = together.model.whole_loss(together.train_step(phase))
-        gaps.append((loss.double() - alone.train_step(phase).double()).abs().max())
+        loss = parallel.model.average_loss(parallel.train_step(phase))
+        loss_differences.append((loss.double() - single.train_step(phase).double()).abs().max())
 
-    # 2. All ranks have to ask every witness, even after a mistake.
-    mistakes = [witness.mistake() for witness in witnesses]
-    for mistake in filter(None, mistakes):
-        raise NotTheSame(mistake)
+    # 2. Ask every witness on all ranks for a fault. Continue after a fault, because the ranks exchange their answers.
+    faults = [witness.find_fault() for witness in witnesses]
+    for fault in filter(None, faults):
+        raise RanksDisagree(fault)
 
-    # 3. Compare the weights, and what the steps have changed in them.
-    weights = together.model.full_weights()
-    reference = alone.model.full_weights()
+    # 3. Compare the weights, and their changes by these steps.
+    weights = parallel.model.gather_weights()
+    reference_weights = single.model.gather_weights()
     distances = []
     updates = {}
-    for name, tensor in initial.items():
+    for name, tensor in initial_weights.items():
         weight = weights[name].double()
-        exact = reference[name].double()
-        distances.append((weight - exact).abs().max())
+        reference_weight = reference_weights[name].double()
+        distances.append((weight - reference_weight).abs().max())
         change = weight - tensor
-        exact_change = exact - tensor
-        sums = (change - exact_change).square().sum(), exact_change.square().sum(), (change * exact_change).sum()
-        updates[name] = WeightUpdate(*map(float, sums))
-    return Apart(float(max(gaps)), float(max(distances)), updates)
+        reference_change = reference_weight - tensor
+        squared_sums = (
+            (change - reference_change).square().sum(),
+            reference_change.square().sum(),
+            (change * reference_change).sum(),
+        )
+        updates[name] = WeightUpdate(*map(float, squared_sums))
+    return RankDifference(float(max(loss_differences)), float(max(distances)), updates)

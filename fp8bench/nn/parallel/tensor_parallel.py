@@ -1,7 +1,9 @@
-"""Tensor parallelism: attention by heads, feed-forward parts by hidden features, with explicit exchanges.
+"""Tensor parallelism: ranks divide attention by heads, and feed-forward parts by hidden features. They exchange
+tensors explicitly.
 
-With sequence parallelism a rank has only its tokens of the stream, for which it computes norms, residuals, head and
-loss. The parts that are cut gather all tokens, and of their sums each rank gets its own tokens.
+With sequence parallelism a rank holds only its own tokens of the residual stream. For these it computes norms,
+residuals, head and loss. Before attention and feed-forward parts, each rank gathers all tokens. Afterwards the ranks'
+outputs are summed, and each rank gets the sums for its tokens.
 """
 
 from __future__ import annotations
@@ -20,11 +22,11 @@ from fp8bench.nn.attention import SelfAttention
 from fp8bench.nn.block import Block
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.data_parallel import shard
+from fp8bench.nn.parallel.data_parallel import shard_model
 from fp8bench.nn.parallel.division import Division, Witness
 from fp8bench.nn.parallel.exchanges import FP8Group, RankGroup, add_over_ranks, copy_to_ranks, gather, scatter
-from fp8bench.nn.parallel.group_scales import cut_roles, scaled_together
-from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, cut_of, cuts
+from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
+from fp8bench.nn.parallel.ways import OF_GROUP, OWN, Job, find_cut, list_cuts
 from fp8bench.nn.parallel.witnesses import ScaleWitness
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import Phases, Role
@@ -40,16 +42,18 @@ def share_blocks(
     leave: Exchange = add_over_ranks,
     amax: str = OWN,
 ) -> None:
-    """Cuts every block down to this rank's share, and exchanges the inputs and outputs of its parts. Scales are by own
-    shares or by whole tensors. Layers keep their paths in the model."""
+    """Reduces every block to this rank's share, and adds exchanges before and after its parts. `amax` chooses whether
+    a share is scaled by its own largest magnitude or by that of the whole tensor. Layers keep their paths in the
+    model.
+    """
     for block in model.blocks:
         assert isinstance(block, Block) and isinstance(block.attn, SelfAttention)
-        for path, cut in cuts(config).items():
+        for path, cut in list_cuts(config).items():
             layer = block.get_submodule(path)
             assert isinstance(layer, Linear)
             layer.weight = nn.Parameter(cut.share(layer.weight.detach(), group.rank, group.size).contiguous())
             if amax == OF_GROUP:
-                layer.arithmetic = scaled_together(layer.arithmetic, cut_roles(cut), group.largest)
+                layer.arithmetic = use_group_scales(layer.arithmetic, cut_roles(cut), group.max_over_ranks)
         queries, keys, values = (size // group.size for size in block.attn.sizes)
         block.attn.sizes = (queries, keys, values)
         for part in (block.attn, block.mlp):
@@ -58,7 +62,7 @@ def share_blocks(
 
 
 class TensorCut(Division):
-    """A rank's share of a model; all ranks read the whole batch."""
+    """A rank's share of a model with tensor parallelism. All ranks read the whole batch."""
 
     enter: Exchange = staticmethod(copy_to_ranks)
     leave: Exchange = staticmethod(add_over_ranks)
@@ -71,37 +75,39 @@ class TensorCut(Division):
         self._amax = job.options["amax"]
         self.module = job.make()
         share_blocks(self.module, job.config, self._shared, self.enter, self.leave, self._amax)
-        named = dict(self.module.named_parameters())
-        self._cuts = [cut_of(name, job.config) for name in named]
-        super().__init__(named, job.loss_scale)
+        named_parameters = dict(self.module.named_parameters())
+        self._cuts = [find_cut(name, job.config) for name in named_parameters]
+        super().__init__(named_parameters, job.loss_scale)
         self.group = job.group
 
     def _group(self, job: Job) -> RankGroup:
         return RankGroup(job.group)
 
-    def shared_roles(self, layer: str) -> Collection[Role]:
-        cut = cut_of(f"{layer}.weight", self._config)
+    def list_shared_roles(self, layer: str) -> Collection[Role]:
+        cut = find_cut(f"{layer}.weight", self._config)
         return cut_roles(cut) if cut is not None and self._amax == OF_GROUP else ()
 
-    def full_weights(self) -> dict[str, Tensor]:
+    def gather_weights(self) -> dict[str, Tensor]:
         weights: dict[str, Tensor] = {}
-        for name, share, cut in zip(self.names, self._shares(), self._cuts, strict=True):
+        for name, share, cut in zip(self.names, self._list_shares(), self._cuts, strict=True):
             weights[name] = share if cut is None else cut.join(self._shared.all_of(share))
         return weights
 
-    def _shares(self) -> list[Tensor]:
+    def _list_shares(self) -> list[Tensor]:
         return self.weights
 
 
 class SequenceCut(TensorCut):
-    """TensorCut with this rank's tokens of the stream only. Gradients of weights that all ranks have are summed."""
+    """Tensor parallelism in which a rank holds only its own tokens of the residual stream. All ranks hold some
+    weights, whose gradients they sum.
+    """
 
     enter = staticmethod(gather)
     leave = staticmethod(scatter)
 
     def __init__(self, job: Job) -> None:
         super().__init__(job)
-        self.common = [part for part, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
+        self.common_parameters = [part for part, cut in zip(self.parameters, self._cuts, strict=True) if cut is None]
 
     def _group(self, job: Job) -> RankGroup:
         if job.options["wire"] != "fp8":
@@ -112,44 +118,47 @@ class SequenceCut(TensorCut):
 
     def forward(self, tokens: Tensor, targets: Tensor, phase: Phases) -> Tensor:
         group = self._shared
-        stream = self.module.run_blocks(group.own(self.module.embed(tokens)), phase, tokens.shape[1])
-        return self.module.loss_of(self.module.read_logits(stream, phase), group.own(targets))
+        stream = self.module.run_blocks(group.take_share(self.module.embed(tokens)), phase, tokens.shape[1])
+        return self.module.compute_loss(self.module.read_logits(stream, phase), group.take_share(targets))
 
 
 class TensorFSDP(TensorCut):
-    """Tensor parallelism over pairs of ranks, and FSDP2 over the pairs, which divide the batch. A rank keeps a shard of
-    its share in the pair; the other shards are with its counterparts in other pairs."""
+    """Tensor parallelism in pairs of ranks, and FSDP2 over all pairs. The pairs divide the batch, and the two ranks
+    of a pair divide the weights. A rank keeps only a shard of its share of the weights. The ranks with the same share
+    in other pairs keep the other shards.
+    """
 
     def __init__(self, job: Job) -> None:
-        mesh = _pairs(job.group, job.facts.kind)
+        mesh = _make_pair_mesh(job.group, job.facts.kind)
         self._pair = mesh.get_group("tensor")
-        self.sharers = mesh.get_group("data")
+        self.batch_group = mesh.get_group("data")
         super().__init__(replace(job, group=self._pair))
-        shard(self.module, mesh["data"], "fp32")
+        shard_model(self.module, mesh["data"], "fp32")
         Division.__init__(self, dict(self.module.named_parameters()), job.loss_scale)
         self.group = job.group
 
     def witnesses(self) -> list[Witness]:
         pair = dist.get_process_group_ranks(self._pair)
-        return [ScaleWitness(self.layers(), self.shared_roles, self.group, pair)]
+        return [ScaleWitness(self.layers(), self.list_shared_roles, self.group, pair)]
 
-    def _shares(self) -> list[Tensor]:
+    def _list_shares(self) -> list[Tensor]:
         shards = [parameter.detach() for parameter in self.parameters]
         return [shard.full_tensor() if isinstance(shard, DTensor) else shard for shard in shards]
 
 
 @cache
-def _pairs(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
-    """The mesh (data, tensor), in which neighbouring ranks share tensors. Its groups have the backend of the whole
-    group, which may send nothing."""
+def _make_pair_mesh(group: dist.ProcessGroup, kind: str) -> DeviceMesh:
+    """Returns torch's mesh of ranks with the dimensions (data, tensor). Neighbouring ranks share tensors. The mesh's
+    groups have the backend of the given group, which may send nothing.
+    """
     all_ranks = dist.get_process_group_ranks(group)
     mesh = torch.tensor(all_ranks).view(-1, 2)
     this_rank = all_ranks[group.rank()]
     backend = dist.get_backend(group)
     groups = {}
     for name, sets in (("data", mesh.t().tolist()), ("tensor", mesh.tolist())):
-        for members in sets:  # every rank has to make every group
-            new = dist.new_group(members, backend=backend)
+        for members in sets:  # every rank must take part in making every group
+            new_group = dist.new_group(members, backend=backend)
             if this_rank in members:
-                groups[name] = new
+                groups[name] = new_group
     return DeviceMesh.from_group(list(groups.values()), kind, mesh=mesh, mesh_dim_names=tuple(groups))

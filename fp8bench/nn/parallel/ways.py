@@ -1,8 +1,10 @@
-"""The ways of training one model on several ranks: what each can do, what it makes on a rank, how blocks are cut.
+"""The methods of training one model on several ranks. For each method: which cases it supports, and which class
+divides the model. Also: how blocks are cut.
 
-A layer that makes features is cut along its outputs, separately in each part that it joins (queries, keys, values;
-gate, value), so that a rank has whole heads. The layer that takes those features is cut along its inputs, and the
-ranks' sums have to be added up. No torch here: plans read it.
+A layer that computes features is cut along its outputs. If it joins several parts (queries, keys and values, or gate
+and value), each part is cut separately, so that a rank has whole heads. The layer that reads those features is cut
+along its inputs, and the ranks' results must be summed. This module must not import torch, because planning imports
+it.
 """
 
 from __future__ import annotations
@@ -26,24 +28,26 @@ if TYPE_CHECKING:
 
 OUTPUTS = 0
 INPUTS = 1
-# Which ranks' largest magnitude scales a part of a tensor.
+# The values of option `amax`: a rank's part of a tensor is scaled by the part's own largest magnitude, or by that of
+# the whole tensor on all ranks.
 OWN, OF_GROUP = AMAX_GROUPS = ("own", "group")
-# Axes that only some ways have, with their explanations.
+# Options that only some methods of division have, with their help texts.
 OPTIONS = {
-    "wire": "what gradients, weights or tokens are while they are sent; stream: as a model computes them",
-    "microbatches": "parts of a batch that follow each other through a pipeline",
-    "load": "who goes to which expert: uniform: round robin; zipf:1: by a Zipf law; router: as the router chooses",
-    "amax": "whose largest magnitude scales a part of a tensor: own (the rank's), or group (of all that have parts)",
+    "wire": "the format in which gradients, weights or tokens are sent; stream: the format of the model's stream",
+    "microbatches": "the number of parts of a batch that follow each other through a pipeline",
+    "load": "how tokens get experts: uniform: round robin; zipf:1: by a Zipf law; router: as the router chooses",
+    "amax": "the largest magnitude that scales a part of a tensor: own (that of the rank), or group (of all ranks)",
 }
-_AMAX = {"amax": AMAX_GROUPS}
-_MICROBATCHES = {"microbatches": ("2", "4")}
-# torchao's layers, whose weights travel as float32 or as codes.
-_TORCHAO = ("torchao_fp32", "torchao_fp8")
+_AMAX_OPTION = {"amax": AMAX_GROUPS}
+_MICROBATCHES_OPTION = {"microbatches": ("2", "4")}
+# The values of option `wire` that replace linear layers by torchao's. Their weights are sent as float32 or as FP8
+# codes.
+_TORCHAO_WIRES = ("torchao_fp32", "torchao_fp8")
 
 
 @dataclass(frozen=True)
 class ParallelCase:
-    """A case as rules see it; `batch` is the number of sequences of all ranks together."""
+    """The properties of a case that the rules below use. `batch` is the number of sequences on all ranks together."""
 
     config: GPTConfig
     batch: int
@@ -55,10 +59,10 @@ class ParallelCase:
 
 @dataclass(frozen=True)
 class Job:
-    """All that a rank needs to make its part of a model.
+    """Everything that a rank needs to make its part of a model.
 
-    `make` gives the whole model, with the same weights on every rank. Everything is sent through `group`, which may be
-    one that sends nothing. `emulated` means that the device has no kernels for the precision.
+    `make` returns the whole model, with the same weights on every rank. All exchanges use `group`, which may be a
+    group that sends nothing. `emulated` means that the device has no kernels for the precision.
     """
 
     make: Callable[[], GPT]
@@ -73,11 +77,11 @@ class Job:
 
 @dataclass(frozen=True)
 class Way:
-    """A way of dividing one model among several ranks.
+    """A method of dividing one model among several ranks.
 
-    `refuse` returns why a case is impossible, or ''. `divide` makes this rank's part of the model; all ranks call it at
-    once. `options` are the way's axes, of OPTIONS, with all their values. `experts` is the number of experts
-    in each feed-forward block, each half as wide; 0 for none.
+    `refuse` returns why a case is impossible, or ''. `divide` makes this rank's part of the model, and all ranks call
+    it together. `options` are those of OPTIONS that the method has, with all their values. `experts` is the number of
+    experts in each feed-forward part, or 0 for none. Each expert is half as wide as a feed-forward part.
     """
 
     name: str
@@ -91,7 +95,9 @@ class Way:
 
 @dataclass(frozen=True)
 class Cut:
-    """A cut along `dim`: each rank gets its share of every one of the `parts`, which are given by their sizes."""
+    """How a weight is cut along dimension `dim`. The weight consists of parts with the sizes `parts`. Each rank gets
+    its share of every part.
+    """
 
     dim: int
     parts: tuple[int, ...]
@@ -99,45 +105,47 @@ class Cut:
     def share(self, weight: Tensor, rank: int, ranks: int) -> Tensor:
         import torch
 
-        parts = torch.split(weight, list(self.parts), self.dim)
-        return torch.cat([part.chunk(ranks, self.dim)[rank] for part in parts], self.dim)
+        weight_parts = torch.split(weight, list(self.parts), self.dim)
+        return torch.cat([part.chunk(ranks, self.dim)[rank] for part in weight_parts], self.dim)
 
     def join(self, shares: Sequence[Tensor]) -> Tensor:
         import torch
 
         sizes = [size // len(shares) for size in self.parts]
         pieces = [torch.split(share, sizes, self.dim) for share in shares]
-        parts = [torch.cat(of_ranks, self.dim) for of_ranks in zip(*pieces, strict=True)]
-        return torch.cat(parts, self.dim)
+        joined_parts = [torch.cat(rank_pieces, self.dim) for rank_pieces in zip(*pieces, strict=True)]
+        return torch.cat(joined_parts, self.dim)
 
 
-def cuts(config: GPTConfig) -> dict[str, Cut]:
+def list_cuts(config: GPTConfig) -> dict[str, Cut]:
     keys = config.key_heads * config.head_width
-    up = (config.hidden,) * (2 if config.modern else 1)
+    up_parts = (config.hidden,) * (2 if config.modern else 1)
     return {
         "attn.qkv": Cut(OUTPUTS, (config.width, keys, keys)),
         "attn.out": Cut(INPUTS, (config.width,)),
-        "mlp.up": Cut(OUTPUTS, up),
+        "mlp.up": Cut(OUTPUTS, up_parts),
         "mlp.down": Cut(INPUTS, (config.hidden,)),
     }
 
 
-def cut_of(parameter: str, config: GPTConfig) -> Cut | None:
-    words = parameter.split(".")
-    return cuts(config).get(".".join(words[2:-1])) if words[0] == "blocks" else None
+def find_cut(parameter: str, config: GPTConfig) -> Cut | None:
+    path_parts = parameter.split(".")
+    return list_cuts(config).get(".".join(path_parts[2:-1])) if path_parts[0] == "blocks" else None
 
 
-def uncuttable(config: GPTConfig, ranks: int) -> str:
-    """Why blocks cannot be cut into equal shares; '' if they can."""
+def explain_uncuttable(config: GPTConfig, ranks: int) -> str:
+    """Returns why blocks cannot be cut into equal shares, or ''."""
     sizes = {"heads": config.heads, "heads of keys": config.key_heads, "hidden features": config.hidden}
     for name, size in sizes.items():
         if size % ranks:
             return f"{size} {name} have no equal share for each of {ranks} ranks: choose another size"
-    return "experts are not cut here: choose a size without them" if config.experts else ""
+    return "tensor parallelism cannot divide experts: choose a size without experts" if config.experts else ""
 
 
 def _divide_by(path: str) -> Callable[[Job], Division]:
-    """Returns a function that divides a model by a class of this package, imported late because it needs torch."""
+    """Returns a function that makes this rank's part of a model, by the class with this path in the package. The
+    class needs torch, so it is imported when the function is called.
+    """
 
     def divide(job: Job) -> Division:
         return resolve_name(f"{__package__}.{path}")(job)
@@ -165,13 +173,13 @@ def refuse_rows(case: ParallelCase) -> str:
     for name, count in rows.items():
         if count % ranks:
             return (
-                f"{name} ({count}) has no equal part for each of {ranks} ranks, and parts of unequal size are padded, "
+                f"{name} ({count}) cannot be divided equally among {ranks} ranks, and unequal parts are padded, "
                 "or fail with float8: choose another number of ranks"
             )
-    # torchao's layers send FP8 weights only where they also multiply in FP8.
-    if wire in _TORCHAO and case.precision.mode != "fp8":
-        return f"wire={wire} has torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
-    if wire in _TORCHAO and case.facts.version_of("torchao") is None:
+    # torchao's layers send weights in FP8 only if they also multiply in FP8.
+    if wire in _TORCHAO_WIRES and case.precision.mode != "fp8":
+        return f"wire={wire} uses torchao's layers, which multiply in fp8: choose dtype fp8, or wire=fp32"
+    if wire in _TORCHAO_WIRES and case.facts.version_of("torchao") is None:
         return f"wire={wire} needs the package torchao: pip install torchao"
     return refuse_batch(case)
 
@@ -179,24 +187,24 @@ def refuse_rows(case: ParallelCase) -> str:
 def refuse_owners(case: ParallelCase) -> str:
     weights = 6 * case.config.layers
     if case.ranks > weights:
-        return f"{case.ranks} ranks have no weight each: the blocks of this model have {weights}"
+        return f"{case.ranks} ranks cannot each own a weight: the blocks of this model have only {weights}"
     return refuse_batch(case)
 
 
-def refuse_stages(case: ParallelCase, fewest: int = 1) -> str:
+def refuse_stages(case: ParallelCase, min_microbatches: int = 1) -> str:
     layers = case.config.layers
     ranks = case.ranks
-    parts = int(case.options["microbatches"])
+    microbatches = int(case.options["microbatches"])
     if layers % ranks:
         return f"{layers} layers have no equal share for each of {ranks} ranks: choose another size"
-    if case.batch % parts:
-        return f"{case.batch} sequences cannot be cut into {parts} equal microbatches: choose another batch"
-    if parts < fewest:
-        return f"{parts} microbatches do not fill {fewest} stages by this schedule: choose {fewest} or more"
+    if case.batch % microbatches:
+        return f"{case.batch} sequences cannot be cut into {microbatches} equal microbatches: choose another batch"
+    if microbatches < min_microbatches:
+        return f"{microbatches} microbatches do not fill {ranks} stages by this schedule: choose {ranks} or more"
     return ""
 
 
-def refuse_full_stages(case: ParallelCase) -> str:
+def refuse_unfilled_stages(case: ParallelCase) -> str:
     return refuse_stages(case, case.ranks)
 
 
@@ -206,14 +214,13 @@ def refuse_experts(case: ParallelCase) -> str:
     return refuse_batch(case)
 
 
-def refuse_cut(case: ParallelCase) -> str:
-    return _refuse_cut_among(case, case.ranks)
-
-
-def _refuse_cut_among(case: ParallelCase, ranks: int) -> str:
+def refuse_cut(case: ParallelCase, ranks: int = 0) -> str:
+    """Returns why blocks cannot be cut among this number of ranks, or ''. By default that is the case's number of
+    ranks.
+    """
     if case.options["amax"] == OF_GROUP and case.precision.tensor_scale is TensorScale.NONE:
-        return f"{case.precision.name} has no scale of a tensor that ranks could share: choose amax=own"
-    return uncuttable(case.config, ranks)
+        return f"{case.precision.name} has no tensor scale that ranks could share: choose amax=own"
+    return explain_uncuttable(case.config, ranks or case.ranks)
 
 
 def refuse_token_cut(case: ParallelCase) -> str:
@@ -227,21 +234,25 @@ def refuse_pairs(case: ParallelCase) -> str:
     pairs, remainder = divmod(case.ranks, 2)
     if remainder or case.batch % pairs:
         return f"{case.batch} sequences have no equal share for each pair of {case.ranks} ranks"
-    return _refuse_cut_among(case, 2)
+    return refuse_cut(case, 2)
 
 
 class ScaleTraffic(NamedTuple):
-    """Exchanges of a step for casts by common scales: messages that are waited for, and bytes of a rank."""
+    """The exchanges of one step that make ranks agree on scales. `messages` is the number of exchanges, and a rank
+    waits for each. `bytes` is what a rank sends.
+    """
 
     messages: int
     bytes: float
 
 
-def scale_traffic_of_cuts(blocks: int, ranks: int) -> ScaleTraffic:
-    """For `tp` and `sp` under amax=group with one scale a tensor: in each block two operands of four products are cut,
-    and each of their casts asks all ranks first."""
-    casts = 2 * 4 * blocks
-    return ScaleTraffic(casts, 4 * casts * 2 * (ranks - 1) / ranks)
+def count_scale_traffic(blocks: int, ranks: int) -> ScaleTraffic:
+    """Counts the exchanges of the methods `tp` and `sp` for amax=group and tensor scales. Each block has four
+    products with two divided operands each. Before a divided operand is cast, the ranks exchange its largest
+    magnitude.
+    """
+    divided_casts = 2 * 4 * blocks
+    return ScaleTraffic(divided_casts, 4 * divided_casts * 2 * (ranks - 1) / ranks)
 
 
 WAYS = {
@@ -249,14 +260,14 @@ WAYS = {
     for division in (
         Way(
             "ddp",
-            "the whole model on every rank, torch's DistributedDataParallel; the mean of gradients is sent",
+            "torch's DistributedDataParallel: every rank has the whole model, and ranks average their gradients",
             refuse_batch,
             _divide_by("data_parallel:DDPModel"),
             {"wire": ("fp32", "bf16", "fp8_gather", "fp8_twoshot")},
         ),
         Way(
             "ep",
-            "experts by ranks: tokens are sent to the ranks of theirs and back; all else is on every rank",
+            "expert parallelism: tokens are sent to their experts' ranks and back; other weights are on all ranks",
             refuse_experts,
             _divide_by("expert_parallel:ExpertsByRanks"),
             {"wire": ("stream", "bf16", "fp8"), "load": ("uniform", "zipf:1", "router")},
@@ -264,50 +275,53 @@ WAYS = {
         ),
         Way(
             "fsdp2",
-            "weights, gradients and moments cut into equal rows, torch's fully_shard",
+            "torch's fully_shard: each rank has equal rows of weights, gradients and moments",
             refuse_rows,
             _divide_by("data_parallel:FSDPModel"),
-            {"wire": ("fp32", "bf16", *_TORCHAO)},
+            {"wire": ("fp32", "bf16", *_TORCHAO_WIRES)},
         ),
-        # The same losses and wait as pp_gpipe, but it keeps the activations of at most as many microbatches as stages.
+        # It has the same losses and waits as pp_gpipe, but keeps the activations of at most as many microbatches as
+        # stages.
         Way(
             "pp_1f1b",
-            "blocks cut into stages; each microbatch goes backward as soon as it can",
-            refuse_full_stages,
+            "a pipeline of blocks, schedule 1F1B: each microbatch runs backward as soon as it can",
+            refuse_unfilled_stages,
             _divide_by("pipeline:OneForwardOneBackward"),
-            _MICROBATCHES,
+            _MICROBATCHES_OPTION,
         ),
-        # Keeps the activations of all microbatches.
+        # It keeps the activations of all microbatches.
         Way(
             "pp_gpipe",
-            "blocks cut into stages; all microbatches go forward, then all backward",
+            "a pipeline of blocks, schedule GPipe: all microbatches run forward, then all run backward",
             refuse_stages,
             _divide_by("pipeline:GPipe"),
-            _MICROBATCHES,
+            _MICROBATCHES_OPTION,
         ),
-        # As many bytes as tp, but less memory: tensors between the parts of a block are divided as well.
+        # It sends as many bytes as tp, but needs less memory, because tensors between the parts of a block are
+        # divided too.
         Way(
             "sp",
-            "tp, and between a block's parts a rank has its tokens only: gathered before, scattered after",
+            "tp with sequence parallelism: between a block's parts each rank has only its own tokens",
             refuse_token_cut,
             _divide_by("tensor_parallel:SequenceCut"),
-            {"wire": ("stream", "fp8"), **_AMAX},
+            {"wire": ("stream", "fp8"), **_AMAX_OPTION},
         ),
-        # Megatron-LM's exchanges: a sum after attention and after feed-forward, and in backward one before each.
+        # The exchanges are Megatron-LM's: a sum after attention and after feed-forward, and in backward a sum before
+        # each.
         Way(
             "tp",
-            "heads and hidden features cut; what blocks make is added up, amax groups are a choice",
+            "tensor parallelism: ranks divide heads and hidden features, and sum the outputs of a block's parts",
             refuse_cut,
             _divide_by("tensor_parallel:TensorCut"),
-            _AMAX,
+            _AMAX_OPTION,
         ),
-        # For large trainings: tensors within a machine, FSDP between machines.
+        # It is for large trainings: tensor parallelism within a machine, FSDP between machines.
         Way(
             "tp_fsdp",
-            "pairs of ranks share tensors as tp does, and FSDP2 shards what a pair has over all pairs",
+            "tp in pairs of ranks, and FSDP2 shards the weights of a pair over all pairs",
             refuse_pairs,
             _divide_by("tensor_parallel:TensorFSDP"),
-            _AMAX,
+            _AMAX_OPTION,
             least_ranks=4,
         ),
         Way(

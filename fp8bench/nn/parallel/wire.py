@@ -1,4 +1,6 @@
-"""Counts what a step sends, at the level of torch's operators, by operation and dtype, and sends it again by itself."""
+"""Counts the bytes that a step sends between ranks, by operation and dtype. An operation is one of torch's operators.
+The operations can also be repeated alone.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +17,14 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from fp8bench.model.ranks import Sent
 from fp8bench.numerics.operands import OperatorWatch
 
-# For n ranks, what a rank sends in a ring as a multiple of the bytes that it brings to an operation.
-_FACTORS: dict[str, Callable[[int], float]] = {
+# How many times its input bytes a rank sends, if n ranks form a ring.
+_RING_FACTORS: dict[str, Callable[[int], float]] = {
     "all_reduce": lambda n: 2 * (n - 1) / n,
     "all_gather": lambda n: float(n - 1),
     "send": lambda n: 1.0,
     **dict.fromkeys(("reduce_scatter", "all_to_all", "broadcast", "reduce"), lambda n: (n - 1) / n),
 }
-# The kind of operation, and the place of its argument that holds what this rank brings.
+# For each of torch's operators: the operation, and the position of the argument that holds this rank's input.
 _OPERATIONS = {
     "c10d::allreduce_": ("all_reduce", 0),
     "c10d::allreduce_coalesced_": ("all_reduce", 0),
@@ -47,9 +49,9 @@ _OPERATIONS = {
     "_c10d_functional::all_to_all_single": ("all_to_all", 0),
     "_c10d_functional::broadcast": ("broadcast", 0),
 }
-_RECEIVES = "c10d::recv_"
-_FROM_TO = {"c10d::send", _RECEIVES}
-_SENDS_NOTHING = {
+_RECEIVE_PREFIX = "c10d::recv_"
+_POINT_TO_POINT = {"c10d::send", _RECEIVE_PREFIX}
+_OPERATIONS_WITHOUT_DATA = {
     "c10d::barrier",
     "_c10d_functional::wait_tensor",
     "_c10d_functional::_wrap_tensor_autograd",
@@ -57,69 +59,73 @@ _SENDS_NOTHING = {
 
 
 class NotCounted(RuntimeError):
-    """An operation between ranks whose bytes are not defined here."""
+    """Raised for an operation between ranks whose bytes are not defined in this module."""
 
 
 class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
-    """Watches every operation between ranks in its body: torch's own (c10d), and those of DTensor.
+    """Watches every operation between ranks in its body, those of torch's c10d and those of DTensor.
 
-    It counts what a ring would send, which a backend need not use.
+    It counts the bytes that ranks in a ring would send. A backend may use another algorithm.
     """
 
     def __init__(self, rank: int = 0, repeatable: bool = True) -> None:
-        """If `repeatable` the operations can be sent again, which keeps tensors as large as theirs."""
+        """With `repeatable` the watch also records each operation, with tensors of the same size, so that the
+        operations can be repeated.
+        """
         super().__init__()
         self._rank = rank
-        self._keeps = repeatable
+        self._is_repeatable = repeatable
         self._calls: Counter[tuple[str, str]] = Counter()
         self._bytes: dict[tuple[str, str], float] = defaultdict(float)
-        self._again: list[tuple[Any, Any]] = []
+        self._recorded_calls: list[tuple[Any, Any]] = []
 
     def see(self, func: Any, args: tuple[Any, ...], named: dict[str, Any]) -> Any:
-        # Operations of a DTensor contain these.
+        # Operations of DTensor call these operators.
         if func.namespace in ("c10d", "_c10d_functional"):
             name = func.name().partition(".")[0]
             self._count(name, args)
-            if self._keeps and name not in _SENDS_NOTHING:
-                self._again.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
+            if self._is_repeatable and name not in _OPERATIONS_WITHOUT_DATA:
+                self._recorded_calls.append((func, tree_map_only(Tensor, torch.zeros_like, args)))
         return func(*args, **named)
 
     def list_sent(self, rank: int) -> tuple[Sent, ...]:
-        most_first = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
-        return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in most_first)
+        keys_by_bytes = sorted(self._bytes, key=lambda key: (-self._bytes[key], key))
+        return tuple(Sent(rank, *key, self._calls[key], self._bytes[key]) for key in keys_by_bytes)
 
-    def send_again(self) -> None:
-        """The same operations on zeros, each waited for; sends and receives are waited for together at the end."""
+    def repeat_exchanges(self) -> None:
+        """Repeats the recorded operations on zeros and waits for each. Sends and receives are an exception: they are
+        waited for together, at the end.
+        """
         open_works = []
-        for func, args in self._again:
-            leaves = tree_leaves(func(*args))
-            works: list[Any] = [leaf for leaf in leaves if isinstance(leaf, torch.ScriptObject)]
-            works = works or [leaf for leaf in leaves if isinstance(leaf, Tensor)]
-            if func.name().partition(".")[0] in _FROM_TO:
+        for func, args in self._recorded_calls:
+            result_leaves = tree_leaves(func(*args))
+            works: list[Any] = [leaf for leaf in result_leaves if isinstance(leaf, torch.ScriptObject)]
+            works = works or [leaf for leaf in result_leaves if isinstance(leaf, Tensor)]
+            if func.name().partition(".")[0] in _POINT_TO_POINT:
                 open_works += works
             else:
                 _wait(works)
         _wait(open_works)
 
     def _count(self, name: str, args: Sequence[Any]) -> None:
-        if name in _SENDS_NOTHING or name == _RECEIVES:
+        if name in _OPERATIONS_WITHOUT_DATA or name == _RECEIVE_PREFIX:
             return
         if name not in _OPERATIONS:
-            raise NotCounted(f"the bytes of {name} are not counted: give it a line in nn/parallel/wire.py")
-        operation, place = _OPERATIONS[name]
-        share = _FACTORS[operation](_size(args))
-        if name == "c10d::alltoall_base_" and args[4]:  # rows to the rank itself are not sent
-            share = 1 - args[4][self._rank] / max(1, sum(args[4]))
-        for tensor in tree_leaves(args[place]):
+            raise NotCounted(f"the bytes of {name} cannot be counted: add it to _OPERATIONS in nn/parallel/wire.py")
+        operation, position = _OPERATIONS[name]
+        sent_fraction = _RING_FACTORS[operation](_count_ranks(args))
+        if name == "c10d::alltoall_base_" and args[4]:  # rows that a rank keeps are not sent
+            sent_fraction = 1 - args[4][self._rank] / max(1, sum(args[4]))
+        for tensor in tree_leaves(args[position]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
             self._calls[key] += 1
-            self._bytes[key] += tensor.numel() * tensor.element_size() * share
+            self._bytes[key] += tensor.numel() * tensor.element_size() * sent_fraction
 
 
-def _size(args: Sequence[Any]) -> int:
-    boxed = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
-    if boxed:
-        return int(dist.ProcessGroup.unbox(boxed[0]).size())
+def _count_ranks(args: Sequence[Any]) -> int:
+    boxed_groups = [arg for arg in args if isinstance(arg, torch.ScriptObject) and "ProcessGroup" in str(arg._type())]
+    if boxed_groups:
+        return int(dist.ProcessGroup.unbox(boxed_groups[0]).size())
     return int(_resolve_process_group(args[-1]).size())
 
 

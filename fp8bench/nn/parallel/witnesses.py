@@ -1,7 +1,8 @@
-"""Witnesses of the scales that ranks cast with; nn/parallel/exchanges.py has that of exchanges in FP8.
+"""Checks the scales with which ranks cast. nn/parallel/exchanges.py checks FP8 exchanges.
 
-A share's scale that is twice too large changes less than honest rounding does, and one that is half of it next to
-nothing. So scales are compared bit for bit with those that follow from the recorded magnitudes.
+A scale that is twice too large changes results less than correct rounding does. A scale of half the right size
+changes almost nothing. So results cannot show a wrong scale. Each scale is computed again from the recorded
+magnitudes and compared bit for bit.
 """
 
 from __future__ import annotations
@@ -18,19 +19,20 @@ from fp8bench.formats.recipes import Delayed, Treatment
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.linear import Linear
-from fp8bench.nn.parallel.exchanges import all_answers, first_mistake
+from fp8bench.nn.parallel.exchanges import find_first_fault, gather_answers
 from fp8bench.nn.tensor_scales import DelayedScale, NextScale, ScalePair
 from fp8bench.protocols import Role
 
-# The operands of a layer whose scale ranks share.
-Shared = Callable[[str], Collection[Role]]
+# A function that returns the roles in which ranks share a layer's scales. Its argument is the layer's name.
+SharedRoles = Callable[[str], Collection[Role]]
 
 
 @dataclass(eq=False)
 class _WatchedScale:
-    """Wraps a source of scales; records its scales and the magnitudes of the tensors, and computes what they should be.
+    """Wraps a source of scales. It records each scale and the magnitude of its tensor, and computes from these the
+    scales that it expects.
 
-    Ranks have the same scale if it is `shared`. Repeated casts are not recorded.
+    If it is `shared`, all ranks must have the same scale. Repeated casts are not recorded.
     """
 
     source: NextScale
@@ -62,16 +64,15 @@ class _WatchedScale:
 
 
 class ScaleWitness:
-    """Checks the scales of a rank's layers, where they depend on more than the tensor.
-
-    `sharing` are the ranks that share scales with this one, by default all.
+    """Checks the scales of a rank's layers. Scales that depend on the current tensor alone need no check. `sharing`
+    are the ranks that share scales with this rank. By default that is every rank.
     """
 
     def __init__(
-        self, layers: Mapping[str, Linear], shared: Shared, group: dist.ProcessGroup, sharing: Sequence[int] = ()
+        self, layers: Mapping[str, Linear], shared: SharedRoles, group: dist.ProcessGroup, sharing: Sequence[int] = ()
     ) -> None:
         self._group = group
-        self._sharing = sharing or range(group.size())
+        self._sharing_ranks = sharing or range(group.size())
         self._sources: dict[tuple[str, Role], _WatchedScale] = {}
         for path, layer in layers.items():
             arithmetic = layer.arithmetic
@@ -81,33 +82,33 @@ class ScaleWitness:
             for role, source in arithmetic.scales.items():
                 treatment = arithmetic.treatments[role]
                 delayed = arithmetic.recipe.delayed
-                watched = _WatchedScale(source, treatment, delayed, role in shared(path))
-                self._sources[path, role] = scales[role] = watched
+                watched_scale = _WatchedScale(source, treatment, delayed, role in shared(path))
+                self._sources[path, role] = scales[role] = watched_scale
             layer.arithmetic = type(arithmetic)(arithmetic.recipe, arithmetic.carrier, arithmetic.name, scales)
 
-    def mistake(self) -> str:
-        """Returns the first mistake of any rank, or ''. All ranks must call it together."""
+    def find_fault(self) -> str:
+        """Returns the first fault of any rank, or ''. All ranks must call it together."""
         magnitudes = {" ".join(key): list(map(float, source.magnitudes)) for key, source in self._sources.items()}
-        return first_mistake(self._find_mistake(all_answers(magnitudes, self._group)), self._group)
+        return find_first_fault(self._find_own_fault(gather_answers(magnitudes, self._group)), self._group)
 
-    def _find_mistake(self, of_all_ranks: list[dict[str, list[float]]]) -> str:
+    def _find_own_fault(self, magnitudes_by_rank: list[dict[str, list[float]]]) -> str:
         for (path, role), source in self._sources.items():
-            # 1. A shared scale follows from the largest magnitude on any rank, cast by cast.
+            # 1. For a shared scale, take the largest magnitude on any rank, cast by cast.
             magnitudes = source.magnitudes
             if source.shared:
-                by_rank = [of_all_ranks[rank].get(f"{path} {role}", []) for rank in self._sharing]
+                by_rank = [magnitudes_by_rank[rank].get(f"{path} {role}", []) for rank in self._sharing_ranks]
                 if len(set(map(len, by_rank))) > 1:
-                    return f"casts the {role} of {path} as often as no other rank does"
-                largest = map(max, zip(*by_rank, strict=True))
-                magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, largest, strict=True)]
+                    return f"does not cast the {role} of {path} as often as the other ranks do"
+                rank_maxima = map(max, zip(*by_rank, strict=True))
+                magnitudes = [x.new_tensor(magnitude) for x, magnitude in zip(magnitudes, rank_maxima, strict=True)]
 
-            # 2. Every scale must be the expected one, to the bit.
+            # 2. Compare every scale bit for bit with the scale that follows from the magnitudes.
             pairs = zip(source.scales, source.expected_scales(magnitudes), strict=True)
             for number, (scale, expected) in enumerate(pairs, 1):
                 if not torch.equal(scale, expected):
                     tensors = "all ranks' shares" if source.shared else "its own tensors"
                     return (
                         f"multiplies the {role} of {path} by {float(scale):g} in cast {number}, where the "
-                        f"largest magnitudes of {tensors} ask for {float(expected):g}"
+                        f"largest magnitudes of {tensors} require {float(expected):g}"
                     )
         return ""

@@ -1,8 +1,8 @@
-"""Scalars for boards that draw curves of many runs: event files of TensorBoard, or a run of Weights & Biases.
+"""Logs scalars to boards that draw the curves of many runs: TensorBoard, or Weights & Biases.
 
-A scalar's name is SERIES/TAG. TensorBoard gets a folder for each series (a precision, or an arm in a seed), so that all
-series share the chart of a tag; no torch is needed. Weights & Biases gets the whole name, and its settings (WANDB_MODE,
-WANDB_API_KEY) determine the destination.
+A scalar is named SERIES/TAG, where a series is a precision, or an arm of a training with its seed. TensorBoard gets
+one folder for each series, so that all series share the chart of a tag. TensorBoard needs no torch. Weights & Biases
+gets the whole name. The environment variables WANDB_MODE and WANDB_API_KEY determine where it sends scalars.
 """
 
 from __future__ import annotations
@@ -23,14 +23,14 @@ from fp8bench.model.specs import STEP, TIME, Rank
 
 TENSORBOARD = "tensorboard"
 WANDB = "wandb"
-DEFAULT_PLACES = {TENSORBOARD: "tensorboard", WANDB: "fp8bench"}
+DEFAULT_DESTINATIONS = {TENSORBOARD: "tensorboard", WANDB: "fp8bench"}
 _EVENT_FORMAT = "brain.Event:2"
 _UNIT_WORDS = {"s": "_seconds", "B": "_bytes", "J": "_joules", "W": "_watts"}
-_TOLD_OF_ENVIRONMENT = ("machine", "fp8bench", "torch", "python", "commit", "dirty")
+_LOGGED_FACTS = ("machine", "fp8bench", "torch", "python", "commit", "dirty")
 
 
 class LogTarget(NamedTuple):
-    """The destination of scalars: a folder for TensorBoard, or a project of wandb."""
+    """The board to which scalars are logged. `place` is a folder for TensorBoard, or the name of a wandb project."""
 
     kind: str
     place: str
@@ -40,8 +40,9 @@ class LogTarget(NamedTuple):
 
 
 class LogSource(NamedTuple):
-    """The source of scalars. `begun` is in seconds since 1970, `config` is shown by wandb next to the curves, and
-    `folder` is below TensorBoard's."""
+    """The run or training whose scalars are logged. `begun` is its start, in seconds since 1970. wandb shows `config`
+    next to the curves. `folder` is a subfolder of TensorBoard's folder.
+    """
 
     id: str
     title: str
@@ -51,7 +52,7 @@ class LogSource(NamedTuple):
 
 
 class LoggedScalar(NamedTuple):
-    """A point of a curve named SERIES/TAG."""
+    """A point of the curve that is named SERIES/TAG."""
 
     name: str
     step: int
@@ -59,7 +60,7 @@ class LoggedScalar(NamedTuple):
 
 
 class Sink(Protocol):
-    """Receives scalars; either method may raise anything."""
+    """Receives scalars. Its methods may raise any exception, which the caller reports."""
 
     def log(self, name: str, step: int, value: float) -> None: ...
 
@@ -67,10 +68,10 @@ class Sink(Protocol):
 
 
 class TensorBoardSink:
-    """Writes a file for each series.
+    """Writes one event file for each series.
 
-    TensorBoard reads files in the order of their names, so a file is named by its start and its first step; the same
-    scalars, logged again, replace it.
+    TensorBoard reads files in the order of their names, so a file name has the start of the run and the first step.
+    Logging the same scalars again replaces the file.
     """
 
     def __init__(self, folder: str, source: LogSource) -> None:
@@ -83,7 +84,7 @@ class TensorBoardSink:
 
         series, _, tag = name.partition("/")
         if series not in self._writers:
-            self._writers[series] = self._begin(series, step)
+            self._writers[series] = self._open_writer(series, step)
         summary = Summary(value=[Summary.Value(tag=tag, simple_value=value)])
         event = Event(wall_time=self._source.begun, step=step, summary=summary)
         self._writers[series].write(event.SerializeToString())
@@ -92,21 +93,21 @@ class TensorBoardSink:
         for writer in self._writers.values():
             writer.close()
 
-    def _begin(self, series: str, step: int) -> Any:
+    def _open_writer(self, series: str, step: int) -> Any:
         from tensorboard.compat.proto.event_pb2 import Event
         from tensorboard.summary.writer.record_writer import RecordWriter
 
         begun = self._source.begun
         file = self._folder / series / f"events.out.tfevents.{begun:010d}.fp8bench.{safe(self._source.id)}.{step}"
         file.parent.mkdir(parents=True, exist_ok=True)
-        # Unbuffered, so that a killed training leaves complete events.
+        # Write without a buffer, so that a killed training leaves complete events.
         writer = RecordWriter(file.open("wb", buffering=0))
         writer.write(Event(wall_time=begun, file_version=_EVENT_FORMAT).SerializeToString())
         return writer
 
 
 class WandbSink:
-    """Logs to a wandb run, which is continued if it exists: a resumed training has one run."""
+    """Logs to a wandb run. If a run with this id exists, it is continued, so that a resumed training stays one run."""
 
     def __init__(self, project: str, source: LogSource) -> None:
         import wandb
@@ -123,15 +124,15 @@ class WandbSink:
 
     def log(self, name: str, step: int, value: float) -> None:
         if self._row.get("step", step) != step:
-            self._send()
+            self._send_row()
         self._row["step"] = step
         self._row[name] = value
 
     def close(self) -> None:
-        self._send()
+        self._send_row()
         self._run.finish()
 
-    def _send(self) -> None:
+    def _send_row(self) -> None:
         if self._row:
             self._run.log(self._row)
         self._row = {}
@@ -141,7 +142,7 @@ _SINKS: Mapping[str, Callable[[str, LogSource], Sink]] = {TENSORBOARD: TensorBoa
 
 
 class ScalarLogger:
-    """Sends scalars to sinks. A sink that fails is reported once with the `consequence`, and then skipped."""
+    """Sends scalars to several sinks. A sink that fails is dropped and reported once, with its `consequence`."""
 
     def __init__(
         self, targets: Iterable[LogTarget], source: LogSource, say: Callable[[str], None], consequence: str
@@ -155,7 +156,7 @@ class ScalarLogger:
                 self._report(target, error)
 
     def log(self, name: str, step: int, value: float) -> None:
-        """Logs a value to all sinks; values that are not finite are left out, because boards do not draw them."""
+        """Logs a value to all sinks, unless it is infinite or NaN, which boards do not draw."""
         if not math.isfinite(value):
             return
         for target, sink in list(self._sinks.items()):
@@ -180,38 +181,39 @@ class ScalarLogger:
 
 
 def check_target(target: LogTarget) -> None:
-    """Raises UsageError if the target is not usable."""
+    """Raises UsageError if the package of a log target is missing or its folder cannot be written."""
     if target.kind == WANDB:
-        check_package("wandb", "'fp8bench[wandb]'", "", wanted_by=f"--log {target}")
+        check_package("wandb", "'fp8bench[wandb]'", "", option=f"--log {target}")
         return
-    modules = ".compat.proto.event_pb2", ".summary.writer.record_writer"
-    check_package("tensorboard", "'fp8bench[tb]'", *modules, wanted_by=f"--log {target}")
+    required_modules = ".compat.proto.event_pb2", ".summary.writer.record_writer"
+    check_package("tensorboard", "'fp8bench[tb]'", *required_modules, option=f"--log {target}")
     check_folder("--log tensorboard", Path(target.place))
 
 
-def check_package(name: str, install: str, *modules: str, wanted_by: str) -> None:
+def check_package(name: str, requirement: str, *modules: str, option: str) -> None:
     """Raises UsageError if the package that an option needs cannot be imported."""
     try:
         for module in modules:
             import_module(name + module)
     except Exception as error:
         raise UsageError(
-            f"{wanted_by} needs the package {name}, which does not import ({type(error).__name__}: {error}). "
-            f"`pip install {install}` installs it; or leave {wanted_by} out."
+            f"{option} needs the package {name}, which does not import ({type(error).__name__}: {error}). "
+            f"`pip install {requirement}` installs it; or leave {option} out."
         ) from None
 
 
-def run_source(run: Run) -> LogSource:
+def run_log_source(run: Run) -> LogSource:
     devices = ", ".join(f"{device.key}: {device.name}" for device in run.devices)
-    config = {**config_of(run.environment), "command": run.command, "devices": devices}
-    return LogSource(run.id, f"{run.request.suite} {run.id}", place_on_curve(run), config)
+    config = {**logged_facts(run.environment), "command": run.command, "devices": devices}
+    return LogSource(run.id, f"{run.request.suite} {run.id}", curve_step(run), config)
 
 
 def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedScalar]:
-    """Yields the figures of each measured case, in SI units and ratios."""
-    from fp8bench.analysis.metrics import metrics_of  # heavy, and the command line imports this module
+    """Yields the metrics of each measured case as scalars. They are in SI units, or ratios."""
+    # this import is slow, and the command line imports this module
+    from fp8bench.analysis.metrics import metrics_of
 
-    place = place_on_curve(run)
+    step = curve_step(run)
     references = {record.case.setting: Reference(record) for record in run.records if record.is_reference}
     for record in run.records:
         if not record.is_ok:
@@ -219,56 +221,61 @@ def run_scalars(run: Run, findings: Mapping[str, Finding]) -> Iterator[LoggedSca
         metrics = metrics_of(record, findings.get(record.case.id), references.get(record.case.setting))
         for metric in metrics:
             if metric.rank is Rank.MAIN:
-                for figure, value in _figures_of(metric):
+                for figure, value in _named_values(metric):
                     if value is not None:
-                        yield LoggedScalar(_name(record, figure), place, value)
+                        yield LoggedScalar(_scalar_name(record, figure), step, value)
 
 
-def _name(record: Record, figure: str) -> str:
-    """Returns 'fp8/gemm/best_seconds m=512,n=512@cpu': boards show the part after the last slash, and truncate its
-    end."""
+def _scalar_name(record: Record, figure: str) -> str:
+    """Returns the name of a scalar, as 'fp8/gemm/best_seconds m=512,n=512@cpu'.
+
+    The parameters come last, because boards cut off the end of a name. Boards show the text after the last slash.
+    """
     case = record.case
-    version = "" if case.version == "1" else f" v{case.version}"
+    version_suffix = "" if case.version == "1" else f" v{case.version}"
     params = ",".join(f"{name}={value}" for name, value in case.params)
-    return f"{safe(case.mode)}/{case.workload}{version}/{figure} {params}@{case.device}"
+    return f"{safe(case.mode)}/{case.workload}{version_suffix}/{figure} {params}@{case.device}"
 
 
-def _figures_of(metric: Metric) -> Iterator[tuple[str, float | None]]:
-    # The cost of emulation must not share a chart with speeds.
-    kind = "emulation_" if metric.cost else ""
+def _named_values(metric: Metric) -> Iterator[tuple[str, float | None]]:
+    # Times of emulations must not share a chart with times that show a speed.
+    prefix = "emulation_" if metric.cost else ""
     unit = _UNIT_WORDS.get(metric.unit, "")
     if metric.phase != STEP:
-        yield f"{kind}phase_{metric.phase}{unit}", metric.best or None
+        yield f"{prefix}phase_{metric.phase}{unit}", metric.best or None
         return
     if metric.name == TIME:
-        yield f"{kind}best{unit}", metric.best
-        yield f"{kind}median{unit}", metric.value
+        yield f"{prefix}best{unit}", metric.best
+        yield f"{prefix}median{unit}", metric.value
         yield "labels", None if metric.best is None else float(len(metric.labels))
     else:
-        yield f"{kind}{metric.name}{unit}", metric.value
+        yield f"{prefix}{metric.name}{unit}", metric.value
     if metric.interval is not None:
-        ratio = "ratio" if metric.name == TIME else f"{metric.name}_ratio"
-        yield ratio, metric.interval.point
-        yield f"{ratio}_low", metric.interval.low
-        yield f"{ratio}_high", metric.interval.high
+        ratio_name = "ratio" if metric.name == TIME else f"{metric.name}_ratio"
+        yield ratio_name, metric.interval.point
+        yield f"{ratio_name}_low", metric.interval.low
+        yield f"{ratio_name}_high", metric.interval.high
 
 
-def place_on_curve(run: Run) -> int:
-    """Returns a run's step, in seconds since 1970: its commit's date, or its start if files had changed."""
-    date = run.environment.get("commit_date")
-    dirty = run.environment.get("dirty")
-    if isinstance(date, int) and not isinstance(date, bool) and dirty is False and date > 0:
-        return date // 1000
-    return begun_at(run.started)
+def curve_step(run: Run) -> int:
+    """Returns the x position of a run on a curve, in seconds since 1970.
+
+    This is the date of the commit, or the start of the run if files had uncommitted changes.
+    """
+    commit_date = run.environment.get("commit_date")
+    has_changes = run.environment.get("dirty")
+    if isinstance(commit_date, int) and not isinstance(commit_date, bool) and has_changes is False and commit_date > 0:
+        return commit_date // 1000
+    return seconds_since_1970(run.started)
 
 
-def begun_at(started: str) -> int:
-    """Returns a stored time in seconds since 1970; 0 if it is invalid."""
+def seconds_since_1970(started: str) -> int:
+    """Converts a stored ISO time into seconds since 1970, or into 0 if the text is invalid."""
     try:
         return max(0, int(datetime.fromisoformat(started).timestamp()))
     except (ValueError, OverflowError):
         return 0
 
 
-def config_of(environment: Environment) -> dict[str, Any]:
-    return {name: environment.get(name) for name in _TOLD_OF_ENVIRONMENT}
+def logged_facts(environment: Environment) -> dict[str, Any]:
+    return {name: environment.get(name) for name in _LOGGED_FACTS}

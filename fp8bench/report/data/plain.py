@@ -1,4 +1,4 @@
-"""Results for other programs: tables as CSV or frames, documents as JSON."""
+"""Formats results for other programs: tables as CSV or pandas frames, documents as JSON."""
 
 from __future__ import annotations
 
@@ -14,45 +14,45 @@ from fp8bench.report.elements import printable
 if TYPE_CHECKING:
     import pandas as pd
 
-# Columns and rows; a tuple has its cells in the order of the columns.
+# A row is a mapping from column names to values, or a tuple in the order of the columns.
 Row = Mapping[str, Any] | tuple[Any, ...]
 Rows = tuple[Sequence[str], Iterable[Row]]
-# Includes the full-width signs of East Asian keyboards.
-_BEGIN_FORMULAS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
+# A spreadsheet reads a cell that begins with one of these signs as a formula. The full-width signs are those that
+# East Asian keyboards type.
+_FORMULA_SIGNS = frozenset("=+-@\uff1d\uff0b\uff0d\uff20")
 
 
 def csv_text(columns: Sequence[str], rows: Iterable[Row]) -> str:
-    """Formats rows under their column names (RFC 4180, with plain line ends); None is empty.
+    """Formats columns and rows as CSV (RFC 4180, but lines end with '\n' only). None becomes an empty cell.
 
-    Texts, including column names, are put on one line. One that a spreadsheet would run as a formula gets a leading
-    apostrophe.
+    Each text is put on one line. A text that a spreadsheet would run as a formula gets a leading apostrophe.
     """
     text = io.StringIO()
     writer = csv.writer(text, lineterminator="\n")
-    writer.writerow(_cells(columns))
-    writer.writerows(_cells(row if isinstance(row, tuple) else map(row.get, columns)) for row in rows)
+    writer.writerow(_safe_cells(columns))
+    writer.writerows(_safe_cells(row if isinstance(row, tuple) else map(row.get, columns)) for row in rows)
     return text.getvalue()
 
 
 def results_frame(rows: Rows) -> pd.DataFrame:
-    """Returns the frame that reading the rows' CSV would give."""
+    """Returns the rows as a pandas frame, equal to the frame that pandas would read from their CSV."""
     import pandas as pd
 
     return pd.read_csv(io.StringIO(csv_text(*rows)), low_memory=False)
 
 
-def _cells(values: Iterable[Any]) -> list[Any]:
-    return [_inert(value) if isinstance(value, str) else value for value in values]
+def _safe_cells(values: Iterable[Any]) -> list[Any]:
+    return [_escape_formula(value) if isinstance(value, str) else value for value in values]
 
 
-@lru_cache  # the same few texts fill the rows of a training, of which there may be millions
-def _inert(text: str) -> str:
+@lru_cache  # a training may have millions of rows with the same few texts
+def _escape_formula(text: str) -> str:
     line = printable(text)
-    if line[1:] and line.lstrip()[:1] in _BEGIN_FORMULAS:
+    if line[1:] and line.lstrip()[:1] in _FORMULA_SIGNS:
         return f"'{line}"
     return line
 
 
 def json_line(document: Any) -> str:
-    """Formats the document on one line as strict JSON, which has no NaN or infinities."""
+    """Formats a document as strict JSON on one line. Raises ValueError for NaN and infinities."""
     return json.dumps(document, separators=(",", ":"), allow_nan=False) + "\n"

@@ -1,7 +1,7 @@
-"""A run for other programs: tidy rows as CSV, or everything as one JSON document.
+"""Exports a run for other programs: as CSV with one figure per row, or as one JSON document.
 
-Tidy rows are one for each case, phase and metric, and one for each size at which a precision begins to pay.
-docs/outputs.md describes the columns.
+There is one row for each case, phase and metric. There is also one row for each break-even size, at which a precision
+begins to be faster. docs/outputs.md describes the columns.
 """
 
 from __future__ import annotations
@@ -19,12 +19,12 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME, Rank
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import printable
-from fp8bench.report.panels import FindingsById, NamedCase, Result, metrics_within, panels_of, show_params
+from fp8bench.report.panels import FindingsById, NamedCase, Result, group_into_panels, list_metrics, show_params
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 
 Cell = Scalar | None
 TidyRow = dict[str, Cell]
-# The columns: first the subject of the row, ...
+# The first columns of the CSV, which describe the case of a row.
 _CASE_COLUMNS = (
     "run",
     "started_utc",
@@ -41,7 +41,8 @@ _CASE_COLUMNS = (
     "reason",
     "params",
 )
-# ... then one for each parameter, then the figure. New columns are appended, so that the others keep their places.
+# The columns after those of the case and its parameters. New columns are appended, so that old columns keep their
+# positions.
 _FIGURE_COLUMNS = (
     "phase", "kind", "role", "metric", "unit", "median_in_unit", "best_in_unit", "spread", "ratio_to_reference",
     "ratio_low", "ratio_high", "ratio_confidence", "noise_floor", "n_rounds", "n_samples",
@@ -52,44 +53,45 @@ _FIGURE_COLUMNS = (
 )  # fmt: skip
 
 
-def columns_of(*runs: Run) -> tuple[str, ...]:
-    """Returns the columns for the rows of some runs, with one for each parameter of their cases."""
-    params: dict[str, Scalar] = {}
+def csv_columns(*runs: Run) -> tuple[str, ...]:
+    """Returns the CSV columns for these runs, including one for each parameter of their cases."""
+    all_params: dict[str, Scalar] = {}
     for run in runs:
         for record in run.records:
-            params |= dict(record.case.params)
-    return (*_CASE_COLUMNS, *(f"param_{name}" for name in params), *_FIGURE_COLUMNS)
+            all_params |= dict(record.case.params)
+    return (*_CASE_COLUMNS, *(f"param_{name}" for name in all_params), *_FIGURE_COLUMNS)
 
 
-def rows(run: Run, findings: FindingsById) -> list[TidyRow]:
-    """Returns all rows, in the order of the plan. Each has every column, with None for missing values."""
-    empty: TidyRow = dict.fromkeys(columns_of(run))
-    empty |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
+def tidy_rows(run: Run, findings: FindingsById) -> list[TidyRow]:
+    """Returns the CSV rows of a run in the order of its plan. Every row has every column. A missing value is None."""
+    empty_row: TidyRow = dict.fromkeys(csv_columns(run))
+    empty_row |= {"run": Path(run.path).stem or run.id, "started_utc": run.started}
     device_names = {facts.key: facts.name for facts in run.devices}
-    tidy = []
-    for panel in panels_of(run, findings):
+    rows = []
+    for panel in group_into_panels(run, findings):
         for case in panel.members:
-            about = empty | _about(case.record, panel.reference)
-            about["device_name"] = device_names.get(panel.device)
-            # Summing rows would count a restated figure twice.
-            metrics = [metric for metric in metrics_within(case) if metric.rank is not Rank.RESTATED]
-            # The row of the step's time comes first, with the status of the case.
-            tidy.append(about | _row(metrics[0]) | _of_the_case(case))
-            tidy += [about | _row(metric) for metric in metrics[1:]]
+            case_fields = empty_row | _case_fields(case.record, panel.reference)
+            case_fields["device_name"] = device_names.get(panel.device)
+            # Leave out metrics whose figure is repeated from a different row. Readers who sum rows would count such a
+            # figure twice.
+            metrics = [metric for metric in list_metrics(case) if metric.rank is not Rank.RESTATED]
+            # The first row of a case has the time of its step, and the status of the case.
+            rows.append(case_fields | _metric_fields(metrics[0]) | _finding_fields(case))
+            rows += [case_fields | _metric_fields(metric) for metric in metrics[1:]]
     for row in break_even_rows(run, findings):
-        tidy.append(empty | {"device_name": device_names.get(row.device)} | _crossing(row))
-    return [dict(zip(row, map(_cell, row.values()), strict=True)) for row in tidy]
+        rows.append(empty_row | {"device_name": device_names.get(row.device)} | _break_even_fields(row))
+    return [dict(zip(row, map(_clean_cell, row.values()), strict=True)) for row in rows]
 
 
-def _cell(cell: Cell) -> Cell:
-    """Returns a text on one line, None if empty, like the CSV."""
+def _clean_cell(cell: Cell) -> Cell:
+    """Returns a text on one line, or None for an empty text. Other values are returned unchanged."""
     if isinstance(cell, str):
-        return _line(cell) or None
+        return _clean_line(cell) or None
     return cell
 
 
-def _crossing(row: BreakEvenRow) -> TidyRow:
-    """Returns a row for a size between measured ones, which does not belong to a case."""
+def _break_even_fields(row: BreakEvenRow) -> TidyRow:
+    """Returns the fields of a break-even size, which is not a measured size and belongs to no case."""
     return {
         "suite": row.suite,
         "device": row.device,
@@ -110,14 +112,14 @@ def _crossing(row: BreakEvenRow) -> TidyRow:
     }
 
 
-@lru_cache(maxsize=4096)  # most texts occur in every row of their case
-def _line(text: str) -> str:
+@lru_cache(maxsize=4096)  # most of these texts occur in every row of a case
+def _clean_line(text: str) -> str:
     return printable(text).strip()
 
 
-def _about(record: Record, reference: str) -> TidyRow:
+def _case_fields(record: Record, reference: str) -> TidyRow:
     case = record.case
-    about: TidyRow = {
+    case_row: TidyRow = {
         "case": case.id,
         "suite": case.workload,
         "suite_version": case.version,
@@ -131,11 +133,11 @@ def _about(record: Record, reference: str) -> TidyRow:
         "params": show_params(case.params),
     }
     if (failed := record.failed_rank) is not None:
-        about |= {"failed_rank": failed.rank, "failed_phase": failed.phase or failed.request}
-    return about | {f"param_{name}": value for name, value in case.params}
+        case_row |= {"failed_rank": failed.rank, "failed_phase": failed.phase or failed.request}
+    return case_row | {f"param_{name}": value for name, value in case.params}
 
 
-def _row(metric: Metric) -> TidyRow:
+def _metric_fields(metric: Metric) -> TidyRow:
     kind, role = metric.about or (None, None)
     row: TidyRow = {
         "phase": metric.phase,
@@ -162,7 +164,7 @@ def _row(metric: Metric) -> TidyRow:
     if ratio is None:
         return row
     row["ratio_to_reference"] = ratio.point
-    if ratio.level < 1:  # an exact one has no bounds
+    if ratio.level < 1:  # a level of 1 means that the ratio is exact and has no bounds
         row |= {"ratio_low": ratio.low, "ratio_high": ratio.high, "ratio_confidence": ratio.level or None}
     if metric.name == TIME and 0 < ratio.point < math.inf:
         speed = ratio.inverse
@@ -170,39 +172,42 @@ def _row(metric: Metric) -> TidyRow:
     return row
 
 
-def _of_the_case(result: Result) -> TidyRow:
+def _finding_fields(result: Result) -> TidyRow:
     finding = result.finding
     if finding is None or finding.best_seconds is None:
         return {}
-    reasons = "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons)
-    return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": reasons}
+    label_reasons = "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons)
+    return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": label_reasons}
 
 
-def run_rows(pairs: Sequence[tuple[Run, FindingsById]]) -> Rows:
-    if not pairs:
+def run_rows(runs_with_findings: Sequence[tuple[Run, FindingsById]]) -> Rows:
+    if not runs_with_findings:
         return (), ()
-    tidy: list[TidyRow] = []
-    for run, findings in pairs:
-        tidy += rows(run, findings)
-    return columns_of(*(run for run, _ in pairs)), tidy
+    all_rows: list[TidyRow] = []
+    for run, findings in runs_with_findings:
+        all_rows += tidy_rows(run, findings)
+    return csv_columns(*(run for run, _ in runs_with_findings)), all_rows
 
 
-def run_value(run: Run, findings: FindingsById) -> dict[str, Any]:
-    """Returns everything in the run's file, with findings and figures for each record, and break-even sizes."""
+def run_document(run: Run, findings: FindingsById) -> dict[str, Any]:
+    """Returns the content of a run's file as one document. Each record also has its finding and metrics. The
+    break-even sizes come last.
+    """
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
-    results: dict[str, dict[str, Any]] = {}
-    for panel in panels_of(run, findings):
-        results |= {case.record.case.id: _result_value(case) for case in panel.members}
-    records = [{**encode(record), **results[record.case.id]} for record in run.records]
-    sweeps = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
-    return {"schema": SCHEMA, **header, "records": records, "break_even": sweeps}
+    result_by_case: dict[str, dict[str, Any]] = {}
+    for panel in group_into_panels(run, findings):
+        result_by_case |= {case.record.case.id: _result_document(case) for case in panel.members}
+    records = [{**encode(record), **result_by_case[record.case.id]} for record in run.records]
+    break_even = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
+    return {"schema": SCHEMA, **header, "records": records, "break_even": break_even}
 
 
-def _result_value(case: NamedCase) -> dict[str, Any]:
+def _result_document(case: NamedCase) -> dict[str, Any]:
     finding = None
     if case.finding:
         finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
-        # The record has the case already, and times by phase are figures.
+        # Drop fields that the document has in other places: the case is in the record, and times by phase are in the
+        # metrics.
         finding.pop("case", None)
         finding.pop("typical", None)
     figures = {}

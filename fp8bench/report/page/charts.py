@@ -1,4 +1,4 @@
-"""Charts without their drawings: which are worth drawing, stacked bars, and each chart as the table of its numbers."""
+"""Decides which charts are worth drawing, builds stacked bars, and lists the numbers of any chart as a table."""
 
 from __future__ import annotations
 
@@ -23,21 +23,22 @@ from fp8bench.report.elements import (
     Stacks,
     Table,
 )
-from fp8bench.report.panels import Result, phases_of
-from fp8bench.report.words.naming import phase_order, phase_words
+from fp8bench.report.panels import Result, phase_seconds
+from fp8bench.report.words.naming import phase_sort_key, phase_words
 
-# Fewer points are easier to read as numbers.
-_LEAST_POINTS = 3
-# If the largest whole exceeds the smallest by this factor, bars of one unit would hide the parts of the small ones.
-_WIDE = 8.0
-
-
-def worth_drawing(chart: AnyChart) -> bool:
-    """Whether a chart shows more than a table would: at least three points, in more than one column."""
-    return _points(chart) >= _LEAST_POINTS
+# A chart needs at least this many values. Fewer values are easier to read as numbers.
+_MIN_POINTS = 3
+# If the largest total exceeds the smallest by more than this factor, each bar shows shares of its total instead of
+# absolute values.
+_MAX_RATIO_OF_BARS = 8.0
 
 
-def _points(chart: AnyChart) -> int:
+def is_worth_drawing(chart: AnyChart) -> bool:
+    """Returns whether a chart has enough values. A chart of few values would show no more than a table of them."""
+    return _count_points(chart) >= _MIN_POINTS
+
+
+def _count_points(chart: AnyChart) -> int:
     match chart:
         case Bars():
             marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
@@ -50,49 +51,55 @@ def _points(chart: AnyChart) -> int:
             return len(chart.places)
 
 
-def stack_parts(
+def stack_chart(
     name: str,
     title: str,
     description: str,
     axis: ChartAxis,
-    share: str,
+    share_title: str,
     parts: Mapping[str, str],
     rows: Sequence[tuple[str, float, Mapping[str, float]]],
 ) -> Stacks:
-    """Makes bars of (label, whole, its parts); `parts` are all possible ones, in order, with their words.
+    """Makes a chart of stacked bars. A row is (label, total, value by part). `parts` has the words for each part, in
+    order.
 
-    If wholes differ widely, bars are shares, with the whole in the label.
+    If the totals differ widely, bars show shares of the total, and the label gives the total.
     """
     totals = [total for _, total, _ in rows]
-    # One long step would make the parts of the others too thin to see.
-    as_shares = max(totals) > _WIDE * min(totals)
+    # On a common axis, one long step would make the parts of short steps too thin to see.
+    draws_shares = max(totals) > _MAX_RATIO_OF_BARS * min(totals)
     bars = []
-    for label, total, sizes in rows:
-        values = [sizes.get(part, 0.0) for part in parts]
-        words = label
-        if as_shares:
-            words += f", {units.describe(total, axis.unit)}"
+    for label, total, value_by_part in rows:
+        values = [value_by_part.get(part, 0.0) for part in parts]
+        bar_label = label
+        if draws_shares:
+            bar_label += f", {units.describe(total, axis.unit)}"
             values = [100 * value / (total or 1.0) for value in values]
-        bars.append((words, tuple(values)))
-    bar_axis = ChartAxis(share, "%") if as_shares else axis
+        bars.append((bar_label, tuple(values)))
+    bar_axis = ChartAxis(share_title, "%") if draws_shares else axis
     return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(bars))
 
 
 def has_time(result: Result) -> bool:
-    return result.best is not None and 0 < result.best < math.inf
+    return result.best_seconds is not None and 0 < result.best_seconds < math.inf
 
 
-def phase_parts(results: Iterable[Result]) -> dict[str, str]:
-    """Returns the phases of these results in order, with words; the same everywhere, so that each has one colour."""
+def name_phases(results: Iterable[Result]) -> dict[str, str]:
+    """Returns the words for each phase that occurs in some result, in order.
+
+    All charts of a page use the same phases, so that a phase has one colour.
+    """
     # Every step has unattributed time.
-    names = {UNATTRIBUTED}
+    phases = {UNATTRIBUTED}
     for result in filter(has_time, results):
-        names |= {name for name, seconds in phases_of(result) if 0 < seconds < math.inf}
-    return {name: phase_words(name) for name in sorted(names, key=phase_order)}
+        phases |= {name for name, seconds in phase_seconds(result) if 0 < seconds < math.inf}
+    return {name: phase_words(name) for name in sorted(phases, key=phase_sort_key)}
 
 
 class _NumbersRow(NamedTuple):
-    """A mark or point with its labels."""
+    """A row of the table that lists a chart's numbers. It has a mark or a point, and the texts of the two label
+    columns.
+    """
 
     first: str
     second: str
@@ -100,45 +107,49 @@ class _NumbersRow(NamedTuple):
 
 
 def numbers_table(chart: AnyChart) -> Table:
-    """Returns a table with every number of the chart, and its marks' hints."""
+    """Returns a table of all numbers in the chart, with the hints of its marks."""
     caption = f"{chart.title}: numbers"
     name = f"{chart.name}-numbers"
     if isinstance(chart, Stacks):
-        parts: list[Col[Any]] = [Col("case", itemgetter(0))]
-        for part in chart.present:
-            values = partial(lambda part, row: row[1][part], part)
-            parts.append(Col(chart.parts[part], values, number=True, unit=chart.axis.unit))
-        return table(name, caption, parts, chart.rows)
+        part_columns: list[Col[Any]] = [Col("case", itemgetter(0))]
+        for part in chart.nonzero_parts:
+            get_part_value = partial(lambda part, row: row[1][part], part)
+            part_columns.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
+        return table(name, caption, part_columns, chart.rows)
     rows = []
     headings = ("group", "case")
     match chart:
         case Bars():
             for title, marks in chart.groups:
                 rows += [_NumbersRow(title, mark.label, mark) for mark in marks]
-            numbers = _number_cols(chart.axis)
+            number_columns = _interval_columns(chart.axis)
         case Lines():
             headings = ("at", "series")
             for index, place in enumerate(chart.places):
-                at_place = [(series, marks[index]) for series, marks in chart.series]
-                rows += [_NumbersRow(place, series, mark) for series, mark in at_place if mark is not None]
-            numbers = _number_cols(chart.axis)
+                marks_at_place = [(series, marks[index]) for series, marks in chart.series]
+                rows += [_NumbersRow(place, series, mark) for series, mark in marks_at_place if mark is not None]
+            number_columns = _interval_columns(chart.axis)
         case Scatter():
             headings = ("series", "case")
             rows = [_NumbersRow(point.series, point.label, point) for point in chart.points]
-            numbers = [_number_col(chart.x.title, "x", chart.x), _number_col(chart.y.title, "y", chart.y)]
-    cols: Cols[_NumbersRow] = [
-        # A single group has no heading.
+            number_columns = [_number_column(chart.x.title, "x", chart.x), _number_column(chart.y.title, "y", chart.y)]
+    columns: Cols[_NumbersRow] = [
+        # The only group of a bar chart has no heading, so it needs no column.
         Col(headings[0], "first", when=any(row.first for row in rows) or not isinstance(chart, Bars)),
         Col(headings[1], "second", tone=lambda row: row.mark.tone),
-        *numbers,
+        *number_columns,
         Col("notes", "mark.hint", when=any(row.mark.hint for row in rows)),
     ]
-    return table(name, caption, cols, rows)
+    return table(name, caption, columns, rows)
 
 
-def _number_col(title: str, name: str, axis: ChartAxis) -> Col[_NumbersRow]:
+def _number_column(title: str, name: str, axis: ChartAxis) -> Col[_NumbersRow]:
     return Col(title, f"mark.{name}", number=True, unit=axis.unit, show=axis.show)
 
 
-def _number_cols(axis: ChartAxis) -> list[Col[_NumbersRow]]:
-    return [_number_col(axis.title, "value", axis), _number_col("low", "low", axis), _number_col("high", "high", axis)]
+def _interval_columns(axis: ChartAxis) -> list[Col[_NumbersRow]]:
+    return [
+        _number_column(axis.title, "value", axis),
+        _number_column("low", "low", axis),
+        _number_column("high", "high", axis),
+    ]

@@ -1,7 +1,8 @@
-"""The material of a report, its sections, and the page that they form.
+"""Builds the page of a report from its sections.
 
-Material is runs with their findings, and a label for each. A section turns it into elements and knows no output format.
-It is a decorated function in the module of its topic (fp8bench/report/topics), or in a feature's module `section`.
+The material of a report is one or more runs with their findings. A section turns material into elements, and knows no
+output format. Each section is a decorated function in a module of fp8bench/report/topics, or in a feature's module
+`section`.
 """
 
 from __future__ import annotations
@@ -21,49 +22,49 @@ from fp8bench.report import topics
 from fp8bench.report.case_status import cost_tone
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Chart, Element, Elements, Field, Page, Part, Table, Text
-from fp8bench.report.page.charts import numbers_table, worth_drawing
-from fp8bench.report.panels import CaseValue, FindingsById, NamedCase, Panel, Result, join_parts, panels_of
+from fp8bench.report.page.charts import is_worth_drawing, numbers_table
+from fp8bench.report.panels import CaseValue, FindingsById, NamedCase, Panel, Result, group_into_panels, join_parts
 from fp8bench.report.words.naming import (
     COMMIT_LETTERS,
-    commit_of,
-    devices_of,
-    fact,
+    describe_commit,
+    environment_fact,
     join_words,
+    list_devices,
+    list_suites,
     many,
     shorten_line,
-    suites_of,
-    when,
+    show_start,
 )
 
 V = TypeVar("V")
-Builder = Callable[["Material"], Elements]
-# The most rows of a table with several rows per case.
-MOST_ROWS = 300
+BuildElements = Callable[["Material"], Elements]
+# A table with several rows for each case has at most this many rows.
+MAX_ROWS = 300
 
 
 @dataclass(frozen=True)
 class Section:
-    """A section of the report: `elements` yields what there is to show of a material, possibly nothing.
+    """A section of the report. `elements` is a function that yields the elements for a material, or nothing.
 
-    `rank` is its position on the page. If it `repeats`, its charts show what is in the main table. `lead` is shown
-    under the title, unless all elements are texts.
+    `rank` is the position on the page. `lead` is the paragraph under the title, which is left out if all elements are
+    texts. `repeats` means that the charts of this section show numbers that the main table has as well.
     """
 
     name: str
     title: str
     rank: int
-    elements: Builder
+    elements: BuildElements
     lead: str | Callable[[Material], str] = ""
     repeats: bool = False
 
-    def build(self, material: Material) -> Part | None:
+    def build_part(self, material: Material) -> Part | None:
         elements = tuple(self.elements(material))
         if not elements:
             return None
-        lead = ""
+        lead_text = ""
         if not all(isinstance(element, Text) for element in elements):
-            lead = self.lead if isinstance(self.lead, str) else self.lead(material)
-        return Part(self.name, self.title, elements, lead)
+            lead_text = self.lead if isinstance(self.lead, str) else self.lead(material)
+        return Part(self.name, self.title, elements, lead_text)
 
 
 _sections: dict[str, Section] = {}
@@ -71,121 +72,130 @@ _sections: dict[str, Section] = {}
 
 def section(
     name: str, title: str, rank: int, lead: str | Callable[[Material], str] = "", repeats: bool = False
-) -> Callable[[Builder], Builder]:
-    """Registers a function as a section, whose docstring is the lead if no other is named."""
+) -> Callable[[BuildElements], BuildElements]:
+    """Registers a function as a section. Without `lead`, the paragraph under the title is the function's docstring."""
 
-    def register(elements: Builder) -> Builder:
-        words = lead or " ".join((elements.__doc__ or "").split())
-        _sections[name] = Section(name, title, rank, elements, words, repeats)
+    def register(elements: BuildElements) -> BuildElements:
+        section_lead = lead or " ".join((elements.__doc__ or "").split())
+        _sections[name] = Section(name, title, rank, elements, section_lead, repeats)
         return elements
 
     return register
 
 
-def sections() -> dict[str, Section]:
+def load_sections() -> dict[str, Section]:
     for module in pkgutil.iter_modules(topics.__path__):
         importlib.import_module(f"{topics.__name__}.{module.name}")
-    # Features register theirs as their modules are imported.
+    # Importing the section modules of features registers their sections.
     list(feature_parts("section"))
     return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 
 def _case_field(row: CaseValue[Any]) -> Field:
-    """'fp8 (emulated), m=256 n=256': names a row's case, the precision first."""
-    words = join_parts(mark_emulated(row.case, row.case.mode), row.case.place)
-    return Field(words, tone=cost_tone(row.case))
+    """Returns the precision and setting of a case, as 'fp8 (emulated), m=256 n=256'."""
+    case_name = join_parts(mark_emulation(row.case, row.case.mode), row.case.setting_name)
+    return Field(case_name, tone=cost_tone(row.case))
 
 
-PRECISION: Col[CaseValue[Any]] = Col("precision", _case_field)
+PRECISION_COLUMN: Col[CaseValue[Any]] = Col("precision", _case_field)
 
 
-def mark_emulated(result: Result, words: str) -> str:
-    return f"{words} (emulated)" if result.is_emulated else words
+def mark_emulation(result: Result, name: str) -> str:
+    return f"{name} (emulated)" if result.is_emulated else name
 
 
 def table_of_cases(
     name: str, caption: str, cols: Sequence[Col[CaseValue[V]]], cases: Iterable[tuple[NamedCase, Sequence[V]]]
 ) -> Elements:
-    """Yields a table with several rows for each case, and a sentence on the cases that do not fit into MOST_ROWS."""
+    """Yields a table with several rows for each case. If it has more than MAX_ROWS rows, a sentence names the cases
+    that are left out.
+    """
     rows: list[CaseValue[V]] = []
-    hidden = []
+    hidden_cases = []
     for case, values in cases:
-        if rows and len(rows) + len(values) > MOST_ROWS:
-            hidden.append(case.name)
+        if rows and len(rows) + len(values) > MAX_ROWS:
+            hidden_cases.append(case.name)
         else:
             rows += [CaseValue(case, value) for value in values]
     if rows:
-        yield table(name, caption, cols, rows, required={col.heading for col in cols[:2]})
-    if hidden:
-        yield Text(f"{caption}: the table has no room for {join_words(hidden)}; the run's file has them.")
+        yield table(name, caption, cols, rows, required_headings={col.heading for col in cols[:2]})
+    if hidden_cases:
+        yield Text(f"{caption}: the table has no room for {join_words(hidden_cases)}; the run's file has them.")
 
 
-def parts_of(material: Material) -> tuple[Part, ...]:
+def build_parts(material: Material) -> tuple[Part, ...]:
     parts = []
-    for section in sections().values():
-        part = section.build(material)
-        elements = tuple(_replace_small_charts(part, section.repeats)) if part else ()
+    for section in load_sections().values():
+        part = section.build_part(material)
+        elements = tuple(_simplify_elements(part, section.repeats)) if part else ()
         if part and elements:
             parts.append(replace(part, elements=elements))
     return tuple(parts)
 
 
-def _replace_small_charts(part: Part, repeats: bool) -> Elements:
-    """Turns charts with little to see into tables, or leaves them out if those stand above; folds long tables."""
+def _simplify_elements(part: Part, repeats_table: bool) -> Elements:
+    """Replaces a chart of few values by a table. Drops the chart instead if the main table has its numbers. Long
+    tables are folded.
+    """
     for element in part.elements:
-        if isinstance(element, Table) and not element.main and len(element.rows) > _MOST_OPEN:
+        if isinstance(element, Table) and not element.main and len(element.rows) > _MAX_OPEN_ROWS:
             yield replace(element, folded=True)
-        elif not isinstance(element, Chart) or worth_drawing(element):
+        elif not isinstance(element, Chart) or is_worth_drawing(element):
             yield element
-        elif not repeats:
+        elif not repeats_table:
             yield Text(element.description)
             yield replace(numbers_table(element), caption=element.title, folded=element.folded)
 
 
-_MOST_OPEN = 24  # rows
-_MOST_SUITES = 4
-_MOST_DEVICES = 3
-_MOST_LABELS = 8
-_LONGEST_NAME = 60
+_MAX_OPEN_ROWS = 24  # a table with more rows than this is folded
+_MAX_SUITES_IN_TITLE = 4
+_MAX_DEVICES_IN_TITLE = 3
+_MAX_LABELS = 8
+_MAX_NAME_LENGTH = 60
 
 
-def page_of(material: Material) -> Page:
-    """Returns the whole report, which does not depend on where or when it is rendered."""
+def report_page(material: Material) -> Page:
+    """Returns the page of a report. The page does not depend on when or where it is rendered."""
     runs = [entry.run for entry in material.entries]
     command = "; ".join(run.command for run in runs)
-    return Page(_title(runs), _subtitle(material), parts_of(material), command=command)
+    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), command=command)
 
 
-def _title(runs: Sequence[Run]) -> str:
+def _page_title(runs: Sequence[Run]) -> str:
     suites: dict[str, None] = {}
     devices: dict[str, None] = {}
     for run in runs:
-        suites |= dict.fromkeys(shorten_line(name, _LONGEST_NAME) for name in suites_of(run))
-        devices |= dict.fromkeys(shorten_line(name, _LONGEST_NAME) for name in devices_of(run))
-    named = ", ".join(suites) if len(suites) <= _MOST_SUITES else many(len(suites), "suite")
-    return join_parts(named, join_words(devices, _MOST_DEVICES), by=" on ") or "A report without cases"
+        suites |= dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for name in list_suites(run))
+        devices |= dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for name in list_devices(run))
+    suites_text = ", ".join(suites) if len(suites) <= _MAX_SUITES_IN_TITLE else many(len(suites), "suite")
+    return (
+        join_parts(suites_text, join_words(devices, _MAX_DEVICES_IN_TITLE), separator=" on ")
+        or "A report without cases"
+    )
 
 
-def _subtitle(material: Material) -> str:
-    if material.alone:
+def _page_subtitle(material: Material) -> str:
+    if material.is_single_run:
         run = material.entries[0].run
-        commit = commit_of(run)
-        parts = join_parts(when(run), f"commit {commit}" if commit else "", fact(run, "machine"))
-        return parts or "the header of the run's file is lost"
+        commit = describe_commit(run)
+        origin = join_parts(show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine"))
+        return origin or "the header of the run's file is lost"
     labels = [entry.label for entry in material.entries]
-    number = many(len(labels), "run")
-    if len(labels) > _MOST_LABELS:
-        labels[_MOST_LABELS:] = [f"{len(labels) - _MOST_LABELS} more"]
-    return join_parts(number, "; ".join(labels), by=": ")
+    num_runs = many(len(labels), "run")
+    if len(labels) > _MAX_LABELS:
+        labels[_MAX_LABELS:] = [f"{len(labels) - _MAX_LABELS} more"]
+    return join_parts(num_runs, "; ".join(labels), separator=": ")
 
 
-LONGEST_LABEL = 40
-_LABEL_SUITES = 3
+MAX_LABEL_LENGTH = 40
+_MAX_SUITES_IN_LABEL = 3
 
 
 @dataclass(frozen=True)
 class Entry:
-    """A run of a report. `label` distinguishes it ('cuda:0', 'a1b2c3d4', 'box 2'); '' for a single run."""
+    """A run of a report. `label` distinguishes it from the other runs of the report, as 'cuda:0' or 'a1b2c3d4'. It is
+    '' for a single run.
+    """
 
     run: Run
     findings: FindingsById
@@ -193,14 +203,15 @@ class Entry:
 
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
-        return panels_of(self.run, self.findings)
+        return group_into_panels(self.run, self.findings)
 
 
 @dataclass(frozen=True)
 class Material:
-    """Runs side by side, in the order they were named; most reports have one. `store` is where they lie.
+    """The runs of a report, in the order in which the user named them. Most reports have one run. `store` is the
+    folder of the runs.
 
-    `earlier` has the best case of each case's step, by its id, in the last runs before the only one.
+    For a report of one run, `earlier` has the best-case seconds of each case in earlier runs, by case id.
     """
 
     entries: tuple[Entry, ...]
@@ -208,7 +219,7 @@ class Material:
     earlier: Mapping[str, Sequence[float]] = field(default_factory=dict)
 
     @property
-    def alone(self) -> bool:
+    def is_single_run(self) -> bool:
         return len(self.entries) == 1
 
     def panels(self) -> Iterator[tuple[Entry, Panel]]:
@@ -217,56 +228,66 @@ class Material:
                 yield entry, panel
 
 
-def material_of(runs: Sequence[Run], findings: Sequence[FindingsById], store: Path | None = None) -> Material:
-    entries = zip(runs, findings, labels_of(runs), strict=True)
+def make_material(runs: Sequence[Run], findings: Sequence[FindingsById], store: Path | None = None) -> Material:
+    entries = zip(runs, findings, label_runs(runs), strict=True)
     return Material(tuple(Entry(*fields) for fields in entries), store)
 
 
-def labels_of(runs: Sequence[Run]) -> list[str]:
-    """Returns the shortest words that distinguish the runs, '' for a single run.
+def label_runs(runs: Sequence[Run]) -> list[str]:
+    """Returns a short label for each run that distinguishes it from the other runs, or '' for a single run.
 
-    Facts are tried in the order in which they explain differences, then the ids.
+    The label is the first fact that differs, such as the device, commit or machine. If no fact differs, it is the
+    run's id.
     """
     if len(runs) < 2:
         return [""] * len(runs)
-    # The first fact that all runs have and that differs between them.
-    for source in _SOURCES:
-        labels = [shorten_line(source(run), LONGEST_LABEL) for run in runs]
+    # Use the first fact that all runs have and that differs between them.
+    for describe_run in _LABEL_SOURCES:
+        labels = [shorten_line(describe_run(run), MAX_LABEL_LENGTH) for run in runs]
         if all(labels) and len({*labels}) == len(runs):
             return labels
     ids = [run.id or "run" for run in runs]
-    numbers = [ids[: place + 1].count(name) for place, name in enumerate(ids)]
-    return [f"{name} ({number})" if ids.count(name) > 1 else name for name, number in zip(ids, numbers, strict=True)]
+    occurrences = [ids[: index + 1].count(name) for index, name in enumerate(ids)]
+    return [
+        f"{name} ({occurrence})" if ids.count(name) > 1 else name
+        for name, occurrence in zip(ids, occurrences, strict=True)
+    ]
 
 
-_SOURCES: tuple[Callable[[Run], str], ...] = (
-    lambda run: ", ".join(devices_of(run)),
-    lambda run: fact(run, "commit")[:COMMIT_LETTERS],
-    lambda run: fact(run, "machine"),
-    lambda run: f"torch {fact(run, 'torch')}" if fact(run, "torch") else "",
-    lambda run: ", ".join(names) if len(names := suites_of(run)) <= _LABEL_SUITES else many(len(names), "suite"),
+_LABEL_SOURCES: tuple[Callable[[Run], str], ...] = (
+    lambda run: ", ".join(list_devices(run)),
+    lambda run: environment_fact(run, "commit")[:COMMIT_LETTERS],
+    lambda run: environment_fact(run, "machine"),
+    lambda run: f"torch {environment_fact(run, 'torch')}" if environment_fact(run, "torch") else "",
+    lambda run: (
+        ", ".join(names) if len(names := list_suites(run)) <= _MAX_SUITES_IN_LABEL else many(len(names), "suite")
+    ),
     lambda run: ",".join(dict.fromkeys(record.case.mode for record in run.records)),
 )
 
 
-def titled_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    """Yields panels with the suite, the device if there are several, and the run; with the reference if these are the
-    same of several panels."""
+def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
+    """Yields each panel with its title: the suite, and the device and the run if there are several.
+
+    If two panels would have the same title, the reference is added.
+    """
     titles: list[str] = []
     panels: list[Panel] = []
     for entry in material.entries:
         has_devices = len({panel.device for panel in entry.panels}) > 1
-        label = f", {entry.label}" if entry.label and not material.alone else ""
-        titles += [f"{panel.suite}{f' on {panel.device}' * has_devices}{label}" for panel in entry.panels]
+        label_suffix = f", {entry.label}" if entry.label and not material.is_single_run else ""
+        titles += [f"{panel.suite}{f' on {panel.device}' * has_devices}{label_suffix}" for panel in entry.panels]
         panels += entry.panels
-    counts = Counter(titles)
+    panels_by_title = Counter(titles)
     for title, panel in zip(titles, panels, strict=True):
-        is_unique = counts[title] == 1 or not panel.reference
+        is_unique = panels_by_title[title] == 1 or not panel.reference
         yield title if is_unique else f"{title} against {panel.reference}", panel
 
 
-def name_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:
-    """Gives a terminal's tables the names and captions that they have on a page, among those of other panels."""
+def rename_tables(elements: Iterable[Element], suffix: object, title: str) -> Elements:
+    """Yields the elements with unique tables: a suffix is added to the name of each table, and a title before its
+    caption.
+    """
     for element in elements:
         if isinstance(element, Table):
             yield replace(element, name=f"{element.name}-{suffix}", caption=f"{title}: {element.caption}")

@@ -1,6 +1,6 @@
-"""The history as text: its series, one series commit by commit, the runs, and problems of a store.
+"""Shows the history of a store as text. The pages show all series, one series by commit, the runs, or damaged files.
 
-Changes have neither verdict nor colour: asv's interval ignores how much runs differ.
+A change has no verdict and no colour here, because asv's interval does not include how much runs differ.
 """
 
 from __future__ import annotations
@@ -22,62 +22,65 @@ from fp8bench.report.elements import Code, Column, Field, Page, Part, Table, Tex
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import count_missing
 
-# Counts of things, by their name.
+# How often each name occurs, as the number of skipped runs by reason.
 Counts = Mapping[str, int]
-_HASTY = "~"
-# More reasons would hide the runs themselves.
-_MOST_WORDS = 20
-# Digits of a median next to its interval: with three, all would often look the same.
-_CLOSE = 4
+_SIGN_OF_ROUGH_FIGURE = "~"
+# At most this many reasons for skipped runs are listed, so that they do not hide the runs.
+_MAX_REASONS = 20
+# The digits of a median next to its interval. With three digits, the median and the ends of the interval would often
+# look equal.
+_MEDIAN_DIGITS = 4
 
-_NEW_SOURCE = "new source"
-_VERSUS = "change: against the commit before, without a verdict; less is better"
-_ROUGH = f"{_HASTY}: from a --quick run or a few rounds: only a rough number"
-_OF_LIST = (
+_NEW_SOURCE_TEXT = "new source"
+_CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
+_ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
+_LIST_LEGEND = (
     "value: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
-    _VERSUS,
+    _CHANGE_LEGEND,
     "new version, new source: the work, the method or the source of joules changed, so earlier numbers do not compare",
-    _ROUGH,
+    _ROUGH_LEGEND,
 )
-_OF_TREND = (
+_TREND_LEGEND = (
     "99% interval: of the median over rounds (or energy windows), as in asv; runs may differ by more",
-    _VERSUS,
-    _ROUGH,
+    _CHANGE_LEGEND,
+    _ROUGH_LEGEND,
 )
 
 
-def value(trend: Trend, number: float | None, digits: int = 3) -> str:
-    """Formats a number of a trend in its unit; `digits` apply to times and energies."""
+def show_trend_value(trend: Trend, number: float | None, digits: int = 3) -> str:
+    """Formats a value of a series in the unit of the series. `digits` only applies to times and energies."""
     return spec_of(trend.series.metric).to_text(number, unit_of_series(trend.series), digits)
 
 
 def trends_page(
-    endings: Sequence[Ending], store: str, runs: int, commits: int, skipped: Counts, options: str = ""
+    endings: Sequence[Ending], store: str, num_runs: int, num_commits: int, skipped: Counts, store_options: str = ""
 ) -> Page:
-    """Makes a line for each series and cell, by machine and interpreter.
+    """Returns the page of all series: a line for each series, grouped by machine and Python interpreter.
 
-    `skipped` counts the runs left out, by reason; `options` are those with which a command finds the same store.
+    `skipped` counts the runs that were left out, by reason. `store_options` are the options with which another
+    command finds the same store.
     """
-    counts = f"{count_of(len(endings), 'series', 'series')}, {count_of(runs, 'run')} of {count_of(commits, 'commit')}"
+    num_series = count_noun(len(endings), "series", "series")
+    counts = f"{num_series}, {count_noun(num_runs, 'run')} of {count_noun(num_commits, 'commit')}"
     cols: Cols[Ending] = [
         Col("series", "trend.name"),
         Col("points", "points", show=str),
         Col("last", lambda ending: ending.last.commit[:8]),
         Col("value", lambda ending: _show_figure(ending.trend, ending.last), number=True),
-        Col("change", lambda ending: _change(ending.last, ending.before), number=True),
+        Col("change", lambda ending: _show_change(ending.last, ending.before), number=True),
     ]
     parts = []
-    for place, neighbours in itertools.groupby(endings, key=lambda ending: where(ending.trend)):
-        parts.append(Part("series", "", (table("series", place, cols, neighbours),)))
+    for machine, endings_of_machine in itertools.groupby(endings, key=lambda ending: describe_machine(ending.trend)):
+        parts.append(Part("series", "", (table("series", machine, cols, endings_of_machine),)))
     if endings:
-        # Names have brackets, which shells expand.
+        # Quote the name of the series, because a shell would expand its brackets.
         name = shlex.quote(endings[0].trend.name)
-        parts.append(_next("one of them, commit by commit", f"fp8bench history show {name}{options}"))
-    return Page(f"{store}: {counts}", "", (*parts, *_left_out(skipped)), _OF_LIST if endings else ())
+        parts.append(_next_command("show one series, commit by commit", f"fp8bench history show {name}{store_options}"))
+    return Page(f"{store}: {counts}", "", (*parts, *_list_skipped_runs(skipped)), _LIST_LEGEND if endings else ())
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
-    """Shows one series, commit by commit, on every machine and interpreter."""
+    """Returns the page of one series. For each machine and interpreter, it has a table with a row for each commit."""
     cols: Cols[_FigureRow] = [
         Col("conditions", "conditions", shared=True),
         Col("date (UTC)", lambda row: units.moment(row.figure.date)),
@@ -91,25 +94,27 @@ def trend_page(trends: Sequence[Trend], description: str) -> Page:
     ]
     parts = list_of("what", "", [f"{description}; lower is better"])
     for trend in trends:
-        parts.append(Part("trend", "", (table("trend", where(trend), cols, _figure_rows(trend)),)))
-    return Page(trends[0].name, "", tuple(parts), _OF_TREND)
+        parts.append(Part("trend", "", (table("trend", describe_machine(trend), cols, _figure_rows(trend)),)))
+    return Page(trends[0].name, "", tuple(parts), _TREND_LEGEND)
 
 
-def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ...]:
-    """Returns a run as a row of the table of runs, so that the run need not stay in memory."""
+def run_row(run: Run, is_being_written: bool, store_options: str = "") -> tuple[Field, ...]:
+    """Returns the row of a run in the table of runs. The row keeps no reference to the run, so that the caller can
+    release the run's memory.
+    """
     commit = str(run.environment.get("commit") or "none")[:8]
-    # An unknown state counts as changed.
+    # If the run does not show whether files had uncommitted changes, assume that they had.
     if run.environment.get("dirty") is not False and commit != "none":
         commit += "+dirty"
     by_status = Counter(record.status for record in run.records)
     remark = ""
-    if not run.finished and being_written:
+    if not run.finished and is_being_written:
         remark = "being measured now"
     elif not run.finished:
-        missing, _ = count_missing(run)
-        lacking = f"; {count_of(missing, 'case has', 'cases have')} no record" if missing else ""
-        remark = f"unfinished{lacking}: fp8bench suite --resume {run.id}{options}"
-    words = (
+        num_missing, _ = count_missing(run)
+        missing_text = f"; {count_noun(num_missing, 'case has', 'cases have')} no record" if num_missing else ""
+        remark = f"unfinished{missing_text}: fp8bench suite --resume {run.id}{store_options}"
+    texts = (
         run.id,
         run.started[:19].replace("T", " ") or units.NONE,
         commit,
@@ -119,19 +124,19 @@ def run_row(run: Run, being_written: bool, options: str = "") -> tuple[Field, ..
         str(run.environment.get("machine") or units.NONE),
         remark,
     )
-    return tuple(map(Field, words))
+    return tuple(map(Field, texts))
 
 
 def runs_page(
     rows: Sequence[tuple[Field, ...]],
     store: str,
     skipped: Counts,
-    options: str = "",
-    kept: Mapping[str, Sequence[str]] = MappingProxyType({}),
+    store_options: str = "",
+    other_results: Mapping[str, Sequence[str]] = MappingProxyType({}),
 ) -> Page:
-    """Shows the runs in the order given, and lines on other stored results, by kind.
+    """Returns the page of all runs in the given order. Lines for other stored results follow, by kind.
 
-    `options` are those with which a command finds the same store.
+    `store_options` are the options with which another command finds the same store.
     """
     columns = (
         Column("run"),
@@ -146,42 +151,48 @@ def runs_page(
         Column("why", below=True),
     )
     parts = [Part("runs", "", (Table("runs", "", columns, tuple(rows)),))] if rows else []
-    for kind, lines in kept.items():
+    for kind, lines in other_results.items():
         parts += list_of(f"{kind}s", f"{kind}s (UTC), newest first", lines)
-    parts += [_next("one of them", f"fp8bench show {rows[0][0].text}{options}")] if rows else []
-    return Page(f"{store}: {count_of(len(rows), 'run')}, newest first", "", (*parts, *_left_out(skipped)))
+    parts += [_next_command("show one run", f"fp8bench show {rows[0][0].text}{store_options}")] if rows else []
+    return Page(f"{store}: {count_noun(len(rows), 'run')}, newest first", "", (*parts, *_list_skipped_runs(skipped)))
 
 
-def faults_page(faults: Sequence[Fault], sound: int, files: int, store: str) -> Page:
-    broken = sum(fault.broken for fault in faults)
-    head = f"{store}: {count_of(broken, 'thing is', 'things are')} broken" if broken else f"{store}: nothing is broken"
+def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: str) -> Page:
+    num_broken = sum(fault.broken for fault in faults)
+    page_title = (
+        f"{store}: {count_noun(num_broken, 'thing is', 'things are')} broken"
+        if num_broken
+        else f"{store}: nothing is broken"
+    )
     parts: list[Part] = []
     for title, is_broken in (("broken", True), ("worth knowing", False)):
         lines = (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in faults if fault.broken is is_broken)
         parts += list_of(title, title, lines)
-    return Page(head, "", (*parts, Part("sound", "", (Text(f"sound: {sound} of {files} run files"),))))
+    return Page(page_title, "", (*parts, Part("sound", "", (Text(f"sound: {num_sound} of {num_files} run files"),))))
 
 
-def rebuilt_page(store: str, files: int, series: int, runs: int, skipped: Counts) -> Page:
-    counts = f"{count_of(files, 'file')} of asv's, {count_of(series, 'benchmark')}, from {count_of(runs, 'run')}"
-    return Page(f"{store}: made {counts}", "", tuple(_left_out(skipped)))
+def asv_files_page(store: str, num_files: int, num_series: int, num_runs: int, skipped: Counts) -> Page:
+    counts = f"{count_noun(num_files, 'file')} of asv's, {count_noun(num_series, 'benchmark')}"
+    return Page(f"{store}: made {counts}, from {count_noun(num_runs, 'run')}", "", tuple(_list_skipped_runs(skipped)))
 
 
-def joined_page(title: str, counts: Counts) -> Page:
+def merge_page(title: str, counts: Counts) -> Page:
     return Page(title, "", (), facts=tuple((name, str(count)) for name, count in counts.items()))
 
 
-def _next(words: str, command: str) -> Part:
-    return Part("summary", "", (Text(words), Code(command)))
+def _next_command(purpose: str, command: str) -> Part:
+    return Part("summary", "", (Text(purpose), Code(command)))
 
 
-def count_of(count: int, word: str, words: str = "") -> str:
-    """Returns '1 run', '2 runs'; `words` is an irregular plural."""
-    return f"{count} {word if count == 1 else words or word + 's'}"
+def count_noun(count: int, noun: str, plural: str = "") -> str:
+    """Returns a number with its noun, as '1 run' or '2 runs'. `plural` is only needed for a noun with an irregular
+    plural.
+    """
+    return f"{count} {noun if count == 1 else plural or noun + 's'}"
 
 
-def where(trend: Trend) -> str:
-    """Returns 'on box (AMD EPYC, 2 CPUs), /venv/bin/python'."""
+def describe_machine(trend: Trend) -> str:
+    """Returns the machine and interpreter of a series, as 'on box (AMD EPYC, 2 CPUs), /venv/bin/python'."""
     machine = trend.machine
     cpus = f"{machine['num_cpu']} CPUs" if machine.get("num_cpu") else ""
     facts = ", ".join(str(fact) for fact in (machine.get("gpu"), machine.get("cpu"), cpus) if fact)
@@ -191,22 +202,24 @@ def where(trend: Trend) -> str:
 def _show_figure(trend: Trend, figure: Figure, digits: int = 3) -> str:
     if figure.value is None:
         return {Status.FAILED: "FAILED", Status.SKIPPED: "skipped"}.get(figure.status, units.NONE)
-    return (_HASTY if figure.hasty else "") + value(trend, figure.value, digits)
+    return (_SIGN_OF_ROUGH_FIGURE if figure.hasty else "") + show_trend_value(trend, figure.value, digits)
 
 
-def _change(figure: Figure, previous: Figure | None) -> str:
+def _show_change(figure: Figure, previous: Figure | None) -> str:
     if previous is None or figure.value is None or previous.value is None:
         return units.NONE
     if figure.version != previous.version:
         return "new version"
     if figure.source != previous.source:
-        return _NEW_SOURCE
-    # These have no ratio.
+        return _NEW_SOURCE_TEXT
+    # The change has no ratio if the previous value is zero, or if either value is NaN or infinite.
     if previous.value == 0 or not (math.isfinite(previous.value) and math.isfinite(figure.value)):
         if figure.value == previous.value:
             return units.change(1.0)
         return units.NONE
-    return (_HASTY if figure.hasty or previous.hasty else "") + units.change(figure.value / previous.value)
+    return (_SIGN_OF_ROUGH_FIGURE if figure.hasty or previous.hasty else "") + units.change(
+        figure.value / previous.value
+    )
 
 
 class _FigureRow(NamedTuple):
@@ -223,22 +236,24 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
     version = trend.figures[0].version
     conditions = ""
     for figure in trend.figures:
-        # 1. Put the conditions that rows share on a line above them.
-        news = []
+        # 1. Collect the measuring conditions that changed. Rows with the same changes share one line above them.
+        new_conditions = []
         if figure.version != version:
-            news.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
+            new_conditions.append(f"version {version} -> {figure.version}: earlier numbers do not compare")
         version = figure.version
         if previous is not None and figure.value is not None and previous.under != figure.under:
-            news += _new_conditions(previous.under, figure.under)
-        conditions = "; ".join(news) or conditions
-        # 2. Show the figure, and the change if it compares with the previous one.
+            new_conditions += _new_conditions(previous.under, figure.under)
+        conditions = "; ".join(new_conditions) or conditions
+        # 2. Show the figure. Show its change only if it is comparable with the previous figure.
         change = units.NONE
         if previous is not None and (previous.version, previous.source) == (figure.version, figure.source):
-            change = _change(figure, previous)
+            change = _show_change(figure, previous)
         interval = None
         if figure.low is not None:
-            interval = f"[{value(trend, figure.low, _CLOSE)}, {value(trend, figure.high, _CLOSE)}]"
-        median = _show_figure(trend, figure, _CLOSE)
+            low = show_trend_value(trend, figure.low, _MEDIAN_DIGITS)
+            high = show_trend_value(trend, figure.high, _MEDIAN_DIGITS)
+            interval = f"[{low}, {high}]"
+        median = _show_figure(trend, figure, _MEDIAN_DIGITS)
         reason = f"{median}: {figure.reason}" if figure.value is None and figure.reason else ""
         yield _FigureRow(figure, conditions, median, interval, change, reason)
         if figure.value is not None:
@@ -246,19 +261,25 @@ def _figure_rows(trend: Trend) -> Iterator[_FigureRow]:
 
 
 def _new_conditions(previous: Conditions, current: Conditions) -> Iterator[str]:
-    old = dict(previous)
-    new = dict(current)
-    changed = [name for name in old | new if old.get(name) != new.get(name)]
-    for name in changed:
-        # The hash of torch follows from its version.
-        if name != "torch_git" or "torch" not in changed:
-            yield f"{name} {_condition(old.get(name)):.28} -> {_condition(new.get(name)):.28}"
+    old_measuring_conditions = dict(previous)
+    new_measuring_conditions = dict(current)
+    changed_names = [
+        name
+        for name in old_measuring_conditions | new_measuring_conditions
+        if old_measuring_conditions.get(name) != new_measuring_conditions.get(name)
+    ]
+    for name in changed_names:
+        # If the version of torch changed, torch's git hash changed as well and adds nothing.
+        if name != "torch_git" or "torch" not in changed_names:
+            old = _show_condition(old_measuring_conditions.get(name))
+            new = _show_condition(new_measuring_conditions.get(name))
+            yield f"{name} {old:.28} -> {new:.28}"
 
 
-def _condition(value: object) -> str:
+def _show_condition(value: object) -> str:
     return "none" if value is None else " ".join(str(value).split())
 
 
-def _left_out(skipped: Counts) -> list[Part]:
-    reasons = sorted(skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:_MOST_WORDS]
-    return list_of("left", "not in it", (f"{count_of(count, 'run')}: {reason}" for reason, count in reasons))
+def _list_skipped_runs(skipped: Counts) -> list[Part]:
+    reasons = sorted(skipped.items(), key=lambda pair: (-pair[1], pair[0]))[:_MAX_REASONS]
+    return list_of("left", "not in it", (f"{count_noun(count, 'run')}: {reason}" for reason, count in reasons))

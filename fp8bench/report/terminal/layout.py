@@ -1,6 +1,6 @@
-"""Elements as lines of plain text that fit the width: paragraphs, lists, tables, and colour if requested.
+"""Renders elements as plain text that fits a width: paragraphs, lists and tables without boxes, in colour on request.
 
-Text is laid out before it is coloured, so colour shifts no column. Tables have no boxes.
+Text is laid out before it is coloured, so that colour codes do not shift columns.
 """
 
 from __future__ import annotations
@@ -29,44 +29,47 @@ from fp8bench.report.elements import (
 MIN_WIDTH = 40
 INDENT = "  "
 GAP = "  "
-_EXPLAIN = "--explain describes how to read this"
-# If the first column has less room, the last columns move below their rows.
-_LEAST_NAME = 8
-# ANSI codes of green, red, yellow and bold.
-_COLORS = {Tone.GOOD: 32, Tone.BAD: 31, Tone.DOUBT: 33, Tone.STRONG: 1}
+_EXPLAIN_HINT = "--explain describes how to read this"
+# The last columns of a table are printed below their rows if the first column would otherwise be narrower than this.
+_MIN_NAME_WIDTH = 8
+# The ANSI codes of green, red, yellow and bold.
+_ANSI_COLORS = {Tone.GOOD: 32, Tone.BAD: 31, Tone.DOUBT: 33, Tone.STRONG: 1}
 
 Paint = Callable[[str, Tone], str]
 
 
-def painter(color: bool) -> Paint:
+def make_painter(color: bool) -> Paint:
     if not color:
         return lambda text, tone: text
 
     def paint(text: str, tone: Tone) -> str:
-        if tone in _COLORS and text:
-            return f"\x1b[{_COLORS[tone]}m{text}\x1b[0m"
+        if tone in _ANSI_COLORS and text:
+            return f"\x1b[{_ANSI_COLORS[tone]}m{text}\x1b[0m"
         return text
 
     return paint
 
 
 class _Wrapper(textwrap.TextWrapper):
-    """Breaks a long case name after a comma."""
+    """Wraps text like textwrap, but may also break a long case name after a comma."""
 
     def _split(self, text: str) -> list[str]:
-        room = self.width - len(self.subsequent_indent)
+        line_width = self.width - len(self.subsequent_indent)
         parts: list[str] = []
         for chunk in super()._split(text):
-            parts += re.findall("[^,]*,|[^,]+", chunk) if len(chunk) > room else [chunk]
+            parts += re.findall("[^,]*,|[^,]+", chunk) if len(chunk) > line_width else [chunk]
         return parts
 
 
 def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
-    """Returns the text in lines of at most `width`; the first begins with `indent`, the others also with `hang`."""
-    # Names and errors are untrusted, and must not control the terminal.
-    clean = printable(text)
+    """Wraps a text into lines of at most `width` characters.
+
+    All lines begin with `indent`. All lines but the first also begin with `hang`.
+    """
+    # Names and error texts are untrusted, and must not control the terminal.
+    printable_text = printable(text)
     wrapper = _Wrapper(width, initial_indent=indent, subsequent_indent=indent + hang, break_on_hyphens=False)
-    return wrapper.wrap(clean) or [indent.rstrip()]
+    return wrapper.wrap(printable_text) or [indent.rstrip()]
 
 
 def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
@@ -78,61 +81,62 @@ def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
     width = max(width, MIN_WIDTH)
-    paint = painter(color)
-    # 1. The head, in one paragraph.
-    head = _paint_lines(page.title, Tone.STRONG, width, paint)
+    paint = make_painter(color)
+    # 1. Print title, subtitle and facts as one paragraph.
+    header_lines = _paint_lines(page.title, Tone.STRONG, width, paint)
     if page.subtitle:
-        head += wrap(page.subtitle, width, hang=INDENT)
+        header_lines += wrap(page.subtitle, width, hang=INDENT)
     for name, fact in page.facts:
-        head += wrap(f"{name}: {fact}", width, INDENT, INDENT)
-    # 2. The parts; a summary is last, after the legend or the hint at it: the next step must be the last thing on the
+        header_lines += wrap(f"{name}: {fact}", width, INDENT, INDENT)
+    # 2. Print the parts. The summary comes last, after the legend, so that what to do next is the last line on the
     # screen.
-    summary = [part for part in page.parts if part.name == "summary"]
+    summary_parts = [part for part in page.parts if part.name == "summary"]
     parts = [part for part in page.parts if part.name != "summary"]
-    is_hinted = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
+    has_hint = bool(page.footer) and not explain and not any(part.tight for part in page.parts)
     if explain:
         parts += list_of("legend", "how to read this", page.footer)
-    elif is_hinted and summary:
-        parts.append(Part("legend", "", (Text(_EXPLAIN),)))
-    paragraphs = [head]
-    for part in [*parts, *summary]:
-        paragraphs += _part(part, width, paint)
-    text = "\n\n".join("\n".join(lines) for lines in paragraphs if lines) + "\n"
-    if is_hinted and not summary:
-        return f"{text}{_EXPLAIN}\n"
+    elif has_hint and summary_parts:
+        parts.append(Part("legend", "", (Text(_EXPLAIN_HINT),)))
+    blocks = [header_lines]
+    for part in [*parts, *summary_parts]:
+        blocks += _part_blocks(part, width, paint)
+    text = "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
+    if has_hint and not summary_parts:
+        return f"{text}{_EXPLAIN_HINT}\n"
     return text
 
 
 def _paint_lines(text: str, tone: Tone, width: int, paint: Paint, indent: str = "") -> list[str]:
-    """Returns the text in lines of that tone; none for ''."""
+    """Wraps a text and colours each line in the tone. An empty text gives no lines."""
     if text:
         return [paint(line, tone) for line in wrap(text, width, indent, INDENT)]
     return []
 
 
-def _part(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
+def _part_blocks(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
     block = _paint_lines(part.title, Tone.STRONG, width, paint)
     indent = INDENT if part.title and not part.tight else ""
     if part.lead:
         block += wrap(part.lead, width, indent, INDENT)
-    for place, element in enumerate(part.elements):
+    for index, element in enumerate(part.elements):
         if isinstance(element, Table):
-            if not part.tight and (place or part.lead or element.caption):  # otherwise directly under the heading
+            # a table without a caption follows its heading directly
+            if not part.tight and (index or part.lead or element.caption):
                 yield block
                 block = []
             block += _paint_lines(element.caption, Tone.STRONG if part.tight else Tone.PLAIN, width, paint)
-        block += _lines(element, width, paint, indent)
+        block += _element_lines(element, width, paint, indent)
     yield block
 
 
-def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]:
+def _element_lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]:
     lines: list[str] = []
     match element:
         case Text():
-            lines += [paint(line, element.tone) for line in wrap(element.text, width, indent, INDENT)]
+            lines = _paint_lines(element.text, element.tone, width, paint, indent)
         case Items():
             for item in element.items:
-                lines += [paint(line, item.tone) for line in wrap(item.text, width, INDENT, INDENT)]
+                lines += _paint_lines(item.text, item.tone, width, paint, INDENT)
         case Facts():
             pairs = [f"{name}: {fact}" for name, fact in element.pairs]
             if not indent and len(GAP.join(pairs)) <= width:
@@ -140,55 +144,64 @@ def _lines(element: Element, width: int, paint: Paint, indent: str) -> list[str]
             for pair in pairs:
                 lines += wrap(pair, width, indent, INDENT)
         case Code():
-            # A command to type, continued with a backslash.
+            # Continue a long command with a backslash, so that it can be pasted.
             lines = wrap(element.text, width - 2, INDENT, INDENT)
             lines[:-1] = [f"{line} \\" for line in lines[:-1]]
         case Table():
-            lines = _table(element, width, paint)
+            lines = _table_lines(element, width, paint)
         case _:
             raise TypeError(f"a terminal draws no {type(element).__name__}: give its numbers as a Table")
     return lines
 
 
-def _table(element: Table, width: int, paint: Paint) -> list[str]:
-    """Formats a table: shared fields once above their rows, and a long name on a separate line.
+def _table_lines(element: Table, width: int, paint: Paint) -> list[str]:
+    """Formats a table. A text that neighbouring rows share in a column for shared texts is printed once, above these
+    rows.
 
-    If that is not enough, the last columns leave the grid and follow each row as 'title: value'.
+    If the table is still too wide, its last columns are printed below each row as 'title: value'.
     """
-    # 1. Choose the columns of the grid, and their widths.
-    grid = [place for place, column in enumerate(element.columns) if not column.shared and not column.below]
-    columns = [replace(element.columns[place], title=printable(element.columns[place].title)) for place in grid]
+    # 1. Choose the columns that are printed side by side, and their widths.
+    grid_columns = [index for index, column in enumerate(element.columns) if not column.shared and not column.below]
+    columns = [replace(element.columns[index], title=printable(element.columns[index].title)) for index in grid_columns]
     rows = []
     widths = [len(column.title) for column in columns]
     for row in element.rows:
-        fields = [replace(row[place], text=printable(row[place].text)) for place in grid]
-        widths = [max(size, len(field.text)) for size, field in zip(widths, fields, strict=True)]
+        fields = [replace(row[index], text=printable(row[index].text)) for index in grid_columns]
+        widths = [max(column_width, len(field.text)) for column_width, field in zip(widths, fields, strict=True)]
         rows.append(fields)
     num_shown = len(columns)
-    while num_shown > 1 and _room_for_name(widths[:num_shown], width) < min(widths[0], _LEAST_NAME):
+    while num_shown > 1 and _room_for_name(widths[:num_shown], width) < min(widths[0], _MIN_NAME_WIDTH):
         num_shown -= 1
-    room = _room_for_name(widths[:num_shown], width)
-    names = [len(fields[0].text) for fields in rows]
-    widths[0] = max([min(len(columns[0].title), room), *(size for size in names if size <= room)])
-    # 2. Print the titles, then each row under the fields that it shares with its neighbours.
-    titles = [Field(column.title[:size], tone=Tone.STRONG) for column, size in zip(columns, widths, strict=True)]
-    lines = _row(titles[:num_shown], columns, widths, width, paint)
-    shared_words = ""
+    name_width = _room_for_name(widths[:num_shown], width)
+    name_lengths = [len(fields[0].text) for fields in rows]
+    widths[0] = max(
+        [
+            min(len(columns[0].title), name_width),
+            *(column_width for column_width in name_lengths if column_width <= name_width),
+        ]
+    )
+    # 2. Print the titles of the columns, then the rows. Fields that neighbouring rows share are above these rows.
+    titles = [
+        Field(column.title[:column_width], tone=Tone.STRONG)
+        for column, column_width in zip(columns, widths, strict=True)
+    ]
+    lines = _row_lines(titles[:num_shown], columns, widths, width, paint)
+    previous_shared_text = ""
     for row, fields in zip(element.rows, rows, strict=True):
-        words = _join_shared(element.columns, row)
-        if words and words != shared_words:
-            lines += wrap(words, width, hang=INDENT)
-        shared_words = words
-        lines += _row(fields[:num_shown], columns, widths, width, paint)
+        shared_text = _join_shared_fields(element.columns, row)
+        if shared_text and shared_text != previous_shared_text:
+            lines += wrap(shared_text, width, hang=INDENT)
+        previous_shared_text = shared_text
+        lines += _row_lines(fields[:num_shown], columns, widths, width, paint)
         lines += _fold_columns(columns[num_shown:], fields[num_shown:], width)
         for column, field in zip(element.columns, row, strict=True):
             if column.below and field.text:
                 for text in field.text.split("\n"):
-                    lines += [paint(line, field.tone) for line in wrap(text, width, INDENT * 3, INDENT)]
+                    lines += _paint_lines(text, field.tone, width, paint, INDENT * 3)
     return lines
 
 
-def _join_shared(columns: Sequence[Column], row: Sequence[Field]) -> str:
+def _join_shared_fields(columns: Sequence[Column], row: Sequence[Field]) -> str:
     texts = [field.text for column, field in zip(columns, row, strict=True) if column.shared]
     return "  ".join(filter(None, texts))
 
@@ -205,23 +218,23 @@ def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int
 
 
 def _room_for_name(widths: Sequence[int], width: int) -> int:
-    return width - len(INDENT) - sum(len(GAP) + number for number in widths[1:])
+    return width - len(INDENT) - sum(len(GAP) + column_width for column_width in widths[1:])
 
 
-def _row(
+def _row_lines(
     fields: Sequence[Field], columns: Sequence[Column], widths: Sequence[int], width: int, paint: Paint
 ) -> list[str]:
     name = fields[0].text
     lines: list[str] = []
-    # A long name gets a separate line, so that one row does not widen the column for all.
+    # Print a long name on a separate line, so that one row does not widen the column for all rows.
     if len(name) > widths[0]:
         lines += wrap(name, width, INDENT, INDENT)
         name = ""
     cells = [paint(name, fields[0].tone) + " " * (widths[0] - len(name))]
-    for field, column, size in zip(fields[1:], columns[1:], widths[1:], strict=False):
-        blanks = " " * (size - len(field.text))
+    for field, column, column_width in zip(fields[1:], columns[1:], widths[1:], strict=False):
+        padding = " " * (column_width - len(field.text))
         text = paint(field.text, field.tone)
-        cells.append(blanks + text if column.number else text + blanks)
+        cells.append(padding + text if column.number else text + padding)
     line = (INDENT + GAP.join(cells)).rstrip()
     if line:
         return [*lines, line]

@@ -1,4 +1,4 @@
-"""A run as text for a terminal: its details, how to read them, and problems; and the plan of --dry-run."""
+"""Shows a run as text for a terminal: its answer, its details with a legend, and the plan of --dry-run."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from fp8bench.model import DeviceFacts, Group, Label, Level, Plan, Run, Status, 
 from fp8bench.model.planned import PlannedCase
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY, PEAKS
 from fp8bench.report.case_status import describe_intervals
-from fp8bench.report.columns import Col, Cols, other_tables, table
+from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Facts, Page, Part, Table, Text, Tone
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import (
@@ -18,161 +18,184 @@ from fp8bench.report.panels import (
     Panel,
     Result,
     error_name,
-    heading,
     join_parts,
+    list_cases,
     merge_notes,
+    panel_heading,
     shared_params,
     show_params,
     show_value,
 )
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.answer import answer, describe_storage, device_state, next_commands
+from fp8bench.report.terminal.answer import answer_parts, describe_device_state, describe_storage, next_commands
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
-from fp8bench.report.topics.break_even import break_even_table, swept
-from fp8bench.report.topics.energy import absences, doubts_within, energy, energy_of_phases
-from fp8bench.report.topics.memory import capacity, memory, tells_memory
-from fp8bench.report.topics.numbers import by_step, data, is_of_step
+from fp8bench.report.topics.break_even import break_even_table, list_swept_modes
+from fp8bench.report.topics.energy import energy_table, explain_missing_energy, list_energy_doubts, phase_energy_table
+from fp8bench.report.topics.memory import capacity_tables, has_memory_by_role, memory_table
+from fp8bench.report.topics.numbers import data_table, is_sampler_step_error, sampler_elements
 from fp8bench.report.topics.phases import phases_table
-from fp8bench.report.topics.ranks import ranks
-from fp8bench.report.topics.results import main_table, noise_floor
+from fp8bench.report.topics.ranks import rank_elements
+from fp8bench.report.topics.results import cases_table, describe_noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained_table
-from fp8bench.report.topics.tensors import LEGEND, about_tensors, tensors
-from fp8bench.report.topics.verdict import by_chance, cases_of, sitting
+from fp8bench.report.topics.tensors import TENSORS_LEGEND, is_about_tensors, tensor_tables
+from fp8bench.report.topics.verdict import warn_of_false_verdicts, warn_of_load
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explain_label
-from fp8bench.report.words.naming import attention_of, cache_of, join_words, missing_of, notes_of, replays_of
+from fp8bench.report.words.naming import (
+    describe_attention,
+    describe_cache,
+    describe_missing_records,
+    describe_replays,
+    join_words,
+    list_notes,
+)
 
 
-def render(run: Run, findings: FindingsById, width: int = 100, color: bool = False, whole: bool = False) -> str:
-    page = detail_of("all", run, findings, width) if whole else page_of(run, findings, width)
+def render(run: Run, findings: FindingsById, width: int = 100, color: bool = False, with_details: bool = False) -> str:
+    page = detail_page("all", run, findings, width) if with_details else answer_page(run, findings, width)
     return layout.render(page, width, color)
 
 
-def page_of(run: Run, findings: FindingsById, width: int, report: str = "", options: str = "") -> Page:
-    """Returns the answer, at most `width` wide. `findings` are by case id, `report` is the path of its page.
+def answer_page(run: Run, findings: FindingsById, width: int, page_path: str = "", store_options: str = "") -> Page:
+    """Returns the page with the answer of a run, at most `width` columns wide. `findings` are by case id.
 
-    `options` are those with which other commands find the run.
+    `page_path` is the path of the HTML page. `store_options` are the options with which other commands find the run.
     """
     width = max(width, layout.MIN_WIDTH)
     entry = Entry(run, findings)
-    parts = answer(entry, width, report, options)
-    return Page("", "", tuple(parts), _legend(entry.panels))
+    parts = answer_parts(entry, width, page_path, store_options)
+    return Page("", "", tuple(parts), _legend_lines(entry.panels))
 
 
-def detail_of(name: str, run: Run, findings: FindingsById, width: int, report: str = "", options: str = "") -> Page:
-    """Returns a part of all that is known of a run, or 'all'; the parameters are those of `page_of`."""
+def detail_page(
+    detail: str, run: Run, findings: FindingsById, width: int, page_path: str = "", store_options: str = ""
+) -> Page:
+    """Returns the page with one detail of a run, as 'memory', or with everything for 'all'.
+
+    The other parameters are those of `answer_page`.
+    """
     width = max(width, layout.MIN_WIDTH)
     entry = Entry(run, findings)
     panels = entry.panels
     parts = []
     if not panels:
         parts.append(Part("nothing", "", (Text("Nothing was measured."),)))
-    # Doubts about the whole run come first: they apply to every table below.
-    if name == "all" and (cautions := (*sitting(entry), *by_chance(entry))):
+    # Doubts about the whole run come first, because they apply to every table below.
+    if detail == "all" and (cautions := (*warn_of_load(entry), *warn_of_false_verdicts(entry))):
         parts.append(Part("cautions", "", cautions))
     for panel in panels:
-        parts += _describe_panel(name, panel, run, width)
-    if ending := _ending(name, run, panels):
-        parts.append(Part("ending", "", tuple(ending)))
+        parts += _detail_parts(detail, panel, run, width)
+    if closing_texts := _closing_texts(detail, run, panels):
+        parts.append(Part("ending", "", tuple(closing_texts)))
     if not parts:
-        parts.append(Part("nothing", "", (Text(f"This run has no {name}."),)))
-    if name == "all":
-        parts += list_of("next", "next", next_commands(entry, options))
-        parts.append(Part("stored", "", (Text(describe_storage(run.path, report)),)))
-    return Page("", "", tuple(parts), _legend(panels, name))
+        parts.append(Part("nothing", "", (Text(f"This run has no {detail}."),)))
+    if detail == "all":
+        parts += list_of("next", "next", next_commands(entry, store_options))
+        parts.append(Part("stored", "", (Text(describe_storage(run.path, page_path)),)))
+    return Page("", "", tuple(parts), _legend_lines(panels, detail))
 
 
 def _panel_part(panel: Panel, run: Run, elements: Iterable[Element], lead: str = "") -> Iterator[Part]:
-    if content := tuple(elements):
-        yield Part("panel", heading(panel.suite, panel.shared, panel.device, run.devices), content, lead)
+    if panel_elements := tuple(elements):
+        yield Part(
+            "panel", panel_heading(panel.suite, panel.common_params, panel.device, run.devices), panel_elements, lead
+        )
 
 
-def _describe_panel(name: str, panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    is_timed = not about_tensors(panel)
-    if name == "all":
-        if covered := tuple(coverage_elements(panel)):
-            yield Part("coverage", "coverage", covered)
+def _detail_parts(detail: str, panel: Panel, run: Run, width: int) -> Iterator[Part]:
+    is_timed = not is_about_tensors(panel)
+    if detail == "all":
+        if coverage := tuple(coverage_elements(panel)):
+            yield Part("coverage", "coverage", coverage)
         if is_timed:
             yield from _timed_parts(panel, run)
         else:
-            yield from _panel_part(panel, run, [*tensors(panel, width), *data(panel)])
-    if name in ("notes", "all"):
-        yield from list_of("notes", "notes", merge_notes(_notes(panel, run), len(panel.groups)))
-    elif name == "data":
-        yield from _panel_part(panel, run, data(panel))
-    elif name == "memory" and is_timed:
-        yield from _panel_part(panel, run, [*memory(panel), *capacity(panel)])
-    elif name == "numbers" and is_timed:
-        yield from _panel_part(panel, run, _numbers(panel))
-    elif name == "energy" and is_timed:
-        yield from _panel_part(panel, run, [*energy(panel), *energy_of_phases(panel)])
+            yield from _panel_part(panel, run, [*tensor_tables(panel, width), *data_table(panel)])
+    if detail in ("notes", "all"):
+        yield from list_of("notes", "notes", merge_notes(_panel_notes(panel, run), len(panel.groups)))
+    elif detail == "data":
+        yield from _panel_part(panel, run, data_table(panel))
+    elif detail == "memory" and is_timed:
+        yield from _panel_part(panel, run, [*memory_table(panel), *capacity_tables(panel)])
+    elif detail == "numbers" and is_timed:
+        yield from _panel_part(panel, run, _list_other_measurements(panel))
+    elif detail == "energy" and is_timed:
+        yield from _panel_part(panel, run, [*energy_table(panel), *phase_energy_table(panel)])
 
 
 def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
-    elements: list[Element] = [*device_state(panel, run), main_table(panel), *phases_table(panel)]
-    elements += [*sustained_table(panel), *energy(panel), *energy_of_phases(panel), *memory(panel)]
-    elements += [*other_tables(panel), *break_even_table(panel, swept(panel))]
-    elements += [*ranks(panel), *capacity(panel), *data(panel)]
+    elements: list[Element] = [*describe_device_state(panel, run), cases_table(panel), *phases_table(panel)]
+    elements += [*sustained_table(panel), *energy_table(panel), *phase_energy_table(panel), *memory_table(panel)]
+    elements += [*figure_tables(panel), *break_even_table(panel, list_swept_modes(panel))]
+    elements += [*rank_elements(panel), *capacity_tables(panel), *data_table(panel)]
     yield from _panel_part(panel, run, elements, _reference_line(panel))
-    if numbers := _numbers(panel):
-        yield Part("numbers", "numbers", tuple(numbers))
+    if measurements := _list_other_measurements(panel):
+        yield Part("numbers", "numbers", tuple(measurements))
     if bounds := [*roofline.describe_bounds(panel), *roofline.describe_gains(panel)]:
-        yield from list_of("roofline", "what limits it", [*bounds, *roofline.sources(panel.members)])
+        yield from list_of("roofline", "what limits it", [*bounds, *roofline.cite_peaks(panel.members)])
 
 
 def _reference_line(panel: Panel) -> str:
     reference = panel.reference
     if not any(case.is_reference for case in panel.members):
         reference = f"none ({reference or 'none planned'} was not measured)"
-    floor = f"noise floor (A/A): {noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
-    words = describe_intervals(panel.members)
-    return join_parts(f"reference: {reference}", floor, f"[low, high]: {words}" if words else "", by="; ")
+    floor = f"noise floor (A/A): {describe_noise_floor(panel.groups[0])}" if len(panel.groups) == 1 else ""
+    intervals = describe_intervals(panel.members)
+    return join_parts(
+        f"reference: {reference}", floor, f"[low, high]: {intervals}" if intervals else "", separator="; "
+    )
 
 
-def _numbers(panel: Panel) -> list[Element]:
-    """Returns a line for each measurement that no table shows, and the steps of a sampler."""
+def _list_other_measurements(panel: Panel) -> list[Element]:
+    """Returns the measurements of a panel that no other table shows, with a line for each metric. If the model is
+    sampled by diffusion, the table of sampling steps follows.
+    """
     pairs: list[tuple[str, str]] = []
-    elsewhere = _in_other_tables(panel)
+    metrics_elsewhere = _metrics_in_other_tables(panel)
     for group in panel.groups:
         texts: dict[str, list[str]] = {}
         for result in group.results:
             for measurement in result.record.measurements:
                 metric = measurement.metric
-                in_main_table = metric == panel.error and not measurement.phase
-                if metric in elsewhere or in_main_table or is_of_step(metric):
+                in_main_table = metric == panel.error_metric and not measurement.phase
+                if metric in metrics_elsewhere or in_main_table or is_sampler_step_error(metric):
                     continue
-                # The memory of an emulated case is the emulation's, not the precision's.
-                is_cost = measurement.unit == "B" and result.is_emulated
-                text = f"{result.mode} {show_value(measurement)}{' (emulated)' * is_cost}"
+                # The memory of an emulated case is that of the emulation, not of the precision.
+                is_emulation_cost = measurement.unit == "B" and result.is_emulated
+                text = f"{result.mode} {show_value(measurement)}{' (emulated)' * is_emulation_cost}"
                 texts.setdefault(error_name(measurement), []).append(text)
-        place = f" at {group.place}" if len(panel.groups) > 1 else ""
-        pairs += [(f"{name}{place}", ", ".join(values)) for name, values in texts.items()]
+        setting = f" at {group.setting_name}" if len(panel.groups) > 1 else ""
+        pairs += [(f"{name}{setting}", ", ".join(values)) for name, values in texts.items()]
     if pairs:
-        return [Facts(tuple(pairs)), *by_step(panel)]
+        return [Facts(tuple(pairs)), *sampler_elements(panel)]
     return []
 
 
-def _notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
-    """Yields the subject of a note, its text, and the place."""
-    is_timed = not about_tensors(panel)
+def _panel_notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
+    """Yields notes on the cases of a panel. A note is a tuple of its subject, its text and the name of the setting."""
+    is_timed = not is_about_tensors(panel)
     for group in panel.groups:
         for result in group.results:
-            for about, text in _notes_of_case(result, is_timed):
-                yield f"{result.mode} {about}".rstrip(), text, group.place
+            for subject, text in _case_notes(result, is_timed):
+                yield f"{result.mode} {subject}".rstrip(), text, group.setting_name
         if is_timed:
-            yield from ((modes, doubt, group.place) for modes, doubt in doubts_within(group))
-        conditions: dict[str, list[str]] = {}
+            yield from ((modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group))
+        modes_by_condition: dict[str, list[str]] = {}
         for result in group.results:
-            kernel = attention_of(result.record)
+            kernel = describe_attention(result.record)
             attention = f"attention by torch's kernel {kernel}" if kernel else ""
-            for words in (attention, cache_of(result.record, run.devices), replays_of(result.record)):
-                conditions.setdefault(words, []).append(result.mode)
-        yield from ((", ".join(modes), words, group.place) for words, modes in conditions.items() if words)
+            for condition in (attention, describe_cache(result.record, run.devices), describe_replays(result.record)):
+                modes_by_condition.setdefault(condition, []).append(result.mode)
+        yield from (
+            (", ".join(modes), condition, group.setting_name)
+            for condition, modes in modes_by_condition.items()
+            if condition
+        )
 
 
-def _notes_of_case(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
+def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
     record = result.record
     finding = result.finding
     if not record.is_ok:
@@ -186,84 +209,88 @@ def _notes_of_case(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
         yield "", record.detail
 
 
-# The outputs that include a line, and the line.
-_LEGEND = (
-    ("answer all", legend.BEST), ("all", legend.CACHE), ("answer all", legend.SPEED_UP),
+# Lines of the legend, each with the outputs below which it is shown.
+_LEGEND_BY_OUTPUT = (
+    ("answer all", legend.BEST_TIME), ("all", legend.CACHE), ("answer all", legend.SPEED_UP),
     ("answer all", legend.VERDICT), ("answer all", legend.PHASES), ("answer all", legend.BELOW_FLOOR),
-    ("answer all", legend.HARD), ("all", legend.REPLAYED), ("answer all", legend.EMULATED),
+    ("answer all", legend.NO_VERDICT), ("all", legend.REPLAYED), ("answer all", legend.EMULATED),
     ("all", f"pays: {legend.BREAK_EVEN}"), ("energy all", legend.ENERGY), ("energy all", legend.ENERGY_VERSUS),
     ("memory all", legend.MEMORY), ("data all", legend.DATA),
 )  # fmt: skip
 
 
-def _legend(panels: Sequence[Panel], name: str = "answer") -> list[str]:
-    """Returns how to read the answer, all of a run, or one of its details."""
-    timed = [panel for panel in panels if not about_tensors(panel)]
-    lines = list(_LEGEND) if timed else []
-    lines += [("numbers all", line) for line in _of_numbers(timed)]
+def _legend_lines(panels: Sequence[Panel], output: str = "answer") -> list[str]:
+    """Returns the lines that explain how to read an output. An output is 'answer', 'all', or a single detail as
+    'memory'.
+    """
+    timed = [panel for panel in panels if not is_about_tensors(panel)]
+    lines = list(_LEGEND_BY_OUTPUT) if timed else []
+    lines += [("numbers all", line) for line in _describe_measurements(timed)]
     if len(timed) < len(panels):
-        lines.append(("answer all", LEGEND))
-    used = set(chain.from_iterable(case.labels for case in cases_of(timed)))
-    lines += [("notes all", explain_label(label)) for label in Label if label in used]
-    return [line for names, line in lines if name in names.split()]
+        lines.append(("answer all", TENSORS_LEGEND))
+    used_labels = set(chain.from_iterable(case.labels for case in list_cases(timed)))
+    lines += [("notes all", explain_label(label)) for label in Label if label in used_labels]
+    return [line for outputs, line in lines if output in outputs.split()]
 
 
-def _of_numbers(panels: Sequence[Panel]) -> list[str]:
+def _describe_measurements(panels: Sequence[Panel]) -> list[str]:
     lines = set()
     for panel in panels:
-        elsewhere = _in_other_tables(panel)
+        metrics_elsewhere = _metrics_in_other_tables(panel)
         for measurement in panel.measurements:
-            if measurement.description and measurement.metric not in elsewhere:
+            if measurement.description and measurement.metric not in metrics_elsewhere:
                 lines.add(f"{measurement.metric}: {measurement.description}")
     return sorted(lines)
 
 
-def _in_other_tables(panel: Panel) -> tuple[str, ...]:
-    if tells_memory(panel):
+def _metrics_in_other_tables(panel: Panel) -> tuple[str, ...]:
+    if has_memory_by_role(panel):
         return PEAKS
     return (DEVICE_PEAK_MEMORY,)
 
 
-def _ending(name: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
-    absent = [*map(Text, absences(run))]
-    if name == "energy":
-        return absent
-    if name not in ("notes", "all"):
+def _closing_texts(detail: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
+    missing_energy = [*map(Text, explain_missing_energy(run))]
+    if detail == "energy":
+        return missing_energy
+    if detail not in ("notes", "all"):
         return []
-    notes = [f"note: {note}" for note in notes_of(run)]
-    if words := roofline.how_to_know(panels, run):
-        notes.insert(0, words)
+    notes = [f"note: {note}" for note in list_notes(run)]
+    if limits_hint := roofline.explain_unknown_limits(panels, run):
+        notes.insert(0, limits_hint)
     troubles = [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
-    return [*map(Text, notes), *absent, *troubles, *map(Text, filter(None, [missing_of(run)]))]
+    return [*map(Text, notes), *missing_energy, *troubles, *map(Text, filter(None, [describe_missing_records(run)]))]
 
 
-# More suites and devices are summarized in a table.
-_MOST_IN_FULL = 2
+# A panel is a suite on a device. If a plan has more panels than this, one table summarizes them.
+_MAX_PANELS_IN_FULL = 2
 
 
-def page_of_plan(plan: Plan, facts: Sequence[DeviceFacts], expected: str = "") -> Page:
+def plan_page(plan: Plan, facts: Sequence[DeviceFacts], expected_time: str = "") -> Page:
     by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
     panels = [tuple(members) for _, members in by_panel]
     parts = []
-    # `--dry-run` of all suites would fill several screens.
-    if len(panels) > _MOST_IN_FULL:
-        parts.append(_overview(panels))
+    # The full plan of all suites would fill several screens.
+    if len(panels) > _MAX_PANELS_IN_FULL:
+        parts.append(_plan_overview(panels))
     else:
         for members in panels:
-            parts += _panel(members, facts)
-    running = sum(case.runs for case in _planned_cases(plan))
+            parts += _planned_panel(members, facts)
+    num_measured = sum(case.runs for case in _planned_cases(plan))
     lines = [f"note: {note}" for note in plan.notes]
-    lines.append(f"groups: {len(plan.groups)}; cases: {running} to measure, {plan.num_cases - running} skipped")
-    if expected:
-        lines.append(expected)
+    lines.append(
+        f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
+    )
+    if expected_time:
+        lines.append(expected_time)
     return Page("", "", (*parts, Part("ending", "", tuple(map(Text, lines)))))
 
 
-def _overview(panels: Sequence[Sequence[Group]]) -> Part:
-    def count(groups: Sequence[Group], runs: bool) -> int:
+def _plan_overview(panels: Sequence[Sequence[Group]]) -> Part:
+    def count_cases(groups: Sequence[Group], runs: bool) -> int:
         return sum(case.runs is runs for case in _planned_cases(groups))
 
-    def modes(groups: Sequence[Group], level: Level) -> str:
+    def join_modes(groups: Sequence[Group], level: Level) -> str:
         cases = [case for case in _planned_cases(groups) if case.runs and case.support.level is level]
         return join_words(case.case.mode for case in cases)
 
@@ -271,10 +298,10 @@ def _overview(panels: Sequence[Sequence[Group]]) -> Part:
         Col("suite", lambda groups: groups[0].cases[0].case.workload),
         Col("on", lambda groups: groups[0].cases[0].case.device),
         Col("groups", len, show=str),
-        Col("cases", partial(count, runs=True), show=str),
-        Col("skipped", lambda groups: count(groups, False) or None, show=str),
-        Col("native", partial(modes, level=Level.NATIVE)),
-        Col("emulated", partial(modes, level=Level.EMULATED)),
+        Col("cases", partial(count_cases, runs=True), show=str),
+        Col("skipped", lambda groups: count_cases(groups, False) or None, show=str),
+        Col("native", partial(join_modes, level=Level.NATIVE)),
+        Col("emulated", partial(join_modes, level=Level.EMULATED)),
     ]
     hint = Text("Name one suite to see its groups, and why cases are skipped.")
     return Part("overview", "what would be measured", (table("overview", "", cols, panels), hint))
@@ -284,38 +311,42 @@ def _planned_cases(groups: Iterable[Group]) -> list[PlannedCase]:
     return list(chain.from_iterable(group.cases for group in groups))
 
 
-def _panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
+def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Iterator[Part]:
     case = groups[0].cases[0].case
-    shared = shared_params([group.cases[0].case.params for group in groups])
-    lines = []  # 'one group: fp32 (reference), bf16; skip nvfp4'
-    skipped = []
+    common_params = shared_params([group.cases[0].case.params for group in groups])
+    lines = []  # for example: one group: fp32 (reference), bf16; skip nvfp4
+    skip_notes = []
     for group in groups:
-        place = show_params(pair for pair in group.cases[0].case.params if pair not in shared)
-        names = []
-        skips = []
-        for number, planned in enumerate(group.cases):
+        setting = show_params(pair for pair in group.cases[0].case.params if pair not in common_params)
+        measured_modes = []
+        skipped_modes = []
+        for index, planned in enumerate(group.cases):
             if planned.runs:
-                names.append(f"{planned.case.mode}{' (reference)' * (number == group.reference)}")
+                measured_modes.append(f"{planned.case.mode}{' (reference)' * (index == group.reference)}")
             else:
-                skips.append(planned.case.mode)
-                skipped.append((f"{planned.case.mode} skipped", planned.skip, place))
-        words = join_parts(", ".join(names), f"skip {', '.join(skips)}" if skips else "", by="; ")
-        lines.append(f"{place or 'one group'}: {words}")
-    lines += merge_notes(skipped, len(groups))
-    title = heading(case.workload, shared, case.device, facts)
+                skipped_modes.append(planned.case.mode)
+                skip_notes.append((f"{planned.case.mode} skipped", planned.skip, setting))
+        modes = join_parts(
+            ", ".join(measured_modes), f"skip {', '.join(skipped_modes)}" if skipped_modes else "", separator="; "
+        )
+        lines.append(f"{setting or 'one group'}: {modes}")
+    lines += merge_notes(skip_notes, len(groups))
+    title = panel_heading(case.workload, common_params, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))
     yield from list_of("groups", "", lines)
 
 
 def _support_table(groups: Sequence[Group]) -> Table:
-    """Returns how the device supports each precision; refusals in only some groups are listed below the table."""
+    """Returns a table of how the device supports each precision. If other groups measure a refused precision, the
+    refusal is left out, because the list below the table names it.
+    """
     cases = _planned_cases(groups)
-    running = {case.case.mode for case in cases if case.runs}
-    shown = [case for case in cases if case.runs or case.case.mode not in running]
-    rows = {(case.case.mode, case.support): case for case in reversed(shown)}
+    measured_modes = {case.case.mode for case in cases if case.runs}
+    listed_cases = [case for case in cases if case.runs or case.case.mode not in measured_modes]
+    case_by_support = {(case.case.mode, case.support): case for case in reversed(listed_cases)}
     cols: Cols[PlannedCase] = [
         Col("case", "case.mode"),
         Col("how", "support.level.value"),
         Col("why", "support.reason"),
     ]
-    return table("support", "", cols, list(rows.values())[::-1])
+    return table("support", "", cols, list(case_by_support.values())[::-1])

@@ -1,6 +1,6 @@
-"""The short form of every answer: a question, a line for each precision, the next step, and a table.
+"""Builds the short form of an answer: a question, a line for each precision, the next step, and a table.
 
-Suites, trainings and inference fill it in; what it leaves out is in `show --all` and on the page.
+Suites, trainings and inference have such answers. `show --all` and the page have all other figures.
 """
 
 from __future__ import annotations
@@ -16,8 +16,8 @@ from fp8bench.report.elements import Element, Facts, Field, Part, Table, Text, T
 class Answer:
     """The answer for one precision.
 
-    `figure` is the basis of the verdict, with its interval. `costs` have the same order in all answers to a question,
-    with '' for unknown ones. `reason` may be ''.
+    `figure` is the number that the verdict is based on, with its interval. `costs` are in the same order in all
+    answers to a question. An unknown cost is ''. `reason` may be ''.
     """
 
     name: str
@@ -29,7 +29,9 @@ class Answer:
 
 
 def as_sentence(answer: Answer) -> Text:
-    """'fp8: learns worse, loss +3.1%, could be +2.9% to +3.3%; memory +1.4%; its loss is 3.14% higher'."""
+    """Returns the answer as a sentence, as 'fp8: learns worse, loss +3.1%, could be +2.9% to +3.3%; memory +1.4%; its
+    loss is 3.14% higher'.
+    """
     verdict = ", ".join(filter(None, (answer.verdict, answer.figure)))
     return Text(f"{answer.name}: {'; '.join(filter(None, (verdict, *answer.costs, answer.reason)))}", answer.tone)
 
@@ -43,31 +45,36 @@ def short_answer(
     doubts: Iterable[str] = (),
     action: str = "",
     tables: Iterable[Element] = (),
-    more: Sequence[tuple[str, str]] = (),
+    closing_facts: Sequence[tuple[str, str]] = (),
 ) -> Part:
-    """Returns the answer as a part of a page.
+    """Returns the answer as one part of a page.
 
-    `doubts` are reasons for uncertainty, `action` is a command and its purpose, `more` are names and values at the end.
+    `doubts` are reasons for uncertainty. `action` is the command to run next, with its purpose. `closing_facts` are
+    pairs of a name and a value that are printed at the end.
     """
-    elements: list[Element] = [*warnings, *([_answer_table(question, answers)] if answers else [])]
-    elements += (
-        [Text(f"Why not sure: {'; '.join(words)}", Tone.DOUBT)] if (words := list(dict.fromkeys(doubts))) else []
-    )
-    elements += [Text(f"Do this: {action}")] if action else []
-    elements += [*tables, *([Facts(tuple(more))] if more else [])]
+    elements: list[Element] = [*warnings]
+    if answers:
+        elements.append(_answer_table(question, answers))
+    if reasons := "; ".join(dict.fromkeys(doubts)):
+        elements.append(Text(f"Why not sure: {reasons}", Tone.DOUBT))
+    if action:
+        elements.append(Text(f"Do this: {action}"))
+    elements += tables
+    if closing_facts:
+        elements.append(Facts(tuple(closing_facts)))
     return Part("answer", title, tuple(elements), tight=True)
 
 
 def _answer_table(question: str, answers: Sequence[Answer]) -> Table:
-    def cost(place: int) -> Col[Answer]:
-        return Col("", lambda answer: answer.costs[place] if place < len(answer.costs) else "")
+    def cost_column(index: int) -> Col[Answer]:
+        return Col("", lambda answer: answer.costs[index] if index < len(answer.costs) else "")
 
-    most = max(len(answer.costs) for answer in answers)
+    num_costs = max(len(answer.costs) for answer in answers)
     cols: Cols[Answer] = [
-        Col("", lambda answer: answer.name),
+        Col("", "name"),
         Col("", lambda answer: Field(answer.verdict, tone=answer.tone)),
-        Col("", lambda answer: answer.figure),
-        *map(cost, range(most)),
-        Col("", lambda answer: answer.reason, below=True),
+        Col("", "figure"),
+        *map(cost_column, range(num_costs)),
+        Col("", "reason", below=True),
     ]
-    return table("answers", question, cols, answers, required=())
+    return table("answers", question, cols, answers, required_headings=())

@@ -1,6 +1,7 @@
-"""The answer for each precision of a step: the verdict, its cost, the reason, and what would settle it.
+"""Words the answer for each precision: the verdict, its costs, the reason, and a command that would settle the
+verdict.
 
-Terminal and page show the same sentences.
+The terminal and the page show the same sentences.
 """
 
 from __future__ import annotations
@@ -19,28 +20,28 @@ from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verd
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import Standing, speed_up, standing, status_words, tone_of
+from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
 from fp8bench.report.elements import Sentences
-from fp8bench.report.panels import Cases, NamedCase, Panel, Result, together, value_of
+from fp8bench.report.panels import Cases, NamedCase, Panel, Result, median_value, together
 from fp8bench.report.terminal.short_answer import Answer
-from fp8bench.report.topics.energy import ratio_of
-from fp8bench.report.topics.memory import device_share_of, share_of
+from fp8bench.report.topics.energy import ratio_to_reference
+from fp8bench.report.topics.memory import device_peak_ratio, peak_ratio
 from fp8bench.report.words.naming import common_tone, shorten_line
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
-# Beyond this ratio the smaller of two errors counts as more exact.
-_NEARER = 1.05
-# In letters.
-LONGEST_REASON = 300
-# Longer runs than this are not proposed.
-_MOST_SECONDS = 900
-# Commands with these options continue another command's plan.
-_OF_ANOTHER_PLAN = ("--plan", "--cell", "--resume")
-_WITH_VALUE = ("--budget", "--rounds", "--seeds")
-# A default run spends this many seconds per group.
-_GROUP_SECONDS = 10
-_MEASURED = {
+# Two errors count as equal unless the larger one exceeds the smaller one by this factor.
+_EQUAL_ERROR_RATIO = 1.05
+# A reason has at most this many characters.
+MAX_REASON_LENGTH = 300
+# A run is not proposed if it would take longer than this.
+_MAX_PROPOSED_SECONDS = 900
+# With one of these options, a command measures a stored plan. So it cannot be repeated with more rounds.
+_OPTIONS_OF_A_STORED_PLAN = ("--plan", "--cell", "--resume")
+_OPTIONS_WITH_VALUE = ("--budget", "--rounds", "--seeds")
+# A run without --budget spends about this many seconds on each group.
+_DEFAULT_GROUP_SECONDS = 10
+_ERROR_SUBJECTS = {
     "gradient_error": "gradients",
     "product_error": "products",
     "update_error": "updates",
@@ -48,7 +49,7 @@ _MEASURED = {
     "loss_error": "loss",
     "relative_error": "results",
 }
-# Phases in a sentence.
+# The name of each phase within a sentence.
 _PHASE_NOUNS = {
     Phase.DATA_LOAD: "data loading",
     Phase.DECODE: "decoding",
@@ -64,45 +65,47 @@ _PHASE_NOUNS = {
 
 
 def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
-    """Returns an answer for each precision, from all of its cases; references are left out."""
+    """Returns an answer for each precision except the reference. All cases of a precision share one answer."""
     by_mode = together((case.mode, case) for case in cases if case.mode != case.group.reference)
     return list(map(find_answer, by_mode.values()))
 
 
 def find_answer(cases: Cases) -> Answer:
-    """Returns the answer for one precision; several cases are summed up."""
+    """Returns the answer for one precision, which sums up all its cases."""
     speeds = [speed for case in cases if (speed := speed_up(case)) is not None]
     if len(speeds) == len(cases) == 1:
-        figure = describe_speed(speeds[0])
+        speed_text = describe_speed(speeds[0])
     elif speeds:
-        figure = units.span((speed.point for speed in speeds), units.speed_up)
+        speed_text = units.span((speed.point for speed in speeds), units.speed_up)
     else:
-        figure = _why_no_speed(cases)
-    accuracy = _accuracy_of_callables(cases) if cases[0].suite == BENCH else _accuracy(cases)
-    # A reason is only named if all cases share it.
-    reasons = {describe_reason(case) or case.record.reason for case in cases}
+        speed_text = _explain_emulation(cases)
+    accuracy = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
+    # The answer has a reason only if all cases have the same reason.
+    reasons = {explain_speed(case) or case.record.reason for case in cases}
     return Answer(
         cases[0].mode,
         _describe_verdicts(cases),
-        common_tone(map(tone_of, cases)),
-        figure,
-        (accuracy, _memory(cases), _energy(cases)),
-        shorten_line(reasons.pop(), LONGEST_REASON) if len(reasons) == 1 else "",
+        common_tone(map(standing_tone, cases)),
+        speed_text,
+        (accuracy, _describe_memory(cases), _describe_energy(cases)),
+        shorten_line(reasons.pop(), MAX_REASON_LENGTH) if len(reasons) == 1 else "",
     )
 
 
 def _describe_verdicts(results: Sequence[Result]) -> str:
-    """Returns 'faster', or 'faster in 4 of 5, slower in 1'; failures come first."""
-    words = Counter(map(verdict_word, results))
-    (first, number), *less_common = sorted(words.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1]))
+    """Returns the verdicts of a precision, as 'faster' or 'faster in 4 of 5, slower in 1'. Failures come first."""
+    count_by_verdict = Counter(map(verdict_word, results))
+    (main_verdict, main_count), *less_common = sorted(
+        count_by_verdict.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1])
+    )
     if not less_common:
-        return first
-    remaining = [f"{word} in {count}" for word, count in less_common]
-    return ", ".join([f"{first} in {number} of {len(results)}", *remaining])
+        return main_verdict
+    other_verdicts = [f"{word} in {count}" for word, count in less_common]
+    return ", ".join([f"{main_verdict} in {main_count} of {len(results)}", *other_verdicts])
 
 
-def _why_no_speed(results: Sequence[Result]) -> str:
-    """Returns why a precision is emulated, without how: 'no hardware for FP8'; '' for native ones."""
+def _explain_emulation(results: Sequence[Result]) -> str:
+    """Returns why a precision is emulated, as 'no hardware for FP8', or '' if it is native."""
     reasons = dict.fromkeys(result.record.support.reason.partition(":")[0] for result in results if result.is_emulated)
     return next(iter(reasons), "")
 
@@ -124,168 +127,181 @@ VERDICT_COLUMNS = (
 
 
 def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, ...]]:
-    """Yields a row of VERDICT_COLUMNS for each case except references; memory and energy are relative to the
-    reference."""
+    """Yields a row with VERDICT_COLUMNS for each case except references. Memory and energy are relative to those of
+    the reference.
+    """
     for panel in panels:
         for case in panel.members:
             if case.is_reference:
                 continue
             speed = speed_up(case)
-            bounds = (speed.point, speed.low, speed.high) if speed is not None else (None, None, None)
-            ratio = ratio_of(case)
+            speed_fields = (speed.point, speed.low, speed.high) if speed is not None else (None, None, None)
+            ratio = ratio_to_reference(case)
             yield (
                 case.suite,
-                case.place,
+                case.setting_name,
                 case.mode,
                 panel.reference,
                 verdict_word(case),
-                *bounds,
-                case.error,
-                share_of(case),
+                *speed_fields,
+                case.error_value,
+                peak_ratio(case),
                 ratio.point if ratio is not None else None,
-                describe_reason(case),
+                explain_speed(case),
             )
 
 
 def verdict_word(result: Result) -> str:
-    """Returns the verdict in words for readers who have never seen the tool."""
-    plain_words = {
+    """Returns the verdict on a case in words that need no knowledge of this tool, as 'as fast' for 'same'."""
+    word_by_standing = {
         Standing.EMULATED: "no speed here",
         Standing.SAME: "as fast",
         Standing.UNTIMED: "not timed",
     }
-    return plain_words.get(standing(result)) or status_words(result).replace(Verdict.SAME, "as fast")
+    return word_by_standing.get(find_standing(result)) or status_words(result).replace(Verdict.SAME, "as fast")
 
 
 def describe_speed(speed: Interval) -> str:
-    """Returns '1.01x, could be 0.997x to 1.02x'; 'seen 0.99x to 1.1x' for the range of few rounds."""
+    """Returns a speed as '1.01x, could be 0.997x to 1.02x'. A speed from a few rounds has only a range, as 'seen
+    0.99x to 1.1x'.
+    """
     if math.isinf(speed.half_width) or not math.isfinite(speed.low):
         return units.speed_up(speed.point)
-    verb = "could be" if speed.level else "seen"
-    return f"{units.speed_up(speed.point)}, {verb} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
+    certainty = "could be" if speed.level else "seen"
+    return f"{units.speed_up(speed.point)}, {certainty} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
 
 
-def _accuracy(cases: Cases) -> str:
-    """Returns the largest error of the cases, as 'gradients 0.55% off'; NaN counts as the largest."""
-    errors = [(case.error, case.group.error) for case in cases if case.error is not None]
+def _describe_accuracy(cases: Cases) -> str:
+    """Returns the largest error of these cases, as 'gradients 0.55% off'. NaN counts as the largest error."""
+    errors = [(case.error_value, case.group.error_metric) for case in cases if case.error_value is not None]
     if not errors:
         return ""
-    worst, metric = max(errors, key=lambda pair: (math.isnan(pair[0]), abs(pair[0])))
-    measured = _MEASURED.get(metric, metric.removesuffix("_error").replace("_", " "))
-    if not math.isfinite(worst):
-        return f"{measured} not finite"
-    return f"{measured} {'up to ' if len(errors) > 1 else ''}{units.percentage(100 * worst)} off"
+    largest_error, metric = max(errors, key=lambda pair: (math.isnan(pair[0]), abs(pair[0])))
+    subject = _ERROR_SUBJECTS.get(metric, metric.removesuffix("_error").replace("_", " "))
+    if not math.isfinite(largest_error):
+        return f"{subject} not finite"
+    return f"{subject} {'up to ' if len(errors) > 1 else ''}{units.percentage(100 * largest_error)} off"
 
 
-def _accuracy_of_callables(cases: Cases) -> str:
-    """Returns 'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
+def _describe_callable_accuracy(cases: Cases) -> str:
+    """Returns how much the results of a user's function differ from those of the reference and from float64 results.
+    Returns '' if unknown.
 
-    For several cases the largest difference counts; '' if none has a difference.
+    An example: 'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
     """
-    # 1. How far it is from the reference.
+    # 1. Compare the callable with the results of the reference.
     differences = []
     for case in cases:
-        difference = value_of(case.record.measurement(DIFFERENCE_ERROR))
+        difference = median_value(case.record.measurement(DIFFERENCE_ERROR))
         if difference is not None:
             differences.append((difference, case))
     if not differences:
         return ""
     largest, case = max(differences, key=itemgetter(0))
     mode = case.group.reference
-    reference = case.lead
-    show = units.relative_error
-    most = "up to " if len(differences) > 1 else ""
-    words = f"differs from {mode} by {most}{show(largest)}" if largest else f"equal to {mode}"
-    # 2. How far both are from float64.
-    error = value_of(case.record.measurement(OUTPUT_ERROR))
-    reference_error = value_of(reference.record.measurement(OUTPUT_ERROR)) if reference is not None else None
+    reference = case.reference_result
+    show_error = units.relative_error
+    prefix = "up to " if len(differences) > 1 else ""
+    difference_text = f"differs from {mode} by {prefix}{show_error(largest)}" if largest else f"equal to {mode}"
+    # 2. Compare the callable and the reference with results in float64.
+    error = median_value(case.record.measurement(OUTPUT_ERROR))
+    reference_error = median_value(reference.record.measurement(OUTPUT_ERROR)) if reference is not None else None
     if error is None or reference_error is None:
-        return f"{words}; its error is unknown: {mode} does not compute in float64"
-    if max(error, reference_error) <= _NEARER * min(error, reference_error):
-        return f"{words}; both off float64 by {show(error)}"
-    word = "less" if error < reference_error else "more"
-    return f"{words}; off float64 by {show(error)} ({mode} {show(reference_error)}, {word} exact)"
+        return f"{difference_text}; its error is unknown: {mode} does not compute in float64"
+    if max(error, reference_error) <= _EQUAL_ERROR_RATIO * min(error, reference_error):
+        return f"{difference_text}; both off float64 by {show_error(error)}"
+    comparative = "less" if error < reference_error else "more"
+    reference_text = f"{mode} {show_error(reference_error)}, {comparative} exact"
+    return f"{difference_text}; off float64 by {show_error(error)} ({reference_text})"
 
 
-def _memory(cases: Cases) -> str:
-    """Returns 'memory +1.1%'; if all cases are emulated, the estimate for a device with the formats."""
-    native = [share for case in cases if not case.is_emulated and (share := share_of(case)) is not None]
-    if native:
-        return f"memory {units.span(native, units.change)}"
-    # The memory of an emulation does not apply to a device with its formats.
-    derived = [share for case in cases if case.is_emulated and (share := device_share_of(case)) is not None]
-    if derived:
-        return f"memory {units.span(derived, units.change)} (est.)"
+def _describe_memory(cases: Cases) -> str:
+    """Returns the change of peak memory, as 'memory +1.1%'. If all cases are emulated, the change is an estimate for
+    hardware with the formats.
+    """
+    measured_ratios = [ratio for case in cases if not case.is_emulated and (ratio := peak_ratio(case)) is not None]
+    if measured_ratios:
+        return f"memory {units.span(measured_ratios, units.change)}"
+    # An emulation needs other memory than hardware with the format.
+    estimated_ratios = [ratio for case in cases if case.is_emulated and (ratio := device_peak_ratio(case)) is not None]
+    if estimated_ratios:
+        return f"memory {units.span(estimated_ratios, units.change)} (est.)"
     return ""
 
 
-def _energy(cases: Cases) -> str:
-    ratios = [ratio.point for case in cases if not case.is_emulated and (ratio := ratio_of(case)) is not None]
+def _describe_energy(cases: Cases) -> str:
+    ratios = [ratio.point for case in cases if not case.is_emulated and (ratio := ratio_to_reference(case)) is not None]
     if ratios:
         return f"energy {units.span(ratios, units.change)}"
     return ""
 
 
-def describe_reason(case: NamedCase) -> str:
-    """Returns 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x slower): they nearly cancel'.
+def explain_speed(case: NamedCase) -> str:
+    """Returns the reason for the speed of a case, as 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x
+    slower): they nearly cancel'.
 
-    '' for emulations, and if a hard label withdrew the verdict.
+    Returns '' for an emulated case, and for a case whose verdict was removed by a label.
     """
     finding = case.finding
     if finding is None or case.is_emulated:
         return ""
     if {*finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in finding.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
-    reason = reason_of(case)
+    reason = find_case_reason(case)
     if reason is not None:
-        return describe(reason)
+        return describe_reason(reason)
     return ""
 
 
-def reason_of(case: NamedCase) -> Reason | None:
-    """Returns the explanation by phases, ignoring those too short compared with the cost of marking them."""
+def find_case_reason(case: NamedCase) -> Reason | None:
+    """Returns which phases explain the speed of a case, or None if unknown. Phases that are too short to measure are
+    ignored.
+    """
     finding = case.finding
-    reference = case.lead
+    reference = case.reference_result
     if finding is None or finding.hard:
         return None
-    short = {*finding.below_floor}
+    short_phases = {*finding.below_floor}
     if reference is not None and reference.finding is not None:
-        short.update(reference.finding.below_floor)
-    return find_reason(finding.gains, short)
+        short_phases.update(reference.finding.below_floor)
+    return find_reason(finding.gains, short_phases)
 
 
-def describe(reason: Reason) -> str:
-    changes = _describe_gains(reason.gains)
-    saved = reason.reference_seconds - reason.step_seconds
+def describe_reason(reason: Reason) -> str:
+    changes_text = _describe_gains(reason.gains)
+    saved_seconds = reason.reference_seconds - reason.step_seconds
     match reason.cause:
         case Cause.CANCEL:
-            return f"{changes}: they nearly cancel"
+            return f"{changes_text}: they nearly cancel"
         case Cause.CASTS:
-            gained = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
-            casts = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
-            return f"{changes}: casts take {'all' if saved <= 0 and casts >= gained else 'most'} of the gain"
+            gained_seconds = sum(gain.saved_seconds for gain in reason.gains if gain.saved_seconds > 0)
+            cast_seconds = -sum(gain.saved_seconds for gain in reason.gains if gain.phase == Phase.CAST)
+            takes_all = saved_seconds <= 0 and cast_seconds >= gained_seconds
+            return f"{changes_text}: casts take {'all' if takes_all else 'most'} of the gain"
         case Cause.SMALL_SHARE:
-            (first, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
-            share = units.percent(first.reference_seconds / reason.reference_seconds, 0)
-            return f"{changes}: {_PHASE_NOUNS[first.phase]} had only {share} of the step"
+            (first_gain, *_) = (gain for gain in reason.gains if gain.saved_seconds > 0)
+            step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
+            return f"{changes_text}: {_PHASE_NOUNS[first_gain.phase]} had only {step_share} of the step"
         case Cause.ONE_PHASE:
             return f"{_describe_gains(reason.gains[:1])}, which is nearly all of the gain"
         case _:
-            return changes
+            return changes_text
 
 
 def _describe_gains(gains: Sequence[PhaseGain]) -> str:
-    """Returns 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower), casts 2.30 ms'."""
-    words = []
+    """Returns what phases save or cost, as 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower),
+    casts 2.30 ms'.
+    """
+    phrases = []
     previous_verb = ""
     for gain in gains:
         noun = _PHASE_NOUNS[gain.phase]
         verb = "save" if gain.saved_seconds > 0 else "cost"
         if verb != previous_verb:
             noun += f" {verb}" if gain.phase == Phase.CAST else f" {verb}s"
-        words.append(f"{noun} {_describe_seconds(gain)}")
+        phrases.append(f"{noun} {_describe_seconds(gain)}")
         previous_verb = verb
-    return ", ".join(words)
+    return ", ".join(phrases)
 
 
 def _describe_seconds(gain: PhaseGain) -> str:
@@ -297,94 +313,96 @@ def _describe_seconds(gain: PhaseGain) -> str:
     return f"{seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
 
 
-def propose(cases: Cases, command: str, under_load: bool = False, budget: float | None = None) -> Sentences:
-    """Yields what would settle open verdicts, then what could remove the reason, or check a callable further, each with
-    a command. `command` and `budget` are those of the run.
+def propose_commands(cases: Cases, command: str, under_load: bool = False, budget: float | None = None) -> Sentences:
+    """Yields sentences with commands. Each command would settle an open verdict, remove a slow-down, or check a
+    user's function.
+
+    `command` is the command line of the run, and `budget` its time limit in seconds.
     """
     yield from _propose_runs(cases, command, under_load, budget)
     callables = [case.mode for case in cases if case.suite == BENCH and not case.is_reference]
     if callables:
-        audit = f"fp8bench audit {callables[0]} --kind product --precision fp8"
-        yield f"check a kernel in full, by its own kind and precision: {audit}"
+        audit_command = f"fp8bench audit {callables[0]} --kind product --precision fp8"
+        yield f"check a kernel in full, by its own kind and precision: {audit_command}"
 
 
 def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
-    # 1. Under load, more rounds do not help.
+    # 1. Under load, propose to free the machine, because more rounds would not help.
     if under_load:
-        in_full = without_option(without_option(command, "--quick"), "--rounds")
-        yield f"free the machine, and measure again: {in_full}"
-    measures = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
-    if not measures or any(f" {option}" in command for option in _OF_ANOTHER_PLAN):
+        full_command = remove_option(remove_option(command, "--quick"), "--rounds")
+        yield f"free the machine, and measure again: {full_command}"
+    is_measuring = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
+    if not is_measuring or any(f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN):
         return
-    # 2. Propose more rounds for open verdicts.
+    # 2. Propose more rounds for verdicts that are open.
     if not under_load:
-        # More rounds cannot restore a verdict that a label withdrew.
-        unsettled = []
+        # If a label removed the verdict, more rounds cannot restore it.
+        unsure_cases = []
         for case in cases:
-            withdrawn_by = {*case.finding.hard} - {Label.CONTENDED} if case.finding else ()
-            if standing(case) is Standing.UNSURE and not withdrawn_by:
-                unsettled.append(case)
-        usual = _GROUP_SECONDS * len({case.group.case.setting for case in cases})
-        yield from _settle(unsettled, command, budget or usual)
-    # 3. Propose changes that would affect the reason.
-    yield from dict.fromkeys(chain.from_iterable(_change(case, command) for case in cases))
+            withdrawing_labels = {*case.finding.hard} - {Label.CONTENDED} if case.finding else ()
+            if find_standing(case) is Standing.UNSURE and not withdrawing_labels:
+                unsure_cases.append(case)
+        default_budget = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
+        yield from _propose_longer_run(unsure_cases, command, budget or default_budget)
+    # 3. Propose changes that would act on the reason for the speed.
+    yield from dict.fromkeys(chain.from_iterable(_propose_changes(case, command) for case in cases))
 
 
-def _settle(cases: Cases, command: str, budget: float) -> Sentences:
+def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
     speeds = [speed for case in cases if (speed := speed_up(case)) is not None]
     if not speeds:
         return
-    plain = without_option(without_option(command, "--quick"), "--rounds")
-    # The range of few rounds does not show how many more would be enough.
+    full_command = remove_option(remove_option(command, "--quick"), "--rounds")
+    # The range of a few rounds does not show how many rounds would be enough.
     if any(speed.level == 0 for speed in speeds):
-        yield f"measure this again in full on a quiet machine: {plain}"
+        yield f"measure this again in full on a quiet machine: {full_command}"
         return
     seconds = max(_seconds_to_settle(speed, budget) for speed in speeds)
-    if seconds <= _MOST_SECONDS:
-        text = f"{without_option(plain, '--budget')} --budget {seconds}"
-        yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {text}"
+    if seconds <= _MAX_PROPOSED_SECONDS:
+        longer_command = f"{remove_option(full_command, '--budget')} --budget {seconds}"
+        yield f"measure for {units.clock(seconds)}, long enough for a verdict on this difference: {longer_command}"
 
 
 def _seconds_to_settle(speed: Interval, budget: float) -> int:
-    """Returns the seconds after which the interval is narrow enough for some verdict, rounded up to whole tens.
+    """Returns how many seconds of measuring would make the interval narrow enough for a verdict, rounded up to tens.
 
-    Its width falls with the square root of the rounds.
+    The width of the interval falls with the square root of the number of rounds.
     """
-    effect = abs(math.log(speed.point))
-    narrow_enough = max(SAME - effect, effect - BAND, BAND)
-    longer = max(2.0, (speed.half_width / narrow_enough) ** 2)
-    return 10 * math.ceil(min(budget * longer, 10 * _MOST_SECONDS) / 10)
+    log_speed = abs(math.log(speed.point))
+    target_width = max(SAME - log_speed, log_speed - BAND, BAND)
+    factor = max(2.0, (speed.half_width / target_width) ** 2)
+    return 10 * math.ceil(min(budget * factor, 10 * _MAX_PROPOSED_SECONDS) / 10)
 
 
-def _change(case: NamedCase, command: str) -> Sentences:
-    reason = reason_of(case)
-    if reason is None or standing(case) is Standing.FASTER:
+def _propose_changes(case: NamedCase, command: str) -> Sentences:
+    reason = find_case_reason(case)
+    if reason is None or find_standing(case) is Standing.FASTER:
         return
     params = dict(case.record.case.params)
-    losing = {gain.phase for gain in reason.gains if gain.saved_seconds < 0}
-    if Phase.ATTENTION in losing and params.get("attention") == "auto" and "attention=" not in command:
+    slower_phases = {gain.phase for gain in reason.gains if gain.saved_seconds < 0}
+    if Phase.ATTENTION in slower_phases and params.get("attention") == "auto" and "attention=" not in command:
         yield f"compare torch's kernels of attention, in twice the time: {command} --set attention=auto,math"
-    # A graph cannot keep the state that a precision carries from step to step.
-    can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _remembers(case)
-    if Phase.CAST in losing and can_compile and "compile=" not in command:
+    # A compiled graph cannot keep the state that some precisions carry from step to step.
+    can_compile = params.get("compile") == "no" and params.get("models") != "rlhf" and not _keeps_state(case)
+    if Phase.CAST in slower_phases and can_compile and "compile=" not in command:
         yield f"let torch.compile fuse the casts into their neighbours: {command} --set compile=yes"
 
 
-def _remembers(case: NamedCase) -> bool:
-    """Whether the precision keeps state from step to step."""
+def _keeps_state(case: NamedCase) -> bool:
+    """Returns whether the precision keeps state between steps, as delayed scaling does."""
     try:
         return precisions.get(case.record.case.precision).remembers
     except UsageError:
         return True
 
 
-def without_option(command: str, option: str) -> str:
-    """Drops an option, and the value of one that has a value."""
-    words = iter(command.split(" "))
-    remaining = []
-    for word in words:
-        if word == option and option in _WITH_VALUE:
-            next(words, None)
+def remove_option(command: str, option: str) -> str:
+    """Returns the command without an option and its value."""
+    command_words = iter(command.split(" "))
+    kept_words = []
+    for word in command_words:
+        if word == option and option in _OPTIONS_WITH_VALUE:
+            next(command_words, None)
         elif word != option and not word.startswith(f"{option}="):
-            remaining.append(word)
-    return " ".join(remaining)
+            kept_words.append(word)
+    return " ".join(kept_words)

@@ -1,4 +1,4 @@
-"""From which size on each precision pays, for the terminal, the page and other programs."""
+"""Finds the sizes from which on each precision is faster, for the terminal, the page and other programs."""
 
 from __future__ import annotations
 
@@ -6,125 +6,130 @@ from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, sweeps_of, swept_modes
+from fp8bench.analysis.break_even import BreakEven, Sweep, SweptMode, find_sweeps, iterate_swept_modes
 from fp8bench.model import Params, Run
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Tables, Tone
-from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import FindingsById, Panel, describe_params, panels_of, together
+from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.panels import FindingsById, Panel, describe_params, group_into_panels, together
 from fp8bench.report.words.legend import BREAK_EVEN
 from fp8bench.report.words.naming import join_words
 
-Swept = tuple[Sweep, Sequence[SweptMode]]
+SweptModes = tuple[Sweep, Sequence[SweptMode]]
 
 
-class _Row(NamedTuple):
+class _SweptRow(NamedTuple):
     sweep: Sweep
     mode: SweptMode
 
 
-def swept(panel: Panel) -> list[Swept]:
+def list_swept_modes(panel: Panel) -> list[SweptModes]:
     groups = [[(result.record, result.finding) for result in group.results] for group in panel.groups]
-    sweeps = sweeps_of([group.case.params for group in panel.groups])
-    return [(sweep, modes) for sweep in sweeps if (modes := tuple(swept_modes(sweep, groups)))]
+    sweeps = find_sweeps([group.case.params for group in panel.groups])
+    return [(sweep, modes) for sweep in sweeps if (modes := tuple(iterate_swept_modes(sweep, groups)))]
 
 
-def break_even_table(panel: Panel, sweeps: Sequence[Swept], title: str = "") -> Tables:
-    rows: list[_Row] = []
+def break_even_table(panel: Panel, sweeps: Sequence[SweptModes], title: str = "") -> Tables:
+    rows: list[_SweptRow] = []
     for sweep, modes in sweeps:
-        rows += [_Row(sweep, mode) for mode in modes]
+        rows += [_SweptRow(sweep, mode) for mode in modes]
     if not rows:
         return
 
-    def place(row: _Row) -> str:
-        held = describe_params(pair for pair in row.sweep.held if pair not in panel.shared)
-        return f"over {row.sweep.axis}{' at ' * bool(held)}{held}"
+    def describe_sweep(row: _SweptRow) -> str:
+        held_params = describe_params(pair for pair in row.sweep.held if pair not in panel.common_params)
+        return f"over {row.sweep.axis}{' at ' * bool(held_params)}{held_params}"
 
-    def sizes(row: _Row) -> str:
-        places = row.sweep.places
-        span = f"{units.whole(places[0][0])} to {units.whole(places[-1][0])}"
-        return f"{row.sweep.axis} = {span}, {len(places)} sizes"
+    def describe_sizes(row: _SweptRow) -> str:
+        points = row.sweep.places
+        size_range = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
+        return f"{row.sweep.axis} = {size_range}, {len(points)} sizes"
 
-    def tone(row: _Row) -> Tone:
+    def crossing_tone(row: _SweptRow) -> Tone:
         if row.mode.found is None or row.mode.doubted:
             return Tone.DOUBT
         return Tone.PLAIN
 
-    cols: Cols[_Row] = [
-        Col("", place, shared=True),
+    cols: Cols[_SweptRow] = [
+        Col("", describe_sweep, shared=True),
         Col("case", "mode.mode"),
         Col("against", "mode.against"),
-        Col("pays", lambda row: pays(row.sweep.axis, row.mode.found) if row.mode.found else None, tone=tone),
-        Col("measured", sizes),
-        Col("remarks", lambda row: "; ".join(remarks(row.mode)), below=True),
+        Col(
+            "pays",
+            lambda row: describe_crossings(row.sweep.axis, row.mode.found) if row.mode.found else None,
+            tone=crossing_tone,
+        ),
+        Col("measured", describe_sizes),
+        Col("remarks", lambda row: "; ".join(list_remarks(row.mode)), below=True),
     ]
     yield table("break-even", f"{title}from where on it pays", cols, rows)
 
 
-def pays(axis: str, crossed: BreakEven) -> str:
-    """Returns 'from m = 900 (700 to 1100) on', 'at every size', 'nowhere', 'cannot be told'."""
-    if not crossed.crossings:
-        verdicts = [stretch.pays for stretch in crossed.stretches if stretch.pays is not None]
+def describe_crossings(axis: str, break_even: BreakEven) -> str:
+    """Returns where a precision is faster, as 'from m = 900 (700 to 1100) on', 'at every size' or 'nowhere'."""
+    if not break_even.crossings:
+        verdicts = [stretch.pays for stretch in break_even.stretches if stretch.pays is not None]
         if not verdicts:
             return "cannot be told: every size is within the noise"
-        if len(crossed.stretches) == 1:
+        if len(break_even.stretches) == 1:
             if verdicts[0]:
                 return "at every size"
             return "nowhere"
         if verdicts[0]:
             return "wherever it can be told"
         return "nowhere that can be told"
-    parts = []
-    beginning = ""
-    for crossing in crossed.crossings:
-        size, low, high = map(_whole, (crossing.size, crossing.low, crossing.high))
+    ranges = []
+    range_start = ""
+    for crossing in break_even.crossings:
+        size, low, high = map(_show_size, (crossing.size, crossing.low, crossing.high))
         end = f"{size} ({low} to {high})"
         if crossing.begins:
-            beginning = f"from {axis} = {end}"
+            range_start = f"from {axis} = {end}"
         else:
-            parts.append(f"{beginning} to {end}" if beginning else f"up to {axis} = {end}")
-            beginning = ""
-    if beginning:
-        parts.append(f"{beginning} on")
-    return " and ".join(parts)
+            ranges.append(f"{range_start} to {end}" if range_start else f"up to {axis} = {end}")
+            range_start = ""
+    if range_start:
+        ranges.append(f"{range_start} on")
+    return " and ".join(ranges)
 
 
-def _whole(size: float) -> str:
+def _show_size(size: float) -> str:
     return units.whole(round(size))
 
 
-def remarks(mode: SweptMode) -> Iterator[str]:
-    crossed = mode.found
-    if crossed is None and mode.points:
+def list_remarks(mode: SweptMode) -> Iterator[str]:
+    break_even = mode.found
+    if break_even is None and mode.points:
         yield "too few sizes with a ratio"
-    if crossed is not None:
-        unknown = []
-        for stretch in crossed.stretches:
-            # Within the interval of a crossing this is expected.
-            is_near = any(crossing.low <= stretch.first <= crossing.high for crossing in crossed.crossings)
-            if stretch.pays is None and not is_near:
-                unknown.append(" to ".join(map(_whole, (stretch.first, stretch.last))))
-        if unknown:
-            yield f"too close to tell from {join_words(unknown)}"
-        if crossed.within_noise:
-            yield f"within the noise: {_sizes(crossed.within_noise)}"
-        if not crossed.level:
+    if break_even is not None:
+        unclear_ranges = []
+        for stretch in break_even.stretches:
+            # Sizes within the interval of a crossing are expected to be unclear, so they get no remark.
+            is_near_crossing = any(crossing.low <= stretch.first <= crossing.high for crossing in break_even.crossings)
+            if stretch.pays is None and not is_near_crossing:
+                unclear_ranges.append(" to ".join(map(_show_size, (stretch.first, stretch.last))))
+        if unclear_ranges:
+            yield f"too close to tell from {join_words(unclear_ranges)}"
+        if break_even.within_noise:
+            yield f"within the noise: {_join_sizes(break_even.within_noise)}"
+        if not break_even.level:
             yield "a quick look: in brackets is the range of the rounds, without a confidence"
     for reason, sizes in together((reason, size) for size, reason in mode.refused).items():
-        yield f"no ratio at {_sizes(sizes)}: {reason}"
+        yield f"no ratio at {_join_sizes(sizes)}: {reason}"
     if mode.doubted:
-        yield f"labels cast doubt on {_sizes(mode.doubted)}"
+        yield f"labels cast doubt on {_join_sizes(mode.doubted)}"
 
 
-def _sizes(sizes: Sequence[int]) -> str:
+def _join_sizes(sizes: Sequence[int]) -> str:
     return join_words([units.whole(size) for size in sizes], 6)
 
 
 class BreakEvenRow(NamedTuple):
-    """A size between `low` and `high` from which on a precision pays (`begins`) or no longer does.
+    """A size from which on a precision is faster than `against`. If `begins` is False, it stops being faster there.
 
-    Without such a size, `pays` is 'at every size' or 'nowhere', or '' if too few sizes have a ratio. Sizes are values
-    of `axis`, from `smallest` to `largest`; `held` are the parameters that the sweep's cases share.
+    `low` and `high` bound the size. `pays` describes the whole sweep, as 'at every size' or 'nowhere'. It is '' if
+    too few sizes have a ratio. Sizes are values of `axis`, of which those from `smallest` to `largest` were measured.
+    `held` has the parameters that all cases of the sweep share.
     """
 
     suite: str
@@ -145,22 +150,22 @@ class BreakEvenRow(NamedTuple):
 
 
 def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
-    for panel in panels_of(run, findings):
-        for sweep, modes in swept(panel):
+    for panel in group_into_panels(run, findings):
+        for sweep, modes in list_swept_modes(panel):
             sizes = [size for size, _ in sweep.places]
             for mode in modes:
-                about = (panel.suite, panel.device, sweep.axis, sweep.held, mode.mode, mode.against)
-                crossed = mode.found
-                words = pays(sweep.axis, crossed) if crossed else ""
-                level = crossed.level or None if crossed else None
-                ends = (level, sizes[0], sizes[-1], "; ".join(remarks(mode)))
-                for crossing in crossed.crossings if crossed else ():
-                    yield BreakEvenRow(*about, words, *crossing, *ends)
-                if not crossed or not crossed.crossings:
-                    yield BreakEvenRow(*about, words, None, None, None, None, *ends)
+                row_start = (panel.suite, panel.device, sweep.axis, sweep.held, mode.mode, mode.against)
+                break_even = mode.found
+                sweep_text = describe_crossings(sweep.axis, break_even) if break_even else ""
+                level = break_even.level or None if break_even else None
+                row_end = (level, sizes[0], sizes[-1], "; ".join(list_remarks(mode)))
+                for crossing in break_even.crossings if break_even else ():
+                    yield BreakEvenRow(*row_start, sweep_text, *crossing, *row_end)
+                if not break_even or not break_even.crossings:
+                    yield BreakEvenRow(*row_start, sweep_text, None, None, None, None, *row_end)
 
 
 @section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN)
 def break_even_section(material: Material) -> Elements:
-    for title, panel in titled_panels(material):
-        yield from break_even_table(panel, swept(panel), f"{title}: ")
+    for title, panel in panels_with_titles(material):
+        yield from break_even_table(panel, list_swept_modes(panel), f"{title}: ")

@@ -1,4 +1,4 @@
-"""The conditions of a run, remarks on them, and how to measure and render it again."""
+"""Reports the conditions of a run, remarks on these conditions, and the command that measures the run again."""
 
 from __future__ import annotations
 
@@ -15,27 +15,35 @@ from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, 
 from fp8bench.report.page.section import Entry, Material, section
 from fp8bench.report.panels import join_parts
 from fp8bench.report.words.legend import explain_label
-from fp8bench.report.words.naming import commit_of, counts, fact, join_words, many, notes_of, when
+from fp8bench.report.words.naming import (
+    count_statuses,
+    describe_commit,
+    environment_fact,
+    join_words,
+    list_notes,
+    many,
+    show_start,
+)
 
-_MOST = 20
-_VARIABLE = "env_"
-_DIRTY = " with uncommitted changes"
-_LOST = "the header of its file is lost: its request, plan and machine are unknown"
+_MAX_REMARKS = 20
+_VARIABLE_PREFIX = "env_"
+_DIRTY_SUFFIX = " with uncommitted changes"
+_LOST_HEADER = "the header of its file is lost: its request, plan and machine are unknown"
 
 
 @section("environment", "Environment, and how to reproduce", 900)
 def environment_section(material: Material) -> Elements:
-    if material.alone:
-        yield Facts(tuple(_facts(material.entries[0])))
+    if material.is_single_run:
+        yield Facts(tuple(_list_facts(material.entries[0])))
     elif material.entries:
-        yield _machines(material.entries)
+        yield _conditions_table(material.entries)
     else:
         return
     for entry in material.entries:
-        yield from _remarks(entry)
+        yield from _list_remarks(entry)
     yield Text("How to measure it again", Tone.STRONG)
     for entry in material.entries:
-        yield from _label(entry)
+        yield from _entry_label(entry)
         commands = [entry.run.command, *(resumption.command for resumption in entry.run.resumptions)]
         if any(commands):
             yield Code("\n".join(filter(None, commands)))
@@ -43,69 +51,72 @@ def environment_section(material: Material) -> Elements:
             yield Text("The command is lost with the header of the file.", Tone.DOUBT)
 
 
-def _machines(entries: Sequence[Entry]) -> Table:
-    """Returns a row for each fact that any run has, and a column for each run."""
+def _conditions_table(entries: Sequence[Entry]) -> Table:
+    """Returns a table with a row for each fact that some run has, and a column for each run."""
     cols: Cols[str] = [Col("fact", str)]
     names: dict[str, str] = {}
     for entry in entries:
-        facts = dict(_facts(entry))
+        facts = dict(_list_facts(entry))
         names |= facts
         cols.append(Col(entry.label, facts.get))
     return table("machines", "The conditions of each run", cols, names)
 
 
-def _label(entry: Entry) -> Texts:
+def _entry_label(entry: Entry) -> Texts:
     if entry.label:
         yield Text(entry.label, Tone.STRONG)
 
 
-def _facts(entry: Entry) -> Iterator[tuple[str, str]]:
+def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
-    get = partial(fact, run)
-    timings = list(_timings(run.records))
-    devices = _devices_of(run)
+    get_fact = partial(environment_fact, run)
+    timings = list(_list_timings(run.records))
+    devices = _measured_devices(run)
     pairs: list[tuple[str, str]] = []
     for facts in devices:
         pairs += _device_facts(run, facts)
-    total = get("cpu_count")
-    usable = get("cpu_affinity")
-    processors = f"{usable} of {total}" if usable and total and usable != total else total
-    # Vector widths of compiled quantisers, if they could be chosen.
-    widths = set().union(*(timing.vector_bits for timing in timings))
+    cpu_count = get_fact("cpu_count")
+    usable_cpus = get_fact("cpu_affinity")
+    processors = (
+        f"{usable_cpus} of {cpu_count}" if usable_cpus and cpu_count and usable_cpus != cpu_count else cpu_count
+    )
+    # The vector widths of compiled quantisers, on machines where the compiler lets fp8bench choose the width.
+    vector_bits = set().union(*(timing.vector_bits for timing in timings))
     slots = chain.from_iterable(timing.slots for timing in timings)
     seconds = sum(slot.wall_seconds for slot in slots)
     pairs += [
-        ("torch", _with(get("torch"), "git ", get("torch_git")[:8])),
+        ("torch", _add_in_brackets(get_fact("torch"), "git ", get_fact("torch_git")[:8])),
         ("CUDA", join_words(facts.cuda for facts in devices if facts.cuda)),
-        ("cuDNN", get("cudnn")),
-        ("cuBLASLt", get("cublaslt")),
+        ("cuDNN", get_fact("cudnn")),
+        ("cuBLASLt", get_fact("cublaslt")),
         ("ROCm", join_words(facts.hip for facts in devices if facts.hip)),
-        ("Python", _with(get("python"), "", get("python_implementation"))),
-        ("machine", get("machine")),
-        ("system", get("system")),
-        ("processors", join_parts(processors, _prefix("governor ", get("cpu_governor")))),
-        ("compiled quantisers", _prefix("vector bits: ", ", ".join(map(str, sorted(widths))))),
-        ("threads", get("threads") or (str(run.request.threads) if run.started else "")),
-        ("switches", get(SWITCHES_SET)),
-        ("load at start", _with(get("load_1min"), "mean of ", "1 minute")),
-        ("commit", get("commit") + (_DIRTY if commit_of(run).endswith(_DIRTY) else "")),
-        ("started", when(run)),
+        ("Python", _add_in_brackets(get_fact("python"), "", get_fact("python_implementation"))),
+        ("machine", get_fact("machine")),
+        ("system", get_fact("system")),
+        ("processors", join_parts(processors, _add_prefix("governor ", get_fact("cpu_governor")))),
+        ("compiled quantisers", _add_prefix("vector bits: ", ", ".join(map(str, sorted(vector_bits))))),
+        ("threads", get_fact("threads") or (str(run.request.threads) if run.started else "")),
+        ("switches", get_fact(SWITCHES_SET)),
+        ("load at start", _add_in_brackets(get_fact("load_1min"), "mean of ", "1 minute")),
+        ("commit", get_fact("commit") + (_DIRTY_SUFFIX if describe_commit(run).endswith(_DIRTY_SUFFIX) else "")),
+        ("started", show_start(run)),
         ("timed", f"{units.clock(seconds)} inside timed slots" if seconds else ""),
-        ("cases", counts(run)),
-        ("fp8bench", get("fp8bench")),
-        ("numpy", get("numpy")),
-        ("seed", str(run.request.seed) if run.started else ""),  # a lost header had the request in it
-        ("code of --import", _prefix("sha256 ", get("imports_sha256"))),
+        ("cases", count_statuses(run)),
+        ("fp8bench", get_fact("fp8bench")),
+        ("numpy", get_fact("numpy")),
+        # the header of the run's file has the seed, and this header may be lost
+        ("seed", str(run.request.seed) if run.started else ""),
+        ("code of --import", _add_prefix("sha256 ", get_fact("imports_sha256"))),
     ]
     for name, value in sorted(run.environment.facts.items()):
-        # Variables of the environment that change what torch or a library does.
-        if name.startswith(_VARIABLE):
-            pairs.append((name.removeprefix(_VARIABLE), str(value)))
+        # Environment variables that change the behaviour of torch or of a library.
+        if name.startswith(_VARIABLE_PREFIX):
+            pairs.append((name.removeprefix(_VARIABLE_PREFIX), str(value)))
     pairs.append(("samples", run.path or "this run was not stored"))
     return ((name, text) for name, text in pairs if text)
 
 
-def _devices_of(run: Run) -> list[DeviceFacts]:
+def _measured_devices(run: Run) -> list[DeviceFacts]:
     keys = {record.case.device for record in run.records}
     return [facts for facts in run.devices if facts.key in keys]
 
@@ -113,90 +124,93 @@ def _devices_of(run: Run) -> list[DeviceFacts]:
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
     key = facts.key
     # Only GPUs have a compute capability.
-    capability = _prefix(", compute capability ", ".".join(map(str, facts.capability or ())))
-    cache = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
-    yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability}{cache}"
-    driver = fact(run, f"{key} driver")
-    newest = fact(run, f"{key} cuda_driver")
-    yield f"driver {key}", f"{driver}, CUDA up to {newest}" if driver and newest else driver
-    # A lowered cap explains a low speed, so the default is named as well.
-    cap = run.environment.get(f"{key} power_cap")
-    if isinstance(cap, float | int):
-        default = run.environment.get(f"{key} power_cap_default")
-        is_changed = isinstance(default, float | int) and default != cap
-        yield f"power cap {key}", f"{cap:g} W" + (f" of {default:g} W" if is_changed else "")
-    modes = (("ECC ", "ecc"), ("MIG ", "mig"), ("persistence mode ", "persistence"))
-    yield f"modes {key}", join_parts(*(_prefix(word, fact(run, f"{key} {name}")) for word, name in modes))
-    yield f"phase marks {key}", _marks_cost(run, key)
-    source = fact(run, f"{key} energy_source")
-    if source not in ("", NO_SOURCE):
-        period = run.environment.get(f"{key} energy_period")
-        often = f", changes every {units.seconds(period)}" if isinstance(period, float) else ""
-        yield f"energy {key}", f"{source}{often}"
+    capability_text = _add_prefix(", compute capability ", ".".join(map(str, facts.capability or ())))
+    cache_text = f", last cache {units.size(facts.cache_bytes)}" if facts.cache_bytes else ""
+    yield f"device {key}", f"{facts.name}, {units.size(facts.memory_bytes)}{capability_text}{cache_text}"
+    driver = environment_fact(run, f"{key} driver")
+    newest_cuda = environment_fact(run, f"{key} cuda_driver")
+    yield f"driver {key}", f"{driver}, CUDA up to {newest_cuda}" if driver and newest_cuda else driver
+    # A lowered power cap may be the cause of a low speed, so show the default cap next to it.
+    power_cap = run.environment.get(f"{key} power_cap")
+    if isinstance(power_cap, float | int):
+        default_cap = run.environment.get(f"{key} power_cap_default")
+        is_changed = isinstance(default_cap, float | int) and default_cap != power_cap
+        yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_cap:g} W" if is_changed else "")
+    mode_facts = (("ECC ", "ecc"), ("MIG ", "mig"), ("persistence mode ", "persistence"))
+    yield (
+        f"modes {key}",
+        join_parts(*(_add_prefix(word, environment_fact(run, f"{key} {name}")) for word, name in mode_facts)),
+    )
+    yield f"phase marks {key}", _describe_time_stamp_cost(run, key)
+    energy_source = environment_fact(run, f"{key} energy_source")
+    if energy_source not in ("", NO_SOURCE):
+        energy_period = run.environment.get(f"{key} energy_period")
+        period_text = f", changes every {units.seconds(energy_period)}" if isinstance(energy_period, float) else ""
+        yield f"energy {key}", f"{energy_source}{period_text}"
 
 
-def _marks_cost(run: Run, key: str) -> str:
-    """Returns the largest share of a GPU's step that its time stamps take, with the case; '' on a CPU."""
+def _describe_time_stamp_cost(run: Run, key: str) -> str:
+    """Returns the largest share of a GPU step that the time stamps between phases take, or '' on a CPU."""
     overheads = dict(run.overheads).get(key)
     if overheads is None or overheads.event_pair is None:
         return ""
-    shares = []
+    step_shares = []
     for record in run.records:
         timing = record.timing
-        calls = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
-        if timing is not None and record.case.device == key and calls:
-            stamps = sum(count for _, count in timing.entries) - 1
-            share = 1e9 * overheads.stamp_cost * stamps / max(1, min(calls))
-            shares.append((share, record.case.mode, record.case.ranks))
-    if not shares:
+        call_ns = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
+        if timing is not None and record.case.device == key and call_ns:
+            num_stamps = sum(count for _, count in timing.entries) - 1
+            step_share = 1e9 * overheads.stamp_cost * num_stamps / max(1, min(call_ns))
+            step_shares.append((step_share, record.case.mode, record.case.ranks))
+    if not step_shares:
         return ""
-    share, mode, ranks = max(shares)
-    cost = f"at most {share:.2%} of a step ({mode})"
-    if share <= MARKS_SHARE:
-        return cost
+    step_share, mode, ranks = max(step_shares)
+    cost_text = f"at most {step_share:.2%} of a step ({mode})"
+    if step_share <= MARKS_SHARE:
+        return cost_text
     if ranks > 1:
-        return f"{cost}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
+        return f"{cost_text}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
     return (
-        f"{cost}: more than {MARKS_SHARE:.1%}, so only one step in several is marked, and each step after it is "
+        f"{cost_text}: more than {MARKS_SHARE:.1%}, so only one step in several is marked, and each step after it is "
         "divided into phases in the same proportions"
     )
 
 
-def _prefix(word: str, text: str) -> str:
+def _add_prefix(word: str, text: str) -> str:
     return f"{word}{text}" if text else ""
 
 
-def _with(text: str, word: str, more: str) -> str:
-    return f"{text} ({word}{more})" if text and more else text
+def _add_in_brackets(text: str, word: str, addition: str) -> str:
+    return f"{text} ({word}{addition})" if text and addition else text
 
 
-def _timings(records: Iterable[Record]) -> Iterator[Timing]:
+def _list_timings(records: Iterable[Record]) -> Iterator[Timing]:
     for record in records:
         yield from filter(None, (record.timing, record.control, record.paired_with))
 
 
-def _remarks(entry: Entry) -> Elements:
+def _list_remarks(entry: Entry) -> Elements:
     run = entry.run
-    remarks = [Text(f"note: {note}") for note in notes_of(run)]
+    remarks = [Text(f"note: {note}") for note in list_notes(run)]
     remarks += [Text(f"trouble: {trouble}", Tone.DOUBT) for trouble in run.troubles]
-    num_hidden = len(remarks) - _MOST
+    num_hidden = len(remarks) - _MAX_REMARKS
     if num_hidden > 0:
-        remarks[_MOST:] = [Text(f"and {many(num_hidden, 'more note')} and troubles in the run's file")]
-    remarks = [*_labels(entry), *remarks]
+        remarks[_MAX_REMARKS:] = [Text(f"and {many(num_hidden, 'more note')} and troubles in the run's file")]
+    remarks = [*_explain_labels(entry), *remarks]
     if not run.started and not run.devices:
-        remarks.insert(0, Text(_LOST, Tone.BAD))
+        remarks.insert(0, Text(_LOST_HEADER, Tone.BAD))
     if remarks:
-        yield from _label(entry)
+        yield from _entry_label(entry)
         yield Items(tuple(remarks))
 
 
-def _labels(entry: Entry) -> Texts:
+def _explain_labels(entry: Entry) -> Texts:
     results = chain.from_iterable(panel.members for panel in entry.panels)
-    measured = [result for result in results if result.is_ok]
+    measured_results = [result for result in results if result.is_ok]
     for label in Label:
-        labelled = [result for result in measured if label in result.labels]
-        if labelled:
-            reasons = join_words(filter(None, (result.reason(label) for result in labelled)))
-            name = f"{label} ({len(labelled)} of {many(len(measured), 'case')})"
-            words = explain_label(label, name, f" ({reasons})" if reasons else "")
-            yield Text(words, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)
+        labelled_results = [result for result in measured_results if label in result.labels]
+        if labelled_results:
+            reasons = join_words(filter(None, (result.reason(label) for result in labelled_results)))
+            name = f"{label} ({len(labelled_results)} of {many(len(measured_results), 'case')})"
+            explanation = explain_label(label, name, f" ({reasons})" if reasons else "")
+            yield Text(explanation, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)

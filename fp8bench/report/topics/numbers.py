@@ -1,4 +1,6 @@
-"""The accuracy of lower precisions: errors, statistics of the data, scales found from data, and a sampler's steps."""
+"""Reports accuracy: errors by precision, statistics of the data, scales that were computed from data, and the steps
+of a sampler.
+"""
 
 from __future__ import annotations
 
@@ -17,99 +19,114 @@ from fp8bench import units
 from fp8bench.model import LayerScale, Measurement, TensorStatistics, Timing
 from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
-from fp8bench.report.columns import Col, Cols, case_cols, table
+from fp8bench.report.columns import Col, Cols, case_columns, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
-from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
+from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
 from fp8bench.report.panels import (
     CaseValue,
     NamedCase,
     Panel,
     error_name,
     join_parts,
+    median_value,
     show_value,
     together,
-    value_of,
 )
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import figure_words, join_words
 
-# One precision's errors by name, a measurement for each case.
-_Errors = dict[str, list[Measurement]]
-# Measurements in these units are not errors.
+# The errors of one precision by the name of the error. Each error has a measurement for each case.
+_ErrorsByName = dict[str, list[Measurement]]
+# A measurement in one of these units is not an error.
 _OTHER_UNITS = ("B", "s")
-_SCALES: tuple[Col[CaseValue[LayerScale]], ...] = (
-    PRECISION,
+_SCALE_COLUMNS: tuple[Col[CaseValue[LayerScale]], ...] = (
+    PRECISION_COLUMN,
     Col("layer", "value.layer"),
     Col("role", "value.role"),
     Col("amax", "value.amax", number=True, hint="the largest magnitude that the scale comes from"),
     Col("scale", "value.scale", number=True, hint="what values are multiplied by"),
-    Col("renewed", "value.renewals", show=units.whole, hint="how often, because of age or saturation"),
+    Col(
+        "renewed",
+        "value.renewals",
+        show=units.whole,
+        hint="how often the scale was renewed, because of age or saturation",
+    ),
 )
 
 
-def data(panel: Panel, name: str = "data", suite: str = "") -> Tables:
-    """A row for each kind and role, over all groups; formats have a column if some value lies outside their range."""
-    # 1. The largest of each figure over all groups.
+def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
+    """Yields a table of the tensors of a step by layer kind and role: size, largest magnitude, and the shares of
+    values outside formats.
+
+    A format has a column only if some value lies outside its range.
+    """
+    # 1. Find the largest value of each statistic over all groups.
     all_statistics = [case.record.statistics for case in panel.members if case.record.statistics]
-    by_name = together(((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(all_statistics))
-    worst = [_largest_of(tensors) for tensors in by_name.values()]
-    if not worst:
+    tensors_by_role = together(((tensor.kind, tensor.role), tensor) for tensor in chain.from_iterable(all_statistics))
+    largest_by_role = [_largest_statistics(tensors) for tensors in tensors_by_role.values()]
+    if not largest_by_role:
         return
-    # 2. Formats that hold all values are named in the caption, the others have a column.
-    outside: dict[str, bool] = {}
-    for tensor in worst:
+    # 2. If a format can hold all values, the caption names it. Each other format gets a column.
+    exceeded_formats: dict[str, bool] = {}
+    for tensor in largest_by_role:
         for fmt, above, vanishing in tensor.outside:
-            outside[fmt] = outside.get(fmt, False) or bool(above or vanishing)
-    contained = ", ".join(fmt for fmt, is_outside in outside.items() if not is_outside)
-    unit_scaled = [case.mode for case in panel.members if precisions.unit_scaled(case.record.case.precision)]
+            exceeded_formats[fmt] = exceeded_formats.get(fmt, False) or bool(above or vanishing)
+    sufficient_formats = ", ".join(fmt for fmt, is_outside in exceeded_formats.items() if not is_outside)
+    unit_scaled_modes = [case.mode for case in panel.members if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
         f"{suite}: " * bool(suite) + "data, before any scaling",
         f"each figure is the largest of {len(all_statistics)} groups" if len(all_statistics) > 1 else "",
-        f"all within the range of {contained}" if contained else "",
-        f"{join_words(unit_scaled)} has them near a deviation of 1 where it casts" if unit_scaled else "",
-        by="; ",
+        f"all within the range of {sufficient_formats}" if sufficient_formats else "",
+        f"{join_words(unit_scaled_modes)} has them near a deviation of 1 where it casts" if unit_scaled_modes else "",
+        separator="; ",
     )
     cols: Cols[TensorStatistics] = [
-        Col("data", name_of, hint="layer kind and role"),
+        Col("data", tensor_role, hint="layer kind and role"),
         Col("values", "count", show=units.whole),
         Col("amax", "amax", number=True, hint="the largest magnitude"),
     ]
     hint = "share above its largest / share that would become zero"
-    cols += [Col(fmt, partial(_outside, name=fmt), number=True, hint=hint) for fmt in outside if outside[fmt]]
-    yield table(name, caption, cols, worst)
+    cols += [
+        Col(fmt, partial(_outside_field, name=fmt), number=True, hint=hint)
+        for fmt in exceeded_formats
+        if exceeded_formats[fmt]
+    ]
+    yield table(name, caption, cols, largest_by_role)
 
 
-def _largest_of(tensors: Sequence[TensorStatistics]) -> TensorStatistics:
-    """The largest of each figure, of one kind and role in several groups."""
-    largest: dict[str, tuple[float, float]] = {}
+def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics:
+    """Combines the statistics of tensors of one kind and role in several groups. Returns the largest value of each
+    statistic.
+    """
+    shares_by_format: dict[str, tuple[float, float]] = {}
     for tensor in tensors:
         for fmt, above, vanishing in tensor.outside:
-            highest = largest.get(fmt, (above, vanishing))
-            largest[fmt] = max(highest[0], above), max(highest[1], vanishing)
+            previous_shares = shares_by_format.get(fmt, (above, vanishing))
+            shares_by_format[fmt] = max(previous_shares[0], above), max(previous_shares[1], vanishing)
     return replace(
         tensors[0],
         count=max(tensor.count for tensor in tensors),
         amax=max(tensor.amax for tensor in tensors),
-        outside=tuple((fmt, *shares) for fmt, shares in largest.items()),
+        outside=tuple((fmt, *shares) for fmt, shares in shares_by_format.items()),
     )
 
 
-def name_of(statistics: TensorStatistics) -> str:
-    """'mlp gradient'; one word if kind and role are the same."""
-    words = statistics.kind if statistics.role in ("", statistics.kind) else f"{statistics.kind} {statistics.role}"
-    return words.replace("_", " ")
+def tensor_role(statistics: TensorStatistics) -> str:
+    """Returns the layer kind and the role of a tensor, as 'mlp gradient'. Equal words are not repeated."""
+    name = statistics.kind if statistics.role in ("", statistics.kind) else f"{statistics.kind} {statistics.role}"
+    return name.replace("_", " ")
 
 
-def shares_of(statistics: TensorStatistics, name: str) -> tuple[float, float]:
-    shares = {fmt: (above, vanishing) for fmt, above, vanishing in statistics.outside}
-    return shares.get(name, (0.0, 0.0))
+def shares_outside(statistics: TensorStatistics, name: str) -> tuple[float, float]:
+    shares_by_format = {fmt: (above, vanishing) for fmt, above, vanishing in statistics.outside}
+    return shares_by_format.get(name, (0.0, 0.0))
 
 
-def _outside(statistics: TensorStatistics, name: str) -> Field:
-    pair = shares_of(statistics, name)
-    text = " / ".join(map(units.share, pair)) if any(pair) else units.NONE
-    return Field(text, sum(pair))
+def _outside_field(statistics: TensorStatistics, name: str) -> Field:
+    shares = shares_outside(statistics, name)
+    text = " / ".join(map(units.share, shares)) if any(shares) else units.NONE
+    return Field(text, sum(shares))
 
 
 @section("numbers", "Accuracy", 100)
@@ -118,59 +135,63 @@ def numbers_section(material: Material) -> Elements:
     whose values are rounded as hardware would round them.
     """
     for title, panel in timed_panels(material):
-        yield from _errors(title, panel)
+        yield from _panel_errors(title, panel)
     tables: list[Table] = []
-    for title, panel in titled_panels(material):
-        tables += data(panel, f"data-{panel.suite}", title)
+    for title, panel in panels_with_titles(material):
+        tables += data_table(panel, f"data-{panel.suite}", title)
     if tables:
         yield Text("The data", Tone.STRONG)
         yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")
     yield from tables
 
 
-def _errors(title: str, panel: Panel) -> Elements:
-    by_mode = _by_mode(panel)
+def _panel_errors(title: str, panel: Panel) -> Elements:
+    by_mode = _errors_by_mode(panel)
     if not by_mode:
         return
-    yield _table(title, panel, by_mode)
-    errors = [(case.name, case.error) for case in panel.members if case.error is not None]
-    strange = [f"{name} ({error})" for name, error in errors if not math.isfinite(error)]
-    if strange:
-        yield Text(f"{title}: {figure_words(panel.error)} is not a finite number in {join_words(strange)}.", Tone.BAD)
+    yield _errors_table(title, panel, by_mode)
+    errors = [(case.name, case.error_value) for case in panel.members if case.error_value is not None]
+    not_finite = [f"{name} ({error})" for name, error in errors if not math.isfinite(error)]
+    if not_finite:
+        yield Text(
+            f"{title}: {figure_words(panel.error_metric)} is not a finite number in {join_words(not_finite)}.", Tone.BAD
+        )
 
 
-def _by_mode(panel: Panel) -> dict[str, _Errors]:
-    """Errors by precision and name, in all groups."""
-    by_mode: dict[str, _Errors] = {}
+def _errors_by_mode(panel: Panel) -> dict[str, _ErrorsByName]:
+    """Returns the error measurements of all groups, by precision and then by error name."""
+    by_mode: dict[str, _ErrorsByName] = {}
     for case in panel.members:
         for measurement in case.record.measurements:
-            is_error = measurement.unit not in _OTHER_UNITS and not is_of_step(measurement.metric)
-            if is_error and value_of(measurement) is not None:
+            is_error = measurement.unit not in _OTHER_UNITS and not is_sampler_step_error(measurement.metric)
+            if is_error and median_value(measurement) is not None:
                 errors = by_mode.setdefault(case.mode, {})
                 errors.setdefault(error_name(measurement), []).append(measurement)
     return by_mode
 
 
-def _table(title: str, panel: Panel, by_mode: dict[str, _Errors]) -> Table:
+def _errors_table(title: str, panel: Panel, by_mode: dict[str, _ErrorsByName]) -> Table:
     levels = {case.mode: case.record.support.level.value for case in panel.members}
     hints: dict[str, str] = {}
     for errors in by_mode.values():
         for metric, measurements in errors.items():
-            described = (measurement.description for measurement in measurements if measurement.description)
-            # Suites describe a metric where it is measured first.
-            hints[metric] = hints.get(metric) or next(described, "")
-    cols: Cols[tuple[str, _Errors]] = [
+            descriptions = (measurement.description for measurement in measurements if measurement.description)
+            # Only the first measurement of a metric may have its description.
+            hints[metric] = hints.get(metric) or next(descriptions, "")
+    cols: Cols[tuple[str, _ErrorsByName]] = [
         Col("precision", itemgetter(0)),
         Col("how", lambda row: levels[row[0]], hint="native, or emulated in software"),
     ]
-    cols += [Col(metric, partial(_field, metric=metric), number=True, hint=hint) for metric, hint in hints.items()]
-    span = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
-    return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{span}", cols, by_mode.items())
+    cols += [
+        Col(metric, partial(_error_field, metric=metric), number=True, hint=hint) for metric, hint in hints.items()
+    ]
+    groups_text = f", the smallest and the largest of {len(panel.groups)} groups" if len(panel.groups) > 1 else ""
+    return table(f"errors-of-{panel.suite}", f"{title}: errors by precision{groups_text}", cols, by_mode.items())
 
 
-def _field(row: tuple[str, _Errors], metric: str) -> Field | None:
-    """'2.9e-03', or '2.8e-03 to 3.0e-03'; NaN counts as the largest."""
-    values = [(value, error) for error in row[1].get(metric, ()) if (value := value_of(error)) is not None]
+def _error_field(row: tuple[str, _ErrorsByName], metric: str) -> Field | None:
+    """Returns the range of an error over all groups, as '2.8e-03 to 3.0e-03'. NaN counts as larger than any number."""
+    values = [(value, error) for error in row[1].get(metric, ()) if (value := median_value(error)) is not None]
     if not values:
         return None
     values.sort(key=lambda pair: (math.isnan(pair[0]), pair[0]))
@@ -181,22 +202,22 @@ def _field(row: tuple[str, _Errors], metric: str) -> Field | None:
 
 @section("scales", "Scales from data", 105)
 def scales_section(material: Material) -> Elements:
-    """Found in untimed steps on a separate copy of the state, and shown as they were after the last timed step. A scale
-    is the largest value of its format over amax: larger values saturate.
+    """Scales were found in untimed steps on a separate copy of the state, and are those after the last timed step. A
+    scale is the largest value of its format over amax: larger values saturate.
     """
-    for title, panel in titled_panels(material):
+    for title, panel in panels_with_titles(material):
         cases = [(case, case.record.scales) for case in panel.members]
-        yield from table_of_cases(f"scales-{panel.suite}", f"{title}: scales by layer and role", _SCALES, cases)
+        yield from table_of_cases(f"scales-{panel.suite}", f"{title}: scales by layer and role", _SCALE_COLUMNS, cases)
 
 
-_ERROR_KINDS = {
+_STEP_ERRORS = {
     "single": ("one step", "of one step, from the exact latent before it"),
     "single_floor": ("its floor", "the same products in the carrier, by another kernel: smaller errors mean nothing"),
     "free": ("sampled", "sampled from noise, with the errors of all steps before"),
     "free_floor": ("its floor", "the same floor, sampled from noise"),
 }  # fmt: skip
-_ERROR = re.compile(rf"({'|'.join(_ERROR_KINDS)})_step(\d+)_error")
-READING = (
+_STEP_ERROR_NAME_PATTERN = re.compile(rf"({'|'.join(_STEP_ERRORS)})_step(\d+)_error")
+SAMPLER_LEGEND = (
     "Errors of the latent are relative to the exact one. An error near its floor does not describe a precision: "
     "another kernel of the same carrier makes as large an error. The error of one step is the precision's; sampling "
     "adds up the errors of all steps before."
@@ -204,7 +225,7 @@ READING = (
 
 
 class SamplerStep(NamedTuple):
-    """A step of a sampler; `seconds` is None if the marks do not separate its steps."""
+    """A step of a diffusion sampler with its errors. `seconds` is None if the time marks do not separate the steps."""
 
     case: NamedCase
     number: int
@@ -212,68 +233,77 @@ class SamplerStep(NamedTuple):
     errors: Mapping[str, float]
 
 
-def is_of_step(metric: str) -> bool:
-    return _ERROR.fullmatch(metric) is not None
+def is_sampler_step_error(metric: str) -> bool:
+    return _STEP_ERROR_NAME_PATTERN.fullmatch(metric) is not None
 
 
-def step_seconds(timing: Timing) -> tuple[float, ...]:
-    """The median over all calls of each part of a step that ends in ACCUMULATE (`Workload.part_ends`)."""
+def sampler_step_seconds(timing: Timing) -> tuple[float, ...]:
+    """Returns the median seconds of each step of a diffusion sampler, over all calls. Each step ends with the phase
+    ACCUMULATE.
+    """
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     blocks = timing.segments.blocks
-    ends = [block for block, phase in zip(blocks, timing.segments.phases, strict=True) if phase == Phase.ACCUMULATE]
-    if not calls or not ends or timing.varying:
+    last_blocks = [
+        block for block, phase in zip(blocks, timing.segments.phases, strict=True) if phase == Phase.ACCUMULATE
+    ]
+    if not calls or not last_blocks or timing.varying:
         return ()
-    # Marks behind the last end belong to the last part.
-    parts = [min(bisect_left(ends, block), len(ends) - 1) for block in blocks]
+    # Blocks of a step after the last ACCUMULATE belong to the last step of the sampler.
+    step_of_block = [min(bisect_left(last_blocks, block), len(last_blocks) - 1) for block in blocks]
     sums_by_call = []
     for call in calls:
-        sums = [0] * len(ends)
-        for part, nanoseconds in zip(parts, call, strict=True):
-            sums[part] += nanoseconds
-        sums_by_call.append(sums)
+        step_sums = [0] * len(last_blocks)
+        for part, nanoseconds in zip(step_of_block, call, strict=True):
+            step_sums[part] += nanoseconds
+        sums_by_call.append(step_sums)
     return tuple(statistics.median(nanoseconds) / 1e9 for nanoseconds in zip(*sums_by_call, strict=True))
 
 
-def _steps_of(case: NamedCase) -> list[SamplerStep]:
-    errors: dict[int, dict[str, float]] = {}
+def _sampler_steps(case: NamedCase) -> list[SamplerStep]:
+    errors_by_step: dict[int, dict[str, float]] = {}
     for measurement in case.record.measurements:
-        match = _ERROR.fullmatch(measurement.metric)
-        value = value_of(measurement)
+        match = _STEP_ERROR_NAME_PATTERN.fullmatch(measurement.metric)
+        value = median_value(measurement)
         if match and value is not None:
-            errors.setdefault(int(match[2]), {})[match[1]] = value
-    seconds = step_seconds(case.record.timing) if errors and case.record.timing else ()
-    # Without a mark for each of the sampler's steps, their times are unknown.
-    times = seconds if len(seconds) == len(errors) else (None,) * len(errors)
-    return [SamplerStep(case, number, time, errors[number]) for number, time in zip(sorted(errors), times, strict=True)]
+            errors_by_step.setdefault(int(match[2]), {})[match[1]] = value
+    seconds = sampler_step_seconds(case.record.timing) if errors_by_step and case.record.timing else ()
+    # If the marks do not separate the steps of the sampler, their times are unknown.
+    seconds_by_step = seconds if len(seconds) == len(errors_by_step) else (None,) * len(errors_by_step)
+    return [
+        SamplerStep(case, number, time, errors_by_step[number])
+        for number, time in zip(sorted(errors_by_step), seconds_by_step, strict=True)
+    ]
 
 
-def by_step(panel: Panel) -> Elements:
-    """A row for each step of each case; nothing without a sampler."""
-    steps = list(chain.from_iterable(map(_steps_of, panel.members)))
+def sampler_elements(panel: Panel) -> Elements:
+    """Yields a table with a row for each step of a diffusion sampler, and how to read the table. Without a sampler,
+    yields nothing.
+    """
+    steps = list(chain.from_iterable(map(_sampler_steps, panel.members)))
     if steps:
-        yield _steps_table(panel, steps)
-        yield Text(READING)
+        yield _sampler_table(panel, steps)
+        yield Text(SAMPLER_LEGEND)
 
 
-def _steps_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
-    def seconds(row: SamplerStep) -> str:
-        # An emulation's time must not be read as a speed.
+def _sampler_table(panel: Panel, rows: Sequence[SamplerStep]) -> Table:
+    def show_seconds(row: SamplerStep) -> str:
+        # Mark the time of an emulation, because it must not be read as a speed.
         return "emulated " * row.case.is_emulated + units.seconds(row.seconds)
 
-    def error(name: str) -> Col[SamplerStep]:
-        heading, hint = _ERROR_KINDS[name]
+    def error_column(name: str) -> Col[SamplerStep]:
+        heading, hint = _STEP_ERRORS[name]
         return Col(heading, lambda row: row.errors.get(name), show=units.relative_error, hint=hint)
 
     cols: Cols[SamplerStep] = [
-        *case_cols(),
+        *case_columns(),
         Col("step", "number", show=units.whole),
-        Col("time", seconds, number=True),
-        *map(error, _ERROR_KINDS),
+        Col("time", show_seconds, number=True),
+        *map(error_column, _STEP_ERRORS),
     ]
-    return table(f"by-step-of-{panel.suite}", "step by step of the sampler", cols, rows)
+    return table(f"by-step-of-{panel.suite}", "the steps of the diffusion sampler, one by one", cols, rows)
 
 
-@section("by-step", "Step by step of a sampler", 101)
+@section("by-step", "The steps of a diffusion sampler", 101)
 def by_step_section(material: Material) -> Elements:
     for _, panel in timed_panels(material):
-        yield from by_step(panel)
+        yield from sampler_elements(panel)

@@ -1,4 +1,6 @@
-"""Each precision at the largest batch that its memory allows, next to the batch that all have."""
+"""Compares the speed of each precision at the largest batch that fits into memory with its speed at the batch that
+all precisions share.
+"""
 
 from __future__ import annotations
 
@@ -10,19 +12,23 @@ from fp8bench import units
 from fp8bench.model import Capacity, Phase
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Text
-from fp8bench.report.panels import Result, phases_of
+from fp8bench.report.panels import Result, phase_seconds
 
-_TOKENS, _HOUR = 1e9, 3600.0
-_HOW = (
+_GIGATOKEN, _SECONDS_PER_HOUR = 1e9, 3600.0
+_METHOD_TEXT = (
     "Steps with the own batch were timed one case after the other, not in rounds, so a few percent mean nothing. The "
-    "last column is computed: every case takes as many tokens a step, in micro-batches of its own batch and one update."
+    "last column is computed: every case takes this number of tokens a step, in micro-batches of its batch, "
+    "with one update."
 )
 
 
 @dataclass(frozen=True)
 class OwnBatch:
-    """A case or arm with its largest batch. Rates are in tokens a second, `shared_rate` is that of the common batch;
-    `update` is the time of the optimizer's update in seconds. Both are None where unknown."""
+    """A case, or an arm of a training, with the search for its largest batch. Rates are in tokens per second.
+
+    `shared_rate` is the rate at a batch that is the same for all cases. `update` is the time of the optimizer's
+    update in seconds. An unknown value is None.
+    """
 
     name: str
     search: Capacity
@@ -31,33 +37,34 @@ class OwnBatch:
 
     @property
     def seconds(self) -> float:
-        """The mean of the fastest quarter of the timed steps."""
-        fastest = sorted(self.search.seconds)
-        return fmean(fastest[: max(1, len(fastest) // 4)])
+        """The seconds of a step: the mean of the fastest quarter of the timed steps."""
+        sorted_seconds = sorted(self.search.seconds)
+        return fmean(sorted_seconds[: max(1, len(sorted_seconds) // 4)])
 
     @property
     def rate(self) -> float:
         return self.search.tokens / self.seconds
 
     def accumulated_rate(self, tokens: int) -> float | None:
-        """Returns the rate of steps of `tokens` tokens in several micro-batches; None if the update's time is
-        unknown."""
+        """Returns the tokens per second if a step divides `tokens` tokens into several micro-batches. Returns None if
+        unknown.
+        """
         if self.update is None or self.update >= self.seconds:
             return None
         return tokens / (tokens / self.search.tokens * (self.seconds - self.update) + self.update)
 
 
-def own_batch_of(result: Result, search: Capacity) -> OwnBatch:
-    tokens, best = result.record.work.tokens, result.best
-    update = dict(phases_of(result)).get(Phase.OPTIMIZER_STEP)
-    return OwnBatch(result.mode, search, tokens / best if best else None, update)
+def make_own_batch(result: Result, search: Capacity) -> OwnBatch:
+    tokens, best_seconds = result.record.work.tokens, result.best_seconds
+    update_seconds = dict(phase_seconds(result)).get(Phase.OPTIMIZER_STEP)
+    return OwnBatch(result.mode, search, tokens / best_seconds if best_seconds else None, update_seconds)
 
 
-def own_batches(searches: Iterable[OwnBatch]) -> Elements:
+def own_batch_table(searches: Iterable[OwnBatch]) -> Elements:
     rows = [row for row in searches if row.search.seconds and row.search.tokens]
     if not rows:
         return
-    most = max(row.search.tokens for row in rows)
+    max_tokens = max(row.search.tokens for row in rows)
     cols: Cols[OwnBatch] = [
         Col("case", "name"),
         Col("same batch", "shared_rate", show=units.count),
@@ -65,8 +72,8 @@ def own_batches(searches: Iterable[OwnBatch]) -> Elements:
         Col("step", "seconds", show=units.seconds),
         Col("memory", "search.peak", unit="B"),
         Col("tokens/s", "rate", show=units.count),
-        Col("h for 1 G tokens", lambda row: _TOKENS / row.rate / _HOUR, show="{:.3g}".format),
-        Col(f"at {units.count(most)} a step", lambda row: row.accumulated_rate(most), show=units.count),
+        Col("h for 1 G tokens", lambda row: _GIGATOKEN / row.rate / _SECONDS_PER_HOUR, show="{:.3g}".format),
+        Col(f"at {units.count(max_tokens)} a step", lambda row: row.accumulated_rate(max_tokens), show=units.count),
     ]
     yield table("own-batch", "tokens/s of each precision at its own largest batch", cols, rows)
-    yield Text(_HOW)
+    yield Text(_METHOD_TEXT)

@@ -1,4 +1,6 @@
-"""Several ranks: how far apart they are, what they send at what error, and their gain over one rank."""
+"""Reports on several ranks: differences between their times, the bytes and errors of their messages, and the speed-up
+over one rank.
+"""
 
 from __future__ import annotations
 
@@ -9,94 +11,98 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.ranks import (
-    OFF,
-    WAITING,
+    PIPELINE_WAITING,
+    SUM_MISMATCH,
     Efficiency,
     Middle,
     OverlapFigures,
     RankTimes,
     Untold,
-    bubble,
-    efficiency,
-    frontier,
-    overlap_of,
+    compute_efficiency,
+    compute_rank_skew,
+    find_overlap,
+    find_pareto_points,
+    measure_bubble,
+    measure_communication,
     rank_times,
-    skew,
-    true_communication,
 )
 from fp8bench.model import Timing, specs
 from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
 from fp8bench.report.case_status import cost_tone
-from fp8bench.report.columns import Col, Cols, case_cols, figure_col, table
+from fp8bench.report.columns import Col, Cols, case_columns, figure_column, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Texts, Tone
-from fp8bench.report.page.section import Material, name_tables, section, titled_panels
+from fp8bench.report.page.section import Material, panels_with_titles, rename_tables, section
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, join_parts, together
 
-_RATES = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
-FUNCTIONAL = (
+_RATE_SPECS = (specs.ALGBW, specs.BUSBW, specs.EFFECTIVE_BUSBW)
+CPU_REMARK = (
     "On a CPU this is a functional test: ranks share its cores and send through its memory, so rates, skew and overlap "
     "do not apply to a cluster."
 )
-_COLLECTIVE = "collective"
-_SQNR = "sqnr_db"
-_SATURATED = "saturated_ppm"
-_FLUSHED = "flushed_percent"
-# Parameters that only matter for FP8.
-_COMPOSED = ("fp8", "scaling")
-# Smaller shares of values are lost in any format.
-_LOST_PERCENT = 0.01
+_COLLECTIVE_PARAM = "collective"
+_SQNR_METRIC = "sqnr_db"
+_SATURATED_METRIC = "saturated_ppm"
+_FLUSHED_METRIC = "flushed_percent"
+# parameters that apply only to FP8 collectives
+_FP8_PARAMS = ("fp8", "scaling")
+# A smaller percentage of values that became zero is not mentioned, because every format flushes some values to zero.
+_MIN_FLUSHED_PERCENT = 0.01
 
 
-def _show_middle(
-    figure: Middle | Untold, show: Callable[[float | None], str], factor: float = 1.0, tone: Tone = Tone.PLAIN
+def _range_field(
+    figure: Middle | Untold, show_value: Callable[[float | None], str], factor: float = 1.0, tone: Tone = Tone.PLAIN
 ) -> Field:
-    """Returns '50.0% (45.0% to 55.0%)', or the word for why it is unknown."""
+    """Returns a median with its range, as '50.0% (45.0% to 55.0%)'. If it is unknown, returns the word that stands
+    for the reason.
+    """
     if isinstance(figure, Untold):
         return Field(figure.word, tone=Tone.DOUBT if figure.word != units.NONE else Tone.PLAIN)
-    return Field(f"{show(figure.value)} ({units.span(figure[1:], show)})", figure.value * factor, tone)
+    return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
 
-def _reasons(subject: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Texts:
-    """Yields why figures are unknown: with the modes if their fields are dashes, else with the word in their fields."""
+def _explain_unknown(subject: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Texts:
+    """Yields why values in a table are unknown. A reason that leaves a dash in the table is followed by the modes
+    that it applies to.
+    """
     modes_by_reason = together((figure, mode) for mode, figure in figures if isinstance(figure, Untold))
-    words = []
+    explanations = []
     for reason, modes in modes_by_reason.items():
         if reason.word == units.NONE:
             yield Text(f"No {subject} of {', '.join(dict.fromkeys(modes))}: {reason.why}.")
         else:
-            words.append(f"{reason.word}: {reason.why}")
-    if words:
-        yield Text(f"{subject.capitalize()} is unknown where the table says {'; '.join(words)}.")
+            explanations.append(f"{reason.word}: {reason.why}")
+    if explanations:
+        yield Text(f"{subject.capitalize()} is unknown where the table has a word: {'; '.join(explanations)}.")
 
 
-def ranks(panel: Panel) -> Iterator[Table | Text]:
-    """Nothing for cases of one process."""
+def rank_elements(panel: Panel) -> Iterator[Table | Text]:
+    """Yields the tables and remarks on several ranks, or nothing for cases of a single process."""
     if panel.case.ranks < 2:
         return
-    # 1. The times of ranks, and the bytes that they send.
-    yield from if_rows(_times(panel), wire(panel))
-    yield from map(Text, cheapest(panel))
-    # 2. The gain over one rank.
-    scaled = _find_scaled(panel)
-    if scaled:
-        yield _efficiencies(panel, scaled)
+    # 1. Show the times of ranks, and the bytes that they send.
+    yield from tables_with_rows(_times_table(panel), transfer_table(panel))
+    yield from map(Text, best_trade_offs(panel))
+    # 2. Show the speed-up over one rank.
+    scaled_cases = _find_scaled_cases(panel)
+    if scaled_cases:
+        yield _efficiency_table(panel, scaled_cases)
         figures: list[tuple[str, Middle | Untold]] = []
-        for row in scaled:
+        for row in scaled_cases:
             figures += [(row.case.mode, figure) for figure in row.efficiency]
-        yield from _reasons("efficiency", figures)
-    # 3. Communication during products.
-    yield from if_rows(_sent_table(panel), _overlaps(panel))
+        yield from _explain_unknown("efficiency", figures)
+    # 3. Show how communication overlaps with products.
+    yield from tables_with_rows(_sent_table(panel), _overlap_table(panel))
     overlaps: list[tuple[str, Middle | Untold]] = []
-    for case, overlap in panel.find_values(lambda result: overlap_of(result.record)):
-        overlaps += [(case.mode, figure) for figure in (overlap.exposed, overlap.hidden) if figure != WAITING]
-    yield from _reasons("overlap", overlaps)
-    yield from _bubbles(panel)
-    # A CPU's figures look like those of a cluster.
+    for case, overlap in panel.find_values(lambda result: find_overlap(result.record)):
+        overlaps += [(case.mode, figure) for figure in (overlap.exposed, overlap.hidden) if figure != PIPELINE_WAITING]
+    yield from _explain_unknown("overlap", overlaps)
+    yield from _describe_bubbles(panel)
+    # Warn on a CPU, because readers could take its numbers for those of a cluster.
     if panel.device == "cpu":
-        yield Text(FUNCTIONAL)
+        yield Text(CPU_REMARK)
 
 
-def if_rows(*tables: Table) -> Tables:
+def tables_with_rows(*tables: Table) -> Tables:
     return (table for table in tables if table.rows)
 
 
@@ -106,62 +112,80 @@ class _ScaledCase(NamedTuple):
     efficiency: Efficiency
 
 
-def _find_scaled(panel: Panel) -> list[_ScaledCase]:
+def _find_scaled_cases(panel: Panel) -> list[_ScaledCase]:
     rows = []
     for case, scaling in panel.find_values(lambda result: result.record.scaling):
-        gain = efficiency(case.record)
-        if gain is not None:
-            rows.append(_ScaledCase(case, scaling, gain))
+        case_efficiency = compute_efficiency(case.record)
+        if case_efficiency is not None:
+            rows.append(_ScaledCase(case, scaling, case_efficiency))
     return rows
 
 
-def _efficiencies(panel: Panel, rows: Sequence[_ScaledCase]) -> Table:
-    def share(heading: str, of: Callable[[_ScaledCase], Middle | Untold], hint: str) -> Col[_ScaledCase]:
+def _efficiency_table(panel: Panel, rows: Sequence[_ScaledCase]) -> Table:
+    def share_column(heading: str, get_share: Callable[[_ScaledCase], Middle | Untold], hint: str) -> Col[_ScaledCase]:
         return Col(
-            heading, lambda row: _show_middle(of(row), units.percent, 100, cost_tone(row.case)), unit="%", hint=hint
+            heading,
+            lambda row: _range_field(get_share(row), units.percent, 100, cost_tone(row.case)),
+            unit="%",
+            hint=hint,
         )
 
     cols: Cols[_ScaledCase] = [
-        *case_cols(""),
-        Col("one rank", lambda row: _middle(row.scaling.whole), unit="s", hint="the whole batch, the others wait"),
-        Col("its share", lambda row: _middle(row.scaling.share), unit="s", hint="one rank's share of the batch"),
-        Col("together", lambda row: _middle(row.scaling.together), unit="s", hint="the whole batch, by all ranks"),
-        share(
+        *case_columns(""),
+        Col(
+            "one rank",
+            lambda row: _median_or_none(row.scaling.whole),
+            unit="s",
+            hint="the whole batch, by one rank while the others wait",
+        ),
+        Col(
+            "its share", lambda row: _median_or_none(row.scaling.share), unit="s", hint="one rank's share of the batch"
+        ),
+        Col(
+            "together",
+            lambda row: _median_or_none(row.scaling.together),
+            unit="s",
+            hint="the whole batch, by all ranks",
+        ),
+        share_column(
             "strong",
             lambda row: row.efficiency.strong,
             "one rank / (ranks x together); in brackets: the range of rounds",
         ),
-        share("weak", lambda row: row.efficiency.weak, "its share / together; in brackets: the range of rounds"),
+        share_column(
+            "weak", lambda row: row.efficiency.weak, "one rank's share / together; in brackets: the range of rounds"
+        ),
     ]
     return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, rows)
 
 
-# The messages of a case by one operation in one dtype, one for each rank.
-_Messages = CaseValue[Sequence[Sent]]
+# A case with its messages of one operation and dtype, one message for each rank.
+_CaseMessages = CaseValue[Sequence[Sent]]
 
 
 def _sent_table(panel: Panel) -> Table:
-    rows: list[_Messages] = []
+    """Returns a table of the bytes that the ranks send in a step, by operation and dtype."""
+    rows: list[_CaseMessages] = []
     for case in panel.members:
-        by_kind = together(((message.operation, message.dtype), message) for message in case.record.sent)
-        rows += [CaseValue(case, messages) for messages in by_kind.values()]
+        messages_by_kind = together(((message.operation, message.dtype), message) for message in case.record.sent)
+        rows += [CaseValue(case, messages) for messages in messages_by_kind.values()]
 
-    def least(row: _Messages) -> float:
-        # A rank that sends nothing has no message.
+    def min_bytes(row: _CaseMessages) -> float:
+        # If some rank sent nothing, it has no message, and the minimum is 0.
         if len(row.value) == panel.case.ranks:
             return min(message.bytes for message in row.value)
         return 0.0
 
-    def most(row: _Messages) -> Sent:
+    def largest_message(row: _CaseMessages) -> Sent:
         return max(row.value, key=attrgetter("bytes"))
 
-    cols: Cols[_Messages] = [
-        *case_cols(""),
+    cols: Cols[_CaseMessages] = [
+        *case_columns(""),
         Col("operation", lambda row: row.value[0].operation.replace("_", "-")),
         Col("dtype", lambda row: row.value[0].dtype),
-        Col("calls", lambda row: most(row).calls, show=str, hint="of the rank that sends most"),
-        Col("most", lambda row: most(row).bytes, unit="B", hint="by the rank that sends most"),
-        Col("least", least, unit="B", hint="by the rank that sends least"),
+        Col("calls", lambda row: largest_message(row).calls, show=str, hint="of the rank that sends most"),
+        Col("most", lambda row: largest_message(row).bytes, unit="B", hint="by the rank that sends most"),
+        Col("least", min_bytes, unit="B", hint="by the rank that sends least"),
     ]
     return table("sent", "bytes that a rank sends in a step", cols, rows)
 
@@ -172,92 +196,94 @@ class _TimedRanks(NamedTuple):
     ranks: Sequence[RankTimes]
 
 
-def _times(panel: Panel) -> Table:
+def _times_table(panel: Panel) -> Table:
     rows = []
     for case, timing in panel.find_values(lambda result: result.record.timing):
         if times := rank_times(timing):
             rows.append(_TimedRanks(case, timing, times))
 
-    def waiting(row: _TimedRanks) -> float | None:
-        if true_communication(row.timing) is None:
+    def max_waiting(row: _TimedRanks) -> float | None:
+        if measure_communication(row.timing) is None:
             return None
         return max(rank.waiting for rank in row.ranks)
 
     cols: Cols[_TimedRanks] = [
-        *case_cols(""),
+        *case_columns(""),
         Col("slowest", lambda row: max(rank.step for rank in row.ranks), unit="s", hint="median of the slowest rank"),
         Col("fastest", lambda row: min(rank.step for rank in row.ranks), unit="s"),
-        figure_col(specs.RANK_SKEW, lambda row: (skew(row.timing) or 0.0) * 100),
-        figure_col(specs.COMMUNICATION, lambda row: true_communication(row.timing)),
-        Col("waiting", waiting, unit="s", hint="of the rank that waits most"),
+        figure_column(specs.RANK_SKEW, lambda row: (compute_rank_skew(row.timing) or 0.0) * 100),
+        figure_column(specs.COMMUNICATION, lambda row: measure_communication(row.timing)),
+        Col("waiting", max_waiting, unit="s", hint="of the rank that waits most"),
     ]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
 
-def wire(panel: Panel) -> Table:
-    def rate(spec: specs.MetricSpec) -> Col[CaseValue[Transfer]]:
-        return figure_col(spec, lambda row: row.case.figures[spec].value, lambda row: cost_tone(row.case))
+def transfer_table(panel: Panel) -> Table:
+    def rate_column(spec: specs.MetricSpec) -> Col[CaseValue[Transfer]]:
+        return figure_column(spec, lambda row: row.case.figures[spec].value, lambda row: cost_tone(row.case))
 
-    def error(heading: str, name: str, unit: str) -> Col[CaseValue[Transfer]]:
+    def error_column(heading: str, name: str, unit: str) -> Col[CaseValue[Transfer]]:
         return Col(heading, lambda row: row.case.figures[name].value, unit=unit)
 
     cols: Cols[CaseValue[Transfer]] = [
-        *case_cols(""),
-        figure_col(specs.WIRE_BYTES, "value.wire"),
-        figure_col(specs.LOGICAL_BYTES, "value.logical"),
-        *map(rate, _RATES),
-        error("SQNR", _SQNR, "dB"),
-        error("saturated", _SATURATED, "ppm"),
-        error("flushed", _FLUSHED, "%"),
+        *case_columns(""),
+        figure_column(specs.WIRE_BYTES, "value.wire"),
+        figure_column(specs.LOGICAL_BYTES, "value.logical"),
+        *map(rate_column, _RATE_SPECS),
+        error_column("SQNR", _SQNR_METRIC, "dB"),
+        error_column("saturated", _SATURATED_METRIC, "ppm"),
+        error_column("flushed", _FLUSHED_METRIC, "%"),
     ]
     rows = panel.find_values(lambda result: result.record.transfer)
     return table("wire", "bytes on the wire, and the error", cols, rows)
 
 
 def _name_format(case: NamedCase, is_counted: bool) -> str:
-    """Returns 'bf16', or 'two-shot rowwise': the parameters of fp8bench's own collectives imply 'fp8'."""
+    """Returns the format of a message, as 'bf16', or 'two-shot rowwise' for fp8bench's own FP8 collectives."""
     params = dict(case.group.case.params)
-    words = [str(params[name]).replace("_", "-") for name in _COMPOSED if is_counted and name in params]
-    if not words or case.mode != "fp8":
-        words.insert(0, case.mode)
-    return " ".join(words)
+    name_parts = [str(params[name]).replace("_", "-") for name in _FP8_PARAMS if is_counted and name in params]
+    if not name_parts or case.mode != "fp8":
+        name_parts.insert(0, case.mode)
+    return " ".join(name_parts)
 
 
-def _describe_cost(case: NamedCase, wire: float, sqnr: float) -> str:
-    saturated = case.figures[_SATURATED].value or 0.0
-    flushed = case.figures[_FLUSHED].value or 0.0
+def _describe_transfer(case: NamedCase, wire_bytes: float, sqnr: float) -> str:
+    saturated = case.figures[_SATURATED_METRIC].value or 0.0
+    flushed = case.figures[_FLUSHED_METRIC].value or 0.0
     return join_parts(
-        units.size(wire),
+        units.size(wire_bytes),
         units.decibels(sqnr),
         f"saturated {units.describe(saturated, 'ppm')}" if saturated else "",
-        f"flushed {units.percentage(flushed)}" if flushed >= _LOST_PERCENT else "",
+        f"flushed {units.percentage(flushed)}" if flushed >= _MIN_FLUSHED_PERCENT else "",
     )
 
 
-def cheapest(panel: Panel) -> Iterator[str]:
-    """Yields for each collective the formats that no other one beats in both bytes and error, at its largest size."""
+def best_trade_offs(panel: Panel) -> Iterator[str]:
+    """Yields a sentence for each collective. It names the formats that no other format beats both in bytes and in
+    error. Only messages of the largest size are compared.
+    """
     by_collective: dict[str, list[CaseValue[Transfer]]] = {}
     for row in panel.find_values(lambda result: result.record.transfer):
-        name = str(dict(row.case.group.case.params).get(_COLLECTIVE, panel.suite))
+        name = str(dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite))
         by_collective.setdefault(name.replace("_", "-"), []).append(row)
     for collective, rows in by_collective.items():
         sizes = {row.value.logical for row in rows}
-        costs: dict[str, tuple[float, float]] = {}
-        words: dict[str, str] = {}
+        cost_by_name: dict[str, tuple[float, float]] = {}
+        text_by_name: dict[str, str] = {}
         for case, transfer in rows:
-            sqnr = case.figures[_SQNR].value
-            # Small messages are bound by latency, whatever their format.
+            sqnr = case.figures[_SQNR_METRIC].value
+            # Leave out smaller messages, because their time depends on latency and not on the format.
             if sqnr is not None and transfer.logical == max(sizes):
                 name = _name_format(case, transfer.counted)
-                costs[name] = (transfer.wire, sqnr)
-                words[name] = f"{name} ({_describe_cost(case, transfer.wire, sqnr)})"
-        names = sorted(words, key=costs.__getitem__)
-        best = frontier([costs[name] for name in names])
-        # If no format is beaten, there is nothing to choose by.
-        if len(best) < len(names):
-            size = f" of {units.size(max(sizes))}" if len(sizes) > 1 else ""
-            shown = "; ".join(words[names[place]] for place in best)
-            yield f"{collective}{size}: best trade-offs of bytes and error: {shown}."
+                cost_by_name[name] = (transfer.wire, sqnr)
+                text_by_name[name] = f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"
+        sorted_names = sorted(text_by_name, key=cost_by_name.__getitem__)
+        frontier_numbers = find_pareto_points([cost_by_name[name] for name in sorted_names])
+        # If no format beats another one, the sentence would not help to choose.
+        if len(frontier_numbers) < len(sorted_names):
+            size_text = f" of {units.size(max(sizes))}" if len(sizes) > 1 else ""
+            trade_offs = "; ".join(text_by_name[sorted_names[number]] for number in frontier_numbers)
+            yield f"{collective}{size_text}: best trade-offs of bytes and error: {trade_offs}."
 
 
 class _OverlapCase(NamedTuple):
@@ -266,42 +292,42 @@ class _OverlapCase(NamedTuple):
     figures: OverlapFigures
 
 
-def _overlaps(panel: Panel) -> Table:
+def _overlap_table(panel: Panel) -> Table:
     rows = []
     for case, overlap in panel.find_values(lambda result: result.record.overlap):
-        figures = overlap_of(case.record)
+        figures = find_overlap(case.record)
         if figures is not None:
             rows.append(_OverlapCase(case, overlap, figures))
     cols: Cols[_OverlapCase] = [
-        *case_cols(""),
-        Col("products", lambda row: _middle(row.seconds.compute), unit="s"),
-        Col("communication", lambda row: _middle(row.seconds.communication), unit="s"),
-        Col("both at once", lambda row: _middle(row.seconds.both), unit="s"),
+        *case_columns(""),
+        Col("products", lambda row: _median_or_none(row.seconds.compute), unit="s"),
+        Col("communication", lambda row: _median_or_none(row.seconds.communication), unit="s"),
+        Col("both at once", lambda row: _median_or_none(row.seconds.both), unit="s"),
         Col(
             "check sum",
             "figures.check_sum",
             show="{:.3f}".format,
-            tone=lambda row: Tone.DOUBT if row.figures.exposed is OFF else Tone.PLAIN,
-            hint="both in turn over the sum of both alone",
+            tone=lambda row: Tone.DOUBT if row.figures.exposed is SUM_MISMATCH else Tone.PLAIN,
+            hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_col(specs.EXPOSED, lambda row: _show_middle(row.figures.exposed, units.seconds)),
-        figure_col(specs.HIDDEN_COMMUNICATION, lambda row: _show_middle(row.figures.hidden, units.percent, 100)),
+        figure_column(specs.EXPOSED, lambda row: _range_field(row.figures.exposed, units.seconds)),
+        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.figures.hidden, units.percent, 100)),
     ]
     return table("overlap", "communication during products", cols, rows)
 
 
-def _middle(seconds: Sequence[float]) -> float | None:
+def _median_or_none(seconds: Sequence[float]) -> float | None:
     if seconds:
         return statistics.median(seconds)
     return None
 
 
-def _bubbles(panel: Panel) -> Texts:
-    for case, share in panel.find_values(lambda result: bubble(result.record)):
-        name = join_parts(case.mode, case.place, by=" at ")
+def _describe_bubbles(panel: Panel) -> Texts:
+    for case, bubble in panel.find_values(lambda result: measure_bubble(result.record)):
+        name = join_parts(case.mode, case.setting_name, separator=" at ")
         yield Text(
-            f"{name}: ranks wait or send for {share.measured:.0%} of the time for which they compute; with equal "
-            f"stages and free communication this would be {share.ideal:.0%}."
+            f"{name}: ranks wait or send for {bubble.measured:.0%} of the time for which they compute; with equal "
+            f"stages and free communication this would be {bubble.ideal:.0%}."
         )
 
 
@@ -310,5 +336,5 @@ def ranks_section(material: Material) -> Elements:
     """A step ends when its slowest rank has finished. A collective's time is the shortest time that any rank spent in
     it: the other ranks also waited for the last one.
     """
-    for number, (title, panel) in enumerate(titled_panels(material), 1):
-        yield from name_tables(ranks(panel), number, title)
+    for number, (title, panel) in enumerate(panels_with_titles(material), 1):
+        yield from rename_tables(rank_elements(panel), number, title)

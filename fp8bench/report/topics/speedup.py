@@ -1,4 +1,6 @@
-"""How many times as fast as the reference each case is, with its error; and its sustained speed."""
+"""Draws how many times as fast as its reference each case is. One chart has bars, another shows speed against error.
+Also reports sustained speeds.
+"""
 
 from __future__ import annotations
 
@@ -13,16 +15,24 @@ from fp8bench import units
 from fp8bench.analysis.samples import Sustained, step_samples, sustained_figures, sustained_ratio
 from fp8bench.model import Interval
 from fp8bench.model.stopping import LEAST_ROUNDS
-from fp8bench.report.case_status import Standing, doubts, inverse, show_speed, speed_up, standing, tone_of
-from fp8bench.report.columns import Col, Cols, case_cols, table, with_figures
+from fp8bench.report.case_status import (
+    Standing,
+    describe_doubts,
+    find_standing,
+    invert_ratio,
+    show_speed,
+    speed_up,
+    standing_tone,
+)
+from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables, Text, Texts
-from fp8bench.report.page.section import Material, section, titled_panels
+from fp8bench.report.page.section import Material, panels_with_titles, section
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result, join_parts, together
-from fp8bench.report.topics.tensors import about_tensors, timed_panels
+from fp8bench.report.topics.tensors import is_about_tensors, timed_panels
 from fp8bench.report.words.naming import figure_words, join_words, many
 
-_SustainedRow = CaseValue[Sustained]
-_REFERENCE = Interval(1.0, 1.0, 1.0, 1.0)
+_SustainedCase = CaseValue[Sustained]
+_REFERENCE_SPEED = Interval(1.0, 1.0, 1.0, 1.0)
 
 
 def sustained_table(panel: Panel) -> Tables:
@@ -30,86 +40,94 @@ def sustained_table(panel: Panel) -> Tables:
     if not rows:
         return
 
-    def turns(row: _SustainedRow) -> str:
+    def describe_turns(row: _SustainedCase) -> str:
         figures = row.value
         if figures.by_energy_windows:
             return many(figures.turns, "energy window")
-        settled = "unknown" if figures.settled is None else f"{figures.settled} settled"
-        return f"{figures.turns}, {settled}"
+        settled_text = "unknown" if figures.settled is None else f"{figures.settled} settled"
+        return f"{figures.turns}, {settled_text}"
 
-    cols: Cols[_SustainedRow] = [
-        *case_cols(),
+    cols: Cols[_SustainedCase] = [
+        *case_columns(),
         Col("sustained", "value.seconds", show=units.seconds),
         Col("sustained speed-up", _sustained_speed),
         Col("vs slots", "value.change", show=units.change),
-        Col("clock", "value.clock", show=_hertz),
-        Col("power", "value.watts", show=_watts),
+        Col("clock", "value.clock", show=_show_hertz),
+        Col("power", "value.watts", show=_show_watts),
     ]
     caption = "sustained: a step in turns of seconds, back to back; settled: clock and temperature stood still before"
     if all(row.value.by_energy_windows for row in rows):
         cols.append(Col("in slots", lambda row: show_speed(speed_up(row.case))))
-        cols.append(Col("clock in slots", lambda row: _slots_clock(row.case), show=_hertz))
+        cols.append(Col("clock in slots", lambda row: _clock_in_slots(row.case), show=_show_hertz))
         caption = "sustained: a step in the seconds of its energy windows, at the clock and power that it then has"
-    cols.append(Col("turns", turns))
-    yield with_figures(table("sustained", caption, cols, rows), [row.case for row in rows])
+    cols.append(Col("turns", describe_turns))
+    yield add_figure_columns(table("sustained", caption, cols, rows), [row.case for row in rows])
 
 
 def _sustained_ratio(case: NamedCase) -> Interval | None:
-    return inverse(sustained_ratio(case.record, case.lead.record if case.lead else None))
+    return invert_ratio(sustained_ratio(case.record, case.reference_result.record if case.reference_result else None))
 
 
-def _sustained_speed(row: _SustainedRow) -> str:
+def _sustained_speed(row: _SustainedCase) -> str:
     return show_speed(_sustained_ratio(row.case)) or ("reference" if row.case.is_reference else units.NONE)
 
 
-def _slots_clock(result: Result) -> float | None:
+def _clock_in_slots(result: Result) -> float | None:
     return result.record.timing.clock if result.record.timing is not None else None
 
 
-def sustained_sentence(panel: Panel) -> Texts:
-    """Yields the speed over seconds, and that of milliseconds: 'fp8 1.33x to 1.63x at 1.44 GHz and 690 W'."""
+def describe_sustained_speed(panel: Panel) -> Texts:
+    """Yields a sentence that compares the speeds of steps that ran for seconds with those of timed slots, which last
+    milliseconds.
+
+    The sentence lists each precision as 'fp8 1.33x to 1.63x at 1.44 GHz and 690 W'.
+    """
     rows = panel.find_values(lambda result: sustained_figures(result.record, result.finding))
     by_mode = together((row.case.mode, row) for row in rows if row.value.by_energy_windows)
-    sustained = []
-    brief = []
+    over_seconds = []
+    in_slots = []
     for mode, members in by_mode.items():
         cases = [row.case for row in members]
-        clocks = _span((row.value.clock for row in members), _hertz)
-        where = join_words(filter(None, (clocks, _span((row.value.watts for row in members), _watts))))
-        speed = _span_speeds(map(_sustained_ratio, cases))
-        sustained.append(f"{mode} {speed or '(reference)'} at {where}")
-        clocks = _span(map(_slots_clock, cases), _hertz)
-        brief.append(f"{mode} {join_parts(_span_speeds(map(speed_up, cases)), clocks and f'at {clocks}', by=' ')}")
+        clocks = _show_range((row.value.clock for row in members), _show_hertz)
+        conditions = join_words(filter(None, (clocks, _show_range((row.value.watts for row in members), _show_watts))))
+        speed = _show_speed_range(map(_sustained_ratio, cases))
+        over_seconds.append(f"{mode} {speed or '(reference)'} at {conditions}")
+        clocks = _show_range(map(_clock_in_slots, cases), _show_hertz)
+        in_slots.append(
+            f"{mode} {join_parts(_show_speed_range(map(speed_up, cases)), clocks and f'at {clocks}', separator=' ')}"
+        )
     has_reference = any(row.case.is_reference for row in chain.from_iterable(by_mode.values()))
-    if has_reference and len(sustained) > 1:
-        yield Text(f"Sustained over seconds: {'; '.join(sustained)}. In slots of milliseconds: {'; '.join(brief)}.")
+    if has_reference and len(over_seconds) > 1:
+        yield Text(
+            f"Sustained over seconds: {'; '.join(over_seconds)}. In slots of milliseconds: {'; '.join(in_slots)}."
+        )
 
 
-def _span_speeds(speeds: Iterable[Interval | None]) -> str:
+def _show_speed_range(speeds: Iterable[Interval | None]) -> str:
     return units.span([speed.point for speed in speeds if speed is not None], units.speed_up)
 
 
-def _span(values: Iterable[float | None], show: Callable[[float], str]) -> str:
+def _show_range(values: Iterable[float | None], show: Callable[[float], str]) -> str:
     return units.span([value for value in values if value is not None], show)
 
 
-def _hertz(value: float) -> str:
+def _show_hertz(value: float) -> str:
     return units.count(value, "Hz")
 
 
-def _watts(value: float) -> str:
+def _show_watts(value: float) -> str:
     return units.count(value, "W")
 
 
-class _Spot(NamedTuple):
-    """A case with its run and the title of its panel."""
+class _TitledCase(NamedTuple):
+    """A case with the title of its panel, and the run and device that it was measured in."""
 
     run: str
     title: str
     case: NamedCase
 
 
-_LEAD = (
+_SPEEDUP_LEAD = (
     "Right of 1x is faster than the reference. Each stroke below a bar is one round (of the last session, if there "
     "were several): a difference is clear if the strokes of a precision lie apart from those of its reference. "
     f"Whiskers are 99% intervals, with fewer than {LEAST_ROUNDS} rounds their range. Grey bars are in doubt, and "
@@ -117,130 +135,136 @@ _LEAD = (
 )
 
 
-@section("speedup", "Speed-up", 40, lead=_LEAD, repeats=True)
+@section("speedup", "Speed-up", 40, lead=_SPEEDUP_LEAD, repeats=True)
 def speedup_section(material: Material) -> Elements:
-    spots = list(_find_spots(material))
-    yield from _draw_speeds(spots)
-    yield from _scatters(spots)
+    timed_cases = list(_timed_cases(material))
+    yield from _speed_charts(timed_cases)
+    yield from _error_charts(timed_cases)
 
 
-def _find_spots(material: Material) -> Iterator[_Spot]:
-    for (entry, panel), (title, _) in zip(material.panels(), titled_panels(material), strict=True):
-        # Suites about tensors compare errors, not times.
-        if not about_tensors(panel):
+def _timed_cases(material: Material) -> Iterator[_TitledCase]:
+    for (entry, panel), (title, _) in zip(material.panels(), panels_with_titles(material), strict=True):
+        # Suites about tensors compare errors and have no times.
+        if not is_about_tensors(panel):
             for case in panel.members:
-                yield _Spot(f"{entry.label} {panel.device}", title, case)
+                yield _TitledCase(f"{entry.label} {panel.device}", title, case)
 
 
 def _find_speed(case: NamedCase) -> Interval | None:
-    return _REFERENCE if standing(case) is Standing.REFERENCE else speed_up(case)
+    return _REFERENCE_SPEED if find_standing(case) is Standing.REFERENCE else speed_up(case)
 
 
 def _name_reference(case: NamedCase) -> str:
     return case.group.reference or "the reference"
 
 
-def _draw_speeds(spots: Sequence[_Spot]) -> Iterator[Bars]:
-    """Yields a chart for each reference, with the groups that have a speed."""
-    timed = {id(spot.case.group) for spot in spots if speed_up(spot.case) is not None}
-    shown = [spot for spot in spots if id(spot.case.group) in timed and _find_speed(spot.case) is not None]
-    by_reference = together((_name_reference(spot.case), spot) for spot in shown)
+def _speed_charts(cases: Sequence[_TitledCase]) -> Iterator[Bars]:
+    """Yields a bar chart for each reference. Groups in which no case has a speed are left out."""
+    timed_groups = {id(row.case.group) for row in cases if speed_up(row.case) is not None}
+    drawn_cases = [row for row in cases if id(row.case.group) in timed_groups and _find_speed(row.case) is not None]
+    by_reference = together((_name_reference(row.case), row) for row in drawn_cases)
     for number, (reference, members) in enumerate(by_reference.items(), 1):
-        yield _draw_chart(f"speed-up-{number}" if len(by_reference) > 1 else "speed-up", reference, members)
+        yield _speed_chart(f"speed-up-{number}" if len(by_reference) > 1 else "speed-up", reference, members)
 
 
-def _draw_chart(name: str, reference: str, spots: Sequence[_Spot]) -> Bars:
-    suites = list(dict.fromkeys(spot.title for spot in spots))
+def _speed_chart(name: str, reference: str, cases: Sequence[_TitledCase]) -> Bars:
+    suites = list(dict.fromkeys(row.title for row in cases))
     marks_by_group: dict[str, list[Mark]] = {}
-    for spot in spots:
-        heading = join_parts(spot.title if len(suites) > 1 else "", spot.case.place, by=" ")
-        marks_by_group.setdefault(heading, []).append(_mark(spot.case))
+    for row in cases:
+        heading = join_parts(row.title if len(suites) > 1 else "", row.case.setting_name, separator=" ")
+        marks_by_group.setdefault(heading, []).append(_speed_mark(row.case))
     groups = tuple((heading, tuple(marks)) for heading, marks in marks_by_group.items())
-    of_run = " of its run" if len({spot.run for spot in spots}) > 1 else ""
-    title = f"Speed-up over {reference}{of_run}: {join_words(suites, len(suites))}"
+    run_suffix = " of its run" if len({row.run for row in cases}) > 1 else ""
+    title = f"Speed-up over {reference}{run_suffix}: {join_words(suites, len(suites))}"
     axis = ChartAxis(f"speed-up over {reference}", "x", show=units.speed_up)
     return Bars(name, title, "Grey bars are in doubt.", axis, groups)
 
 
-def _mark(case: NamedCase) -> Mark:
-    """Returns its speed-up with a sample for each round, over the middle round of the reference."""
-    # 1. A sample for each round. A case chosen as the fastest of several is judged by rounds after the choice.
-    fresh = case.record.fresh
-    timing = fresh.timing if fresh is not None else case.record.timing
-    paired_with = fresh.reference if fresh is not None else case.record.paired_with
-    # A case measured apart from the group has a separate reference.
-    if paired_with is None and case.lead is not None:
-        paired_with = case.lead.record.timing
+def _speed_mark(case: NamedCase) -> Mark:
+    """Returns the bar of a case. Its value is the case's speed. Its samples are the reference's median time divided
+    by the case's time in each round.
+    """
+    # 1. Take a sample from each round. If the case was chosen as the fastest, only later rounds count.
+    repeated = case.record.fresh
+    timing = repeated.timing if repeated is not None else case.record.timing
+    reference_timing = repeated.reference if repeated is not None else case.record.paired_with
+    # If a case did not fit into memory with its group, it was timed with a separate copy of the reference.
+    if reference_timing is None and case.reference_result is not None:
+        reference_timing = case.reference_result.record.timing
     seconds = step_samples(timing) if timing is not None else ()
-    middle = statistics.median((paired_with and step_samples(paired_with)) or [math.nan])
-    samples = tuple(middle / second for second in seconds if second > 0 and middle > 0)
-    # 2. The words for hovering.
-    speed = _find_speed(case) or _REFERENCE
-    words = [f"{case.mode} {units.speed_up(speed.point)} as fast as {_name_reference(case)}"]
+    reference_seconds = statistics.median((reference_timing and step_samples(reference_timing)) or [math.nan])
+    samples = tuple(reference_seconds / second for second in seconds if second > 0 and reference_seconds > 0)
+    # 2. Describe the bar for hovering.
+    speed = _find_speed(case) or _REFERENCE_SPEED
+    hints = [f"{case.mode} {units.speed_up(speed.point)} as fast as {_name_reference(case)}"]
     low: float | None = None
     high: float | None = None
-    if speed is _REFERENCE:
-        words = [f"{case.mode}, the reference"]
+    if speed is _REFERENCE_SPEED:
+        hints = [f"{case.mode}, the reference"]
     elif math.isfinite(speed.high):
         low = speed.low
         high = speed.high
-    words += doubts(case)
+    hints += describe_doubts(case)
     if samples:
-        words.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
-    return Mark(case.mode, speed.point, low, high, tone_of(case), "; ".join(words), samples=samples)
+        hints.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
+    return Mark(case.mode, speed.point, low, high, standing_tone(case), "; ".join(hints), samples=samples)
 
 
-def _scatters(spots: Iterable[_Spot]) -> Iterator[Scatter]:
-    """Yields a chart for each error metric and reference of a run, because these cannot share an axis.
+def _error_charts(cases: Iterable[_TitledCase]) -> Iterator[Scatter]:
+    """Yields charts of speed against error, one for each error metric and reference of a run.
 
-    Nothing if only references and emulations were measured.
+    A chart is left out if it would show only references and emulated cases.
     """
-    by_axes: dict[tuple[str, str, str], list[_Spot]] = {}
-    for spot in spots:
-        case = spot.case
-        # An emulated case has an error but no speed: it is drawn in the margin.
-        has_place = _find_speed(case) is not None or standing(case) is Standing.EMULATED
-        if has_place and case.error is not None and 0 < case.error < math.inf:
-            by_axes.setdefault((case.group.error, spot.run, _name_reference(case)), []).append(spot)
-    charts = [members for members in by_axes.values() if any(speed_up(spot.case) is not None for spot in members)]
+    rows_by_axes: dict[tuple[str, str, str], list[_TitledCase]] = {}
+    for row in cases:
+        case = row.case
+        # An emulated case has an error but no speed, so it is drawn in the margin.
+        is_drawable = _find_speed(case) is not None or find_standing(case) is Standing.EMULATED
+        if is_drawable and case.error_value is not None and 0 < case.error_value < math.inf:
+            rows_by_axes.setdefault((case.group.error_metric, row.run, _name_reference(case)), []).append(row)
+    charts = [members for members in rows_by_axes.values() if any(speed_up(row.case) is not None for row in members)]
     for number, members in enumerate(charts, 1):
-        yield _scatter(f"trade-off-{number}", members)
+        yield _error_chart(f"trade-off-{number}", members)
 
 
-def _scatter(name: str, spots: Sequence[_Spot]) -> Scatter:
-    titles = list(dict.fromkeys(spot.title for spot in spots))
-    points = tuple(_point(spot, len(titles) > 1) for spot in spots)
+def _error_chart(name: str, cases: Sequence[_TitledCase]) -> Scatter:
+    titles = list(dict.fromkeys(row.title for row in cases))
+    points = tuple(_error_point(row, len(titles) > 1) for row in cases)
     errors_by_mode = together((point.series, point.y) for point in points)
-    ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in errors_by_mode.items()]
-    error = figure_words(spots[0].case.group.error)
+    error_ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in errors_by_mode.items()]
+    error_title = figure_words(cases[0].case.group.error_metric)
     return Scatter(
         name,
-        f"Speed-up against {error}: {join_words(titles)}",
-        f"{many(len(spots), 'case')}; further down is more exact. The {error} of {join_words(ranges, 12)}.",
-        ChartAxis(f"speed-up over {_name_reference(spots[0].case)}", "x"),
-        ChartAxis(error, units.RATIO),
+        f"Speed-up against {error_title}: {join_words(titles)}",
+        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} by precision: "
+        f"{join_words(error_ranges, 12)}.",
+        ChartAxis(f"speed-up over {_name_reference(cases[0].case)}", "x"),
+        ChartAxis(error_title, units.RATIO),
         points,
         "emulated: no speed" if any(point.x is None for point in points) else "",
     )
 
 
-def _point(spot: _Spot, with_title: bool) -> ChartPoint:
-    case = spot.case
-    label = join_parts(spot.title if with_title else "", case.place, by=" ") or case.mode
-    error = case.error or 0.0
-    words = f"error {units.relative_error(error)}"
+def _error_point(row: _TitledCase, with_title: bool) -> ChartPoint:
+    case = row.case
+    label = join_parts(row.title if with_title else "", case.setting_name, separator=" ") or case.mode
+    error = case.error_value or 0.0
+    hint = f"error {units.relative_error(error)}"
     speed = _find_speed(case)
     if speed is None:
-        return ChartPoint(case.mode, label, None, error, tone_of(case), f"{words}; emulated: no speed")
-    words = "; ".join([f"{units.speed_up(speed.point)}, {words}", *doubts(case)])
-    return ChartPoint(case.mode, label, speed.point, error, tone_of(case), words, x_low=speed.low, x_high=speed.high)
+        return ChartPoint(case.mode, label, None, error, standing_tone(case), f"{hint}; emulated: no speed")
+    hint = "; ".join([f"{units.speed_up(speed.point)}, {hint}", *describe_doubts(case)])
+    return ChartPoint(
+        case.mode, label, speed.point, error, standing_tone(case), hint, x_low=speed.low, x_high=speed.high
+    )
 
 
 @section("sustained", "Sustained", 96)
 def sustained_section(material: Material) -> Elements:
-    """Each case ran for seconds at a time, in balanced orders, after its clock and temperature had settled, or after
-    half of that time if the device reports neither. The speed-up compares the turns of a round.
+    """Each case ran for seconds at a time, called a turn, in balanced orders. Before that it ran until its clock and
+    temperature had settled, or for half a turn on a device that reports neither. The speed-up compares the turns of a
+    round.
     """
     for title, panel in timed_panels(material):
-        for shown in sustained_table(panel):
-            yield replace(shown, name=f"sustained-{panel.suite}", caption=title)
+        for sustained in sustained_table(panel):
+            yield replace(sustained, name=f"sustained-{panel.suite}", caption=title)

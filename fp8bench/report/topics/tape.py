@@ -1,30 +1,32 @@
-"""The operators of a step: counted FLOPs, bytes and launches; and from traces, what takes its time."""
+"""Reports the operators of a step: their counted FLOPs, bytes and kernel launches. Also reports where the traces of
+the step are.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
 from itertools import chain
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.analysis.tapes import Taped, TapeRow, intensity_of, share_of, side_by_side
+from fp8bench.analysis.tapes import Taped, TapeRow, compute_flops_share, compute_intensity, tabulate_operators
 from fp8bench.model import PhaseCount, Tape
 from fp8bench.model.codec import encode
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.data.plain import Rows
-from fp8bench.report.elements import Elements, Field, Page, Part, Table, Text, Tone, items_of
-from fp8bench.report.page.section import PRECISION, Material, section, table_of_cases, titled_panels
+from fp8bench.report.elements import Elements, Field, Page, Part, Table, Text, Tone, bullet_list
+from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
 from fp8bench.report.panels import CaseValue, together
-from fp8bench.report.words.naming import join_words, phase_words
+from fp8bench.report.words.naming import join_remarks, join_words, phase_words
 
-_WIDTHS = (8, 4, 32)
+_ELEMENT_BITS = (8, 4, 32)
 _LEGEND = (
     "declared: FLOPs that the suite declares; unknown: calls of operators without a formula, which have no FLOPs here",
     "8 bits, 4 bits, 32 bits: the share of FLOPs whose factors have elements of this width",
     "operators: FLOPs, then bytes read and written in the number of calls; (b): in the backward pass",
 )
-_OF_CSV = (
+_CSV_COLUMNS = (
     "setting",
     "tape",
     "phase",
@@ -40,83 +42,77 @@ _OF_CSV = (
 )
 
 
-def remarks(tape: Tape) -> list[str]:
-    unknown = together((operator.operator, operator.calls) for operator in tape.operators if operator.flops is None)
-    lines = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in unknown.items()]
+def tape_remarks(tape: Tape) -> list[str]:
+    calls_by_operator = together(
+        (operator.operator, operator.calls) for operator in tape.operators if operator.flops is None
+    )
+    lines = [f"unknown x {sum(calls)}: {operator} has no formula" for operator, calls in calls_by_operator.items()]
     if tape.unwritten:
-        lines.append(f"{tape.unwritten} tensors were written by no operator of torch: what else ran is not counted")
+        lines.append(
+            f"{tape.unwritten} tensors were written outside of torch's operators, and that work is not counted"
+        )
     if tape.fused:
         return [*lines, tape.fused]
     return lines
 
 
-def _remarks_of(taped: Iterable[tuple[str, Tape]]) -> Iterator[str]:
-    """Yields each remark once, with the names of its cases."""
-    names_by_remark: dict[str, list[str]] = {}
-    for name, tape in taped:
-        for remark in remarks(tape):
-            names_by_remark.setdefault(remark, []).append(name)
-    for remark, names in names_by_remark.items():
-        yield f"{join_words(names)}: {remark}"
-
-
-def page_of(title: str, taped: Sequence[Taped]) -> Page:
+def tape_page(title: str, taped: Sequence[Taped]) -> Page:
     parts = []
-    for place, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
-        parts.append(Part(f"setting-{place}", setting, tuple(_elements(cases))))
+    for number, (setting, cases) in enumerate(together((case.setting, case) for case in taped).items()):
+        parts.append(Part(f"setting-{number}", setting, tuple(_setting_elements(cases))))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
-def _elements(taped: Sequence[Taped]) -> Elements:
-    with_tape = []
-    words = []
+def _setting_elements(taped: Sequence[Taped]) -> Elements:
+    counted_cases = []
+    remarks = []
     for case in taped:
         if case.tape is None:
-            words.append(f"{case.mode}: no tape: {case.why}")
+            remarks.append(f"{case.mode}: no tape: {case.why}")
         else:
-            with_tape.append(_Counts(case, case.tape))
-    if with_tape:
-        cols: Cols[_Counts] = [Col("tape", "case.mode"), *_count_cols()]
-        cols.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
-        for bits in _WIDTHS:
-            share = partial(lambda bits, row: share_of(row.value, bits) or None, bits)
-            cols.append(Col(f"{bits} bits", share, show=units.percent))
-        yield table("counts", "", cols, with_tape)
-        rows = side_by_side([row.value for row in with_tape])
+            counted_cases.append(_Counts(case, case.tape))
+    if counted_cases:
+        columns: Cols[_Counts] = [Col("tape", "case.mode"), *_count_columns()]
+        columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
+        for bits in _ELEMENT_BITS:
+            get_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
+            columns.append(Col(f"{bits} bits", get_share, show=units.percent))
+        yield table("counts", "", columns, counted_cases)
+        rows = tabulate_operators([row.value for row in counted_cases])
         if rows:
-            yield _operators([row.case.mode for row in with_tape], rows)
-    yield from items_of([*words, *_remarks_of((row.case.mode, row.value) for row in with_tape)])
+            yield _operators_table([row.case.mode for row in counted_cases], rows)
+    yield from bullet_list([*remarks, *join_remarks((row.case.mode, tape_remarks(row.value)) for row in counted_cases)])
 
 
 class _Counts(NamedTuple):
-    """A row of the table of counts, with the attributes that `_count_cols` shows."""
+    """A row of the table of counts. `value` is the recorded step or the counts of one phase, as shown by the row."""
 
     case: Taped
     value: Tape
 
 
-def _count_cols() -> Iterator[Col[Any]]:
-    """Yields the columns for rows whose value is a step's tape or the counts of a phase."""
+def _count_columns() -> Iterator[Col[Any]]:
+    """Yields the columns of counts. The `value` of a row is the recorded step, or the counts of one phase."""
 
     def intensity(row: Any) -> float | None:
         counts: Tape | PhaseCount = row.value
         if isinstance(counts, Tape):
-            return intensity_of(counts)
+            return compute_intensity(counts)
         if counts.flops and counts.bytes:
             return counts.flops / counts.bytes
         return None
 
-    flops = "of products, forward and backward; a product of M x K by K x N has 2MNK"
-    yield Col("FLOPs", lambda row: row.value.flops or None, show=units.count, hint=flops)
-    moved = "read and written, each tensor once a call, as if nothing were cached"
-    yield Col("bytes", "value.bytes", unit="B", hint=moved)
+    flops_hint = "of products, forward and backward; a product of M x K by K x N has 2MNK"
+    yield Col("FLOPs", lambda row: row.value.flops or None, show=units.count, hint=flops_hint)
+    bytes_hint = "read and written, each tensor once a call, as if nothing were cached"
+    yield Col("bytes", "value.bytes", unit="B", hint=bytes_hint)
     yield Col("FLOP/B", intensity, show=units.count)
     yield Col("launches", "value.launches", show=str, hint="operators that start at least one kernel")
-    unknown = "calls of operators without a formula, whose FLOPs are not counted"
-    yield Col("unknown", lambda row: row.value.unknown or None, show=str, hint=unknown)
+    unknown_hint = "calls of operators without a formula, whose FLOPs are not counted"
+    yield Col("unknown", lambda row: row.value.unknown or None, show=str, hint=unknown_hint)
 
 
-def _operators(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
+def _operators_table(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
     cols: Cols[TapeRow] = [
         Col("phase", lambda row: phase_words(row.phase), shared=True),
         Col(
@@ -125,21 +121,21 @@ def _operators(modes: Sequence[str], rows: Sequence[TapeRow]) -> Table:
             tone=lambda row: Tone.STRONG if row.differs else Tone.PLAIN,
         ),
     ]
-    cols += [Col(mode, partial(_sums, place=place), number=True) for place, mode in enumerate(modes)]
+    cols += [Col(mode, partial(_show_sums, tape_number=number), number=True) for number, mode in enumerate(modes)]
     return table("operators", "", cols, rows)
 
 
-def _sums(row: TapeRow, place: int) -> str | None:
-    sums = row.sums[place]
+def _show_sums(row: TapeRow, tape_number: int) -> str | None:
+    sums = row.sums[tape_number]
     if not sums.calls:
         return None
-    flops = "unknown, " if sums.flops is None else f"{units.count(sums.flops, 'FLOP')}, " if sums.flops else ""
-    return f"{flops}{units.size(sums.bytes)} in {sums.calls}"
+    flops_text = "unknown, " if sums.flops is None else f"{units.count(sums.flops, 'FLOP')}, " if sums.flops else ""
+    return f"{flops_text}{units.size(sums.bytes)} in {sums.calls}"
 
 
 def tape_rows(taped: Sequence[Taped]) -> Rows:
-    """FLOPs, bytes and launches are those of one call; unknown FLOPs are empty."""
-    return _OF_CSV, chain.from_iterable(map(_operator_rows, taped))
+    """Returns a CSV row for each operator. FLOPs, bytes and launches are those of one call. Unknown FLOPs are empty."""
+    return _CSV_COLUMNS, chain.from_iterable(map(_operator_rows, taped))
 
 
 def _operator_rows(case: Taped) -> Iterator[dict[str, Any]]:
@@ -152,37 +148,37 @@ def _operator_rows(case: Taped) -> Iterator[dict[str, Any]]:
 def tape_section(material: Material) -> Elements:
     """Counted operator by operator in an untimed step; `fp8bench show RUN --tape` has the operators."""
 
-    def phase(row: CaseValue[Tape | PhaseCount]) -> Field | str:
+    def phase_field(row: CaseValue[Tape | PhaseCount]) -> Field | str:
         if isinstance(row.value, PhaseCount):
             return phase_words(row.value.phase)
         return Field("step", tone=Tone.STRONG)
 
-    cols = [PRECISION, Col("phase", phase), *_count_cols()]
-    for title, panel in titled_panels(material):
-        tapes = []
+    cols = [PRECISION_COLUMN, Col("phase", phase_field), *_count_columns()]
+    for title, panel in panels_with_titles(material):
+        remarks = []
         rows = []
         for case in panel.members:
             tape = case.record.tape
             if tape is None or not tape.phases:
                 continue
             counts: list[Tape | PhaseCount] = [tape]
-            # Phases in which nothing ran would only lengthen the table.
+            # Leave out phases in which nothing ran.
             counts += [phase for phase in tape.phases if phase.flops or phase.bytes or phase.launches or phase.unknown]
-            tapes.append((case.name, tape))
+            remarks.append((case.name, tape_remarks(tape)))
             rows.append((case, counts))
         yield from table_of_cases(f"tape-{panel.suite}", f"{title}: counts of a step, by phase", cols, rows)
-        yield from items_of(_remarks_of(tapes))
+        yield from bullet_list(join_remarks(remarks))
 
 
 @section("traces", "Traces", 130)
 def traces_section(material: Material) -> Elements:
     """Traces of a few steps of each case, in a pass that is not timed. Recording makes steps longer."""
     runs = [entry.run for entry in material.entries]
-    traced = [run for run in runs if any(record.trace for record in run.records)]
-    folders = [run.request.trace for run in traced if run.request.trace]
-    if traced:
-        place = f"The traces are in {join_words(folders)}, one folder per case. " if folders else ""
+    traced_runs = [run for run in runs if any(record.trace for record in run.records)]
+    folders = [run.request.trace for run in traced_runs if run.request.trace]
+    if traced_runs:
+        folders_text = f"The traces are in {join_words(folders)}, one folder per case. " if folders else ""
         yield Text(
-            f"{place}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with torch-tb-profiler, whose "
-            "page needs internet access in the browser."
+            f"{folders_text}ui.perfetto.dev and chrome://tracing open them; so does TensorBoard with "
+            "torch-tb-profiler, whose page needs internet access in the browser."
         )

@@ -1,4 +1,4 @@
-"""The errors of formats and scalings on tensors: panels about errors, not times."""
+"""Reports the errors of formats and scalings on tensors. Such panels are about errors, not about times."""
 
 from __future__ import annotations
 
@@ -16,30 +16,30 @@ from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
-from fp8bench.report.page.section import Material, section, titled_panels
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, value_of
+from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, median_value
 from fp8bench.report.terminal.layout import GAP, INDENT
 from fp8bench.report.words.naming import join_words
 
-SQNR = "sqnr_db"
-WORST_ROWS = "sqnr_row_p1_db"
-WORST_BLOCKS = "sqnr_block_p1_db"
-UNDERFLOW = "underflow_percent"
-SATURATION = "saturation_percent"
-# Metrics with titles and descriptions of their columns; docs/formats.md defines them.
-FIGURES = {
-    SQNR: ("SQNR", "of the whole tensor"),
+SQNR_METRIC = "sqnr_db"
+WORST_ROWS_METRIC = "sqnr_row_p1_db"
+WORST_BLOCKS_METRIC = "sqnr_block_p1_db"
+UNDERFLOW_METRIC = "underflow_percent"
+SATURATION_METRIC = "saturation_percent"
+# The title and the description of the column of each metric. docs/formats.md defines the metrics.
+TENSOR_METRICS = {
+    SQNR_METRIC: ("SQNR", "of the whole tensor"),
     "sqnr_row_median_db": ("rows, median", "SQNR of the middle row"),
-    WORST_ROWS: ("rows, p1", "SQNR that 1% of the rows are below"),
+    WORST_ROWS_METRIC: ("rows, p1", "SQNR that 1% of the rows are below"),
     "sqnr_block_median_db": ("blocks, median", "SQNR of the middle block of 32"),
-    WORST_BLOCKS: ("blocks, p1", "SQNR that 1% of the blocks of 32 are below"),
+    WORST_BLOCKS_METRIC: ("blocks, p1", "SQNR that 1% of the blocks of 32 are below"),
     "relative_error": ("relative error", "norm of the error over that of the tensor"),
     "max_ulp": ("max ulp", "largest error over the distance of neighbours on the grid; saturated values left out"),
     "cosine_loss": ("1 - cosine", "between the tensor and what is left of it"),
     "slope": ("slope", "1 if values neither shrink nor stretch on the whole"),
-    UNDERFLOW: ("underflow", "values that became zero"),
+    UNDERFLOW_METRIC: ("underflow", "values that became zero"),
     "underflow_nonzero_percent": ("of non-zeros", "the same, of the values that were not zero"),
-    SATURATION: ("saturated", "beyond the format's largest, before the clamp"),
+    SATURATION_METRIC: ("saturated", "beyond the format's largest, before the clamp"),
     "subnormal_percent": ("subnormal", "below the format's smallest normal number"),
     "not_finite_percent": ("lost", "numbers that became infinite or NaN"),
     "utilisation_percent": ("utilisation", "largest magnitude over the format's largest; of blocks, the middle one"),
@@ -47,100 +47,112 @@ FIGURES = {
     "scale_drift_octaves": ("scale drift", "the most octaves that a scale of earlier steps moved in a step"),
     "scale_lag_octaves": ("scale lag", "the most octaves above the largest value that such a scale let through"),
 }
-# Options of precisions with one format and one scaling, and the values that choose nothing special.
-_FORMAT = "format"
-_SCALING = "scaling"
-_EXACT = "exact"
-_SAME = "same"
-_ROLES = ("input", "weight", "gradient")
-# The parameter that names a tensor. Its shape is only named if it comes in several.
-_NAME = "tensor"
-_ELEMENTS = re.compile(r"e(\d+)m(\d+)")
-_MOST_NAMED = 3
-LEGEND = (
+# Options of a precision that has one format and one scaling, and the values of these options that stand for the
+# default.
+_FORMAT_OPTION = "format"
+_SCALING_OPTION = "scaling"
+_EXACT_ROUNDING = "exact"
+_SAME_FORMAT = "same"
+_ROLE_OPTIONS = ("input", "weight", "gradient")
+# The parameter that names a tensor.
+_TENSOR_PARAM = "tensor"
+_FORMAT_BITS_PATTERN = re.compile(r"e(\d+)m(\d+)")
+_MAX_RUNNERS_UP = 3
+TENSORS_LEGEND = (
     "SQNR: the tensor's power over that of its error, in dB: 6 dB more is half the error, 0 is nothing left; worst "
     "rows, blocks: the SQNR that 1% of the rows, or of blocks of 32, are below; underflow: values that became zero; "
     "saturated: values beyond the format's largest; slope: 1 if values do not shrink"
 )
-_OVERVIEW = "SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone"
-# In letters: a page has room for a column of every tensor.
+_OVERVIEW_CAPTION = "SQNR in dB, higher is better; all other figures: the report, --csv, or one tensor alone"
+# The width of a page in characters: enough for a column for every tensor.
 _PAGE_WIDTH = 10_000
-# For more tensors the table only has SQNRs.
-_MOST_IN_FULL = 2
-_SHOWN = (
-    ("SQNR", SQNR),
-    ("worst rows", WORST_ROWS),
-    ("worst blocks", WORST_BLOCKS),
-    ("underflow", UNDERFLOW),
-    ("saturated", SATURATION),
+# If there are more tensors than this, the terminal shows only SQNRs.
+_MAX_TENSORS_IN_FULL = 2
+_TERMINAL_COLUMNS = (
+    ("SQNR", SQNR_METRIC),
+    ("worst rows", WORST_ROWS_METRIC),
+    ("worst blocks", WORST_BLOCKS_METRIC),
+    ("underflow", UNDERFLOW_METRIC),
+    ("saturated", SATURATION_METRIC),
     ("slope", "slope"),
 )
 
 
 class TensorCell(NamedTuple):
-    """A precision's format, and its name, as 'e4m3fn row'; a recipe of several formats keeps its name."""
+    """The format of a precision, and its name in tables, as 'e4m3fn row'. A recipe with several formats keeps its own
+    name.
+    """
 
     fmt: str
-    words: str
+    name: str
 
 
-def about_tensors(panel: Panel) -> bool:
-    return {SQNR, WORST_BLOCKS, UNDERFLOW} <= {*panel.metrics}
+def is_about_tensors(panel: Panel) -> bool:
+    return {SQNR_METRIC, WORST_BLOCKS_METRIC, UNDERFLOW_METRIC} <= {*panel.metrics}
 
 
 def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    return ((title, panel) for title, panel in titled_panels(material) if not about_tensors(panel))
+    return ((title, panel) for title, panel in panels_with_titles(material) if not is_about_tensors(panel))
 
 
-def cell_of(result: Result) -> TensorCell:
+def name_precision(result: Result) -> TensorCell:
+    """Returns the format and the short name of a result's precision."""
     case = result.record.case
     if case.precision_map:
         return TensorCell(case.mode, case.mode)
-    return _cell(case.precision)
+    return _split_precision(case.precision)
 
 
 @cache
-def _cell(word: str) -> TensorCell:
-    """Returns the word itself if this version does not have the precision."""
-    named = TensorCell(word, word)
+def _split_precision(mode: str) -> TensorCell:
+    """Returns the format and the short name of a precision. If this version does not know the precision, the name is
+    the mode itself.
+    """
+    unsplit = TensorCell(mode, mode)
     try:
-        precision = precisions.get(word)
+        precision = precisions.get(mode)
     except UsageError:
-        return named
-    chosen = precision.chosen
-    if not {_FORMAT, _SCALING} <= {*chosen} or any(chosen.get(role, _SAME) != _SAME for role in _ROLES):
-        return named
-    # An MX format may round its scales in four ways.
+        return unsplit
+    options = precision.chosen
+    if not {_FORMAT_OPTION, _SCALING_OPTION} <= {*options} or any(
+        options.get(role, _SAME_FORMAT) != _SAME_FORMAT for role in _ROLE_OPTIONS
+    ):
+        return unsplit
+    # The name has the rounding of scales, because MX formats can round their scales in different ways.
     recipe = getattr(precision, "recipe", None)
     scaling = recipe.input.scaling if recipe is not None else None
-    rounding = "" if scaling is None or str(scaling.rounding) == _EXACT else str(scaling.rounding)
-    fmt = str(chosen[_FORMAT])
-    return TensorCell(fmt, f"{fmt} {chosen[_SCALING]} {rounding}".strip())
+    rounding = "" if scaling is None or str(scaling.rounding) == _EXACT_ROUNDING else str(scaling.rounding)
+    fmt = str(options[_FORMAT_OPTION])
+    return TensorCell(fmt, f"{fmt} {options[_SCALING_OPTION]} {rounding}".strip())
 
 
 def tensor_name(panel: Panel, group: ResultGroup) -> str:
     params = dict(group.case.params)
-    if _NAME not in params:
-        return group.place or panel.suite
+    if _TENSOR_PARAM not in params:
+        return group.setting_name or panel.suite
     all_params = [dict(neighbour.case.params) for neighbour in panel.groups]
-    # The shape is only named if the tensor comes in several.
-    namesakes = [neighbour for neighbour in all_params if neighbour.get(_NAME) == params[_NAME]]
-    words = [str(params[_NAME])]
+    # Name the shape only if the panel has this tensor in several shapes.
+    params_of_namesakes = [
+        neighbour for neighbour in all_params if neighbour.get(_TENSOR_PARAM) == params[_TENSOR_PARAM]
+    ]
+    name_parts = [str(params[_TENSOR_PARAM])]
     for name, value in params.items():
-        if any(namesake.get(name) != value for namesake in namesakes):
-            words.append(f"{name}={value}")
-    return " ".join(words)
+        if any(namesake.get(name) != value for namesake in params_of_namesakes):
+            name_parts.append(f"{name}={value}")
+    return " ".join(name_parts)
 
 
-def figure(result: Result, metric: str) -> tuple[str, float | None]:
-    measured = result.record.measurement(metric)
-    value = value_of(measured)
-    if measured is None or value is None:
+def show_metric(result: Result, metric: str) -> tuple[str, float | None]:
+    """Returns a metric of a result as text and as a number. If it was not measured, these are a dash and None."""
+    measurement = result.record.measurement(metric)
+    value = median_value(measurement)
+    if measurement is None or value is None:
         return units.NONE, None
-    return show_figure(value, measured.unit), value
+    return show_figure(value, measurement.unit), value
 
 
 def show_figure(value: float, unit: str) -> str:
+    """Formats a value in the short form that tables of tensors use, as '31.8' for 31.8 dB."""
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
@@ -152,94 +164,103 @@ def show_figure(value: float, unit: str) -> str:
     return units.significant(value)
 
 
-def best_by_width(panel: Panel) -> Iterator[str]:
-    """Yields 'with 8 bits e4m3fn 1x128 has the highest SQNR in all 13 tensors of numerics: 31.8 to 45.0 dB'.
+def name_best_precisions(panel: Panel) -> Iterator[str]:
+    """Yields a sentence for each width, as 'with 8 bits e4m3fn 1x128 has the highest SQNR in all 13 tensors of
+    numerics: 31.8 to 45.0 dB'.
 
-    Widths with a single precision have no sentence.
+    If only one precision of a width was measured, this width has no sentence.
     """
-    # SQNRs of each tensor by precision, and these by the bits of elements.
-    widths: dict[int, list[dict[str, float]]] = {}
+    # For each width of an element in bits, a list of tensors with the SQNR of every precision.
+    tensors_by_bits: dict[int, list[dict[str, float]]] = {}
     for group in panel.groups:
-        for bits, by_words in _by_width(group).items():
-            widths.setdefault(bits, []).append(by_words)
-    for bits, tensors in sorted(widths.items(), reverse=True):
+        for bits, sqnr_by_precision in _sqnr_by_bits(group).items():
+            tensors_by_bits.setdefault(bits, []).append(sqnr_by_precision)
+    for bits, tensors in sorted(tensors_by_bits.items(), reverse=True):
         if len(set().union(*tensors)) > 1:
-            yield _sentence(bits, tensors, panel.suite)
+            yield _describe_best(bits, tensors, panel.suite)
 
 
-def _by_width(group: ResultGroup) -> dict[int, dict[str, float]]:
-    """Returns SQNRs by the bits of elements, then by precision."""
-    by_bits: dict[int, dict[str, float]] = {}
+def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
+    """Returns the SQNR of each precision on one tensor, grouped by the bits of an element."""
+    sqnr_by_bits: dict[int, dict[str, float]] = {}
     for result in group.results:
-        cell, (_, value) = cell_of(result), figure(result, SQNR)
-        match = _ELEMENTS.match(cell.fmt)
-        # A recipe of several formats has no single width.
+        cell, (_, value) = name_precision(result), show_metric(result, SQNR_METRIC)
+        match = _FORMAT_BITS_PATTERN.match(cell.fmt)
+        # Leave out a recipe with several formats, because it has no single width.
         if match and value is not None:
             bits = 1 + int(match[1]) + int(match[2])
-            by_bits.setdefault(bits, {})[cell.words] = value
-    return by_bits
+            sqnr_by_bits.setdefault(bits, {})[cell.name] = value
+    return sqnr_by_bits
 
 
-def _sentence(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
-    winners: Counter[str] = Counter()
-    for by_words in tensors:
-        winners[max(by_words, key=lambda words: by_words[words])] += 1
-    highest = [max(by_words.values()) for by_words in tensors]
-    low = units.decibels(min(highest))
-    high = units.decibels(max(highest))
-    span = low if low == high else f"{low.removesuffix(' dB')} to {high}"
-    (first, number), *runners_up = winners.most_common()
-    total = len(tensors)
-    share = f"{number} of" if number < total else "all"
-    place = f"on {suite}" if total == 1 else f"in {share} {total} tensors of {suite}"
-    place += "".join(f", {words} in {times}" for words, times in runners_up[:_MOST_NAMED])
-    return f"with {bits} bits {first} has the highest SQNR {place}: {span}"
+def _describe_best(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
+    wins_by_precision: Counter[str] = Counter()
+    for sqnr_by_precision in tensors:
+        wins_by_precision[max(sqnr_by_precision, key=lambda precision: sqnr_by_precision[precision])] += 1
+    best_sqnrs = [max(sqnr_by_precision.values()) for sqnr_by_precision in tensors]
+    low = units.decibels(min(best_sqnrs))
+    high = units.decibels(max(best_sqnrs))
+    sqnr_range = low if low == high else f"{low.removesuffix(' dB')} to {high}"
+    (winner, num_wins), *runners_up = wins_by_precision.most_common()
+    num_tensors = len(tensors)
+    wins_text = f"{num_wins} of" if num_wins < num_tensors else "all"
+    scope = f"on {suite}" if num_tensors == 1 else f"in {wins_text} {num_tensors} tensors of {suite}"
+    scope += "".join(f", {precision} in {times}" for precision, times in runners_up[:_MAX_RUNNERS_UP])
+    return f"with {bits} bits {winner} has the highest SQNR {scope}: {sqnr_range}"
 
 
-def tensors(panel: Panel, width: int) -> Elements:
-    if len(panel.groups) > _MOST_IN_FULL:
-        yield from _overview(panel, width)
+def tensor_tables(panel: Panel, width: int) -> Elements:
+    if len(panel.groups) > _MAX_TENSORS_IN_FULL:
+        yield from _sqnr_tables(panel, width)
         return
-    several = len(panel.groups) > 1
+    has_tensors = len(panel.groups) > 1
 
-    def of(heading: str, metric: str) -> Col[NamedCase]:
-        tone = Tone.STRONG if metric == SQNR else Tone.PLAIN
-        return Col(heading, lambda case: figure(case, metric)[0], number=True, tone=lambda _: tone)
+    def metric_column(heading: str, metric: str) -> Col[NamedCase]:
+        tone = Tone.STRONG if metric == SQNR_METRIC else Tone.PLAIN
+        return Col(heading, lambda case: show_metric(case, metric)[0], number=True, tone=lambda _: tone)
 
     cols: Cols[NamedCase] = [
-        Col("tensor", lambda case: tensor_name(panel, case.group) if several else "", shared=True),
-        Col("precision", lambda case: cell_of(case).words),
-        *itertools.starmap(of, _SHOWN),
+        Col("tensor", lambda case: tensor_name(panel, case.group) if has_tensors else "", shared=True),
+        Col("precision", lambda case: name_precision(case).name),
+        *itertools.starmap(metric_column, _TERMINAL_COLUMNS),
     ]
     yield table("tensors", "", cols, panel.members)
 
 
-def _overview(panel: Panel, width: int) -> Tables:
-    """Yields SQNRs, a row for each precision and a column for each tensor, in tables that fit into the width."""
-    modes = {case.mode: case for case in panel.members}
+def _sqnr_tables(panel: Panel, width: int) -> Tables:
+    """Yields tables of SQNRs that fit the width: a row for each precision, and a column for each tensor."""
+    case_by_mode = {case.mode: case for case in panel.members}
     names = [tensor_name(panel, group) for group in panel.groups]
-    label = max(len(cell_of(result).words) for result in modes.values())
+    name_width = max(len(name_precision(result).name) for result in case_by_mode.values())
 
-    def of(place: int) -> Col[Result]:
-        fields = {result.mode: Field(*figure(result, SQNR)) for result in panel.groups[place].results}
-        return Col(names[place], lambda result: fields.get(result.mode), number=True)
+    def tensor_column(tensor_number: int) -> Col[Result]:
+        fields = {
+            result.mode: Field(*show_metric(result, SQNR_METRIC)) for result in panel.groups[tensor_number].results
+        }
+        return Col(names[tensor_number], lambda result: fields.get(result.mode), number=True)
 
-    for number, places in enumerate(_fitting([len(name) for name in names], width - len(INDENT) - label)):
-        cols: Cols[Result] = [Col("precision", lambda result: cell_of(result).words), *map(of, places)]
-        yield table("sqnr", "" if number else _OVERVIEW, cols, modes.values())
+    for number, tensor_numbers in enumerate(
+        _divide_columns([len(name) for name in names], width - len(INDENT) - name_width)
+    ):
+        cols: Cols[Result] = [
+            Col("precision", lambda result: name_precision(result).name),
+            *map(tensor_column, tensor_numbers),
+        ]
+        yield table("sqnr", "" if number else _OVERVIEW_CAPTION, cols, case_by_mode.values())
 
 
-def _fitting(widths: Sequence[int], room: int) -> Sequence[Sequence[int]]:
-    """Returns the indices of columns in as few groups of equal size as fit into the room."""
-    places = range(len(widths))
-    # As few tables as possible, equally wide.
-    for count in range(1, len(widths) + 1):
-        size = -(-len(widths) // count)
-        runs = [places[start : start + size] for start in places[::size]]
-        widest = max(sum(widths[run.start : run.stop]) + len(GAP) * len(run) for run in runs)
-        if widest <= room:
+def _divide_columns(widths: Sequence[int], max_width: int) -> Sequence[Sequence[int]]:
+    """Divides columns into tables that fit `max_width`. There are as few tables as possible, with about the same
+    number of columns each.
+    """
+    columns = range(len(widths))
+    for num_tables in range(1, len(widths) + 1):
+        size = -(-len(widths) // num_tables)
+        column_groups = [columns[start : start + size] for start in columns[::size]]
+        widest_table = max(sum(widths[group.start : group.stop]) + len(GAP) * len(group) for group in column_groups)
+        if widest_table <= max_width:
             break
-    return runs
+    return column_groups
 
 
 @section("tensors", "Errors of tensors", 45)
@@ -248,30 +269,32 @@ def tensors_section(material: Material) -> Elements:
     left. The largest values decide it; for small values look at the worst rows and blocks, and at underflow. The suite
     cast is about the times.
     """
-    panels = [(title, panel) for title, panel in titled_panels(material) if about_tensors(panel)]
+    panels = [(title, panel) for title, panel in panels_with_titles(material) if is_about_tensors(panel)]
     for title, panel in panels:
-        for overview in _overview(panel, _PAGE_WIDTH):
+        for overview in _sqnr_tables(panel, _PAGE_WIDTH):
             yield replace(overview, name=f"sqnr-{panel.suite}", caption=f"{title}: SQNR in dB, higher is better")
         for group in panel.groups:
-            # An SQNR without the lost values would look better than it is.
-            lossy = [result for result in group.results if (figure(result, "not_finite_percent")[1] or 0) > 0]
-            if lossy:
-                names = join_words(cell_of(result).words for result in lossy)
-                words = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {names}"
-                yield Text(f"{words}; its SQNR leaves them out.", Tone.BAD)
-    yield from (_all_figures(title, panel) for title, panel in panels)
+            # Infinite and NaN values are not part of the SQNR. If there are such values, the SQNR looks too good.
+            results_with_loss = [
+                result for result in group.results if (show_metric(result, "not_finite_percent")[1] or 0) > 0
+            ]
+            if results_with_loss:
+                names = join_words(name_precision(result).name for result in results_with_loss)
+                explanation = f"{tensor_name(panel, group)}: numbers became infinite or NaN in {names}"
+                yield Text(f"{explanation}; its SQNR leaves them out.", Tone.BAD)
+    yield from (_metrics_table(title, panel) for title, panel in panels)
 
 
-def _all_figures(title: str, panel: Panel) -> Table:
-    def of(metric: str) -> Col[NamedCase]:
-        name, hint = FIGURES[metric]
+def _metrics_table(title: str, panel: Panel) -> Table:
+    def metric_column(metric: str) -> Col[NamedCase]:
+        name, hint = TENSOR_METRICS[metric]
         unit = spec_of(metric).unit.removeprefix(units.RATIO)
-        return Col(name, lambda case: Field(*figure(case, metric)), number=True, hint=hint, unit=unit)
+        return Col(name, lambda case: Field(*show_metric(case, metric)), number=True, hint=hint, unit=unit)
 
     cols: Cols[NamedCase] = [
         Col("tensor", lambda case: tensor_name(panel, case.group)),
-        Col("precision", lambda case: cell_of(case).words),
-        *(of(metric) for metric in FIGURES if metric in panel.metrics and metric != SQNR),
+        Col("precision", lambda case: name_precision(case).name),
+        *(metric_column(metric) for metric in TENSOR_METRICS if metric in panel.metrics and metric != SQNR_METRIC),
     ]
-    rows = [case for case in panel.members if figure(case, SQNR)[1] is not None]
+    rows = [case for case in panel.members if show_metric(case, SQNR_METRIC)[1] is not None]
     return table(f"figures-{panel.suite}", f"{title}: all other figures", cols, rows, folded=True)

@@ -1,242 +1,256 @@
-"""The answer: plain sentences on the verdicts of each precision.
+"""Words the verdict on each precision in plain sentences.
 
-Only a verdict without doubt reads as a fact; others have 'perhaps' or 'cannot tell', with labels and reasons.
-Speed is how many times as fast: above 1x is faster.
+Only a certain verdict is stated as a fact. An uncertain verdict has 'perhaps' or 'cannot tell', with labels and
+reasons. A speed is how many times as fast a case is: above 1x is faster.
 """
 
 from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
-from fp8bench.analysis.labels import load_of
+from fp8bench.analysis.labels import describe_load
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
 from fp8bench.report.case_status import (
-    FACTS,
+    CERTAIN_STANDINGS,
     Standing,
     describe_intervals,
+    find_standing,
     speed_up,
-    standing,
 )
-from fp8bench.report.elements import Element, Elements, Items, Text, Texts, Tone, items_of
+from fp8bench.report.elements import Element, Elements, Items, Text, Texts, Tone, bullet_list
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, together
+from fp8bench.report.panels import NamedCase, Panel, Result, join_parts, list_cases, together
 from fp8bench.report.terminal.short_answer import as_sentence
-from fp8bench.report.topics.answers import LONGEST_REASON, find_answer
-from fp8bench.report.topics.tensors import about_tensors, best_by_width, timed_panels
+from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer
+from fp8bench.report.topics.tensors import is_about_tensors, name_best_precisions, timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import (
-    counts,
+    count_statuses,
+    describe_missing_records,
     join_words,
     many,
-    missing_of,
-    setting_of,
+    name_setting,
     shorten_line,
 )
 
-# The most sentences of one kind; the table has every case.
-_MOST = 12
+# A list has at most this many sentences of one kind. The table has every case.
+_MAX_SENTENCES = 12
 
 
-def cases_of(panels: Iterable[Panel]) -> list[NamedCase]:
-    return list(chain.from_iterable(panel.members for panel in panels))
+def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, status_word: str) -> list[str]:
+    """Returns sentences on the cases that have this status, with the reason of each case.
 
-
-def describe_missing(cases: Sequence[NamedCase], status: Standing, word: str) -> list[str]:
-    """Returns 'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone' for the cases of this status."""
-    missing = [case for case in cases if standing(case) is status]
-    reasons = ((shorten_line(case.record.reason, LONGEST_REASON) or "no reason was given", case) for case in missing)
+    An example: 'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'.
+    """
+    cases_without_result = [case for case in cases if find_standing(case) is status]
+    reasons = (
+        (shorten_line(case.record.reason, MAX_REASON_LENGTH) or "no reason was given", case)
+        for case in cases_without_result
+    )
     lines = []
     for reason, members in together(reasons).items():
         modes = dict.fromkeys(case.mode for case in members)
         suites = dict.fromkeys(case.suite for case in members)
-        total = sum(case.mode in modes and case.suite in suites for case in cases)
-        position = f"in {len(members)} of {total} cases of" if total > 1 else "on"
-        places = join_words(setting_of(case.group) for case in members)
-        some = f" ({places})" if len(members) < total else ""
-        lines.append(f"{word}: {join_words(modes)} {position} {join_words(suites)}{some}: {reason}")
+        num_cases = sum(case.mode in modes and case.suite in suites for case in cases)
+        count_text = f"in {len(members)} of {num_cases} cases of" if num_cases > 1 else "on"
+        settings = join_words(name_setting(case.group) for case in members)
+        settings_text = f" ({settings})" if len(members) < num_cases else ""
+        lines.append(f"{status_word}: {join_words(modes)} {count_text} {join_words(suites)}{settings_text}: {reason}")
+    num_hidden = len(lines) - _MAX_SENTENCES + 1
+    if num_hidden > 1:
+        lines[_MAX_SENTENCES - 1 :] = [f"and {num_hidden} more like these: the table has every case"]
     return lines
 
 
-def skips(cases: Cases) -> list[str]:
-    return at_most(describe_missing(cases, Standing.SKIPPED, "skipped"))
-
-
-def emulations(cases: Sequence[NamedCase]) -> list[str]:
-    shown = [case for case in cases if case.is_emulated]
-    # An emulation whose errors are not finite does not even have right numbers.
-    broken = {case.mode for case in shown if case.error is not None and not math.isfinite(case.error)}
+def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
+    emulated_cases = [case for case in cases if case.is_emulated]
+    # If errors of an emulation are infinite or NaN, even its numbers are not right.
+    broken_modes = {
+        case.mode for case in emulated_cases if case.error_value is not None and not math.isfinite(case.error_value)
+    }
     lines = []
-    for is_broken, members in together((case.mode in broken, case) for case in shown).items():
+    for is_broken, members in together((case.mode in broken_modes, case) for case in emulated_cases).items():
         reasons = together((case.record.support.reason, case.mode) for case in members)
         modes = []
         for reason, names in reasons.items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
-        numbers = "errors are not all finite" if is_broken else "its errors are real"
-        lines.append(f"emulated: {'; '.join(modes)}: {numbers}; ignore time and memory (the cost of emulation)")
+        validity = "errors are not all finite" if is_broken else "its errors are real"
+        lines.append(f"emulated: {'; '.join(modes)}: {validity}; ignore time and memory (the cost of emulation)")
     return lines
 
 
-def sitting(entry: Entry) -> Texts:
-    if words := doubt_of_load(entry):
-        yield Text(f"{words}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
+def warn_of_load(entry: Entry) -> Texts:
+    if load_warning := describe_load_warning(entry):
+        yield Text(f"{load_warning}; free the machine, and measure again: {entry.run.command}", Tone.DOUBT)
 
 
-def doubt_of_load(entry: Entry) -> str:
-    """Returns a warning for a run under load whose intervals do not include how much runs differ; else ''."""
-    load = load_of(entry.run)
-    if load and any(_is_of_one_sitting(case) for case in cases_of(entry.panels)):
+def describe_load_warning(entry: Entry) -> str:
+    """Returns a warning if other programs were running and no interval includes the spread between runs. Otherwise
+    returns ''.
+    """
+    load = describe_load(entry.run)
+    if load and any(_lacks_other_runs(case) for case in list_cases(entry.panels)):
         return f"other programs were running ({load}): another run may differ by more than these intervals"
     return ""
 
 
-def _is_of_one_sitting(result: Result) -> bool:
+def _lacks_other_runs(result: Result) -> bool:
+    """Returns whether the speed of a case on a CPU comes from this run alone, without earlier runs or further
+    sessions.
+    """
     record = result.record
-    is_alone = record.reruns is None and not record.sessions
-    return is_alone and record.case.device.startswith("cpu") and speed_up(result) is not None
+    has_no_other_run = record.reruns is None and not record.sessions
+    return has_no_other_run and record.case.device.startswith("cpu") and speed_up(result) is not None
 
 
-def by_chance(entry: Entry) -> Texts:
-    """Yields how many false verdicts to expect of several cases, since each is judged separately."""
-    judged = sum(speed_up(case) is not None for case in cases_of(entry.panels))
-    if judged > 1:
-        # Each verdict is wrong in 1% of cases at most.
-        chance = judged * (1 - FINAL_LEVEL)
-        mistakes = f"up to {chance:.2g} cases would be" if chance >= 1 else f"the chance is {chance:.0%} that one is"
-        words = f"each of the {judged} cases is judged separately: if none really differed, {mistakes} called"
-        yield Text(f"{words} faster or slower by mistake", Tone.DOUBT)
+def warn_of_false_verdicts(entry: Entry) -> Texts:
+    """If a run has several cases, yields how many false verdicts to expect, because each case is judged separately."""
+    num_judged = sum(speed_up(case) is not None for case in list_cases(entry.panels))
+    if num_judged > 1:
+        # At most 1% of the verdicts on cases that are really as fast as their reference are wrong.
+        expected_mistakes = num_judged * (1 - FINAL_LEVEL)
+        mistakes_text = (
+            f"up to {expected_mistakes:.2g} cases would be"
+            if expected_mistakes >= 1
+            else f"the chance is {expected_mistakes:.0%} that one is"
+        )
+        explanation = (
+            f"each of the {num_judged} cases is judged separately: if none really differed, {mistakes_text} called"
+        )
+        yield Text(f"{explanation} faster or slower by mistake", Tone.DOUBT)
 
 
-def _lead(material: Material) -> str:
-    cases: list[NamedCase] = []
-    for _, panel in timed_panels(material):
-        cases += panel.members
+def _verdict_lead(material: Material) -> str:
+    cases = list_cases(panel for _, panel in timed_panels(material))
     speeds = [speed for case in cases if (speed := speed_up(case))]
     if not speeds:
         return ""
-    words = describe_intervals(cases)
+    intervals = describe_intervals(cases)
     return join_parts(
         "Speed against the reference: above 1x is faster.",
-        f"[low, high] is {words}." if words else "",
-        f"{legend.RANGE}." if any(speed.level == 0 for speed in speeds) else "",
-        by=" ",
+        f"[low, high] is {intervals}." if intervals else "",
+        f"{legend.RANGE_OF_ROUNDS}." if any(speed.level == 0 for speed in speeds) else "",
+        separator=" ",
     )
 
 
-@section("verdict", "Verdict", 10, lead=_lead)
+@section("verdict", "Verdict", 10, lead=_verdict_lead)
 def verdict_section(material: Material) -> Elements:
     elements: list[Element] = []
     for entry in material.entries:
-        elements += _entry(entry, material.alone)
+        elements += _describe_entry(entry, material.is_single_run)
     yield from elements or [Text("This report has no runs.")]
 
 
-def _entry(entry: Entry, alone: bool) -> Elements:
-    # 1. Failures, and doubts about all verdicts.
-    if not alone:
+def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
+    # 1. Report failures, and doubts about all verdicts.
+    if not is_single_run:
         yield Text(entry.label, Tone.STRONG)
-    yield from losses(entry)
-    yield from sitting(entry)
-    # 2. A sentence for each precision, timed ones first.
-    # A device is only named where there are several.
-    several = len({panel.device for panel in entry.panels}) > 1
+    yield from report_failures(entry)
+    yield from warn_of_load(entry)
+    # 2. Write a sentence for each precision, timed suites first. The device is named only if there are several.
+    has_devices = len({panel.device for panel in entry.panels}) > 1
     sentences: list[Text] = []
     for panel in entry.panels:
-        if not about_tensors(panel):
-            sentences += comparisons(panel, panel.device if several else "")
-    for panel in filter(about_tensors, entry.panels):
-        sentences += map(Text, best_by_width(panel))
-    # 3. Cases without a verdict.
-    cases = cases_of(entry.panels)
-    sentences += [Text(text, Tone.DOUBT) for text in (*emulations(cases), *skips(cases))]
-    sentences += by_chance(entry)
+        if not is_about_tensors(panel):
+            sentences += compare_precisions(panel, panel.device if has_devices else "")
+    for panel in filter(is_about_tensors, entry.panels):
+        sentences += map(Text, name_best_precisions(panel))
+    # 3. Name the cases without a verdict.
+    cases = list_cases(entry.panels)
+    skips = describe_cases_without_result(cases, Standing.SKIPPED, "skipped")
+    sentences += [Text(text, Tone.DOUBT) for text in (*describe_emulations(cases), *skips)]
+    sentences += warn_of_false_verdicts(entry)
     if sentences:
         yield Items(tuple(sentences))
 
 
-def losses(entry: Entry) -> Elements:
+def report_failures(entry: Entry) -> Elements:
     records = entry.run.records
     num_failed = sum(record.status is Status.FAILED for record in records)
-    failures = at_most(describe_missing(cases_of(entry.panels), Standing.FAILED, "FAILED"))
+    failures = describe_cases_without_result(list_cases(entry.panels), Standing.FAILED, "FAILED")
     if failures:
         yield Text(f"{num_failed} of {len(records)} cases failed.", Tone.BAD)
-        yield from items_of(failures, Tone.BAD)
-    missing = missing_of(entry.run)
-    if missing:
-        yield Text(f"{missing[0].upper()}{missing[1:]}.", Tone.BAD)
+        yield from bullet_list(failures, Tone.BAD)
+    missing_records = describe_missing_records(entry.run)
+    if missing_records:
+        yield Text(f"{missing_records[0].upper()}{missing_records[1:]}.", Tone.BAD)
     if not any(record.is_ok for record in records):
-        yield Text(f"Nothing was measured (cases: {counts(entry.run)}).", Tone.STRONG)
+        yield Text(f"Nothing was measured (cases: {count_statuses(entry.run)}).", Tone.STRONG)
 
 
-def at_most(sentences: list[str]) -> list[str]:
-    if len(sentences) <= _MOST:
-        return sentences
-    return [*sentences[: _MOST - 1], f"and {len(sentences) - _MOST + 1} more like these: the table has every case"]
+_COMPARED_STANDINGS = (*CERTAIN_STANDINGS.values(), Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED)
+_MAX_REASONS = 3
 
 
-_COMPARED = (*FACTS.values(), Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED)
-_MOST_REASONS = 3
+def compare_precisions(panel: Panel, device: str = "") -> list[Text]:
+    """Returns a sentence for each precision of a panel. The sentence names `device` unless that is ''."""
+    device_suffix = f" on {device}" if device else ""
+    compared_cases = [case for case in panel.members if find_standing(case) in _COMPARED_STANDINGS]
+    by_mode = together((case.mode, case) for case in compared_cases)
+    return [_compare_precision(panel, cases, device_suffix) for cases in by_mode.values()] or _describe_lone_reference(
+        panel, device_suffix
+    )
 
 
-def comparisons(panel: Panel, device: str = "") -> list[Text]:
-    """Returns a sentence for each precision of a panel; it names `device` unless that is ''."""
-    machine = f" on {device}" if device else ""
-    compared = [case for case in panel.members if standing(case) in _COMPARED]
-    by_mode = together((case.mode, case) for case in compared)
-    return [_comparison(panel, cases, machine) for cases in by_mode.values()] or _alone(panel, machine)
-
-
-def _comparison(panel: Panel, cases: Sequence[NamedCase], machine: str) -> Text:
+def _compare_precision(panel: Panel, cases: Sequence[NamedCase], device_suffix: str) -> Text:
     """Returns 'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%'."""
-    place = f"{len(cases)} cases of {panel.suite}"
+    workload = f"{len(cases)} cases of {panel.suite}"
     if len(cases) == 1:
-        place = f"{panel.suite} {setting_of(cases[0].group)}".rstrip()
+        workload = f"{panel.suite} {name_setting(cases[0].group)}".rstrip()
     answer = find_answer(cases)
-    about = f"{answer.name} against {panel.reference or 'its reference'} on {place}{machine}"
-    sentence = as_sentence(replace(answer, name=about)).text
-    reasons = join_words(filter(None, map(_reason, cases)), _MOST_REASONS)
-    return Text(join_parts(sentence + _labels(cases), reasons, by="; "), answer.tone)
+    comparison = f"{answer.name} against {panel.reference or 'its reference'} on {workload}{device_suffix}"
+    sentence = as_sentence(replace(answer, name=comparison)).text
+    reasons = join_words(filter(None, map(_explain_missing_verdict, cases)), _MAX_REASONS)
+    return Text(join_parts(sentence + _describe_labels(cases), reasons, separator="; "), answer.tone)
 
 
-def _labels(results: Sequence[Result]) -> str:
-    """Returns ' (noisy, drift in 2 of them)': the labels that cast doubt, and a power cap, which explains a speed."""
-    numbers = Counter(chain.from_iterable(map(_doubts, results)))
-    words = [
-        f"{label} in {numbers[label]} of them" if numbers[label] < len(results) else label
+def _describe_labels(results: Sequence[Result]) -> str:
+    """Returns the labels that cast doubt, as ' (noisy, drift in 2 of them)'. The power cap is included, because it
+    explains a speed.
+    """
+    cases_by_label = Counter(chain.from_iterable(map(_doubtful_labels, results)))
+    phrases = [
+        f"{label} in {cases_by_label[label]} of them" if cases_by_label[label] < len(results) else label
         for label in Label
-        if numbers[label]
+        if cases_by_label[label]
     ]
-    if words:
-        return f" ({', '.join(words)})"
+    if phrases:
+        return f" ({', '.join(phrases)})"
     return ""
 
 
-def _doubts(result: Result) -> list[Label]:
-    """Returns the doubtful labels; those that withdrew the verdict are in its reason already."""
+def _doubtful_labels(result: Result) -> list[Label]:
+    """Returns the labels that cast doubt on a case. If its verdict was removed, labels that the reason already names
+    are left out.
+    """
     finding = result.finding
     doubts: list[Label] = []
-    # A certain verdict needs no labels.
+    # Labels are only shown if the verdict is not certain.
     if finding is None or finding.doubtful or not finding.is_judged:
-        hard = finding.hard if finding else ()
-        doubts = [label for label in result.labels if label.casts_doubt and label not in hard]
+        withdrawing_labels = finding.hard if finding else ()
+        doubts = [label for label in result.labels if label.casts_doubt and label not in withdrawing_labels]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
 
 
-def _reason(result: Result) -> str:
-    if standing(result) is Standing.UNSURE and result.finding:
+def _explain_missing_verdict(result: Result) -> str:
+    if find_standing(result) is Standing.UNSURE and result.finding:
         return result.finding.why
-    if standing(result) is Standing.UNTIMED:
+    if find_standing(result) is Standing.UNTIMED:
         return result.record.detail
     return ""
 
 
-def _alone(panel: Panel, machine: str) -> list[Text]:
-    number = sum(standing(case) is Standing.REFERENCE and case.best is not None for case in panel.members)
-    if not number:
+def _describe_lone_reference(panel: Panel, device_suffix: str) -> list[Text]:
+    num_timed = sum(
+        find_standing(case) is Standing.REFERENCE and case.best_seconds is not None for case in panel.members
+    )
+    if not num_timed:
         return []
-    cases = f"{many(number, 'case')} of {panel.suite}{machine}"
+    cases = f"{many(num_timed, 'case')} of {panel.suite}{device_suffix}"
     return [Text(f"only {panel.reference} was timed, in {cases}: there is nothing to compare it with")]

@@ -1,4 +1,6 @@
-"""The words of a report, explained in one sentence each; and the meaning, cause and remedy of each label."""
+"""Explains the terms of a report in one sentence each. For each label, it explains the meaning, the usual cause and
+the remedy.
+"""
 
 from __future__ import annotations
 
@@ -14,7 +16,7 @@ from fp8bench.model import UNATTRIBUTED, Label, MemoryRole, Phase
 from fp8bench.model.specs import REPLAY, spec_of
 from fp8bench.model.stopping import LEAST_ROUNDS
 
-# Short titles of columns.
+# Short titles for columns of phases.
 PHASE_TITLES: dict[str, str] = {
     Phase.DATA_LOAD: "data",
     Phase.DECODE: "decode",
@@ -33,20 +35,23 @@ _ERROR_WORDS = ("negligible", "small", "moderate", LARGE, NOT_FINITE)
 
 
 def error_word(errors: Iterable[tuple[str, float]]) -> str:
-    """Returns the word for the worst of some errors, each with the name of its metric, which decides what is small."""
-    return _ERROR_WORDS[max(_size_of(metric, abs(error)) for metric, error in errors)]
+    """Returns 'negligible', 'small', 'moderate', 'large' or 'not finite' for the worst of some (metric, error) pairs.
+
+    Each metric's spec determines which errors are small.
+    """
+    return _ERROR_WORDS[max(_error_size(metric, abs(error)) for metric, error in errors)]
 
 
-def _size_of(metric: str, error: float) -> int:
+def _error_size(metric: str, error: float) -> int:
     if not math.isfinite(error):
         return _ERROR_WORDS.index(NOT_FINITE)
     return bisect_left(spec_of(metric).error_sizes, error)
 
 
-BEST = (
-    "best: the undisturbed step: for each stretch the mean of its fastest quarter of the rounds, summed up (less than "
-    "most single steps); for a case, that of the reference over the speed-up; spread: distance of the quartiles / "
-    "median, over all calls; throughput: of the best case"
+BEST_TIME = (
+    "best: time of an undisturbed step: for each stretch the mean of its fastest quarter of the rounds, summed up "
+    "(less than most single steps); for a case, the reference's best / its speed-up; spread: distance of the quartiles "
+    "/ median, over all calls; throughput: of the best case"
 )
 CACHE = (
     "cache: content of the last cache when a call begins; hot (the default): as the previous call left it; cold: "
@@ -57,7 +62,7 @@ VERDICT = (
     f"verdict: faster or slower if the whole interval is outside +-{units.percent(BAND)} (or outside the proven "
     f"difference between the reference and its control), same if inside +-{units.percent(SAME, 0)}, else cannot tell"
 )
-RANGE = (
+RANGE_OF_ROUNDS = (
     f"(low to high) is the range of the rounds, not a confidence interval: there were fewer than {LEAST_ROUNDS} "
     "rounds, or other programs disturbed them"
 )
@@ -67,9 +72,9 @@ BREAK_EVEN = (
     "size; in brackets: where the crossing may be, from the intervals of the ratios, 0.5%, and the bend of the curve. "
     "Sizes outside the measured range are not judged."
 )
-HARD = (
+NO_VERDICT = (
     "no verdict: if identical code differed, the hardware throttled, the host limited the device, less than a fifth of "
-    "a core was free, clocks differed, or a case does not do what it declares; the same for its reference"
+    "a core was free, clocks differed, or a case does not do what it declares; also if that holds for its reference"
 )
 EMULATED = "emulated: the error is real; ignore time and memory, which are the cost of emulation"
 PHASES = "time of a step: shares of its total; other: time outside of all phases; -: no such phase"
@@ -80,8 +85,8 @@ DATA = (
     "% underflow (not zero, but would become zero); -: none"
 )
 
-# Uses of memory: short titles of columns, and what a sentence calls them.
-_ROLES: dict[str, tuple[str, str]] = {
+# The two names of each use of memory: as the title of a column, and within a sentence.
+_MEMORY_ROLES: dict[str, tuple[str, str]] = {
     MemoryRole.WEIGHTS: ("weights", "weights"),
     MemoryRole.LOW_WEIGHTS: ("low w", "low-precision copies of weights"),
     MemoryRole.GRADIENTS: ("grads", "gradients"),
@@ -92,8 +97,8 @@ _ROLES: dict[str, tuple[str, str]] = {
     MemoryRole.WORKSPACE: ("work", "workspace"),
     MemoryRole.OTHER: ("other", "the rest"),
 }
-MEMORY_TITLES = {role: title for role, (title, _) in _ROLES.items()}
-MEMORY_WORDS = {role: words for role, (_, words) in _ROLES.items()}
+MEMORY_TITLES = {role: title for role, (title, _) in _MEMORY_ROLES.items()}
+MEMORY_WORDS = {role: words for role, (_, words) in _MEMORY_ROLES.items()}
 MEMORY = (
     "memory: tensors allocated through torch at the highest point of a step, by use, including the state; low w, low "
     "a: copies of weights and activations cast for products; work: buffers of running operations; in: the phase of "
@@ -112,7 +117,7 @@ ENERGY_VERSUS = (
 )
 SPEED_UP = (
     "speed-up: step time of the reference / that of the case, above 1x is faster; [low, high]: 99% interval, at least "
-    f"as wide as earlier runs differ; {RANGE}"
+    f"as wide as earlier runs differ; {RANGE_OF_ROUNDS}"
 )
 
 
@@ -124,10 +129,12 @@ class LabelWords(NamedTuple):
     remedy: str
 
 
-def explain_label(label: Label, heading: str = "", more: str = "") -> str:
-    """Returns 'noisy: the A/A interval ... Usual cause: other work on the machine. Remedy: free the machine'."""
-    words = LABELS[label]
-    return f"{heading or label}: {words.meaning}{more}. Usual cause: {words.cause}. Remedy: {words.remedy}"
+def explain_label(label: Label, heading: str = "", addition: str = "") -> str:
+    """Returns the explanation of a label, as 'noisy: the A/A interval ... Usual cause: other work on the machine.
+    Remedy: free the machine'.
+    """
+    meaning, cause, remedy = LABELS[label]
+    return f"{heading or label}: {meaning}{addition}. Usual cause: {cause}. Remedy: {remedy}"
 
 
 LABELS: dict[Label, LabelWords] = {
@@ -171,7 +178,7 @@ LABELS: dict[Label, LabelWords] = {
     ),
     Label.THROTTLED: LabelWords(
         "the device lowered its clocks, and not only for its power cap",
-        "heat, or a limit of the power supply", "cool it; wait; `--sustained 5` measures the lasting speed",
+        "heat, or a limit of the power supply", "cool the device; wait; `--sustained 5` measures the lasting speed",
     ),
     Label.POWER_CAPPED: LabelWords(
         "the device's power cap limits its clocks, as is normal for large products",
@@ -195,7 +202,7 @@ LABELS: dict[Label, LabelWords] = {
     ),
     Label.BELOW_FLOOR: LabelWords(
         f"all phases are shorter than {BELOW_FLOOR_MARKERS} times the cost of marking them",
-        "a case of microseconds", "a larger case; read the whole step alone",
+        "a case of microseconds", "a larger case; read only the time of the whole step",
     ),
     Label.FLAT_TIME: LabelWords(
         "it takes no longer than a smaller size of the same suite with at most half of its work",
@@ -219,11 +226,11 @@ LABELS: dict[Label, LabelWords] = {
     ),
     Label.POSITION: LabelWords(
         "the time of a slot depends on its position in the round, whichever case runs in it",
-        "a case finds the cache as the previous one left it", "`--set cache=cold`; more rounds",
+        "a case finds the cache content that the previous case left", "`--set cache=cold`; more rounds",
     ),
     Label.FEW_SAMPLES: LabelWords(
         f"fewer than {LEAST_ROUNDS} rounds: the range of the rounds is shown instead of an interval",
-        "`--quick`, or a short `--budget`", "leave them out, or raise `--rounds`",
+        "`--quick`, or a short `--budget`", "leave out these options, or raise `--rounds`",
     ),
     Label.UNPAIRED: LabelWords(
         "it did not fit into memory together with the reference, so it was measured at a different time",

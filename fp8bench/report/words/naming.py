@@ -1,10 +1,10 @@
-"""The names of runs, suites, cases, phases and figures in reports."""
+"""Names runs, suites, devices, phases and metrics for reports."""
 
 from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
@@ -14,86 +14,95 @@ from fp8bench.model.specs import METRICS
 from fp8bench.protocols.axes import CACHE, COLD, HOT
 from fp8bench.registry import workloads
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import ResultGroup, describe_params
+from fp8bench.report.panels import ResultGroup, describe_params, find_device
 
 COMMIT_LETTERS = 8
-# Values for "off" or "torch decides", and the parameter that names the texts.
-_OFF = frozenset({"no", "auto", "none"})
-_TEXTS = "data"
-# 'Intel(R) Xeon(R) CPU @ 2.20GHz' is an Intel Xeon.
-_TRADEMARKS = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
+# Values of parameters that mean "off" or "torch decides". The second constant is the name of the parameter that holds
+# the text data.
+_OFF_VALUES = frozenset({"no", "auto", "none"})
+_DATA_PARAM = "data"
+# Shortens 'Intel(R) Xeon(R) CPU @ 2.20GHz' to 'Intel Xeon'.
+_TRADEMARKS_PATTERN = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
 
 
-def suites_of(run: Run) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(case.workload for case in _cases(run)))
+def list_suites(run: Run) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(case.workload for case in _list_cases(run)))
 
 
-def devices_of(run: Run) -> tuple[str, ...]:
-    """Returns the names of its devices, as 'AMD EPYC'; the key if the facts are lost."""
+def list_devices(run: Run) -> tuple[str, ...]:
+    """Returns the names of a run's devices, as 'AMD EPYC'. If the facts of a device are lost, its key is used, as
+    'cpu'.
+    """
     names = {facts.key: describe_devices([facts]) for facts in run.devices}
-    return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _cases(run)))
+    return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _list_cases(run)))
 
 
-def _cases(run: Run) -> list[Case]:
+def _list_cases(run: Run) -> list[Case]:
     cases = [record.case for record in run.records]
     for group in run.plan:
         cases += [planned.case for planned in group.cases]
     return cases
 
 
-def fact(run: Run, name: str) -> str:
-    """Returns a fact of its environment as text; '' if unknown."""
+def environment_fact(run: Run, name: str) -> str:
+    """Returns a fact of the run's environment as text, or '' if it is unknown."""
     value = run.environment.get(name)
     return "" if value is None else str(value)
 
 
-def commit_of(run: Run) -> str:
-    """Returns '0a1b2c3d', with a note if files had changed; '' outside a repository."""
-    commit = fact(run, "commit")[:COMMIT_LETTERS]
+def describe_commit(run: Run) -> str:
+    """Returns the commit of a run, as '0a1b2c3d', with a note on uncommitted changes. Returns '' outside a
+    repository.
+    """
+    commit = environment_fact(run, "commit")[:COMMIT_LETTERS]
     return f"{commit} with uncommitted changes" if commit and run.environment.get("dirty") else commit
 
 
-def attention_of(record: Record) -> str:
-    """Returns the kernels of torch that computed attention, as 'flash'; '' if unknown or none."""
+def describe_attention(record: Record) -> str:
+    """Returns the torch kernels that computed attention, as 'flash', or '' if unknown or without attention."""
     return " and ".join(record.products.attention) if record.products is not None else ""
 
 
-def cache_of(record: Record, devices: Sequence[DeviceFacts]) -> str:
-    """Returns what was done to the last cache; '' for the usual hot one."""
+def describe_cache(record: Record, devices: Sequence[DeviceFacts]) -> str:
+    """Returns how the last-level cache was prepared before calls. Returns '' if the cache was left hot, which is the
+    default.
+    """
     cache = CACHE.of(dict(record.case.params))
-    facts = next((device for device in devices if device.key == record.case.device), None)
+    facts = find_device(devices, record.case.device)
     if cache == HOT or facts is None:
         return ""
-    size = units.size(facts.cache_bytes)
+    cache_size = units.size(facts.cache_bytes)
     if cache == COLD:
-        return f"the last cache ({size}) was overwritten twice before every call"
+        return f"the last cache ({cache_size}) was overwritten twice before every call"
     if record.rotation is None:
         return ""
     if record.rotation.states == 1:
         return "memory had room for one state only, so nothing rotated and the cache is hot"
-    states = f"{record.rotation.states} states of {units.size(record.rotation.state_bytes)}"
-    return f"calls rotated through {states}; the last cache has {size}"
+    states_text = f"{record.rotation.states} states of {units.size(record.rotation.state_bytes)}"
+    return f"calls rotated through {states_text}; the last cache has {cache_size}"
 
 
-def replays_of(record: Record) -> str:
-    """Returns why its steps were not replayed, or what replays leave out; '' if neither applies."""
+def describe_replays(record: Record) -> str:
+    """Returns why steps were not replayed as a CUDA graph, or what the replays leave out. Returns '' if neither
+    applies.
+    """
     replays = record.replays
     if replays is None:
         return ""
     if replays.why:
         return f"not replayed: {replays.why}"
-    words = []
+    sentences = []
     if replays.loaded:
-        words.append(f"replayed without loading {replays.loaded}, which are already on the device")
+        sentences.append(f"replayed without loading {replays.loaded}, which are already on the device")
     if replays.phases:
         total = sum(seconds for _, seconds in replays.phases)
         shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in replays.phases)
-        words.append(f"phases of a replay: {shares}")
-    return "; ".join(words)
+        sentences.append(f"phases of a replay: {shares}")
+    return "; ".join(sentences)
 
 
-def when(run: Run) -> str:
-    """Returns '2026-01-05 12:00 UTC'; the text itself if it is not a date."""
+def show_start(run: Run) -> str:
+    """Returns the start of a run as '2026-01-05 12:00 UTC'. If the stored text is not a date, returns this text."""
     try:
         started = datetime.fromisoformat(run.started)
     except ValueError:
@@ -101,91 +110,110 @@ def when(run: Run) -> str:
     return f"{(started if started.tzinfo is None else started.astimezone(UTC)):%Y-%m-%d %H:%M} UTC"
 
 
-def counts(run: Run) -> str:
-    """Returns '10 measured, 1 skipped, 1 failed'."""
-    number = Counter(record.status for record in run.records)
-    words = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
-    return ", ".join(f"{number[status]} {word}" for status, word in words.items() if number[status]) or "none"
+def count_statuses(run: Run) -> str:
+    """Returns how many cases have each status, as '10 measured, 1 skipped, 1 failed'."""
+    count_by_status = Counter(record.status for record in run.records)
+    word_by_status = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
+    return (
+        ", ".join(
+            f"{count_by_status[status]} {word}" for status, word in word_by_status.items() if count_by_status[status]
+        )
+        or "none"
+    )
 
 
 def many(number: int, noun: str) -> str:
-    """Returns '1 case', '12 cases'."""
+    """Returns a number with its noun: '1 case', '12 cases'."""
     return f"{units.whole(number)} {noun}{'' if number == 1 else 's'}"
 
 
-def shorten_line(text: str, most: int) -> str:
-    """Returns the text on one line of at most `most` letters."""
+def shorten_line(text: str, max_length: int) -> str:
+    """Returns the text on one line of at most `max_length` characters."""
     line = " ".join(text.split())
-    return line if len(line) <= most else f"{line[: most - 3]}..."
+    return line if len(line) <= max_length else f"{line[: max_length - 3]}..."
 
 
-def notes_of(run: Run) -> list[str]:
-    resumed = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
-    idle = (
-        f"{device} idles before each slot, and its clock may rise meanwhile: steps may begin faster than in a long "
+def list_notes(run: Run) -> list[str]:
+    resumption_notes = (f"it was resumed at {resumption.started}" for resumption in run.resumptions)
+    idle_notes = (
+        f"{device} idles before each slot, so its clock may rise, and steps may begin faster than in a long "
         f"loop (products to fill its queue could not be captured: {overheads.why_idle})"
         for device, overheads in run.overheads
         if overheads.why_idle
     )
-    return [*run.plan.notes, *resumed, *idle, *run.notes]
+    return [*run.plan.notes, *resumption_notes, *idle_notes, *run.notes]
 
 
 def count_missing(run: Run) -> tuple[int, int]:
-    """Returns the numbers of planned cases without a record and of all planned cases."""
-    planned: set[str] = set()
+    """Returns the number of planned cases without a record, and the number of all planned cases."""
+    planned_ids: set[str] = set()
     for group in run.plan:
-        planned.update(case.case.id for case in group.cases)
-    return len(planned - {record.case.id for record in run.records}), len(planned)
+        planned_ids.update(case.case.id for case in group.cases)
+    return len(planned_ids - {record.case.id for record in run.records}), len(planned_ids)
 
 
-def missing_of(run: Run) -> str:
-    """Returns how much of the plan has no record, and what to do; '' if nothing is missing."""
-    missing, planned = count_missing(run)
-    if not missing:
+def describe_missing_records(run: Run) -> str:
+    """Returns how many planned cases have no record, and how to measure them. Returns '' if every case has a record."""
+    num_missing, num_planned = count_missing(run)
+    if not num_missing:
         return ""
-    words = f"{missing} of {planned} cases have no record"
-    words = f"{words}: lines are broken or gone" if run.finished else f"stopped early: {words}"
-    return f"{words}; --resume {run.id} measures them"
+    explanation = f"{num_missing} of {num_planned} cases have no record"
+    explanation = f"{explanation}: lines are broken or gone" if run.finished else f"stopped early: {explanation}"
+    return f"{explanation}; --resume {run.id} measures them"
 
 
-def setting_of(group: ResultGroup) -> str:
-    """Returns the parameters that distinguish a group, as '256 x 256 x 256'; the sizes if it is alone."""
-    return group.place or sizes(group.case)
+def name_setting(group: ResultGroup) -> str:
+    """Returns the parameters that distinguish a group, as '256 x 256 x 256'. If the panel has no other group, returns
+    the sizes of the group.
+    """
+    return group.setting_name or describe_sizes(group.case)
 
 
 def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar]:
-    """Returns the parameters of a case that are its suite's defaults, off, or left to torch."""
+    """Returns the parameters of a case that need no mention. They have the default of the suite, or are off or left
+    to torch.
+    """
     params = dict(case.params)
-    usual = {name: value for name, value in params.items() if name == _TEXTS or str(value) in _OFF}
-    facts = next((facts for facts in devices if facts.key == case.device), None)
+    unset_params = {name: value for name, value in params.items() if name == _DATA_PARAM or str(value) in _OFF_VALUES}
+    facts = find_device(devices, case.device)
     try:
         axes = workloads.get(case.workload).axes(facts) if facts is not None else ()
-    except UsageError:  # a suite that is not imported here
-        return usual
+    except UsageError:  # this process has not imported the module of the suite
+        return unset_params
     defaults = set[tuple[str, ...]]()
     for axis in axes:
         defaults |= {(axis.name, *axis.default), (axis.name, *axis.quick)}
-    return usual | {name: value for name, value in params.items() if (name, str(value)) in defaults}
+    return unset_params | {name: value for name, value in params.items() if (name, str(value)) in defaults}
 
 
 def describe_devices(devices: Iterable[DeviceFacts]) -> str:
-    """Returns names without trademarks, each once: 'Intel Xeon and H200'."""
-    return join_words(_TRADEMARKS.sub("", facts.name).strip() for facts in devices)
+    """Returns the distinct device names without trademarks: 'Intel Xeon and H200'."""
+    return join_words(_TRADEMARKS_PATTERN.sub("", facts.name).strip() for facts in devices)
 
 
-def sizes(case: Case) -> str:
-    """Returns the numbers among its parameters, as '2 x 96 tokens'."""
+def describe_sizes(case: Case) -> str:
+    """Returns the numeric parameters of a case in words, as '2 x 96 tokens'."""
     return describe_params(
         pair for pair in case.params if isinstance(pair[1], int | float) and not isinstance(pair[1], bool)
     )
 
 
-def join_words(words: Iterable[str], most: int = 5) -> str:
-    """Returns 'a, b and c', each word once; 'a, b and 7 more' if there are too many."""
-    shown = list(dict.fromkeys(words))
-    if len(shown) > most:
-        shown[most - 1 :] = [f"{len(shown) - most + 1} more"]
-    return " and ".join(filter(None, (", ".join(shown[:-1]), *shown[-1:])))
+def join_words(words: Iterable[str], max_words: int = 5) -> str:
+    """Returns distinct words as 'a, b and c'. If there are more than `max_words`, returns 'a, b and 7 more'."""
+    listed = list(dict.fromkeys(words))
+    if len(listed) > max_words:
+        listed[max_words - 1 :] = [f"{len(listed) - max_words + 1} more"]
+    return " and ".join(filter(None, (", ".join(listed[:-1]), *listed[-1:])))
+
+
+def join_remarks(remarks_by_name: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
+    """Yields each distinct remark with the names to which it applies, as 'bf16 and fp8: 3 calls were not counted'."""
+    names_by_remark: dict[str, list[str]] = {}
+    for name, remarks in remarks_by_name:
+        for remark in remarks:
+            names_by_remark.setdefault(remark, []).append(name)
+    for remark, names in names_by_remark.items():
+        yield f"{join_words(names)}: {remark}"
 
 
 _PHASE_WORDS = {
@@ -198,18 +226,22 @@ _PHASE_WORDS = {
 
 
 def phase_words(phase: str) -> str:
-    """Returns 'optimizer' for 'optimizer_step'; a custom phase keeps its name."""
+    """Returns the name of a phase for readers, as 'optimizer' for 'optimizer_step'. A custom phase keeps its name."""
     return _PHASE_WORDS.get(phase, phase.replace("_", " "))
 
 
-def phase_order(phase: str) -> tuple[float, str]:
-    """Sorts our phases in their order, then others, and unattributed time last."""
-    last = CELL_PHASES.index(UNATTRIBUTED)
-    return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last - 0.5, phase
+def phase_sort_key(phase: str) -> tuple[float, str]:
+    """Returns the sort key of a phase. Built-in phases come first in their usual order, then custom phases, then
+    unattributed time.
+    """
+    last_position = CELL_PHASES.index(UNATTRIBUTED)
+    return float(CELL_PHASES.index(phase)) if phase in CELL_PHASES else last_position - 0.5, phase
 
 
 def figure_words(name: str) -> str:
-    """Returns the heading of a figure, else its name in words: 'gradient error', 'time of matmul'."""
+    """Returns the heading of a metric. If it has none, returns its name in words, as 'gradient error' or 'time of
+    matmul'.
+    """
     spec = METRICS.get(name)
     if spec is not None and spec.heading:
         return spec.heading
@@ -217,13 +249,15 @@ def figure_words(name: str) -> str:
     return f"time of {phase_words(phase)}" if phase in CELL_PHASES else name.replace("_", " ")
 
 
-# The share of cases that makes "most".
-MOSTLY = 0.75
+# If at least this share of the cases has a tone, this is the tone of most cases.
+MAJORITY_SHARE = 0.75
 
 
 def common_tone(tones: Iterable[Tone]) -> Tone:
-    """Returns the tone of most, unless some mean the opposite."""
-    counts = Counter(tones)
-    if counts[Tone.GOOD] and counts[Tone.BAD]:
+    """Returns the tone that most cases have. If good and bad tones occur, returns the plain tone."""
+    count_by_tone = Counter(tones)
+    if count_by_tone[Tone.GOOD] and count_by_tone[Tone.BAD]:
         return Tone.PLAIN
-    return next((tone for tone, number in counts.items() if number >= MOSTLY * counts.total()), Tone.PLAIN)
+    return next(
+        (tone for tone, count in count_by_tone.items() if count >= MAJORITY_SHARE * count_by_tone.total()), Tone.PLAIN
+    )

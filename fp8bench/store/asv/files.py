@@ -1,8 +1,12 @@
-"""The JSON files that fp8bench and asv both write: benchmarks.json, machine.json, and results files (format 2).
+"""Reads and writes the JSON files that asv writes as well: benchmarks.json, machine.json, and results files (format
+2).
 
-asv writes in place and without a lock, so half a file may be whole a moment later (`settled_read`). A file that stays
-broken is renamed and not overwritten, because it may still be useful (`set_aside`). Locks only synchronise fp8bench's
-own processes. asv replaces both lists by what it discovers; fp8bench merges into them, and preserves unknown entries.
+asv writes in place and without a lock, so a file that is read half-written may be complete a moment later
+(`read_settled_file`). A file that stays broken is renamed and not overwritten, because it may still be useful
+(`rename_broken_file`). Locks only synchronise fp8bench's own processes.
+
+asv replaces the content of benchmarks.json and machine.json by what it discovers. fp8bench merges its content into
+these files and preserves unknown entries.
 """
 
 from __future__ import annotations
@@ -26,26 +30,27 @@ from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.rows import COLUMNS, AsvRow, are_params, read_row, write_row
 
 _PAUSE_SECONDS = 0.02
-# A file that was not changed for this time is no longer being written.
-_LATELY_SECONDS = 10.0
-_PATIENCE_SECONDS = 2.0
+# A file is complete if it was not changed for this many seconds.
+_RECENT_SECONDS = 10.0
+_RETRY_SECONDS = 2.0
 
 T = TypeVar("T")
 
 
 def read_object(path: Path, version: int) -> dict[str, Any]:
-    """Returns the object in a JSON file, without its version, which must be the one given.
+    """Returns the object in a JSON file without its version, which must equal `version`.
 
-    NaN and Infinity are asv's own words. A byte order mark, which asv refuses, is gone when the file is next written.
+    NaN and Infinity are accepted, because asv writes them. A byte order mark, which asv refuses, is dropped when the
+    file is next written.
     """
-    raw = _content(path)
+    raw_bytes = _read_bytes(path)
     try:
-        content = json.loads(raw.removeprefix(codecs.BOM_UTF8).decode())
+        content = json.loads(raw_bytes.removeprefix(codecs.BOM_UTF8).decode())
     except (UnicodeDecodeError, json.JSONDecodeError) as error:
         raise AsvFileTorn(f"{path} is broken: {error}.") from None
     except (ValueError, RecursionError):
         raise AsvFileBroken(
-            f"{path} is broken: it is nested too deeply, or has a number of thousands of digits."
+            f"{path} is broken: it is nested too deeply, or has a number with thousands of digits."
         ) from None
     if not isinstance(content, dict):
         raise AsvFileBroken(f"{path} is broken: expected an object, found {type(content).__name__}.")
@@ -53,11 +58,11 @@ def read_object(path: Path, version: int) -> dict[str, Any]:
     return content
 
 
-def _content(path: Path) -> bytes:
+def _read_bytes(path: Path) -> bytes:
     try:
         return read_file(path)
     except FileNotFoundError:
-        raise AsvFileAbsent(f"{path} cannot be read (it is not there).") from None
+        raise AsvFileAbsent(f"{path} cannot be read (it does not exist).") from None
     except OSError as error:
         raise AsvFileError(f"{path} cannot be read ({error.strerror}).") from None
 
@@ -68,48 +73,51 @@ def _check_version(path: Path, written: object, version: int) -> None:
     if written != version:
         age, remedy = ("an older", "Run 'asv update' first") if written < version else ("a newer", "Upgrade fp8bench")
         raise AsvFileOfOtherVersion(
-            f"{path} was written by {age} asv: it is of version {written!s:.20}, "
+            f"{path} was written by {age} asv: its version is {written!s:.20}, "
             f"fp8bench reads version {version}. {remedy}."
         )
 
 
 def write_object(path: Path, content: Mapping[str, Any], indent: int | None = None) -> None:
-    """Replaces a JSON file in one step. With an indent the keys are sorted, without one the file is compact, as asv
-    does."""
+    """Replaces a JSON file in one step. With an indent, keys are sorted as in asv's files. Without an indent, the
+    file is compact.
+    """
     text = json.dumps(content, indent=indent, sort_keys=indent is not None)
     remedy = "The previous file is unchanged; make room, or choose another --store DIR."
     with keeping(path, remedy, AsvFileError):
         write_whole(path, text)
 
 
-def settled_read(load: Callable[[Path], T], path: Path, seconds: float = _PATIENCE_SECONDS) -> T:
-    """Returns what `load` makes of a file. A torn file that was changed recently is read again for up to `seconds`."""
+def read_settled_file(load: Callable[[Path], T], path: Path, seconds: float = _RETRY_SECONDS) -> T:
+    """Returns the result of `load` for a file. If the file is broken but changed recently, it may be half-written, so
+    it is read again for up to `seconds`.
+    """
     deadline = time.monotonic() + seconds
     while True:
         try:
             return load(path)
         except AsvFileTorn:
-            with contextlib.suppress(OSError):  # it has just vanished; the next attempt reports that
-                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _LATELY_SECONDS:
+            with contextlib.suppress(OSError):  # the file was just deleted, which the next attempt reports
+                if time.monotonic() >= deadline or abs(time.time() - path.stat().st_mtime) >= _RECENT_SECONDS:
                     raise
         time.sleep(_PAUSE_SECONDS)
 
 
-def set_aside(path: Path) -> Path:
-    """Renames a broken file to `<name>.broken-<n>` with a new n, and returns its path."""
+def rename_broken_file(path: Path) -> Path:
+    """Renames a broken file to `<name>.broken-<n>` with an unused n, and returns the new path."""
     for number in itertools.count(1):
-        target = path.with_name(f"{path.name}.broken-{number}")
+        new_path = path.with_name(f"{path.name}.broken-{number}")
         try:
-            target.open("x").close()  # takes the name before another process does
+            new_path.open("x").close()  # reserves the new name
         except FileExistsError:
             continue
         except OSError as error:
             raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
         try:
-            return path.replace(target)
+            return path.replace(new_path)
         except OSError as error:
             with contextlib.suppress(OSError):
-                target.unlink()
+                new_path.unlink()
             raise AsvFileError(f"{path} is broken and cannot be renamed ({error.strerror}).") from None
     raise AssertionError("numbers do not end")
 
@@ -117,26 +125,28 @@ def set_aside(path: Path) -> Path:
 BENCHMARKS_VERSION = 2
 MACHINE_VERSION = 1
 _INDENT = 4
-# The fields that readers of results use; the others are for asv's runner.
-_TELLING = ("params", "version", "unit", "param_names")
+# The fields of a definition that readers of results use. All other fields are for asv's runner.
+_COMPARED_FIELDS = ("params", "version", "unit", "param_names")
 
 
-def existing(load: Callable[[Path], T], path: Path, aside: list[Path] | None = None) -> T | None:
-    """Loads a file of asv's; None without one. With `aside`, a broken file is renamed and its new path added to it."""
-    # Its writer may have been stopped half-way, and would go on in the file that was set aside.
-    patience = _PATIENCE_SECONDS if aside is None else _LATELY_SECONDS
+def load_if_present(load: Callable[[Path], T], path: Path, renamed_files: list[Path] | None = None) -> T | None:
+    """Loads a file of asv, or returns None if it is missing. With `renamed_files`, a broken file is renamed, and its
+    new path is added to this list.
+    """
+    # Wait longer before renaming: a suspended writer would continue to write into the renamed file.
+    retry_seconds = _RETRY_SECONDS if renamed_files is None else _RECENT_SECONDS
     try:
-        return settled_read(load, path, patience)
+        return read_settled_file(load, path, retry_seconds)
     except AsvFileAbsent:
         return None
     except AsvFileBroken:
-        if aside is None:
+        if renamed_files is None:
             raise
-        aside.append(set_aside(path))
+        renamed_files.append(rename_broken_file(path))
         return None
 
 
-def definition_of(series: Series) -> dict[str, Any]:
+def make_definition(series: Series) -> dict[str, Any]:
     return {
         "name": series.name,
         "type": "track",
@@ -150,7 +160,9 @@ def definition_of(series: Series) -> dict[str, Any]:
 
 
 def load_benchmarks(path: Path) -> dict[str, Any]:
-    """Returns the definitions in benchmarks.json by name. One that asv would fail on breaks the file."""
+    """Returns the definitions in benchmarks.json by name. If asv would fail on a definition, the whole file counts as
+    broken.
+    """
     content = read_object(path, BENCHMARKS_VERSION)
     for name, definition in content.items():
         if (
@@ -163,10 +175,16 @@ def load_benchmarks(path: Path) -> dict[str, Any]:
 
 
 def merge_benchmarks(old: Mapping[str, Any], series: Iterable[Series]) -> dict[str, Any]:
-    """Adds the definitions of the series; those with the same parameters, version and unit stay unchanged."""
-    new = {metric.name: definition_of(metric) for metric in series}
-    same = {name for name in new if name in old and all(old[name].get(key) == new[name][key] for key in _TELLING)}
-    return {**old, **{name: definition for name, definition in new.items() if name not in same}}
+    """Returns the definitions with those of the series added. An old definition stays unchanged if parameters,
+    version and unit are equal.
+    """
+    new_definitions = {metric.name: make_definition(metric) for metric in series}
+    unchanged = {
+        name
+        for name in new_definitions
+        if name in old and all(old[name].get(key) == new_definitions[name][key] for key in _COMPARED_FIELDS)
+    }
+    return {**old, **{name: definition for name, definition in new_definitions.items() if name not in unchanged}}
 
 
 def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
@@ -176,12 +194,12 @@ def save_benchmarks(path: Path, benchmarks: Mapping[str, Any]) -> None:
 def load_machine(path: Path) -> dict[str, Any]:
     content = read_object(path, MACHINE_VERSION)
     if not isinstance(content.get("machine"), str):
-        raise AsvFileBroken(f"{path} is broken: it names no 'machine'.")
+        raise AsvFileBroken(f"{path} is broken: it has no field 'machine'.")
     return content
 
 
 def merge_machine(old: Mapping[str, Any], new: Mapping[str, Scalar | None]) -> dict[str, Any]:
-    """Adds what is new about a machine, without None."""
+    """Returns the facts of a machine with new facts added. New facts that are None are left out."""
     return {**old, **{key: value for key, value in new.items() if value is not None}}
 
 
@@ -190,8 +208,8 @@ def save_machine(path: Path, machine: Mapping[str, Any]) -> None:
 
 
 RESULTS_VERSION = 2
-_COMMIT = re.compile(r"[0-9a-f]{8,64}")
-_KINDS: Mapping[str, type] = {
+_COMMIT_HASH_PATTERN = re.compile(r"[0-9a-f]{8,64}")
+_TYPE_BY_FIELD: Mapping[str, type] = {
     "commit_hash": str,
     "env_name": str,
     "date": int,
@@ -203,16 +221,17 @@ _KINDS: Mapping[str, type] = {
     "results": dict,
     "durations": dict,
 }
-# asv reads a file without these.
-_OPTIONAL = ("env_vars", "durations")
+# asv also reads files without these fields.
+_OPTIONAL_FIELDS = ("env_vars", "durations")
 
 
 @dataclass(frozen=True)
 class ResultsFile:
-    """A results file. `date` is the commit's, in ms since 1970; `params` and `env_vars` distinguish asv's series.
+    """A results file. `date` is the date of the commit, in ms since 1970. `params` and `env_vars` distinguish asv's
+    series.
 
-    `others` are keys that fp8bench does not know. `broken` are unreadable rows, which `troubles` name; they are written
-    back unchanged, unless `rows` has a row of the same name.
+    `others` are keys that fp8bench does not know. `broken` are unreadable rows, described by `troubles`. Unknown keys
+    and unreadable rows are written back unchanged, unless `rows` has a row of the same name.
     """
 
     commit_hash: str
@@ -231,16 +250,18 @@ class ResultsFile:
 
 
 def load_results(path: Path) -> ResultsFile:
-    """Raises AsvFileError in one of its kinds for a file that asv would not read, or that would make it fail."""
+    """Loads a results file. Raises AsvFileError, or an error derived from it, if asv would not read the file or would
+    fail on it.
+    """
     content = read_object(path, RESULTS_VERSION)
     try:
-        return _file(content, path)
+        return _parse_results(content, path)
     except Malformed as error:
         raise AsvFileBroken(f"{path} is broken: {error}.") from None
 
 
 def save_results(path: Path, file: ResultsFile) -> None:
-    """Writes a results file as asv would, in one step: statistics and durations have 5 digits."""
+    """Writes a results file in one step as asv would: statistics and durations have 5 digits."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
     content: dict[str, Any] = {
         "commit_hash": file.commit_hash,
@@ -258,12 +279,13 @@ def save_results(path: Path, file: ResultsFile) -> None:
     write_object(path, {**content, "version": RESULTS_VERSION})
 
 
-def _file(content: Mapping[str, Any], path: Path) -> ResultsFile:
-    content = {**{key: {} for key in _OPTIONAL}, **content}
-    _check_head(content, path)
+def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:
+    content = {**{key: {} for key in _OPTIONAL_FIELDS}, **content}
+    _check_fields(content, path)
     columns = tuple(content["result_columns"])
-    if not all(column in COLUMNS for column in columns):  # what is in others would be lost
-        raise Malformed(f"'result_columns' is {shown(columns)}, expected some of asv's")
+    # the values of columns that fp8bench does not know would be lost
+    if not all(column in COLUMNS for column in columns):
+        raise Malformed(f"'result_columns' is {shown(columns)}, expected columns of asv")
     rows: dict[str, AsvRow] = {}
     broken: dict[str, Any] = {}
     troubles = []
@@ -274,26 +296,26 @@ def _file(content: Mapping[str, Any], path: Path) -> ResultsFile:
             broken[name] = cells
             troubles.append(f"the row {name!r:.120} was left out ({error})")
     return ResultsFile(
-        **{key: content[key] for key in _KINDS if key not in ("result_columns", "results")},
+        **{key: content[key] for key in _TYPE_BY_FIELD if key not in ("result_columns", "results")},
         rows=rows,
         columns=columns + tuple(column for column in COLUMNS if column not in columns),
-        others={key: value for key, value in content.items() if key not in _KINDS},
+        others={key: value for key, value in content.items() if key not in _TYPE_BY_FIELD},
         broken=broken,
         troubles=tuple(troubles),
     )
 
 
-def _check_head(content: Mapping[str, Any], path: Path) -> None:
-    """Raises Malformed where a field lacks or has a wrong type that hides the file from asv or makes it fail."""
-    for key, kind in _KINDS.items():
+def _check_fields(content: Mapping[str, Any], path: Path) -> None:
+    """Raises Malformed if a field of a results file is missing or wrong, so that asv would ignore the file or fail."""
+    for key, kind in _TYPE_BY_FIELD.items():
         if key not in content:
             raise Malformed(f"it has no {key!r}")
         if type(content[key]) is not kind:
             raise Malformed(f"{key!r} is {shown(content[key])}, expected {kind.__name__}")
     if not isinstance(content["params"].get("machine"), str):
-        raise Malformed("its 'params' name no 'machine'")
+        raise Malformed("its 'params' have no field 'machine'")
     commit = content["commit_hash"]
-    if not _COMMIT.fullmatch(commit):
-        raise Malformed(f"its commit {commit!r:.80} is no hash")
+    if not _COMMIT_HASH_PATTERN.fullmatch(commit):
+        raise Malformed(f"its commit {commit!r:.80} is not a hash")
     if not path.name.startswith(f"{commit[:8]}-"):
-        raise Malformed(f"its name does not begin with that of its commit, {commit[:8]}-")
+        raise Malformed(f"its name does not start with its commit, {commit[:8]}-")

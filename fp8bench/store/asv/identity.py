@@ -1,12 +1,11 @@
-"""The machine and interpreter under whose names `asv run -E existing` files its results here.
+"""Finds the machine and interpreter under whose names `asv run -E existing` stores its results on this machine.
 
-asv draws one line for each set of parameters, so a result of fp8bench is on the line of the user's asv runs only if
-every value is the same. asv is not imported: that takes a fifth of a second and runs plugins.
+asv draws one line for each set of parameters. A result of fp8bench is on the same line as the user's asv runs only if
+all parameters are equal. asv is not imported, because that takes a fifth of a second and runs plugins.
 """
 
 from __future__ import annotations
 
-import json
 import os
 import platform
 import subprocess
@@ -16,37 +15,40 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8bench.files import read_file
+from fp8bench.files import parse_json, read_file
 from fp8bench.model import Scalar
 
 Entry = Mapping[str, Scalar | None]
 
-_FORMAT = 1  # the version of asv's machine files
-_PREFIX = "asv_"  # before the names of asv's parameters among a run's facts
-_INTERPRETER = "interpreter"  # the name of that fact
-_REPLACED = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
-_LONGEST_NAME = 127  # asv hashes the name of an environment that has more characters
+_MACHINE_FILE_VERSION = 1  # the version of asv's machine files
+_FACT_PREFIX = "asv_"  # the prefix of asv's parameters among a run's facts
+_INTERPRETER_FACT = "interpreter"  # the fact with the resolved interpreter
+_FORBIDDEN_CHARACTERS = str.maketrans(dict.fromkeys([*'<>:"/^|?*', *map(chr, range(32)), os.sep], "_"))
+_MAX_NAME_LENGTH = 127  # asv replaces a longer name of an environment by a hash
 
 
 class Home(NamedTuple):
-    """A machine and an interpreter: the path that it was called by, and `interpreter`, which is the same for all its
-    paths."""
+    """A machine and an interpreter. `python` is the path by which the interpreter was called. `interpreter` is the
+    same for all paths of one interpreter.
+    """
 
     machine: str
     python: str
     interpreter: str
 
     def is_same(self, other: Home) -> bool:
-        """Whether both are one: bin/python and bin/python3 are."""
-        same_python = self.python == other.python or self.interpreter == other.interpreter
-        return self.machine == other.machine and same_python
+        """Returns whether two homes are the same machine and interpreter. bin/python and bin/python3 count as the
+        same.
+        """
+        is_same_python = self.python == other.python or self.interpreter == other.interpreter
+        return self.machine == other.machine and is_same_python
 
 
 @dataclass(frozen=True)
 class Identity:
-    """asv's parameters of a machine, with other facts of its entry, as a GPU, and asv's name for the interpreter.
+    """asv's parameters of a machine, with additional facts such as a GPU, and asv's name for the interpreter.
 
-    `interpreter` is the same for all paths of the interpreter.
+    `interpreter` is the same for all paths of one interpreter.
     """
 
     machine: Entry
@@ -59,17 +61,17 @@ class Identity:
 
     @property
     def env_name(self) -> str:
-        """The name of asv's environment, without characters that some file system refuses."""
-        return f"existing-py{self.python}".translate(_REPLACED)
+        """The name of asv's environment, without characters that a file system may refuse."""
+        return f"existing-py{self.python}".translate(_FORBIDDEN_CHARACTERS)
 
     @property
     def params(self) -> dict[str, Scalar | None]:
-        """The facts that asv stores with each result, and that distinguish series."""
+        """The facts that asv stores with each result. They distinguish series."""
         return {**self.machine, "python": self.python}
 
     def file_name(self, commit: str) -> str:
         name = self.env_name
-        if len(name) > _LONGEST_NAME:
+        if len(name) > _MAX_NAME_LENGTH:
             import hashlib
 
             digest = hashlib.md5(name.encode("utf-8", "surrogateescape"), usedforsecurity=False)
@@ -77,26 +79,31 @@ class Identity:
         return f"{commit[:8]}-{name}.json"
 
 
-def identify(known: Entry | None = None) -> Identity:
-    """Returns this machine and interpreter: the user's entry for asv, else `known`, else what `asv machine --yes`
-    finds.
+def find_identity(stored_entry: Entry | None = None) -> Identity:
+    """Returns this machine and interpreter. The facts of the machine come from the user's entry for asv, otherwise
+    from `stored_entry`, otherwise from what `asv machine --yes` finds.
 
-    `known` is a store's machine.json, which keeps a series whole when the system is updated. An entry that asv could
-    not use is ignored.
+    `stored_entry` is a store's machine.json. It keeps a series together when the system is updated. An entry that asv
+    could not use is ignored.
     """
-    stored = {name: value for name, value in (known or {}).items() if name != "version"}  # which is the file's
-    machine = _usable(_entry_of_user(platform.node())) or _usable(stored) or _discover_machine()
-    # As asv does it: links stay, because a virtual environment's interpreter is one.
+    stored_facts = {
+        name: value for name, value in (stored_entry or {}).items() if name != "version"
+    }  # the version of the file, which is not a fact of the machine
+    machine = (
+        _select_usable_facts(_read_user_entry(platform.node()))
+        or _select_usable_facts(stored_facts)
+        or _discover_machine()
+    )
+    # Keep links, like asv does: the interpreter of a virtual environment is a link.
     python = os.path.abspath(sys.executable or "python")  # noqa: PTH100 - Path.resolve would follow them
     return Identity(machine, python, resolve_interpreter(python))
 
 
 def resolve_interpreter(python: str) -> str:
-    """Returns what all paths of an interpreter have in common: its file, and the folder from which it is called.
-
-    The folder counts because virtual environments often share one interpreter file. A path
-    that leads to no file here is returned. Runs name the interpreter themselves; this serves older runs, and paths in
-    asv's files, in acknowledgements and in what people type.
+    """Returns a text that is the same for all paths of one interpreter. It has the interpreter's file and the folder
+    from which it is called. The folder counts because virtual environments often share one file. A path that leads to
+    no file on this machine is returned unchanged. New runs record the resolved interpreter themselves. This function
+    is for older runs, and for paths in asv's files, in acknowledgements and from the user.
     """
     try:
         if os.path.isfile(python):  # noqa: PTH113 - is_file raises where it may not look
@@ -106,23 +113,27 @@ def resolve_interpreter(python: str) -> str:
     return python
 
 
-def as_facts(identity: Identity) -> dict[str, Scalar | None]:
-    return {_PREFIX + name: value for name, value in identity.params.items()} | {_INTERPRETER: identity.interpreter}
+def to_facts(identity: Identity) -> dict[str, Scalar | None]:
+    return {_FACT_PREFIX + name: value for name, value in identity.params.items()} | {
+        _INTERPRETER_FACT: identity.interpreter
+    }
 
 
-def from_facts(facts: Entry) -> Identity | None:
-    """Returns the identity that a run was measured under; None where its facts name no machine or interpreter."""
-    values = {name.removeprefix(_PREFIX): value for name, value in facts.items() if name.startswith(_PREFIX)}
-    machine, python = _usable(values), values.get("python")
+def parse_identity(facts: Entry) -> Identity | None:
+    """Returns the identity in a run's facts, or None if the facts name no machine or no interpreter."""
+    values = {name.removeprefix(_FACT_PREFIX): value for name, value in facts.items() if name.startswith(_FACT_PREFIX)}
+    machine, python = _select_usable_facts(values), values.get("python")
     if machine is None or not isinstance(python, str) or not python:
         return None
-    return Identity(machine, python, str(facts.get(_INTERPRETER) or resolve_interpreter(python)))
+    return Identity(machine, python, str(facts.get(_INTERPRETER_FACT) or resolve_interpreter(python)))
 
 
-def _usable(entry: object) -> dict[str, Scalar | None] | None:
-    """Returns the facts that can be parameters of a series (asv fails on lists); None without a machine's name.
+def _select_usable_facts(entry: object) -> dict[str, Scalar | None] | None:
+    """Returns the facts that can be parameters of a series, or None without a valid machine name. Lists are left out,
+    because asv fails on them.
 
-    The name becomes a folder and may come from somebody else's file, so it must not lead elsewhere.
+    The name of the machine becomes a folder. The name may come from a foreign file, so it must not lead outside
+    the store.
     """
     if not isinstance(entry, Mapping):
         return None
@@ -130,36 +141,38 @@ def _usable(entry: object) -> dict[str, Scalar | None] | None:
     if not isinstance(name, str) or name in ("", ".", "..") or "\0" in name or os.sep in name:
         return None
     facts = {key: value for key, value in entry.items() if value is None or isinstance(value, int | float | str | bool)}
-    facts.pop("python", None)  # asv's name of the interpreter replaces it
+    facts.pop("python", None)  # asv's name of the interpreter takes the place of this fact
     return facts
 
 
-def _entry_of_user(host: str) -> object:
-    """Returns the entry of this host in ~/.asv-machine.json; a single entry is taken whatever its name."""
+def _read_user_entry(host: str) -> object:
+    """Returns the entry of this host in ~/.asv-machine.json. A single entry is used whatever its name."""
     try:
-        entries = json.loads(read_file(Path("~/.asv-machine.json").expanduser()))
-    except (OSError, ValueError, RuntimeError):  # no such file, no JSON, no home or JSON without a bottom
+        entries = parse_json(read_file(Path("~/.asv-machine.json").expanduser()))
+    except (OSError, ValueError, RuntimeError):  # missing file, invalid JSON, no home or JSON nested too deeply
         return None
-    if not isinstance(entries, dict) or entries.pop("version", None) != _FORMAT:
+    if not isinstance(entries, dict) or entries.pop("version", None) != _MACHINE_FILE_VERSION:
         return None
     return entries.get(host, next(iter(entries.values())) if len(entries) == 1 else None)
 
 
 def _discover_machine() -> dict[str, Scalar | None]:
-    """Returns the facts that asv discovers; '' for unknown ones."""
-    mac = platform.system() == "Darwin"
+    """Returns the facts about this machine that asv would discover. Unknown facts are ''."""
+    is_mac = platform.system() == "Darwin"
     return {
         "machine": platform.node(),
         "os": f"{platform.system()} {platform.release()}",
         "arch": platform.machine(),
-        "cpu": _sysctl("machdep.cpu.brand_string") if mac else _line("/proc/cpuinfo", "model name"),
+        "cpu": _read_sysctl("machdep.cpu.brand_string") if is_mac else _read_named_value("/proc/cpuinfo", "model name"),
         "num_cpu": str(os.cpu_count() or ""),
-        "ram": _sysctl("hw.memsize") if mac else _bytes(_line("/proc/meminfo", "MemTotal")),
+        "ram": _read_sysctl("hw.memsize")
+        if is_mac
+        else _parse_kilobytes(_read_named_value("/proc/meminfo", "MemTotal")),
     }
 
 
-def _line(path: str, name: str) -> str:
-    """Returns the first value of a name in a file of 'name : value' lines."""
+def _read_named_value(path: str, name: str) -> str:
+    """Returns the first value of a name in a file with lines 'name : value'."""
     try:
         text = Path(path).read_text(encoding="ascii", errors="replace")
     except OSError:
@@ -168,15 +181,15 @@ def _line(path: str, name: str) -> str:
     return next((value.strip() for key, _, value in pairs if key.strip() == name), "")
 
 
-def _bytes(size: str) -> str:
-    """Returns '24 kB' as bytes; other texts unchanged."""
+def _parse_kilobytes(size: str) -> str:
+    """Converts '24 kB' to bytes. Returns other texts unchanged."""
     number, _, unit = size.partition(" ")
     return str(int(number) * 1024) if number.isdecimal() and unit == "kB" else number
 
 
-def _sysctl(name: str) -> str:
+def _read_sysctl(name: str) -> str:
     try:
-        done = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False)
+        result = subprocess.run(["sysctl", "-n", name], capture_output=True, text=True, timeout=10, check=False)
     except (OSError, subprocess.TimeoutExpired):
         return ""
-    return done.stdout.strip() if done.returncode == 0 else ""
+    return result.stdout.strip() if result.returncode == 0 else ""

@@ -1,7 +1,7 @@
-"""A benchmark's row in asv's results files: its value under each combination of its parameters.
+"""A benchmark's row in asv's results files: one value for each combination of its parameters.
 
-Combinations are in the order of itertools.product. asv shortens rows (a column of nulls becomes null, nulls at the end
-are cut); here every combination has its place.
+Combinations are in the order of itertools.product. asv shortens rows: a column with only nulls becomes a single null,
+and nulls at the end are cut. In this module every combination has a value.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from typing import Any, cast
 from fp8bench.errors import StoreError
 from fp8bench.model.codec import Malformed
 
-# The columns of asv 0.6, in its order.
+# The columns of asv 0.6 in their order.
 COLUMNS = (
     "result",
     "params",
@@ -34,15 +34,16 @@ COLUMNS = (
     "samples",
     "profile",
 )
-# As in asv's compute_stats.
-_COVERAGE = 0.99
-# The lists of a broken file may multiply to more combinations than fit into memory.
-MOST_COMBINATIONS = 100_000
+# The level of intervals in asv's compute_stats.
+_INTERVAL_LEVEL = 0.99
+# The largest number of combinations that a row may have. The parameter lists of a broken file may have more
+# combinations than fit into memory.
+MAX_COMBINATIONS = 100_000
 
 
 @dataclass(frozen=True)
 class Stats:
-    """asv's statistics of one combination: the 99% interval of the median, quartiles, and how many samples."""
+    """asv's statistics of one combination: the 99% interval of the median, the quartiles, and the number of samples."""
 
     ci_99_a: float
     ci_99_b: float
@@ -56,8 +57,8 @@ class Stats:
 class AsvRow:
     """A benchmark's results. `values`, `stats` and `samples` have one entry for each combination of `params`.
 
-    `params` are texts as asv has them (repr of each value: "'fp8'", "256"). A value is None where the benchmark failed
-    and NaN where it was not measured. `started_at` is in ms since 1970, `duration` in seconds.
+    `params` are texts as asv has them: the repr of each value, like "'fp8'" or "256". A value is None if the
+    benchmark failed and NaN if it was not measured. `started_at` is in ms since 1970, `duration` in seconds.
     """
 
     params: tuple[tuple[str, ...], ...]
@@ -70,7 +71,7 @@ class AsvRow:
     profile: str | None = None
 
     def __post_init__(self) -> None:
-        count = combinations(self.params)
+        count = count_combinations(self.params)
         if {len(self.values), len(self.stats), len(self.samples)} != {count}:
             raise Malformed(
                 f"{len(self.values)} values, {len(self.stats)} statistics and {len(self.samples)} lists of samples "
@@ -78,18 +79,20 @@ class AsvRow:
             )
 
 
-# Value, statistics and samples of one combination; and those of one that was not measured.
+# The value, statistics and samples of one combination.
 Figures = tuple[float | None, Stats | None, tuple[float, ...] | None]
 NOT_MEASURED: Figures = (math.nan, None, None)
 
 
-def by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
-    """Returns the figures of a row by the texts of their combinations; grids may have changed since."""
+def figures_by_combination(row: AsvRow) -> dict[tuple[str, ...], Figures]:
+    """Returns the figures of a row by the texts of their combination. Positions cannot be the keys, because the grid
+    may have changed since.
+    """
     figures = zip(row.values, row.stats, row.samples, strict=True)
     return dict(zip(itertools.product(*row.params), figures, strict=True))
 
 
-def row_of(
+def make_row(
     params: tuple[tuple[str, ...], ...],
     version: str | None,
     figures: Mapping[tuple[str, ...], Figures],
@@ -101,12 +104,12 @@ def row_of(
     return AsvRow(params, version, values, stats, samples, started_at, duration)
 
 
-def combinations(params: Iterable[Sequence[str]]) -> int:
+def count_combinations(params: Iterable[Sequence[str]]) -> int:
     return math.prod(len(values) for values in params)
 
 
 def are_params(plain: object) -> bool:
-    """Whether this is a list of lists of texts, as parameters are in all of asv's files."""
+    """Returns whether this is a list of lists of texts, like the parameters in asv's files."""
     return isinstance(plain, list) and all(map(_are_texts, plain))
 
 
@@ -114,8 +117,8 @@ def _are_texts(plain: object) -> bool:
     return isinstance(plain, list) and all(isinstance(text, str) for text in plain)
 
 
-def asv_statistics() -> ModuleType:
-    """Imports asv's own statistics. It is called late, so that runs are measured and kept without them."""
+def import_asv_statistics() -> ModuleType:
+    """Imports asv's statistics. They are imported late, so that runs can be measured and stored without asv."""
     try:
         from asv_runner import statistics
     except ImportError as error:
@@ -125,69 +128,75 @@ def asv_statistics() -> ModuleType:
     return cast(ModuleType, statistics)
 
 
-def cell(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
-    """Returns the value and the statistics that asv makes of samples; (None, None) without any.
+def summarize_samples(samples: Sequence[float]) -> tuple[float | None, Stats | None]:
+    """Returns the value and the statistics that asv computes from samples, or (None, None) without samples.
 
-    asv's interval divides by zero on some samples, as on values of 1e-313; these have no interval here.
+    For some samples, like values of 1e-313, asv's interval divides by zero. Then the interval is infinite.
     """
     if not samples:
         return None, None
     if len(samples) == 1:
         return samples[0], Stats(-math.inf, math.inf, samples[0], samples[0], 1, 1)
-    ordered = sorted(samples)
-    count = len(ordered)
-    low, high = _ranks(count)
+    sorted_samples = sorted(samples)
+    count = len(sorted_samples)
+    low, high = _interval_indices(count)
     if math.isfinite(low) and math.isfinite(high):
-        middle, first, third = (_interpolate(ordered, place, share) for place, share in _quartiles(count))
-        return middle, Stats(ordered[int(low)], ordered[int(high)], first, third, 1, count)
-    asv = asv_statistics()
+        middle, first, third = (
+            _interpolate(sorted_samples, index, fraction) for index, fraction in _quartile_positions(count)
+        )
+        return middle, Stats(sorted_samples[int(low)], sorted_samples[int(high)], first, third, 1, count)
+    asv = import_asv_statistics()
     try:
         value, stats = asv.compute_stats(list(samples), 1)
     except ArithmeticError:
-        value, low, high = (asv.quantile(list(samples), share) for share in (0.5, 0.25, 0.75))
+        value, low, high = (asv.quantile(list(samples), fraction) for fraction in (0.5, 0.25, 0.75))
         return value, Stats(-math.inf, math.inf, low, high, 1, count)
     return value, None if stats is None else Stats(**stats)
 
 
-def _interpolate(ordered: Sequence[float], place: int, share: float) -> float:
-    """Returns the value this share of the way from one place to the next; the last value has no next one."""
-    if place == len(ordered) - 1:
-        return ordered[place]
-    return (1 - share) * ordered[place] + share * ordered[place + 1]
+def _interpolate(ordered: Sequence[float], index: int, fraction: float) -> float:
+    """Returns the value at a fraction of the way from the value at an index to the next value."""
+    if index == len(ordered) - 1:
+        return ordered[index]
+    return (1 - fraction) * ordered[index] + fraction * ordered[index + 1]
 
 
 @lru_cache(maxsize=1024)
-def _quartiles(count: int) -> list[tuple[int, float]]:
-    parts = (divmod((count - 1) * share, 1) for share in (0.5, 0.25, 0.75))
-    return [(int(place), share) for place, share in parts]
+def _quartile_positions(count: int) -> list[tuple[int, float]]:
+    positions = (divmod((count - 1) * share, 1) for share in (0.5, 0.25, 0.75))
+    return [(int(place), share) for place, share in positions]
 
 
 @lru_cache(maxsize=1024)
-def _ranks(count: int) -> tuple[float, float]:
-    """Returns the indices of the ends of asv's interval in sorted samples; infinite if these are too few.
+def _interval_indices(count: int) -> tuple[float, float]:
+    """Returns the indices of the ends of asv's interval in sorted samples, or infinities if there are too few
+    samples.
 
-    asv computes them for every list of samples, which takes longer than everything else.
+    Results are cached, because asv computes these indices for every list of samples, which takes longer than
+    everything else.
     """
     if not count:
         return -math.inf, math.inf
-    return cast("tuple[float, float]", asv_statistics().quantile_ci(range(count), 0.5, _COVERAGE)[1])
+    return cast("tuple[float, float]", import_asv_statistics().quantile_ci(range(count), 0.5, _INTERVAL_LEVEL)[1])
 
 
 def read_row(columns: Sequence[str], cells: object) -> AsvRow:
-    """Raises Malformed for what no benchmark gives."""
+    """Returns the row that the cells of a results file describe. Raises Malformed for values that no benchmark can
+    have.
+    """
     if not isinstance(cells, list):
         raise Malformed(f"expected a list, found {shown(cells)}")
-    named = dict(zip(columns, cells, strict=False))
-    plain: Any = named.get("params")
-    if not are_params(plain):
-        raise Malformed(f"'params' is {shown(plain)}, expected lists of texts")
-    params = tuple(tuple(values) for values in plain)
-    count = combinations(params)
-    if count > MOST_COMBINATIONS:
-        raise Malformed(f"its parameters have more than {MOST_COMBINATIONS} combinations")
+    cell_by_column = dict(zip(columns, cells, strict=False))
+    param_lists: Any = cell_by_column.get("params")
+    if not are_params(param_lists):
+        raise Malformed(f"'params' is {shown(param_lists)}, expected lists of texts")
+    params = tuple(tuple(values) for values in param_lists)
+    count = count_combinations(params)
+    if count > MAX_COMBINATIONS:
+        raise Malformed(f"its parameters have more than {MAX_COMBINATIONS} combinations")
 
     def column(key: str, sound: Callable[[object], bool] = _is_number) -> tuple[Any, ...]:
-        return _column(named.get(key), key, count, sound)
+        return _expand_column(cell_by_column.get(key), key, count, sound)
 
     columns_of_stats = [
         column(f"stats_{field.name}", _is_count if field.name in ("number", "repeat") else _is_number)
@@ -195,36 +204,43 @@ def read_row(columns: Sequence[str], cells: object) -> AsvRow:
     ]
     stats = []
     for figures in zip(*columns_of_stats, strict=True):
-        if 0 < figures.count(None) < len(figures):  # asv fails on an interval without quartiles
+        if 0 < figures.count(None) < len(figures):  # asv fails on a row that has only some of the statistics
             raise Malformed("some statistics of a value are missing")
         stats.append(None if None in figures else Stats(*figures))
     samples = column("samples", lambda value: isinstance(value, list) and all(map(_is_number, value)))
     return AsvRow(
         params,
-        _single(named, "version", lambda value: isinstance(value, str)),
+        _read_scalar(cell_by_column, "version", lambda value: isinstance(value, str)),
         column("result"),
         tuple(stats),
         tuple(None if sample is None else tuple(sample) for sample in samples),
-        _single(named, "started_at", _is_count),
-        _single(named, "duration", _is_number),
-        _single(named, "profile", lambda value: isinstance(value, str)),
+        _read_scalar(cell_by_column, "started_at", _is_count),
+        _read_scalar(cell_by_column, "duration", _is_number),
+        _read_scalar(cell_by_column, "profile", lambda value: isinstance(value, str)),
     )
 
 
-def _column(plain: object, key: str, count: int, sound: Callable[[object], bool]) -> tuple[Any, ...]:
-    """Returns a value for each combination, with None where asv has shortened the column."""
+def _expand_column(plain: object, key: str, count: int, sound: Callable[[object], bool]) -> tuple[Any, ...]:
+    """Returns the value of a column for each combination of parameters. Values that asv cut off are None."""
     cells = [] if plain is None else plain
     if not isinstance(cells, list):
         raise Malformed(f"{key!r} is {shown(plain)}, expected a list")
     if len(cells) > count:
         raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
-    wrong = next((cell for cell in cells if cell is not None and not sound(cell)), None)
-    if wrong is not None:
-        raise Malformed(f"{key!r} has the value {shown(wrong)}")
+    invalid_cell = next(
+        (
+            summarize_samples
+            for summarize_samples in cells
+            if summarize_samples is not None and not sound(summarize_samples)
+        ),
+        None,
+    )
+    if invalid_cell is not None:
+        raise Malformed(f"{key!r} has the value {shown(invalid_cell)}")
     return (*cells, *[None] * (count - len(cells)))
 
 
-def _single(named: Mapping[str, Any], key: str, sound: Callable[[object], bool]) -> Any:
+def _read_scalar(named: Mapping[str, Any], key: str, sound: Callable[[object], bool]) -> Any:
     value = named.get(key)
     if value is not None and not sound(value):
         raise Malformed(f"{key!r} is {shown(value)}")
@@ -236,31 +252,33 @@ def _is_number(plain: object) -> bool:
 
 
 def _is_count(plain: object) -> bool:
-    """Whether it is a whole number of 64 bits, which asv's readers expect."""
+    """Returns whether a value is an integer of at most 64 bits, which asv's readers expect."""
     return type(plain) is int and abs(plain) < 1 << 63
 
 
 def write_row(row: AsvRow, columns: Sequence[str]) -> list[Any]:
-    """Returns a row as asv writes it: shortened, and with 5 digits of statistics and duration."""
-    named: dict[str, Any] = {
+    """Returns a row as asv writes it: shortened, and with 5 digits for statistics and duration."""
+    value_by_column: dict[str, Any] = {
         "result": list(row.values),
         "samples": [None if sample is None else list(sample) for sample in row.samples],
         "version": row.version,
         "started_at": row.started_at,
-        "duration": _shorten(row.duration),
+        "duration": _round_to_5_digits(row.duration),
         "profile": row.profile,
     }
     for field in fields(Stats):
-        named[f"stats_{field.name}"] = [_shorten(getattr(stat, field.name, None)) for stat in row.stats]
-    for key, column in named.items():
+        value_by_column[f"stats_{field.name}"] = [
+            _round_to_5_digits(getattr(stat, field.name, None)) for stat in row.stats
+        ]
+    for key, column in value_by_column.items():
         if isinstance(column, list) and all(value is None for value in column):
-            named[key] = None
-    named["params"] = [list(values) for values in row.params]
-    cells = [named.get(column) for column in columns]
+            value_by_column[key] = None
+    value_by_column["params"] = [list(values) for values in row.params]
+    cells = [value_by_column.get(column) for column in columns]
     while cells and cells[-1] is None:
         cells.pop()
     return cells
 
 
-def _shorten(value: float | None) -> float | None:
+def _round_to_5_digits(value: float | None) -> float | None:
     return float(f"{value:.4e}") if isinstance(value, float) else value

@@ -1,4 +1,6 @@
-"""Opens the history of a store: figures of commits from the cache, and from runs that these do not fit."""
+"""Reads the history of a store. The figures of a commit come from the cache, or from its runs if the cache is
+outdated.
+"""
 
 from __future__ import annotations
 
@@ -13,25 +15,33 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8bench.errors import StoreError
-from fp8bench.store.commit_runs import CommitRuns, by_commit, by_place, commit_of, files_by_commit, read_runs
-from fp8bench.store.figures.cache import cache_of, read_values, write_values
-from fp8bench.store.figures.lines import History, history_of
-from fp8bench.store.figures.tables import FigureTable, Place, table_of
+from fp8bench.store.commit_runs import (
+    CommitRuns,
+    commit_prefix_of,
+    group_by_commit,
+    group_by_interpreter,
+    list_files_by_commit,
+    read_runs,
+)
+from fp8bench.store.figures.cache import cache_path, read_values, write_values
+from fp8bench.store.figures.lines import History, make_history
+from fp8bench.store.figures.tables import FigureTable, Place, make_table
 from fp8bench.store.runs.listing import listing
-from fp8bench.store.series import fingerprint
+from fp8bench.store.series import fingerprint_grid
 
-_COMMIT, _LAYOUT = "commit", "layout"
-_AT_ONCE = 25  # commits that are written together: a kill costs no more
-# Reading more runs than this takes long, so that a failure to cache their figures is reported.
-_WORTH_CACHING = 20
-UNKNOWN = ""  # instead of the digest of a suite that is not imported
+_COMMIT_KIND, _LAYOUT_KIND = "commit", "layout"
+_COMMITS_PER_WRITE = 25  # a kill loses at most the figures of this many commits
+# If more runs than this were read, a failure to cache their figures is reported, because reading them takes long.
+_MIN_REPORTED_RUNS = 20
+UNKNOWN_DIGEST = ""  # stands for the digest of a suite that is not imported
 
 
 class CommitFigures(NamedTuple):
-    """The figures of one commit: the number of tracked runs, why other runs are left out, and a table for each place.
+    """The figures of one commit. Has the number of tracked runs, the reasons why other runs are left out, and a table
+    for each interpreter.
 
-    `files` and `grids` are their sources: the run files (name, bytes, last change in ns), and for each suite a
-    digest of its grid.
+    `files` and `grids` show whether the figures are up to date: the name, bytes and last change (in ns) of each run
+    file, and a digest of the grid of each suite.
     """
 
     files: list[list[Any]]
@@ -42,120 +52,127 @@ class CommitFigures(NamedTuple):
 
 
 def open_history(store: Path, observe: Callable[[int, int], None]) -> History:
-    """Opens the history; `observe` is called with the number of runs read, from 0 on, and the number to read."""
-    # 1. List the files before reading any: one that changes meanwhile is read again the next time.
-    stored, cached, digest_of = listing(store), _load(store), cache(_digest_of_grid)
-    paths = by_commit(stored.files)
-    files = {commit: _stamps_of(paths[commit]) for commit in paths}
-    # 2. Take the cached figures that fit.
-    fitting = {commit: entry for commit, entry in cached.items() if entry.files == files.get(commit)}
-    figures = {commit: entry for commit, entry in fitting.items() if not _changed_grids(entry, digest_of)}
-    # 3. Read the runs of other commits.
-    stale = [commit for commit in paths if commit not in figures]
-    runs, done, failure = sum(len(paths[commit]) for commit in stale), 0, ""
-    if stale:
+    """Returns the history of a store. `observe` is called with the number of runs read so far, and the number of runs
+    to read.
+    """
+    # 1. List the files before reading any of them, so that a file that changes while others are read is read again
+    # next time.
+    stored, cached, digest_of = listing(store), _load_cached_figures(store), cache(_digest_of_grid)
+    paths = group_by_commit(stored.files)
+    stamps = {commit: _list_stamps(paths[commit]) for commit in paths}
+    # 2. Use the cached figures whose files and grids are unchanged.
+    valid_files = {commit: entry for commit, entry in cached.items() if entry.files == stamps.get(commit)}
+    figures = {commit: entry for commit, entry in valid_files.items() if not _find_changed_grids(entry, digest_of)}
+    # 3. Read the runs of all other commits.
+    stale_commits = [commit for commit in paths if commit not in figures]
+    runs, runs_read, failure = sum(len(paths[commit]) for commit in stale_commits), 0, ""
+    if stale_commits:
         observe(0, runs)
-    waiting: dict[str, CommitFigures] = {}
-    for commit in stale:
-        figures[commit] = _figures_of(read_runs(paths[commit]), files[commit])
-        # Figures of a suite that is not imported here stay in the cache: whoever imports it will want them.
-        is_poorer = commit in fitting and UNKNOWN in _changed_grids(fitting[commit], digest_of)
-        if not is_poorer:
-            waiting[commit] = figures[commit]
-        if len(waiting) >= _AT_ONCE or commit == stale[-1]:
-            failure, waiting = failure or _cache(store, waiting, digest_of), {}
-        done += len(paths[commit])
-        observe(done, runs)
-    # 4. Put the commits together, in the order of their first runs.
+    unwritten: dict[str, CommitFigures] = {}
+    for commit in stale_commits:
+        figures[commit] = _make_commit_figures(read_runs(paths[commit]), stamps[commit])
+        # Keep cached figures of a suite that is not imported now: a later command may import it.
+        lacks_suites = commit in valid_files and UNKNOWN_DIGEST in _find_changed_grids(valid_files[commit], digest_of)
+        if not lacks_suites:
+            unwritten[commit] = figures[commit]
+        if len(unwritten) >= _COMMITS_PER_WRITE or commit == stale_commits[-1]:
+            failure, unwritten = failure or _write_to_cache(store, unwritten, digest_of), {}
+        runs_read += len(paths[commit])
+        observe(runs_read, runs)
+    # 4. Combine the commits in the order of their first runs.
     troubles = stored.notes(stored.refused)
-    if failure and runs > _WORTH_CACHING:
-        troubles.append(f"{cache_of(store)} cannot be written ({failure}): the next command reads {runs} runs again")
+    if failure and runs > _MIN_REPORTED_RUNS:
+        troubles.append(f"{cache_path(store)} cannot be written ({failure}): the next command reads {runs} runs again")
     entries = [figures[commit] for commit in paths]
     reasons = Counter(chain.from_iterable(entry.left for entry in entries))
     tables = list(chain.from_iterable(entry.tables for entry in entries))
     counts = sum(entry.runs for entry in entries), sum(entry.runs > 0 for entry in entries)
-    return history_of(tables, *counts, reasons + stored.left, runs, troubles)
+    return make_history(tables, *counts, reasons + stored.left, runs, troubles)
 
 
-def _changed_grids(figures: CommitFigures, digest_of: Callable[[str], str]) -> set[str]:
-    """Returns the digests of the grids that are others now than when the figures were made."""
+def _find_changed_grids(figures: CommitFigures, digest_of: Callable[[str], str]) -> set[str]:
+    """Returns the digests of the grids that changed since the figures were computed."""
     return {digest_of(suite) for suite, digest in figures.grids.items() if digest_of(suite) != digest}
 
 
-def keep_figures(store: Path, run: Path) -> None:
-    """Updates the cache for the commit of a run, so that later commands need not read its runs. Never raises."""
+def cache_figures(store: Path, run: Path) -> None:
+    """Updates the cache for the commit of a run, so that later commands need not read the commit's runs. Never
+    raises.
+    """
     with contextlib.suppress(OSError, StoreError):
-        commit = commit_of(run)
-        if paths := files_by_commit(store).get(commit):
-            read_and_keep(store, commit, paths)
+        commit = commit_prefix_of(run)
+        if paths := list_files_by_commit(store).get(commit):
+            read_and_cache(store, commit, paths)
 
 
-def read_and_keep(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
+def read_and_cache(store: Path, commit: str, paths: Sequence[Path]) -> CommitRuns:
     """Reads the runs of a commit, and caches their figures."""
-    files = _stamps_of(paths)
-    read = read_runs(paths)
-    _cache(store, {commit: _figures_of(read, files)}, _digest_of_grid)
-    return read
+    files = _list_stamps(paths)
+    commit_runs = read_runs(paths)
+    _write_to_cache(store, {commit: _make_commit_figures(commit_runs, files)}, _digest_of_grid)
+    return commit_runs
 
 
-def _stamps_of(paths: Sequence[Path]) -> list[list[Any]]:
+def _list_stamps(paths: Sequence[Path]) -> list[list[Any]]:
     stamps: list[list[Any]] = []
     for path in paths:
-        with contextlib.suppress(OSError):  # it has just gone
-            status = path.stat()
-            stamps.append([f"{path.parent.name}/{path.name}", status.st_size, status.st_mtime_ns])
+        with contextlib.suppress(OSError):  # the file has just been deleted
+            file_status = path.stat()
+            stamps.append([f"{path.parent.name}/{path.name}", file_status.st_size, file_status.st_mtime_ns])
     return stamps
 
 
-def _figures_of(read: CommitRuns, files: list[list[Any]]) -> CommitFigures:
-    tables = [table_of(members) for members in by_place(read.runs)]
-    return CommitFigures(files, dict.fromkeys(read.suites, UNKNOWN), len(read.runs), list(read.left), tables)
+def _make_commit_figures(read: CommitRuns, files: list[list[Any]]) -> CommitFigures:
+    tables = [make_table(members) for members in group_by_interpreter(read.runs)]
+    return CommitFigures(files, dict.fromkeys(read.suites, UNKNOWN_DIGEST), len(read.runs), list(read.left), tables)
 
 
 def _digest_of_grid(suite: str) -> str:
-    """Returns a digest of what decides which cases of a suite are tracked; UNKNOWN where it is not imported."""
-    words = fingerprint(suite)
-    return _digest(words) if words else UNKNOWN
+    """Returns a digest of everything that decides which cases of a suite are tracked, or UNKNOWN_DIGEST if the suite
+    is not imported.
+    """
+    grid_fingerprint = fingerprint_grid(suite)
+    return _hash_text(grid_fingerprint) if grid_fingerprint else UNKNOWN_DIGEST
 
 
-def _digest(text: str) -> str:
+def _hash_text(text: str) -> str:
     return hashlib.blake2b(text.encode(), digest_size=16).hexdigest()
 
 
-def _cache(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
-    """Caches the figures of commits; returns why they could not be written, '' if they were."""
+def _write_to_cache(store: Path, commits: Mapping[str, CommitFigures], digest_of: Callable[[str], str]) -> str:
+    """Caches the figures of commits. Returns why they could not be written, or '' if they were."""
     layouts = {table.layout for table in chain.from_iterable(figures.tables for figures in commits.values())}
-    digests = {layout: _digest(layout) for layout in layouts}
-    values = {(_LAYOUT, digest): layout.encode() for layout, digest in digests.items()}
+    digests = {layout: _hash_text(layout) for layout in layouts}
+    values = {(_LAYOUT_KIND, digest): layout.encode() for layout, digest in digests.items()}
     for commit, figures in commits.items():
         grids = {suite: digest_of(suite) for suite in figures.grids}
-        values[_COMMIT, commit] = _encode(figures._replace(grids=grids), digests)
+        values[_COMMIT_KIND, commit] = _encode(figures._replace(grids=grids), digests)
     return write_values(store, values)
 
 
 def _encode(figures: CommitFigures, digests: Mapping[str, str]) -> bytes:
-    """Returns a line of JSON, and the rows of all tables."""
+    """Returns the bytes for the cache: a line of JSON, followed by the rows of all tables."""
     *plain, tables = figures
-    heads = [(table.place, digests[table.layout], table.facts, len(table.rows)) for table in tables]
-    head = json.dumps([*plain, heads], separators=(",", ":")).encode()
-    return b"\n".join([head, b"".join(table.rows for table in tables)])
+    table_headers = [(table.place, digests[table.layout], table.facts, len(table.rows)) for table in tables]
+    header_line = json.dumps([*plain, table_headers], separators=(",", ":")).encode()
+    return b"\n".join([header_line, b"".join(table.rows for table in tables)])
 
 
-def _load(store: Path) -> dict[str, CommitFigures]:
-    layouts = {digest: layout.decode() for digest, layout in read_values(store, _LAYOUT).items()}
+def _load_cached_figures(store: Path) -> dict[str, CommitFigures]:
+    layouts = {digest: layout.decode() for digest, layout in read_values(store, _LAYOUT_KIND).items()}
     figures = {}
-    for commit, value in read_values(store, _COMMIT).items():
-        with contextlib.suppress(KeyError):  # another process has thrown the layout away
-            figures[commit] = _figures_in(value, layouts)
+    for commit, value in read_values(store, _COMMIT_KIND).items():
+        with contextlib.suppress(KeyError):  # another process may have deleted the layout
+            figures[commit] = _decode(value, layouts)
     return figures
 
 
-def _figures_in(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
-    begin = value.index(b"\n") + 1
-    files, grids, runs, reasons, plain = json.loads(value[:begin])
+def _decode(value: bytes, layouts: Mapping[str, str]) -> CommitFigures:
+    row_start = value.index(b"\n") + 1
+    files, grids, runs, reasons, plain = json.loads(value[:row_start])
     tables = []
     for place, layout, facts, size in plain:
-        rows = memoryview(value)[begin : begin + size]
+        rows = memoryview(value)[row_start : row_start + size]
         tables.append(FigureTable(Place(*place), layouts[layout], tuple(facts), rows))
-        begin += size
+        row_start += size
     return CommitFigures(files, grids, runs, reasons, tables)

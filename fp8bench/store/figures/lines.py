@@ -1,6 +1,7 @@
-"""The tables of all commits as a history: a `Line` is one cell of a series from commit to commit.
+"""Arranges the tables of all commits as a history, in which a `Line` is one cell of a series over all commits.
 
-Tables of one layout and machine are stacked in a `Block`. A line is a column of a block, or of several.
+Tables with the same layout and machine are stacked in a `Block`. A line consists of a column from one or several
+blocks.
 """
 
 from __future__ import annotations
@@ -24,8 +25,10 @@ Numbers = NDArray[np.int64]
 Flags = NDArray[np.bool_]
 
 
-def home_of(new_home: Home, homes: list[Home]) -> Home:
-    """Returns the same home from the list, or adds this one."""
+def find_or_add_home(new_home: Home, homes: list[Home]) -> Home:
+    """Returns the home in the list that equals the new one. If no home equals it, adds the new home to the list and
+    returns it.
+    """
     for home in homes:
         if new_home.is_same(home):
             return home
@@ -34,27 +37,33 @@ def home_of(new_home: Home, homes: list[Home]) -> Home:
 
 
 @lru_cache
-def _indices(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
+def _index_by_value(values: tuple[Scalar, ...]) -> dict[Scalar, int]:
     return {value: index for index, value in reversed(tuple(enumerate(values)))}
 
 
-def order(trend: Trend, rank: int) -> tuple[object, ...]:
-    """Sorts by machine and interpreter, suite, metric as its suite declares them, cell as the grid does."""
-    at = [_indices(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)]
-    return trend.machine["machine"], trend.python, trend.series.workload, rank, at
+def trend_sort_key(trend: Trend, rank: int) -> tuple[object, ...]:
+    """Returns a key that sorts trends by machine, interpreter, suite, metric and cell. Metrics are in the order that
+    their suite declares, cells in the order of the grid.
+    """
+    cell_indices = [
+        _index_by_value(values)[value] for values, value in zip(trend.series.params, trend.cell, strict=True)
+    ]
+    return trend.machine["machine"], trend.python, trend.series.workload, rank, cell_indices
 
 
 class AllFacts:
-    """The facts of all figures, and what follows from each as arrays by index."""
+    """The distinct facts of all figures, such as their version and conditions. Arrays have the properties that are
+    derived from each fact, by its index.
+    """
 
     def __init__(self, texts: Sequence[str]) -> None:
         self.facts: list[FigureFacts] = list(map(read_facts, texts))
         self.has_value = self._flags(lambda facts: facts.has_value)
-        self.tells = self._flags(lambda facts: facts.has_value or facts.status is Status.FAILED)
-        self.whole = self._flags(lambda facts: facts.has_value and not facts.hasty)
+        self.has_information = self._flags(lambda facts: facts.has_value or facts.status is Status.FAILED)
+        self.is_complete = self._flags(lambda facts: facts.has_value and not facts.hasty)
         groups: dict[object, int] = {}
         numbers = [groups.setdefault((facts.version, facts.under), len(groups)) for facts in self.facts]
-        # Figures that compare have the same number.
+        # Figures that can be compared with each other have the same group number.
         self.group = np.array(numbers, np.int64)
 
     def _flags(self, is_so: Callable[[FigureFacts], bool]) -> Flags:
@@ -62,7 +71,7 @@ class AllFacts:
 
 
 class Comparable(NamedTuple):
-    """Figures of a line that compare: their places in it, and their values."""
+    """Figures of a line that can be compared with each other. Has their indices in the line, and their values."""
 
     places: Numbers
     values: Floats
@@ -70,9 +79,10 @@ class Comparable(NamedTuple):
 
 @dataclass(frozen=True)
 class Line:
-    """A trend whose figures are still rows of numbers, in the order of commits; `at` are indices of `places`.
+    """A trend whose figures are still rows of numbers, in the order of commits.
 
-    `rank` is the index of its series among those of its suite.
+    `at` has for each row the index of its commit in `places`. `rank` is the index of its series among those of its
+    suite.
     """
 
     trend: Trend
@@ -82,23 +92,25 @@ class Line:
     places: Sequence[Place]
     facts: AllFacts
 
-    def whole_trend(self) -> Trend:
+    def to_trend(self) -> Trend:
         return replace(self.trend, figures=self._figures(range(len(self.rows))))
 
     @property
     def ending(self) -> Ending:
-        numbered = np.flatnonzero(self.facts.has_value[self.rows["facts"]])
+        rows_with_value = np.flatnonzero(self.facts.has_value[self.rows["facts"]])
         last = len(self.rows) - 1
-        *earlier, newest = self._figures([*numbered[numbered < last][-1:].tolist(), last])
-        return Ending(self.trend, newest, earlier[0] if earlier else None, len(numbered))
+        *earlier, newest = self._figures([*rows_with_value[rows_with_value < last][-1:].tolist(), last])
+        return Ending(self.trend, newest, earlier[0] if earlier else None, len(rows_with_value))
 
     @property
     def comparable(self) -> list[Comparable]:
-        """The figures of whole measurements, by version and conditions. Values may be infinite or NaN."""
+        """The figures of complete measurements, grouped by version and conditions. Values may be infinite or NaN."""
         facts = self.rows["facts"]
-        whole = np.flatnonzero(self.facts.whole[facts])
-        values, groups = self.rows["value"][whole], self.facts.group[facts[whole]]
-        return [Comparable(whole[groups == key], values[groups == key]) for key in dict.fromkeys(groups.tolist())]
+        complete_rows = np.flatnonzero(self.facts.is_complete[facts])
+        values, groups = self.rows["value"][complete_rows], self.facts.group[facts[complete_rows]]
+        return [
+            Comparable(complete_rows[groups == key], values[groups == key]) for key in dict.fromkeys(groups.tolist())
+        ]
 
     def _figures(self, which: Sequence[int]) -> tuple[Figure, ...]:
         places = [self.places[index] for index in self.at[which].tolist()]
@@ -125,8 +137,10 @@ class Line:
 
 @dataclass(frozen=True)
 class Block:
-    """The tables of one layout on one machine, one below the other in the order of commits; `at` are indices of their
-    places, and `newest` is the place of the newest run."""
+    """The tables with one layout on one machine, stacked in the order of commits.
+
+    `at` has for each table the index of its commit, and `newest` is the commit with the newest run.
+    """
 
     home: Home
     layout: Layout
@@ -144,10 +158,10 @@ Column = tuple[Block, int]
 
 @dataclass(frozen=True)
 class History:
-    """The figures of a store, how many runs and commits they are of, and how many runs were left out, by reason.
+    """The figures of a store with the numbers of runs and commits, and the number of left-out runs by reason.
 
-    `troubles` are sentences on run files that were refused, and on a cache that could not be written. `read` counts the
-    runs that had to be read.
+    `troubles` are sentences about refused run files, and about a cache that could not be written. `read` is the
+    number of runs that had to be read because they were not cached.
     """
 
     blocks: Sequence[Block]
@@ -162,91 +176,106 @@ class History:
 
     @cached_property
     def names(self) -> list[str]:
-        """The names of the trends, sorted; several machines may have trends of one name."""
+        """The sorted names of the trends. Trends on different machines may have the same name."""
         names: set[str] = set()
-        for block, telling in zip(self.blocks, self._telling, strict=True):
-            names.update(itertools.compress(block.names, telling))
+        for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
+            names.update(itertools.compress(block.names, has_information))
         return sorted(names)
 
     @cached_property
-    def _telling(self) -> list[list[bool]]:
-        """For each column of each block whether there is a number or a failure in it."""
-        return [self.facts.tells[block.rows["facts"]].any(axis=0).tolist() for block in self.blocks]
+    def _columns_with_information(self) -> list[list[bool]]:
+        """For each column of each block, whether it has a number or a failure."""
+        return [self.facts.has_information[block.rows["facts"]].any(axis=0).tolist() for block in self.blocks]
 
     @cached_property
     def lines(self) -> list[Line]:
         return self.select_lines(lambda _: True)
 
     def trends(self, is_wanted: Callable[[str], bool]) -> tuple[Trend, ...]:
-        return tuple(line.whole_trend() for line in self.select_lines(is_wanted))
+        return tuple(line.to_trend() for line in self.select_lines(is_wanted))
 
     def endings(self, is_wanted: Callable[[str], bool]) -> list[Ending]:
-        """Returns how trends end, without their figures."""
+        """Returns the last figures of the trends with wanted names, without reading their other figures."""
         return [line.ending for line in self.select_lines(is_wanted)]
 
     def select_lines(self, is_wanted: Callable[[str], bool]) -> list[Line]:
-        """Returns the lines with a wanted name and with a number or a failure, sorted as trends are."""
-        # A cell may be in blocks of several layouts, and is listed if one of them has a figure.
+        """Returns the lines with wanted names, in the order of trends. Lines without any number or failure are left
+        out.
+        """
+        # A cell may be in several blocks. The cell is listed if one of them has a figure of it.
         columns: dict[tuple[Home, str, Cell], list[Column]] = {}
-        telling = set[tuple[Home, str, Cell]]()
-        for block, tells in zip(self.blocks, self._telling, strict=True):
+        keys_with_information = set[tuple[Home, str, Cell]]()
+        for block, has_information in zip(self.blocks, self._columns_with_information, strict=True):
             for index, name in enumerate(block.names):
                 if is_wanted(name):
                     rank, values = block.layout.cells[index]
                     key = block.home, block.layout.series[rank].name, values
                     columns.setdefault(key, []).append((block, index))
-                    telling.update([key] if tells[index] else [])
-        lines = [self._line(columns[key]) for key in telling]
-        return sorted(lines, key=lambda line: order(line.trend, line.rank))
+                    keys_with_information.update([key] if has_information[index] else [])
+        lines = [self._line(columns[key]) for key in keys_with_information]
+        return sorted(lines, key=lambda line: trend_sort_key(line.trend, line.rank))
 
-    def is_of(self, trend: Trend, identity: Identity) -> bool:
-        """Whether a trend is of this machine and interpreter, whatever path the interpreter was called by."""
-        home = home_of(identity.home, list(self.homes))
+    def is_trend_of(self, trend: Trend, identity: Identity) -> bool:
+        """Returns whether a trend belongs to this machine and interpreter. The path by which the interpreter was
+        called does not matter.
+        """
+        home = find_or_add_home(identity.home, list(self.homes))
         return (home.machine, home.python) == (trend.machine.get("machine"), trend.python)
 
     def _line(self, columns: Sequence[Column]) -> Line:
-        """The newest run defines the series and the machine."""
+        """Returns the line that one or several columns form. The newest run defines the series and the machine of the
+        line.
+        """
         block, index = max(columns, key=lambda column: column[0].newest.newest)
         rank, values = block.layout.cells[index]
         trend = Trend(block.layout.series[rank], values, block.newest.machine, block.home.python, ())
-        # Columns of several blocks are merged by the dates of their commits.
-        at, rows = block.at, block.rows[:, index]
+        # Merge columns of several blocks by the dates of their commits.
+        place_indices, rows = block.at, block.rows[:, index]
         if len(columns) > 1:
-            at = np.concatenate([part.at for part, _ in columns])
-            by_date = np.argsort(at)
-            at, rows = at[by_date], np.concatenate([part.rows[:, column] for part, column in columns])[by_date]
-        return Line(trend, rank, at, rows, self.places, self.facts)
+            place_indices = np.concatenate([part.at for part, _ in columns])
+            by_date = np.argsort(place_indices)
+            place_indices, rows = (
+                place_indices[by_date],
+                np.concatenate([part.rows[:, column] for part, column in columns])[by_date],
+            )
+        return Line(trend, rank, place_indices, rows, self.places, self.facts)
 
 
-def history_of(tables: Sequence[FigureTable], *counts: Any) -> History:
-    """Stacks tables, which are in the order of the commits' first runs, into blocks in the order of commits."""
-    # 1. Machines and interpreters, in the order of their first runs.
+def make_history(tables: Sequence[FigureTable], *counts: Any) -> History:
+    """Returns the history of tables, stacked into blocks in the order of commits. The tables are given in the order
+    of the commits' first runs.
+    """
+    # 1. Collect machines and interpreters in the order of their first runs.
     homes: list[Home] = []
-    home_of_each = [home_of(table.place.home, homes) for table in tables]
-    # 2. Tables of one layout and machine form a block, in the order of commits.
-    by_date = sorted(range(len(tables)), key=lambda index: tables[index].place.moment)
+    home_of_each = [find_or_add_home(table.place.home, homes) for table in tables]
+    # 2. Group tables with the same layout and machine into blocks, in the order of commits.
+    table_indices = sorted(range(len(tables)), key=lambda index: tables[index].place.moment)
     groups: dict[tuple[Home, str], list[tuple[int, FigureTable]]] = {}
-    for at, index in enumerate(by_date):
-        groups.setdefault((home_of_each[index], tables[index].layout), []).append((at, tables[index]))
-    # 3. Facts of all tables have one numbering.
-    numbers: dict[str, int] = {}
-    blocks = [_block(home, members, numbers) for (home, _), members in groups.items()]
-    return History(blocks, [tables[index].place for index in by_date], AllFacts(list(numbers)), homes, *counts)
+    for position, index in enumerate(table_indices):
+        groups.setdefault((home_of_each[index], tables[index].layout), []).append((position, tables[index]))
+    # 3. Number the facts of all tables together.
+    fact_numbers: dict[str, int] = {}
+    blocks = [_make_block(home, members, fact_numbers) for (home, _), members in groups.items()]
+    return History(
+        blocks, [tables[index].place for index in table_indices], AllFacts(list(fact_numbers)), homes, *counts
+    )
 
 
-def _block(home: Home, members: Sequence[tuple[int, FigureTable]], numbers: dict[str, int]) -> Block:
-    newest = max((table.place for _, table in members), key=lambda place: place.newest)
-    at = np.array([at for at, _ in members], np.int64)
+def _make_block(home: Home, members: Sequence[tuple[int, FigureTable]], fact_numbers: dict[str, int]) -> Block:
+    newest_place = max((table.place for _, table in members), key=lambda place: place.newest)
+    place_indices = np.array([place_indices for place_indices, _ in members], np.int64)
     rows = np.stack(
-        [_renumber_facts(table, numbers).view(np.uint8) for _, table in members]
-    )  # as bytes, which is faster
-    return Block(home, read_layout(members[0][1].layout), newest, at, rows.view(ROW))
+        [_renumber_facts(table, fact_numbers).view(np.uint8) for _, table in members]
+    )  # stacking bytes is faster than stacking rows
+    return Block(home, read_layout(members[0][1].layout), newest_place, place_indices, rows.view(ROW))
 
 
-def _renumber_facts(table: FigureTable, numbers: dict[str, int]) -> Rows:
-    """Returns the rows of a table with the numbers that facts have among those of all tables."""
+def _renumber_facts(table: FigureTable, fact_numbers: dict[str, int]) -> Rows:
+    """Returns the rows of a table with new numbers of their facts. `fact_numbers` has the numbers among the facts of
+    all tables.
+    """
     rows = np.frombuffer(table.rows, ROW)
-    facts = [numbers.setdefault(text, len(numbers)) for text in table.facts]
+    facts = [fact_numbers.setdefault(text, len(fact_numbers)) for text in table.facts]
     if facts != list(range(len(facts))):
         rows = rows.copy()
         rows["facts"] = np.array(facts, np.uint32)[rows["facts"]]

@@ -1,6 +1,7 @@
-"""The figures of a commit on one machine as a table: a row of numbers for each series and cell that was measured.
+"""The figures of a commit on one machine as a table. It has a row of numbers for each series and measured cell.
 
-Shared properties are stored once, as `FigureFacts`. Tables of the same series and cells share a layout.
+Properties that several figures share are stored once, as `FigureFacts`. Tables with the same series and cells share a
+layout.
 """
 
 from __future__ import annotations
@@ -16,12 +17,12 @@ from numpy.typing import NDArray
 
 from fp8bench.model import Cell, Conditions, Point, Series, Status
 from fp8bench.store.asv.identity import Home
-from fp8bench.store.asv.rows import cell
-from fp8bench.store.commit_runs import TrackedRun, commit_points, series_of_runs
+from fp8bench.store.asv.rows import summarize_samples
+from fp8bench.store.commit_runs import TrackedRun, collect_series, merge_commit_points
 
-# `facts` is the index of the figure's facts.
+# The numbers of one figure. `facts` is the index of its facts in the table.
 ROW = np.dtype([("value", "<f8"), ("low", "<f8"), ("high", "<f8"), ("facts", "<u4")])
-_MOST_LAYOUTS = 50  # that are remembered: neighbouring commits mostly share theirs
+_MAX_CACHED_LAYOUTS = 50  # neighbouring commits mostly share their layout
 
 Rows = NDArray[np.void]
 
@@ -41,8 +42,11 @@ class FigureFacts(NamedTuple):
 
 
 class Place(NamedTuple):
-    """Where and when a commit was measured: its date and the start of its oldest run (ms since 1970), the start of its
-    newest run as written there, and the machine."""
+    """A commit on one machine, with the times of its measurement.
+
+    `date` is the date of the commit, and `began` the start of its oldest run, in ms since 1970. `newest` is the start
+    of its newest run as recorded in the run.
+    """
 
     commit: str
     date: int | None
@@ -62,7 +66,7 @@ class Place(NamedTuple):
 
 
 class FigureTable(NamedTuple):
-    """The figures of a place. `layout` and each of the `facts` are JSON."""
+    """The figures of one commit by one machine and interpreter. `layout` and each of the `facts` are JSON."""
 
     place: Place
     layout: str
@@ -71,19 +75,21 @@ class FigureTable(NamedTuple):
 
 
 class Layout(NamedTuple):
-    """The series of a table, and for each of its rows the index of its series and its cell."""
+    """The series of a table, and for each row the index of its series and its cell."""
 
     series: tuple[Series, ...]
     cells: tuple[tuple[int, Cell], ...]
 
 
-def table_of(members: Sequence[TrackedRun]) -> FigureTable:
-    """Returns the table of the runs of one place, oldest first. The interpreter has the oldest run's name for it."""
+def make_table(members: Sequence[TrackedRun]) -> FigureTable:
+    """Returns the table of runs of one commit, machine and interpreter. The runs are given oldest first, and the
+    oldest names the interpreter.
+    """
     oldest, newest = members[0], members[-1]
-    points = commit_points(members)
+    points = merge_commit_points(members)
     numbers: dict[Hashable, int] = {}
     facts: list[FigureFacts] = []
-    rows = [_row(point, numbers, facts) for point in points.values()]
+    rows = [_make_row(point, numbers, facts) for point in points.values()]
     place = Place(
         oldest.commit,
         commit_date(oldest),
@@ -93,13 +99,15 @@ def table_of(members: Sequence[TrackedRun]) -> FigureTable:
         oldest.identity.home.python,
         oldest.identity.home.interpreter,
     )
-    layout = _layout(tuple(series_of_runs(members)), tuple(points))
+    layout = _encode_layout(tuple(collect_series(members)), tuple(points))
     return FigureTable(place, layout, tuple(map(json.dumps, facts)), np.array(rows, dtype=ROW).tobytes())
 
 
-def _row(point: Point, numbers: dict[Hashable, int], facts: list[FigureFacts]) -> tuple[float, float, float, int]:
-    value, low, high = value_of(point)
-    plain = (
+def _make_row(
+    point: Point, number_by_key: dict[Hashable, int], facts: list[FigureFacts]
+) -> tuple[float, float, float, int]:
+    value, low, high = median_with_interval(point)
+    properties = (
         point.version,
         point.runs,
         len(point.samples),
@@ -109,13 +117,13 @@ def _row(point: Point, numbers: dict[Hashable, int], facts: list[FigureFacts]) -
         point.status,
         point.reason,
     )
-    # Conditions are long, and many points share the same: their hash is asked for once.
-    under = numbers.get(id(point.under))
-    if under is None:
-        under = numbers[id(point.under)] = numbers.setdefault(point.under, len(numbers))
-    number = numbers.setdefault((*plain, under), len(facts))
+    # Conditions are long and many points share them, so each is hashed only once.
+    conditions_number = number_by_key.get(id(point.under))
+    if conditions_number is None:
+        conditions_number = number_by_key[id(point.under)] = number_by_key.setdefault(point.under, len(number_by_key))
+    number = number_by_key.setdefault((*properties, conditions_number), len(facts))
     if number == len(facts):
-        facts.append(FigureFacts(*plain, point.under))
+        facts.append(FigureFacts(*properties, point.under))
     return value or 0.0, low or 0.0, high or 0.0, number
 
 
@@ -124,9 +132,9 @@ def read_facts(text: str) -> FigureFacts:
     return facts._replace(status=Status(facts.status), under=tuple((name, fact) for name, fact in facts.under))
 
 
-def value_of(point: Point) -> tuple[float | None, float | None, float | None]:
+def median_with_interval(point: Point) -> tuple[float | None, float | None, float | None]:
     """Returns the median of a point's samples, and the ends of its interval."""
-    value, stats = cell(point.samples)
+    value, stats = summarize_samples(point.samples)
     if stats is None or stats.repeat < 2 or not (math.isfinite(stats.ci_99_a) and math.isfinite(stats.ci_99_b)):
         return value, None, None
     return value, stats.ci_99_a, stats.ci_99_b
@@ -137,19 +145,19 @@ def commit_date(tracked: TrackedRun) -> int | None:
     return date if isinstance(date, int) else None
 
 
-@lru_cache(maxsize=_MOST_LAYOUTS)  # cells have texts and whole numbers alone, of which equal ones are written alike
-def _layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> str:
+@lru_cache(maxsize=_MAX_CACHED_LAYOUTS)  # cells have only texts and integers, for which equality implies equal JSON
+def _encode_layout(series: tuple[Series, ...], points: tuple[tuple[str, Cell], ...]) -> str:
     ranks = {metric.name: rank for rank, metric in enumerate(series)}
-    plain = [list(vars(metric).values()) for metric in series]
-    return json.dumps([plain, [[ranks[name], values] for name, values in points]], separators=(",", ":"))
+    series_values = [list(vars(metric).values()) for metric in series]
+    return json.dumps([series_values, [[ranks[name], values] for name, values in points]], separators=(",", ":"))
 
 
-@lru_cache(maxsize=_MOST_LAYOUTS)
+@lru_cache(maxsize=_MAX_CACHED_LAYOUTS)
 def read_layout(text: str) -> Layout:
     series, cells = json.loads(text)
-    return Layout(tuple(map(_series, series)), tuple((rank, tuple(values)) for rank, values in cells))
+    return Layout(tuple(map(_decode_series, series)), tuple((rank, tuple(values)) for rank, values in cells))
 
 
-def _series(plain: Sequence[Any]) -> Series:
-    name, workload, metric, unit, names, params, version = plain
+def _decode_series(values: Sequence[Any]) -> Series:
+    name, workload, metric, unit, names, params, version = values
     return Series(name, workload, metric, unit, tuple(names), tuple(map(tuple, params)), version)

@@ -1,7 +1,8 @@
-"""Lists the runs of a store, each once, and finds a run by a word.
+"""Lists the runs of a store, each once, and finds the run that a word stands for.
 
-A run is identified by its id and its content. Copies count once, whatever their name, folder and line endings; so do
-beginnings of a run, of which the longest file counts. If files of one id differ, none counts.
+A run is identified by its id and its content. Copies of a run count once, whatever their name, folder or line
+endings. If a file has only the first lines of a longer file, the longer one counts. If files with the same id differ in
+other ways, none of them counts.
 """
 
 from __future__ import annotations
@@ -22,29 +23,32 @@ from fp8bench.errors import RunNotFound, StoreError, UsageError
 from fp8bench.files import check_file, is_locked, is_no_folder, open_file, read_file
 from fp8bench.model import Request, Run
 from fp8bench.model.request import KnownScales
-from fp8bench.store.kept_lines import fitting
-from fp8bench.store.runs.run_file import file_name, folder_name, load_head, load_run
+from fp8bench.store.kept_lines import find_files_by_name
+from fp8bench.store.runs.run_file import file_name, folder_name, load_header, load_run
 from fp8bench.suggestions import meant_name
 
-COPIED = "they are copies of runs, or the beginnings of runs, that count"
-REFUSED = "their ids are those of other files, so that none counts; `fp8bench history verify` names them"
-# The first bytes of a header; the id is its first field.
-_BEGINS = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
-_PEEKED = 256
-_MONTHS = "machine=*/month=*"
-_COLLECTED = f"{_MONTHS}/*.jsonl"
-_MONTH = re.compile(r"\d{4}-\d{2}")
-# Runs that are being measured are among this many newest files, and were written to this recently.
-_LOOKED_AT = 100
+COPY_REASON = "they are copies or beginnings of runs that count"
+REFUSED_REASON = (
+    "other files have the same ids and differ, so none of them counts; `fp8bench history verify` names them"
+)
+# Matches the beginning of a run's header, whose first field is the id.
+_HEADER_START_PATTERN = re.compile(rb'(?:\xef\xbb\xbf)?{"schema": ?\d+, ?"header": ?{"id": ?("[^"\\]+")')
+_HEADER_START_BYTES = 256
+_COLLECTED_FOLDERS = "machine=*/month=*"
+_COLLECTED_FILES = f"{_COLLECTED_FOLDERS}/*.jsonl"
+_MONTH_PATTERN = re.compile(r"\d{4}-\d{2}")
+# Files of runs that are being measured are searched only among this many newest files, and only if they were modified
+# this recently.
+_MAX_CHECKED_FILES = 100
 _RECENT_SECONDS = 7 * 86400.0
-REMEDY = "Keep the file that is right, and move the others away"
+REMEDY = "Keep the correct file, and move the others away"
 
 
 @dataclass(frozen=True)
 class Listing:
-    """Run files, newest first. `copies` leads from a file that does not count to the one that does.
+    """Run files, newest first. `copies` maps a copy to the file that counts in its place.
 
-    `refused` leads from a file to all files of its id, which are not the same run.
+    `refused` maps a file to all files with the same id, because these contain different runs.
     """
 
     files: tuple[Path, ...]
@@ -53,19 +57,19 @@ class Listing:
 
     @property
     def left(self) -> Counter[str]:
-        return +Counter({COPIED: len(self.copies), REFUSED: len(self.refused)})
+        return +Counter({COPY_REASON: len(self.copies), REFUSED_REASON: len(self.refused)})
 
     @property
-    def everything(self) -> list[Path]:
+    def all_files(self) -> list[Path]:
         return sorted((*self.files, *self.copies, *self.refused), key=lambda path: path.name, reverse=True)
 
     @property
     def newest(self) -> Path | None:
-        """The file with the latest start in its name, or a refused one; not a copy."""
-        return next((path for path in self.everything if path not in self.copies), None)
+        """The file with the latest start in its name. This file may be refused, but it is not a copy."""
+        return next((path for path in self.all_files if path not in self.copies), None)
 
     def notes(self, paths: Iterable[Path]) -> list[str]:
-        """Returns sentences on those of some files that do not count."""
+        """Returns sentences about the files among `paths` that are copies or refused."""
         chosen = set(paths)
         copies = [
             f"{path} is a copy of {original}, or its beginning, and the run counts once"
@@ -73,75 +77,79 @@ class Listing:
             if path in chosen
         ]
         groups = dict.fromkeys(group for path, group in self.refused.items() if path in chosen)
-        return [*copies, *(f"{refusal(group)}. {REMEDY}" for group in groups)]
+        return [*copies, *(f"{describe_refusal(group)}. {REMEDY}" for group in groups)]
 
-    def counts(self, path: Path) -> bool:
+    def is_counted(self, path: Path) -> bool:
         return path not in self.copies and path not in self.refused
 
     def check_refusals(self) -> Listing:
-        """Returns this listing. Raises StoreError where a file is refused."""
+        """Returns this listing. Raises StoreError if a file is refused."""
         for path in self.refused:
-            self.that_counts(path)
+            self.find_counted_file(path)
         return self
 
-    def that_counts(self, path: Path) -> Path:
-        """Returns the file that counts for this one. Raises StoreError for a refused one."""
+    def find_counted_file(self, path: Path) -> Path:
+        """Returns the file that counts in place of this one. Raises StoreError for a refused file."""
         if path in self.refused:
-            raise StoreError(f"{refusal(self.refused[path])}. {REMEDY}.")
+            raise StoreError(f"{describe_refusal(self.refused[path])}. {REMEDY}.")
         return self.copies.get(path, path)
 
 
-def refusal(group: Sequence[Path]) -> str:
+def describe_refusal(group: Sequence[Path]) -> str:
     files = " and ".join(map(str, group))
-    return f"{files} have the id {id_of(group[0])} and say different things, so that none of them counts"
+    return f"{files} have the id {id_of(group[0])} but different contents, so none of them counts"
 
 
-def each_once(paths: Iterable[Path]) -> Listing:
-    """Sorts out which files are the same runs, by their ids. Unreadable files are kept."""
+def remove_copies(paths: Iterable[Path]) -> Listing:
+    """Finds out which files contain the same run, by their ids. Unreadable files are kept."""
     # 1. Group the files by the ids of their runs.
     files = list(dict.fromkeys(paths))
     by_id: dict[str, list[Path]] = {}
     for path in files:
         by_id.setdefault(id_of(path), []).append(path)
-    # 2. In each group one file counts, or none if they differ.
+    # 2. Choose the file of each group that counts, or none if the files differ.
     copies: dict[Path, Path] = {}
     refused: dict[Path, tuple[Path, ...]] = {}
     for group in by_id.values():
         if len(group) == 1:
             continue
         try:
-            counts = _choose_file(group)
+            counted_file = _choose_file(group)
         except OSError:
             continue
-        if counts is None:
+        if counted_file is None:
             refused |= dict.fromkeys(group, tuple(sorted(group)))
         else:
-            copies |= {path: counts for path in group if path != counts}
+            copies |= {path: counted_file for path in group if path != counted_file}
     return Listing(tuple(path for path in files if path not in copies and path not in refused), copies, refused)
 
 
 def _choose_file(group: Sequence[Path]) -> Path | None:
-    """Returns the file that counts among those of one id: a complete one, with its run's name and folder if one has;
-    None if they differ."""
-    longest = max(group, key=_length)
+    """Returns the file that counts among files with one id, or None if they contain different runs.
+
+    The chosen file is complete. If possible, its name and folder are those of its run.
+    """
+    longest = max(group, key=_measure_length)
     content = read_file(longest)
     if not all(is_beginning(read_file(path), content) for path in group):
         return None
     name = folder = ""
-    with contextlib.suppress(StoreError):  # a newer version's, for example
-        head = load_head(longest)
-        name, folder = file_name(head), folder_name(head)
-    complete = [path for path in group if is_beginning(content, read_file(path))]
-    return min(complete, key=lambda path: (path.name != name, path.parent.name != folder, str(path)))
+    with contextlib.suppress(StoreError):  # for example, a file of a newer version
+        header = load_header(longest)
+        name, folder = file_name(header), folder_name(header)
+    complete_files = [path for path in group if is_beginning(content, read_file(path))]
+    return min(complete_files, key=lambda path: (path.name != name, path.parent.name != folder, str(path)))
 
 
 def id_of(path: Path) -> str:
-    """Returns the id of the run in a file; a digest where it has no header, its path where it cannot be read."""
+    """Returns the id of the run in a file. If the file has no header, its id is a digest of its content. If it cannot
+    be read, its id is its path.
+    """
     try:
         with open_file(path) as file:
-            if begins := _BEGINS.match(file.read(_PEEKED)):
+            if begins := _HEADER_START_PATTERN.match(file.read(_HEADER_START_BYTES)):
                 return str(json.loads(begins[1]))
-        run = load_head(path)
+        run = load_header(path)
         if run.started:
             return run.id
         with open_file(path) as file:
@@ -150,24 +158,24 @@ def id_of(path: Path) -> str:
         return str(path)
 
 
-def _length(path: Path) -> tuple[int, int]:
-    lines = _lines(read_file(path))
+def _measure_length(path: Path) -> tuple[int, int]:
+    lines = _split_lines(read_file(path))
     return len(lines), sum(map(len, lines))
 
 
 def is_beginning(part: bytes, content: bytes) -> bool:
-    """Whether the lines of `part` are the first lines of `content`, or all; the last one may be cut short."""
-    first, lines = _lines(part), _lines(content)
-    if len(first) > len(lines):
+    """Returns whether `content` begins with the lines of `part`. The last line of `part` may be cut short."""
+    part_lines, lines = _split_lines(part), _split_lines(content)
+    if len(part_lines) > len(lines):
         return False
-    for number, (line, counterpart) in enumerate(zip(first, lines, strict=False), 1):
-        is_cut = number == len(first) and counterpart.startswith(line)
+    for number, (line, counterpart) in enumerate(zip(part_lines, lines, strict=False), 1):
+        is_cut = number == len(part_lines) and counterpart.startswith(line)
         if line != counterpart and not is_cut and not _are_equal(line, counterpart):
             return False
     return True
 
 
-def _lines(content: bytes) -> list[bytes]:
+def _split_lines(content: bytes) -> list[bytes]:
     return [line.strip() for line in content.removeprefix(b"\xef\xbb\xbf").split(b"\n") if line.strip()]
 
 
@@ -179,27 +187,30 @@ def _are_equal(line: bytes, counterpart: bytes) -> bool:
 
 
 def collected_folder(run: Run) -> str:
-    """Returns the folder below `runs` in a collected store: 'machine=NAME/month=YYYY-MM'."""
+    """Returns a run's folder below `runs` in a collected store: 'machine=NAME/month=YYYY-MM'."""
     month = run.started[:7]
-    return f"machine={folder_name(run)}/month={month if _MONTH.fullmatch(month) else 'unknown'}"
+    return f"machine={folder_name(run)}/month={month if _MONTH_PATTERN.fullmatch(month) else 'unknown'}"
 
 
 def machine_folder(path: Path) -> str:
-    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED) else path.parent.name
+    return path.parent.parent.name.removeprefix("machine=") if path.match(_COLLECTED_FILES) else path.parent.name
 
 
-def all_files(store: Path) -> list[Path]:
-    """Returns all run files of a store, newest first, with copies; files that no memory holds are left out.
+def list_all_files(store: Path) -> list[Path]:
+    """Returns all run files of a store, including copies, newest first. Leaves out files that are too large for
+    memory.
 
-    They are in a folder of their machine, or in those of `collected_folder`.
+    Files are in a folder of their machine, or in a folder as returned by `collected_folder`.
     """
-    return list(newest_files(store))
+    return list(iterate_newest_files(store))
 
 
-def newest_files(store: Path) -> Iterator[Path]:
-    """Like all_files, one by one: checking 50,000 files takes as long as all the rest of a command."""
+def iterate_newest_files(store: Path) -> Iterator[Path]:
+    """Yields the files of list_all_files one by one. A caller that needs few files saves time, because checking
+    50,000 files takes as long as the rest of a command.
+    """
     runs = store / "runs"
-    paths = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED)), key=lambda path: path.name, reverse=True)
+    paths = sorted((*runs.glob("*/*.jsonl"), *runs.glob(_COLLECTED_FILES)), key=lambda path: path.name, reverse=True)
     return filter(_may_be_run, paths)
 
 
@@ -212,69 +223,75 @@ def _may_be_run(path: Path) -> bool:
 
 
 def listing(store: Path) -> Listing:
-    return each_once(all_files(store))
+    return remove_copies(list_all_files(store))
 
 
 def run_files(store: Path) -> Iterator[Path]:
-    """Yields a file for each run of a store, newest first."""
+    """Yields one file for each run of a store, newest first."""
     yield from listing(store).files
 
 
-def closed_folders(store: Path) -> list[Path]:
-    """Returns folders of runs that may not be read, so that their runs seem to be missing."""
+def list_unreadable_folders(store: Path) -> list[Path]:
+    """Returns folders of runs that this process may not read. The user should know of them, because their runs would
+    otherwise seem missing.
+    """
     runs = store / "runs"
-    folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED.rpartition("/")[0]))]
-    # Path.is_dir raises where a folder above may not be read.
+    folders = [runs, *sorted(runs.glob("*")), *sorted(runs.glob(_COLLECTED_FILES.rpartition("/")[0]))]
+    # Path.is_dir raises an error if a parent folder is unreadable.
     return [folder for folder in folders if os.path.isdir(folder) and not os.access(folder, os.R_OK | os.X_OK)]  # noqa: PTH112
 
 
 def store_of(path: Path) -> Path | None:
-    """Returns the store that a run file is in; None if it is in none."""
-    resolved = path.resolve()
-    folder = resolved.parent.parent.parent if resolved.match(_COLLECTED) else resolved.parent.parent
+    """Returns the store that contains a run file, or None."""
+    resolved_path = path.resolve()
+    folder = (
+        resolved_path.parent.parent.parent if resolved_path.match(_COLLECTED_FILES) else resolved_path.parent.parent
+    )
     return folder.parent if folder.name == "runs" else None
 
 
 def find_run(word: str, store: Path) -> Path:
-    """Returns a run's file by path, file stem or id, or a unique beginning of these; 'last' is the newest."""
-    # 1. A path.
-    direct = Path(word)
+    """Returns the run file that a word stands for: its path, its stem or its id, or an unambiguous beginning of the
+    stem or id. 'last' is the newest run.
+    """
+    # 1. Try the word as a path.
+    given_path = Path(word)
     try:
-        if is_no_folder(direct):
-            return direct
+        if is_no_folder(given_path):
+            return given_path
         runs = listing(store)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
         raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({reason}).") from None
-    # 2. The newest run, or the one that the word begins.
-    files = runs.everything
+    # 2. Find the newest run, or the run that begins with the word.
+    files = runs.all_files
     if word == "last" and runs.newest is not None:
-        return runs.that_counts(runs.newest)
-    called = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
-    meant = list(dict.fromkeys(map(runs.that_counts, fitting(word, called))))
-    if len(meant) == 1:
-        return meant[0]
-    if meant:
-        names = ", ".join(path.stem for path in meant[:5])
-        raise RunNotFound(f"{word!r} fits {len(meant)} runs ({names}). Give more of the name.")
-    # 3. No run: name the newest one.
-    newest = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
-    message = f"no run {word!r:.200} in {store}.{newest} Give an id, a file's stem, a path, or 'last'."
+        return runs.find_counted_file(runs.newest)
+    names_by_path = {path: (path.stem, path.stem.rpartition("-")[2]) for path in files}
+    matches = list(dict.fromkeys(map(runs.find_counted_file, find_files_by_name(word, names_by_path))))
+    if len(matches) == 1:
+        return matches[0]
+    if matches:
+        names = ", ".join(path.stem for path in matches[:5])
+        raise RunNotFound(f"{word!r} fits {len(matches)} runs ({names}). Give more of the name.")
+    # 3. No run was found, so the error names the newest run.
+    newest_text = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
+    message = f"no run {word!r:.200} in {store}.{newest_text} Give an id, a file's stem, a path, or 'last'."
     raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
 
 
-def running_beside(path: Path) -> list[str]:
+def list_running_stems(path: Path) -> list[str]:
     """Returns the stems of other runs that are being measured into the same store."""
     path = path.resolve()
     store = store_of(path)
     if store is None:
         return []
-    recent = time.time() - _RECENT_SECONDS
-    # Locks are looked at only for files that somebody may still write.
+    oldest_time = time.time() - _RECENT_SECONDS
+    # Check the locks of recently modified files only.
     stems = []
-    for recent_path in islice(newest_files(store), _LOOKED_AT):
+    for recent_path in islice(iterate_newest_files(store), _MAX_CHECKED_FILES):
         with contextlib.suppress(OSError):
-            if recent_path != path and recent_path.stat().st_mtime > recent and is_locked(recent_path):
+            if recent_path != path and recent_path.stat().st_mtime > oldest_time and is_locked(recent_path):
                 stems.append(recent_path.stem)
     return stems
 
@@ -283,15 +300,15 @@ def load_stored_run(word: str, store: Path) -> Run:
     return load_run(find_run(word, store))
 
 
-def scales_of(run: Run) -> KnownScales:
+def collect_scales(run: Run) -> KnownScales:
     """Returns the largest magnitude of each layer and role, over all cases of one precision."""
     scales = []
     for record in run.records:
         scales += [(record.case.precision, scale.layer, scale.role, scale.amax) for scale in record.scales]
-    return largest_scales(scales)
+    return merge_largest_scales(scales)
 
 
-def largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales:
+def merge_largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales:
     largest: dict[tuple[str, str, str], float] = {}
     for mode, layer, role, amax in scales:
         key = str(mode), str(layer), str(role)
@@ -299,16 +316,16 @@ def largest_scales(scales: Iterable[tuple[str, str, str, float]]) -> KnownScales
     return tuple((*key, amax) for key, amax in largest.items())
 
 
-def with_stored_scales(request: Request, store: Path) -> Request:
+def add_stored_scales(request: Request, store: Path) -> Request:
     if request.scales_from is None or request.known_scales:
         return request
     run = load_stored_run(request.scales_from, store)
-    return replace(request, known_scales=refuse_no_scales(scales_of(run), f"run {run.id}"))
+    return replace(request, known_scales=require_scales(collect_scales(run), f"run {run.id}"))
 
 
-def refuse_no_scales(scales: KnownScales, of: str) -> KnownScales:
+def require_scales(scales: KnownScales, source: str) -> KnownScales:
     if not scales:
         raise UsageError(
-            f"--scales-from: {of} has kept no scales. Measure it with --static-scales N, which finds and keeps them."
+            f"--scales-from: {source} has no stored scales. Measure it with --static-scales N, which stores them."
         )
     return scales

@@ -1,11 +1,11 @@
-"""Run files: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`, append-only, one for each run.
+"""Reads and writes run files: `<store>/runs/<machine>/<utc>-<commit8>-<id>.jsonl`, append-only, one per run.
 
-The first line is the header; records, notes, resumptions and an end follow. Broken lines, and those of unknown kinds,
-are left out and named. docs/run-format.md describes the lines.
+The first line is the header. Records, notes, resumptions and an end follow. Broken lines and lines of unknown kinds
+are left out and reported. docs/run-format.md describes the lines.
 
-A group is through to the disk before the next one starts. The file is locked while it is written, so that no two
-processes write one run, and a run can tell whether another one is measuring. A kill at any moment leaves a file that
-can be read: it appears with its header, and readers skip a line that was cut short.
+The records of a group are written through to the disk before the next group starts. The file is locked while it is
+written, so that two processes never write one run and a run can find other running ones. A kill at any moment leaves
+a readable file: it is created with its header, and readers skip a line that was cut short.
 """
 
 from __future__ import annotations
@@ -37,48 +37,52 @@ from fp8bench.model import (
 )
 from fp8bench.model.codec import SCHEMA, Malformed, decode, encode
 from fp8bench.model.file_names import stamp
-from fp8bench.store.kept_lines import Content, FileLines, UnknownKind, check_schema, lines_of, refuse_newer, take_lines
+from fp8bench.store.kept_lines import (
+    Content,
+    FileLines,
+    UnknownKind,
+    check_schema,
+    process_lines,
+    read_file_lines,
+    refuse_newer,
+)
 
-# For nanoseconds, bytes and other counts.
-_MOST = 1 << 62
-
-
-def why_unsound(record: Record) -> str:
-    """Returns why a record's samples cannot be a clock's; '' if they can."""
-    numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
-    if not all(map(_is_time, numbers)) or not 0 <= record.work.tokens < _MOST:
-        return "its work is no count"
-    timings = [timing for timing in (record.timing, record.control, record.paired_with) if timing is not None]
-    return next(filter(None, map(_why_unsound_timing, timings)), "")
-
-
-def _is_time(value: float) -> bool:
-    return 0 <= value < math.inf
+# The largest count of nanoseconds, bytes and other units that is still valid.
+_MAX_COUNT = 1 << 62
 
 
-def _why_unsound_timing(timing: Timing) -> str:
+def explain_invalid_record(record: Record) -> str:
+    """Returns why a record's numbers cannot have been measured. Returns '' if they can."""
+    work_numbers = (record.work.flops, record.work.bytes, record.work.least_memory)
+    if not all(0 <= number < math.inf for number in work_numbers) or not 0 <= record.work.tokens < _MAX_COUNT:
+        return "its work is not a valid count"
+    recorded_timings = [timing for timing in (record.timing, record.control, record.paired_with) if timing is not None]
+    return next(filter(None, map(_explain_invalid_timing, recorded_timings)), "")
+
+
+def _explain_invalid_timing(timing: Timing) -> str:
     phases = timing.segments.phases
     cells = len(phases)
     if len(timing.segments.blocks) != cells or not set(phases) <= set(CELL_PHASES):
-        return "its cells are of no known phases"
+        return "its cells have unknown phases"
     if len({slot.round for slot in timing.slots}) != len(timing.slots):
         return "two slots have the same round"
     calls = list(chain.from_iterable(slot.calls_ns for slot in timing.slots))
     if not all(slot.calls_ns for slot in timing.slots) or not set(map(len, calls)) <= {cells}:
-        return f"a step has not the {cells} cells of its segments"
-    if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MOST or not all(map(any, calls))):
-        return "a step took no time, or more than any clock counts"
+        return f"a step does not have the {cells} cells of its segments"
+    if calls and (min(map(min, calls)) < 0 or max(map(max, calls)) >= _MAX_COUNT or not all(map(any, calls))):
+        return "a step has a time of 0, or more than a clock can count"
     for slot in timing.slots:
         clocks = (slot.wall_seconds, slot.cpu_seconds, slot.host_seconds)
-        optional = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
-        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional)):
-            return "a slot's clocks have no times"
+        optional_clocks = (slot.thread_seconds, slot.stolen_seconds, slot.waited_seconds, slot.clock)
+        if not all(clock is None or 0 <= clock < math.inf for clock in (*clocks, *optional_clocks)):
+            return "a slot has invalid times"
     return ""
 
 
 @dataclass
 class _RunReading:
-    """The values of the lines read until now."""
+    """The values that were read from the lines of a run file so far."""
 
     run: Run | None = None
     records: list[Record] = field(default_factory=list)
@@ -89,37 +93,41 @@ class _RunReading:
 
 
 def load_run(path: Path) -> Run:
-    """Reads a run file. Broken lines are named in `troubles`; without a header the records stand alone.
+    """Reads a run file. Broken lines are described in `troubles`. A missing header is inferred from the records.
 
-    Raises StoreError for a file of a newer version, and for one without a header or a record.
+    Raises StoreError for a file of a newer version, and for a file without a header or a record.
     """
-    return load_sheet(path)[0]
+    return load_run_with_lines(path)[0]
 
 
-def load_sheet(path: Path) -> tuple[Run, FileLines]:
-    """Like load_run, with the lines of the file."""
-    sheet = lines_of(path, "the run file")
-    if not (sheet.lines or sheet.broken):
+def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
+    """Reads a run file like load_run, and also returns its lines."""
+    file_lines = read_file_lines(path, "the run file")
+    if not (file_lines.lines or file_lines.broken):
         raise StoreError(f"{path} is not a run file: it is empty.")
-    refuse_newer(sheet, path)
-    header, run, reason = _find_header(sheet, path)
+    refuse_newer(file_lines, path)
+    header, run, reason = _find_header(file_lines, path)
     reading = _RunReading(run)
-    reading.troubles += take_lines(sheet, partial(_take, reading), header)
+    reading.troubles += process_lines(file_lines, partial(_add_line, reading), header)
     if run is None:
-        broken = f"line {header}, the header, is broken ({reason})" if header else ""
+        header_problem = f"line {header}, the header, is broken ({reason})" if header else ""
         if not reading.records:
-            raise StoreError(f"{path} is not a run file: {broken or 'it has no header'}.")
-        reading.troubles.insert(0, f"{broken or 'the header is gone'}: what was asked, planned and run on is lost")
-    return _to_run(reading, path), sheet
+            raise StoreError(f"{path} is not a run file: {header_problem or 'it has no header'}.")
+        reading.troubles.insert(
+            0, f"{header_problem or 'the header is missing'}: the request, plan and environment are lost"
+        )
+    return _to_run(reading, path), file_lines
 
 
-def load_head(path: Path) -> Run:
-    """Reads a run without its records, from the first line if that is the header. Raises StoreError as load_run."""
+def load_header(path: Path) -> Run:
+    """Reads a run without its records, from the first line of its file. If that line is not a header, reads the file
+    like load_run.
+    """
     try:
         with open_file(path) as file:
             content, _ = unsealed_line(file.readline().removeprefix(b"\xef\xbb\xbf"))
         if "schema" in content:
-            return replace(_header(content, path), path=str(path))
+            return replace(_parse_header(content, path), path=str(path))
     except OSError as error:
         raise RunNotFound(f"the run file {path} cannot be read ({error.strerror}).") from None
     except (ValueError, RecursionError):
@@ -127,40 +135,40 @@ def load_head(path: Path) -> Run:
     return load_run(path)
 
 
-def _find_header(sheet: FileLines, path: Path) -> tuple[int, Run | None, str]:
-    """Returns the number of the first line that is a header, wherever it is, and the run that it begins.
-
-    Without one: the number of the line that probably was it (0 for none), None, and what is wrong with it.
+def _find_header(file_lines: FileLines, path: Path) -> tuple[int, Run | None, str]:
+    """Returns the number of the first line that is a header, the run that it describes, and ''. Without a header,
+    returns the number of the line that was probably the header (0 for none), None, and what is wrong with that line.
     """
-    suspects: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in sheet.broken]
-    for number, content in sheet.lines:
+    suspects: list[tuple[int, None, str]] = [(broken.number, None, broken.why) for broken in file_lines.broken]
+    for number, content in file_lines.lines:
         if "schema" in content:
             try:
-                return number, _header(content, path), ""
+                return number, _parse_header(content, path), ""
             except ValueError as error:
                 suspects.append((number, None, str(error)[:200]))
-    # A broken line that still has the word "schema" was the header; else the first line was.
-    begins = {broken.number: broken.begins for broken in sheet.broken}
+    # The header was probably the broken line with the word "schema". Without such a line, it was the first line.
+    start_by_line = {broken.number: broken.begins for broken in file_lines.broken}
     for suspect in sorted(suspects):
-        if '"schema"' in begins.get(suspect[0], '"schema"'):
+        if '"schema"' in start_by_line.get(suspect[0], '"schema"'):
             return suspect
-    first = min([*begins, *dict(sheet.lines)], default=0)
-    return next((suspect for suspect in suspects if suspect[0] == first), (0, None, ""))
+    first_line = min([*start_by_line, *dict(file_lines.lines)], default=0)
+    return next((suspect for suspect in suspects if suspect[0] == first_line), (0, None, ""))
 
 
-def _take(reading: _RunReading, content: Content) -> None:
-    """Adds the value of a line; raises Malformed or UnknownKind for a line that has none."""
+def _add_line(reading: _RunReading, content: Content) -> None:
+    """Adds the value of a line. Raises Malformed or UnknownKind for a line without a value."""
     if "record" in content:
         record = decode(Record, content["record"])
-        if reason := why_unsound(record):
+        if reason := explain_invalid_record(record):
             raise Malformed(f"Record: {reason}")
         reading.records.append(record)
     elif "resumed" in content:
         resumption = decode(Resumption, content["resumed"])
-        # Groups without all records are measured again, and a group must not have records of two sittings.
+        # A resumption measures an incomplete group again. Drop its earlier records, because a group must not mix
+        # records of two sessions.
         if reading.run is not None:
-            cut = missing_groups(replace(reading.run, records=tuple(reading.records)))
-            remeasured = set(chain.from_iterable(map(_case_ids, cut)))
+            incomplete = find_incomplete_groups(replace(reading.run, records=tuple(reading.records)))
+            remeasured = set(chain.from_iterable(map(_case_ids, incomplete)))
             reading.records = [record for record in reading.records if record.case.id not in remeasured]
         reading.resumptions.append(resumption)
         reading.finished = False
@@ -168,10 +176,10 @@ def _take(reading: _RunReading, content: Content) -> None:
         reading.notes.append(decode(str, content["note"]))
     elif "end" in content:
         if content["end"] not in ("finished", "interrupted"):
-            raise Malformed("an end of an unknown kind")
+            raise Malformed("its end is of an unknown kind")
         reading.finished = content["end"] == "finished"
     elif "schema" in content:
-        raise Malformed("an invalid header, or a second one")
+        raise Malformed("it is an invalid or second header")
     else:
         raise UnknownKind
 
@@ -181,20 +189,22 @@ def _case_ids(group: Group) -> list[str]:
 
 
 def _to_run(reading: _RunReading, path: Path) -> Run:
-    """Returns the run, with the newest record of each case in the order of the plan."""
-    # 1. Without a header, the records show what was planned.
+    """Returns the run with the newest record of each case, in the order of the plan."""
+    # 1. Without a header, infer the plan from the records.
     run = reading.run
     if run is None:
         suites = ",".join(dict.fromkeys(record.case.workload for record in reading.records))
-        plan = plan_of(reading.records)
+        plan = infer_plan(reading.records)
         run = Run(path.stem.rpartition("-")[2], "", "", Request(suites), plan, Environment({}), ())
-    # 2. A case that was measured again counts with its newest record.
-    places = {case: place for place, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
-    latest = {record.case.id: record for record in reading.records}
-    ordered = sorted(latest.values(), key=lambda record: places.get(record.case.id, len(places)))
+    # 2. If a case was measured again, use its newest record.
+    order_by_case = {case: index for index, case in enumerate(chain.from_iterable(map(_case_ids, run.plan)))}
+    latest_by_case = {record.case.id: record for record in reading.records}
+    sorted_records = sorted(
+        latest_by_case.values(), key=lambda record: order_by_case.get(record.case.id, len(order_by_case))
+    )
     return replace(
         run,
-        records=tuple(ordered),
+        records=tuple(sorted_records),
         path=str(path),
         finished=reading.finished,
         troubles=tuple(reading.troubles),
@@ -203,22 +213,22 @@ def _to_run(reading: _RunReading, path: Path) -> Run:
     )
 
 
-def _header(content: Content, path: Path) -> Run:
+def _parse_header(content: Content, path: Path) -> Run:
     check_schema(content, path)
     run = decode(Run, content.get("header"))
     if not all(0 <= group.reference < len(group.cases) for group in run.plan):
-        raise Malformed("the reference of a group is not among its cases")
+        raise Malformed("a group's reference is not among its cases")
     return run
 
 
-def missing_groups(run: Run) -> tuple[Group, ...]:
+def find_incomplete_groups(run: Run) -> tuple[Group, ...]:
     """Returns the groups of the plan that lack records."""
-    measured = {record.case.id for record in run.records}
-    return tuple(group for group in run.plan if not measured.issuperset(_case_ids(group)))
+    measured_ids = {record.case.id for record in run.records}
+    return tuple(group for group in run.plan if not measured_ids.issuperset(_case_ids(group)))
 
 
-def plan_of(records: Sequence[Record]) -> Plan:
-    """Returns the plan that records alone show: groups by their settings."""
+def infer_plan(records: Sequence[Record]) -> Plan:
+    """Infers the plan of a run from its records. Cases with the same setting form a group."""
     by_setting: dict[str, list[Record]] = {}
     for record in records:
         by_setting.setdefault(record.case.setting, []).append(record)
@@ -226,29 +236,29 @@ def plan_of(records: Sequence[Record]) -> Plan:
     for members in by_setting.values():
         cases = []
         for record in members:
-            skipped = record.reason if record.status is Status.SKIPPED else ""
-            cases.append(PlannedCase(record.case, record.support, record.work, skipped))
-        reference = next((place for place, record in enumerate(members) if record.is_reference), 0)
+            skip_reason = record.reason if record.status is Status.SKIPPED else ""
+            cases.append(PlannedCase(record.case, record.support, record.work, skip_reason))
+        reference = next((index for index, record in enumerate(members) if record.is_reference), 0)
         groups.append(Group(tuple(cases), reference))
     return Plan(tuple(groups))
 
 
 def file_name(run: Run) -> str:
-    """Returns the name of a run's file: start, commit, id. A commit's runs are found by it."""
+    """Returns the name of a run's file: start, commit and id. Runs of a commit are found by this name."""
     commit = str(run.environment.get("commit") or "nocommit")[:8]
     return f"{stamp(run.started)}-{commit}-{run.id}.jsonl"
 
 
 def folder_name(run: Run) -> str:
-    return safe_folder(str(run.environment.get("machine") or ""))
+    return to_folder_name(str(run.environment.get("machine") or ""))
 
 
-def safe_folder(machine: str) -> str:
+def to_folder_name(machine: str) -> str:
     return re.sub(r"[^A-Za-z0-9._-]", "-", machine).strip(".") or "unknown"
 
 
-_HEADER_LEFT_OUT = {"records", "path", "finished", "troubles", "notes", "resumptions"}
-LEAST_FREE_BYTES = 4 << 20  # a short run needs more
+_FIELDS_NOT_IN_HEADER = {"records", "path", "finished", "troubles", "notes", "resumptions"}
+MIN_FREE_BYTES = 4 << 20  # Runs need at least this many free bytes. This is less than a short run writes.
 
 
 @dataclass
@@ -258,31 +268,33 @@ class RunWriter(LineWriter):
     called: str = "the run file"
 
     def append(self, records: Sequence[Record]) -> None:
-        self._lines([{"record": encode(record)} for record in records])
+        self._append_numbered_lines([{"record": encode(record)} for record in records])
 
 
 def check_store(store: Path) -> None:
-    """Raises StoreError if runs cannot be written there, or there is hardly any room."""
+    """Raises StoreError if runs cannot be written to the store, or if little space is left."""
     folder = store / "runs"
     with keeping(f"the store {store}", "Choose another --store DIR."):
         make_store(store)
         try_writing(folder)
-        free = shutil.disk_usage(folder).free
-    if free < LEAST_FREE_BYTES:
-        raise StoreError(f"the store {store} has only {free} bytes left. Make room, or choose another --store DIR.")
+        free_bytes = shutil.disk_usage(folder).free
+    if free_bytes < MIN_FREE_BYTES:
+        raise StoreError(
+            f"the store {store} has only {free_bytes} bytes left. Make room, or choose another --store DIR."
+        )
 
 
 def start_run(run: Run, store: Path) -> RunWriter:
     """Creates the run's file with its header in one step."""
     path = store / "runs" / folder_name(run) / file_name(run)
     header = {
-        field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _HEADER_LEFT_OUT
+        field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name not in _FIELDS_NOT_IN_HEADER
     }
     return RunWriter.start(path, {"schema": SCHEMA, "header": header})
 
 
 def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
-    """Opens a run's file to go on with it; a last line that was cut short stays alone on its line."""
+    """Opens a run's file for appending. A last line that was cut short gets a line end."""
     try:
         file = open_file(path, "a+b")
         lock_run(file, path)
@@ -290,12 +302,12 @@ def reopen_run(path: Path, resumption: Resumption) -> RunWriter:
     except OSError as error:
         raise StoreError(f"the run file {path} cannot be written ({error.strerror}).") from None
     writer = RunWriter(path, file)
-    writer._lines([{"resumed": encode(resumption)}])
+    writer._append_numbered_lines([{"resumed": encode(resumption)}])
     return writer
 
 
 def lock_run(file: IO[Any], path: Path) -> None:
-    """Locks the file, where the file system has locks. Raises StoreError where another process has it."""
+    """Locks the file if the file system supports it. Raises StoreError if another process has locked it."""
     if not lock(file, 0):
         file.close()
         raise StoreError(f"another process is writing the run {path.stem}. Wait for its end, or start another run.")

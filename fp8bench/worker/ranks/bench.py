@@ -1,8 +1,8 @@
-"""The bench of one rank: joins the others in a process group, and reports its progress.
+"""The bench of one rank, which joins the process group of all ranks and reports its progress.
 
-It refuses connections of strangers, because gloo accepts any connection without authentication. Only Linux reveals the
-owner of a connection. How well communication is hidden is measured by running the parts of a step alone, at once and in
-sequence, in rounds of random order.
+It refuses connections of other users, because gloo accepts any connection without authentication. Only Linux shows
+the owner of a connection. It also measures how well computing hides communication. For this it runs the parts of a
+step alone, at the same time, and one after the other, in rounds of random order.
 """
 
 from __future__ import annotations
@@ -25,21 +25,22 @@ from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Scalar,
 from fp8bench.model.codec import PlainUnpickler
 from fp8bench.model.ranks import BEAT, MEETING, OUTSIDE, Sent, Transfer
 from fp8bench.model.raw import Settings
-from fp8bench.protocols.measuring import Markers, TellingMarker
+from fp8bench.protocols.measuring import Markers, ReportingMarker
 from fp8bench.protocols.workload import StepParts
 from fp8bench.registry import workloads
 from fp8bench.worker.bench import Bench
 from fp8bench.worker.clock import PhaseClock
 
-_FILE = "start-line"
-_NUMBER = 8
-# A rank spins for this long: one that sleeps wakes up too late to begin with the others.
-_AWAKE_SECONDS = 5e-4
+_START_LINE_FILE = "start-line"
+_COUNT_BYTES = 8
+# A rank that waits for others polls for this many seconds before it sleeps. A sleeping rank wakes up too late to
+# begin together with the others.
+_SPINNING_SECONDS = 5e-4
 _NAP_SECONDS = 1e-4
 
 
 class Heart:
-    """Writes this rank's progress into a mapped file: half a microsecond per beat."""
+    """Writes this rank's progress into a memory-mapped file, in half a microsecond per heartbeat."""
 
     def __init__(self, file: Path) -> None:
         self.folder = file.parent
@@ -54,42 +55,51 @@ class Heart:
         self.phase(OUTSIDE)
 
     def phase(self, code: int) -> None:
-        """Records the phase of a step. If an exception leaves a phase, it stays recorded, because the rank failed in
-        it."""
+        """Records the phase of a step. After an exception it records nothing, because the rank failed in the last
+        phase.
+        """
         if sys.exception() is not None:
             return
         self._beats += 1
         BEAT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
 
     def markers(self) -> Markers[AbstractContextManager[None]]:
-        stack = [UNATTRIBUTED]
+        open_phase_codes = [UNATTRIBUTED]
         self.phase(CELL_PHASES.index(UNATTRIBUTED))
-        return Markers(lambda name: TellingMarker(name, stack, lambda phase: self.phase(CELL_PHASES.index(phase))))
+        return Markers(
+            lambda name: ReportingMarker(name, open_phase_codes, lambda phase: self.phase(CELL_PHASES.index(phase)))
+        )
 
 
 class StartLine:
-    """Where ranks begin something together: `meet` returns when all have come as often as this one. A barrier of gloo
-    or NCCL wakes threads and sends messages, 0.3 ms and more for each slot, which ranks of one machine do not need."""
+    """A barrier for ranks on one machine: `meet` returns once every rank has called it, each time.
+
+    A barrier of gloo or NCCL would take 0.3 ms or more for each slot, because it wakes threads and sends messages.
+    """
 
     def __init__(self, folder: Path, rank: int, ranks: int, wait_seconds: float) -> None:
-        with (folder / _FILE).open("ab") as opened:
-            os.ftruncate(opened.fileno(), ranks * _NUMBER)  # the same on all ranks: existing content is kept
-        with (folder / _FILE).open("r+b") as opened:
-            self._times = memoryview(mmap.mmap(opened.fileno(), ranks * _NUMBER)).cast("q")
+        with (folder / _START_LINE_FILE).open("ab") as opened:
+            os.ftruncate(
+                opened.fileno(), ranks * _COUNT_BYTES
+            )  # all ranks set the same size, which keeps existing contents
+        with (folder / _START_LINE_FILE).open("r+b") as opened:
+            self._count_repetitions = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
 
     def meet(self) -> None:
-        times = self._times
-        count_here = times[self._rank] = times[self._rank] + 1
-        begun = time.monotonic()
-        while min(times) < count_here:
-            waited = time.monotonic() - begun
-            if waited > self._wait_seconds:
-                late = ", ".join(f"rank {rank}" for rank, count in enumerate(times) if count < count_here)
-                raise TimeoutError(f"{late} did not reach the start line within {self._wait_seconds:g} s")
-            if waited < _AWAKE_SECONDS:
-                os.sched_yield()  # a late rank may need this core
+        arrival_counts = self._count_repetitions
+        count_here = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
+        start = time.monotonic()
+        while min(arrival_counts) < count_here:
+            waited_seconds = time.monotonic() - start
+            if waited_seconds > self._wait_seconds:
+                late_ranks = ", ".join(
+                    f"rank {rank}" for rank, count in enumerate(arrival_counts) if count < count_here
+                )
+                raise TimeoutError(f"{late_ranks} did not reach the start line within {self._wait_seconds:g} s")
+            if waited_seconds < _SPINNING_SECONDS:
+                os.sched_yield()  # another rank may need this core
             else:
                 time.sleep(_NAP_SECONDS)
 
@@ -100,8 +110,8 @@ if TYPE_CHECKING:
 _ESTABLISHED, _LISTENING = "01", "0A"
 
 
-class _End(NamedTuple):
-    """One end of a connection of this machine, as in /proc/net/tcp: both addresses, state, owner, inode."""
+class _ConnectionEnd(NamedTuple):
+    """One end of a connection on this machine, as /proc/net/tcp lists it: both addresses, state, owner, inode."""
 
     here: str
     there: str
@@ -111,122 +121,135 @@ class _End(NamedTuple):
 
 
 def watch_groups(c10d: Any) -> None:
-    """Makes torch raise when it makes a process group to which a stranger is connected. All connections of a group
-    exist once it is made, and none comes later, so that no stranger's bytes are read."""
+    """Makes torch raise an error when it creates a process group to which a different user is connected.
+
+    All connections of a group exist once it is created, and none is added later. So no bytes of other users are read.
+    """
     make: Callable[..., Any] = c10d._new_process_group_helper
 
-    def make_checked(*arguments: Any, **named: Any) -> Any:
+    def make_and_check(*arguments: Any, **named: Any) -> Any:
         group = make(*arguments, **named)
         refuse_strangers()
         return group
 
-    c10d._new_process_group_helper = make_checked
+    c10d._new_process_group_helper = make_and_check
 
 
 def refuse_strangers() -> None:
-    """Raises PermissionError if another user holds the other end of a connection that this process accepted."""
-    ends = list(_ends())
-    numbers = set(_own_sockets())
-    own_ends = [end for end in ends if end.inode in numbers]
-    doors = {connection.here for connection in own_ends if connection.state == _LISTENING}
-    taken = {
+    """Raises PermissionError if another user owns the other end of a connection that this process has accepted."""
+    connection_ends = list(_read_connection_ends())
+    own_inodes = set(_list_own_sockets())
+    own_ends = [end for end in connection_ends if end.inode in own_inodes]
+    listening_addresses = {connection.here for connection in own_ends if connection.state == _LISTENING}
+    accepted_connections = {
         (connection.there, connection.here)
         for connection in own_ends
-        if connection.state == _ESTABLISHED and connection.here in doors
+        if connection.state == _ESTABLISHED and connection.here in listening_addresses
     }
-    for end in ends:
-        # An end without an inode has no owner any more, because it was closed.
-        if (end.here, end.there) in taken and end.inode != "0" and end.owner != os.geteuid():
+    for end in connection_ends:
+        # A closed end has no inode and no owner.
+        if (end.here, end.there) in accepted_connections and end.inode != "0" and end.owner != os.geteuid():
             raise PermissionError(
-                f"a process of another user (number {end.owner}) has connected to this rank, where only ranks belong: "
-                "what it sends would be taken for theirs. Measure again without that process."
+                f"a process of another user (number {end.owner}) has connected to this rank, which would take its "
+                "messages for those of other ranks. End that process, and measure again."
             )
 
 
-def _ends() -> Iterator[_End]:
+def _read_connection_ends() -> Iterator[_ConnectionEnd]:
     for name in ("tcp", "tcp6"):
         file = Path("/proc/self/net", name)
         for line in file.read_text().splitlines()[1:] if file.exists() else ():
-            words = line.split()
-            yield _End(words[1], words[2], words[3], int(words[7]), words[9])
+            fields = line.split()
+            yield _ConnectionEnd(fields[1], fields[2], fields[3], int(fields[7]), fields[9])
 
 
-def _own_sockets() -> Iterator[str]:
+def _list_own_sockets() -> Iterator[str]:
     folder = Path("/proc/self/fd")
     for file in folder.iterdir() if folder.exists() else ():
         try:
             kind, _, number = str(file.readlink()).partition(":")
-        except OSError:  # closed in the meantime
+        except OSError:  # the descriptor was closed after listing it
             continue
         if kind == "socket":
             yield number.strip("[]")
 
 
-# Seconds of each round, by part.
+# The seconds of a part of the step in each round, by the part's name.
 Rounds = dict[str, list[float]]
-# Fewer rounds agree by chance too often. Short parts have more, until the slowest rank has taken this many seconds.
-_LEAST_ROUNDS, _MOST_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
-# Long enough that a barrier's own skew is small.
-_LEAST_SECONDS = 3e-3
-# Parts that need no warm-up once the others have run.
-_MADE_OF_OTHERS = {"both", "in_turn"}
+# The least and the most rounds. With fewer rounds, chance would decide too often. After the least rounds, more follow
+# until the slowest rank has taken _ROUNDS_SECONDS.
+_MIN_ROUNDS, _MAX_ROUNDS, _ROUNDS_SECONDS = 6, 15, 0.15
+# The least seconds of a part. They are long compared with the differences in which ranks leave a barrier.
+_MIN_PART_SECONDS = 3e-3
+# These parts consist of other parts, so they need no warm-up.
+_COMBINED_PARTS = {"both", "in_turn"}
 
 
 class RankMeeting(NamedTuple):
-    """Waits for this rank's device, and for the other ranks."""
+    """Functions that wait for this rank's device (`synchronise`) and for the other ranks (`meet`)."""
 
     synchronise: Callable[[], None]
     meet: Callable[[], None]
 
 
-def step_rounds(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
-    """Returns seconds of the parts of a step, of both at once and in sequence, and of rank 0's steps while others
-    wait."""
+def time_step_parts(parts: StepParts, together: RankMeeting, seed: int) -> Rounds:
+    """Times the parts of a step (products and communication) alone, at the same time, and one after the other. Also
+    times steps of rank 0 while the other ranks wait.
+    """
     import torch.distributed as dist
 
     if parts.together is None:
         parts = _repeat_products(parts, together.synchronise)
     assert parts.together is not None
 
-    def in_turn() -> None:
+    def run_in_turn() -> None:
         parts.compute()
         together.synchronise()
         parts.communicate()
 
-    ours = {"compute": parts.compute, "communication": parts.communicate, "both": parts.together, "in_turn": in_turn}
+    part_functions = {
+        "compute": parts.compute,
+        "communication": parts.communicate,
+        "both": parts.together,
+        "in_turn": run_in_turn,
+    }
     if parts.alone is not None:
-        ours["whole"], ours["share"] = parts.alone if dist.get_rank() == 0 else (_nothing, _nothing)
-    return rounds(ours, together, seed)
+        part_functions["whole"], part_functions["share"] = (
+            parts.alone if dist.get_rank() == 0 else (_do_nothing, _do_nothing)
+        )
+    return time_rounds(part_functions, together, seed)
 
 
 def _repeat_products(parts: StepParts, synchronise: Callable[[], None]) -> StepParts:
-    """Pairs an asynchronous communication with as many products as last long enough."""
-    times = _times(parts.compute, synchronise)
+    """Returns the parts of a step, in which the products are repeated until they last for _MIN_PART_SECONDS. The
+    parts are products, communication, and both at the same time.
+    """
+    repetitions = _count_repetitions(parts.compute, synchronise)
 
-    def products() -> None:
-        for _ in range(times):
+    def run_products() -> None:
+        for _ in range(repetitions):
             parts.compute()
 
-    def both() -> None:
-        sent = parts.communicate()
-        products()
-        sent.wait()
+    def run_both() -> None:
+        sending = parts.communicate()
+        run_products()
+        sending.wait()
 
-    return StepParts(products, lambda: parts.communicate().wait(), both)
+    return StepParts(run_products, lambda: parts.communicate().wait(), run_both)
 
 
-def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
-    """Returns seconds of each part in each round; all ranks begin together, in the same random order."""
-    order, seconds = random.Random(seed), {name: list[float]() for name in parts}
-    for name, part in parts.items():  # warms up
-        if name not in _MADE_OF_OTHERS:
+def time_rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, seed: int) -> Rounds:
+    """Times each part in each round. All ranks begin each part together, in the same random order."""
+    generator, seconds = random.Random(seed), {name: list[float]() for name in parts}
+    for name, part in parts.items():  # a warm-up
+        if name not in _COMBINED_PARTS:
             part()
     together.synchronise()
-    begun = time.perf_counter()
-    for number in range(_MOST_ROUNDS):
-        if number >= _LEAST_ROUNDS and _most(time.perf_counter() - begun) > _ROUNDS_SECONDS:
+    start_of_all = time.perf_counter()
+    for number in range(_MAX_ROUNDS):
+        if number >= _MIN_ROUNDS and _find_largest_of_ranks(time.perf_counter() - start_of_all) > _ROUNDS_SECONDS:
             break
-        for name in order.sample(list(parts), len(parts)):
+        for name in generator.sample(list(parts), len(parts)):
             together.meet()
             start = time.perf_counter()
             parts[name]()
@@ -235,32 +258,32 @@ def rounds(parts: Mapping[str, Callable[[], object]], together: RankMeeting, see
     return seconds
 
 
-def _nothing() -> None: ...
+def _do_nothing() -> None: ...
 
 
-def _times(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
-    """Returns how many products last long enough; the fastest rank's number, because all must do the same."""
+def _count_repetitions(compute: Callable[[], object], synchronise: Callable[[], None]) -> int:
+    """Returns how many products last long enough. All ranks get the largest number that any rank needs."""
     compute()
     synchronise()
     start = time.perf_counter()
     compute()
     synchronise()
-    return int(_most(max(1.0, _LEAST_SECONDS / max(time.perf_counter() - start, 1e-6))))
+    return int(_find_largest_of_ranks(max(1.0, _MIN_PART_SECONDS / max(time.perf_counter() - start, 1e-6))))
 
 
-def _most(value: float) -> float:
+def _find_largest_of_ranks(value: float) -> float:
     import torch
     import torch.distributed as dist
 
-    most = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return float(most)
+    largest_value = torch.tensor([value], device="cuda" if dist.get_backend() == "nccl" else "cpu")
+    dist.all_reduce(largest_value, dist.ReduceOp.MAX)
+    return float(largest_value)
 
 
-# The bytes that a rank sends in a step, and seconds per round of the parts of a step; or why they are unknown.
+# The messages of a rank in a step, and the seconds of the step's parts by round; or the reason why they are unknown.
 StepAnswer = tuple[tuple[Sent, ...], Rounds] | str | None
-# Prefixes of the environment variables that configure launchers and communication libraries.
-RECORDED = (
+# Prefixes of environment variables that configure launchers and communication libraries.
+RECORDED_PREFIXES = (
     "OMP_",
     "MKL_NUM",
     "CUDA_VISIBLE_DEVICES",
@@ -271,15 +294,15 @@ RECORDED = (
 )
 
 
-# Seconds for the first meeting: ranks import torch and users' code at different speeds.
+# How long ranks wait for each other at the start, because they import torch and the user's code at different speeds.
 _MEETING_SECONDS = 300.0
 
 
-def _meet(folder: Path, rank: int, ranks: int) -> Store:
-    """Waits until all ranks have arrived. Returns the store in which they exchange their listening ports."""
+def _wait_for_all_ranks(folder: Path, rank: int, ranks: int) -> Store:
+    """Waits until all ranks have started. Returns the store in which they exchange the ports on which they listen."""
     from torch._C._distributed_c10d import FileStore, PrefixStore
 
-    # A file in a private folder, because a store that listens on a port would trust any connection.
+    # Use a file in a private folder as the store: a store that listens on a port would trust any connection.
     store = FileStore(str(folder / MEETING), ranks)
     store.set(f"here/{rank}", "")
     store.wait([f"here/{number}" for number in range(ranks)], timedelta(seconds=_MEETING_SECONDS))
@@ -287,52 +310,58 @@ def _meet(folder: Path, rank: int, ranks: int) -> Store:
 
 
 class RankBench(Bench):
-    """One of `size` benches, which all get the same requests at the same time."""
+    """The bench of one of `size` ranks, which all get the same requests at the same time."""
 
     def __init__(self, settings: Settings, heart: Heart, wait_seconds: float) -> None:
         import torch
         import torch.distributed as dist
 
         super().__init__(settings)
-        self._clock = partial(PhaseClock, told=heart.phase)
-        self._unmarked = heart.markers
+        self._make_clock = partial(PhaseClock, report=heart.phase)
+        self._make_unmarked_phases = heart.markers
         self._alone = False
         self._parts: dict[Case, StepAnswer] = {}
         self._size, self._rank = int(os.environ["WORLD_SIZE"]), int(os.environ["RANK"])
-        # Ranks send each other objects as pickles; unpickling them must not run code.
+        # Ranks exchange objects as pickles. Unpickling must not run code.
         dist.distributed_c10d._unpickler = PlainUnpickler
         watch_groups(dist.distributed_c10d)
         on_gpu = torch.cuda.is_available()
         dist.init_process_group(
             "cpu:gloo,cuda:nccl" if on_gpu else "gloo",
             timeout=timedelta(seconds=wait_seconds),
-            store=_meet(heart.folder, self._rank, self._size),
+            store=_wait_for_all_ranks(heart.folder, self._rank, self._size),
             rank=self._rank,
             world_size=self._size,
             device_id=torch.device("cuda", 0) if on_gpu else None,
         )
-        # Slots begin together, so that each rank's delay from then on can be measured.
-        self._meet = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
-        self._is_so_anywhere = lambda here: _most(here) > 0
+        # Slots of all ranks begin at the same time, so that the delay of each rank can be measured.
+        self._meet_ranks = StartLine(heart.folder, self._rank, self._size, wait_seconds).meet
+        self._any_rank = lambda here: _find_largest_of_ranks(here) > 0
 
     def probe(self) -> tuple[DeviceFacts, ...]:
         return tuple(replace(device, ranks=self._size) for device in super().probe())
 
     def software(self) -> dict[str, Scalar | None]:
-        """Adds this rank's settings, which a launcher may have changed."""
-        variables = {name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED)}
-        return {**super().software(), **{f"env {name}": text for name, text in variables.items()}}
+        """Adds this rank's environment settings, which a launcher may have changed."""
+        recorded_variables = {
+            name: text for name, text in sorted(os.environ.items()) if name.startswith(RECORDED_PREFIXES)
+        }
+        return {**super().software(), **{f"env {name}": text for name, text in recorded_variables.items()}}
 
     def release(self, key: str) -> tuple[str, ...]:
-        """Like the base class; when no state is left, also freezes the remaining objects: imports that live as long as
-        this process. Each garbage collection would spend 0.1 s on DTensor and torchao."""
-        still_running = super().release(key)
+        """Frees a state. After the last state, also excludes all remaining objects from garbage collection.
+
+        The remaining objects are imported modules. For DTensor and torchao, each garbage collection would take 0.1 s.
+        """
+        running_names = super().release(key)
         if not (self._prepared or self._kept):
             gc.freeze()
-        return still_running
+        return running_names
 
     def effect(self, case: Case, facts: DeviceFacts) -> StepEffect:
-        return StepEffect(None, "several ranks take its steps together, and their inputs would have to change alike")
+        return StepEffect(
+            None, "several ranks take its steps together, and the inputs of all would have to be replaced alike"
+        )
 
     def transfer(self, case: Case, facts: DeviceFacts) -> Transfer | None:
         with self._apart(case, facts) as (workload, _, setup):
@@ -349,5 +378,5 @@ class RankBench(Bench):
             parts = workload.step_parts(setup())
             if parts is None or isinstance(parts, str):
                 return parts
-            beginning = RankMeeting(partial(device.synchronise, facts.index), self._meet)
-            return parts.sent, step_rounds(parts, beginning, self._settings.seed)
+            meeting = RankMeeting(partial(device.synchronise, facts.index), self._meet_ranks)
+            return parts.sent, time_step_parts(parts, meeting, self._settings.seed)

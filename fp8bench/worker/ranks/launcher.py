@@ -1,8 +1,8 @@
-"""The process that starts the ranks, once, and reports which of them failed.
+"""The process that starts all ranks, and reports which of them failed.
 
-measure.process.WorkerProcess starts it, and it ends with its parent like a worker. Its warden ends leftover processes
-of the ranks and removes the folder of their files, whether the parent finishes or is killed. torch's launcher is not
-used: it listens on all interfaces, and unpickles what it receives.
+measure.process.WorkerProcess starts it, and it ends with its parent, as workers do. Its warden ends processes that
+the ranks left running, and removes the folder of their files, whether the parent exits or is killed. torch's launcher
+is not used, because it listens on all network interfaces and unpickles the bytes that it receives.
 """
 
 from __future__ import annotations
@@ -20,75 +20,81 @@ from multiprocessing.connection import Connection
 from pathlib import Path
 
 from fp8bench.model.ranks import MARK
-from fp8bench.worker.main import die_with_parent, keep_from_children
+from fp8bench.worker.main import close_in_children, die_with_parent
 
-# Seconds that ranks have to end after SIGTERM, before SIGKILL.
-_ENDING_SECONDS = 1.0
+# Seconds between SIGTERM and SIGKILL for ranks.
+_TERMINATION_SECONDS = 1.0
 # Seconds to wait for killed processes, which usually end at once.
-_GONE_SECONDS = 5.0
+_KILL_SECONDS = 5.0
 _POLL_SECONDS = 0.005
 
 
 def launch(ranks: int, module: str, folder: str, wait_seconds: float) -> dict[int, int]:
-    """Runs a module in `ranks` processes to their end; returns the statuses of failed ones, by rank. As soon as one has
-    failed the others are ended, which is returned as SIGTERM."""
+    """Runs a module in `ranks` processes until they end. Returns the exit statuses of failed ranks by rank. As soon
+    as a rank has failed, the other ranks are ended. Their status is SIGTERM.
+    """
     environment = {**os.environ, MARK: Path(folder).name, "WORLD_SIZE": str(ranks), "LOCAL_WORLD_SIZE": str(ranks)}
     command = [sys.executable, "-P", "-m", module, folder, str(wait_seconds)]
-    started: dict[int, int] = {}
+    rank_by_pid: dict[int, int] = {}
     for rank in range(ranks):
-        numbered = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
-        started[subprocess.Popen(command, stdin=subprocess.DEVNULL, env=numbered).pid] = rank
-    while started:
-        pid, status = os.wait()  # also returns orphans of the ranks, which this process adopts
-        if pid in started:
-            rank = started.pop(pid)
+        rank_environment = {**environment, "RANK": str(rank), "LOCAL_RANK": str(rank)}
+        rank_by_pid[subprocess.Popen(command, stdin=subprocess.DEVNULL, env=rank_environment).pid] = rank
+    while rank_by_pid:
+        pid, status = os.wait()  # this also returns orphans of the ranks, which became children of this process
+        if pid in rank_by_pid:
+            rank = rank_by_pid.pop(pid)
             if status:
-                return {rank: os.waitstatus_to_exitcode(status), **_end_ranks(started)}
+                return {rank: os.waitstatus_to_exitcode(status), **_end_ranks(rank_by_pid)}
     return {}
 
 
 def _end_ranks(running: dict[int, int]) -> dict[int, int]:
-    """Ends ranks, and returns the statuses of failed ones, with their exit codes if they failed by themselves."""
-    failed = {}
+    """Ends ranks. Returns the exit statuses of failed ranks: SIGTERM, or their exit code if they had already failed."""
+    failed_statuses = {}
     for number in (signal.SIGTERM, signal.SIGKILL):
         for pid in running:
             os.kill(pid, number)
-        end = time.monotonic() + _ENDING_SECONDS
-        while running and time.monotonic() < end:
+        deadline = time.monotonic() + _TERMINATION_SECONDS
+        while running and time.monotonic() < deadline:
             for pid in list(running):
                 ended_pid, status = os.waitpid(pid, os.WNOHANG)
                 if ended_pid:
-                    by_us = status == number
-                    failed[running.pop(pid)] = -signal.SIGTERM if by_us else os.waitstatus_to_exitcode(status)
+                    is_our_signal = status == number
+                    failed_statuses[running.pop(pid)] = (
+                        -signal.SIGTERM if is_our_signal else os.waitstatus_to_exitcode(status)
+                    )
             time.sleep(_POLL_SECONDS)
-    return {rank: status for rank, status in failed.items() if status}
+    return {rank: status for rank, status in failed_statuses.items() if status}
 
 
-def _marked_processes(mark: bytes) -> Iterator[int]:
-    """Yields the processes started by ranks or their descendants, in any session; none without /proc. Every rank has
-    the name of its launch in the environment."""
+def _find_marked_processes(mark: bytes) -> Iterator[int]:
+    """Yields the processes of ranks and their descendants, in any session. They are recognised by the name of the
+    launch, which the environment of every rank has. Yields none without /proc.
+    """
     for file in Path("/proc").glob("[0-9]*/environ"):
-        with contextlib.suppress(OSError):  # another user's, or already ended
+        with contextlib.suppress(OSError):  # the process belongs to a different user, or has ended
             if mark in file.read_bytes().split(b"\0"):
                 yield int(file.parent.name)
 
 
 def _end_all(folder: str, launcher: int) -> None:
-    """Ends ranks and their leftover processes, then removes the folder. The launcher ends by itself after its ranks."""
-    end = time.monotonic() + _GONE_SECONDS
-    mark = f"{MARK}={Path(folder).name}".encode()
-    while (remaining := list(_marked_processes(mark))) and time.monotonic() < end:
+    """Ends the ranks and the processes that they left running, then removes the folder. The launcher ends without a
+    signal, after its ranks.
+    """
+    deadline = time.monotonic() + _KILL_SECONDS
+    environment_mark = f"{MARK}={Path(folder).name}".encode()
+    while (remaining := list(_find_marked_processes(environment_mark))) and time.monotonic() < deadline:
         for pid in remaining:
             with contextlib.suppress(ProcessLookupError, PermissionError):
                 os.kill(pid, signal.SIGKILL)
         time.sleep(_POLL_SECONDS)
     shutil.rmtree(folder, ignore_errors=True)
-    while _is_there(launcher) and time.monotonic() < end:
+    while _process_exists(launcher) and time.monotonic() < deadline:
         time.sleep(_POLL_SECONDS)
 
 
-def _is_there(pid: int) -> bool:
-    """Whether a process exists, including zombies: the launcher is one until the parent has read its exit code."""
+def _process_exists(pid: int) -> bool:
+    """Returns whether a process exists. A zombie does: the launcher is one until the parent reads its status."""
     try:
         os.kill(pid, 0)
     except ProcessLookupError:
@@ -100,7 +106,7 @@ def main() -> None:
     connection, lifeline = Connection(int(sys.argv[1])), int(sys.argv[2])
     ranks, module, folder, wait_seconds = connection.recv()
     die_with_parent(lifeline, connection, partial(_end_all, folder, os.getpid()))
-    keep_from_children(lifeline, connection)
+    close_in_children(lifeline, connection)
     connection.send(launch(ranks, module, folder, wait_seconds))
 
 

@@ -1,8 +1,9 @@
-"""A rank: answers the same requests as the other ranks, over a socket to the process that measures.
+"""The process of one rank. It answers the same requests as other ranks, over a socket to the measuring process.
 
-The launcher starts it as `python -m fp8bench.worker.ranks.main FOLDER SECONDS` (or another module, whose bench does
-more). FOLDER holds the socket, and takes this rank's heartbeat and stderr; SECONDS is how long a collective waits for
-the others. The rank ends with the launcher, and with the process that measures.
+The launcher starts it as `python -m fp8bench.worker.ranks.main FOLDER SECONDS`. A feature that needs further requests
+names a different module, which answers these too. FOLDER has the socket, and receives this rank's heartbeat and
+stderr. SECONDS is how long a collective waits for other ranks. The rank ends when the launcher or the measuring
+process ends.
 """
 
 from __future__ import annotations
@@ -14,14 +15,16 @@ from collections.abc import Callable
 from multiprocessing.connection import Connection
 from pathlib import Path
 
-from fp8bench.model.ranks import PARENT, beat_file, words_file
+from fp8bench.model.ranks import PARENT, beat_file, stderr_file
 from fp8bench.model.raw import Settings
 from fp8bench.worker.main import run
 from fp8bench.worker.ranks.bench import Heart, RankBench
 
 
 def _connect(folder: Path, rank: int, purpose: str) -> int:
-    """Connects to the process that measures and sends the purpose of the connection; returns its descriptor."""
+    """Connects to the measuring process, sends it the purpose of the connection, and returns the connection's
+    descriptor.
+    """
     with socket.socket(socket.AF_UNIX) as opened:
         opened.connect(str(folder / PARENT))
         descriptor = os.dup(opened.fileno())
@@ -32,19 +35,21 @@ def _connect(folder: Path, rank: int, purpose: str) -> int:
 
 
 def _show_one_gpu(rank: int) -> None:
-    """Makes only one GPU visible to this rank, or none if there are fewer; must run before torch initializes."""
+    """Makes only one GPU visible to this rank, or none if there are too few. It must run before torch initialises
+    GPUs.
+    """
     name = "HIP_VISIBLE_DEVICES" if Path("/dev/kfd").exists() else "CUDA_VISIBLE_DEVICES"
-    variable = os.environ.get(name)
-    visible = [word for word in variable.split(",") if word] if variable is not None else None
-    os.environ[name] = str(rank) if visible is None else visible[rank] if rank < len(visible) else "-1"
+    visible_devices = os.environ.get(name)
+    device_names = [word for word in visible_devices.split(",") if word] if visible_devices is not None else None
+    os.environ[name] = str(rank) if device_names is None else device_names[rank] if rank < len(device_names) else "-1"
 
 
 def main(make_bench: Callable[[Settings, Heart, float], RankBench] = RankBench) -> None:
     folder, wait_seconds = Path(sys.argv[1]), float(sys.argv[2])
     rank = int(os.environ["RANK"])
-    if os.getpgrp() != os.getpid():  # whoever ends this rank ends its group
+    if os.getpgrp() != os.getpid():  # so that the children of this rank are ended together with its process group
         os.setsid()
-    with (folder / words_file(rank)).open("wb", buffering=0) as words:
+    with (folder / stderr_file(rank)).open("wb", buffering=0) as words:
         os.dup2(words.fileno(), 2)
     _show_one_gpu(rank)
     heart = Heart(folder / beat_file(rank))

@@ -14,7 +14,7 @@ from fp8bench.analysis.compare.sides import Side, make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.duel.values import CaseResult
 from fp8bench.features.duel.verdicts import compare_case
-from fp8bench.features.gate.judging import GateOutcome, first_look
+from fp8bench.features.gate.judging import GateOutcome, judge_first_look
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -35,7 +35,7 @@ from fp8bench.model import (
     Timing,
 )
 from fp8bench.model.codec import decode
-from fp8bench.report.comparisons import page_of, value_of
+from fp8bench.report.comparisons import comparison_document, comparison_page
 from fp8bench.report.terminal import layout
 from tests.counts import for_each
 from tests.runs import CPU, NATIVE, case, run_of
@@ -234,7 +234,7 @@ def test_a_figure_in_another_unit_is_not_compared() -> None:
     compared = held([run(1, measurements=values[0])], [run(2, measurements=values[1])]).comparisons
     assert "queue_delay" not in {figure.metric for figure in compared}
     fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == "queue_delay")
-    assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is s"
+    assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is now s"
 
 
 def test_values_that_vary_within_a_side_are_not_exact() -> None:
@@ -292,7 +292,9 @@ def test_what_differs_is_said() -> None:
     after = run(2, facts={"torch": "2.14.0", "asv_cpu": "Xeon", "commit": "ab" * 20})
     compared = held([run(1, facts={"asv_cpu": "EPYC"})], [after])
     assert {fact.name for fact in compared.differing} == {"asv_cpu", "torch"}
-    assert tuple(decode(Comparison, one) for one in value_of(compared)["comparisons"]) == compared.comparisons
+    assert (
+        tuple(decode(Comparison, one) for one in comparison_document(compared)["comparisons"]) == compared.comparisons
+    )
     gpu = replace(CPU, kind="cuda", name="H100", memory_bytes=80 << 30)
     devices = [replace(run(n), devices=(replace(gpu, name=name),)) for n, name in ((1, "H100"), (2, "H200"))]
     assert held([devices[0]], [devices[1]]).conditions == "device cuda:0 was H100, 81920 MiB and is H200, 81920 MiB"
@@ -317,10 +319,10 @@ def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[s
     for metric in ("time", "relative_time"):
         one = of(compared, metric)
         assert one.direction is Direction.DIFFERS and next(iter(facts)) in one.why
-        assert first_look([one])[0].outcome is GateOutcome.IGNORED
+        assert judge_first_look([one])[0].outcome is GateOutcome.IGNORED
         assert one.ratio is not None and one.ratio.point == pytest.approx(8, rel=0.02)
     assert of(compared, "peak_memory").direction is Direction.SAME
-    text = " ".join(layout.render(page_of(compared), 120).split())
+    text = " ".join(layout.render(comparison_page(compared), 120).split())
     assert f"{next(iter(facts))} was" in text and "times differ, which is not a regression: B takes 1.0" in text
     assert "x to 8.0" in text and " worse" not in text.partition("verdict:")[0]
 
@@ -377,8 +379,8 @@ def waiting(share: float, milliseconds: float, seed: int) -> Record:
 @for_each(
     ("old", "new", "loads", "said"),
     [
-        (0.0, 0.8, (0.1, 0.1), "others took the CPU in 0% of the slots before and 83% of the slots now"),
-        (0.7, 0.0, (0.1, 0.1), "others took the CPU in 71% of the slots before and 0% of the slots now"),
+        (0.0, 0.8, (0.1, 0.1), "other programs took the CPU in 0% of the slots before and 83% of the slots now"),
+        (0.7, 0.0, (0.1, 0.1), "other programs took the CPU in 71% of the slots before and 0% of the slots now"),
         (0.5, 0.55, (0.1, 0.1), ""),
         (0.0, 0.0, (0.4, 2.8), "the load at the start was 20% of the cores before and 140% of the cores now"),
         (0.0, 0.0, (0.4, 1.6), ""),
@@ -395,7 +397,9 @@ def test_what_others_took_of_one_side_alone_is_no_regression(
     (time,) = [figure for figure in compare(*sides).comparisons if figure.metric == "time" and "bf16" in figure.case]
     assert time.ratio is not None and time.ratio.point == pytest.approx(2, rel=0.05)
     assert time.direction is (Direction.UNSURE if said else Direction.WORSE)
-    assert time.why.startswith(said) and (not said or time.why.endswith(": measure both sides alike, or duel"))
+    assert time.why.startswith(said) and (
+        not said or time.why.endswith(": measure both sides under the same load, or duel")
+    )
 
 
 @for_each(("times", "said"), [(1.3, Direction.UNSURE), (2.0, Direction.WORSE), (0.8, Direction.UNSURE)])
@@ -407,4 +411,4 @@ def test_no_more_than_waiting_explains(times: float, said: Direction) -> None:
     ]
     time = of(held(*sides), "time")
     assert time.direction is said and time.others == pytest.approx(1.5, rel=1e-3)
-    assert ("up to 1.5 times as long for want of a core" in time.why) is (said is Direction.UNSURE)
+    assert ("up to 1.5 times as long because they waited for a core" in time.why) is (said is Direction.UNSURE)

@@ -16,7 +16,7 @@ from fp8bench.analysis.compare.interval import (
     compare_runs,
     judge_difference,
     p_value,
-    quantile,
+    student_quantile,
 )
 from fp8bench.model import Direction
 from tests.counts import for_each
@@ -97,7 +97,7 @@ def test_p_value(statistic: float, freedom: float) -> None:
 @for_each("freedom", [1, 2, 3, 5, 10, 100])
 @for_each("level", [0.5, 0.95, 0.99, 0.999])
 def test_quantile(level: float, freedom: float) -> None:
-    assert quantile(level, freedom) == pytest.approx(scipy.stats.t.ppf((1 + level) / 2, freedom), rel=1e-6)
+    assert student_quantile(level, freedom) == pytest.approx(scipy.stats.t.ppf((1 + level) / 2, freedom), rel=1e-6)
     assert p_value(0.0, freedom) == pytest.approx(1.0) and p_value(math.inf, freedom) == 0.0
 
 

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.analysis.stats import Floats
-from fp8bench.analysis.steps.change_points import LEAST_VALUES, Step, Values, steps_of_many
+from fp8bench.analysis.steps.change_points import MIN_SERIES_LENGTH, Step, Values, find_steps
 from tests.counts import for_each
 
 
@@ -20,7 +20,7 @@ def noisy(seed: int, series: int, count: int = 60) -> Floats:
 
 
 def steps_of(values: Values) -> tuple[Step, ...]:
-    return steps_of_many([values])[0]
+    return find_steps([values])[0]
 
 
 def test_a_step_of_5_percent_is_found_soon() -> None:
@@ -35,7 +35,7 @@ def test_a_step_of_5_percent_is_found_soon() -> None:
 
 
 def many(series: Floats) -> list[tuple[Step, ...]]:
-    return steps_of_many(list(series))
+    return find_steps(list(series))
 
 
 def test_flat_series_rarely_alarm_and_chances_are_no_smaller_than_they_say() -> None:
@@ -51,17 +51,17 @@ def test_one_by_one_is_the_same() -> None:
     series = [
         row[: 8 + number] * np.where(np.arange(8 + number) < 9, 1, 1.3) for number, row in enumerate(noisy(1, 50))
     ]
-    assert steps_of_many(series) == [steps_of(one) for one in series]
+    assert find_steps(series) == [steps_of(one) for one in series]
 
 
-@for_each("values", [[], [1.0], [1.0] * (LEAST_VALUES - 1), [1.0] * 200])
+@for_each("values", [[], [1.0], [1.0] * (MIN_SERIES_LENGTH - 1), [1.0] * 200])
 def test_what_has_no_step(values: list[float]) -> None:
     assert steps_of(values) == ()
 
 
 @for_each("wrong", [0.0, -1.0, float("nan"), float("inf")])
 def test_what_has_no_logarithm_is_refused(wrong: float) -> None:
-    with pytest.raises(ValueError, match="above 0"):
+    with pytest.raises(ValueError, match="positive and finite"):
         steps_of([1.0] * 20 + [wrong])
 
 

@@ -10,21 +10,21 @@ from typing import Any
 import pytest
 
 from fp8bench.analysis.steps.changes import (
-    BELOW_ZERO,
+    NEGATIVE_VALUES,
     TOO_FEW,
     TOO_FEW_COUNTS,
-    TOO_FEW_SINCE,
+    TOO_FEW_SINCE_CHANGE,
     Change,
     ChangeState,
     Found,
-    ack_of,
+    ack_covers,
     apply_acks,
-    covers,
     find_changes,
+    make_ack,
 )
 from fp8bench.features.gate.command import read_rules
-from fp8bench.features.gate.judging import exceeds
-from fp8bench.features.gate.thresholds import threshold_of
+from fp8bench.features.gate.judging import exceeds_threshold
+from fp8bench.features.gate.thresholds import find_threshold
 from fp8bench.model import Conditions, Direction, Evidence, Figure, Label, Series, Status, Trend
 from fp8bench.report.comparisons import value
 from tests.counts import for_each
@@ -81,7 +81,7 @@ def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_pa
     file = tmp_path / "thresholds.yaml"
     for words, joules in (("1 mJ", 1e-3), ("20 uJ", 2e-5), ("0.5 J", 0.5)):
         file.write_text(f"gemm:\n  energy: {{smallest: {words}}}\n")
-        assert threshold_of(one, read_rules(file)).smallest == pytest.approx(joules)
+        assert find_threshold(one, read_rules(file)).smallest == pytest.approx(joules)
 
 
 @for_each(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
@@ -92,7 +92,7 @@ def test_little_of_a_relative_loss_matters(metric: str, found: int) -> None:
     changes = find_changes(flat).changes
     assert len(changes) == found
     for change in changes:
-        assert change.alarms and exceeds(change.comparison, threshold_of(change.comparison))
+        assert change.alarms and exceeds_threshold(change.comparison, find_threshold(change.comparison))
     slight = [trend(*(figure(n, 1.0002 if n < 8 else 1.0009) for n in range(11)), series=series)]
     assert not find_changes(slight).changes
 
@@ -125,7 +125,7 @@ def test_a_slow_down_of_some_calls_alarms_by_the_mean() -> None:
     assert found["mean_time"].alarms and found["mean_time"].state is ChangeState.OPEN
     for change in found.values():
         assert change.comparison.labels == (Label.UNEVEN,)
-        assert change.comparison.why == "the fastest calls and the mean over all calls did not step alike"
+        assert change.comparison.why == "the fastest calls and the mean over all calls did not step in the same way"
     (alone,) = by_both(1.0, 1.32)
     assert alone.trend.series.metric == "mean_time" and alone.alarms
 
@@ -170,7 +170,7 @@ def test_figures_of_other_conditions_hide_no_step() -> None:
 
 def test_a_present_that_is_too_short_to_be_looked_at_is_said() -> None:
     past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
-    for count, left in ((10, {TOO_FEW_SINCE: 1}), (11, {})):
+    for count, left in ((10, {TOO_FEW_SINCE_CHANGE: 1}), (11, {})):
         found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
         assert (found.looked_at, found.left, found.changes) == (1, left, ())
 
@@ -195,7 +195,7 @@ def test_the_worst_comes_first_and_what_cannot_be_looked_at_is_counted() -> None
     below = trend(*(figure(number, -1.0) for number in range(20)))
     failed = trend(*(figure(number, None, status=Status.FAILED) for number in range(20)))
     found = find_changes([levels((1, 1.0)), failed, below, levels((20, 1.0))])
-    assert found.looked_at == 1 and found.left == {TOO_FEW: 2, BELOW_ZERO: 1}
+    assert found.looked_at == 1 and found.left == {TOO_FEW: 2, NEGATIVE_VALUES: 1}
     assert find_changes([]) == Found((), 0, found.left.__class__())
 
 
@@ -204,7 +204,7 @@ def states(found: Found) -> list[ChangeState]:
 
 
 def accepted(seen: Trend, now: Sequence[Trend]) -> list[ChangeState]:
-    ack = ack_of(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
+    ack = make_ack(only(find_changes([seen])), "2026-01-05T12:00:00+00:00", "")
     return states(apply_acks(find_changes(now), [ack]))
 
 
@@ -216,9 +216,9 @@ def test_an_acknowledged_change_stays_so_until_it_worsens() -> None:
     assert accepted(seen, [levels((20, 1.0), (10, 1.1), (5, 1.2))]) == [ChangeState.ACKNOWLEDGED, ChangeState.OPEN]
     assert accepted(seen, [levels((20, 1.0), (10, 1.2))]) == [ChangeState.OPEN]
     change = only(find_changes([levels((20, 1.0), (5, 1.1))]))
-    ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
-    assert covers(ack, change) and covers(replace(ack, since="f" * 40), change)
-    assert not covers(replace(ack, since="f" * 40, until="e" * 40), change)
+    ack = make_ack(change, "2026-01-05T12:00:00+00:00", "")
+    assert ack_covers(ack, change) and ack_covers(replace(ack, since="f" * 40), change)
+    assert not ack_covers(replace(ack, since="f" * 40, until="e" * 40), change)
 
 
 def test_an_ack_is_of_one_trend_and_direction() -> None:
@@ -249,7 +249,7 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
     assert (one.before, one.after, one.direction, one.ratio) == (before, after, direction, None)
     assert one.why and (one.since, one.until) == (commit(19), commit(20))
     assert other.comparison.ratio is not None and found.looked_at == 2
-    ack = ack_of(change, "2026-01-05T12:00:00+00:00", "")
+    ack = make_ack(change, "2026-01-05T12:00:00+00:00", "")
     assert change in apply_acks(find_changes([seen]), []).changes
     assert states(apply_acks(find_changes([seen]), [ack])) == [ChangeState.ACKNOWLEDGED]
 
@@ -264,8 +264,8 @@ def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> Non
         and (one.direction, one.ratio, one.p_value) == (Direction.WORSE, None, None)
     )
     assert (one.since, one.until, one.before, repr(one.after)) == (commit(0), commit(1), 0.02, repr(broken))
-    assert exceeds(one, threshold_of(one))
-    ack = ack_of(only(found), "2026-01-05T12:00:00+00:00", "")
+    assert exceeds_threshold(one, find_threshold(one))
+    ack = make_ack(only(found), "2026-01-05T12:00:00+00:00", "")
     assert states(apply_acks(found, [ack])) == [ChangeState.ACKNOWLEDGED]
     back = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, 0.02))])
     assert states(back) == [ChangeState.REVERTED, ChangeState.OPEN]
@@ -289,11 +289,11 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
     assert (one.since, one.until, change.first) == (commit(0), commit(1), commit(1))
     assert one.p_value is None and one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
-    assert (found.looked_at, found.counted) == (0, 1) and exceeds(one, threshold_of(one))
+    assert (found.looked_at, found.counted) == (0, 1) and exceeds_threshold(one, find_threshold(one))
     assert value(one, one.after) == "1,000,001"
-    known = ack_of(change, "2026-01-05", "")
-    assert covers(known, change) and only(apply_acks(found, [known])).state is ChangeState.ACKNOWLEDGED
-    assert not covers(known, only(counts(1_000_000, 1_000_002)))
+    known = make_ack(change, "2026-01-05", "")
+    assert ack_covers(known, change) and only(apply_acks(found, [known])).state is ChangeState.ACKNOWLEDGED
+    assert not ack_covers(known, only(counts(1_000_000, 1_000_002)))
     assert counts(7).left == {TOO_FEW_COUNTS: 1} and not counts(7, 7, 7).changes
 
 

@@ -99,7 +99,7 @@ def test_a_commit_whose_runs_all_had_other_files_has_none(store: Path) -> None:
 
 def test_digits_that_begin_several_commits_are_none_of_them(store: Path) -> None:
     history(store, 1.0, 1.0)
-    with pytest.raises(RunNotFound, match=f"2 commits, {commit(0)}, {commit(1)}"):
+    with pytest.raises(RunNotFound, match=f"2 commits start with 0000: {commit(0)}, {commit(1)}"):
         find_runs("0000", store)
 
 

@@ -10,7 +10,7 @@ import pytest
 
 from fp8bench.model import Record, Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.asv.view import results_of
+from fp8bench.store.asv.view import results_folder
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
 from tests.cli.commands.conftest import Anew
@@ -147,7 +147,7 @@ def test_a_folder_that_may_not_be_read_is_said(store: Path, say: Say, monkeypatc
     """A message names the left-out runs; the store does not look empty."""
     history(store, 1.0)
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
-    words = "fp8bench: .fp8bench/runs/box may not be read, so that its runs are left out\n"
+    words = "fp8bench: .fp8bench/runs/box cannot be read, so its runs are left out\n"
     code, out, err = say("list")
     assert code == 0 and out.startswith(".fp8bench: 12 series") and err == words
     next(run_files(store)).unlink()
@@ -186,10 +186,10 @@ def test_rebuild(store: Path, say: Say) -> None:
         ".fp8bench: made 2 files of asv's, 14 benchmarks, from 2 runs\n"
         "\nnot in it\n  1 run: the files differed from their commit\n"
     )
-    before = tree(results_of(store))
-    for path in sorted(results_of(store).rglob("*"), reverse=True):
+    before = tree(results_folder(store))
+    for path in sorted(results_folder(store).rglob("*"), reverse=True):
         path.unlink() if path.is_file() else path.rmdir()
-    assert say("rebuild")[0] == 0 and tree(results_of(store)) == before and len(before) == 4
+    assert say("rebuild")[0] == 0 and tree(results_folder(store)) == before and len(before) == 4
 
 
 def test_a_suite_of_ones_own_is_imported(store: Path, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench.model import Request, Status
-from fp8bench.store.acks import acks_of
+from fp8bench.store.acks import acks_path
 from tests.cli.commands.conftest import Anew
 from tests.commands import Say, session, unfolding
 from tests.histories import history, keep, records, run_at, tree
@@ -87,7 +87,7 @@ def test_history_regressions(fp8bench: Say, anew: Anew) -> Told:
             f"{LOOK} --store nowhere",
         ),
     )
-    assert not acks_of(store).exists()
+    assert not acks_path(store).exists()
     store = anew()
     history(store, 1.0)
     yield "a history too short to look at is not taken for fine", session(fp8bench, LOOK, ack)
@@ -137,5 +137,5 @@ def test_acks_are_merged_with_the_runs(store: Path, say: Say, tmp_path: Path) ->
     say("ack", "*", "--store", str(other))
     goes_on(store, 16, 1.1)
     code, out, err = say("merge", str(other))
-    assert (code, err) == (0, "") and "acknowledgements that are new here: 8\n" in out
+    assert (code, err) == (0, "") and "new acknowledgements: 8\n" in out
     assert say("regressions")[0] == 0

@@ -13,9 +13,9 @@ import pytest
 
 from fp8bench.errors import UnknownName
 from fp8bench.features.ablate.kind import AblationKind
-from fp8bench.features.ablate.run import options_of, planned_arms
-from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, arms_of
-from fp8bench.features.ablate.view import Savings, rows_of, seconds_of, sentences, value_of
+from fp8bench.features.ablate.run import parse_options, plan_arms
+from fp8bench.features.ablate.values import AblatedArm, AblatedOption, Ablation, iterate_arms
+from fp8bench.features.ablate.view import Savings, describe_results, encode_ablation, list_rows, measure_arm_seconds
 from fp8bench.model import Interval, Level, Request
 from fp8bench.model.codec import decode, encode
 from tests.commands import Say, unfolded
@@ -41,7 +41,7 @@ def ablation(cost: Callable[[Sequence[str]], float], seed: int = 0, rounds: int 
     draw = np.random.default_rng(seed)
     common = 1 + 0.02 * draw.gamma(1.0, size=rounds)
     arms = []
-    for options in arms_of(NAMES):
+    for options in iterate_arms(NAMES):
         seconds = cost(options) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
         arms.append(AblatedArm(options, "/".join(options) or "none", rounds=tuple(seconds.tolist())))
     control = additive(()) * common * (1 + 0.01 * draw.gamma(1.0, size=rounds))
@@ -56,8 +56,8 @@ def holds(interval: Interval | None, truth: float) -> bool:
 
 
 def test_each_option_is_measured_alone_and_left_out() -> None:
-    assert [len(list(arms_of("abcd"[:count]))) for count in (2, 3, 4)] == [4, 8, 11]
-    assert next(arms_of(NAMES)) == () and len(set(arms_of(NAMES))) == 8
+    assert [len(list(iterate_arms("abcd"[:count]))) for count in (2, 3, 4)] == [4, 8, 11]
+    assert next(iterate_arms(NAMES)) == () and len(set(iterate_arms(NAMES))) == 8
 
 
 @for_each(
@@ -73,56 +73,60 @@ def test_a_named_option_sets_its_axis_alone(
 ) -> None:
     axes = {"vision": (("model", ("resnet",)),), "decode": (("size", ("nano",)), ("context", ("64",)))}
     request = Request(suite, ("fp32",), ("cpu",), axes=axes.get(suite, ()))
-    arms = planned_arms(request, options_of(suite, options, CPU), (CPU,), None)
+    arms = plan_arms(request, parse_options(suite, options, CPU), (CPU,), None)
     params = [dict(arm.case.params) for arm in arms.values()]
     found = [(arm.case.precision, one.pop(axis, None)) for arm, one in zip(arms.values(), params, strict=True)]
     assert found == [("fp32", value) for value in values] + [("bf16", value) for value in values]
     assert all(one == params[0] for one in params)
     with pytest.raises(UnknownName, match=options[0]):
-        options_of("gemm", options, CPU)
+        parse_options("gemm", options, CPU)
 
 
 def test_additive_costs_come_out_additive() -> None:
     inside = calls = 0
     for seed in range(14):
         known = ablation(additive, seed)
-        savings, scale = Savings(known), (seconds_of(known.arms[0]) or 0) / additive(())
+        savings, scale = Savings(known), (measure_arm_seconds(known.arms[0]) or 0) / additive(())
         for name, saved in SAVES.items():
-            for ask in (savings.alone, savings.cumulative, savings.left_out):
+            for ask in (savings.compute_saving_alone, savings.compute_added_saving, savings.compute_loss_without):
                 inside, calls = inside + holds(ask(name), scale * saved), calls + 1
-        assert holds(savings.interaction(), 0.0)
-        assert any("additive within these rounds" in sentence for sentence in sentences(known))
+        assert holds(savings.measure_interaction(), 0.0)
+        assert any("additive within these rounds" in sentence for sentence in describe_results(known))
     assert calls >= 40 and inside == calls
 
 
 def test_an_ablation_is_read_back_and_has_a_row_for_each_arm() -> None:
     known = ablation(interacting)
-    assert decode(Ablation, encode(known)) == known and rows_of(known)[0][0] == "arm" and len(rows_of(known)[1]) == 8
-    assert set(value_of(known)["saved"]["options"]) == set(NAMES)
+    assert (
+        decode(Ablation, encode(known)) == known and list_rows(known)[0][0] == "arm" and len(list_rows(known)[1]) == 8
+    )
+    assert set(encode_ablation(known)["saved"]["options"]) == set(NAMES)
 
 
 def test_options_that_need_one_another_are_reported_as_interacting() -> None:
     for seed in range(10):
         known = ablation(interacting, seed)
         savings = Savings(known)
-        assert not holds(savings.interaction(), 0.0)
-        told = "; ".join(sentences(known))
+        assert not holds(savings.measure_interaction(), 0.0)
+        told = "; ".join(describe_results(known))
         assert "they need one another" in told
-        assert holds(savings.alone("b"), 0.0) and not holds(savings.left_out("b"), 0.0)
+        assert holds(savings.compute_saving_alone("b"), 0.0) and not holds(savings.compute_loss_without("b"), 0.0)
 
 
 def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
     known = ablation(additive)
     emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
     low = replace(known, arms=tuple(emulated))
-    assert Savings(low).alone("a") is None and Savings(low).left_out("b") is None
-    assert Savings(low).alone("b") is not None and any("no speed" in sentence for sentence in sentences(low))
-    few = Savings(ablation(additive, rounds=10)).alone("a")
+    assert Savings(low).compute_saving_alone("a") is None and Savings(low).compute_loss_without("b") is None
+    assert Savings(low).compute_saving_alone("b") is not None and any(
+        "no speed" in sentence for sentence in describe_results(low)
+    )
+    few = Savings(ablation(additive, rounds=10)).compute_saving_alone("a")
     assert few is not None and few.level == 0 and few.low < 2e-3 < few.high
     for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
         none = replace(known, arms=(first, *known.arms[1:]))
-        (told,) = sentences(none)
-        assert told.startswith("speed is unknown") and Savings(none).alone("a") is None
+        (told,) = describe_results(none)
+        assert told.startswith("speed is unknown") and Savings(none).compute_saving_alone("a") is None
 
 
 CLAIM = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
@@ -134,8 +138,8 @@ def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = 
     options = [AblatedOption(precision, precision=precision)]
     options += [AblatedOption(f"{axis}={value}", axis=axis, on=value) for axis, value in axes.items()]
     names = tuple(option.name for option in options)
-    first, whole = known.arm(()), known.arm(NAMES)
-    arms = [replace(whole if chosen == names else first, options=chosen) for chosen in arms_of(names)]
+    first, whole = known.find_arm(()), known.find_arm(NAMES)
+    arms = [replace(whole if chosen == names else first, options=chosen) for chosen in iterate_arms(names)]
     return replace(known, options=tuple(options), arms=tuple(arms))
 
 
@@ -158,27 +162,27 @@ def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = 
     ],
 )
 def test_the_quoted_speed_up_is_judged_by_its_own_options_only(known: Ablation, judged: str) -> None:
-    (*said,) = (sentence for sentence in sentences(known) if "quoted" in sentence)
+    (*said,) = (sentence for sentence in describe_results(known) if "quoted" in sentence)
     assert len(said) == bool(judged) and all(sentence.endswith(judged) for sentence in said)
 
 
 def test_a_saving_within_the_noise_floor_is_not_claimed() -> None:
     """Identical code differs by 30% here, so a fifth faster is not evidence."""
     known = ablation(lambda options: 10e-3 * (1.2 if options == NAMES else 1.0))
-    assert ": slower" in next(iter(sentences(known)))
+    assert ": slower" in next(iter(describe_results(known)))
     loud = replace(known, control=tuple(1.3 * seconds for seconds in known.control))
-    assert ": not told apart" in next(iter(sentences(loud)))
+    assert ": not told apart" in next(iter(describe_results(loud)))
 
 
 @for_each(
     ("words", "says"),
     [
         ("transformer --options bf16", "two or more"),
-        ("transformer --options bf16,fp16", "precisions: a step has only one"),
+        ("transformer --options bf16,fp16", "precisions, and a step has only one"),
         ("transformer --options batch=2,batch=4", "values of batch"),
         ("transformer --options bf16,compil", "Did you mean 'compile'?"),
         ("transformer --options bf16,batch=many", "many"),
-        ("gemm --options bf16,product=backward", "Choose: --set"),
+        ("gemm --options bf16,product=backward", "Choose one, as in --set"),
         ("nothing --options bf16,compile", "unknown suite 'nothing'"),
     ],
 )
@@ -234,14 +238,14 @@ def test_a_file_is_accepted_in_place_of_its_suite(fp8bench: Say, tmp_path: Path)
     two.write_text(SUITE.replace("BODY", SKIPS) + adding_up("second", 1))
     with forgotten(tmp_path):
         code, _, err = fp8bench("ablate", str(two), "--options", "first=yes,second=yes")
-    assert code == 2 and "is 2 suites" in unfolded(err) and "Name planted, say" in unfolded(err)
+    assert code == 2 and "is 2 suites" in unfolded(err) and "such as planted" in unfolded(err)
 
 
 @pytest.mark.slow
 def test_an_arm_that_does_less_has_no_speed_up(fp8bench: Say, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("FP8BENCH_TAPE", "recorded")
     document = ablated(fp8bench, tmp_path, SKIPS, 4)
-    less = {tuple(arm["options"]) for arm in document["arms"] if "other work" in arm["why"]}
+    less = {tuple(arm["options"]) for arm in document["arms"] if "different work" in arm["why"]}
     assert less == {("first=yes",), ("first=yes", "second=yes")}
     assert document["saved"]["options"]["first=yes"]["alone"] is None
 

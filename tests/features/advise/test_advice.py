@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from fp8bench.features.advise.basis import Basis, gain_text
+from fp8bench.features.advise.basis import Basis, show_gain
 from fp8bench.features.advise.decide import advise as advise_on
-from fp8bench.features.advise.rules import bound_of
+from fp8bench.features.advise.rules import amdahl_bound
 from fp8bench.features.advise.values import AdviceKind, Met, Question
-from fp8bench.features.advise.view import page_of, question_tables, sentences
-from fp8bench.features.sensitivity.study import By, LayerTrial, Study
+from fp8bench.features.advise.view import advice_items, question_tables, render_page
+from fp8bench.features.sensitivity.study import LayerTrial, LoweredUnit, Study
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.model import (
@@ -121,7 +121,7 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     lead = record("bf16", BF16, reference=True, memory=before)
     found = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
     assert found.met is Met.NO and found.figure == (
-        "1.010x of bf16's peak; what stays: weights (400 MiB), optimizer state (600 MiB); what comes on top: "
+        "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); added: "
         "low-precision copies of weights (10.0 MiB)"
     )
     assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is Met.YES
@@ -144,7 +144,7 @@ def study(*gaps: float) -> Study:
         "fp8",
         "bf16",
         "native",
-        By.LAYER,
+        LoweredUnit.LAYER,
         50,
         0.01,
         0,
@@ -215,9 +215,15 @@ SMALL = {"gemm": 1000, "optimizer_step": 5000, "elementwise": 4000}
             {**SMALL, "cast": 50, "gemm": 500},
             "amdahl",
             1.047,
-            "may be less than the 10% that make it worthwhile; do its products take enough of the step: no, 10% of",
+            "may be below the 10% that make it worthwhile; do its products take enough of the step: no, 10% of",
         ),
-        (BF16, {**FP8, "cast": 4000}, "casts", 0.909, "keep bf16: fp8 takes 10% longer (0.909x); do casts leave what"),
+        (
+            BF16,
+            {**FP8, "cast": 4000},
+            "casts",
+            0.909,
+            "keep bf16: fp8 takes 10% longer (0.909x); do the products gain",
+        ),
         # The optimizer, which has no products, saved three quarters of its time.
         (
             BF16,
@@ -261,7 +267,7 @@ def test_a_model_as_it_came_gains_no_more_than_what_multiplies_allows(micros: in
     """
     lead, case = group(bf16={"unattributed": 10_000}, fp8={"unattributed": micros})
     looked = replace(lead, shares=Shares((Share(ShareKind.GEMM, "", False, 0.07, 1),), 1.0))
-    bound = bound_of(basis([looked, case]).cases[0])
+    bound = amdahl_bound(basis([looked, case]).cases[0])
     assert bound is not None and bound.point == pytest.approx(1 / 0.93)
     advice = only(advise([looked, case]), NOTHING)
     assert advice.gain is None and "allows at most 1.08x" in advice.sentence
@@ -311,7 +317,7 @@ def test_no_advice_is_above_amdahls_bound(
     made = basis(group(bf16=bf16, level=level, fp8={**fp8, "cast": cast}), least=least)
     found = advise_on(made)
     (pair,) = made.cases
-    bound = bound_of(pair)
+    bound = amdahl_bound(pair)
     whole = sum(bf16.values())
     assert bound is not None and bound.point == pytest.approx(whole / (whole - bf16["gemm"]), rel=0.01)
     assert found.advice and all(each.kind in (ADOPT, NOTHING) for each in found.advice)
@@ -345,9 +351,9 @@ def test_what_a_training_says_of_the_loss_decides() -> None:
 def test_the_same_advice_about_many_settings_is_one_piece(count: int, items: int) -> None:
     slow = {**FP8, "gemm": 9000}
     groups = [group({**NANO, "batch": number}, fp8={**slow, "cast": 600 * number}) for number in range(1, count + 1)]
-    told = sentences(advise(*groups))
+    told = advice_items(advise(*groups))
     assert len(told.items) == items
-    assert ("the like in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
+    assert ("similar in 4 more settings, down to 0." in str(told.items[0])) == (items == 1)
 
 
 def test_different_reasons_give_separate_advice() -> None:
@@ -356,7 +362,7 @@ def test_different_reasons_give_separate_advice() -> None:
     for records, reason in zip(groups, reasons, strict=True):
         records[1] = replace(records[1], status=Status.FAILED, timing=None, reason=reason)
     found = advise(*groups)
-    told = sentences(found)
+    told = advice_items(found)
     assert len(told.items) == 4
     assert all(reason in str(item) for reason, item in zip(reasons, told.items, strict=True))
     assert [each.met for each in found.answers if each.rule == "errors"] == [Met.UNKNOWN, Met.NO, *2 * [Met.UNKNOWN]]
@@ -372,7 +378,7 @@ def test_a_case_without_a_verdict_says_nothing_of_its_products() -> None:
 @for_each(("level", "words"), [(0.99, "2.00x [1.60, 2.50]"), (0.0, "2.00x (1.60 to 2.50)")])
 def test_a_range_is_not_told_as_an_interval(level: float, words: str) -> None:
     gain = replace(HALF, level=level).inverse
-    assert gain_text(gain) == words
+    assert show_gain(gain) == words
 
 
 def test_advice_for_several_settings_follows_the_majority() -> None:
@@ -389,7 +395,7 @@ def test_three_questions_in_order_and_the_next_command_of_each() -> None:
     assert [table.caption for table in question_tables(found, everything=True)] == [
         question.value for question in Question
     ]
-    (advice, pays, following) = page_of(found, []).parts
+    (advice, pays, following) = render_page(found, []).parts
     assert pays.name == "question-1" and advice.name == "advice"
     commands = [str(item) for item in following.elements[1].items]  # type: ignore[union-attr]
     assert len(commands) == 3 and "fp8bench suite transformer" in commands[0] and "fp8bench train" in commands[2]

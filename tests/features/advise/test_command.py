@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from fp8bench.features.sensitivity.job import keep_study
+from fp8bench.features.sensitivity.job import store_study
 from tests.advised import FP8, group, run
 from tests.commands import Say
 from tests.counts import for_each
@@ -16,7 +16,7 @@ def test_advice_uses_a_run_and_its_studies(store: Path, fp8bench: Say) -> None:
     keep(run(group(fp8=FP8)), store)
     code, _, err = fp8bench("advise", "last", "--training", "last")
     assert code == 2 and "no training 'last'" in err
-    keep_study(study(0.1, 0.005), store)
+    store_study(study(0.1, 0.005), store)
     (store / "sensitivity" / "torn.json").write_text("{")
     code, out, _ = fp8bench("advise", "last", "--md", "advice.md")
     told = "".join(out.split())

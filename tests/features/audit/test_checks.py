@@ -14,7 +14,7 @@ from torch import Tensor
 
 from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import Shape
-from fp8bench.features.audit.host import work_of
+from fp8bench.features.audit.host import count_operators
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import AuditOutcome, CallWork
 from fp8bench.model import Ceilings, Limit, Rate
@@ -53,8 +53,8 @@ _FP8 = signed("product", "fp8")
 
 def test_operators_of_a_call_are_recorded() -> None:
     a, b = torch.randn(8, 16), torch.randn(4, 16)
-    assert work_of(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
-    work = work_of(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
+    assert count_operators(partial(torch.mm, a, b.t())) == CallWork(1, 0, 0, 1)
+    work = count_operators(lambda: (a.to(torch.bfloat16).float() @ b.t().contiguous()).add_(1))
     assert (work.casts, work.copies, work.products, work.allocations) == (2, 1, 1, 4)
 
 
@@ -79,12 +79,12 @@ def test_nothing_is_above_the_best_product_of_its_own_or_a_wider_precision(monke
         (0.5e12, Ceilings(), "bf16", 8 * 0.5e12),
         (9e12, known, "fp8", 2.5 * 9e12),  # operations supported on this machine
     ):
-        monkeypatch.setattr(times, "_product", lambda *_, here=here: here)
-        monkeypatch.setattr(times, "_copy", lambda *_: 1e12)
-        _, (least, _) = times.bounds(ceilings, precision, Shape(16, 16, 16), 1 << 30, 64, "cpu")
+        monkeypatch.setattr(times, "_measure_product", lambda *_, here=here: here)
+        monkeypatch.setattr(times, "_measure_copy", lambda *_: 1e12)
+        _, (least, _) = times.iterate_shortest_times(ceilings, precision, Shape(16, 16, 16), 1 << 30, 64, "cpu")
         assert least == (1 << 30) / most
     whole = Ceilings((Rate(Limit.CACHED, shape=(1,), runs=(1e15, 1e15)),))
-    (least, _), _ = times.bounds(whole, "fp8", Shape(16, 16, 16), 1, 64, "cpu")
+    (least, _), _ = times.iterate_shortest_times(whole, "fp8", Shape(16, 16, 16), 1, 64, "cpu")
     assert least == 64 / (2.5 * 1e15)
 
 

@@ -10,11 +10,11 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.audit.command import _ceilings
+from fp8bench.features.audit.command import _find_ceilings
 from fp8bench.model import Ceilings, Limit, Rate
 from fp8bench.model.promises import AuditKind, Signature, Takes
 from fp8bench.plan.resolve import CEILINGS_VARIABLE as VARIABLE
-from fp8bench.user_code.named import audited, declared_of, signed
+from fp8bench.user_code.named import audited, find_declared_signature, signed
 from tests.commands import Say
 from tests.counts import for_each
 from tests.facts import CPU
@@ -89,7 +89,7 @@ def test_a_kernel_that_breaks_its_promise_fails(kernels: str, fp8bench: Say) -> 
 @for_each("words", ["--kind product", "--second kn", "--causal", "--multiple 16", "--takes codes"])
 def test_options_without_effect_on_a_declared_kernel_are_refused(kernels: str, words: str, fp8bench: Say) -> None:
     code, _, err = fp8bench("audit", f"{kernels}:wide", *words.split())
-    told = "without --precision" if "--kind" in words else "go with --kind and --precision"
+    told = "without --precision" if "--kind" in words else "need --kind and --precision"
     assert code == 2 and told in " ".join(err.split())
 
 
@@ -100,16 +100,16 @@ def test_options_without_effect_on_a_declared_kernel_are_refused(kernels: str, w
         ("{}:crash --kind product --precision fp8", 4, "crashes"),
         ("{}:leaves --kind product --precision fp8", 4, "raises: SystemExit"),
         ("{}:make --kind model", 1, "1 of 2 layers converted, 56% of the FLOPs"),
-        ("{}:three --kind model", 2, "expected a model, or (model, batch)"),
+        ("{}:three --kind model", 2, "expected a model or (model, batch)"),
         ("{}:nothing", 2, "has no 'nothing'. Callables in it: wide, fallback, "),
         ("{}:number", 2, "is int, and cannot be called"),
         ("{}:crash", 2, "does not declare what it promises"),
         ("nowhere.py:f", 2, "no such file"),
         ("plain", 2, "is not a function"),
-        ("torch.matmul", 2, "A colon stands before it: torch:matmul"),
+        ("torch.matmul", 2, "Write a colon before the function: torch:matmul"),
         ("{}:crash --kind product --precision fp9", 2, "unknown dtype 'fp9'"),
-        ("{}:crash --kind product --precision fp8-delayed", 2, "audit it as fp8"),
-        ("{}:crash --kind product --precision mxfp6 --takes codes", 2, "torch has no dtype for mxfp6's codes"),
+        ("{}:crash --kind product --precision fp8-delayed", 2, "Audit it as fp8"),
+        ("{}:crash --kind product --precision mxfp6 --takes codes", 2, "torch has no dtype for the codes of mxfp6"),
     ],
 )
 def test_targets_that_cannot_be_audited_give_a_message(
@@ -142,8 +142,8 @@ def test_the_decorator_leaves_the_function_alone() -> None:
         return a + 1
 
     assert kernel(1) == 2
-    assert declared_of(kernel) == Signature(AuditKind.PRODUCT, "mxfp8", Takes.CODES, "kn", 32)
-    assert declared_of(len) is None
+    assert find_declared_signature(kernel) == Signature(AuditKind.PRODUCT, "mxfp8", Takes.CODES, "kn", 32)
+    assert find_declared_signature(len) is None
 
 
 CEILINGS = Ceilings((Rate(Limit.PRODUCT, "fp32", shape=(1,), runs=(1e12,) * 5),))
@@ -155,7 +155,7 @@ def test_ceilings_are_measured_once_where_there_is_a_store(tmp_path: Path, monke
     monkeypatch.setattr("fp8bench.features.audit.command.measure_ceilings", lambda *_: measured.append(1) or CEILINGS)
 
     def asked(store: Path) -> float | None:
-        found = _ceilings(worker, CPU, 1, store)  # type: ignore[arg-type]
+        found = _find_ceilings(worker, CPU, 1, store)  # type: ignore[arg-type]
         return None if found is None else found.bound(Limit.PRODUCT, "fp32")
 
     monkeypatch.setenv(VARIABLE, "measured")

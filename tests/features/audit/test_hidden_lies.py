@@ -15,7 +15,7 @@ from torch import Tensor
 from fp8bench.errors import WorkerLost
 from fp8bench.features.audit import host, times
 from fp8bench.features.audit.auditor import SUBJECTS, Auditor, Shape, run_checks
-from fp8bench.features.audit.host import KernelHost, is_lazy, pack, pack_results, unpack, unpack_results
+from fp8bench.features.audit.host import KernelHost, is_lazy, pack_results, pack_tensor, unpack_results, unpack_tensor
 from fp8bench.features.audit.times import CHECKS
 from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.model.promises import AuditKind
@@ -73,7 +73,7 @@ def test_rare_lies_are_found_by_many_calls(name: str, code: str) -> None:
 
 
 def _with(sizes: tuple[Shape, ...], kind: AuditKind, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(SUBJECTS[kind], "sizes", sizes)
+    monkeypatch.setattr(SUBJECTS[kind], "real_shapes", sizes)
     monkeypatch.setattr("fp8bench.features.audit.results._RANDOM_SIZES", 0)
 
 
@@ -102,12 +102,12 @@ def test_sizes_that_are_not_everyday_are_judged_by_a_sample(
 def test_sizes_stop_when_time_is_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("fp8bench.features.audit.results._SIZES_SECONDS", -1.0)
     (finding,) = result_of(Kernel("", _FP8, product), "cpu", [BY_NAME["sizes"]]).findings
-    assert finding.remark and finding.code == "not-tried"
+    assert finding.is_remark and finding.code == "not-tried"
 
 
 def test_the_results_of_timed_calls_are_judged(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "_LARGEST", 1)
-    monkeypatch.setattr(times, "_SECONDS", 0.0)
+    monkeypatch.setattr(times, "_LARGEST_SIDE", 1)
+    monkeypatch.setattr(times, "_TIMING_SECONDS", 0.0)
 
     class Timed(KernelHost):
         is_timing = False
@@ -129,31 +129,31 @@ def _auditor(function: Callable[..., Tensor], kind: type[KernelHost] = KernelHos
 
 
 def test_a_clock_that_runs_slow_is_noticed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(times, "_SECONDS", 0.0)
+    monkeypatch.setattr(times, "_TIMING_SECONDS", 0.0)
 
     class Wrong(KernelHost):
         def measure_calls(self, slots: object) -> list[tuple[float, float]]:
             return [(seconds / 50, used) for seconds, used in super().measure_calls(slots)]  # type: ignore[arg-type]
 
     shape = Shape(1024, 1024, 1024)  # long compared with reaching the kernel and returning
-    assert times._time_calls(_auditor(product, Wrong), shape, judged=0).wrong_clock
-    assert not times._time_calls(_auditor(product), shape, judged=0).wrong_clock
+    assert times._time_calls(_auditor(product, Wrong), shape, judged_calls=0).wrong_clock
+    assert not times._time_calls(_auditor(product), shape, judged_calls=0).wrong_clock
 
 
 def test_functions_that_harnesses_use_are_not_a_kernels_to_replace(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert host.replaced_functions() == ()
+    assert host.find_replaced_functions() == ()
     monkeypatch.setattr("time.perf_counter", lambda: 0.0)
     monkeypatch.setattr(torch, "allclose", lambda *_: True)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda *_: None)
-    assert host.replaced_functions() == ("time.perf_counter", "torch.allclose", "torch.cuda.synchronize")
+    assert host.find_replaced_functions() == ("time.perf_counter", "torch.allclose", "torch.cuda.synchronize")
 
 
 def test_timed_calls_wait_for_every_stream_and_begin_with_a_flushed_cache(monkeypatch: pytest.MonkeyPatch) -> None:
     order: list[str] = []
     kernel = KernelHost(lambda a, b: order.append("call") or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     monkeypatch.setattr(kernel, "_flush", lambda: order.append("flush"))
-    monkeypatch.setattr(kernel, "_wait", lambda: order.append("wait"))
-    kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
+    monkeypatch.setattr(kernel, "_synchronize", lambda: order.append("wait"))
+    kernel.place_arguments(0, tuple(map(pack_tensor, (torch.ones(4, 16), torch.ones(4, 16)))))
     kernel.measure_calls([0])
     assert order == ["flush", "wait", "call", "wait"]
 
@@ -167,18 +167,18 @@ def test_what_a_thread_writes_later_is_not_in_the_copies_of_timed_calls() -> Non
         return result
 
     kernel = KernelHost(compute_later, _FP8, CPU)
-    kernel.place(0, tuple(map(pack, (torch.ones(4, 16), torch.ones(4, 16)))))
+    kernel.place_arguments(0, tuple(map(pack_tensor, (torch.ones(4, 16), torch.ones(4, 16)))))
     kernel.measure_calls([0])
     copied.set()
-    assert not bool(unpack_results(kernel.timed_results(0))["product"].any())
+    assert not bool(unpack_results(kernel.read_timed_results(0))["product"].any())
 
 
 def test_arguments_move_or_stay_and_torch_counts_no_version() -> None:
     seen: list[tuple[int, int]] = []
     kernel = KernelHost(lambda a, b: seen.append((a.data_ptr(), a._version)) or product(a, b), _FP8, CPU)  # type: ignore[func-returns-value]
     for moved, fill in ((True, 1.0), (False, 2.0), (True, 2.0)):
-        kernel.place(0, tuple(map(pack, (torch.full((4, 16), fill), torch.ones(4, 16)))), moved)
-        results, _ = kernel.call(0)
+        kernel.place_arguments(0, tuple(map(pack_tensor, (torch.full((4, 16), fill), torch.ones(4, 16)))), moved)
+        results, _ = kernel.call_kernel(0)
         assert float(unpack_results(results)["product"][0, 0]) == 16 * fill
     assert seen[0] == seen[1] != seen[2]
 
@@ -186,7 +186,7 @@ def test_arguments_move_or_stay_and_torch_counts_no_version() -> None:
 @for_each("dtype", [torch.float32, torch.bfloat16, torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.uint8])
 def test_tensors_are_sent_with_their_strides_and_all_of_their_memory(dtype: torch.dtype) -> None:
     wide = torch.arange(24.0).reshape(4, 6).to(dtype)
-    part = unpack(pack(wide[1:, 2:4].t()))
+    part = unpack_tensor(pack_tensor(wide[1:, 2:4].t()))
     assert part.dtype is dtype and part.stride() == (1, 6) and part.storage_offset() == 8
     assert part.untyped_storage().nbytes() == wide.untyped_storage().nbytes()
     assert torch.equal(part.view(torch.uint8) if dtype.itemsize == 1 else part, _bits_of(wide[1:, 2:4].t()))
@@ -210,8 +210,8 @@ import torch
 try:
     from fp8bench.features.audit import promises, values
 
-    promises.ProductPromise.judge = lambda *_, **__: values.AuditFinding()
-    promises.AttentionPromise.judge = promises.ProductPromise.judge
+    promises.ExpectedProduct.judge = lambda *_, **__: values.AuditFinding()
+    promises.ExpectedAttention.judge = promises.ExpectedProduct.judge
     torch.equal = torch.allclose = lambda *_, **__: True
 except ImportError:
     pass
@@ -268,7 +268,7 @@ def test_a_kernel_s_process_that_is_gone_is_not_asked_again() -> None:
     kernel = times.RemoteKernel(gone)  # type: ignore[arg-type]
     for _ in range(3):
         with pytest.raises(WorkerLost):
-            kernel.digests([0])
+            kernel.digest_arguments([0])
     assert gone.asked == 1
 
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from fp8bench.features.audit.auditor import AuditInput, Auditor, ProductSubject, Shape, run_checks
 from fp8bench.features.audit.host import KernelHost
-from fp8bench.features.audit.operands import promise_of, round_operand
-from fp8bench.features.audit.promises import ProductPromise
+from fp8bench.features.audit.operands import find_promised_casts, round_operand
+from fp8bench.features.audit.promises import ExpectedProduct
 from fp8bench.features.audit.results import VALUE_CHECKS
 from fp8bench.features.audit.values import AuditOutcome
-from fp8bench.numerics.products import unit_sums
+from fp8bench.numerics.products import sum_like_hopper_units
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of
 from suites.audit_kernels import Kernel, kernel
@@ -39,7 +39,7 @@ def test_honest_variants_get_a_remark_only(row: Kernel) -> None:
 def judged(function: object, shape: Shape) -> tuple[str, str]:
     host = KernelHost(function, signed("product", "fp8"), CPU)  # type: ignore[arg-type]
     subject = ProductSubject(host, signed("product", "fp8"), CPU)
-    verdicts = Auditor(subject, 0).problems(AuditInput("normal", shape))
+    verdicts = Auditor(subject, 0).find_problems(AuditInput("normal", shape))
     return next(((verdict.code, verdict.why) for verdict in verdicts.values()), ("", ""))
 
 
@@ -67,21 +67,21 @@ def test_few_results_give_no_diagnosis() -> None:
 
 def test_casts_that_lose_nothing_excuse_no_sum() -> None:
     ones = torch.ones(64, 512)
-    treatment = promise_of("fp8", CPU).treatments[0]
-    promise = ProductPromise(round_operand(ones, treatment), round_operand(ones, treatment))
+    treatment = find_promised_casts("fp8", CPU).treatments[0]
+    promise = ExpectedProduct(round_operand(ones, treatment), round_operand(ones, treatment))
     assert promise.judge((ones @ ones.t()).to(torch.bfloat16)).code == ""
-    assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).failed
+    assert promise.judge((ones @ ones.t() * (1 - 2.0**-7)).to(torch.bfloat16)).has_failed
     host = KernelHost(kernel(), signed("product", "fp8"), CPU)
     assert run_checks("", host, signed("product", "fp8"), CPU, 0, [EXTREMES]).outcome is AuditOutcome.PASS
 
 
 def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
-    treatment = promise_of("fp8", CPU).treatments[0]
+    treatment = find_promised_casts("fp8", CPU).treatments[0]
     a, b = (
         round_operand(torch.randn(64, 96, generator=torch.Generator().manual_seed(seed)), treatment) for seed in (0, 1)
     )
-    sums = unit_sums(a.elements, b.elements).float() * (a.scales * b.scales)
+    sums = sum_like_hopper_units(a.elements, b.elements).float() * (a.scales * b.scales)
     for hopper in (True, False):
-        verdict = ProductPromise(a, b, hopper=hopper).judge(sums)
-        assert (verdict.code == "short-sums" and "Hopper" in verdict.why and verdict.remark) is hopper
-    assert ProductPromise(a, b, hopper=True).judge(sums * (1 - 2.0**-7)).failed
+        verdict = ExpectedProduct(a, b, hopper=hopper).judge(sums)
+        assert (verdict.code == "short-sums" and "Hopper" in verdict.why and verdict.is_remark) is hopper
+    assert ExpectedProduct(a, b, hopper=True).judge(sums * (1 - 2.0**-7)).has_failed

@@ -28,9 +28,9 @@ def subject(function: object, kind: str, precision: str) -> Subject:
 
 
 def judged(audited: Subject, data: str = "normal", shape: Shape = SHAPE) -> AuditFinding:
-    matrices = audited.draw(data, shape, 0)
-    (name,) = audited.promises(matrices)
-    return audited.promises(matrices)[name].judge(Auditor(audited, 0).results(matrices)[name])
+    matrices = audited.draw_operands(data, shape, 0)
+    (name,) = audited.expected_results(matrices)
+    return audited.expected_results(matrices)[name].judge(Auditor(audited, 0).compute_results(matrices)[name])
 
 
 @for_each("name", RECIPES)
@@ -99,9 +99,9 @@ def test_mistakes_are_diagnosed_by_name(name: str) -> None:
 @for_each("data", ["normal", "zeros", "infinite"])
 def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
     audited = SUBJECTS[AuditKind.PRODUCT](product, signed("product", "nvfp4", "codes"), CPU)
-    a, b = audited.draw("zeros" if data == "zeros" else "normal", SHAPE, 0)
+    a, b = audited.draw_operands("zeros" if data == "zeros" else "normal", SHAPE, 0)
     a[0, 0] = torch.inf if data == "infinite" else a[0, 0]
-    *_, first, second = arguments = audited.arguments((a, b))
+    *_, first, second = arguments = audited.make_arguments((a, b))
     assert len(arguments) == 6 and first.shape == second.shape == () and (first == 1) == (data != "normal")
 
 
@@ -109,6 +109,6 @@ def test_codes_of_nvfp4_have_both_scales_of_their_tensors(data: str) -> None:
 def test_products_of_zeros_keep_a_promise_of_any_casts(precision: str) -> None:
     """Two random casts of zeros have no error to compare."""
     layer = subject(product, "linear", precision)
-    promises = layer.promises(layer.draw("zeros", Shape(64, 64, 64), 0))
+    promises = layer.expected_results(layer.draw_operands("zeros", Shape(64, 64, 64), 0))
     verdicts = {name: promise.judge(torch.zeros(64, 64)) for name, promise in promises.items()}
-    assert len(verdicts) > 1 and not [name for name, verdict in verdicts.items() if verdict.failed]
+    assert len(verdicts) > 1 and not [name for name, verdict in verdicts.items() if verdict.has_failed]

@@ -140,14 +140,14 @@ def test_results_that_overflow_accuse_no_kernel_whose_ties_differ(name: str) -> 
     for seed in range(3):
         auditor = auditor_of(precision, function, seed)
         for data in ("large", "rows of different sizes"):
-            verdicts = auditor.problems(AuditInput(data, Shape(64, 96, 256)))
-            assert not any(verdict.failed for verdict in verdicts.values())
+            verdicts = auditor.find_problems(AuditInput(data, Shape(64, 96, 256)))
+            assert not any(verdict.has_failed for verdict in verdicts.values())
 
 
 @for_each("wrong", [lambda sums: half(sums) * 2, lambda sums: half(sums).nan_to_num(0, 0, 0), lambda sums: -half(sums)])
 def test_results_that_overflow_excuse_no_mistake(wrong: Step) -> None:
     auditor = auditor_of("fp8", kernel(out=wrong))
-    verdicts = auditor.problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
+    verdicts = auditor.find_problems(AuditInput("rows of different sizes", Shape(64, 96, 256)))
     assert verdicts["product"].code == "too-bad"
 
 
@@ -172,8 +172,8 @@ def test_zeros_may_be_skipped_block_by_block(name: str) -> None:
 
 def why(precision: str, function: Product) -> str:
     auditor, given = auditor_of(precision, function), AuditInput("normal", Shape(64, 96, 256))
-    (pair,) = auditor.problems(given).items()
-    return auditor.finding(given, *pair).why
+    (pair,) = auditor.find_problems(given).items()
+    return auditor.make_finding(given, *pair).why
 
 
 @pytest.mark.slow
@@ -183,4 +183,4 @@ def test_a_failure_says_what_was_promised_what_was_found_and_how_to_promise_it()
     assert exact.endswith("give --precision fp8-rowwise:scale=exact to promise that.")
     assert why("fp8-rowwise:scale=exact", by_row(exponent)).endswith("give --precision fp8-rowwise to promise that.")
     assert why("fp8", lambda a, b: a @ b.t()).endswith("Found: bf16; give --precision bf16 to promise that.")
-    assert "no precision that is known here" in why("fp8", lambda a, b: product(a, b) / 2)
+    assert "match no supported precision" in why("fp8", lambda a, b: product(a, b) / 2)

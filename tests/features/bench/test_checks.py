@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from fp8bench.errors import UsageError
-from fp8bench.features.bench.calls import call, difference, draw_inputs, exact_results
+from fp8bench.features.bench.calls import compute_exact_results, draw_inputs, measure_difference, run_callable
 from fp8bench.features.bench.checks import examine
 from fp8bench.features.bench.job import check_targets, choose_axes
 from fp8bench.features.bench.values import parse_shapes
@@ -19,7 +19,7 @@ from fp8bench.model import Case, Level
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup
 from fp8bench.registry import precisions, workloads
-from fp8bench.report.comparisons import setting_of
+from fp8bench.report.comparisons import split_case_id
 from fp8bench.worker.bench import Bench
 from tests.facts import CPU
 from tests.features.bench.callables import SOURCE
@@ -49,12 +49,12 @@ def remarks_on(target: str, against: str = "torch:matmul", **params: str) -> lis
 REFUSED = [
     ("prodct", "has no 'prodct'. Did you mean 'product'? Callables in it:"),
     ("number", "is int, and cannot be called. Give a function."),
-    ("Layer", "is a class: calling it makes an object"),
+    ("Layer", "is a class, and calling it only creates an object"),
     ("one", "takes 1 positional argument but 2 were given"),
-    ("transposed", "returns 64x128 float32, and torch:matmul 128x64 float32: they do not do the same work"),
+    ("transposed", "returns 64x128 float32, and torch:matmul 128x64 float32: they do different work"),
     ("halves", "returns 128x64 float16, and torch:matmul 128x64 float32"),
-    ("in_place", "changes its inputs: the next call would get different ones. Let it change copies"),
-    ("nothing", "returns nothing, so that results cannot be compared"),
+    ("in_place", "changes its inputs, so the next call would get different ones. Let it change copies"),
+    ("nothing", "returns nothing, so its results cannot be compared"),
     ("word", "returns str without a tensor"),
     ("raises", "cannot be measured with 128x32 float32, 32x64 float32: ValueError: no such kernel (mine.py, line"),
     ("infinite", "returns NaN, infinities or an error too large for a number where torch:matmul does not"),
@@ -83,9 +83,9 @@ def test_an_honest_callable_gets_no_remark(name: str, file: str) -> None:
 
 def test_remarks_on_what_a_run_cannot_show(file: str) -> None:
     (wrong,) = remarks_on(f"{file}:tiled", shape="192x32,32x64")
-    assert wrong.startswith("at 96x16,16x32 ") and " from torch:matmul: it is wrong at other shapes" in wrong
+    assert wrong.startswith("at 96x16,16x32 ") and " from torch:matmul, so it is wrong at other shapes" in wrong
     (refused,) = remarks_on(f"{file}:even_rows", shape="64x32,32x64")
-    assert "at 32x16,16x32 torch:matmul works, and" in refused and "rows must be a multiple of 64" in refused
+    assert "at 32x16,16x32 torch:matmul works, but" in refused and "rows must be a multiple of 64" in refused
     (hidden,) = remarks_on(f"{file}:clean")
     assert hidden.startswith("a NaN in the input does not reach the result of")
     (random,) = remarks_on(f"{file}:drops", shape="64x32,32x64")
@@ -97,14 +97,14 @@ def test_remarks_on_what_a_run_cannot_show(file: str) -> None:
 
 def test_inputs_are_the_files_or_a_file_of_tensors(file: str, tmp_path: Path) -> None:
     assert remarks_on(f"{file}:product", f"{file}:low", inputs=f"{file}:inputs") == []
-    with pytest.raises(UsageError, match="gives other inputs when it is called again with the same seed"):
+    with pytest.raises(UsageError, match="returns other inputs when it is called again with the same seed"):
         remarks_on("torch:matmul", inputs=f"{file}:other_inputs")
-    with pytest.raises(UsageError, match="gives int without tensors; expected a tensor, a tuple or list"):
+    with pytest.raises(UsageError, match="returns int without tensors; expected a tensor, a tuple or list"):
         remarks_on("torch:matmul", inputs=f"{file}:no_inputs")
     torch.save((torch.ones(8, 4), torch.ones(4, 8)), tmp_path / "batch.pt")
     assert remarks_on(f"{file}:product", inputs=str(tmp_path / "batch.pt")) == []
     torch.save(torch.nn.Linear(2, 2), tmp_path / "code.pt")
-    with pytest.raises(UsageError, match="other objects could run code, and are not loaded"):
+    with pytest.raises(UsageError, match="Other objects could run code, so they are not loaded"):
         remarks_on(f"{file}:product", inputs=str(tmp_path / "code.pt"))
 
 
@@ -116,7 +116,7 @@ def test_errors_are_those_of_an_independent_computation(file: str) -> None:
         return float((result.double() - wanted).norm() / wanted.norm())
 
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
-    own, theirs = call(f"{file}:low", inputs)[0], call("torch:matmul", inputs)[0]
+    own, theirs = run_callable(f"{file}:low", inputs)[0], run_callable("torch:matmul", inputs)[0]
     errors = Callables().error(setup_of(f"{file}:low"))
     assert errors == {
         "output_error": pytest.approx(apart(own, exact), rel=1e-9),
@@ -132,24 +132,24 @@ def test_errors_are_those_of_an_independent_computation(file: str) -> None:
 def test_a_reference_that_rounds_inside_is_no_float64(file: str) -> None:
     inputs = draw_inputs(parse_shapes(SHAPE), "fp32", "cpu", 5)
     for name in ("rounds_inside", "refuses_fp64", "low"):
-        assert exact_results(f"{file}:{name}", inputs, 0) is None, name
+        assert compute_exact_results(f"{file}:{name}", inputs, 0) is None, name
         assert {*Callables().error(setup_of(f"{file}:product", f"{file}:{name}"))} == {"difference_error"}
-    relu = exact_results("torch:relu", draw_inputs([(8, 8)], "bf16", "cpu", 5), 0)
+    relu = compute_exact_results("torch:relu", draw_inputs([(8, 8)], "bf16", "cpu", 5), 0)
     assert relu is not None and relu[0].dtype is torch.float64
 
 
 def test_differences_of_odd_results() -> None:
     nan, inf = math.nan, math.inf
     one = [torch.tensor([1.0, nan, inf])]
-    assert difference(one, [torch.tensor([1.0, nan, inf])]) == 0
-    assert difference([torch.tensor([1.5, nan, inf])], one) == 0.5
-    assert difference([torch.tensor([1.0, 0.0, inf])], one) == inf
-    assert difference([torch.tensor([1.0, nan, -inf])], one) == inf
-    assert difference([torch.tensor([1, 2, 3, 4])], [torch.tensor([1, 2, 3, 5])]) == 0.25
-    assert difference([torch.tensor([1 + 1j])], [torch.tensor([1 + 0j])]) == 1
+    assert measure_difference(one, [torch.tensor([1.0, nan, inf])]) == 0
+    assert measure_difference([torch.tensor([1.5, nan, inf])], one) == 0.5
+    assert measure_difference([torch.tensor([1.0, 0.0, inf])], one) == inf
+    assert measure_difference([torch.tensor([1.0, nan, -inf])], one) == inf
+    assert measure_difference([torch.tensor([1, 2, 3, 4])], [torch.tensor([1, 2, 3, 5])]) == 0.25
+    assert measure_difference([torch.tensor([1 + 1j])], [torch.tensor([1 + 0j])]) == 1
     eights = torch.tensor([1.0, 2.0]).to(torch.float8_e4m3fn)
-    assert difference([eights], [eights.float()]) == 0
-    assert difference([torch.zeros(2), torch.tensor([3.0])], [torch.zeros(2), torch.tensor([2.0])]) == 0.5
+    assert measure_difference([eights], [eights.float()]) == 0
+    assert measure_difference([torch.zeros(2), torch.tensor([3.0])], [torch.zeros(2), torch.tensor([2.0])]) == 0.5
 
 
 def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> None:
@@ -163,18 +163,18 @@ def test_names_and_inputs_are_checked_before_a_worker_starts(tmp_path: Path) -> 
         (["torch.relu"], "torch:relu", "is not a function"),
         (["a b:f"], "torch:relu", "is not a callable"),
         (["fp8:exact"], "torch:relu", "is not a callable"),
-        (["torch:relu"], "torch:relu", "is named twice. Name it once: the reference is measured twice"),
+        (["torch:relu"], "torch:relu", "is named twice. Name it once; the reference is measured twice"),
         ([mine, mine], "torch:relu", "is named twice. Name it once"),
     ):
         with pytest.raises(UsageError, match=sentence):
             check_targets(targets, against)
-    with pytest.raises(UsageError, match=r"no inputs are given for torch:abs. Give a shape for each argument"):
+    with pytest.raises(UsageError, match=r"the inputs of torch:abs are unknown. Give a shape for each argument"):
         choose_axes(("torch:relu", "torch:abs"), (), None, None, "hot")
-    with pytest.raises(UsageError, match="or leave both out"):
+    with pytest.raises(UsageError, match="or omit both"):
         choose_axes(("torch:relu", mine), ("8x8",), None, "mine.py:inputs", "hot")
-    with pytest.raises(UsageError, match="or leave both out"):
+    with pytest.raises(UsageError, match="or omit both"):
         choose_axes(("torch:relu", mine), (), "bf16", None, "hot")
-    with pytest.raises(UsageError, match="there is no such file"):
+    with pytest.raises(UsageError, match="this file does not exist"):
         choose_axes(("torch:relu", mine), (), None, "absent.pt", "hot")
 
 
@@ -194,8 +194,11 @@ def test_a_callable_is_no_precision_of_suites() -> None:
 
 def test_slashes_of_paths_are_no_end_of_a_setting() -> None:
     case = Case("bench", (("inputs", "data/a.py:inputs"), ("against", "b/ref.py:f")), "c/mine.py:g", "cpu")
-    assert setting_of(case.id) == (case.setting, case.mode)
-    assert setting_of("gemm[m=8]@cuda:1/fp8") == ("gemm[m=8]@cuda:1", "fp8") and setting_of("a/b/c") == ("a/b", "c")
+    assert split_case_id(case.id) == (case.setting, case.mode)
+    assert split_case_id("gemm[m=8]@cuda:1/fp8") == ("gemm[m=8]@cuda:1", "fp8") and split_case_id("a/b/c") == (
+        "a/b",
+        "c",
+    )
 
 
 def test_a_callable_that_returns_its_input_does_no_work(tmp_path: Path) -> None:

@@ -41,7 +41,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert re.search(rf"{far}\(torch:matmul \d\.\de-07, more exact\); memory ", shown)
     assert re.search(r"equal to torch:matmul; both off float64 by \d\.\de-07; memory ", shown)
     assert re.search(r"off float64 by \d\.\de-08 \(torch:matmul \d\.\de-07, less exact\)", shown)
-    assert "a NaN in the input does not reach the result of mine.py:clean, as it does" in shown
+    assert "a NaN in the input does not reach the result of mine.py:clean, but does reach" in shown
     assert "advise" not in out
 
     run_id = re.findall(r"fp8bench show (\w+)", out)[0]
@@ -78,9 +78,9 @@ WRONG = [
     (["mine.py:prodct", "--shape", "8x8,8x8"], "mine.py has no 'prodct'. Did you mean 'product'?"),
     (["mine.py:product", "--shape", "8x8,4x4"], "torch:matmul cannot be measured with 8x8 float32, 4x4 float32"),
     (["mine.py:product", "--shape", "8y8"], "'8y8' is not a shape; expected sizes with x between"),
-    (["mine.py:product", "--inputs", "mine.py:no_inputs"], "mine.py:no_inputs gives int without tensors"),
-    (["torch:mm"], "no inputs are given for torch:mm. Give a shape for each argument"),
-    (["absent.py:f", "--shape", "8x8"], "absent.py:f: there is no file 'absent.py' here"),
+    (["mine.py:product", "--inputs", "mine.py:no_inputs"], "mine.py:no_inputs returns int without tensors"),
+    (["torch:mm"], "the inputs of torch:mm are unknown. Give a shape for each argument"),
+    (["absent.py:f", "--shape", "8x8"], "absent.py:f: the file 'absent.py' does not exist"),
     (["mine.py:talks", "--shape", "8x8,8x8"], "mine.py:talks cannot be measured: a step printed 'hello"),
     (["mine.py:crashes", "--shape", "8x8,8x8"], "the worker crashed during 'examine'"),
 ]
@@ -116,5 +116,5 @@ def test_a_gate_measures_a_kernel_again_that_became_slower(fp8bench: Say, store:
     assert fp8bench("bench", *words, "--budget", "6")[0] == 0
     code, out, err = fp8bench("gate", before.stem, "last")
     # If other programs use the CPU, the gate is unsure, with a message.
-    assert code == 1 or (code == 4 and "suspected" in out and "others took the CPU" in out), out + err
+    assert code == 1 or (code == 4 and "suspected" in out and "other programs took the CPU" in out), out + err
     assert "mine.py:product" in out and "worse" in out

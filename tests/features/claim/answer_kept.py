@@ -11,13 +11,13 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from fp8bench.cli.progress import SILENT
-from fp8bench.features.claim.command import questions_of
+from fp8bench.features.claim.command import parse_run_texts
 from fp8bench.features.claim.decide import answer_claim
-from fp8bench.features.claim.folder import StoredAnswer, load_stored, read_answers, write_folder
+from fp8bench.features.claim.folder import StoredAnswer, load_stored_run, read_answers, write_folder
 from fp8bench.features.claim.rows import ClaimsFile, load_catalogue, load_claims
 from fp8bench.features.claim.runs import RunSource, StoredRun, without_device
 from fp8bench.features.claim.values import Claim, ClaimAnswer
-from fp8bench.features.claim.view import number_words
+from fp8bench.features.claim.view import format_figure
 from fp8bench.features.train.values import TrainingObserver
 from tests.commands import ROOT
 
@@ -29,8 +29,8 @@ HEADING = "|sentence|source|answer|figure|\n|---|---|---|---|\n"
 
 def answer_again(folder: Path, file: ClaimsFile, claims: Sequence[Claim]) -> list[ClaimAnswer]:
     """Answers claims from the folder's runs, which are found by their requests, and replaces its answers."""
-    questions = questions_of(file)
-    stored = [load_stored(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
+    questions = parse_run_texts(file)
+    stored = [load_stored_run(path) for path in sorted((folder / "runs").glob("*.jsonl"))]
     without_gpu = RunSource(folder, questions, "cpu", SILENT, TrainingObserver)  # type: ignore[arg-type]
     runs: dict[str, StoredRun] = {}
 
@@ -57,7 +57,7 @@ def table_of(answers: Sequence[StoredAnswer]) -> str:
     text, sources = HEADING, {}
     for answer in answers:
         claim = answer.row
-        figure = "-" if answer.value is None else number_words(answer.value, claim.unit)
+        figure = "-" if answer.value is None else format_figure(answer.value, claim.unit)
         text += f"|{claim.sentence}|[{claim.source.key}]|{answer.answer}|{figure}|\n"
         sources[claim.source.key] = claim.source.address.removeprefix("docs/")
     return text + "\n" + "".join(f"[{key}]: {address}\n" for key, address in sources.items())

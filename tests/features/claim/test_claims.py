@@ -19,15 +19,15 @@ import pytest
 from fp8bench.analysis.findings import findings
 from fp8bench.cli.progress import SILENT
 from fp8bench.errors import UsageError
-from fp8bench.features.claim.command import questions_of
+from fp8bench.features.claim.command import parse_run_texts
 from fp8bench.features.claim.decide import answer_claim, answer_from_run
 from fp8bench.features.claim.expressions import evaluate
-from fp8bench.features.claim.folder import check_folder, load_stored, write_folder
+from fp8bench.features.claim.folder import check_folder, load_stored_run, write_folder
 from fp8bench.features.claim.readings import read_figure
 from fp8bench.features.claim.rows import load_catalogue, load_claims, parse_claims
-from fp8bench.features.claim.runs import RunSource, counts_still, find_stored, fits_device
+from fp8bench.features.claim.runs import RunSource, find_stored_run, fits_device, is_reusable
 from fp8bench.features.claim.values import Answer, Claim, ClaimAnswer, ClaimKind, Reading, Standing
-from fp8bench.features.claim.view import page_of_answers
+from fp8bench.features.claim.view import render_answers
 from fp8bench.features.train.values import TrainingObserver
 from fp8bench.files import seal, unseal
 from fp8bench.model import Case, Environment, Label, Level, Request, Run
@@ -108,7 +108,7 @@ def test_expressions_are_computed(text: str, value: float) -> None:
         ("exec(1)", "unknown function 'exec'"),
         ("9 ** 9 ** 9", "has no value"),
         ("1 / 0", "has no value"),
-        ("1e999", "is not finite"),
+        ("1e999", "gives infinity or NaN"),
         ("1 +", "is not arithmetic"),
         ("1+" * 200 + "1", "at most 200 characters"),
     ],
@@ -139,8 +139,8 @@ def test_bounds_hold_for_these_values(
     above: tuple[float, ...],
 ) -> None:
     claim = replace(claim_of(), relation=relation, bound=tuple(bound), tolerance=tolerance)
-    assert {claim.side(value) for value in inside} == {0}
-    assert all(claim.side(value) == -1 for value in below) and all(claim.side(value) == 1 for value in above)
+    assert {claim.find_side(value) for value in inside} == {0}
+    assert all(claim.find_side(value) == -1 for value in below) and all(claim.find_side(value) == 1 for value in above)
 
 
 @for_each(
@@ -148,16 +148,16 @@ def test_bounds_hold_for_these_values(
     [
         ({"figure": '"product_eror"'}, "unknown figure of a run"),
         ({"run": '"train --quick"', "figure": '"gaps"', "case": '{arm = "fp8"}'}, "Did you mean 'gap'"),
-        ({"run": '"train --quick"'}, "`case` names no arm"),
+        ({"run": '"train --quick"'}, "`case` has no arm"),
         ({"device": "-"}, "`device` is missing"),
         ({"sentence": '"FP8 keeps the accuracy"'}, "'accuracy' promises more than product_error measures"),
         ({"sentence": '"FP8 training is exact"'}, "which does not train"),
         ({"sentence": '"FP8 halves memory"'}, "measure `device_peak_memory ratio`"),
         ({"figure": '"speedup"'}, 'device = "any" names none'),
         ({"relation": '"="', "tolerance": "0.001"}, "a resolution of 1%, which cannot decide a tolerance of 0.1%"),
-        ({"figure": '"speedup"', "device": '"cuda"', "bound": "1.001"}, "cannot tell 1.001 from 1"),
+        ({"figure": '"speedup"', "device": '"cuda"', "bound": "1.001"}, "cannot distinguish 1.001 from 1"),
         ({"figure": '"speedup"', "device": '"cuda"', "limit": '"2"'}, "two lower bounds on time bound no ratio"),
-        ({"kind": '"arithmetic"', "sentence": '"FP8 is 2x faster"'}, "no arithmetic bounds a ratio of two times"),
+        ({"kind": '"arithmetic"', "sentence": '"FP8 is 2x faster"'}, "arithmetic cannot bound a ratio of two times"),
         ({"kind": '"arithmetic"', "sentence": '"FP8 takes half the time of BF16"'}, "'time' is about times"),
         ({"kind": '"arithmetic"', "sentence": '"At its peak FP8 is twice as fast"'}, "'fast' is about times"),
         ({"limit": '"h200_sxm.bf16"'}, "only a time or a rate has a limit"),
@@ -165,31 +165,31 @@ def test_bounds_hold_for_these_values(
             {"figure": '"time"', "limit": '"1 / h200_sxm.bf16"', "device": '"cuda"'},
             "refutes nothing on another card",
         ),
-        ({"figure": '"time"', "limit": '"1"', "device": '"H200 SXM"'}, "`limit` is of one datasheet"),
-        ({"case": '{n = "64"}'}, "`case` names no mode"),
-        ({"case": "-"}, "`case` names no mode"),
+        ({"figure": '"time"', "limit": '"1"', "device": '"H200 SXM"'}, "`limit` comes from one datasheet"),
+        ({"case": '{n = "64"}'}, "`case` has no mode"),
+        ({"case": "-"}, "`case` has no mode"),
         ({"card": '"H200"'}, "`card` is a condition of a published measurement"),
         ({"power": "-700", "published": "true"}, "both above 0"),
-        ({"sum": "true"}, "a sum of product_error over cases means nothing"),
+        ({"sum": "true"}, "a sum of product_error over cases has no meaning"),
         ({"source": '"blog"'}, "unknown source 'blog'"),
-        ({"bound": "1" + 400 * "0"}, "docs/claims.md says what each key takes"),
-        ({"bound": "2024-01-01"}, "docs/claims.md says what each key takes"),
+        ({"bound": "1" + 400 * "0"}, "docs/claims.md lists the values of each key"),
+        ({"bound": "2024-01-01"}, "docs/claims.md lists the values of each key"),
         ({"bound": 2000 * "["}, "is not TOML"),
-        ({"id": '["x"]'}, "docs/claims.md says what each key takes"),
+        ({"id": '["x"]'}, "docs/claims.md lists the values of each key"),
         ({"kind": '"guess"'}, "is not one of arithmetic, measured, all of"),
         ({"relation": '"~"'}, "relation '~' is not one of"),
         ({"relation": '"between"'}, "two numbers, the lower one first"),
         ({"bound": "nan"}, "takes one number"),
-        ({"bound": '"much"'}, "docs/claims.md says what each key takes"),
-        ({"tolerance": "0.1"}, "For the others move the bound"),
+        ({"bound": '"much"'}, "docs/claims.md lists the values of each key"),
+        ({"tolerance": "0.1"}, "For other relations, move the bound"),
         ({"source": '{title = "a blog"}'}, "title, publisher, year and address"),
         ({"sentense": '"FP8"'}, "Did you mean 'sentence'"),
         ({"run": '"suite gem"'}, "Did you mean 'gemm'"),
         ({"run": '"suite gemm --devices cpu"'}, "`run` cannot have --devices"),
         ({"run": '"suite gemm --import evil.py"'}, "`run` cannot have --import"),
         ({"run": '"suite evil.py"'}, "`run` cannot have evil.py"),
-        ({"run": '"doctor"'}, "has to begin with suite or train"),
-        ({"kind": '"all of"', "parts": '["y"]'}, "the part 'y' is not another claim"),
+        ({"run": '"doctor"'}, "must start with suite or train"),
+        ({"kind": '"all of"', "parts": '["y"]'}, "the part 'y' is not a measured or arithmetic claim"),
     ],
 )
 def test_bad_rows_are_refused_in_a_sentence(say: Say, values: dict[str, str], said: str) -> None:
@@ -209,7 +209,7 @@ def test_bad_files_and_names_are_refused(say: Say) -> None:
         ("none.toml", "cannot be read"),
         ("tf32-312-h20", "Did you mean 'tf32-312-h200'"),
         ("check", "takes one folder"),
-        ("--all fp8-2x", "Leave the names out"),
+        ("--all fp8-2x", "Omit the names"),
     ):
         code, _, err = say(*words.split())
         assert code == 2 and said in only_sentence(err), (words, err)
@@ -277,9 +277,9 @@ def test_ratios_are_over_the_reference(gemm: Run) -> None:
 @for_each(
     ("figure", "mode", "said"),
     [
-        ("time", "fp8", "fp8 is emulated on this device, so time is the emulation's"),
-        ("speedup", "fp8", "so time is the emulation's"),
-        ("peak_memory ratio", "nvfp4", "so peak_memory is the emulation's"),
+        ("time", "fp8", "fp8 is emulated on this device, so its time is that of the emulation"),
+        ("speedup", "fp8", "so its time is that of the emulation"),
+        ("peak_memory ratio", "nvfp4", "so its peak_memory is that of the emulation"),
         ("speedup", "bf16", "too few rounds"),
     ],
 )
@@ -304,7 +304,7 @@ def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch
     calm, noisy = read(spread=0.0, hard=()), read(spread=0.5, hard=())
     assert calm.value and (calm.low, calm.high) == (0.99 * calm.value, 1.01 * calm.value)
     assert (noisy.low, noisy.high) == (0.5 * calm.value, 1.5 * calm.value)
-    assert "not in a state to be timed (throttled)" in read(hard=(Label.THROTTLED,)).why
+    assert "could not be timed reliably (throttled)" in read(hard=(Label.THROTTLED,)).why
 
 
 def test_a_case_has_to_be_one(gemm: Run) -> None:
@@ -323,7 +323,7 @@ def test_another_baseline_than_that_of_the_sentence_decides_nothing(gemm: Run) -
     ):
         assert answer_from_run(replace(claim, sentence=sentence), gemm).answer is answer
     why = answer_from_run(replace(claim, sentence="BF16 takes less than FP16"), gemm).why
-    assert why == "the sentence compares with FP16, and the reference of the run is fp32"
+    assert why == "the sentence compares with FP16, but the reference of the run is fp32"
 
 
 def test_one_refuted_part_refutes_and_an_undecided_one_leaves_a_conjunction_open(gemm: Run) -> None:
@@ -365,7 +365,7 @@ def test_published_figures_are_compared_with_their_conditions(gemm: Run) -> None
     assert [compare(value * share).answer for share in (1.0, 0.9, 1.1)] == [Answer.WITHIN, Answer.ABOVE, Answer.BELOW]
     other = compare(2 * value, "H100")
     assert other.answer is Answer.OTHER_CONDITIONS and "card H200 SXM, published H100" in other.why
-    shown = " ".join(render(page_of_answers([other, other])).split())
+    shown = " ".join(render(render_answers([other, other])).split())
     assert "; published " in shown and "card H200 SXM, published H100; torch" in shown  # never a bare number
     assert "power limit 500 W, published 700 W" in compare(2 * value, power=700).why
     # A power limit that one side does not know may be another.
@@ -389,21 +389,21 @@ def test_a_stored_run_of_this_week_is_reused(gemm: Run, tmp_path: Path, monkeypa
     monkeypatch.setattr("fp8bench.features.claim.runs.platform.node", lambda: here.get("machine"))
     monkeypatch.setattr("fp8bench.features.claim.runs.version", lambda _: here.get("torch"))
     now = datetime.now(UTC)
-    assert counts_still(here, (now - timedelta(days=6)).isoformat())
-    assert not counts_still(here, (now - timedelta(days=8)).isoformat())
+    assert is_reusable(here, (now - timedelta(days=6)).isoformat())
+    assert not is_reusable(here, (now - timedelta(days=8)).isoformat())
     for name in ("machine", "fp8bench", "torch"):
-        assert not counts_still(here.also({name: "another"}), now.isoformat())
-    monkeypatch.setattr("fp8bench.features.claim.runs._LONGEST_AGE", timedelta.max)
+        assert not is_reusable(here.also({name: "another"}), now.isoformat())
+    monkeypatch.setattr("fp8bench.features.claim.runs._MAX_RUN_AGE", timedelta.max)
     (tmp_path / "runs" / "box").mkdir(parents=True)
     shutil.copy(GEMM, tmp_path / "runs" / "box")
     source = source_for(tmp_path, replace(gemm.request, devices=()))
     question = replace(gemm.request, devices=("cpu",))
-    assert find_stored(question, tmp_path) == (None, None)  # the stored request names no device
+    assert find_stored_run(question, tmp_path) == (None, None)  # the stored request names no device
     monkeypatch.setattr("fp8bench.features.claim.runs.replace", lambda value, **_: value)
     assert source(claim_of()).path == str(tmp_path / "runs" / "box" / GEMM.name)
     lines = GEMM.read_bytes().splitlines(keepends=True)
     (tmp_path / "runs" / "box" / GEMM.name).write_bytes(b"".join(lines[:-1]))  # interrupted: resumed, not used
-    found, unfinished = find_stored(gemm.request, tmp_path)
+    found, unfinished = find_stored_run(gemm.request, tmp_path)
     assert found is None and unfinished is not None
 
 
@@ -436,7 +436,7 @@ def test_cards_are_found_by_the_words_of_their_names() -> None:
 
 def test_every_row_of_the_catalogue_can_be_decided() -> None:
     file = load_catalogue()
-    questions_of(file)
+    parse_run_texts(file)
     assert len(file.claims) >= 40
     for claim in file.claims.values():
         address = claim.source.address
@@ -446,7 +446,7 @@ def test_every_row_of_the_catalogue_can_be_decided() -> None:
 def test_rows_for_gpus_plan_one_native_case_there() -> None:
     """Rows for GPUs that no machine here has are at least planned, with the baseline of their sentence."""
     file, facts = load_catalogue(), {"H200": H200, "A100": A100, "B200": B200}
-    questions = questions_of(file)
+    questions = parse_run_texts(file)
     rows = [claim for claim in file.claims.values() if claim.run and "any" not in claim.device]
     assert len(rows) >= 12
     for claim in rows:
@@ -471,7 +471,7 @@ def evidence(tmp_path: Path) -> Path:
     """A folder of four answers from committed runs."""
     file, kept = load_catalogue(), {}
     for name in ("nvfp4-finer", "e4m3-error", "fp8-half-wire"):
-        kept[name] = load_stored(run_of(EVIDENCE, name))
+        kept[name] = load_stored_run(run_of(EVIDENCE, name))
     claims = [file.claims[name] for name in (*kept, "tf32-312-h200")]
     answers = [answer_claim(claim, file.claims, lambda claim: kept[claim.id]) for claim in claims]
     write_folder(tmp_path / "evidence", file, answers, kept)
@@ -480,7 +480,7 @@ def evidence(tmp_path: Path) -> Path:
 
 
 def standings(folder: Path) -> dict[str, tuple[Standing, str]]:
-    return {checked.id: (checked.standing, checked.why) for checked in check_folder(folder, questions_of)}
+    return {checked.id: (checked.standing, checked.why) for checked in check_folder(folder, parse_run_texts)}
 
 
 def test_the_committed_answers_follow_from_the_committed_runs() -> None:
@@ -525,13 +525,13 @@ def test_edited_bounds_and_answers_are_named(evidence: Path, say: Say) -> None:
     file = evidence / "claims.toml"
     file.write_text(file.read_text().replace("bound = 312\n", "bound = 494.5\n", 1))
     standing, why = standings(evidence)["tf32-312-h200"]
-    assert standing is Standing.FAILS and why == "bound is [494.5] in claims.toml, and [312.0] was answered"
+    assert standing is Standing.FAILS and why == "bound is [494.5] in claims.toml, but was [312.0] when answered"
     code, out, _ = say("check", str(evidence))
     assert code == 1 and "tf32-312-h200" in out and "3 of 4 stored answers hold" in " ".join(out.split())
     answers = evidence / "answers.json"
     answers.write_text(answers.read_text().replace('"refuted"', '"confirmed"', 1))
     code, _, err = say("check", str(evidence))
-    assert code == 2 and "answers were edited, or bytes flipped" in err
+    assert code == 2 and "the answers were edited, or the file is damaged" in err
 
 
 def test_swapped_runs_are_named(evidence: Path) -> None:
@@ -541,12 +541,14 @@ def test_swapped_runs_are_named(evidence: Path) -> None:
     second.write_bytes(kept)
     checked = standings(evidence)
     for name, run in (("nvfp4-finer", second.stem), ("e4m3-error", first.stem)):
-        assert checked[name][0] is Standing.FAILS and f"it holds the run {run}: runs were swapped" in checked[name][1]
+        assert (
+            checked[name][0] is Standing.FAILS and f"it holds the run {run}, so runs were exchanged" in checked[name][1]
+        )
 
 
 def test_an_emulated_run_of_another_level_changes_the_answer() -> None:
     """The same figures from a native device are accepted."""
-    run = load_stored(run_of(EVIDENCE, "bf16-halves-memory"))
+    run = load_stored_run(run_of(EVIDENCE, "bf16-halves-memory"))
     assert isinstance(run, Run)
     claim = replace(load_catalogue().claims["bf16-halves-memory"], case=(("mode", "fp8"),))
     assert answer_from_run(claim, run).answer is Answer.CANNOT_TELL
@@ -566,7 +568,7 @@ def test_edited_parts_of_a_conjunction_are_named(tmp_path: Path) -> None:
     path.write_text(head + name + rest.replace('"="', '"<="', 1))
     assert standings(tmp_path / "bits")["fp8-bits"] == (
         Standing.FAILS,
-        "its part e5m2-mantissa: relation is <= in claims.toml, and = was answered",
+        "its part e5m2-mantissa: relation is <= in claims.toml, but was = when answered",
     )
 
 
@@ -617,7 +619,7 @@ def link_to_itself(path: Path) -> None:
         (lambda folder: (folder / "claims.toml").write_text("\0"), "is not TOML"),
         (lambda folder: (folder / "claims.toml").write_bytes(b"\xff"), "not UTF-8"),
         (lambda folder: (folder / "answers.json").write_text("[" * 100_000), "has changed since it was written"),
-        (lambda folder: (folder / "answers.json").write_text("[]"), "does not have the form of answers"),
+        (lambda folder: (folder / "answers.json").write_text("[]"), "is not a list of answers"),
         (lambda folder: make_sparse(folder / "claims.toml"), "it has 1.00 GiB, and at most 4.00 MiB are read"),
         (lambda folder: make_sparse(folder / "answers.json"), "at most 64.0 MiB are read"),
         (lambda folder: make_pipe(folder / "claims.toml"), "it is a named pipe"),
@@ -625,7 +627,7 @@ def link_to_itself(path: Path) -> None:
         (lambda folder: link_to_itself(folder / "claims.toml"), "Too many levels of symbolic links"),
         (flip_schema, "was written by another version of fp8bench"),
         (drop_checksum, "its checksum is missing"),
-        (reshape, "does not have the form of answers"),
+        (reshape, "is not a list of answers"),
     ],
 )
 def test_a_damaged_folder_is_refused_in_a_sentence(

@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.features.claim.command import questions_of
+from fp8bench.features.claim.command import parse_run_texts
 from fp8bench.features.claim.folder import check_folder, read_answers
 from fp8bench.features.claim.rows import load_claims
 from fp8bench.features.claim.values import Answer, Standing
@@ -34,7 +34,7 @@ def read_page(name: str) -> str:
 @pytest.fixture(scope="module")
 def figures() -> dict[str, float]:
     """The recomputed figures by id of claim; every row is checked on the way."""
-    checked = check_folder(H200, questions_of)
+    checked = check_folder(H200, parse_run_texts)
     assert [(answer.id, answer.why) for answer in checked if answer.standing is not Standing.HOLDS] == []
     values = {}
     for answer in read_answers(H200).answers:
@@ -151,7 +151,7 @@ def files_in(folder: Path) -> list[Path]:
 def test_the_first_row_of_the_page_is_one_to_copy(tmp_path: Path) -> None:
     (example,) = re.findall(r"```toml\n(.*?)```", PAGE.read_text(), re.DOTALL)
     (tmp_path / "mine.toml").write_text(example)
-    questions_of(load_claims(tmp_path / "mine.toml"))
+    parse_run_texts(load_claims(tmp_path / "mine.toml"))
 
 
 def test_the_page_has_the_committed_answers_in_at_most_900_words() -> None:

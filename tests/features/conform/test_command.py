@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from fp8bench.features.conform.command import page_of
+from fp8bench.features.conform.command import render_page
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.promises import Conformity, Difference, FirstElement, ModeConformity
 from fp8bench.report.terminal.layout import render
@@ -26,7 +26,7 @@ from fp8bench.formats.codes import torch_codes
 from fp8bench.formats.grids import E5M2
 from fp8bench.formats.recipes import Accumulator
 from fp8bench.nn.arithmetics import RecipeArithmetic, ScaledArithmetic
-from fp8bench.numerics.products import in_dtype
+from fp8bench.numerics.products import to_dtype
 from fp8bench.numerics.products import short_product
 from fp8bench.registry import precisions
 
@@ -53,7 +53,7 @@ def scales(self, a, b, dtype):
 
 def short(self, a, b, dtype):
     values = (self.restore(one, torch.float32) for one in (a, b))
-    return in_dtype(short_product(*values, Accumulator.SHORT), dtype)
+    return to_dtype(short_product(*values, Accumulator.SHORT), dtype)
 
 
 def cut(self, a, b, dtype):
@@ -148,14 +148,14 @@ def test_the_page_tells_what_differs() -> None:
     same = Conformity("fp8", "cast of input", "128x2048", Difference.NONE, total=262144)
     facts = DeviceFacts("cuda", 0, "NVIDIA H200", 1 << 37, "2.13.0")
     mode = ModeConformity("fp8", Support(Level.NATIVE, ""), (same, wrong))
-    text = " ".join(render(page_of(facts, [mode]), width=120).split())
+    text = " ".join(render(render_page(facts, [mode]), width=120).split())
     assert "fp8 native 2 1 - - 1 -" in text
     assert "[3,17] 1.5, emulated 1.25 rows scaled by 2" in text and not mode.conforms
     units = Conformity("fp8", "product", "8x8x8", Difference.UNITS, "as its units", 3, 64, 2.0, wrong.first)
     mode = ModeConformity("fp8", Support(Level.NATIVE, ""), (same, units))
-    text = " ".join(render(page_of(facts, [mode]), width=120).split())
+    text = " ".join(render(render_page(facts, [mode]), width=120).split())
     assert "fp8 native 2 1 - 1 - -" in text and mode.conforms
     undone = Conformity("fp8", "forward product", "8x8x8", None, "no such kernel")
     mode = ModeConformity("fp8", Support(Level.EMULATED, ""), (same, undone))
-    text = " ".join(render(page_of(facts, [mode]), width=120).split())
-    assert "fp8 (in part): the emulation gives" in text and "give the same: fp8 (in part)" in text
+    text = " ".join(render(render_page(facts, [mode]), width=120).split())
+    assert "fp8 (in part): kernels and emulation give" in text and "torch's kernels: fp8 (in part)" in text

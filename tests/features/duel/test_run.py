@@ -227,7 +227,7 @@ def test_an_end_in_the_middle_leaves_nothing(
     process.send_signal(number)
     out, err = process.communicate(timeout=280)
     if number == signal.SIGINT:
-        assert process.returncode == 130 and "interrupted; what was finished is kept in" in unfolded(err)
+        assert process.returncode == 130 and "interrupted; finished sessions are stored in" in unfolded(err)
         assert "1 of 1 cases were not measured" in out
     else:
         assert process.returncode == -number
@@ -252,7 +252,7 @@ def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
         (["suite"], "NAME"),
         (["suite", "gem"], "Did you mean 'gemm'"),
         (["suite", "gemm", "--dtypes", "fb8"], "unknown dtype 'fb8'"),
-        (["suite", "gemm", "--against", "HEAD"], "wants a git repository"),
+        (["suite", "gemm", "--against", "HEAD"], "needs a git repository"),
         (["suite", "gemm", "--sessions", "0"], "a whole number from 1"),
         (["suite", "gemm", "--pythona", "x"], "Did you mean '--python-a'"),
         (["suite", "gemm", "--python-a", "bare"], "cannot import torch (ModuleNotFoundError"),

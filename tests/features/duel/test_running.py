@@ -18,14 +18,14 @@ from fp8bench.cli.outputs import tell
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import Fp8benchError, StoreError, UsageError, WorkerFault, WorkerHung, WorkerLost
 from fp8bench.features.duel import run as duel_commands
-from fp8bench.features.duel.command import exit_code
+from fp8bench.features.duel.command import choose_exit_code
 from fp8bench.features.duel.kind import DuelKind, DuelWriter, start_duel
 from fp8bench.features.duel.partners import PartnerWorker, SideWorkers, Start
-from fp8bench.features.duel.run import CaseProgress, CaseRunner, begin_case
+from fp8bench.features.duel.run import CaseProgress, CaseRunner, start_case
 from fp8bench.features.duel.sides import DuelQuestion
 from fp8bench.features.duel.values import Duel, DuelCutOff
 from fp8bench.measure.arm import Quantisers
-from fp8bench.measure.limits import USUAL
+from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.model import PlannedCase, Request, Status
 from fp8bench.model.stopping import StoppingRule
 from fp8bench.protocols import SilentObserver
@@ -52,12 +52,12 @@ def sides(before: Script, after: Script, **options: Any) -> duel_commands.Pair:
 
 
 def measured(pair: duel_commands.Pair, sessions: int = 1, observer: SilentObserver | None = None) -> CaseProgress:
-    progress = begin_case(next(iter(pair[0].cases)), pair)
-    runner = CaseRunner(pair, 0, observer or SilentObserver(), USUAL)
+    progress = start_case(next(iter(pair[0].cases)), pair)
+    runner = CaseRunner(pair, 0, observer or SilentObserver(), DEFAULT_LIMITS)
     for number in range(sessions):
-        if progress.alive:
+        if progress.is_active:
             runner.measure(progress, number, RULE)
-        if progress.alive and number == 0:
+        if progress.is_active and number == 0:
             runner.check_values(progress)
     return progress
 
@@ -101,7 +101,7 @@ def test_no_side_is_always_the_first() -> None:
 def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_name: str) -> None:
     pair = sides(Script(), Script(faults=[Fault(request_name, error)]))
     progress = measured(pair, sessions=3)
-    assert not progress.alive and progress.sessions == [] and progress.result.has_failed
+    assert not progress.is_active and progress.sessions == [] and progress.result.has_failed
     assert (progress.result.before.status, progress.result.after.status) == (Status.OK, Status.FAILED)
     assert progress.result.after.reason == why
     assert sum(worker.restarts for worker in fakes(pair)[2:]) == 1
@@ -111,8 +111,8 @@ def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_
 @for_each(
     ("bad", "why", "restarts"),
     [
-        (Script(memory=2000), "out of memory next to the opposite side", 0),
-        (Script(threads_left=("loader",)), "1 started while preparing still run", 1),
+        (Script(memory=2000), "out of memory next to the other side", 0),
+        (Script(threads_left=("loader",)), "1 threads or processes of preparing it still run", 1),
         (Script(wrong="weights are nan"), "weights are nan", 1),
         (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the stored first session
     ],
@@ -133,7 +133,7 @@ def test_a_side_without_memory_for_two_processes_keeps_one() -> None:
     progress = measured(pair, sessions=3)
     assert [(len(session.before), len(session.after)) for session in progress.sessions] == [(1, 1)] * 3
     assert progress.processes == 1 and sum(entry[0] == "prepare" for entry in fakes(pair)[3].log) <= 1
-    assert progress.alive and not any(worker.held or worker.restarts for worker in fakes(pair))
+    assert progress.is_active and not any(worker.held or worker.restarts for worker in fakes(pair))
 
 
 def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
@@ -141,7 +141,7 @@ def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
     pair = sides(Script(quantisers=[2]), bad)
     progress = measured(pair)
     (session,) = progress.sessions
-    assert progress.alive and "the compiler crashed" in pair[1].quantisers.why_eager
+    assert progress.is_active and "the compiler crashed" in pair[1].quantisers.why_eager
     assert not pair[0].quantisers.why_eager
     assert [timing.eager != "" for timing in session.before] == [False, False]
     assert [timing.eager != "" for timing in session.after] == [True, True]
@@ -158,7 +158,7 @@ def test_a_compiler_that_ends_a_worker_costs_no_case() -> None:
 def test_cases_that_do_not_compare_are_left_out(options: dict[str, Any], why: str) -> None:
     pair = sides(Script(), Script(), **options)
     progress = measured(pair)
-    assert progress.left_out.startswith(why) and not progress.alive
+    assert progress.left_out.startswith(why) and not progress.is_active
     assert (progress.result.before.status, progress.result.after.status) == (Status.SKIPPED, Status.SKIPPED)
     assert not any(worker.log for worker in fakes(pair)), "nobody is asked for anything"
 
@@ -202,7 +202,7 @@ def run_duel(tmp_path: Path) -> Callable[..., Duel]:
 
 
 def test_a_side_cannot_have_several_ranks(tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match="a side of a duel is one process, but this asks for 2 ranks"):
+    with pytest.raises(UsageError, match="a side of a duel is one process, but --ranks asks for 2"):
         duel_commands.run_duel(DuelQuestion(), Request("collective", ranks=2), tmp_path, TERMINAL)
 
 
@@ -212,19 +212,19 @@ def test_every_session_has_fresh_processes(run_duel: Callable[..., Duel]) -> Non
     assert duel.finished and duel.ok and duel.notes == ("a note",)
     assert [len(result.sessions) for result in duel.results] == [3, 3]
     assert all((worker.starts, worker.restarts) == (3, 2) for worker in fakes(pair))
-    assert duel == DuelKind().load(Path(duel.path)) and exit_code(duel) == 1
+    assert duel == DuelKind().load(Path(duel.path)) and choose_exit_code(duel) == 1
 
 
 def test_a_case_that_fails_late_keeps_its_sessions_and_the_others_go_on(run_duel: Callable[..., Duel]) -> None:
     late = Script(faults=[Fault("slot", WorkerLost("gone"), at=9)])
     duel = run_duel(started({"fp32": Script(), "bf16": late}))
     assert [len(result.sessions) for result in duel.results] == [3, 1] and duel.results[1].has_failed
-    assert duel.finished and exit_code(duel) == 3
+    assert duel.finished and choose_exit_code(duel) == 3
 
 
 @for_each("line", range(2, 8))
 def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    write, written = DuelWriter._lines, [0]
+    write, written = DuelWriter._append_numbered_lines, [0]
 
     def full(self: DuelWriter, values: Sequence[dict[str, object]]) -> None:
         written[0] += 1
@@ -232,7 +232,7 @@ def test_a_store_that_fails_costs_nobody_the_table(line: int, monkeypatch: pytes
             raise StoreError("the disk is full")
         write(self, values)
 
-    monkeypatch.setattr(DuelWriter, "_lines", full)
+    monkeypatch.setattr(DuelWriter, "_append_numbered_lines", full)
     with pytest.raises(Fp8benchError, match="the disk is full") as raised:
         run_in(tmp_path, started({"fp32": Script(), "bf16": Script()}), 2)
     files = list((tmp_path / "duels").iterdir())
@@ -265,11 +265,11 @@ def test_an_interrupt_keeps_what_was_finished(
 ) -> None:
     struck = [Script(), Script(faults=[Fault("slot", KeyboardInterrupt(), at=9)])]  # type: ignore[arg-type]
     duel = run_duel(started(dict(zip(("fp32", "bf16"), struck, strict=True))))
-    assert not duel.finished and exit_code(duel) == 130
+    assert not duel.finished and choose_exit_code(duel) == 130
     assert [len(result.sessions) for result in duel.results] == [2, 1]
-    assert "interrupted; what was finished is kept in" in capsys.readouterr().err
+    assert "interrupted; finished sessions are stored in" in capsys.readouterr().err
     tell(Namespace(), *DuelKind().view(duel))
-    assert "2 of 2 cases have fewer sessions than were planned" in capsys.readouterr().out
+    assert "2 of 2 cases have fewer sessions than planned" in capsys.readouterr().out
 
 
 def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tuple[str, ...]]) -> duel_commands.Pair:
@@ -282,7 +282,7 @@ def of_two_trees(before: Mapping[str, tuple[str, ...]], after: Mapping[str, tupl
 
 
 def test_a_side_with_code_of_the_other_tree_ends_it(run_duel: Callable[..., Duel], tmp_path: Path) -> None:
-    with pytest.raises(UsageError, match=r"side A has loaded mylib, mylib.part from this tree and not"):
+    with pytest.raises(UsageError, match=r"side A has loaded mylib, mylib.part from this tree instead of"):
         run_duel(of_two_trees({"/new": ("mylib", "mylib.part")}, {"/new": ("mylib",)}))
     assert not list((tmp_path / "duels").iterdir())
 
@@ -299,7 +299,7 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
     """Nothing can differ between them; this is printed before measuring, and stored."""
     words = "neither side has loaded any code of this repository"
     said: list[int] = []
-    monkeypatch.setattr(duel_commands, "refresh", lambda *_: said.append(capsys.readouterr().err.count(words)))
+    monkeypatch.setattr(duel_commands, "restart_workers", lambda *_: said.append(capsys.readouterr().err.count(words)))
     assert words in run_duel(of_two_trees({}, {}), 1).notes[1] and said == [1]
 
 
@@ -315,7 +315,7 @@ def test_sides_that_have_loaded_nothing_of_the_repository_are_told(
 def test_a_session_is_as_long_as_its_options_demand(
     request_: Request, share: float | None, rule: tuple[int, int | None, float]
 ) -> None:
-    found = duel_commands._rule(request_, share)
+    found = duel_commands._choose_stopping_rule(request_, share)
     assert (found.least, found.fixed, found.budget) == rule
     assert share is None or (found.ceiling == share and found.whole)
 
@@ -324,10 +324,10 @@ def written(store: Path) -> Path:
     """A duel with two sessions of one case, another case that failed after its first, and a note."""
     writer = start_duel(header(), store)
     writer.note("both sides are the same")
-    writer.result(result("fp32", SESSION))
-    writer.result(result("bf16", SESSION))
-    writer.session(header().cases[0], SESSION)
-    writer.result(result("bf16", SESSION, status=Status.FAILED))
+    writer.write_result(result("fp32", SESSION))
+    writer.write_result(result("bf16", SESSION))
+    writer.write_session(header().cases[0], SESSION)
+    writer.write_result(result("bf16", SESSION, status=Status.FAILED))
     writer.finish("finished")
     writer.close()
     return writer.path
@@ -355,7 +355,7 @@ def test_a_written_duel_is_read_back(path: Path) -> None:
     ("line", "trouble"),
     [
         *((line, "is broken") for line in ("{", "[]", "3", '{"result": {"before": 3}}', '{"note": 3}')),
-        ('{"greeting": 1}', "of a kind"),
+        ('{"greeting": 1}', "of an unknown kind"),
         ('{"case": "nowhere", "session": {}}', "is broken"),
     ],
 )

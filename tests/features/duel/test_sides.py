@@ -19,13 +19,13 @@ from fp8bench.features.duel import sides as module
 from fp8bench.features.duel.sides import (
     PACKAGE,
     DuelQuestion,
-    interpreter,
+    find_interpreter,
+    find_repository,
+    find_revision,
     is_dirty,
     open_sides,
-    repository_of,
-    revision_of,
-    scratch,
-    sweep,
+    remove_stale_folders,
+    scratch_folder,
     worktree,
 )
 from fp8bench.files import lock
@@ -69,7 +69,7 @@ def test_both_sides_start_equally_by_default(tmp_path: Path, monkeypatch: pytest
             assert others == [*here, "/mine"] and after.paths == before.paths
             assert [path.resolve() for path in Path(package).iterdir()] == [PACKAGE]
             assert before.python == after.python == sys.executable
-            assert notes == ("both sides are the same: what they differ by is noise",)
+            assert notes == ("both sides are equal, so any difference is noise",)
 
 
 def test_a_revision_has_folders_of_its_own(project: Path, tmp_path: Path) -> None:
@@ -93,7 +93,10 @@ def test_a_file_missing_from_a_revision_comes_from_the_tree(project: Path) -> No
     (project / "new.py").write_text("")
     with open_sides(DuelQuestion(against="main"), ("new.py", "/elsewhere/other.py")) as (before, _, notes):
         assert before.imports == ("new.py", "/elsewhere/other.py")
-        assert [note.partition(":")[0] for note in notes] == ["new.py is not in main", "both sides are the same"]
+        assert [note.partition(":")[0].partition(",")[0] for note in notes] == [
+            "new.py is not in main",
+            "both sides are equal",
+        ]
 
 
 def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -101,10 +104,10 @@ def test_fp8bench_out_of_a_package_folder_has_no_revisions(tmp_path: Path, monke
     package.mkdir(parents=True)
     monkeypatch.setattr(module, "PACKAGE", package)
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(UsageError, match="--against-self wants a git repository"):
+    with pytest.raises(UsageError, match="--against-self needs a git repository"):
         open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
     git(tmp_path, "init", "-q")
-    with pytest.raises(UsageError, match="wants fp8bench to run from a checkout of its repository, and it runs from"):
+    with pytest.raises(UsageError, match="needs fp8bench to run from a checkout of its repository, but it runs from"):
         open_sides(DuelQuestion(against_self="HEAD"), ()).__enter__()
 
 
@@ -115,12 +118,12 @@ def test_a_python_is_given_by_path_name_or_folder(tmp_path: Path, monkeypatch: p
     link.symlink_to(sys.executable)
     monkeypatch.chdir(tmp_path)
     for word in (str(link), "env/bin/python", "env", str(tmp_path / "env")):
-        assert interpreter(word, "--python-a") == str(link)
+        assert find_interpreter(word, "--python-a") == str(link)
     for word in ("", "no-such-python", "/nowhere/python", "."):
         with pytest.raises(UsageError, match=r"--python-a .*is not a program"):
-            interpreter(word, "--python-a")
+            find_interpreter(word, "--python-a")
     monkeypatch.setenv("PATH", str(link.parent))
-    assert interpreter("python", "--python-a") == str(link)
+    assert find_interpreter("python", "--python-a") == str(link)
 
 
 OPTION = "--against"
@@ -129,10 +132,10 @@ OWNER = """
 import sys
 from pathlib import Path
 from fp8bench.features.duel import sides
-from fp8bench.features.duel.sides import repository_of, scratch, worktree
-sides._WARDEN = sys.argv[1] or sides._WARDEN
-repository = repository_of(Path.cwd(), "--against")
-with scratch() as folder, worktree(repository, "HEAD", folder, "--against") as tree:
+from fp8bench.features.duel.sides import find_repository, scratch_folder, worktree
+sides._CLEANUP_SCRIPT = sys.argv[1] or sides._CLEANUP_SCRIPT
+repository = find_repository(Path.cwd(), "--against")
+with scratch_folder() as folder, worktree(repository, "HEAD", folder, "--against") as tree:
     print(tree, flush=True)
     sys.stdin.read()
 """
@@ -167,11 +170,11 @@ def test_a_working_tree_holds_the_revision_and_is_removed(
     hook.chmod(0o755)
     git(tmp_path, "init", "-q", "other")
     monkeypatch.setenv("GIT_DIR", str(tmp_path / "other" / ".git"))
-    repository = repository_of(commits / "below", OPTION)
+    repository = find_repository(commits / "below", OPTION)
     assert repository == commits.resolve() and is_dirty(repository)
     monkeypatch.delenv("GIT_DIR")
-    commit = revision_of(repository, "v1", OPTION)
-    with scratch() as folder, worktree(repository, commit, folder, OPTION) as tree:
+    commit = find_revision(repository, "v1", OPTION)
+    with scratch_folder() as folder, worktree(repository, commit, folder, OPTION) as tree:
         assert (tree / "file").read_text() == "one" and len(trees(commits)) == 1 and not (tree / "ran").exists()
     assert trees(commits) == [] and not list(temporary.iterdir())
     assert (commits / "file").read_text() == "three"
@@ -181,8 +184,8 @@ def test_a_working_tree_holds_the_revision_and_is_removed(
 def test_a_working_tree_is_removed_however_the_body_ends(
     error: type[BaseException], commits: Path, temporary: Path
 ) -> None:
-    repository = repository_of(commits, OPTION)
-    with contextlib.suppress(error), scratch() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
+    repository = find_repository(commits, OPTION)
+    with contextlib.suppress(error), scratch_folder() as folder, worktree(repository, "HEAD", folder, OPTION) as tree:
         (tree / "made").write_text("by a build")
         (tree / "file").write_text("changed")
         raise error
@@ -218,8 +221,8 @@ def test_a_killed_duel_leaves_nothing(commits: Path, temporary: Path) -> None:
         dead.send_signal(signal.SIGKILL)
         dead.wait()
         assert lost.is_dir() and len(trees(commits)) == 2
-        repository = repository_of(commits, OPTION)
-        with scratch() as folder, worktree(repository, "HEAD", folder, OPTION):
+        repository = find_repository(commits, OPTION)
+        with scratch_folder() as folder, worktree(repository, "HEAD", folder, OPTION):
             assert not lost.exists() and kept.is_dir()
             assert len(trees(commits)) == 2  # the running duel's folder and this one
         living.communicate("", timeout=240)
@@ -231,10 +234,10 @@ def test_a_folder_that_is_just_being_made_stays(temporary: Path) -> None:
     young, old, other = (temporary / name for name in ("fp8bench-duel-young", "fp8bench-duel-old", "else"))
     for folder in (young, old, other):
         folder.mkdir()
-    past = time.time() - 10 * module._YOUNG_SECONDS
+    past = time.time() - 10 * module._CREATION_SECONDS
     os.utime(old, (past, past))
     (temporary / "fp8bench-duel-link").symlink_to(other)
-    sweep()
+    remove_stale_folders()
     assert young.is_dir() and other.is_dir() and not old.exists() and (temporary / "fp8bench-duel-link").is_symlink()
 
 
@@ -242,12 +245,12 @@ def test_a_duel_that_begins_meanwhile_leaves_it_alone(temporary: Path, monkeypat
     """It may look at the moment between creating the folder and its lock."""
 
     def sweeps_and_locks(file: IO[Any], seconds: float) -> bool:
-        sweep()
+        remove_stale_folders()
         return lock(file, seconds)
 
     monkeypatch.setattr(module, "lock", sweeps_and_locks)
-    with scratch() as folder:
-        sweep()
+    with scratch_folder() as folder:
+        remove_stale_folders()
         assert folder.is_dir()
     assert not list(temporary.iterdir())
 
@@ -256,35 +259,35 @@ def test_an_unknown_revision_is_refused(commits: Path, tmp_path: Path) -> None:
     """For a shallow clone, as in CI, the message names the command that fetches more."""
     for word in ("nope", "", "--help", "v1:file", "0" * 40):
         with pytest.raises(UsageError, match=r"is not a commit of the repository .*Give a commit"):
-            revision_of(repository_of(commits, OPTION), word, OPTION)
+            find_revision(find_repository(commits, OPTION), word, OPTION)
     git(tmp_path, "clone", "-q", "--depth", "1", commits.as_uri(), "shallow")
     with pytest.raises(UsageError, match=r"`git fetch --unshallow`"):
-        revision_of(repository_of(tmp_path / "shallow", OPTION), "HEAD~1", OPTION)
+        find_revision(find_repository(tmp_path / "shallow", OPTION), "HEAD~1", OPTION)
 
 
 def test_a_revision_outside_a_repository_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("GIT_CEILING_DIRECTORIES", str(tmp_path.parent))
-    with pytest.raises(UsageError, match=r"--against wants a git repository.*not a git repository"):
-        repository_of(tmp_path, OPTION)
+    with pytest.raises(UsageError, match=r"--against needs a git repository.*not a git repository"):
+        find_repository(tmp_path, OPTION)
     git(tmp_path, "init", "-q", "--bare", "bare")
     with pytest.raises(UsageError, match=r"must be run in a work tree"):
-        repository_of(tmp_path / "bare", OPTION)
+        find_repository(tmp_path / "bare", OPTION)
     monkeypatch.setenv("PATH", str(tmp_path))
     with pytest.raises(UsageError, match=r"git cannot be run"):
-        repository_of(tmp_path, OPTION)
+        find_repository(tmp_path, OPTION)
 
 
 def test_a_working_tree_that_git_refuses_gives_its_message(commits: Path, temporary: Path) -> None:
-    repository = repository_of(commits, OPTION)
-    with scratch() as folder:
+    repository = find_repository(commits, OPTION)
+    with scratch_folder() as folder:
         (folder / "tree").mkdir()
         (folder / "tree" / "there").write_text("already")
-        with pytest.raises(UsageError, match=r"no working tree of HEAD could be made: .*already exists"):
+        with pytest.raises(UsageError, match=r"no working tree of HEAD could be created: .*already exists"):
             worktree(repository, "HEAD", folder, OPTION).__enter__()
     assert trees(commits) == [] and not list(temporary.iterdir())
 
 
 def test_a_full_temporary_folder_gives_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "nowhere"))
-    with pytest.raises(StoreError, match=r"set TMPDIR to a folder"):
-        scratch().__enter__()
+    with pytest.raises(StoreError, match=r"set TMPDIR to a different folder"):
+        scratch_folder().__enter__()

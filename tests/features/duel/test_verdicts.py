@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 
 from fp8bench.features.duel.values import CaseResult, Session
-from fp8bench.features.duel.verdicts import DuelVerdict, compare_case, judge, p_value, why_unsure
+from fp8bench.features.duel.verdicts import DuelVerdict, compare_case, compute_p_value, explain_unsure, judge_sessions
 from fp8bench.model import (
     Comparison,
     Direction,
@@ -54,7 +54,7 @@ def drawn(seed: int, sessions: int, slower: float = 0.0, spread: float = 0.005) 
 
 
 def known(sessions: Sequence[Session]) -> DuelVerdict:
-    times = judge(sessions)
+    times = judge_sessions(sessions)
     assert times is not None
     return times
 
@@ -121,10 +121,10 @@ def test_the_fastest_calls_do_not_decide_alone(fastest: float, slow: float, verd
         for _ in range(4)
     ]
     times = known(sessions)
-    assert (times.verdict, times.uneven) == (verdict, uneven)
+    assert (times.verdict, times.is_uneven) == (verdict, uneven)
     assert times.typical.point == pytest.approx((fastest + 3 * slow) / 4, rel=0.01)
     if uneven and verdict is Verdict.UNSURE:
-        assert why_unsure(times) == "the mean over all calls contradicts the fastest calls"
+        assert explain_unsure(times) == "the mean over all calls contradicts the fastest calls"
     time = next(compare_case(CaseResult(record(None), record(None), tuple(sessions))))
     assert (Label.UNEVEN in time.labels) is uneven
 
@@ -220,7 +220,7 @@ def test_one_session_decides_only_what_noise_cannot_explain(
     times = known([session(before, after)])
     assert times.verdict is verdict and not times.is_resolved
     assert (times.ratio.low, times.ratio.high) == (0.0, math.inf)
-    assert "--sessions" in why_unsure(times)
+    assert "--sessions" in explain_unsure(times)
 
 
 def test_more_sessions_with_one_process_or_with_too_many_deals() -> None:
@@ -237,10 +237,10 @@ def test_only_rounds_that_all_were_in_count() -> None:
     early, late = timing([900_000], [1_000_000], [1_000_000]), timing([1_000_000], [1_000_000], start=1)
     times = known([Session((early, early), (late, late))])
     assert times.ratio.point == pytest.approx(1) and times.rounds == 2 and times.verdict is Verdict.UNSURE
-    assert "2 rounds a session are too few" in why_unsure(times)
-    assert judge([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
-    assert judge([]) is None
-    assert judge([Session((steady(1000, 3),), ())]) is None
+    assert "2 rounds per session are too few" in explain_unsure(times)
+    assert judge_sessions([Session((steady(1000, 3),), (steady(1000, 3, start=3),))]) is None
+    assert judge_sessions([]) is None
+    assert judge_sessions([Session((steady(1000, 3),), ())]) is None
 
 
 def in_nanoseconds(before: tuple[int, ...], after: tuple[int, ...], rounds: int = 8) -> Session:
@@ -272,9 +272,9 @@ def test_a_slower_side_is_found() -> None:
     assert slower.before == pytest.approx(1.0008e-6, rel=1e-3) and slower.after == pytest.approx(1.051e-6, rel=1e-3)
     assert slower.ratio is not None and slower.ratio.low < 1.05 < slower.ratio.high and slower.ratio.level == 0.99
     assert slower.p_value is not None and slower.p_value < 1e-4 < 2 / 6**4
-    assert p_value(known(SLOWER[:1])) is None and compared_times(SLOWER[0]).direction is Direction.UNSURE
+    assert compute_p_value(known(SLOWER[:1])) is None and compared_times(SLOWER[0]).direction is Direction.UNSURE
     mixed = known([in_nanoseconds((1000, 1020 + k), (1010, 1015 - k)) for k in range(4)])
-    assert p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
+    assert compute_p_value(mixed) == mixed.chance > 0.05, "no distribution is assumed"
 
 
 def test_values_of_one_side_are_not_compared() -> None:
@@ -291,7 +291,7 @@ def test_what_failed_or_is_other_work_is_no_comparison() -> None:
     for found, failed, why in (
         (compared_times(*SLOWER, before=broke), False, "side A: it broke"),
         (compared_times(*SLOWER, after=broke), True, "side B: it broke"),
-        (compared_times(*SLOWER, before=low), False, "not the same work"),
+        (compared_times(*SLOWER, before=low), False, "the sides do different work"),
     ):
         assert (found.direction, found.ratio, found.failed) == (Direction.NONE, None, failed) and why in found.why
     assert compared_times(*SLOWER, before=low, after=low).direction is Direction.WORSE

@@ -11,16 +11,16 @@ import pytest
 
 from fp8bench import pipeline
 from fp8bench.errors import UsageError
-from fp8bench.features.fleet.engines import work
+from fp8bench.features.fleet.engines import measure_waiting_cells
 from fp8bench.files import lock_folder
 from fp8bench.jobs.several_runs import cut_into_cells, measure_cell
 from fp8bench.model import Request, Run
 from fp8bench.model.codec import encode
 from fp8bench.model.run import Attempt, CellStatus, FleetPlan
 from fp8bench.protocols import SilentObserver
-from fp8bench.store.fleet_plans import OUTPUT, add_attempt, folder_of, read_plan, states_of, write_plan
+from fp8bench.store.fleet_plans import OUTPUT_FILE, add_attempt, cell_folder, compute_cell_states, read_plan, write_plan
 from fp8bench.store.kept_lines import FileLines
-from fp8bench.store.runs.run_file import load_run, load_sheet
+from fp8bench.store.runs.run_file import load_run, load_run_with_lines
 from tests.counts import for_each
 from tests.older import changed_document, without_sums
 
@@ -45,7 +45,7 @@ def attempt(plan: FleetPlan, number: int, store: Path, code: int) -> int:
 
 
 def of(plan: FleetPlan, store: Path) -> list[str]:
-    return [state.status.value for state in states_of(plan, store)]
+    return [state.status.value for state in compute_cell_states(plan, store)]
 
 
 def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
@@ -55,8 +55,8 @@ def test_a_cell_is_measured_once(plan: FleetPlan, tmp_path: Path) -> None:
     before = Path(run.path).read_bytes()
     now, again = measure(plan, 1, tmp_path)
     assert not now and again.id == run.id and Path(run.path).read_bytes() == before
-    assert of(plan, tmp_path) == ["waiting", "done"] and states_of(plan, tmp_path)[1].run == run.id
-    assert [state.number for state in states_of(plan, tmp_path, but={1})] == [0]
+    assert of(plan, tmp_path) == ["waiting", "done"] and compute_cell_states(plan, tmp_path)[1].run == run.id
+    assert [state.number for state in compute_cell_states(plan, tmp_path, except_cells={1})] == [0]
 
 
 def test_a_worker_reads_a_run_that_is_whole_once(
@@ -67,12 +67,12 @@ def test_a_worker_reads_a_run_that_is_whole_once(
 
     def reads(path: Path) -> tuple[Run, FileLines]:
         read.append(path)
-        return load_sheet(path)
+        return load_run_with_lines(path)
 
-    monkeypatch.setattr("fp8bench.store.fleet_plans.load_sheet", reads)
+    monkeypatch.setattr("fp8bench.store.fleet_plans.load_run_with_lines", reads)
     fails = lambda plan, file, number, store: attempt(plan, number, store, 2)  # noqa: E731
-    monkeypatch.setattr("fp8bench.features.fleet.engines._measure", fails)
-    assert work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
+    monkeypatch.setattr("fp8bench.features.fleet.engines._measure_cell", fails)
+    assert measure_waiting_cells(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
     assert read == [Path(whole.path)]
 
 
@@ -93,12 +93,12 @@ def test_an_interrupted_cell_is_resumed(plan: FleetPlan, tmp_path: Path) -> None
 
 
 def test_a_cell_has_one_worker_at_a_time(plan: FleetPlan, tmp_path: Path) -> None:
-    with lock_folder(folder_of(plan, 0, tmp_path), 0):
+    with lock_folder(cell_folder(plan, 0, tmp_path), 0):
         assert of(plan, tmp_path) == ["running", "waiting"]
-        with pytest.raises(UsageError, match=f"another process is measuring cell {plan.id}/0"):
+        with pytest.raises(UsageError, match=f"another process is already measuring cell {plan.id}/0"):
             measure(plan, 0, tmp_path)
     assert of(plan, tmp_path) == ["waiting", "waiting"]
-    with pytest.raises(UsageError, match="cell 2 is not one of 0 to 1"):
+    with pytest.raises(UsageError, match="cell 2 is not among the cells 0 to 1"):
         measure(plan, 2, tmp_path)
 
 
@@ -108,24 +108,29 @@ def test_what_failed_says_why_and_waits_for_retry(
     begun: list[int] = []
 
     def ends(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
-        (folder_of(plan, number, store) / OUTPUT).write_text("" if number else "\nfp8bench: no such device.\n")
+        (cell_folder(plan, number, store) / OUTPUT_FILE).write_text("" if number else "\nfp8bench: no such device.\n")
         return attempt(plan, number, store, 0 if number else 2)
 
     def worked(retry: bool) -> tuple[dict[int, int], dict[int, str]]:
-        return work(plan, tmp_path / "p.json", tmp_path, retry, lambda state: begun.append(state.number))
+        return measure_waiting_cells(
+            plan, tmp_path / "p.json", tmp_path, retry, lambda state: begun.append(state.number)
+        )
 
-    monkeypatch.setattr("fp8bench.features.fleet.engines._measure", ends)
+    monkeypatch.setattr("fp8bench.features.fleet.engines._measure_cell", ends)
     assert worked(False) == ({0: 2, 1: 0}, {}) and begun == [0, 1]
-    failed, waiting = states_of(plan, tmp_path)
+    failed, waiting = compute_cell_states(plan, tmp_path)
     assert failed.status is CellStatus.FAILED and failed.why == "no such device." and len(failed.attempts) == 1
     assert waiting.status is CellStatus.WAITING  # it exited with 0, without a run
     assert worked(True)[0][0] == 2 and len(begun) == 4
-    with lock_folder(folder_of(plan, 0, tmp_path) / "claim", 0), lock_folder(folder_of(plan, 1, tmp_path) / "claim", 0):
+    with (
+        lock_folder(cell_folder(plan, 0, tmp_path) / "claim", 0),
+        lock_folder(cell_folder(plan, 1, tmp_path) / "claim", 0),
+    ):
         done, left = worked(True)
-        assert not done and set(left) == {0, 1} and "another process is measuring" in left[0]
-    with (folder_of(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
+        assert not done and set(left) == {0, 1} and "another process is already measuring" in left[0]
+    with (cell_folder(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
         file.write('{"host": "cut o')
-    assert len(states_of(plan, tmp_path)[0].attempts) == 2
+    assert len(compute_cell_states(plan, tmp_path)[0].attempts) == 2
 
 
 def garbled(path: Path) -> None:
@@ -147,8 +152,11 @@ DAMAGES: dict[str, tuple[Callable[[Path, Path], None], str]] = {
         "attempts.jsonl: line 1 is not JSON",
     ),
     "attempts are a folder": (lambda folder, store: (folder / "attempts.jsonl").mkdir(parents=True), "Is a directory"),
-    "output is a folder": (lambda folder, store: (folder / OUTPUT).mkdir(parents=True), f"{OUTPUT} is no file"),
-    "a file": (lambda folder, store: (folder.parent.mkdir(parents=True), folder.touch())[1], "is no folder"),
+    "output is a folder": (
+        lambda folder, store: (folder / OUTPUT_FILE).mkdir(parents=True),
+        f"{OUTPUT_FILE} is not a file",
+    ),
+    "a file": (lambda folder, store: (folder.parent.mkdir(parents=True), folder.touch())[1], "is not a folder"),
     "a header": (lambda folder, store: flipped(store, 0), "line 1, the header, is broken"),
     "a record": (lambda folder, store: flipped(store, 1), "line 2 is broken and was left out"),
 }
@@ -161,8 +169,8 @@ def test_what_is_damaged_is_a_state_of_its_cell(
 ) -> None:
     if words.startswith("line"):
         measure(plan, 0, tmp_path)
-    break_(folder_of(plan, 0, tmp_path), tmp_path)
-    damaged, waiting = states_of(plan, tmp_path)
+    break_(cell_folder(plan, 0, tmp_path), tmp_path)
+    damaged, waiting = compute_cell_states(plan, tmp_path)
     assert damaged.status is CellStatus.DAMAGED and words in "; ".join(damaged.damage)
     assert waiting.status is CellStatus.WAITING and not waiting.damage
 
@@ -170,12 +178,12 @@ def test_what_is_damaged_is_a_state_of_its_cell(
         measure(plan, int(words[words.index("--cell") + 1]), tmp_path)
         return 0
 
-    monkeypatch.setattr("fp8bench.features.fleet.engines.start_child", lambda *given: given)
-    monkeypatch.setattr("fp8bench.features.fleet.engines.exit_code", lambda given: ends(*given))
-    done, left = work(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
-    mended, other = states_of(plan, tmp_path)
+    monkeypatch.setattr("fp8bench.features.fleet.engines.start_fp8bench", lambda *given: given)
+    monkeypatch.setattr("fp8bench.features.fleet.engines.wait_for_all", lambda given: ends(*given))
+    done, left = measure_waiting_cells(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
+    mended, other = compute_cell_states(plan, tmp_path)
     assert other.status is CellStatus.DONE and 1 in done
-    kept_out = words in (f"{OUTPUT} is no file", "is no folder")
+    kept_out = words in (f"{OUTPUT_FILE} is not a file", "is not a folder")
     assert mended.status is (CellStatus.DAMAGED if kept_out else CellStatus.DONE) and mended.damage
     assert kept_out == (0 in left and 0 not in done) or words == "Is a directory"
 
@@ -188,15 +196,15 @@ def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Pat
     fleet = json.loads(whole)["fleet"]
     for text, words in (
         (file.read_text().replace('"rounds": 2', '"rounds": 3'), "its checksum does not match its content"),
-        ("", "is no plan of a fleet"),
-        ("[1]", "is no plan of a fleet"),
-        ("[" * 50_000, "is no plan of a fleet"),
+        ("", "is not a plan of a fleet"),
+        ("[1]", "is not a plan of a fleet"),
+        ("[" * 50_000, "is not a plan of a fleet"),
         (whole.replace('"schema": 1', '"schema": 9'), "schema 9"),
         (whole.replace('"rounds": 2', '"rounds": -2'), "rounds must be a whole number"),
-        (whole[: len(whole) // 2], "is no plan of a fleet"),
-        (whole.replace(plan.id, "../../outside"), "not of letters and digits"),
-        (whole.replace(plan.created, "yesterday"), "no moment with a time zone"),
-        (whole.replace(plan.created, plan.created[:19]), "no moment with a time zone"),
+        (whole[: len(whole) // 2], "is not a plan of a fleet"),
+        (whole.replace(plan.id, "../../outside"), "other than letters and digits"),
+        (whole.replace(plan.created, "yesterday"), "not a time with a time zone"),
+        (whole.replace(plan.created, plan.created[:19]), "not a time with a time zone"),
         (json.dumps({"schema": 1, "fleet": {**fleet, "cells": []}}), "it has no cells"),
         (json.dumps({"schema": 1, "fleet": {**fleet, "cells": 2 * encode(plan.cells)}}), "twice"),
         (whole.replace('"gpus": 0', '"gpus": -4'), "needs -4 GPUs"),

@@ -13,9 +13,9 @@ from fp8bench.errors import StoreError
 from fp8bench.features.fleet.collect import Collected, collect
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
-from fp8bench.store.fleet_plans import plans_of, states_of, write_plan
-from fp8bench.store.runs.listing import all_files, find_run, listing, store_of
-from fp8bench.store.verify import verify
+from fp8bench.store.fleet_plans import compute_cell_states, load_plans, write_plan
+from fp8bench.store.runs.listing import find_run, list_all_files, listing, store_of
+from fp8bench.store.verify import verify_store
 from tests.commands import Say
 from tests.counts import for_each
 from tests.histories import keep, run_at
@@ -42,24 +42,28 @@ def collected(folder: Path) -> Collected:
 def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
     two, out = stores(tmp_path), tmp_path / "out"
     made = collected(tmp_path)
-    assert made.taken == {"node-a": 2, "node-b": 1} and +made.left == {"of no cell of the plan": 1} and not made.failed
-    copies = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in all_files(out)}
+    assert (
+        made.taken == {"node-a": 2, "node-b": 1}
+        and +made.left == {"not of any cell of the plan": 1}
+        and not made.failed
+    )
+    copies = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
     assert {str(path.parent.relative_to(out / "runs")) for path in copies} == {
         "machine=node-a/month=2026-01",
         "machine=node-b/month=2026-01",
     }
-    sources = {path.name: path.read_bytes() for path in [*all_files(two[0]), *all_files(two[1])]}
+    sources = {path.name: path.read_bytes() for path in [*list_all_files(two[0]), *list_all_files(two[1])]}
     for path, (content, _) in copies.items():
         assert sources[path.name] == content
     again = collect(PLAN, (*two, two[0]), out)
     assert (again.same, again.taken, again.failed) == (3, {}, [])
-    assert copies == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in all_files(out)}
-    assert plans_of(out) == (PLAN,) and [state.status for state in states_of(PLAN, out)] == ["done", "done"]
+    assert copies == {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
+    assert load_plans(out) == (PLAN,) and [state.status for state in compute_cell_states(PLAN, out)] == ["done", "done"]
     path = find_run("a000000", out)
     assert store_of(path) == out and "node-a" in str(path) and len(listing(out).files) == 3
     code, shown, _ = fp8bench("show", "a000000", "--store", str(out))
     assert code == 0 and "gemm" in shown
-    checked = verify(out)
+    checked = verify_store(out)
     assert checked.files == 3 and not any("is not a run file" in fault.what for fault in checked.faults)
     assert sum(collect(None, two, tmp_path / "every").taken.values()) == 4
 
@@ -78,13 +82,13 @@ def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
 @for_each(
     ("what", "said"),
     [
-        ("foreign", "is not a run file, or lies where none does"),
+        ("foreign", "is not a run file, or is in a wrong folder"),
         ("empty", "it is empty"),
         ("binary", "is not a run file"),
-        ("headless", "the header is gone"),
+        ("headless", "the header is missing"),
         ("newer", "newer"),
         ("no store", "it is no directory"),
-        ("nothing", "nothing came of the machine"),
+        ("nothing", "nothing was copied from its machine"),
     ],
 )
 def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: str, said: str) -> None:
@@ -121,7 +125,7 @@ def test_a_store_is_not_collected_into_itself_or_over_another_plan(tmp_path: Pat
     first, _ = stores(tmp_path)
     assert "is this store" in collect(PLAN, [first], first).failed[0]
     write_plan(replace(PLAN, command="another"), tmp_path / "out" / "plans" / f"{PLAN.id}.json")
-    with pytest.raises(StoreError, match="another plan of the same id"):
+    with pytest.raises(StoreError, match="a different plan with the same id"):
         collected(tmp_path)
 
 
@@ -132,5 +136,5 @@ def test_the_command_collects_stores(tmp_path: Path, fp8bench: Say) -> None:
     code, out, _ = fp8bench(*words)
     assert code == 0 and "taken: 2 of node-a, 1 of node-b" in out and "left out: 1" in out
     code, out, err = fp8bench(*words, str(tmp_path / "nowhere"))
-    assert code == 3 and "here before: 3" in out and "refused: 1" in out and "is not a store" in " ".join(err.split())
+    assert code == 3 and "copied before: 3" in out and "refused: 1" in out and "is not a store" in " ".join(err.split())
     assert fp8bench("fleet", "collect", str(tmp_path / "x.json"), str(two[0]))[0] == 2

@@ -24,7 +24,7 @@ def test_a_plan_is_worked_on_and_its_status_printed(plan: Path, fp8bench: Say) -
     [
         ("suite", "--plan PLAN", "--plan FILE and --cell NUMBER only work together"),
         ("suite", "--cell 1", "--plan FILE and --cell NUMBER only work together"),
-        ("suite", "--plan PLAN --cell 3", "cell 3 is not one of 0 to 2"),
+        ("suite", "--plan PLAN --cell 3", "cell 3 is not among the cells 0 to 2"),
         ("suite", "--plan PLAN --cell 0 --quick", "and --quick"),
         ("suite", "gemm --plan PLAN --cell 0", "and gemm was given too"),
         ("suite", "gemm --write-plan other.json", "--write-plan only works with --dry-run"),
@@ -46,7 +46,7 @@ def test_bad_arguments_are_refused(plan: Path, fp8bench: Say, command: str, word
 def test_a_worker_reports_its_results(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
     assert fp8bench("suite", "--plan", str(plan), "--cell", "1", "--no-report")[0] == 0
     code, _, err = fp8bench("fleet", "work", str(plan), "--cell", "1")
-    assert code == 0 and "0 of 3 cells begun here; 1 done, 2 waiting" in " ".join(err.split())
+    assert code == 0 and "0 of 3 cells measured here; 1 done, 2 waiting" in " ".join(err.split())
     content: dict[str, Any] = changed_document(plan)
     content["fleet"]["request"]["suite"], content["fleet"]["id"] = "nosuch", "abcd"
     (tmp_path / "other.json").write_text(json.dumps(content))

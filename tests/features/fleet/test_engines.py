@@ -22,11 +22,11 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.fleet.command import option
-from fp8bench.features.fleet.engines import Order, check_answers, start
+from fp8bench.features.fleet.command import parse_option
+from fp8bench.features.fleet.engines import WorkerOrder, check_is_reachable, start_workers
 from fp8bench.model import Request
 from fp8bench.model.run import Cell, FleetPlan
-from fp8bench.store.fleet_plans import read_plan, states_of, write_plan
+from fp8bench.store.fleet_plans import compute_cell_states, read_plan, write_plan
 from tests.commands import ROOT, Say
 
 # pytest in the background makes its child processes ignore SIGINT.
@@ -60,7 +60,7 @@ PartitionName=all Nodes=ALL Default=YES MaxTime=INFINITE State=UP
 
 
 def states(plan: Path, store: Path) -> set[str]:
-    return {state.status.value for state in states_of(read_plan(plan), store)}
+    return {state.status.value for state in compute_cell_states(read_plan(plan), store)}
 
 
 @pytest.mark.nightly
@@ -232,7 +232,7 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
     assert refused.returncode == 2 and "no node of this Ray cluster offers fp8bench:h200" in refused.stderr
     done = submitted(plan)
     assert done.returncode == 0 and "3 done." in done.stdout, (done.stdout, done.stderr)
-    attempts = [state.attempts for state in states_of(held, store)]
+    attempts = [state.attempts for state in compute_cell_states(held, store)]
     assert [len(each) for each in attempts] == [1, 1, 1]
     begun = [(datetime.fromisoformat(attempt.started), attempt.seconds) for (attempt,) in attempts]
     spans = sorted((begin, begin + timedelta(seconds=seconds)) for begin, seconds in begun)
@@ -241,32 +241,32 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
         facts = json.loads(path.read_text().splitlines()[0])["header"]["environment"]["facts"]
         assert "env_OMP_NUM_THREADS" not in facts and "threads" in facts
     again = submitted(plan)
-    assert again.returncode == 0 and [len(state.attempts) for state in states_of(held, store)] == [1, 1, 1]
+    assert again.returncode == 0 and [len(state.attempts) for state in compute_cell_states(held, store)] == [1, 1, 1]
 
 
 def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
-    order = Order(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
+    order = WorkerOrder(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
     for engine, given, words in (
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
-        ("ray", replace(order, stays=True, options={"partition": "gpu"}), "the option address alone, not partition"),
-        ("ray", replace(order, stays=True), "does not name its devices"),
+        ("ray", replace(order, waits=True, options={"partition": "gpu"}), "the option address alone, not partition"),
+        ("ray", replace(order, waits=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
-            start(engine, given, lambda jobs: None)
+            start_workers(engine, given, lambda jobs: None)
 
 
 def test_options_are_names_and_values_and_addresses_answer() -> None:
-    assert option("partition=gpu") == ("partition", "gpu") and option("--exclusive") == ("exclusive", "")
+    assert parse_option("partition=gpu") == ("partition", "gpu") and parse_option("--exclusive") == ("exclusive", "")
     for text in ("", "=3", "a b=c", "$(x)=1"):
         with pytest.raises(argparse.ArgumentTypeError, match="expected NAME=VALUE"):
-            option(text)
+            parse_option(text)
     with socket.socket() as bound:
         bound.bind(("127.0.0.1", 0))
         for address in (f"127.0.0.1:{bound.getsockname()[1]}", "127.0.0.1:99999"):
             with pytest.raises(UsageError, match=f"nothing answers at {address}"):
-                check_answers(address)
+                check_is_reachable(address)
     for of_ray in ("auto", "ray://127.0.0.1:1", "local"):
-        check_answers(of_ray)
+        check_is_reachable(of_ray)

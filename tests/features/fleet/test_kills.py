@@ -13,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.store.fleet_plans import is_whole
+from fp8bench.store.fleet_plans import is_run_complete
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 
@@ -52,7 +52,9 @@ def victims(at_work: dict[int, str], first: int, moments: random.Random) -> tupl
 
 def whole_runs(store: Path) -> dict[str, tuple[str, bytes]]:
     """The cell and bytes of each complete run, by file."""
-    return {str(path): (run.cell, path.read_bytes()) for path in run_files(store) if is_whole(run := load_run(path))}
+    return {
+        str(path): (run.cell, path.read_bytes()) for path in run_files(store) if is_run_complete(run := load_run(path))
+    }
 
 
 def ended(words: list[str], log: Path, tmp_path: Path, longest: float, moments: random.Random) -> tuple[int, str]:

@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from fp8bench.features.fleet.machines import LEAST_CHANGE, LIMIT, MachineRun, find_deviations
-from fp8bench.features.fleet.report import find_gaps
+from fp8bench.features.fleet.machines import MIN_OUTLIER_CHANGE, OUTLIER_DEVIATIONS, MachineRun, find_deviations
+from fp8bench.features.fleet.report import find_missing_measurements
 from tests.counts import for_each
 
 
@@ -47,7 +47,7 @@ def test_a_machine_is_as_far_as_its_median_case_in_median_deviations() -> None:
     deviation = find_deviations(times)["f"]
     assert deviation.ratio == pytest.approx(1.5) and deviation.score == pytest.approx(25) and deviation.odd
     times["one"]["f"] = times["three"]["f"] = 1.0
-    ratios = {"f": 1.0 + 0.02 * (LIMIT - 0.1)}
+    ratios = {"f": 1.0 + 0.02 * (OUTLIER_DEVIATIONS - 0.1)}
     for case, scale in (("one", 1.0), ("three", 7.0)):
         times[case]["f"] = scale * ratios["f"]
     assert not find_deviations(times)["f"].odd
@@ -57,7 +57,7 @@ def test_few_or_equal_machines_show_nothing() -> None:
     assert find_deviations(fleet(np.random.default_rng(3), 5, 4, 0.01, m0=9.0)) == {}
     equal = dict.fromkeys("uvwxyz", 1.0)
     assert not odd({"a": equal})
-    assert not odd({"a": {**equal, "z": 1 + LEAST_CHANGE / 2}})
+    assert not odd({"a": {**equal, "z": 1 + MIN_OUTLIER_CHANGE / 2}})
     assert odd({"a": {**equal, "z": 2.0}}) == {"z"}
 
 
@@ -68,6 +68,6 @@ def test_cells_that_are_missing_are_named_in_the_order_of_the_runs() -> None:
         MachineRun(machine, machine, (), (), tuple(whole), (), {}, {})
         for machine, whole in (("one", settings), ("two", settings), ("three", settings[:1]))
     ]
-    (alarm,) = find_gaps(runs, ())
+    (alarm,) = find_missing_measurements(runs, ())
     assert alarm.machine == "three"
     assert alarm.words.endswith(f"are missing: {', '.join(settings[1:5])} and 7 more")

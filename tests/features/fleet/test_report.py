@@ -139,7 +139,7 @@ def test_everything_that_is_planted_is_named_for_what_it_is(fleet: Fleet, fp8ben
         ("dead", "cut off"): "",
         ("dead", "missing"): "",
         ("old", "other software"): "torch 2.12.0+cpu, not 2.",
-        ("broken", "failed"): "3 of the cases that others measured failed: gemm",
+        ("broken", "failed"): "3 of the cases that other machines measured failed: gemm",
         ("never", "missing"): "it sent nothing",
     }
     alarms = named(out)

@@ -15,22 +15,22 @@ import numpy as np
 from fp8bench.analysis.compare.compare import compare_figures
 from fp8bench.analysis.compare.interval import Estimate
 from fp8bench.analysis.compare.sides import MatchedFigures
-from fp8bench.analysis.steps.change_points import LEAST, newest_levels, steps_of_many
+from fp8bench.analysis.steps.change_points import MIN_LEVEL_LENGTH, find_newest_levels, find_steps
 from fp8bench.cli.progress import SILENT
 from fp8bench.features.duel.values import Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import (
+    DetectionLimit,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
     SecondLook,
-    Sight,
-    first_look,
-    key_of,
-    second_look,
+    apply_second_look,
+    case_and_metric,
+    judge_first_look,
 )
-from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.stored_runs import GateSource, Pool, judge_source, pool_sessions
+from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
+from fp8bench.features.gate.stored_runs import GateSource, SessionPool, add_earlier_sessions, judge_source
 from fp8bench.features.gate.thresholds import ThresholdRule
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.model.specs import TIME
@@ -69,11 +69,11 @@ def build(
 ) -> tuple[JudgedFigure, ...]:
     before = [setting.run(draw, 1.0) for _ in range(setting.before)]
     after = [setting.run(draw, planted) for _ in range(setting.after)]
-    judged = first_look(list(_comparisons(before, after)), rules)
+    judged = judge_first_look(list(_comparisons(before, after)), rules)
     if not any(figure.outcome is GateOutcome.SUSPECTED for figure in judged):
         return judged
     again = _comparisons(before, [setting.run(draw, planted)], after)
-    return second_look(judged, SecondLook({key_of(case): case for case in again}, "again"), rules)
+    return apply_second_look(judged, SecondLook({case_and_metric(case): case for case in again}, "again"), rules)
 
 
 def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> GateVerdict:
@@ -83,14 +83,14 @@ def stored_verdict(setting: Setting, draw: random.Random, planted: float) -> Gat
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         again = _comparisons(before, [setting.run(draw, planted)], after)
-        return SecondLook({key_of(case): case for case in again}, "again")
+        return SecondLook({case_and_metric(case): case for case in again}, "again")
 
     return judge_source(GateSource("stored", tuple(_comparisons(before, after)), confirm), (), True, SILENT)
 
 
 def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerdict:
     """Judges a duel of one case whose processes vary by `spread`; sessions of repeated duels are added."""
-    pool: Pool = {}
+    pool: SessionPool = {}
 
     def duel() -> Duel:
         sessions = []
@@ -104,10 +104,10 @@ def duel_verdict(draw: random.Random, planted: float, spread: float) -> GateVerd
 
     def confirm(suspects: Sequence[Comparison]) -> SecondLook:
         again = duel()
-        again = replace(again, results=tuple(pool_sessions(one, "a", pool) for one in again.results))
-        return SecondLook({key_of(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
+        again = replace(again, results=tuple(add_earlier_sessions(one, "a", pool) for one in again.results))
+        return SecondLook({case_and_metric(figure): figure for figure in comparisons(again)}, "in duel x", adds_up=True)
 
-    return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Second.DUEL), (), True, SILENT)
+    return judge_source(GateSource("duel", comparisons(duel()), confirm, second=Remeasurement.DUEL), (), True, SILENT)
 
 
 def _estimates(runs: Sequence[Run], case: int) -> tuple[Estimate, ...]:
@@ -139,7 +139,7 @@ def _fails(judged: JudgedFigure) -> bool:
 
 
 # Draws a build with one case slower by a share; returns whether it fails, and the slow-down it claims to detect.
-Build = Callable[[random.Random, float], tuple[bool, Sight]]
+Build = Callable[[random.Random, float], tuple[bool, DetectionLimit]]
 
 
 def share_failing(of: Build, builds: int) -> float:
@@ -151,9 +151,9 @@ def share_failing(of: Build, builds: int) -> float:
 def stored(setting: Setting) -> Build:
     """Builds that compare stored runs; suspects are measured again."""
 
-    def of(draw: random.Random, planted: float) -> tuple[bool, Sight]:
+    def of(draw: random.Random, planted: float) -> tuple[bool, DetectionLimit]:
         judged = build(setting, draw, 1 + planted, NO_THRESHOLD)
-        sights = sights_of(judged, Second.AGAIN)
+        sights = detection_limits(judged, Remeasurement.AGAIN)
         return _fails(judged[0]), next(sight for sight in sights if sight.case == judged[0].comparison.case)
 
     return of
@@ -162,15 +162,15 @@ def stored(setting: Setting) -> Build:
 def nights(count: int, between: float) -> Build:
     """A history of `count` nights; the planted step is in the last place where it can be found."""
 
-    def of(draw: random.Random, planted: float) -> tuple[bool, Sight]:
+    def of(draw: random.Random, planted: float) -> tuple[bool, DetectionLimit]:
         logs = np.array([draw.gauss(0, between) for _ in range(count)])
         flat = Comparison(
             "made[case=0]@box/bf16", "made", "relative_time", "x", Direction.SAME, Evidence.HISTORY, 1.0, 1.0
         )
-        newest = Newest(flat, newest_levels([np.exp(logs)])[0])
-        (sight,) = sights_of_history([newest], (), 0, Second.AGAIN)
-        logs[-LEAST:] += math.log1p(planted)
-        slower = [step for step in steps_of_many([np.exp(logs)])[0] if step.after > 1.01 * step.before]
+        newest = SeriesState(flat, find_newest_levels([np.exp(logs)])[0])
+        (sight,) = history_detection_limits([newest], (), 0, Remeasurement.AGAIN)
+        logs[-MIN_LEVEL_LENGTH:] += math.log1p(planted)
+        slower = [step for step in find_steps([np.exp(logs)])[0] if step.after > 1.01 * step.before]
         if not slower:
             return False, sight
         last = slower[-1]
@@ -186,7 +186,7 @@ def nights(count: int, between: float) -> Build:
         where = Direction.WORSE if value > math.sqrt(last.before * last.after) else Direction.SAME
         ratio = Interval(value / last.before, value / last.before, value / last.before, 0.0)
         again = replace(flat, direction=where, before=last.before, after=value, ratio=ratio)
-        judged = first_look([step], NO_THRESHOLD)
-        return _fails(second_look(judged, SecondLook({key_of(again): again}), NO_THRESHOLD)[0]), sight
+        judged = judge_first_look([step], NO_THRESHOLD)
+        return _fails(apply_second_look(judged, SecondLook({case_and_metric(again): again}), NO_THRESHOLD)[0]), sight
 
     return of

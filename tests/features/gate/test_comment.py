@@ -20,8 +20,8 @@ from fp8bench.features.duel.run import IDLE
 from fp8bench.features.duel.values import CaseResult, Duel, Session
 from fp8bench.features.duel.verdicts import comparisons
 from fp8bench.features.gate.judging import GateVerdict
-from fp8bench.features.gate.stored_runs import GateSource, failed_case, judge_source
-from fp8bench.features.gate.view import WORDS, Review, ReviewStatus, comment, review
+from fp8bench.features.gate.stored_runs import GateSource, judge_source, make_failed_comparison
+from fp8bench.features.gate.view import CODE_AND_TEXT_BY_STATUS, Review, ReviewStatus, render_comment, review_duel
 from fp8bench.model import Evidence, Level, Measurement, Record, Status
 from tests.commands import ROOT, environment
 from tests.counts import for_each
@@ -93,10 +93,10 @@ CASES: dict[str, tuple[list[CaseResult], tuple[str, ...], ReviewStatus]] = {
 def test_the_comment_begins_with_the_outcome(name: str) -> None:
     results, notes, expected = CASES[name]
     verdict, duel = verdict_of(results, notes)
-    reviewed = review(verdict, duel)
+    reviewed = review_duel(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
-    text = comment(reviewed, verdict, duel, "fp8bench gate")
+    text = render_comment(reviewed, verdict, duel, "fp8bench gate")
     heading, _, figure = text.splitlines()[:3]
     assert heading.startswith(f"# fp8bench: {expected}") and text.count("\n") <= 25
     assert ("5%" in heading) is (expected in (ReviewStatus.PASS, ReviewStatus.CANNOT_TELL)), heading
@@ -116,15 +116,19 @@ def markdown_free(text: str) -> str:
 
 def test_an_interrupted_duel_is_an_infrastructure_failure() -> None:
     verdict, duel = verdict_of([case()])
-    lost = GateSource("duel", (failed_case("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),))
+    lost = GateSource(
+        "duel", (make_failed_comparison("gemm[m=1]@cpu/fp8", "gemm", Evidence.PAIRED, "the duel was interrupted"),)
+    )
     for unfinished in (judge_source(lost, (), False, TERMINAL), replace(verdict, problem="nothing", code=3)):
-        assert review(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
-    assert [code for code, _ in WORDS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(WORDS) == list(ReviewStatus)
+        assert review_duel(unfinished, duel).status is ReviewStatus.INFRASTRUCTURE
+    assert [code for code, _ in CODE_AND_TEXT_BY_STATUS.values()] == [1, 1, 3, 4, 4, 4, 0] and list(
+        CODE_AND_TEXT_BY_STATUS
+    ) == list(ReviewStatus)
 
 
 def test_the_table_lists_changes_with_intervals() -> None:
     verdict, duel = verdict_of([case(1.3), case(precision="fp8")])
-    text = comment(review(verdict, duel), verdict, duel, "x")
+    text = render_comment(review_duel(verdict, duel), verdict, duel, "x")
     assert re.match(r"# fp8bench: regression: .*\n\ngemm.*bf16 time: \+30", text.replace("\\", ""))
     rows = [line for line in text.splitlines() if line.startswith("| ")]
     cells = [re.split(r" *\| *", row)[1:-1] for row in rows]
@@ -150,10 +154,10 @@ def test_a_comment_on_many_cases_has_25_lines() -> None:
     ]
     verdict, duel = verdict_of(many, tuple(f"note {place} " * 50 for place in range(9)))
     verdict = replace(verdict, judged=tuple(replace(figure, why="why\n" * 200) for figure in verdict.judged))
-    text = comment(review(verdict, duel), verdict, duel, "fp8bench gate")
+    text = render_comment(review_duel(verdict, duel), verdict, duel, "fp8bench gate")
     assert text.count("\n") <= 25 and "more" in text and len(text) < 10_000
     for status in ReviewStatus:
-        assert comment(Review(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25
+        assert render_comment(Review(status, ("a",) * 99), verdict, duel, "x").count("\n") <= 25
 
 
 ACTION = yaml.safe_load((ROOT / "action.yml").read_text())

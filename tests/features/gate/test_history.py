@@ -12,7 +12,14 @@ from junitparser import JUnitXml
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.gate import history as source
-from fp8bench.features.gate.judging import GateOutcome, JudgedFigure, SecondLook, first_look, key_of, second_look
+from fp8bench.features.gate.judging import (
+    GateOutcome,
+    JudgedFigure,
+    SecondLook,
+    apply_second_look,
+    case_and_metric,
+    judge_first_look,
+)
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Record, Run, Status
 from tests.commands import Say, git
 from tests.counts import for_each
@@ -60,16 +67,16 @@ def test_a_slower_reference_is_a_regression_of_its_own(store: Path, fp8bench: Sa
     assert "not measured again" in out and "suspected" in err
 
 
-Look = tuple[tuple[JudgedFigure, ...], list[Comparison]]
+FindSteps = tuple[tuple[JudgedFigure, ...], list[Comparison]]
 
 
-def looked_again(store: Path) -> Look:
+def looked_again(store: Path) -> FindSteps:
     """All figures of the history after both looks, and the initial suspects."""
     found = source.compare_history(store, TERMINAL)
-    figures = first_look(found.comparisons)
+    figures = judge_first_look(found.comparisons)
     suspects = [figure.comparison for figure in figures if figure.outcome is GateOutcome.SUSPECTED]
     assert suspects and found.confirm is not None
-    return second_look(figures, found.confirm(suspects)), suspects
+    return apply_second_look(figures, found.confirm(suspects)), suspects
 
 
 @for_each(("times", "outcome"), [(1.45, GateOutcome.REGRESSION), (1.02, GateOutcome.CLEARED)])
@@ -113,7 +120,7 @@ def test_rules_are_of_all_series_and_not_of_those_that_changed_tonight(store: Pa
     bf16_history(Path("flat"), *FLAT)
     Path("rules.yaml").write_text("gemm: {time: {relative: 3%}}")
     code, _, err = fp8bench("gate", "--history", "--no-rerun", "--thresholds", "rules.yaml", "--store", "flat")
-    assert code == 0 and "fits no figure" not in err
+    assert code == 0 and "matches no figure" not in err
 
 
 def test_each_suite_may_have_a_run_of_its_own(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -144,19 +151,19 @@ def test_a_duel_with_the_commit_before_the_step(
     bf16_history(tmp_path, *STEPPED)
     asked: list[tuple[str, list[str]]] = []
 
-    def duel_with(commit: str, _: object, __: Path, suspects: Sequence[Comparison], *___: object) -> SecondLook:
+    def duel_with_commit(commit: str, _: object, __: Path, suspects: Sequence[Comparison], *___: object) -> SecondLook:
         asked.append((commit, [suspect.case for suspect in suspects]))
         where = Direction.WORSE if times > 1 else Direction.SAME
         ratio = Interval(times, times * 0.99, times * 1.01, 0.99)
         found = {
-            key_of(suspect): Comparison(
+            case_and_metric(suspect): Comparison(
                 suspect.case, suspect.suite, "time", "s", where, Evidence.PAIRED, 1e-3, 1e-3 * times, ratio, 1e-6
             )
             for suspect in suspects
         }
         return SecondLook(found, "in duel abc")
 
-    monkeypatch.setattr(source, "duel_with", duel_with)
+    monkeypatch.setattr(source, "duel_with_commit", duel_with_commit)
     settled, suspects = looked_again(tmp_path)
     figure = next(figure for figure in settled if figure.comparison.metric == "relative_time")
     assert figure.outcome is outcome and "in duel abc" in figure.why
@@ -212,7 +219,7 @@ def test_a_case_that_fails_tonight_fails_the_gate(store: Path, fp8bench: Say) ->
 
 def test_an_empty_history_does_not_pass(store: Path, fp8bench: Say) -> None:
     code, _, err = fp8bench("gate", "--history")
-    assert code == 2 and "is not there" in err
+    assert code == 2 and "does not exist" in err
     (store / "runs").mkdir(parents=True)
     assert fp8bench("gate", "--history")[0] == 3
     history(store, 1.0, 1.0)
@@ -221,7 +228,7 @@ def test_an_empty_history_does_not_pass(store: Path, fp8bench: Say) -> None:
     assert JUnitXml.fromfile("out.xml").errors == 1
     keep(store, replace(run_at(3), records=()))
     code, out, _ = fp8bench("gate", "--history")
-    assert code == 3 and "came to a number" in out
+    assert code == 3 and "was measured" in out
 
 
 def test_a_night_without_runs_of_this_commit_fails(store: Path, fp8bench: Say) -> None:
@@ -232,4 +239,4 @@ def test_a_night_without_runs_of_this_commit_fails(store: Path, fp8bench: Say) -
     assert fp8bench("gate", "--history")[0] == 0
     git(Path(), "commit", "-q", "--allow-empty", "-m", "x")
     code, out, _ = fp8bench("gate", "--history")
-    assert code == 3 and "nothing was measured since of" in out
+    assert code == 3 and "Measure the current commit" in out

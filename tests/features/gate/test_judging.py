@@ -11,27 +11,27 @@ import numpy as np
 import pytest
 import scipy
 
-from fp8bench.analysis.steps.change_points import LEAST_SPREAD, PieceLevel, least_step
+from fp8bench.analysis.steps.change_points import MIN_SPREAD, PieceLevel, smallest_visible_step
 from fp8bench.cli.progress import SILENT
 from fp8bench.features.duel.values import Session
 from fp8bench.features.duel.verdicts import compare_case
 from fp8bench.features.gate.judging import (
-    LEAST_CASES,
+    MIN_CASES_FOR_SPREAD,
+    DetectionLimit,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
     SecondLook,
-    Sight,
-    discoveries,
-    first_look,
-    key_of,
-    second_look,
-    spread_of,
+    apply_second_look,
+    case_and_metric,
+    estimate_spread,
+    judge_first_look,
+    select_discoveries,
 )
-from fp8bench.features.gate.power import Newest, Second, sights_of, sights_of_history
-from fp8bench.features.gate.stored_runs import MOST_LOOKS, GateSource, Pool, judge_source, pool_sessions
+from fp8bench.features.gate.power import Remeasurement, SeriesState, detection_limits, history_detection_limits
+from fp8bench.features.gate.stored_runs import MAX_LOOKS, GateSource, SessionPool, add_earlier_sessions, judge_source
 from fp8bench.features.gate.thresholds import ThresholdRule
-from fp8bench.features.gate.view import summary
+from fp8bench.features.gate.view import summarize_limits
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Noise
 from tests.counts import counts, for_each, sampled
 from tests.duels import result
@@ -93,10 +93,10 @@ def exact(times: float, **changes: object) -> Comparison:
 
 def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRule, ...] = ()) -> JudgedFigure:
     """Both looks at one figure."""
-    judged = first_look([first], rules)
+    judged = judge_first_look([first], rules)
     assert judged[0].outcome is GateOutcome.SUSPECTED
-    found = {key_of(first): again} if again is not None else {}
-    return second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
+    found = {case_and_metric(first): again} if again is not None else {}
+    return apply_second_look(judged, SecondLook(found, "again", "" if again else "no device"), rules)[0]
 
 
 @for_each(
@@ -121,14 +121,14 @@ def settle(first: Comparison, again: Comparison | None, rules: tuple[ThresholdRu
     ],
 )
 def test_a_first_look_sorts_figures_by_outcome(change: Comparison, outcome: GateOutcome) -> None:
-    assert first_look([change])[0].outcome is outcome
+    assert judge_first_look([change])[0].outcome is outcome
 
 
 def test_many_figures_need_smaller_p_values() -> None:
     suspect = figure(1.06, p_value=0.01)
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
-    assert first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
-    judged = first_look([suspect, *others])[0]
+    assert judge_first_look([suspect])[0].outcome is GateOutcome.SUSPECTED
+    judged = judge_first_look([suspect, *others])[0]
     assert judged.outcome is GateOutcome.OPEN and "among 100 figures" in judged.why
 
 
@@ -137,8 +137,8 @@ def test_the_rule_of_benjamini_and_hochberg() -> None:
     for _ in range(200):
         p_values = generator.uniform(size=generator.integers(1, 60)) ** generator.integers(1, 6)
         expected = scipy.stats.false_discovery_control(p_values) <= 0.05
-        assert discoveries(list(p_values), 0.05) == list(expected)
-    assert discoveries([], 0.05) == []
+        assert select_discoveries(list(p_values), 0.05) == list(expected)
+    assert select_discoveries([], 0.05) == []
 
 
 FAILED = figure(1.0, failed=True, direction=Direction.NONE)
@@ -206,18 +206,18 @@ def test_figures_without_a_second_look_keep_their_suspicion() -> None:
         (exact(1.05), GateOutcome.REGRESSION),
         (stored(1.2, **TAKEN), GateOutcome.SUSPECTED),
     ):
-        (judged,) = second_look(first_look([change]), SecondLook({}, refused="--no-rerun"))
+        (judged,) = apply_second_look(judge_first_look([change]), SecondLook({}, refused="--no-rerun"))
         assert judged.outcome is outcome and "not measured again: --no-rerun" in judged.why
 
 
 def test_times_with_a_ratio_and_figures_named_by_rules_are_ignored() -> None:
     both = [stored(1.5), stored(1.0, metric="relative_time", unit="x", before=0.5, after=0.5)]
-    assert [judged.outcome for judged in first_look(both)] == [GateOutcome.IGNORED, GateOutcome.OPEN]
-    assert first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
-    assert first_look([figure(1.5)])[0].outcome is GateOutcome.SUSPECTED
+    assert [judged.outcome for judged in judge_first_look(both)] == [GateOutcome.IGNORED, GateOutcome.OPEN]
+    assert judge_first_look(both, (ThresholdRule("gemm", "time", 0.1),))[0].outcome is GateOutcome.SUSPECTED
+    assert judge_first_look([figure(1.5)])[0].outcome is GateOutcome.SUSPECTED
     rules = (ThresholdRule("*", "*", ignored=True),)
-    assert first_look([figure(3.0)], rules)[0].outcome is GateOutcome.IGNORED
-    assert first_look([figure(1.0, failed=True)], rules)[0].outcome is GateOutcome.FAILED
+    assert judge_first_look([figure(3.0)], rules)[0].outcome is GateOutcome.IGNORED
+    assert judge_first_look([figure(1.0, failed=True)], rules)[0].outcome is GateOutcome.FAILED
 
 
 @for_each(
@@ -232,7 +232,7 @@ def test_times_with_a_ratio_and_figures_named_by_rules_are_ignored() -> None:
     ],
 )
 def test_outcomes_decide_the_exit_code(outcomes: str, code: int, headline: str) -> None:
-    fine = first_look([figure(1.0)])[0]
+    fine = judge_first_look([figure(1.0)])[0]
     verdict = GateVerdict("b against a", tuple(replace(fine, outcome=GateOutcome[name]) for name in outcomes.split()))
     assert (verdict.exit_code, verdict.headline) == (code, headline)
     for code in (3, 4):
@@ -274,16 +274,16 @@ def test_a_planted_slow_down_is_found(setting: Setting) -> None:
 def test_a_spread_is_that_of_unchanged_cases() -> None:
     usual = [0.02 * ((7 * n) % 20 - 9.5) / 6 for n in range(20)]
     even, shifted, everything, alike = map(
-        spread_of, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
+        estimate_spread, (usual, [log + 0.05 for log in usual], [log + 0.3 for log in usual], [0.0] * 20)
     )
     assert even and shifted and everything and alike
     assert 0.01 < even.deviation < 0.04 and abs(even.shift) < 0.01
     for moved in (0.3, -0.3):
-        half = spread_of([*usual, *[moved] * 15])
+        half = estimate_spread([*usual, *[moved] * 15])
         assert half is not None and half.deviation < 2 * even.deviation and half.chance(0.3) < 1e-4
     assert shifted.shift == pytest.approx(0.05, abs=0.01) and shifted.deviation == pytest.approx(even.deviation)
     assert everything.shift == 0 and everything.chance(0.3) < 1e-6
-    assert spread_of([0.1] * (LEAST_CASES - 1)) is None
+    assert estimate_spread([0.1] * (MIN_CASES_FOR_SPREAD - 1)) is None
     assert alike.chance(0.0) == 1 and alike.chance(0.2) == 0
 
 
@@ -292,9 +292,9 @@ MANY = Noise(0.01, 8, 5, 5)
 
 
 def sights(
-    *figures: Comparison, second: Second = Second.AGAIN, rules: tuple[ThresholdRule, ...] = ()
-) -> tuple[Sight, ...]:
-    return sights_of(first_look(figures, rules), second)
+    *figures: Comparison, second: Remeasurement = Remeasurement.AGAIN, rules: tuple[ThresholdRule, ...] = ()
+) -> tuple[DetectionLimit, ...]:
+    return detection_limits(judge_first_look(figures, rules), second)
 
 
 @counts(60, 400)
@@ -310,16 +310,18 @@ def test_as_often_as_it_says_stored_runs_do(setting: Setting) -> None:
 
 
 def test_noise_raises_the_smallest_detectable_slow_down() -> None:
-    (usual,) = sights(figure(1.0, noise=DUEL), second=Second.DUEL)
-    assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.enough
+    (usual,) = sights(figure(1.0, noise=DUEL), second=Remeasurement.DUEL)
+    assert 0.015 < usual.smallest < 0.04 and usual.threshold == 0.05 and usual.can_detect_threshold
     wide = Interval(1.0, 0.96, 1.04, 0.99)
-    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), second=Second.DUEL)
-    assert noisy.smallest > 0.05 and not noisy.enough
-    among = sights(*(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Second.DUEL)
+    (noisy,) = sights(figure(1.0, ratio=wide, noise=Noise(0.015, 11)), second=Remeasurement.DUEL)
+    assert noisy.smallest > 0.05 and not noisy.can_detect_threshold
+    among = sights(
+        *(figure(1.0, noise=DUEL, case=f"gemm[m={n}]@cpu/bf16") for n in range(50)), second=Remeasurement.DUEL
+    )
     assert all(other.smallest > usual.smallest for other in among)
-    assert sights(figure(1.0, noise=DUEL), second=Second.NONE)[0].smallest < usual.smallest
+    assert sights(figure(1.0, noise=DUEL), second=Remeasurement.NONE)[0].smallest < usual.smallest
     # A difference of 5 us exceeds 5% of a time of 10 us.
-    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Second.DUEL)
+    (short,) = sights(figure(1.0, noise=DUEL, before=1e-5, after=1e-5), second=Remeasurement.DUEL)
     assert short.threshold == 0.5 and short.smallest == usual.smallest
 
 
@@ -328,12 +330,12 @@ def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     assert 0.05 < many.smallest < 0.1 and not many.unknown
     dozen = [stored(1 + 0.002 * (n - 6), case=f"gemm[m={n}]@cpu/bf16", noise=Noise(0.003, 0, 1, 1)) for n in range(13)]
     for sight in sights(*dozen):
-        assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.enough
+        assert 0.1 < sight.smallest < 0.2 and not sight.unknown and not sight.can_detect_threshold
     # A later duel may fail figures that stored runs may not.
-    assert all(sight.smallest < 0.1 for sight in sights(*dozen, second=Second.DUEL))
+    assert all(sight.smallest < 0.1 for sight in sights(*dozen, second=Remeasurement.DUEL))
     (alone,) = sights(dozen[0])
-    assert alone.unknown and alone.smallest > 0.1 and not alone.enough
-    assert sights(dozen[0], rules=(ThresholdRule("*", "*", 0.5),))[0].enough is False
+    assert alone.unknown and alone.smallest > 0.1 and not alone.can_detect_threshold
+    assert sights(dozen[0], rules=(ThresholdRule("*", "*", 0.5),))[0].can_detect_threshold is False
     nothing = stored(1.0, ratio=Interval(1.0, 1.0, 1.0, 0.0), noise=Noise(0.003, 0, 1, 1), why="a few rounds each")
     assert sights(nothing)[0].smallest == math.inf and sights(nothing)[0].unknown == "a few rounds each"
 
@@ -343,8 +345,8 @@ def test_a_duel_without_an_interval() -> None:
         slots = [steady(1000 + n, rounds) for n in range(4)]
         time = next(compare_case(result("bf16", *[Session(tuple(slots[:2]), tuple(slots[2:]))] * many)))
         assert (time.noise is not None) == known
-    (sight,) = sights(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Second.DUEL)
-    assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.enough
+    (sight,) = sights(figure(1.0, p_value=None, ratio=Interval(1.0, 0.0, math.inf, 0.99)), second=Remeasurement.DUEL)
+    assert sight.smallest == math.inf and "--sessions" in sight.unknown and not sight.can_detect_threshold
     # Memory, ignored figures and failed cases do not vary.
     assert sights(exact(1.0), figure(1.0, failed=True, direction=Direction.NONE)) == ()
     assert sights(figure(1.0, noise=DUEL), rules=(ThresholdRule("*", "*", ignored=True),)) == ()
@@ -353,10 +355,10 @@ def test_a_duel_without_an_interval() -> None:
 FLAT = figure(1.0, evidence=Evidence.HISTORY, metric="relative_time", unit="x", before=1.0, after=1.0)
 
 
-def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
+def history(noise: float, count: int, metric: str = FLAT.metric) -> DetectionLimit:
     """A series with this noise and number of nights."""
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
-    (sight,) = sights_of_history([Newest(replace(FLAT, metric=metric), level)], (), 0, Second.AGAIN)
+    (sight,) = history_detection_limits([SeriesState(replace(FLAT, metric=metric), level)], (), 0, Remeasurement.AGAIN)
     return sight
 
 
@@ -372,35 +374,37 @@ def history(noise: float, count: int, metric: str = FLAT.metric) -> Sight:
 )
 def test_a_history_that_cannot_find_its_threshold_does_not_pass(noise: float, count: int, why: str) -> None:
     level = PieceLevel(noise, count - 1, count) if count >= 11 else None
-    source = GateSource("a history", newest=(Newest(FLAT, level),))
+    source = GateSource("a history", newest=(SeriesState(FLAT, level),))
     verdict = judge_source(source, (), True, SILENT)
     assert verdict.exit_code == (4 if why else 0)
     assert [figure.outcome for figure in verdict.judged] == [GateOutcome.CANNOT_TELL] * bool(why)
     assert all(why in figure.why for figure in verdict.judged)
     # Figures other than times are only listed, and a rule with a higher threshold lets it pass.
-    memory = replace(source, newest=(Newest(replace(FLAT, metric="peak_memory"), level),))
+    memory = replace(source, newest=(SeriesState(replace(FLAT, metric="peak_memory"), level),))
     assert judge_source(memory, (), True, SILENT).exit_code == 0 and judge_source(memory, (), True, SILENT).sights
     assert judge_source(source, (ThresholdRule("*", "*", ignored=True),), True, SILENT).exit_code == 0
 
 
 def test_a_relative_loss_that_is_always_the_same_finds_its_threshold() -> None:
-    loss = history(LEAST_SPREAD, 14, metric="relative_loss")
-    assert loss.enough and 0.001 < loss.smallest < loss.threshold == 0.002
-    time = history(LEAST_SPREAD, 14)
-    assert time.enough and time.smallest > 0.01
+    loss = history(MIN_SPREAD, 14, metric="relative_loss")
+    assert loss.can_detect_threshold and 0.001 < loss.smallest < loss.threshold == 0.002
+    time = history(MIN_SPREAD, 14)
+    assert time.can_detect_threshold and time.smallest > 0.01
 
 
 def test_the_least_step_is_the_code_s_own() -> None:
-    assert least_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
-    least = [least_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
+    assert smallest_visible_step(PieceLevel(0.01, 20, 5), 0.01) == (math.inf, math.inf)
+    least = [smallest_visible_step(PieceLevel(0.01, count, count), 0.01)[0] for count in (11, 14, 30, 100)]
     assert least == sorted(least, reverse=True) and least[-1] > 0.015
-    assert least_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
+    assert smallest_visible_step(PieceLevel(0.01, 100, 100), 1e-6)[0] > least[-1]
 
 
 def test_the_summary_names_the_worst_figure() -> None:
     blind, young = history(0.05, 30), history(0.05, 3)
-    assert summary((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summary((blind, young))
-    assert summary((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
+    assert summarize_limits((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summarize_limits(
+        (blind, young)
+    )
+    assert summarize_limits((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
 
 
 WIDE = Interval(1.0, 0.9, 1.11, 0.99)
@@ -431,7 +435,7 @@ WIDE = Interval(1.0, 0.9, 1.11, 0.99)
     ],
 )
 def test_a_time_that_could_be_slower_unseen(change: Comparison, outcome: GateOutcome, why: str) -> None:
-    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Second.DUEL)
+    source = GateSource("b against a", (change,), lambda suspects: SecondLook({}), second=Remeasurement.DUEL)
     verdict = judge_source(replace(source, lost=frozenset({change.case})), (), True, SILENT)
     (found,) = verdict.judged
     assert found.outcome is outcome and why in found.why
@@ -444,13 +448,13 @@ def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> 
 
     def looks(answers: Sequence[Comparison], adds_up: bool = True, budget: float | None = None) -> tuple[int, int]:
         left = iter(answers)
-        confirm = lambda _: SecondLook({key_of(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
-        source = GateSource("b against a", (suspect,), confirm, second=Second.DUEL, budget=budget)
+        confirm = lambda _: SecondLook({case_and_metric(suspect): next(left)}, "in duel x", adds_up=adds_up)  # noqa: E731
+        source = GateSource("b against a", (suspect,), confirm, second=Remeasurement.DUEL, budget=budget)
         code = judge_source(source, (), True, SILENT).exit_code
         return code, len(answers) - len(list(left))
 
     assert looks([unsettled, unsettled, figure(1.36), suspect]) == (1, 3)
-    assert looks([unsettled] * 9) == (4, MOST_LOOKS)
+    assert looks([unsettled] * 9) == (4, MAX_LOOKS)
     assert looks([unsettled] * 9, budget=0.0) == (4, 1) and looks([unsettled] * 9, adds_up=False) == (4, 1)
     assert looks([figure(1.0)]) == (0, 1)
 
@@ -458,13 +462,18 @@ def test_a_suspect_is_measured_again_until_it_is_settled_or_the_time_is_up() -> 
 def test_an_interval_beyond_the_threshold_is_suspected_among_however_many() -> None:
     beyond = figure(1.36, p_value=0.03, ratio=Interval(1.36, 1.16, 12.4, 0.99))
     others = [figure(1.0, case=f"gemm[m={n}]@cpu/bf16") for n in range(99)]
-    assert first_look([beyond, *others])[0].outcome is GateOutcome.SUSPECTED
+    assert judge_first_look([beyond, *others])[0].outcome is GateOutcome.SUSPECTED
 
 
 def test_sessions_of_second_duels_add_up() -> None:
-    pool: Pool = {}
+    pool: SessionPool = {}
     measured = result("bf16", Session((steady(1000, 5),), (steady(1100, 5),)))
-    assert [len(pool_sessions(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [1, 2, 1, 3]
+    assert [len(add_earlier_sessions(measured, commit, pool).sessions) for commit in ("a", "a", "b", "a")] == [
+        1,
+        2,
+        1,
+        3,
+    ]
 
 
 # Spread of processes within a side, and the slow-down of one case.

@@ -10,8 +10,8 @@ from hypothesis import strategies as st
 from junitparser import JUnitXml
 from markdown_it import MarkdownIt
 
-from fp8bench.features.gate.judging import GateOutcome, GateVerdict, JudgedFigure, first_look
-from fp8bench.features.gate.view import MOST_ROWS, as_junit, page_of
+from fp8bench.features.gate.judging import GateOutcome, GateVerdict, JudgedFigure, judge_first_look
+from fp8bench.features.gate.view import MAX_ROWS, render_junit, render_page
 from fp8bench.model import Comparison, Direction, Evidence, Interval
 from fp8bench.report.page import markdown
 from fp8bench.report.terminal.layout import render
@@ -31,7 +31,7 @@ def judged(outcome: GateOutcome, case: str = "gemm[m=64]@cpu/bf16", why: str = "
         1e-8,
         ("noisy",),
     )
-    found = first_look([replace(change, **changes)])[0]  # type: ignore[arg-type]
+    found = judge_first_look([replace(change, **changes)])[0]  # type: ignore[arg-type]
     return replace(found, outcome=outcome, why=why)
 
 
@@ -45,7 +45,7 @@ ALL = GateVerdict(
 
 def parsed(verdict: GateVerdict, tmp_path_factory: pytest.TempPathFactory) -> JUnitXml:
     file = tmp_path_factory.mktemp("junit") / "out.xml"
-    file.write_text(as_junit(verdict), encoding="utf-8", errors="backslashreplace")
+    file.write_text(render_junit(verdict), encoding="utf-8", errors="backslashreplace")
     return JUnitXml.fromfile(str(file))
 
 
@@ -59,12 +59,12 @@ def test_junit_reports_a_problem_as_an_error(tmp_path_factory: pytest.TempPathFa
 def test_junit_escapes_any_text(tmp_path_factory: pytest.TempPathFactory, case: str, why: str) -> None:
     verdict = GateVerdict("", (judged(GateOutcome.REGRESSION, f"gemm[{case}]@cpu/bf16", why),), problem=why)
     assert parsed(verdict, tmp_path_factory).failures == 1
-    markdown.render(page_of(verdict)).encode()
-    render(page_of(verdict))
+    markdown.render(render_page(verdict)).encode()
+    render(render_page(verdict))
 
 
 def test_markdown_lists_the_important_figures() -> None:
-    page = MarkdownIt("commonmark").enable("table").render(markdown.render(page_of(ALL)))
+    page = MarkdownIt("commonmark").enable("table").render(markdown.render(render_page(ALL)))
     for title in (
         "2 failed and 2 regressions",
         "Regressions",
@@ -77,5 +77,5 @@ def test_markdown_lists_the_important_figures() -> None:
     ):
         assert title in page
     many = GateVerdict("", tuple(judged(GateOutcome.REGRESSION, f"gemm[m={n}]@cpu/{'x' * 300}") for n in range(5000)))
-    text = markdown.render(page_of(many))
-    assert len(text.encode()) < 1 << 20 and f"and {5000 - MOST_ROWS} more" in text
+    text = markdown.render(render_page(many))
+    assert len(text.encode()) < 1 << 20 and f"and {5000 - MAX_ROWS} more" in text

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.fits import LineDraws, crossing_of, line_of
-from fp8bench.features.infer.job import SHIPPED, WEIGHTS, WINDOW, held_out_text
-from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _decoder, _predict, quality_of, weights_in
+from fp8bench.features.infer.fits import LineDraws, find_crossing, fit_line
+from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, WINDOW_TOKENS, held_out_text
+from fp8bench.features.infer.quality import RANDOM_WEIGHTS, _make_decoder, _predict, compare_arms, read_weights
 from fp8bench.features.infer.values import (
     ArmTimes,
     Quality,
@@ -23,14 +23,14 @@ from fp8bench.features.infer.values import (
     ServedModel,
     ServingAnswer,
     ServingQuestion,
-    arm_in_words,
-    dtype_of,
-    word_of,
+    arm_precision,
+    format_arm,
+    parse_arm,
 )
-from fp8bench.features.infer.view import page_of, rows_of, value_of
+from fp8bench.features.infer.view import encode_answer, render_page, table_rows
 from fp8bench.model import Level
 from fp8bench.nn.decoder import Decoder
-from fp8bench.nn.served import OWN, served_shapes, served_support
+from fp8bench.nn.served import OWN, check_served_support, list_weight_shapes
 from fp8bench.nn.served import ServedArm as Arm
 from fp8bench.nn.sizes import SERVED_SIZES
 from fp8bench.registry import precisions, workloads
@@ -51,13 +51,13 @@ def test_names_of_arms_are_parsed_and_printed() -> None:
         "weights=fp8+activations=low",
         "carrier=fp32+kv=fp8",
     ]:
-        arm = arm_in_words(word)
-        assert word_of(arm) == word
-        assert precisions.canonical(dtype_of(arm)) == dtype_of(arm)
-    assert dtype_of(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
+        arm = parse_arm(word)
+        assert format_arm(arm) == word
+        assert precisions.canonical(arm_precision(arm)) == arm_precision(arm)
+    assert arm_precision(Arm("fp32", "fp8")) == "served:carrier=fp32:kv=fp8"
     for wrong in ("kv", "kv=fp9", "cache=fp8", "kv=fp8+", "kv=own", "kv=", "weights=int8@0=bf16", "fp8"):
         with pytest.raises(UsageError, match="is no arm"):
-            arm_in_words(wrong)
+            parse_arm(wrong)
 
 
 @for_each(
@@ -67,21 +67,21 @@ def test_names_of_arms_are_parsed_and_printed() -> None:
         ("bf16", Level.NATIVE, ""),
         ("served:weights=int8", Level.NATIVE, "_weight_int8pack_mm"),
         ("served:weights=int4", Level.NATIVE, "_weight_int4pack_mm_for_cpu"),
-        ("served:weights=int8:activations=low", Level.EMULATED, "restored"),
-        ("served:carrier=fp32:weights=int8", Level.EMULATED, "restored"),
-        ("served:kv=fp8", Level.EMULATED, "restored"),
+        ("served:weights=int8:activations=low", Level.EMULATED, "decoded"),
+        ("served:carrier=fp32:weights=int8", Level.EMULATED, "decoded"),
+        ("served:kv=fp8", Level.EMULATED, "decoded"),
         ("served:kv=bf16", Level.NATIVE, ""),
         ("fp8", Level.EMULATED, ""),
-        ("fp16", Level.REFUSED, "travel in"),
+        ("fp16", Level.REFUSED, "computes in"),
         ("tf32", Level.REFUSED, ""),
     ],
 )
 def test_arms_name_their_native_kernels(dtype: str, level: Level, words: str) -> None:
-    support = served_support({"size": "nano", "kv": OWN, "weights": OWN}, precisions.get(dtype), CPU)
+    support = check_served_support({"size": "nano", "kv": OWN, "weights": OWN}, precisions.get(dtype), CPU)
     assert support.level is level and words in support.reason
     both = {"size": "nano", "kv": "fp8", "weights": OWN}  # an axis and a dtype with the same meaning
-    assert "say it again" in served_support(both, precisions.get("served:kv=bf16"), CPU).reason
-    assert served_support(both, precisions.get("fp32"), CPU).level is Level.EMULATED
+    assert "choose them again" in check_served_support(both, precisions.get("served:kv=bf16"), CPU).reason
+    assert check_served_support(both, precisions.get("fp32"), CPU).level is Level.EMULATED
 
 
 def test_every_arm_does_the_same_work() -> None:
@@ -105,7 +105,7 @@ def swept(seed: int, rounds: int, spread: float, a: float, b: float) -> dict[int
 
 
 def fitted(seed: int, rounds: int, spread: float, a: float, b: float) -> LineDraws:
-    line = line_of(swept(seed, rounds, spread, a, b))
+    line = fit_line(swept(seed, rounds, spread, a, b))
     assert line is not None
     return line
 
@@ -123,7 +123,7 @@ def test_intervals_hold_the_truth(rounds: int, spread: float, sweeps: int, least
     held = np.zeros(3)
     for sweep in range(sweeps):
         line, other = fitted(2 * sweep, rounds, spread, 1e-3, 6e-7), fitted(2 * sweep + 1, rounds, spread, 8e-4, 8.5e-7)
-        crossing = crossing_of(other, line, CONTEXTS)
+        crossing = find_crossing(other, line, CONTEXTS)
         for place, (interval, true) in enumerate(((line.line.a, 1e-3), (line.line.b, 6e-7))):
             held[place] += interval.low <= true * fast <= interval.high
         held[2] += crossing.at is None or crossing.low <= 800 <= crossing.high
@@ -139,7 +139,7 @@ def test_a_crossing_is_claimed_of_no_curve() -> None:
         straight = swept(2 * seed, 24, 0.01, 1e-3, 6e-7)
         curved = swept(2 * seed + 1, 24, 0.01, 9.9e-4, 6e-7)
         leaps = {context: np.multiply(1 + 0.3 * (context > 1024), times) for context, times in curved.items()}
-        crossing = crossing_of(*(line for line in map(line_of, (leaps, straight)) if line is not None), CONTEXTS)
+        crossing = find_crossing(*(line for line in map(fit_line, (leaps, straight)) if line is not None), CONTEXTS)
         assert crossing.at is None or crossing.low <= 1024 < crossing.high, seed
 
 
@@ -149,7 +149,7 @@ def paged(page: int, a: float, b: float, contexts: tuple[int, ...], seed: int) -
     rounds = {}
     for context in contexts:
         rounds[context] = ((a + b * -(-context // page) * page) * noisy(random, 24, 0.01)).tolist()
-    line = line_of(rounds)
+    line = fit_line(rounds)
     assert line is not None
     return line
 
@@ -161,7 +161,7 @@ def test_an_arm_that_reads_whole_pages_crosses_within_its_interval(contexts: tup
         reference = paged(1, 1e-3, 1e-6, contexts, 2 * seed)
         for at in (300, 700, 812, 1200):
             a = 1e-3 + 6e-7 * at
-            crossing = crossing_of(paged(page, a, 4e-7, contexts, 2 * seed + 1), reference, contexts)
+            crossing = find_crossing(paged(page, a, 4e-7, contexts, 2 * seed + 1), reference, contexts)
             every = np.arange(contexts[0], contexts[-1] + 1)
             slower = every[a + 4e-7 * -(-every // page) * page >= 1e-3 + 1e-6 * every]
             first = every[len(slower[slower <= at])] if page == 1 else every[~np.isin(every, slower)][0]
@@ -177,40 +177,41 @@ def test_measured_contexts_override_the_fitted_lines() -> None:
     slow_at = dict.fromkeys(contexts, 1.0) | {1281: 1.3}
     random = np.random.default_rng(1)
     rounds = {c: ((1.25e-3 + 5e-7 * c) * slow_at[c] * noisy(random, 24, 0.01)).tolist() for c in contexts}
-    line = line_of(rounds)
+    line = fit_line(rounds)
     assert line is not None
     steady = replace(line, above=np.zeros(len(contexts)))  # as if the lines fitted exactly
-    crossing = crossing_of(steady, replace(reference, above=np.zeros(len(contexts))), contexts)
+    crossing = find_crossing(steady, replace(reference, above=np.zeros(len(contexts))), contexts)
     assert crossing.contrary == (1281,) and crossing.high == 1281 and crossing.at is not None
     question = ServingQuestion("nano", (Arm("fp32"), Arm("bf16")), contexts, 1, True, 1024)
     times = ArmTimes(Arm("fp32"), line=reference.line), ArmTimes(Arm("bf16"), line=line.line, crossing=crossing)
-    text = render(page_of(ServingAnswer(question, "cpu", times, 128, None)), 200, False, False)
+    text = render(render_page(ServingAnswer(question, "cpu", times, 128, None)), 200, False, False)
     assert re.search("bf16 +pays from a context of", text) and "measured slower at 1281" in text
 
 
 def test_crossings_are_printed_if_they_exist() -> None:
     reference = fitted(1, 24, 0.01, 1e-3, 6e-7)
-    sooner = crossing_of(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
-    later = crossing_of(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
+    sooner = find_crossing(fitted(2, 24, 0.01, 8e-4, 8.5e-7), reference, CONTEXTS)
+    later = find_crossing(fitted(3, 24, 0.01, 1.2e-3, 3.5e-7), reference, CONTEXTS)
     for crossing, ends in ((sooner, (True, False)), (later, (False, True))):
         assert crossing.faster == ends and crossing.at is not None
         assert crossing.low < 800 < crossing.high and crossing.high < 2 * crossing.low
-    slower = crossing_of(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
+    slower = find_crossing(fitted(4, 24, 0.01, 1.2e-3, 9e-7), reference, CONTEXTS)
     assert slower.at is None and slower.faster == (False, False)
     for seed, a, b in ((5, 1e-3, 6e-7), (6, 2e-3, 5e-7)):  # also at 10,000, beyond the measured contexts
-        assert crossing_of(fitted(seed, 24, 0.01, a, b), reference, CONTEXTS).at is None
-    assert line_of(dict.fromkeys(CONTEXTS[:3], (1e-3,) * 10)) is None
+        assert find_crossing(fitted(seed, 24, 0.01, a, b), reference, CONTEXTS).at is None
+    assert fit_line(dict.fromkeys(CONTEXTS[:3], (1e-3,) * 10)) is None
 
 
 ARMS = tuple(
-    arm_in_words(word)
-    for word in ("fp32", "bf16", "kv=fp8", "kv=fp8-token", "kv=nvfp4", "weights=int8", "weights=int4")
+    parse_arm(word) for word in ("fp32", "bf16", "kv=fp8", "kv=fp8-token", "kv=nvfp4", "weights=int8", "weights=int4")
 )
 
 
-def quality(text: tuple[tuple[int, ...], ...], weights: str = str(WEIGHTS), arms: tuple[Arm, ...] = ARMS) -> Quality:
+def quality(
+    text: tuple[tuple[int, ...], ...], weights: str = str(SHIPPED_WEIGHTS), arms: tuple[Arm, ...] = ARMS
+) -> Quality:
     model = ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], weights, text=text)
-    return quality_of(QualityTask(model, 0, arms, CPU, 0))
+    return compare_arms(QualityTask(model, 0, arms, CPU, 0))
 
 
 @pytest.fixture(scope="module")
@@ -221,9 +222,9 @@ def found() -> Quality:
 def test_the_shipped_model_is_trained_and_its_text_held_out(found: Quality) -> None:
     """Random weights have a perplexity of 128; swapped weights are noticed at once."""
     assert not found.caution and found.perplexity < 7
-    weights, config = weights_in(WEIGHTS, SERVED_SIZES[SHIPPED], "cpu"), SERVED_SIZES[SHIPPED]
-    size = 2 * sum(weights(name).numel() for name in served_shapes(config))
-    assert size == WEIGHTS.stat().st_size < 400_000
+    weights, config = read_weights(SHIPPED_WEIGHTS, SERVED_SIZES[SHIPPED], "cpu"), SERVED_SIZES[SHIPPED]
+    size = 2 * sum(weights(name).numel() for name in list_weight_shapes(config))
+    assert size == SHIPPED_WEIGHTS.stat().st_size < 400_000
     random = quality(held_out_text(256), "", ARMS[:2])
     assert random.caution == RANDOM_WEIGHTS and random.perplexity > 100
 
@@ -240,13 +241,13 @@ def test_quality_has_a_zero_a_floor_and_an_order(found: Quality) -> None:
 def test_kl_is_that_of_the_definition(found: Quality) -> None:
     text = held_out_text(256)[:1]
     own = quality(text, arms=ARMS[:2])
-    config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW)
-    weight = weights_in(WEIGHTS, config, "cpu")
-    served = (_decoder(config, weight, arm, (1, WINDOW)) for arm in ARMS[:2])
+    config = replace(SERVED_SIZES[SHIPPED], sequence=WINDOW_TOKENS)
+    weight = read_weights(SHIPPED_WEIGHTS, config, "cpu")
+    served = (_make_decoder(config, weight, arm, (1, WINDOW_TOKENS)) for arm in ARMS[:2])
     with torch.no_grad():
         p, q = (_predict(model, torch.tensor(text)).logs[0].exp().numpy() for model in served)
-    total = sum(p[place] * np.log(p[place] / q[place]) for place in np.ndindex(WINDOW, 128) if p[place] > 0)
-    assert own.arms[0].kl == pytest.approx(total / WINDOW, rel=1e-6)
+    total = sum(p[place] * np.log(p[place] / q[place]) for place in np.ndindex(WINDOW_TOKENS, 128) if p[place] > 0)
+    assert own.arms[0].kl == pytest.approx(total / WINDOW_TOKENS, rel=1e-6)
 
 
 def test_arms_of_another_length_are_not_compared(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -268,7 +269,7 @@ def test_values_that_are_not_numbers_are_reported(found: Quality) -> None:
     some = replace(found, arms=(found.arms[0], bad, found.arms[0]))
     question = ServingQuestion("nano", arms, CONTEXTS, 1, True, 1024)
     answer = ServingAnswer(question, "cpu", tuple(map(ArmTimes, arms)), 128, some)
-    text = render(page_of(answer, everything=True), 200, False, False)
+    text = render(render_page(answer, everything=True), 200, False, False)
     assert re.search(r"kv=fp8 .*\bnan +inf\b", text) and "carrier=fp32+kv=fp8" in text
 
 
@@ -279,27 +280,27 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
 
     def times(arm: Arm, line: LineDraws) -> ArmTimes:
         tpot = tuple((context, float(line.at(np.array([context])).mean())) for context in CONTEXTS)
-        crossing = None if arm is arms[0] else crossing_of(line, lines[0], CONTEXTS)
+        crossing = None if arm is arms[0] else find_crossing(line, lines[0], CONTEXTS)
         return ArmTimes(arm, tpot, line.line, crossing, 0.01, kernel="torch's own products")
 
     timed = tuple(times(arm, line) for arm, line in zip((arms[0], arms[1], arms[3]), lines, strict=True))
     timed += tuple(ArmTimes(arm, why="keys and values in fp8 are restored") for arm in (arms[2], arms[4]))
     some = replace(found, arms=tuple(found.arms[place] for place in (0, 1, 4, 1)))
     answer = ServingAnswer(question, "cpu", timed, 128, some, bandwidth=1e9, runs=("12345678", "9abcdef0"))
-    text = render(page_of(answer), 100, False, False)
+    text = render(render_page(answer), 100, False, False)
     assert len(text.splitlines()) <= 16, text
     assert re.search(r"weights=int8 +pays up to a context of", text) and re.search("bf16 +slower +", text)
     assert re.search(r"kv=fp8 +no speed here +at most \S+x by its bytes\s+same next token", text) and "KL" not in text
-    everything = render(page_of(answer, everything=True), 100, False, False)
+    everything = render(render_page(answer, everything=True), 100, False, False)
     assert "(floor)" in everything and "KL" in everything
     assert "cached" in everything  # no read is faster than possible
     doubted = replace(answer, times=tuple(replace(time, doubts=("contended",)) for time in answer.times))
-    told = render(page_of(doubted), 200, False, False)
+    told = render(render_page(doubted), 200, False, False)
     assert "pays up to" not in told and re.search("weights=int8 +cannot tell .*times cross at", told, re.DOTALL)
     assert "contended" not in told
-    names, rows = rows_of(answer)
+    names, rows = table_rows(answer)
     assert len(rows) == 5 and set(names) >= {"arm", "a", "b_low", "break_even", "kl", "kv_bytes"}
-    assert len(value_of(answer)["bytes"]) == 5
+    assert len(encode_answer(answer)["bytes"]) == 5
 
 
 @for_each(

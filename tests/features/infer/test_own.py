@@ -11,10 +11,10 @@ import torch
 
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.features.infer import job
-from fp8bench.features.infer.job import complete_question, times_of
+from fp8bench.features.infer.job import collect_arm_times, complete_question
 from fp8bench.features.infer.quality import RANDOM_TOKENS, InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel, ServingAnswer, ServingQuestion
-from fp8bench.features.infer.view import rows_of, value_of
+from fp8bench.features.infer.view import encode_answer, table_rows
 from fp8bench.model import Level, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import OWN_SHAPES, ServedShape, step_bytes
@@ -38,7 +38,7 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
-    monkeypatch.setitem(OWN_SHAPES, maker, ServedShape(*bench.shape(maker, CPU, 0)))
+    monkeypatch.setitem(OWN_SHAPES, maker, ServedShape(*bench.read_shape(maker, CPU, 0)))
     return maker
 
 
@@ -61,30 +61,30 @@ def test_a_step_of_a_model_of_ones_own(own: str) -> None:
 @pytest.mark.slow
 def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> None:
     bench, arms = InferBench(Settings()), (Arm("fp32"), Arm("bf16"), Arm("bf16", "nvfp4"))
-    quality = bench.quality(QualityTask(ServedModel(own), 512, arms, CPU, 0))
+    quality = bench.measure_quality(QualityTask(ServedModel(own), 512, arms, CPU, 0))
     assert not quality.caution and quality.tokens == 3 * 16
     assert quality.itself.kl == 0 < quality.arms[0].kl < quality.arms[1].kl
     assert quality.arms[0].bits == 16.0
-    drawn = bench.quality(QualityTask(ServedModel(f"{MODELS}:llama"), 256, arms, CPU, 0))
+    drawn = bench.measure_quality(QualityTask(ServedModel(f"{MODELS}:llama"), 256, arms, CPU, 0))
     assert drawn.caution == RANDOM_TOKENS and drawn.tokens == 256 and drawn.itself.kl == 0 < drawn.floor.kl
 
 
 def test_quality_of_a_model_that_masks_ids() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:masking"), 0, (Arm("fp32"), Arm("bf16")), CPU, 0)
-    quality = InferBench(Settings()).quality(task)
+    quality = InferBench(Settings()).measure_quality(task)
     assert quality.itself.kl == 0 < quality.floor.kl < 1e-9 < quality.arms[0].kl < 1e-3
 
 
 def test_an_arm_with_nan_is_reported_and_samples_nothing() -> None:
     task = QualityTask(ServedModel(f"{MODELS}:nan_in_bf16"), 256, (Arm("fp32"), Arm("bf16")), CPU, 0, 2)
-    quality = InferBench(Settings()).quality(task)
+    quality = InferBench(Settings()).measure_quality(task)
     lead, low = quality.rollouts
     assert math.isnan(quality.arms[0].kl) and math.isnan(low.mean) and low.clipped == 1 and lead.mean < 1e-5
 
 
 def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     name = f"{MODELS}:masking"
-    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
+    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     setup = setup_of("decode", {"size": name, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, "bf16")
     workload = workloads.get("decode")
     state = workload.prepare(setup)
@@ -100,7 +100,7 @@ def test_questions_about_a_users_model_are_completed_or_refused(own: str, fp8ben
     assert question.is_own and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
     assert complete_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
     assert complete_question(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
-    value = value_of(ServingAnswer(complete_question(question), "cpu", (), 128, None))
+    value = encode_answer(ServingAnswer(complete_question(question), "cpu", (), 128, None))
     assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
     assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
     support = workloads.get("decode").support
@@ -109,7 +109,7 @@ def test_questions_about_a_users_model_are_completed_or_refused(own: str, fp8ben
     assert support(params, precisions.get("served:weights=int4"), CPU).level is Level.NATIVE
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
     code, _, err = fp8bench("suite", "decode", "--set", f"size={MODELS}:llama", "--store", str(tmp_path))
-    assert code == 2 and "Ask `fp8bench infer" in err
+    assert code == 2 and "Use `fp8bench infer" in err
 
 
 @for_each("carrier", ["fp32", "bf16"])
@@ -151,12 +151,12 @@ def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
             records.append(Record(made, NATIVE, status, reason=reason, timing=timing, is_reference=lead))
     arms = Arm("fp32"), Arm("bf16")
     question = ServingQuestion("nano", arms, (128, 256, 512, 1024), 1, True, 512)
-    times = tuple(times_of(question, arms, run_of(records), run_of([])))
+    times = tuple(collect_arm_times(question, arms, run_of(records), run_of([])))
     answer = ServingAnswer(question, "cpu", times, 128, None, bandwidth=1e9)
     lead, low = times
     assert answer.tpot(lead) == pytest.approx(1e-3) and answer.tpot(low) is None and len(low.tpot) == 3
     assert low.why == "at a context of 1024: out of memory"
-    _, rows = rows_of(answer)
+    _, rows = table_rows(answer)
     assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
 
 
@@ -198,7 +198,7 @@ def test_a_figure_lies_on_its_line() -> None:
         timing = Timing(Segments(("gemm",), (0,)), tuple(slots))
         records.append(Record(case("decode", "fp32", params), NATIVE, Status.OK, timing=timing, is_reference=True))
     question = ServingQuestion("nano", (Arm("fp32"),), (128, 512, 1024, 2048), 1, True, 512)
-    (times,) = times_of(question, [Arm("fp32")], run_of(records), run_of([]))
+    (times,) = collect_arm_times(question, [Arm("fp32")], run_of(records), run_of([]))
     assert times.line is not None
     for context, tpot in times.tpot:
         assert tpot == pytest.approx(times.line.a.point + times.line.b.point * context, rel=1e-6)

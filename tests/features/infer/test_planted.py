@@ -13,9 +13,9 @@ from pathlib import Path
 import pytest
 import torch
 
-from fp8bench.analysis.claims import claims_of
+from fp8bench.analysis.claims import label_false_claims
 from fp8bench.errors import UsageError
-from fp8bench.features.infer.job import HELD_OUT, WINDOW, held_out_text
+from fp8bench.features.infer.job import HELD_OUT_MODULES, WINDOW_TOKENS, held_out_text
 from fp8bench.features.infer.quality import InferBench
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.model import Label
@@ -65,19 +65,19 @@ def test_a_model_that_cheats_is_labelled(
 ) -> None:
     wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
-    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).shape(name, CPU, 0)))
+    monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     found = records(bench, corpus, "decode", "fp32", "bf16", size=name, context="32,60")
     assert len(found) == 4
     for record in found:
-        assert {claim.label for claim in claims_of(record, None)} == wanted, record.case.id
+        assert {claim.label for claim in label_false_claims(record, None)} == wanted, record.case.id
 
 
 def test_windows_are_slices_of_the_encoded_text() -> None:
     folder = Path(sysconfig.get_paths()["stdlib"])
-    whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT)
+    whole = "".join((folder / name).read_text(encoding="utf-8", errors="replace") for name in HELD_OUT_MODULES)
     ids = whole.encode("ascii", errors="replace")
     windows = held_out_text(2048)
-    assert len(windows) == 16 and all(len(window) == WINDOW + 1 and bytes(window) in ids for window in windows)
+    assert len(windows) == 16 and all(len(window) == WINDOW_TOKENS + 1 and bytes(window) in ids for window in windows)
     again = [bytes(window).decode().encode("utf-16") for window in windows]
     assert not any(window in ids for window in again)
 
@@ -85,5 +85,5 @@ def test_windows_are_slices_of_the_encoded_text() -> None:
 @for_each("maker", ["of_another_vocabulary", "of_longer_texts"])
 def test_tokens_outside_the_vocabulary_give_a_message(maker: str) -> None:
     task = QualityTask(ServedModel(f"{MODELS}:{maker}"), 512, (Arm("fp32"), Arm("bf16")), CPU, 0)
-    with pytest.raises(UsageError, match="fewer positions or ids: give shorter"):
-        InferBench(Settings()).quality(task)
+    with pytest.raises(UsageError, match="fewer positions or ids: choose shorter"):
+        InferBench(Settings()).measure_quality(task)

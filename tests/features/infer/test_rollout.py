@@ -10,8 +10,14 @@ import torch
 from torch import Tensor
 
 from fp8bench.features.infer import quality as module
-from fp8bench.features.infer.job import SHIPPED, WEIGHTS, held_out_text
-from fp8bench.features.infer.quality import Serve, _serve_config, gap_of, quality_of, rollout_gap
+from fp8bench.features.infer.job import SHIPPED, SHIPPED_WEIGHTS, held_out_text
+from fp8bench.features.infer.quality import (
+    MakeArmModel,
+    _serve_configured_model,
+    compare_arms,
+    measure_rollout_gap,
+    summarize_gaps,
+)
 from fp8bench.features.infer.values import QualityTask, ServedModel
 from fp8bench.nn.decoder import Decoder
 from fp8bench.nn.served import ServedArm as Arm
@@ -20,13 +26,18 @@ from tests.workloads.steps import CPU
 
 LEAD, LOW = Arm("fp32"), Arm("bf16", "fp8-tensor", "int4")
 TASK = QualityTask(
-    ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(WEIGHTS), text=held_out_text(1024)), 0, (LEAD, LOW), CPU, 0, 2
+    ServedModel(SHIPPED, SERVED_SIZES[SHIPPED], str(SHIPPED_WEIGHTS), text=held_out_text(1024)),
+    0,
+    (LEAD, LOW),
+    CPU,
+    0,
+    2,
 )
 
 
 def test_figures_are_those_of_their_definitions() -> None:
     rows = [[0.1, -0.3, 0.0], [0.02, 0.25, -0.01]]
-    gap, flat = gap_of(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
+    gap, flat = summarize_gaps(torch.tensor(rows, dtype=torch.float64)), [*rows[0], *rows[1]]
     ratios = [math.exp(value) for value in flat]
     assert gap.tokens == 6 and gap.mean == pytest.approx(sum(map(abs, flat)) / 6) and gap.largest == 0.3
     assert gap.kl == pytest.approx(sum(ratio - 1 - value for ratio, value in zip(ratios, flat, strict=True)) / 6)
@@ -40,7 +51,7 @@ def test_figures_are_those_of_their_definitions() -> None:
 
 def test_an_interval_over_few_texts_is_wide() -> None:
     gaps = torch.tensor([[0.1, 0.3], [0.2, 0.4], [0.0, 0.1]], dtype=torch.float64)
-    two, one = (gap_of(gaps[:count]).ratio for count in (2, 1))
+    two, one = (summarize_gaps(gaps[:count]).ratio for count in (2, 1))
     spread = abs(float(gaps.exp()[0].mean() - gaps.exp()[1].mean())) / 2
     assert (two.high - two.low) / 2 == pytest.approx(12.71 * spread, rel=0.01)
     assert one.point == pytest.approx(float(gaps[0].exp().mean())) and (one.low, one.high) == (-math.inf, math.inf)
@@ -52,7 +63,7 @@ def test_figures_estimate_the_truth_of_known_distributions() -> None:
     p, q = random.dirichlet(np.ones(40)), random.dirichlet(np.ones(40) * 50)
     p = 0.7 * q + 0.3 * p
     draws = random.choice(40, p=q, size=(400, 1000))
-    gap = gap_of(torch.tensor(np.log(p / q)[draws]))
+    gap = summarize_gaps(torch.tensor(np.log(p / q)[draws]))
     assert gap.kl == pytest.approx(float((q * np.log(q / p)).sum()), rel=0.02)
     assert gap.ratio.low < 1 < gap.ratio.high and gap.ratio.high - gap.ratio.low < 0.01
     assert gap.effective[0] == pytest.approx(1 / float((p * p / q).sum()), rel=0.01) and gap.effective[1] < 0.1
@@ -60,12 +71,12 @@ def test_figures_estimate_the_truth_of_known_distributions() -> None:
 
 
 @pytest.fixture(scope="module")
-def serve() -> tuple[Serve, Tensor]:
-    return _serve_config(TASK)[:2]
+def serve() -> tuple[MakeArmModel, Tensor]:
+    return _serve_configured_model(TASK)[:2]
 
 
 def test_the_reference_against_itself_is_the_floor() -> None:
-    floor, low = quality_of(TASK).rollouts
+    floor, low = compare_arms(TASK).rollouts
     assert 0 < floor.mean < 1e-5 and floor.largest < 1e-3 and floor.clipped == 0 and floor.effective[1] > 0.999
     assert floor.ratio.point == pytest.approx(1, abs=1e-5)
     assert (
@@ -76,7 +87,7 @@ def test_the_reference_against_itself_is_the_floor() -> None:
 
 
 def test_probabilities_while_sampling_equal_those_of_one_pass(
-    serve: tuple[Serve, Tensor], monkeypatch: pytest.MonkeyPatch
+    serve: tuple[MakeArmModel, Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Checked for bf16 weights with an exact cache; k3 estimates the exact divergence of whole distributions."""
     build, text = serve
@@ -89,7 +100,7 @@ def test_probabilities_while_sampling_equal_those_of_one_pass(
 
     monkeypatch.setattr(module, "_predict", watched)
     arm = Arm("fp32", "", "int4")
-    gap = rollout_gap(build, arm, LEAD, text, 7)
+    gap = measure_rollout_gap(build, arm, LEAD, text, 7)
     (tokens,) = seen
     assert torch.equal(tokens[:, :64], text[:, :64]) and not torch.equal(tokens[:, 64:], text[:, 64:])
     with torch.no_grad():
@@ -101,7 +112,7 @@ def test_probabilities_while_sampling_equal_those_of_one_pass(
     assert gap.kl == pytest.approx(exact, rel=0.25)
 
 
-def test_static_scales_come_from_the_prompt(serve: tuple[Serve, Tensor]) -> None:
+def test_static_scales_come_from_the_prompt(serve: tuple[MakeArmModel, Tensor]) -> None:
     """If each step recomputed them, gaps would be 1.5 times as large."""
     build, text = serve
     scaled = Arm("fp32", "fp8-tensor")
@@ -117,5 +128,5 @@ def test_static_scales_come_from_the_prompt(serve: tuple[Serve, Tensor]) -> None
             model.__class__ = Finding
         return model
 
-    right, wrong = (rollout_gap(each, scaled, LEAD, text, 7).mean for each in (build, again))
+    right, wrong = (measure_rollout_gap(each, scaled, LEAD, text, 7).mean for each in (build, again))
     assert wrong > 1.5 * right

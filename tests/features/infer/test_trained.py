@@ -11,10 +11,10 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.infer import job
-from fp8bench.features.infer.job import trained_model
-from fp8bench.features.infer.quality import quality_of
+from fp8bench.features.infer.job import find_trained_model
+from fp8bench.features.infer.quality import compare_arms
 from fp8bench.features.infer.values import QualityTask
-from fp8bench.features.train.kind import KIND, load_head, load_training
+from fp8bench.features.train.kind import KIND, load_training, load_training_header
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import TrainingObserver, Validation
@@ -45,35 +45,39 @@ def test_a_checkpoint_is_served(arch: str, tmp_path: Path, monkeypatch: pytest.M
     )
     train(request, stored, TrainingObserver(), "fp8bench train")
     (path,) = KIND.files(stored)
-    seen = {row.arm: row.loss for row in load_training(path).of(Validation) if (row.of, row.step) == ("held-out", 8)}
+    seen = {
+        row.arm: row.loss
+        for row in load_training(path).select_lines(Validation)
+        if (row.of, row.step) == ("held-out", 8)
+    }
     for word, arm in (("last", "fp32"), ("last:bf16", "bf16")):
-        model, size = trained_model(word, stored, 3072)
+        model, size = find_trained_model(word, stored, 3072)
         assert model.name.startswith(f"{arm} of training ") and model.name.endswith("step 8 of 12") and size == served
-        span = load_head(path).text.held_out
+        span = load_training_header(path).text.held_out
         ids = np.memmap(span.path, np.uint16)[span.start : span.stop].tobytes()
         # The training's tokens unchanged, not text that was encoded a second time.
         assert all(len(text) == 65 and np.array(text, np.uint16).tobytes() in ids for text in model.text)
-        quality = quality_of(QualityTask(model, 0, (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8")), CPU, 0))
+        quality = compare_arms(QualityTask(model, 0, (Arm("fp32"), Arm("bf16"), Arm("bf16", "fp8")), CPU, 0))
         assert not quality.caution and quality.itself.kl == 0 < quality.floor.kl < quality.arms[0].kl
         assert math.log(quality.perplexity) == pytest.approx(seen[arm], abs=0.1)
-    random = quality_of(QualityTask(replace(model, weights="", arm=""), 0, (Arm("fp32"), Arm("bf16")), CPU, 0))
+    random = compare_arms(QualityTask(replace(model, weights="", arm=""), 0, (Arm("fp32"), Arm("bf16")), CPU, 0))
     assert random.perplexity > 2 * quality.perplexity
     with pytest.raises(UsageError, match="has no arm 'fp9'"):
-        trained_model("last:fp9", stored, 8192)
+        find_trained_model("last:fp9", stored, 8192)
     moved = tmp_path / "bare" / "trainings" / path.parent.name
     moved.mkdir(parents=True)
     (moved / path.name).write_bytes(path.read_bytes())
     with pytest.raises(UsageError, match=r"no checkpoint: it was trained 12 steps.*--keep 6"):
-        trained_model("last", tmp_path / "bare", 8192)
-    head = load_head(path)
+        find_trained_model("last", tmp_path / "bare", 8192)
+    head = load_training_header(path)
     for changed, words in (
-        ({"arch": "mlp"}, "gpt and moe are"),
-        ({"arch": "cnn"}, "of which no cache is served"),
-        ({"master": "fp16-scaled"}, "fp32 ones are read"),
-        ({"parallel": "tp"}, "a rank has a part of it"),
+        ({"arch": "mlp"}, "only gpt and moe can"),
+        ({"arch": "cnn"}, "cannot be served with a cache"),
+        ({"master": "fp16-scaled"}, "only fp32 can be read"),
+        ({"parallel": "tp"}, "each rank has a part of the model"),
     ):
         settings, ranks = replace(SETTINGS, **changed), 2 if "parallel" in changed else None
         other = replace(head, request=replace(head.request, ranks=ranks, isolation=True, settings=settings))
-        monkeypatch.setattr(job, "load_head", lambda path, other=other: other)
+        monkeypatch.setattr(job, "load_training_header", lambda path, other=other: other)
         with pytest.raises(UsageError, match=words):
-            trained_model("last", stored, 8192)
+            find_trained_model("last", stored, 8192)

@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench import __version__, pipeline
 from fp8bench.cli.config_file import read_config
-from fp8bench.cli.main import build_parser, commands_of, main
+from fp8bench.cli.main import build_parser, main, subparsers_by_name
 from fp8bench.features.init import command, source
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.store.runs.listing import run_files
@@ -56,7 +56,7 @@ def test_the_written_configuration_runs(
     if every:
         taken = OPTION.sub(lambda match: f"{match[1]}: ", Path("fp8bench.yaml").read_text())
         Path("fp8bench.yaml").write_text(taken)
-        values = read_config(Path("fp8bench.yaml"), commands_of(build_parser(("suite",)))["suite"])
+        values = read_config(Path("fp8bench.yaml"), subparsers_by_name(build_parser(("suite",)))["suite"])
         assert (values["devices"], values["axes"], values["budget"]) == (("cpu",), [("tokens", ("64", "1024"))], 60)
     with forgotten(Path.cwd()):
         code, out, err = fp8bench("suite", "--config", "fp8bench.yaml", "--quick", "--set", "tokens=64", "--no-report")
@@ -111,7 +111,7 @@ def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
     ],
 )
 def test_the_workflow_installs_what_this_installation_is_from(recorded: str, named: str) -> None:
-    assert source.name_source(recorded) == named
+    assert source.name_recorded_source(recorded) == named
 
 
 @for_each(
@@ -133,8 +133,8 @@ def test_a_checkout_is_named_by_its_public_address(
     def ask(folder: str, *question: str) -> str:
         return prefix if "--show-prefix" in question else answers[question[0]]
 
-    monkeypatch.setattr(source, "_ask_git", ask)
-    assert source.name_source('{"url": "file:///a/b", "dir_info": {}}') == named
+    monkeypatch.setattr(source, "_run_git", ask)
+    assert source.name_recorded_source('{"url": "file:///a/b", "dir_info": {}}') == named
 
 
 class Terminal(io.StringIO):
@@ -156,7 +156,7 @@ def installs(folder: str) -> str:
         ("git+https://a.b/o/fp8bench@12ab\n", "git+https://a.b/o/fp8bench@12ab", ""),
         ("./wheels/own.whl\n", "./wheels/own.whl", ""),
         ("./no.whl\n", "./no.whl", "this project has no ./no.whl"),
-        ("/tmp/fp8bench\n", "/tmp/fp8bench", "a build elsewhere has no /tmp/fp8bench"),
+        ("/tmp/fp8bench\n", "/tmp/fp8bench", "a CI build has no /tmp/fp8bench"),
         ("\n", f"fp8bench=={__version__}", "from a folder of this machine"),
         ("", f"fp8bench=={__version__}", "from a folder of this machine"),
     ],

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from fp8bench import pipeline
-from fp8bench.features.lint_shapes.command import LinearShape, ShapeFinding, judge, judge_all, shapes_of
+from fp8bench.features.lint_shapes.command import LinearShape, ShapeFinding, find_layer_shapes, judge_all, judge_product
 from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.model import DeviceFacts, Level
@@ -30,7 +30,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 @for_each(
     ("words", "code", "said"),
     [
-        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why it does not exist"),
+        ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why a device has no such product"),
         ("nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
         ("gpt2 --devices l40s --dtypes fp8", 3, "head forward 8192 x 50257 x 768 8192 x 50272 x 768 N=50257 is no"),
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
@@ -46,7 +46,7 @@ def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int
     [
         ("gpt3", "Did you mean 'gpt2'"),
         ("net.py", "is not a function"),
-        ("net.py:make --tokens 4", "--tokens only works with known models"),
+        ("net.py:make --tokens 4", "--tokens only works with named models"),
         ("gpt2 --tokens 0", "expected a whole number from 1"),
         ("gpt2 --dtypes fp32", "fp32 has no scales"),
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
@@ -92,10 +92,10 @@ def test_no_torch_is_needed() -> None:
 
 
 def test_models_have_their_layers_and_their_tokens() -> None:
-    gpt2 = shapes_of("gpt2", None)
+    gpt2 = find_layer_shapes("gpt2", None)
     assert [shape.name for shape in gpt2] == ["qkv", "out", "up", "down", "head"] and gpt2[-1].outputs == 50257
     for model, asked, tokens in (("gpt2", None, 8192), ("nano", None, 192), ("nano", 7, 7)):
-        assert {shape.tokens for shape in shapes_of(model, asked)} == {tokens}
+        assert {shape.tokens for shape in find_layer_shapes(model, asked)} == {tokens}
 
 
 FACTS = {
@@ -118,7 +118,7 @@ def recipe(mode: str) -> RecipePrecision:
 
 
 def lint(shape: LinearShape, mode: str, device: DeviceClass, kind: str = "forward") -> ShapeFinding:
-    return judge(shape, kind, recipe(mode), device)
+    return judge_product(shape, kind, recipe(mode), device)
 
 
 def scaled_modes() -> list[str]:

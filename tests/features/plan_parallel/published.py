@@ -24,9 +24,16 @@ from fp8bench.features.plan_parallel.formulas import (
     Load,
     ParallelLayout,
     Topology,
-    memory_of,
+    predict_memory,
 )
-from fp8bench.features.plan_parallel.ranking import MODELS, LayoutKind, MeasuredTraining, calibrate, kind_of, pace_with
+from fp8bench.features.plan_parallel.ranking import (
+    MODELS,
+    LayoutKind,
+    MeasuredTraining,
+    calibrate,
+    layout_kind,
+    predict_training_pace,
+)
 
 GIB = 1 << 30
 TABLE = tomllib.loads((Path(__file__).parents[3] / "reports/plan_parallel/published.toml").read_text(encoding="utf-8"))
@@ -95,7 +102,8 @@ def held() -> list[Held]:
     """Compares memory in every row that has it."""
     rows = [row for row in published() if "memory" in row.figures]
     return [
-        Held(row, memory_of(row.model, row.layout, row.load).total / GIB / row.figures["memory"] - 1) for row in rows
+        Held(row, predict_memory(row.model, row.layout, row.load).total / GIB / row.figures["memory"] - 1)
+        for row in rows
     ]
 
 
@@ -111,7 +119,7 @@ def measured(row: Published) -> MeasuredTraining:
 def uncalibrated() -> list[float]:
     """Errors of paces predicted only from published ceilings of products."""
     rows = (row for row in trainings() if row.topology.bf16)
-    return [pace_with(row.topology, measured(row)) / row.figures["pace"] - 1 for row in rows]
+    return [predict_training_pace(row.topology, measured(row)) / row.figures["pace"] - 1 for row in rows]
 
 
 class HeldOut(NamedTuple):
@@ -124,7 +132,7 @@ class HeldOut(NamedTuple):
 
     @property
     def kinds(self) -> Kinds:
-        kinds = kind_of(self.by.model, self.by.layout), kind_of(self.row.model, self.row.layout)
+        kinds = layout_kind(self.by.model, self.by.layout), layout_kind(self.row.model, self.row.layout)
         return *kinds, self.by.load.precision == self.row.load.precision
 
 
@@ -138,7 +146,10 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
                 least, most = 0.1, 10.0
                 for _ in range(40):
                     ratio = math.sqrt(least * most)
-                    slow = pace_with(replace(topology, fp8=topology.bf16 * ratio), measured(row)) < row.figures["pace"]
+                    slow = (
+                        predict_training_pace(replace(topology, fp8=topology.bf16 * ratio), measured(row))
+                        < row.figures["pace"]
+                    )
                     least, most = (ratio, most) if slow else (least, ratio)
                 yield row.machine, row.recipe, least
 
@@ -162,18 +173,20 @@ def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[
             (recipe,) = narrow
             if recipe not in told:
                 told[recipe] = calibrate(by.topology, measured(by), recipe)
-            yield HeldOut(by.machine, by, row, pace_with(told[recipe], measured(row)) / row.figures["pace"] - 1)
+            yield HeldOut(
+                by.machine, by, row, predict_training_pace(told[recipe], measured(row)) / row.figures["pace"] - 1
+            )
 
 
 def _fitted(rows: Sequence[Published], patch: pytest.MonkeyPatch) -> None:
     """Fits attention's share and the recipes' ratios to these rows."""
     misses: dict[float, float] = {}
     for share in _SHARES:
-        patch.setattr(formulas, "_ATTENTION", share)
+        patch.setattr(formulas, "_ATTENTION_RATE", share)
         recipes = recipes_of(rows)
         patch.setattr(ranking, "RECIPES", recipes)
         misses[share] = sum(math.log1p(pair.error) ** 2 for pair in _pairs(rows, recipes))
-    patch.setattr(formulas, "_ATTENTION", min(misses, key=lambda share: misses[share]))
+    patch.setattr(formulas, "_ATTENTION_RATE", min(misses, key=lambda share: misses[share]))
     patch.setattr(ranking, "RECIPES", recipes_of(rows))
 
 

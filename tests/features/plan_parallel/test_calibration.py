@@ -13,16 +13,16 @@ from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel import formulas
 from fp8bench.features.plan_parallel.formulas import Load, ParallelLayout, Topology
 from fp8bench.features.plan_parallel.ranking import (
-    HELD_OUT,
-    HELD_OUT_WORDS,
+    HELD_OUT_ERRORS,
+    HELD_OUT_TEXT,
     MODELS,
     RECIPES,
-    UNCALIBRATED_WORDS,
+    UNCALIBRATED_TEXT,
     MeasuredTraining,
     calibrate,
-    kind_of,
+    layout_kind,
     pace_band,
-    pace_with,
+    predict_training_pace,
 )
 from tests.counts import for_each
 from tests.features.plan_parallel.published import bands, held_out, recipes_of, trainings, uncalibrated, within
@@ -33,7 +33,7 @@ MODEL, FSDP, LOAD = MODELS["llama3-8b"], ParallelLayout(shards=8), Load(8192, 2)
 
 @pytest.mark.slow
 def test_bands_are_the_errors_of_machines_that_were_held_out() -> None:
-    assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT
+    assert {kinds: math.ceil(100 * error) / 100 for kinds, error in bands(held_out()).items()} == HELD_OUT_ERRORS
 
 
 @pytest.mark.slow
@@ -45,18 +45,16 @@ def test_what_is_said_of_errors_is_what_they_are() -> None:
     for words in (
         f"{len(pairs)} paces",
         f"off by {middle}",
-        f"of {told} of kinds that others have, {inside} were within",
+        f"of {told} with kinds that other machines have, {inside} were within",
     ):
-        assert words in HELD_OUT_WORDS
+        assert words in HELD_OUT_TEXT
     judged, good = within(pairs, ("titan-h100",))
-    assert (
-        f"({inside - good} of {told - judged} on seven machines, {good} of {judged} on the one that" in HELD_OUT_WORDS
-    )
+    assert f"({inside - good} of {told - judged} on seven machines, {good} of {judged} on the one with" in HELD_OUT_TEXT
     long = {pair.machine for pair in pairs if pair.row.load.sequence > 8192}
     assert long == {"titan-h100"}
     least, middling, most = (units.percent(error, 0) for error in (min(rough), median(rough), max(rough)))
-    said = f"{least} to {most} too fast in {len(rough)} published trainings, by {middling} in the middle"
-    assert said == UNCALIBRATED_WORDS
+    said = f"{least} to {most} too fast in {len(rough)} published trainings (median {middling})"
+    assert said == UNCALIBRATED_TEXT
 
 
 def test_recipes_are_the_middle_of_published_machines() -> None:
@@ -68,11 +66,11 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
     by = next(row for row in trainings() if row.name == "8B, FSDP 8, FP8")
     errors = []
     for share in (0.55, 1e6):
-        monkeypatch.setattr(formulas, "_ATTENTION", share)
+        monkeypatch.setattr(formulas, "_ATTENTION_RATE", share)
         topology = calibrate(by.topology, MeasuredTraining(by.model, by.layout, by.load, by.figures["pace"]))
-        told = pace_with(topology, MeasuredTraining(row.model, row.layout, row.load, 0.0))
+        told = predict_training_pace(topology, MeasuredTraining(row.model, row.layout, row.load, 0.0))
         errors.append(abs(told / row.figures["pace"] - 1))
-    assert errors[0] < 0.1 < HELD_OUT[(*[kind_of(MODEL, FSDP)] * 2, True)] < errors[1]
+    assert errors[0] < 0.1 < HELD_OUT_ERRORS[(*[layout_kind(MODEL, FSDP)] * 2, True)] < errors[1]
 
 
 @for_each("recipe", list(RECIPES))
@@ -80,14 +78,14 @@ def test_a_wrong_formula_grows_an_error(monkeypatch: pytest.MonkeyPatch) -> None
 def test_calibration_recovers_planted_rates(recipe: str, precision: str) -> None:
     training = MeasuredTraining(MODEL, FSDP, replace(LOAD, precision=precision), 5000.0)
     found = calibrate(H100, training, recipe)
-    assert pace_with(found, training) == pytest.approx(5000.0, rel=1e-6)
+    assert predict_training_pace(found, training) == pytest.approx(5000.0, rel=1e-6)
     assert found.fp8 / found.bf16 == pytest.approx(RECIPES[recipe])
     assert calibrate(replace(H100, bf16=1.0, fp8=2.0), training, recipe) == found
 
 
 def test_a_pace_that_links_cannot_carry_is_refused() -> None:
     slow = replace(H100, inside=1e9)
-    with pytest.raises(UsageError, match="is more than these links carry for FSDP 8"):
+    with pytest.raises(UsageError, match="is more than these links allow for FSDP 8"):
         calibrate(slow, MeasuredTraining(MODEL, FSDP, LOAD, 5000.0))
 
 

@@ -13,7 +13,7 @@ import pytest
 from fp8bench.errors import UsageError
 from fp8bench.features.plan_parallel.command import read_topology
 from fp8bench.features.plan_parallel.formulas import Topology
-from fp8bench.features.plan_parallel.models import parse_model, sizes_of
+from fp8bench.features.plan_parallel.models import parse_model, read_decoder_sizes
 from fp8bench.model.step import HeldProduct, Holder
 from tests.commands import Say, unfolding
 from tests.counts import for_each
@@ -210,7 +210,7 @@ ATTENTION = ("attn.qkv 96x64", "attn.out 64x64")
 )
 def test_layers_tell_the_sizes_of_a_decoder(layers: tuple[str, ...], hidden: int, keys: int, gated: bool) -> None:
     sizes = {"vocabulary": 500, "width": 64, "layers": 3, "hidden": hidden, "keys": keys, "gated": gated}
-    assert sizes_of(holders(*layers)) == sizes
+    assert read_decoder_sizes(holders(*layers)) == sizes
 
 
 @for_each(
@@ -223,8 +223,8 @@ def test_layers_tell_the_sizes_of_a_decoder(layers: tuple[str, ...], hidden: int
     ],
 )
 def test_other_models_are_no_decoders(layers: tuple[str, ...]) -> None:
-    assert sizes_of(holders(*layers)) is None
-    assert sizes_of(holders(*layers)[:-1]) is None
+    assert read_decoder_sizes(holders(*layers)) is None
+    assert read_decoder_sizes(holders(*layers)[:-1]) is None
 
 
 def test_one_gpu_needs_no_split(say: Say) -> None:
@@ -235,7 +235,7 @@ def test_one_gpu_needs_no_split(say: Say) -> None:
 @for_each(
     ("words", "code", "said"),
     [
-        ("llama3-405b --gpus 8", 3, "No way fits: more GPUs"),
+        ("llama3-405b --gpus 8", 3, "No layout fits. Try more GPUs"),
         ("nano --gpus 2", 0, "the paces here mean nothing"),
         ("nano --gpus 2", 0, "No published training is like this: 2 GPUs"),
         ("llama3-8b --gpus 8", 0, "No whole training has calibrated these rates"),
@@ -315,7 +315,7 @@ def test_fp8_lm_needs_less_memory(say: Say, topology: Path) -> None:
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,nan", "cannot be read"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,batch=7", "does not divide evenly"),
         ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,3,seq=7", "cannot be read"),
-        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links carry"),
+        ("nano --gpus 8 --topology FILE --calibrate nano,FSDP8,1e15", "more than these links allow"),
     ],
 )
 def test_bad_arguments_are_refused(say: Say, topology: Path, words: str, said: str) -> None:

@@ -16,13 +16,13 @@ from fp8bench.features.plan_parallel.formulas import (
     STATES,
     Checkpointing,
     DecoderModel,
-    KeptStates,
     Load,
     ParallelLayout,
+    StateBytes,
     Topology,
-    memory_of,
-    pace_of,
-    tokens_a_second,
+    predict_memory,
+    predict_pace,
+    tokens_per_second,
 )
 from fp8bench.features.plan_parallel.models import FP8_LM_MODELS
 from fp8bench.features.plan_parallel.ranking import (
@@ -31,7 +31,7 @@ from fp8bench.features.plan_parallel.ranking import (
     PUBLISHED_GPUS,
     PUBLISHED_SEQUENCES,
     PUBLISHED_WEIGHTS,
-    outside,
+    list_unpublished_sizes,
 )
 from tests.counts import for_each
 from tests.features.plan_parallel.published import GIB, TABLE, held, published
@@ -69,9 +69,9 @@ def test_what_is_said_of_published_trainings_is_what_they_say() -> None:
 
 def test_what_no_published_training_is_like_is_named() -> None:
     model = MODELS["llama3-8b"]
-    assert outside(model, 8, 8192) == outside(MODELS["llama3-405b"], 1024, 262144) == ()
-    assert outside(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
-    assert len(outside(SMALL, 4, 128)) == 3
+    assert list_unpublished_sizes(model, 8, 8192) == list_unpublished_sizes(MODELS["llama3-405b"], 1024, 262144) == ()
+    assert list_unpublished_sizes(model, 1 << 20, 8192) == ("1048576 GPUs (published: 8 to 1024)",)
+    assert len(list_unpublished_sizes(SMALL, 4, 128)) == 3
 
 
 @for_each(
@@ -79,12 +79,12 @@ def test_what_no_published_training_is_like_is_named() -> None:
     [
         # States of 12 bytes a weight, as if gradients took none.
         (
-            lambda patch: patch.setitem(STATES, "fp32", KeptStates(0, 4, 4, 4, copy=2, lying=2)),
+            lambda patch: patch.setitem(STATES, "fp32", StateBytes(0, 4, 4, 4, copy=2, resident=2)),
             {"8B, 32k, FP8", "8B, 256k, FP8"},
         ),
         # An uncompiled loss, which distinguishes the rows of 2025.
         (
-            lambda patch: patch.setattr(memory_module, "_FUSED_LOGIT", 12),
+            lambda patch: patch.setattr(memory_module, "_FUSED_LOGIT_BYTES", 12),
             {"8B, FSDP 32, FP8, H200", "8B, FSDP 64, FP8, H200"},
         ),
     ],
@@ -99,18 +99,18 @@ def test_a_wrong_formula_leaves_a_band(
 def test_memory_equals_a_count_by_hand() -> None:
     block = 64 * 64 * 2 + 2 * 64 * 16 + 3 * 64 * 192 + 2 * 64
     assert SMALL.block == block and SMALL.weights == 4 * block + 2 * 64000 + 64
-    alone, tokens = memory_of(SMALL, ParallelLayout(), LOAD), 256
+    alone, tokens = predict_memory(SMALL, ParallelLayout(), LOAD), 256
     assert alone.states == 16 * (4 * block + 2 * 64000) and alone.gathered == 2 * (4 * block + 2 * 64000)
     assert alone.kept == 4 * tokens * 2 * (8 * 64 + 2 * 16 + 4 * 192) and alone.logits == 12 * tokens * 1000
     load = replace(LOAD, micro_batches=2, checkpointing=Checkpointing.FULL)
-    piped = memory_of(SMALL, ParallelLayout(pipeline=2), load)
+    piped = predict_memory(SMALL, ParallelLayout(pipeline=2), load)
     assert piped.states == 16 * (2 * block + 64000) and piped.gathered == 6 * (2 * block + 64000)
     assert piped.kept == 2 * 2 * (tokens / 2) * 2 * 64
 
 
 def test_pace_equals_a_count_by_hand() -> None:
     layout = ParallelLayout(copies=2, shards=2, tensor=2)
-    found = pace_of(SMALL, layout, LOAD, LINKS)
+    found = predict_pace(SMALL, layout, LOAD, LINKS)
     tokens, stage = 256, (4 * SMALL.block + 2 * 64000) / 2
     blocks, halves, sends = 4, 2, 4
     gathers_and_sums = blocks * halves * sends * tokens * 64 * 2 / 2
@@ -119,12 +119,14 @@ def test_pace_equals_a_count_by_hand() -> None:
     assert found.copies == pytest.approx(2 * 4 * (stage / 2) / 2 / 1e5)  # across nodes
     assert found.bubble == 0 and found.context == 0
     assert found.step == found.work + found.exposed and found.exposed > 0
-    assert tokens_a_second(layout, LOAD, found) == tokens / found.step / 2
+    assert tokens_per_second(layout, LOAD, found) == tokens / found.step / 2
 
 
 def test_a_pipeline_idles_less_in_more_pieces() -> None:
     paces = [
-        pace_of(SMALL, ParallelLayout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS).bubble
+        predict_pace(
+            SMALL, ParallelLayout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS
+        ).bubble
         for virtual, count in ((1, 1), (1, 8), (2, 8))
     ]
     assert paces == [3.0, 0.375, 0.1875]
@@ -139,17 +141,17 @@ def test_a_pipeline_idles_less_in_more_pieces() -> None:
 )
 def test_formulas_obey_basic_laws(shards: int, tensor: int, pipeline: int, level: Checkpointing, count: int) -> None:
     layout, load = ParallelLayout(shards=shards, tensor=tensor, pipeline=pipeline), replace(LOAD, micro_batches=count)
-    found = memory_of(SMALL, layout, replace(load, checkpointing=level))
+    found = predict_memory(SMALL, layout, replace(load, checkpointing=level))
     assert (
-        found.states * shards * tensor * pipeline >= LOAD.kept_states.total * (SMALL.weights - SMALL.ends - 64) * 0.99
+        found.states * shards * tensor * pipeline >= LOAD.state_bytes.total * (SMALL.weights - SMALL.ends - 64) * 0.99
     )
-    more = memory_of(SMALL, replace(layout, shards=2 * shards), load)
-    assert more.states == found.states / 2 and more.kept == memory_of(SMALL, layout, load).kept
-    paces = [pace_of(SMALL, layout, replace(load, checkpointing=again), LINKS).products for again in Checkpointing]
-    kept = [memory_of(SMALL, layout, replace(load, checkpointing=again)).kept for again in Checkpointing]
+    more = predict_memory(SMALL, replace(layout, shards=2 * shards), load)
+    assert more.states == found.states / 2 and more.kept == predict_memory(SMALL, layout, load).kept
+    paces = [predict_pace(SMALL, layout, replace(load, checkpointing=again), LINKS).products for again in Checkpointing]
+    kept = [predict_memory(SMALL, layout, replace(load, checkpointing=again)).kept for again in Checkpointing]
     assert paces == sorted(paces) and kept == sorted(kept, reverse=True)
-    narrow = pace_of(SMALL, layout, replace(load, precision="fp8"), LINKS)
-    assert narrow.step <= pace_of(SMALL, layout, load, LINKS).step * (1 + 1e-9)
+    narrow = predict_pace(SMALL, layout, replace(load, precision="fp8"), LINKS)
+    assert narrow.step <= predict_pace(SMALL, layout, load, LINKS).step * (1 + 1e-9)
 
 
 def test_fp8_lm_stores_the_published_bytes() -> None:
@@ -159,7 +161,7 @@ def test_fp8_lm_stores_the_published_bytes() -> None:
     assert (narrow.first + narrow.second) / (wide.first + wide.second) == 1 - 0.625
     narrow_load = replace(LOAD, precision="fp8", states="fp8-lm")
     for layout in (ParallelLayout(), ParallelLayout(shards=4), ParallelLayout(tensor=2, pipeline=2)):
-        before, after = (memory_of(SMALL, layout, load) for load in (LOAD, narrow_load))
+        before, after = (predict_memory(SMALL, layout, load) for load in (LOAD, narrow_load))
         assert after.states == before.states * 6 / 16
         assert (after.kept, after.block, after.logits) == (before.kept, before.block, before.logits)
 
@@ -170,15 +172,15 @@ def test_copies_and_traffic_of_fp8_lm_equal_a_count_by_hand() -> None:
     Gradients are summed and sent as one byte instead of four.
     """
     load = replace(LOAD, precision="fp8", states="fp8-lm")
-    assert memory_of(SMALL, ParallelLayout(), load).gathered == 2 * (SMALL.weights - 64)
+    assert predict_memory(SMALL, ParallelLayout(), load).gathered == 2 * (SMALL.weights - 64)
     stage = 2 * SMALL.block + SMALL.ends
-    pipelined = memory_of(SMALL, ParallelLayout(pipeline=2), replace(load, micro_batches=2))
+    pipelined = predict_memory(SMALL, ParallelLayout(pipeline=2), replace(load, micro_batches=2))
     assert pipelined.gathered == (2 + 1) * stage
-    sharded = memory_of(SMALL, ParallelLayout(shards=4), load)
+    sharded = predict_memory(SMALL, ParallelLayout(shards=4), load)
     assert sharded.gathered == 2 * 2 * SMALL.block + 2 * SMALL.ends + (2 + 1) * SMALL.block
-    sent = pace_of(SMALL, ParallelLayout(shards=4), load, LINKS).shards
+    sent = predict_pace(SMALL, ParallelLayout(shards=4), load, LINKS).shards
     assert sent == pytest.approx((2 * 1 + 1) * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)
-    copied = pace_of(SMALL, ParallelLayout(copies=4), load, LINKS).copies
+    copied = predict_pace(SMALL, ParallelLayout(copies=4), load, LINKS).copies
     assert copied == pytest.approx(2 * 1 * (SMALL.weights - 64) * 3 / 4 / LINKS.inside)
 
 
@@ -189,14 +191,14 @@ def test_rlhf_keeps_four_models_of_which_two_are_trained() -> None:
     """
     load = replace(LOAD, rlhf=True)
     layout = ParallelLayout()
-    plain, found = memory_of(SMALL, layout, LOAD), memory_of(SMALL, layout, load)
+    plain, found = predict_memory(SMALL, layout, LOAD), predict_memory(SMALL, layout, load)
     weights = plain.states / 16
     assert found.critic == (16 + 2) * weights and found.frozen == 2 * 2 * weights
     assert found.total == plain.total + found.critic + found.frozen
     assert (plain.critic, plain.frozen) == (0, 0)
-    cut = memory_of(SMALL, ParallelLayout(shards=4), load)
+    cut = predict_memory(SMALL, ParallelLayout(shards=4), load)
     assert cut.critic == 16 * weights / 4 and cut.frozen == 2 * 2 * weights / 4
-    narrow = memory_of(SMALL, layout, replace(load, precision="fp8", states="fp8-lm"))
+    narrow = predict_memory(SMALL, layout, replace(load, precision="fp8", states="fp8-lm"))
     assert (narrow.states + narrow.critic) / (found.states + found.critic) == (6 + 8) / (16 + 18)
     assert narrow.states / found.states == 1 - 0.625 and narrow.frozen / found.frozen == 0.5
 
@@ -208,14 +210,14 @@ def test_zero_one_equals_a_count_by_hand() -> None:
     """
     layout, load = ParallelLayout(copies=4), replace(LOAD, zero_one=True)
     weights = SMALL.weights - 64
-    found = memory_of(SMALL, layout, load)
+    found = predict_memory(SMALL, layout, load)
     assert (found.states, found.gathered) == ((4 + 12 / 4) * weights, 2 * weights)
-    assert pace_of(SMALL, layout, load, LINKS).copies == pytest.approx((4 + 2) * weights * 3 / 4 / LINKS.inside)
+    assert predict_pace(SMALL, layout, load, LINKS).copies == pytest.approx((4 + 2) * weights * 3 / 4 / LINKS.inside)
     narrow = replace(load, precision="fp8", states="fp8-lm")
-    found = memory_of(SMALL, layout, narrow)
+    found = predict_memory(SMALL, layout, narrow)
     assert (found.states, found.gathered) == ((1 + 5 / 4) * weights, 2 * weights)
-    assert pace_of(SMALL, layout, narrow, LINKS).copies == pytest.approx((1 + 1) * weights * 3 / 4 / LINKS.inside)
-    assert memory_of(SMALL, ParallelLayout(), load) == memory_of(SMALL, ParallelLayout(), LOAD)
+    assert predict_pace(SMALL, layout, narrow, LINKS).copies == pytest.approx((1 + 1) * weights * 3 / 4 / LINKS.inside)
+    assert predict_memory(SMALL, ParallelLayout(), load) == predict_memory(SMALL, ParallelLayout(), LOAD)
 
 
 @pytest.mark.parametrize(
@@ -237,14 +239,14 @@ def test_fp8_lm_saves_the_published_memory(row: dict[str, Any], share: float) ->
     in_flight = 1 if cut["pipeline"] == 1 else 2 * cut["pipeline"]
     load = Load(2048, row["local"][0] * in_flight, in_flight, compiled=False, zero_one=True)
     narrow = replace(load, precision="fp8", states="fp8-lm")
-    before, after = memory_of(model, layout, load), memory_of(model, layout, narrow)
+    before, after = predict_memory(model, layout, load), predict_memory(model, layout, narrow)
     told, saved = row["memory"][0] - row["memory"][2], (before.total - after.total) / GIB
     assert saved == pytest.approx(told, rel=0.09)
     assert 1 - after.total / before.total == pytest.approx(share, abs=0.005)
     assert share - 0.1 < 1 - row["memory"][2] / row["memory"][0] < share
     for memory, kept in ((before, row["memory"][0]), (after, row["memory"][2])):
         assert 6 < kept - memory.total / GIB < 13
-    once = replace(STATES["fp8-lm"], lying=1)
-    assert abs((saved + (STATES["fp8-lm"].lying - once.lying) * before.gathered / 2 / GIB) / told - 1) > 0.1
-    alone = memory_of(model, layout, replace(load, zero_one=False)).total
-    assert abs((alone - memory_of(model, layout, replace(narrow, zero_one=False)).total) / GIB / told - 1) > 0.1
+    once = replace(STATES["fp8-lm"], resident=1)
+    assert abs((saved + (STATES["fp8-lm"].resident - once.resident) * before.gathered / 2 / GIB) / told - 1) > 0.1
+    alone = predict_memory(model, layout, replace(load, zero_one=False)).total
+    assert abs((alone - predict_memory(model, layout, replace(narrow, zero_one=False)).total) / GIB / told - 1) > 0.1

@@ -10,13 +10,13 @@ import pytest
 from fp8bench.features.plan_parallel.formulas import Checkpointing, Load, Topology
 from fp8bench.features.plan_parallel.ranking import (
     MODELS,
-    USABLE,
+    USABLE_MEMORY_SHARE,
     ParallelQuestion,
-    Say,
-    layouts,
-    ranking,
-    rulings,
-    with_least_checkpointing,
+    Worthwhile,
+    judge_divisions,
+    list_layouts,
+    rank_layouts,
+    rank_with_least_checkpointing,
 )
 
 H100 = Topology(8, 80 * 2**30, 450e9, 50e9, 660e12, 980e12)
@@ -29,7 +29,7 @@ def asked(model: str = "llama3-8b", gpus: int = 8, batch: int = 64, sequence: in
 @pytest.mark.parametrize(("gpus", "batch"), [(1, 1), (8, 64), (12, 24), (32, 8), (64, 256)])
 def test_every_split_is_listed_once(gpus: int, batch: int) -> None:
     question = asked(gpus=gpus, batch=batch)
-    every = list(layouts(question))
+    every = list(list_layouts(question))
     assert len(every) == len(set(every)) and all(layout.gpus == gpus for layout in every)
     cut = {(layout.tensor, layout.pipeline, layout.context) for layout in every}
     wanted = {
@@ -44,19 +44,21 @@ def test_every_split_is_listed_once(gpus: int, batch: int) -> None:
 
 
 def test_stages_are_equally_long() -> None:
-    assert {way.pipeline for way in layouts(asked(gpus=7, batch=56))} == {1}  # five layers in the longest of 7 stages
-    assert {16, 32} <= {way.pipeline for way in layouts(asked("llama3-405b", 512, 512))}
-    ways = {(way.pipeline, way.virtual) for way in layouts(asked("llama3-70b", 16, 128))}
+    assert {way.pipeline for way in list_layouts(asked(gpus=7, batch=56))} == {
+        1
+    }  # five layers in the longest of 7 stages
+    assert {16, 32} <= {way.pipeline for way in list_layouts(asked("llama3-405b", 512, 512))}
+    ways = {(way.pipeline, way.virtual) for way in list_layouts(asked("llama3-70b", 16, 128))}
     assert {(8, 1), (8, 2), (16, 1)} <= ways and (16, 2) not in ways  # 80 layers
 
 
 def test_the_first_is_the_fastest_that_fits() -> None:
-    plans = ranking(asked())
+    plans = rank_layouts(asked())
     assert plans[0].fits and not plans[-1].fits
     fitting = [plan for plan in plans if plan.fits]
     assert plans[: len(fitting)] == tuple(fitting)
     assert all(plan.tokens <= 1.03 * plans[0].tokens for plan in fitting)
-    assert all(plan.memory.total <= USABLE * H100.memory for plan in fitting)
+    assert all(plan.memory.total <= USABLE_MEMORY_SHARE * H100.memory for plan in fitting)
     assert all(plan.load.local * 8 // plan.layout.inner == 64 for plan in plans)
 
 
@@ -64,7 +66,7 @@ def test_more_is_computed_again_only_where_nothing_fits_otherwise() -> None:
     """8B fits on eight GPUs without; 70B needs all of them and recomputing; 405B never fits."""
     levels = {}
     for model, gpus in (("llama3-8b", 8), ("llama3-70b", 24), ("llama3-405b", 8)):
-        question, plans = with_least_checkpointing(asked(model, gpus))
+        question, plans = rank_with_least_checkpointing(asked(model, gpus))
         levels[model] = question.load.checkpointing, plans[0].fits if plans else None
     assert levels["llama3-8b"] == (Checkpointing.NONE, True)
     assert levels["llama3-70b"][0] is not Checkpointing.NONE and levels["llama3-70b"][1] is True
@@ -78,7 +80,7 @@ def test_each_kind_of_model_gets_its_usual_split() -> None:
     """
 
     def yes(question: ParallelQuestion) -> set[str]:
-        return {ruling.kind for ruling in rulings(question) if ruling.say is Say.YES}
+        return {ruling.kind for ruling in judge_divisions(question) if ruling.say is Worthwhile.YES}
 
     small = replace(asked(), model=replace(MODELS["llama3-8b"], layers=2, vocabulary=8192))
     assert yes(small) == {"DDP", "FSDP"}
@@ -91,9 +93,9 @@ def test_each_kind_of_model_gets_its_usual_split() -> None:
     # 64 heads and 80 layers divide neither by seven nor by 83.
     for gpus in (7, 83):
         question = asked("llama3-70b", gpus, batch=gpus - 1)
-        assert yes(question) == set() and rulings(question)[2].why.endswith(
+        assert yes(question) == set() and judge_divisions(question)[2].why.endswith(
             f"{gpus} GPUs cannot divide this model evenly by it"
         )
-    assert {ruling.why.split("; but ")[-1] for ruling in rulings(asked(batch=12))[:2]} == {
-        "12 sequences cannot be dealt out evenly to 8 GPUs"
+    assert {ruling.why.split("; but ")[-1] for ruling in judge_divisions(asked(batch=12))[:2]} == {
+        "12 sequences cannot be divided evenly among 8 GPUs"
     }

@@ -12,7 +12,7 @@ from fp8bench.features.plan_parallel.formulas import (
     Load,
     ParallelLayout,
     Topology,
-    pace_of,
+    predict_pace,
 )
 from tests.counts import for_each
 
@@ -113,13 +113,13 @@ def test_the_formula_is_what_a_walk_through_the_step_takes(
 ) -> None:
     layout, links = LAYOUTS[name], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
     load = Load(128, pieces * tokens // 128, pieces, checkpointing=level, zero_one=zero_one)
-    pace = pace_of(MODEL, layout, load, links)
+    pace = predict_pace(MODEL, layout, load, links)
     assert pace.step == pytest.approx(simulate(layout, load, links), rel=0.03)
 
 
 def test_only_the_last_micro_batch_hides_the_sum_of_gradients() -> None:
     layout, links = LAYOUTS["copies between nodes"], Topology(8, 1e9, 4e9, 1e9, RATE, RATE)
-    one, sixteen = (pace_of(MODEL, layout, Load(128, 8 * pieces, pieces), links) for pieces in (1, 16))
+    one, sixteen = (predict_pace(MODEL, layout, Load(128, 8 * pieces, pieces), links) for pieces in (1, 16))
     assert one.exposed == pytest.approx(sixteen.exposed)
     assert one.exposed == pytest.approx(one.copies - one.products * 2 / 3, rel=0.06)
     assert sixteen.copies < sixteen.products * 2 / 3

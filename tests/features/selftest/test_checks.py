@@ -30,21 +30,21 @@ CORPUS = Corpus("nowhere", "text", "0" * 64, 1000)
 )
 def test_false_alarms_and_missed_slow_downs_are_noticed(same: float, slowed: float, held: list[bool]) -> None:
     worker = Scripted(lambda key, case: 300_000 * {"same": same, "slowed": slowed}.get(key, 1.0))
-    assert [check.held for check in checks.verdicts(worker, CPU)] == held
+    assert [check.holds for check in checks.check_verdicts(worker, CPU)] == held
 
 
-@for_each(("facts", "side"), [(CPU, checks.SIDE), (H200, checks.GPU_SIDE)])
+@for_each(("facts", "side"), [(CPU, checks.CPU_SIDE), (H200, checks.GPU_SIDE)])
 def test_what_is_timed_is_timed_on_the_device_asked_for(facts: DeviceFacts, side: int) -> None:
     worker = Scripted(lambda key, case: 300_000 * (1.12 if key == "slowed" else 1.0), tuple(range(len(PHASES))))
-    assert all(check.held for check in checks.verdicts(worker, facts))
+    assert all(check.holds for check in checks.check_verdicts(worker, facts))
     assert {case.param("base.m") for case in worker.prepared} == {side}
-    assert checks.phases(worker, facts, CORPUS).held
+    assert checks.check_phases(worker, facts, CORPUS).holds
     assert {case.device for case in worker.prepared} == {facts.key}
 
 
 def test_the_planted_slow_down_runs_on_a_real_bench(bench: Bench) -> None:
     """The product followed by tiny calls, on a real bench: scripted steps would not notice a missing parameter."""
-    bench.prepare("planted", checks._planted_case(64, 800), CPU)
+    bench.prepare("planted", checks._make_slowed_case(64, 800), CPU)
     assert len(bench.slot("planted", 3, 0).steps) == 3
     bench.release("planted")
 
@@ -54,23 +54,23 @@ def test_wrong_rounding_is_noticed(factor: float, monkeypatch: pytest.MonkeyPatc
     right = quantise.round_to
     if factor != 1:
         monkeypatch.setattr(quantise, "round_to", lambda x, fmt, out=None: right(x * factor, fmt))
-    check = checks.rounding()
-    assert check.held == check.seen.startswith("0 of ") == (factor == 1)
+    check = checks.check_rounding()
+    assert check.holds == check.observation.startswith("0 of ") == (factor == 1)
 
 
 @for_each(
     ("phases", "seen"),
     [
         (PHASES, ""),
-        ({*PHASES} - {"cast"}, "never seen: cast"),
-        ({*PHASES} - {"optimizer_step"}, "never seen: optimizer_step"),
+        ({*PHASES} - {"cast"}, "missing phases: cast"),
+        ({*PHASES} - {"optimizer_step"}, "missing phases: optimizer_step"),
         (({*PHASES} - {"communication", "decode"}) | {"unattributed"}, "12.5% unattributed"),
     ],
 )
 def test_phases_that_lack_or_leave_much_are_noticed(phases: set[str], seen: str) -> None:
     codes = tuple(CELL_PHASES.index(phase) for phase in phases)
-    check = checks.phases(Scripted(lambda key, case: 20e6, codes), CPU, CORPUS)
-    assert check.held is not bool(seen) and seen in check.seen
+    check = checks.check_phases(Scripted(lambda key, case: 20e6, codes), CPU, CORPUS)
+    assert check.holds is not bool(seen) and seen in check.observation
 
 
 @for_each(("held", "code", "last"), [(True, 0, "all checks held"), (False, 3, "1 checks failed")])
@@ -78,7 +78,7 @@ def test_the_report_prints_each_check_and_ends_with_a_code(
     held: bool, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     made = SelfCheck("one", True, "a"), SelfCheck("two", held, "b")
-    monkeypatch.setattr(checks, "checks", lambda device: iter(made))
+    monkeypatch.setattr(checks, "run_selfchecks", lambda device: iter(made))
     assert main(["selftest"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok    one" and lines[2] == ("ok    two" if held else "FAIL  two")

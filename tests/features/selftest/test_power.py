@@ -10,20 +10,20 @@ import pytest
 
 from fp8bench.features.selftest import power
 from fp8bench.features.selftest.power import (
-    EFFECTS,
-    Arms,
+    SLOWDOWNS,
     Operation,
+    OperationResult,
     Power,
     PowerOutcome,
     PowerRow,
+    format_power_table,
+    list_operations,
     measure_power,
-    operations,
-    power_table,
-    summarise,
+    summarize_rows,
 )
-from fp8bench.measure.arm import STATES
+from fp8bench.measure.arm import STATES_PER_SHORT_STEP
 from fp8bench.model import DeviceFacts, Verdict
-from fp8bench.plan.checked_workload import axes_of, cases_of
+from fp8bench.plan.checked_workload import checked_axes, expand_cases
 from fp8bench.registry import workloads
 from tests.commands import Say, unfolding
 from tests.counts import for_each
@@ -35,8 +35,8 @@ def outcome(verdict: Verdict, ratio: float = 1.0, seconds: float = 1.0) -> Power
     return PowerOutcome(verdict.value, seconds, 24, ratio, ratio - 0.01, ratio + 0.01)
 
 
-def by_hand() -> Arms:
-    result = Arms("product", 3e-4)
+def by_hand() -> OperationResult:
+    result = OperationResult("product", 3e-4)
     result.outcomes[0.0] = [outcome(Verdict.SAME), outcome(Verdict.UNSURE), outcome(Verdict.FASTER, 0.98)]
     result.outcomes[0.05] = [
         outcome(Verdict.SLOWER, 1.04, 0.5),
@@ -49,7 +49,7 @@ def by_hand() -> Arms:
 
 def test_a_row_counts_verdicts_and_takes_medians() -> None:
     """Effects without trials have no row. A false alarm is no wrong sign: nothing was planted, so there is none."""
-    alarm, wrong = summarise([by_hand()])
+    alarm, wrong = summarize_rows([by_hand()])
     assert (alarm, wrong) == (
         PowerRow("product", 0.0, 0.0, 3, slower=0, faster=1, same=1, unsure=1, seconds_median=1.0, seconds_longest=1.0),
         PowerRow(
@@ -66,7 +66,7 @@ def test_a_row_counts_verdicts_and_takes_medians() -> None:
         ),
     )
     assert alarm.wrong_signs == 0 and wrong.wrong_signs == 1
-    table = power_table(Power((alarm, wrong), (0.5, 1.0, 2.0)))
+    table = format_power_table(Power((alarm, wrong), (0.5, 1.0, 2.0)))
     assert "load 0.5 to 2.0, median 1.0" in table and max(map(len, table.splitlines())) <= 110
     assert "false alarms: 1 of 3 identical pairs; wrong signs: 1 of 6 comparisons" in table
     assert any(line.split()[:5] == ["product", "5.0%", "4.0%", "3", "67%"] for line in table.splitlines())
@@ -79,42 +79,42 @@ def slowing(per_call: float) -> Scripted:
 
 @for_each("per_call", [50.0, 2000.0])
 def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> None:
-    result = measure_power(slowing(per_call), CPU, operations("text:0", CPU)[0], 0, 0)
+    result = measure_power(slowing(per_call), CPU, list_operations("text:0", CPU)[0], 0, 0)
     assert result.step_seconds == pytest.approx(3e-4, rel=0.01)
-    for effect in EFFECTS:
-        assert result.extra(effect) == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
-    assert not result.loads and summarise([result]) == []
+    for effect in SLOWDOWNS:
+        assert result.count_tiny_calls(effect) == pytest.approx(effect * 300_000 / per_call, rel=0.05, abs=1)
+    assert not result.loads and summarize_rows([result]) == []
 
 
 def test_a_trial_judges_every_effect_once() -> None:
     worker, seen = slowing(50.0), list[int]()
-    operation = operations("text:0", CPU)[0]
+    operation = list_operations("text:0", CPU)[0]
     result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
-    assert sum(map(len, result.outcomes.values())) == 2 * len(EFFECTS)
-    rows = {row.planted: row for row in summarise([result])}
-    assert list(rows) == list(EFFECTS) and all(row.trials == 2 for row in rows.values())
+    assert sum(map(len, result.outcomes.values())) == 2 * len(SLOWDOWNS)
+    rows = {row.planted: row for row in summarize_rows([result])}
+    assert list(rows) == list(SLOWDOWNS) and all(row.trials == 2 for row in rows.values())
     assert rows[0.0].slower == rows[0.0].faster == 0 and rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
     assert seen == [1, 2] and not worker.held
     # Two sizings, once for both trials: reference, control and one candidate per effect, each several times.
-    assert len(worker.prepared) == 2 + STATES * (2 + len(EFFECTS))
+    assert len(worker.prepared) == 2 + STATES_PER_SHORT_STEP * (2 + len(SLOWDOWNS))
 
 
 def test_a_comparison_ends_when_its_own_time_is_up() -> None:
-    operation = Operation("small", "short", "fp32", operations("t", CPU)[0].params, 0.2)
-    for row in summarise([measure_power(slowing(50.0), CPU, operation, 1, 0)]):
+    operation = Operation("small", "short", "fp32", list_operations("t", CPU)[0].params, 0.2)
+    for row in summarize_rows([measure_power(slowing(50.0), CPU, operation, 1, 0)]):
         assert row.seconds_longest < 0.2 + 3 * 64 * 9e-3  # looks come at intervals
 
 
 @for_each("facts", [CPU, H200], ids=lambda one: one.kind)
 @for_each("number", range(3), ids=power.OPERATIONS.__getitem__)
 def test_operations_are_what_the_planted_workload_takes(number: int, facts: DeviceFacts) -> None:
-    operation = operations("text:0", facts)[number]
-    assert (operation in operations("text:0", CPU)) is not facts.accelerated
+    operation = list_operations("text:0", facts)[number]
+    assert (operation in list_operations("text:0", CPU)) is not facts.accelerated
     params = dict(operation.params)
     base = workloads.get(str(params["base"]))
     axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(facts)}
-    (case,) = cases_of(base, axes_of(base, facts), axes)
+    (case,) = expand_cases(base, checked_axes(base, facts), axes)
     wanted = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
     assert {name.removeprefix("base.") for name in params} - {"base"} == wanted
     assert operation.key in power.OPERATIONS
@@ -137,9 +137,9 @@ def test_the_command_prints_table_and_json_of_the_same_trials(
     assert code == 0 and "product of 0.3 ms" in out and "product of 2 ms" not in out and not err
     figures = json.loads(path.read_text())
     assert figures["environment"]["torch"] == "2.13.0"
-    assert [row["planted"] for row in figures["rows"]] == list(EFFECTS)
+    assert [row["planted"] for row in figures["rows"]] == list(SLOWDOWNS)
     (operation,) = figures["operations"]
-    assert {str(effect) for effect in EFFECTS} == set(operation["comparisons"])
+    assert {str(effect) for effect in SLOWDOWNS} == set(operation["comparisons"])
     assert operation["comparisons"]["0.1"][0][0] == "slower"
     (tmp_path / "file").write_text("")  # below a file nothing can be written, not even by root
     code, _, err = say("--json", str(tmp_path / "file" / "power.json"))

@@ -12,9 +12,9 @@ import pytest
 
 from fp8bench.cli.option_types import precision_map
 from fp8bench.errors import UsageError, WorkerError, WorkerFault, WorkerHung, WorkerLost
-from fp8bench.features.sensitivity.command import command_of, page_of
-from fp8bench.features.sensitivity.job import DRAWS, StudyQuestion, groups_of, open_study, write_map
-from fp8bench.features.sensitivity.study import FORMATS, By, Study
+from fp8bench.features.sensitivity.command import measuring_command, render_page
+from fp8bench.features.sensitivity.job import WEIGHT_DRAWS, StudyQuestion, group_layers, open_study, write_map
+from fp8bench.features.sensitivity.study import FORMATS, LoweredUnit, Study
 from fp8bench.measure.handle import Worker
 from fp8bench.model import Case, DeviceFacts, Request
 from fp8bench.protocols import Layer, key_of
@@ -74,7 +74,7 @@ def low_of(case: Case) -> frozenset[str]:
     return frozenset(layer.name for layer in LAYERS if mode(layer) == "fp8")
 
 
-def studied(trainer: Trainer, by: By = By.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
+def studied(trainer: Trainer, by: LoweredUnit = LoweredUnit.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
     told: Told = []
     runs = open_study(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
     runs.run(lambda *words: told.append(words))
@@ -91,7 +91,7 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     study, told = studied(trainer)
     assert [mode for mode, *_ in trainer.log] == [
         "bf16",
-        *["bf16"] * DRAWS,
+        *["bf16"] * WEIGHT_DRAWS,
         *(f"bf16{{{layer.name}=fp8}}" for layer in LAYERS),
         "fp8{head=fp8}",
     ]
@@ -107,10 +107,10 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
 
 def test_a_study_by_kind_lowers_whole_kinds() -> None:
     trainer = Trainer(costs())
-    study, _ = studied(trainer, By.KIND)
+    study, _ = studied(trainer, LoweredUnit.KIND)
     assert [trial.precision_map for trial in study.probes] == [((kind, "fp8"),) for kind in ("attn", "mlp", "head")]
     assert [len(trial.low) for trial in study.probes] == [4, 4, 1]
-    assert len(groups_of(LAYERS, By.KIND)) == 3
+    assert len(group_layers(LAYERS, LoweredUnit.KIND)) == 3
 
 
 def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
@@ -132,9 +132,9 @@ def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> Non
     """Suites keep the head high by default, so a map with a high head gives the same low layers."""
     study, _ = studied(Trainer(costs("head")))
     assert study.suggestion is not None and study.suggestion.precision_map == ()
-    assert study.stated_map(study.suggestion) == (("head", "bf16"),)
+    assert study.explicit_map(study.suggestion) == (("head", "bf16"),)
     assert low_of(Case("x", (), "fp8", "cpu", (("head", "bf16"),))) == {*study.suggestion.low}
-    assert command_of(study, study.suggestion).endswith("--precision-map head=bf16")
+    assert measuring_command(study, study.suggestion).endswith("--precision-map head=bf16")
     write_map(study, tmp_path / "map.txt")
     assert precision_map(str(tmp_path / "map.txt")) == (("head", "bf16"),)
     with pytest.raises(UsageError, match="no map is suggested"):
@@ -198,15 +198,15 @@ def test_each_layer_gets_the_cheapest_format_that_is_nearly_the_best(tmp_path: P
         (down, "fp8"): LOST, (down, "fp8-e4m3"): 0.3,
     }  # fmt: skip
     trainer = Formats(costs(), errors=errors)
-    study, _ = studied(trainer, By.FORMAT)
+    study, _ = studied(trainer, LoweredUnit.FORMAT)
     assert len(study.probes) == len(LAYERS) * len(FORMATS) and trainer.restarts == 1
     proposed = {layer.name: "fp8" for layer in LAYERS} | {up: "fp8-e5m2", down: "fp8-e5m2"}
-    assert study.proposed_forms == proposed
+    assert study.proposed_formats == proposed
     candidate, everywhere = study.candidates
     assert dict(candidate.precision_map) == {"head": "fp8", up: "fp8-e5m2", down: "fp8-e5m2"}
     assert everywhere.precision_map == (("head", "fp8"),) and study.suggestion == candidate
-    assert f"{up}=fp8-e5m2" in command_of(study, candidate)
-    text = " ".join(render(page_of(study)).split())
+    assert f"{up}=fp8-e5m2" in measuring_command(study, candidate)
+    text = " ".join(render(render_page(study)).split())
     assert f"{up} 50.00% 11.20% 10.00% 10.90% 10.00% fp8-e5m2" in text and f"{down} - 30.00% 10.00%" in text
     write_map(study, tmp_path / "map")
     assert dict(precision_map(str(tmp_path / "map"))) == dict(candidate.precision_map)

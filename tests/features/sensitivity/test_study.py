@@ -10,18 +10,18 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from fp8bench.features.sensitivity.command import page_of
+from fp8bench.features.sensitivity.command import render_page
 from fp8bench.features.sensitivity.study import (
-    By,
     LayerTrial,
     LossVerdict,
+    LoweredUnit,
     Study,
-    as_words,
-    last_of,
-    map_alone,
-    map_of,
+    averaged_steps,
+    encode_study,
+    format_map,
+    make_map,
+    make_map_of_one,
     shorten_map,
-    value_of,
 )
 from fp8bench.protocols import Layer, key_of
 from fp8bench.registry import workloads
@@ -36,7 +36,7 @@ STUDY = Study(
     "fp8",
     "bf16",
     "emulated",
-    By.LAYER,
+    LoweredUnit.LAYER,
     5,
     0.01,
     0,
@@ -52,7 +52,7 @@ def probe(name: str, loss: float | None, error: float | None = 0.1, kind: str = 
 
 @for_each(("steps", "last"), [(1, 1), (4, 1), (5, 1), (9, 1), (10, 2), (50, 10)])
 def test_a_loss_is_the_mean_of_the_last_fifth(steps: int, last: int) -> None:
-    assert last_of(steps) == last
+    assert averaged_steps(steps) == last
     assert LayerTrial("", "", "bf16", losses=(100.0,) * (steps - last) + (2.0,) * last).loss == 2.0
 
 
@@ -93,7 +93,7 @@ def test_draws_that_are_the_same_say_nothing_of_noise() -> None:
     """For example if a maker sets a seed or loads weights: gaps have no verdict, and gradients rank."""
     same = tuple(replace(BASE, draw=draw) for draw in (1, 2))
     study = replace(STUDY, draws=same, probes=(probe("a", 2.4, 0.1), probe("b", 2.0, 0.2)))
-    assert study.noise is None and value_of(study)["noise"] is None
+    assert study.noise is None and encode_study(study)["noise"] is None
     assert {study.verdict(trial) for trial in study.probes} == {LossVerdict.UNKNOWN}
     assert [trial.name for trial in study.ranking] == ["b", "a"]
     assert replace(STUDY, draws=()).verdict(probe("a", 2.01)) is LossVerdict.UNKNOWN
@@ -125,18 +125,18 @@ def test_the_first_candidate_that_keeps_the_loss_is_suggested() -> None:
 
 
 def told(study: Study) -> str:
-    return " ".join(render(page_of(study)).split())
+    return " ".join(render(render_page(study)).split())
 
 
 def test_a_study_without_results_gives_reasons() -> None:
     probes = probe("a", 2.5), replace(probe("b", 2.0), failure="the loss is nan in step 2", losses=(3.0, math.nan))
     lost = replace(STUDY, probes=probes, candidates=(probe("all", 2.5),), finished=True)
     assert "every map was tried" in told(lost) and "interrupted" in told(replace(lost, finished=False))
-    assert "so that a gap" not in told(replace(STUDY, draws=())) and "suggested" not in told(STUDY)
+    assert "a gap up to" not in told(replace(STUDY, draws=())) and "suggested" not in told(STUDY)
     failed = replace(STUDY, baseline=replace(BASE, losses=(), failure="crash"), draws=())
     assert "the reference itself failed: crash" in told(failed)
     assert "the tolerance is below the noise" in told(replace(lost, candidates=(probe("all", 2.01),)))
-    worst, document = value_of(lost)["probes"][1], value_of(lost)
+    worst, document = encode_study(lost)["probes"][1], encode_study(lost)
     assert worst["losses"] == [3.0, "nan"] and worst["loss"] is None and document["ranking"] == ["b", "a"]
     assert document["noise"] == pytest.approx(0.05) and document["suggested"] is None
 
@@ -158,13 +158,13 @@ NAMES = [layer.name for layer in LAYERS]
 def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
     high = tuple(f"{front}." for front in gone)
     low = [name for name in NAMES if not f"{name}.".startswith(high)]
-    assert as_words(map_of(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
+    assert format_map(make_map(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
 
 
 def test_another_reference_is_named_for_the_head_too() -> None:
     """Without a map the excluded layers run in fp8's carrier instead of the reference."""
-    assert as_words(map_of(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
-    assert as_words(map_of(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
+    assert format_map(make_map(LAYERS, NAMES[:-1], ("fp8", "fp32"), "bf16")) == "head=fp32"
+    assert format_map(make_map(LAYERS, NAMES, ("fp8", "fp32"), "bf16")) == "head=fp8"
 
 
 def said(layer: Layer, keys: dict[str, str], usual: dict[str, str]) -> str:
@@ -191,7 +191,7 @@ def test_a_layer_called_like_a_kind_is_low_alone() -> None:
     names = {"linear": "", "other": "", "attn": "attn", "self_attention": "attn", "p": "", "p.low": ""}
     layers = [Layer(name, "linear", group=group) for name, group in names.items()]
     for low in layers:
-        keys = dict(map_alone(layers, low.name, (low.name,), ("fp8", "bf16")))
+        keys = dict(make_map_of_one(layers, low.name, (low.name,), ("fp8", "bf16")))
         modes = {layer.name: keys.get(key_of(layer, keys) or "", "bf16") for layer in layers}
         assert [name for name, mode in modes.items() if mode == "fp8"] == [low.name]
-    assert map_alone(layers, "other", ("other",), ("fp8", "bf16")) == (("other", "fp8"),)
+    assert make_map_of_one(layers, "other", ("other",), ("fp8", "bf16")) == (("other", "fp8"),)

@@ -40,5 +40,5 @@ def trained(store: Path, monkeypatch: pytest.MonkeyPatch) -> Trained:
 @pytest.fixture
 def local(monkeypatch: pytest.MonkeyPatch) -> None:
     """Opens labs in this process that validate on a sixteenth of the held-out text."""
-    monkeypatch.setattr("fp8bench.features.train.lab.evaluate._TOKENS", 256)
+    monkeypatch.setattr("fp8bench.features.train.lab.evaluate._VALIDATED_TOKENS", 256)
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: LocalWorker(settings, Lab))

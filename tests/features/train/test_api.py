@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import fp8bench
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.main import build_parser, subparsers_by_name
 from fp8bench.errors import RunNotFound, UnknownName, UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.command import request_from
@@ -87,7 +87,7 @@ def test_impossible_arguments_are_refused_before_training(text: Path, store: Pat
 def test_the_signature_is_the_command_lines_options() -> None:
     plain = vars(build_parser().parse_args(["train"]))
     other_words = {"dry_run", "resume", "json", "csv", "explain", "fail_on", "help", "help_all", "config"}
-    options = {action.dest for action in commands_of(build_parser())["train"]._actions} - other_words
+    options = {action.dest for action in subparsers_by_name(build_parser())["train"]._actions} - other_words
     parameters = dict(inspect.signature(fp8bench.train).parameters)
     del parameters["observer"], parameters["progress"]
     settings = {field.name for field in fields(TrainerSettings)} - {"scales"}

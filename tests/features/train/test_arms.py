@@ -9,7 +9,14 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import MOST_ARMS, arms_of_seed, check_room, check_training, device_of, make_arms
+from fp8bench.features.train.arms import (
+    MAX_ARMS,
+    check_memory,
+    check_training,
+    choose_device,
+    make_arms,
+    select_arms_of_seed,
+)
 from fp8bench.features.train.request import SETTINGS_RULES, TRAINING_RULES, TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole
 from fp8bench.model import DeviceFacts, MemoryUse
@@ -81,7 +88,7 @@ def test_which_arms_a_request_has(asked: dict[str, Any], names: list[str]) -> No
     for arm in arms[1:]:
         other_rate = arm.precision == "bf16" and "rate" in arm.name and len(asked.get("dtypes", BOTH)) > 1
         assert arm.role is roles.get(arm.name, ArmRole.OTHER_RATE if other_rate else ArmRole.CANDIDATE)
-    once = {arm.name for arm in arms} - {arm.name for arm in arms_of_seed(arms, 1)}
+    once = {arm.name for arm in arms} - {arm.name for arm in select_arms_of_seed(arms, 1)}
     assert arms[0].role is ArmRole.REFERENCE and once == {"bf16 one ulp"} & set(names)
 
 
@@ -115,7 +122,7 @@ def test_native_is_what_the_device_multiplies_in(device: DeviceFacts, native: bo
 
 def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
     arms = make_arms(TrainingRequest((*BOTH, "fp8:backend=te")), CPU)
-    assert arms[-1].skip and arms[-1] not in arms_of_seed(arms, 0)
+    assert arms[-1].skip and arms[-1] not in select_arms_of_seed(arms, 0)
     with pytest.raises(UsageError, match="the reference fp8:backend=te cannot be trained on cpu: "):
         make_arms(TrainingRequest(BOTH, "fp8:backend=te"), CPU)
     with pytest.raises(UsageError, match="nothing is left to compare with bf16 on cpu: fp8:backend=te: "):
@@ -154,7 +161,7 @@ REFUSED: dict[str, dict[str, Any]] = {
     "4 micro-batches do not divide the 2 sequences of a step": {"sweep": (("micro-batches", ("4",)),)},
     "history cannot be '0'": {"dtypes": DELAYED, "sweep": (("history", ("0",)),)},
     **{f"accumulator cannot be '{bits}'": {"sweep": (("accumulator", (bits,)),)} for bits in ("1", "24", "8.0")},
-    f"are more than the {MOST_ARMS}": {"sweep": (("rate", tuple(str(n / 100) for n in range(1, 80))),)},
+    f"are more than the {MAX_ARMS}": {"sweep": (("rate", tuple(str(n / 100) for n in range(1, 80))),)},
     "unknown layer of model nano 'mpl'. Did you mean 'mlp'": {
         "settings": TrainerSettings(precision_map=(("mpl", "fp8"),)),
     },
@@ -209,10 +216,10 @@ def test_arms_may_differ_by_what_ranks_send() -> None:
 
 
 def test_the_device_is_the_first_gpu_or_the_one_that_is_named() -> None:
-    assert device_of(TrainingRequest(), (CPU, H200)) == H200 and device_of(TrainingRequest(), (CPU,)) == CPU
-    assert device_of(TrainingRequest(device="cpu"), (CPU, H200)) == CPU
+    assert choose_device(TrainingRequest(), (CPU, H200)) == H200 and choose_device(TrainingRequest(), (CPU,)) == CPU
+    assert choose_device(TrainingRequest(device="cpu"), (CPU, H200)) == CPU
     with pytest.raises(UsageError, match="unknown device on this machine 'cuda:3'"):
-        device_of(TrainingRequest(device="cuda:3"), (CPU, H200))
+        choose_device(TrainingRequest(device="cuda:3"), (CPU, H200))
 
 
 def test_arms_that_do_not_fit_into_memory_together_are_refused() -> None:
@@ -224,10 +231,10 @@ def test_arms_that_do_not_fit_into_memory_together_are_refused() -> None:
     tight, wide = (
         replace(training(), request=request, arms=arms, device=replace(CPU, memory_bytes=room)) for room in (343, 345)
     )
-    check_room(wide, costs)
-    check_room(tight, costs[:2])
+    check_memory(wide, costs)
+    check_memory(tight, costs[:2])
     with pytest.raises(UsageError, match="the 4 arms need 310 B together, and there are 308 B"):
-        check_room(tight, costs)
+        check_memory(tight, costs)
 
 
 SETTINGS: dict[str, list[Any]] = {

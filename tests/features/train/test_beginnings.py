@@ -16,7 +16,7 @@ from fp8bench.errors import UnknownName, UsageError
 from fp8bench.features.train import beginnings
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.tasks import ITEMS, documents_of, items_of, lengths_of, text_of
+from fp8bench.features.train.tasks import ITEMS, list_retrieval_lengths, make_documents, make_items, make_task_text
 from fp8bench.features.train.values import TokenSpan, TrainingText
 from tests.counts import for_each
 
@@ -168,13 +168,13 @@ PROSE = b" ".join(random.Random(1).choices([b"alpha", b"gamma", b"delta", b"thet
 
 @for_each("sequence", [16, 24, 65])
 def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
-    ((_, copies),) = items_of("copy", sequence, b"")
-    retrievals = dict(items_of("retrieval", sequence, b""))
-    assert [int(name.partition("@")[2]) for name in retrievals] == list(lengths_of(sequence))
+    ((_, copies),) = make_items("copy", sequence, b"")
+    retrievals = dict(make_items("retrieval", sequence, b""))
+    assert [int(name.partition("@")[2]) for name in retrievals] == list(list_retrieval_lengths(sequence))
     for item in copies:
         before, _, after = item.texts[0].partition(b"=")
         assert before == after and len(item.texts[0]) <= sequence
-        assert bytes(item.choices[right] for right in item.right) == bytes(item.texts[0][at] for at in item.places)
+        assert bytes(item.choices[right] for right in item.right) == bytes(item.texts[0][at] for at in item.positions)
     for name, items in retrievals.items():
         assert len(items) == ITEMS and len({item.right for item in items}) == 10
         for item in items:
@@ -184,21 +184,21 @@ def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
 
 
 def test_a_cloze_offers_words_of_the_same_length() -> None:
-    ((_, items),) = items_of("cloze", 48, PROSE)
+    ((_, items),) = make_items("cloze", 48, PROSE)
     assert {item.right for item in items} == {(0,), (1,), (2,), (3,)}
     for item in items:
         assert len(set(item.texts)) == 4 and {len(text) for text in item.texts} == {48}
         assert item.texts[item.right[0]] in PROSE and not all(text in PROSE for text in item.texts)
     with pytest.raises(UsageError, match="held-out text has 0"):
-        list(items_of("cloze", 48, b"a b c"))
+        list(make_items("cloze", 48, b"a b c"))
 
 
 def test_documents_fill_a_window_and_held_out_ones_differ() -> None:
-    name, train, held_out = text_of("task:copy,retrieval", 32)
+    name, train, held_out = make_task_text("task:copy,retrieval", 32)
     assert name == "copy+retrieval" and len(train) % 32 == len(held_out) % 32 == 0
     own, others = ({text[at : at + 32] for at in range(0, len(text), 64)} for text in (train, held_out))
-    assert not own & others and train == text_of("task:copy,retrieval", 32)[1]
-    document = documents_of(("retrieval",), 32, "x", 1)
+    assert not own & others and train == make_task_text("task:copy,retrieval", 32)[1]
+    document = make_documents(("retrieval",), 32, "x", 1)
     (digit,) = {byte for byte in document if byte in b"0123456789"}
     asked = [at for at, byte in enumerate(document) if byte == ord("?")]
     assert asked and all(document[at + 1] == digit for at in asked)
@@ -217,4 +217,4 @@ def test_impossible_tasks_are_refused_before_anything_starts(settings: dict[str,
     with pytest.raises(UsageError, match=words):
         check_training(TrainingRequest(settings=TrainerSettings(**settings)))  # type: ignore[arg-type]
     with pytest.raises(UnknownName):
-        text_of("task:cloze", 32)
+        make_task_text("task:cloze", 32)

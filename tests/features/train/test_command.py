@@ -11,8 +11,8 @@ from typing import Any
 
 import pytest
 
-from fp8bench.cli.config_file import with_config
-from fp8bench.cli.main import build_parser, commands_of
+from fp8bench.cli.config_file import parse_with_config
+from fp8bench.cli.main import build_parser, subparsers_by_name
 from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
 from fp8bench.features.train.arms import make_arms
@@ -86,7 +86,9 @@ def test_an_impossible_command_line_is_one_sentence(words: list[str], sentence: 
 
 
 def test_help_names_what_it_may_fail_on() -> None:
-    (words,) = (action.help for action in commands_of(build_parser())["train"]._actions if action.dest == "fail_on")
+    (words,) = (
+        action.help for action in subparsers_by_name(build_parser())["train"]._actions if action.dest == "fail_on"
+    )
     assert words is not None and all(name in words for name in FAILURES)
 
 
@@ -124,7 +126,7 @@ def test_an_interrupt_says_how_to_resume(say: Say, monkeypatch: pytest.MonkeyPat
     labs = iter((FakeLab(strikes("fp8", 2, KeyboardInterrupt())), FakeLab()))
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: next(labs))
     code, out, err = say(*TINY, "--keep", "1")
-    command = re.search(r"To go on: fp8bench train (--resume \w+)\n", err)
+    command = re.search(r"To continue: fp8bench train (--resume \w+)\n", err)
     assert code == 130 and command and re.search("cut off in seed 0 after [23] steps", out)
     code, out, err = say(*command[1].split())
     assert code == 0 and "cut off" not in out and "resumed from step 2" in " ".join(out.split())
@@ -142,7 +144,7 @@ def test_where_no_arm_can_be_built_it_ends_at_once(say: Say, local: None, monkey
     assert (code, out) == (3, "") and "Cannot allocate memory. Free some, or raise" in " ".join(err.split())
 
 
-@for_each(("arm", "said"), [("fp8", "it is trained no further"), ("bf16", "the worker crashed during 'advance'")])
+@for_each(("arm", "said"), [("fp8", "this arm is excluded"), ("bf16", "the worker crashed during 'advance'")])
 def test_an_arm_that_is_out_is_an_exit_code(arm: str, said: str, say: Say, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(job, "ProcessWorker", lambda settings, module: FakeLab(strikes(arm, 2, times=2)))
     code, out, err = say(*TINY, "--keep", "1")
@@ -174,7 +176,7 @@ def configured(*words: str) -> TrainingRequest:
     Path("my.yaml").write_text(CONFIG)
     parser = build_parser()
     words = ("train", "--config", "my.yaml", *words)
-    return request_from(with_config(parser, commands_of(parser)["train"], words, Path("my.yaml")))
+    return request_from(parse_with_config(parser, subparsers_by_name(parser)["train"], words, Path("my.yaml")))
 
 
 def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
@@ -201,7 +203,7 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
     def arms(text: str, *words: str) -> dict[str, str]:
         parser = build_parser()
         Path("my.yaml").write_text(text)
-        asked = with_config(parser, commands_of(parser)["train"], ["train", *words], Path("my.yaml"))
+        asked = parse_with_config(parser, subparsers_by_name(parser)["train"], ["train", *words], Path("my.yaml"))
         return {arm.name: arm.skip for arm in make_arms(request_from(asked), CPU)}
 
     candidate = arms("use_fp8: true\ntorch_compile: true").items() - arms("use_fp8: true").items()
@@ -216,7 +218,7 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
         "max_grad_nrm: 1": "my.yaml: unknown key 'max_grad_nrm'. Did you mean 'max_grad_norm'?",
         "clip: 1\nmax_grad_norm: 2": "my.yaml: 'max_grad_norm' sets what another key sets",
         "use_flash_attention: false": (
-            "my.yaml: use_flash_attention: 'false' is not supported: attention is torch's own kernel"
+            "my.yaml: use_flash_attention: 'false' is not supported: torch chooses the kernel of attention here"
         ),
         "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
         "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
@@ -256,13 +258,13 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
         amax
         == [
             line.amax
-            for line in first.of(LayerReading)
+            for line in first.select_lines(LayerReading)
             if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")
         ][-1]
     )
     (scale,) = {
         line.scale
-        for line in newest.of(LayerReading)
+        for line in newest.select_lines(LayerReading)
         if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")
     }
     assert scale == pytest.approx(448 / amax)

@@ -18,7 +18,7 @@ from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import PARALLEL, TrainerSettings
 from fp8bench.features.train.run import train
 from fp8bench.features.train.values import ArmCost, KeptTraining, StepRow, TrainingEvent
-from fp8bench.features.train.view import facts_of
+from fp8bench.features.train.view import list_facts
 from fp8bench.measure.handle import LocalWorker
 from fp8bench.nn.sizes import SIZES
 from suites.kill import wait_until_gone
@@ -79,7 +79,7 @@ def test_killed_trainings_resume_to_the_same_losses(
             process.wait(_PATIENCE)
         assert not wait_until_gone(began, 120.0)
         kept = load_training(KIND.files(store)[0])
-        assert len(kept.troubles) <= 1 and "out" not in {event.kind for event in kept.of(TrainingEvent)}
+        assert len(kept.troubles) <= 1 and "out" not in {event.kind for event in kept.select_lines(TrainingEvent)}
         if kept.finished:
             assert said(kept) == said(whole)
             words = begin
@@ -91,8 +91,8 @@ def test_killed_trainings_resume_to_the_same_losses(
             assert process.wait(_PATIENCE) == 0, process.stderr and process.stderr.read()
         kept = load_training(KIND.files(store)[0])
     assert kept.finished and said(kept) == said(whole)
-    rows = [(row.seed, row.arm, row.step) for row in kept.of(StepRow)]
-    assert len(rows) == len(set(rows)) == len(whole.of(StepRow))
+    rows = [(row.seed, row.arm, row.step) for row in kept.select_lines(StepRow)]
+    assert len(rows) == len(set(rows)) == len(whole.select_lines(StepRow))
 
 
 pytestmark = pytest.mark.slow
@@ -128,19 +128,19 @@ def learnt(kept: KeptTraining) -> list[str]:
 
 
 def kinds(kept: KeptTraining) -> list[str]:
-    return [event.kind for event in kept.of(TrainingEvent)]
+    return [event.kind for event in kept.select_lines(TrainingEvent)]
 
 
 @pytest.mark.parametrize("parallel", sampled(["fsdp"], PARALLEL))
 def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> None:
     killed = trained(tmp_path / "killed", planted.KILLED, parallel)  # which leaves a message that it died
     whole = trained(tmp_path / "whole", planted.KILLED, parallel)
-    (event,) = killed.of(TrainingEvent)
+    (event,) = killed.select_lines(TrainingEvent)
     assert event.kind == "restarted" and "rank 1 of 2, in " in event.words and "was ended by SIGKILL" in event.words
     assert killed.finished and whole.finished and not kinds(whole) and learnt(killed) == learnt(whole) and gone()
-    assert whole.training.device.ranks == 2 and dict(facts_of(whole.training))["ranks"].startswith(f"2 by {parallel}")
-    assert all("several ranks" in cost.energy.why for cost in whole.of(ArmCost) if cost.energy)
-    (cost,) = [cost for cost in whole.of(ArmCost) if cost.arm == "fp32" and cost.memory]
+    assert whole.training.device.ranks == 2 and dict(list_facts(whole.training))["ranks"].startswith(f"2 by {parallel}")
+    assert all("several ranks" in cost.energy.why for cost in whole.select_lines(ArmCost) if cost.energy)
+    (cost,) = [cost for cost in whole.select_lines(ArmCost) if cost.arm == "fp32" and cost.memory]
     assert cost.memory is not None and len(cost.memory.ranks) == 2
     kept, weights, count = (dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"], whole.training.parameters)
     if parallel == "zero":  # nobody has half of unsplit weights

@@ -13,11 +13,11 @@ from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train import kind
 from fp8bench.features.train.kind import (
     KIND,
-    ResumePlace,
+    ResumePoint,
     TrainingWriter,
     find_training,
-    load_head,
     load_training,
+    load_training_header,
     reopen_training,
     start_training,
 )
@@ -56,7 +56,7 @@ def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
     writer.finish("finished")
     kept = load_training(writer.path)
     assert repr(kept.lines) == repr(LINES) and kept.training == training() and not kept.troubles
-    assert kept.finished and not unfinished.finished and kept.of(Validation) == (LINES[4],)
+    assert kept.finished and not unfinished.finished and kept.select_lines(Validation) == (LINES[4],)
 
 
 def test_a_training_of_another_version_is_read_without_what_this_one_lacks(writer: TrainingWriter) -> None:
@@ -72,7 +72,7 @@ def test_a_training_of_another_version_is_read_without_what_this_one_lacks(write
     plain["arms"].insert(2, {**plain["arms"][1], "name": "bf16 other seed", "role": "other-seed"})
     path.write_text("\n".join([json.dumps(whole), *lines, ""]))
     kept = load_training(path)
-    assert kept.training == training() == load_head(path) and not kept.troubles
+    assert kept.training == training() == load_training_header(path) and not kept.troubles
     assert repr(kept.lines[:-1]) == repr(LINES) and kept.lines[-1].step == 9
 
 
@@ -83,7 +83,7 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
         file.write(b'{"step": 3}\n[]\n{"later": {}}\n\xff\xfe\n{"event": {"arm": "fp8"}}\n{"step": {"arm": "fp')
     kept = load_training(writer.path)
     assert repr(kept.lines) == repr(LINES) and len(kept.troubles) == 6
-    assert f"line {len(LINES) + 4} is of a kind that this version does not know" in kept.troubles[2]
+    assert f"line {len(LINES) + 4} is of an unknown kind" in kept.troubles[2]
     writer.path.write_text(writer.path.read_text(errors="replace").replace('{"schema":1', '{"schema":999', 1))
     with pytest.raises(StoreError, match="written by a newer fp8bench"):
         load_training(writer.path)
@@ -91,22 +91,22 @@ def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
 
 def test_going_back_cuts_the_stream_and_keeps_events(writer: TrainingWriter) -> None:
     writer.append(LINES[:2])
-    folder = writer.checkpoint(0, 6)
+    folder = writer.make_checkpoint_folder(0, 6)
     folder.mkdir()
     writer.keep(0, 6, folder, (("mxfp8", "it crashed"),))
     resumed = TrainingEvent("", 0, 6, "resumed", "resumed from step 6")
     writer.append((*LINES[2:], resumed))
     writer.close()
     again = reopen_training(writer.path)
-    assert again.places == writer.places and again.places[-1].out == (("mxfp8", "it crashed"),)
-    again.go_back(again.places[-1])
+    assert again.points == writer.points and again.points[-1].out == (("mxfp8", "it crashed"),)
+    again.go_back(again.points[-1])
     again.append(LINES[3:4])
     assert repr(load_training(writer.path).lines) == repr((*LINES[:2], resumed, LINES[3]))
-    again.go_back(again.places[0])
-    assert load_training(writer.path).lines == (resumed,) and again.places == writer.places[:1]
+    again.go_back(again.points[0])
+    assert load_training(writer.path).lines == (resumed,) and again.points == writer.points[:1]
     again.close()
     third = reopen_training(writer.path)
-    assert third.places == again.places and not list(folder.parent.iterdir()), "a place that was passed over is gone"
+    assert third.points == again.points and not list(folder.parent.iterdir()), "a place that was passed over is gone"
     third.close()
 
 
@@ -115,7 +115,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
 
     Without a file of places nothing was stored; a broken one is an error.
     """
-    folder, kept = writer.checkpoint(0, 6), writer.path.with_name("places.json")
+    folder, kept = writer.make_checkpoint_folder(0, 6), writer.path.with_name("places.json")
     folder.mkdir()
     writer.keep(0, 6, folder, ())
     for name in ("0-12", ".0-12.0a1b.partial"):
@@ -128,7 +128,7 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
         reopen_training(writer.path)
     kept.unlink()
     again = reopen_training(writer.path)
-    assert again.places == (ResumePlace(0, 0, len(writer.path.read_bytes().splitlines(keepends=True)[0])),)
+    assert again.points == (ResumePoint(0, 0, len(writer.path.read_bytes().splitlines(keepends=True)[0])),)
     again.close()
 
 
@@ -162,7 +162,7 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8ben
         (["report", "last"], "/20960105T", 0),
         (["show", "last"], "show 0000abcd", 0),
         (["show", "last", "--notes"], "nvfp4 skipped", 0),
-        (["report", "last", "last"], "which has a report of its own", 2),
+        (["report", "last", "last"], "which has a separate report", 2),
     ):
         told = fp8bench(*words, "--store", str(store))
         assert told[0] == code and said in "".join(told[1:])
@@ -176,8 +176,8 @@ def test_an_older_header_has_numbers_of_the_optimizer_and_schedule_on_their_own(
         ("sgd", "sgd:momentum=0.8:weight_decay=0.2"),
         ("lion", "adamw"),
     ):
-        settings = kind._with_keys(older | {"optimizer": optimizer})
+        settings = kind._convert_settings(older | {"optimizer": optimizer})
         assert settings == {"schedule": "linear:floor=0.0", "optimizer": settings["optimizer"]}
         plain = encode(training())
         plain["request"]["settings"] |= older | {"optimizer": optimizer}
-        assert kind._training_from(plain).request.settings.optimizer == read
+        assert kind._decode_training(plain).request.settings.optimizer == read

@@ -13,15 +13,15 @@ from torch.nn import functional as F
 
 import fp8bench
 from fp8bench.errors import RunNotFound, UsageError
-from fp8bench.features.train.api import name_of_maker
+from fp8bench.features.train.api import name_maker
 from fp8bench.features.train.arms import check_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.values import COVERAGE, StreamLine, TrainingEvent, TrainingObserver
 from fp8bench.features.train.verdicts.curves import Learned, Why
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
-from fp8bench.features.train.view import notes_of
-from fp8bench.workloads.model import LIVE, MADE
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
+from fp8bench.features.train.view import list_notes
+from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
 from tests.counts import for_each
 from tests.trainings import said
 
@@ -68,10 +68,10 @@ def test_a_maker_in_a_file_is_trained_and_resumed(store: Path, tmp_path: Path) -
     whole = short(store, f"{file}:make")
     half = short(store, f"{file}:make", observer=Stops())
     cut = short(store, f"{file}:make", observer=Stops())
-    MADE.clear()
+    LOADED_MODELS.clear()
     rest = fp8bench.resume_training(half, store=store, progress=False)
     assert not half.finished and rest.finished and said(rest) == said(whole)
-    words = [event.words for event in whole.of(TrainingEvent) if event.kind == COVERAGE]
+    words = [event.words for event in whole.select_lines(TrainingEvent) if event.kind == COVERAGE]
     assert words[0].startswith("100.0% of the FLOPs") and f"{file}:make (212 parameters)" in " ".join(
         str(whole).split()
     )
@@ -87,16 +87,16 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
         return model, (x,), lambda output: F.cross_entropy(output, (x.sum(1) > 0).long())
 
     kept = short(store, local, seeds=5, steps=6, rate=0.01)
-    assert not LIVE and not MADE and kept.training.request.settings.make
-    verdicts = verdicts_of(kept.training, kept.lines)
+    assert not LIVE_MODELS and not LOADED_MODELS and kept.training.request.settings.make
+    verdicts = judge_training(kept.training, kept.lines)
     assert not verdicts.looks
-    assert any("nothing was held out" in note for note in notes_of(JudgedTraining(kept)))
+    assert any("nothing was held out" in note for note in list_notes(JudgedTraining(kept)))
     assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
 
 def test_makers_are_known_by_what_a_worker_can_import() -> None:
-    assert name_of_maker(name_of_maker) == "fp8bench.features.train.api:name_of_maker"
-    assert name_of_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
+    assert name_maker(name_maker) == "fp8bench.features.train.api:name_maker"
+    assert name_maker(lambda: 0) == "test_makers_are_known_by_what_a_worker_can_import.locals.lambda"
 
 
 @for_each(

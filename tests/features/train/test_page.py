@@ -10,9 +10,9 @@ from typing import Any, TypeVar
 
 import pytest
 
-from fp8bench.features.train.data import rows_of, scalars_of, value_of
+from fp8bench.features.train.data import list_csv_rows, list_scalars, training_to_json
 from fp8bench.features.train.frame import FIGURES, Figure
-from fp8bench.features.train.page import ends_of, page_of
+from fp8bench.features.train.page import choose_ends, render_page
 from fp8bench.features.train.values import (
     WIRE_BYTES,
     ArmCost,
@@ -24,10 +24,10 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import curves_of
-from fp8bench.features.train.verdicts.summary import JudgedTraining, figures_of
-from fp8bench.features.train.view import page_of as short_page
-from fp8bench.features.train.view import whole_page as text_of
+from fp8bench.features.train.verdicts.curves import make_curves
+from fp8bench.features.train.verdicts.summary import JudgedTraining, list_figures
+from fp8bench.features.train.view import render_all as text_of
+from fp8bench.features.train.view import render_answer as short_page
 from fp8bench.model import MemoryUse
 from fp8bench.report.data.plain import csv_text
 from fp8bench.report.elements import Chart, Lines, Page, Table
@@ -44,7 +44,7 @@ NAN = math.nan
 def page(*more: StreamLine, of: Training | None = None, change: Callable[[StepRow], StepRow] = lambda row: row) -> Page:
     """The page of a training with changed rows and more lines."""
     rows = (change(line) if isinstance(line, StepRow) else line for line in lines(GAPS))
-    return page_of(judged((*rows, *more), of))
+    return render_page(judged((*rows, *more), of))
 
 
 def element(made: Page, name: str, kind: type[E]) -> E:
@@ -74,9 +74,9 @@ def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setitem(FIGURES, figure.name, figure)
     more = [StepFigure("fp8", 0, step, figure.name, 3.0 + step) for step in (0, 10, 20)]
     of = judged((*lines(GAPS), *more))
-    assert "noise_scale,23" in csv_text(*rows_of(of))
-    assert ("fp8 seed 0/training/noise_scale", 20, 23.0) in scalars_of(of.training, more)
-    (series,) = element(page_of(of), "noise-scale-over-steps", Lines).series
+    assert "noise_scale,23" in csv_text(*list_csv_rows(of))
+    assert ("fp8 seed 0/training/noise_scale", 20, 23.0) in list_scalars(of.training, more)
+    (series,) = element(render_page(of), "noise-scale-over-steps", Lines).series
     assert [mark and mark.value for mark in series[1]] == [3, 13, 23]
     assert column(text_of(of), "noise scale", "last-step") == ["-", "23"]
 
@@ -84,7 +84,7 @@ def test_a_declared_figure_is_in_every_place(monkeypatch: pytest.MonkeyPatch) ->
 @for_each("steps", [1, 2, 9, 60, 300, 1000, 12345])
 def test_windows_end_at_the_endpoint(steps: int) -> None:
     """The first has one step; few enough to draw."""
-    ends = ends_of(steps)
+    ends = choose_ends(steps)
     assert (ends[0], ends[-1]) == (1, steps) and ends == tuple(sorted(set(ends))) and len(ends) <= 61
 
 
@@ -95,7 +95,7 @@ def test_the_last_gap_drawn_is_the_verdict_and_the_band_is_of_all_seeds() -> Non
     assert gap is not None and gap.shown is not None and last is not None
     assert last.value == pytest.approx(100 * gap.shown.point) and last.low is not None and last.high is not None
     assert 100 * gap.shown.low <= last.low + 1e-9 < last.high <= 100 * gap.shown.high + 1e-9
-    ends = [curve.endpoint for (arm, _), curve in curves_of(lines(GAPS), 100).items() if arm == "bf16"]
+    ends = [curve.endpoint for (arm, _), curve in make_curves(lines(GAPS), 100).items() if arm == "bf16"]
     series = dict(element(page(), "loss", Lines).series)
     assert series.keys() == {"bf16", "fp8"} and series["bf16"][-1] is not None
     assert (series["bf16"][-1].low, series["bf16"][-1].high) == pytest.approx((min(ends), max(ends)))
@@ -161,7 +161,7 @@ def test_lines_show_scaled_magnitudes_by_layer() -> None:
 
 
 def test_a_training_without_steps_has_a_page() -> None:
-    made = page_of(judged((), training(CANDIDATE), finished=False))
+    made = render_page(judged((), training(CANDIDATE), finished=False))
     assert not [own for part in made.parts for own in part.elements if isinstance(own, Chart)]
     assert "cut off" in html.render(made)
 
@@ -177,12 +177,12 @@ def test_what_a_rank_sends_in_a_step_is_told() -> None:
         told.append(replace(ROW, arm=arm, seconds=0.0))
         told += [StepFigure(arm, 0, step, WIRE_BYTES, size, of) for step in (0, 10) for of, size in wire.items()]
     sent = judged(told, asked)
-    for made in (text_of(sent), page_of(sent)):
+    for made in (text_of(sent), render_page(sent)):
         assert cells(made, "wire") == [
             ["bf16", "3.02 KiB", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
             ["fp8", "1.51 KiB", "all_to_all uint8 1.51 KiB"],
         ]
-    figures = [figures_of(summary, sent.verdicts)["wire_bytes"] for summary in sent.summaries]
+    figures = [list_figures(summary, sent.verdicts)["wire_bytes"] for summary in sent.summaries]
     assert [size for size in figures if size] == [3096.0, 1548.0]
 
 
@@ -230,5 +230,5 @@ def test_an_arm_that_was_not_trained_has_its_reason() -> None:
     assert [line for line in told(skipped) if line.startswith("  fp8  not trained")] and "      no units" in told(
         skipped
     )
-    assert "no units" in csv_text(*rows_of(skipped))
-    assert value_of(skipped)["arms"]["fp8"]["verdict"] is None
+    assert "no units" in csv_text(*list_csv_rows(skipped))
+    assert training_to_json(skipped)["arms"]["fp8"]["verdict"] is None

@@ -13,14 +13,14 @@ import pytest
 from fp8bench.cli import progress as live
 from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.progress import (
-    PAGE_SECONDS,
-    ArmNow,
+    PAGE_INTERVAL_SECONDS,
+    ArmProgress,
     LiveLog,
     LivePage,
     TrainingBoard,
     TrainingLines,
-    board_of,
-    outward,
+    render_board,
+    with_outputs,
 )
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.data.loggers import LogTarget
@@ -56,7 +56,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
 ) -> None:
     """Messages appear above the board, which counts alarms of all seeds and disappears at the end."""
     logged, said, screen = list[str](), list[str](), Screen()
-    monkeypatch.setattr(live, "_size", lambda stream: (120, 30))
+    monkeypatch.setattr(live, "_terminal_size", lambda stream: (120, 30))
     log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
     for observer in (log, board):
         observer.begun(training())
@@ -103,9 +103,9 @@ def test_the_time_left_is_of_the_rest_of_a_resumed_training(clock: Clock) -> Non
 
 def test_a_row_has_loss_speed_and_health() -> None:
     """Emulated arms have no speed."""
-    now = ArmNow(REFERENCE, 2.0, 2.5, 192, 0.01)
+    now = ArmProgress(REFERENCE, 2.0, 2.5, 192, 0.01)
     other = replace(now, arm=CANDIDATE, alarms=2, last_alarm="seed 0, step 2")
-    (part,) = board_of("seed 1/2, step 3/20", (now, other, ArmNow(REFERENCE, ended="out"))).parts
+    (part,) = render_board("seed 1/2, step 3/20", (now, other, ArmProgress(REFERENCE, ended="out"))).parts
     (table,) = part.elements
     assert isinstance(table, Table)
     assert [[field.text for field in row] for row in table.rows] == [
@@ -136,12 +136,12 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
     first = goes_on(0, 4)
     assert 'http-equiv="refresh" content="30"' in first and "seed 1 of 2, step 4 of 20, at 20" in first
     assert "cut off" not in first and first.rstrip().endswith("</html>")
-    assert goes_on(PAGE_SECONDS - 1, 8) == first and "step 12 of 20" in goes_on(PAGE_SECONDS + 1, 12)
+    assert goes_on(PAGE_INTERVAL_SECONDS - 1, 8) == first and "step 12 of 20" in goes_on(PAGE_INTERVAL_SECONDS + 1, 12)
     page.close()
     last = file.read_text()
     assert "refresh" not in last and "Written while" not in last and "cut off" in last
     assert sorted(path.name for path in tmp_path.iterdir()) == ["live.html", "store"]
-    monkeypatch.setattr("fp8bench.features.train.progress.page_of", lambda *_: 1 / 0)
+    monkeypatch.setattr("fp8bench.features.train.progress.render_page", lambda *_: 1 / 0)
     broken.close()
     writer.close()
     assert len(told.notes) == 2 and "live.html was not written" in told.notes[0] and "division" in told.notes[1]
@@ -163,9 +163,9 @@ def test_scalars_are_logged_as_they_come(tmp_path: Path, monkeypatch: pytest.Mon
 
 def test_the_inner_observer_still_gets_everything(tmp_path: Path) -> None:
     told = NotedTraining()
-    with outward(told, tmp_path, None) as alone:
+    with with_outputs(told, tmp_path, None) as alone:
         assert alone is told
-    with outward(told, tmp_path, tmp_path / "live.html") as several:
+    with with_outputs(told, tmp_path, tmp_path / "live.html") as several:
         several.begun(training())
         several.note("a word")
         several.trained(0, 1, [alarm(1)])
@@ -191,11 +191,11 @@ def test_a_command_runs_for_each_alarm(tmp_path: Path) -> None:
     command = (
         f'echo "$FP8BENCH_RULE $FP8BENCH_ARM $FP8BENCH_STEP $FP8BENCH_ALARM" >> {tmp_path}/told; exit $FP8BENCH_STEP'
     )
-    with outward(inner, tmp_path, None, on_alarm=command) as observer:
+    with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.begun(training())
         observer.trained(0, 10, [row_of("fp8", 0, 5), alarm(0), LOOK])
     assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).sentence}\n" and not said
-    with outward(inner, tmp_path, None, on_alarm=command) as observer:
+    with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.trained(0, 10, [alarm(3)])
     assert len((tmp_path / "told").read_text().splitlines()) == 2
     assert [sentence.endswith("ended with 3; the training goes on") for sentence in said] == [True]

@@ -24,8 +24,8 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.features.train.view import whole_page
-from fp8bench.measure.sensors.driver import Looks, Query
+from fp8bench.features.train.view import render_all
+from fp8bench.measure.sensors.driver import DeviceReader, Query
 from fp8bench.measure.sensors.meter import Meter, Meters
 from fp8bench.measure.sensors.nvml import QUERIES
 from fp8bench.model import DeviceFacts, EnergyUse, MemoryUse
@@ -42,7 +42,7 @@ CUT_OFF = KeyboardInterrupt()
 
 
 def kinds(kept: KeptTraining) -> list[str]:
-    return [event.kind for event in kept.of(TrainingEvent)]
+    return [event.kind for event in kept.select_lines(TrainingEvent)]
 
 
 def asked(lab: FakeLab, *names: str) -> list[str]:
@@ -56,9 +56,13 @@ def test_every_arm_is_trained_in_every_seed(trained: Trained) -> None:
     arms = [(seed, arm) for seed in (0, 1) for arm in ("bf16", "bf16 again", "fp8")]
     arms.append((0, "bf16 one ulp"))
     for kind, steps in ((StepRow, range(20)), (Validation, (0, 10, 20))):
-        told = [(line.seed, line.arm, line.step) for line in kept.of(kind)]
+        told = [(line.seed, line.arm, line.step) for line in kept.select_lines(kind)]
         assert sorted(told) == sorted((*arm, step) for arm in arms for step in steps)
-    sizes = [(figure.layer, figure.value) for figure in kept.of(StepFigure) if (figure.arm, figure.seed) == ("fp8", 0)]
+    sizes = [
+        (figure.layer, figure.value)
+        for figure in kept.select_lines(StepFigure)
+        if (figure.arm, figure.seed) == ("fp8", 0)
+    ]
     assert sizes == [("weights", 4.0), ("moments", 8.0)]
     assert kept.training.parameters == 1000 and lab.restarts == 0
 
@@ -101,11 +105,11 @@ def test_a_resumed_training_has_the_same_lines(trained: Trained) -> None:
 
 def test_every_arms_memory_is_measured_once_before_the_first_step(trained: Trained) -> None:
     """Without bands; also if the training is interrupted in between."""
-    for arm, name, again in (("", "alone", ["alone"] * 2), ("fp8", "advance", [])):
+    for arm, name, again in (("", "measure_memory", ["measure_memory"] * 2), ("fp8", "advance", [])):
         trained(FakeLab(strikes(arm, 0, CUT_OFF, name=name)), small())
         kept, lab, _ = trained(FakeLab())
-        assert [cost.arm for cost in kept.of(ArmCost)] == ["bf16", "fp8"] and kept.finished
-        assert isinstance(kept.lines[-1], Validation) and asked(lab, "alone") == again
+        assert [cost.arm for cost in kept.select_lines(ArmCost)] == ["bf16", "fp8"] and kept.finished
+        assert isinstance(kept.lines[-1], Validation) and asked(lab, "measure_memory") == again
 
 
 def test_a_gpus_memory_is_measured_in_a_process_of_its_own(trained: Trained) -> None:
@@ -115,13 +119,18 @@ def test_a_gpus_memory_is_measured_in_a_process_of_its_own(trained: Trained) -> 
             self.log.append(("restart",))
 
     kept, lab, _ = trained(Logged(facts=H200), small())
-    assert asked(lab, "alone", "restart", "advance")[:4] == ["alone", "alone", "restart", "advance"]
+    assert asked(lab, "measure_memory", "restart", "advance")[:4] == [
+        "measure_memory",
+        "measure_memory",
+        "restart",
+        "advance",
+    ]
     assert lab.restarts == 1 and kept.finished
 
 
 def test_memory_that_could_not_be_measured_has_a_reason(trained: Trained) -> None:
-    kept, lab, _ = trained(FakeLab(strikes("", 0, name="alone")), small())
-    first, second = kept.of(ArmCost)
+    kept, lab, _ = trained(FakeLab(strikes("", 0, name="measure_memory")), small())
+    first, second = kept.select_lines(ArmCost)
     assert first.memory is None and "could not be measured: the worker crashed" in first.why
     assert second.memory is not None and kept.finished and lab.restarts == 1
 
@@ -132,7 +141,7 @@ class SizedLab(FakeLab):
 
     most: int = 100
 
-    def _alone(self, task: SeedTask) -> ArmCost:
+    def _measure_memory(self, task: SeedTask) -> ArmCost:
         self.task = task
         (arm,), batch = task.arms, task.settings.batch or 1
         if batch > self.most:
@@ -147,19 +156,19 @@ class SizedLab(FakeLab):
 def test_each_native_arm_has_its_largest_batch_and_its_pace(trained: Trained) -> None:
     """A real run gives the batch, doubling the micro-batches the update's time. fp8 is emulated on a CPU."""
     kept, *_ = trained(SizedLab(), small(own_batch=12_500))
-    (cost,) = [cost for cost in kept.of(ArmCost) if cost.capacity is not None]
+    (cost,) = [cost for cost in kept.select_lines(ArmCost) if cost.capacity is not None]
     found = cost.capacity
     assert found is not None and (cost.arm, found.batch, found.beyond, found.peak) == ("bf16", 12, 13, 12_000)
     assert (
         found.seconds == pytest.approx([1.7] * 8) and found.update == pytest.approx(0.5) and "500 B more" in found.why
     )
-    shown = " ".join(render(whole_page(JudgedTraining(kept))).split())
+    shown = " ".join(render(render_all(JudgedTraining(kept))).split())
     assert "Each arm at its own batch" in shown and "h for 1 G tokens" in shown
     full, _, _ = trained(SizedLab(most=7), small(own_batch=12_500))
-    assert [cost.capacity.batch for cost in full.of(ArmCost) if cost.capacity] == [7]
+    assert [cost.capacity.batch for cost in full.select_lines(ArmCost) if cost.capacity] == [7]
     faulty, _, _ = trained(SizedLab(strikes("", 0, name="loop")), small(own_batch=12_500))
     assert faulty.finished and "bf16: no largest batch was found: the worker crashed" in " ".join(
-        render(whole_page(JudgedTraining(faulty))).split()
+        render(render_all(JudgedTraining(faulty))).split()
     )
 
 
@@ -198,7 +207,7 @@ def powered(monkeypatch: pytest.MonkeyPatch) -> PoweredLab:
 
 
 def energies(kept: KeptTraining) -> dict[str, EnergyUse]:
-    return {cost.arm: cost.energy for cost in kept.of(ArmCost) if cost.energy}
+    return {cost.arm: cost.energy for cost in kept.select_lines(ArmCost) if cost.energy}
 
 
 def test_every_arm_has_the_energy_of_its_own_power(trained: Trained, powered: PoweredLab) -> None:
@@ -220,7 +229,7 @@ def test_without_a_counter_the_reason_is_kept_and_no_further_step_taken(trained:
     assert not energies(trained(PoweredLab(), small())[0])
 
 
-class BusyDevice(Looks):
+class BusyDevice(DeviceReader):
     """A driver that reports part of how busy the device is."""
 
     def _read(self, wanted: tuple[Query, ...]) -> Readings:
@@ -240,7 +249,7 @@ def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pyte
 
     monkeypatch.setattr(job, "Meters", Driver)
     kept, _, _ = trained(FakeLab(facts=H200), small(device="cuda"))
-    use = {(figure.name, figure.value) for figure in kept.of(StepFigure) if not figure.arm}
+    use = {(figure.name, figure.value) for figure in kept.select_lines(StepFigure) if not figure.arm}
     assert use == {("device_use", 0.75)}
     trained(FakeLab(), small())
     assert opened == ["cuda"]
@@ -275,7 +284,7 @@ def test_a_lost_worker_costs_the_steps_since_the_checkpoint(trained: Trained) ->
     whole, _, _ = trained(FakeLab(), small())
     kept, lab, _ = trained(FakeLab(strikes("fp8", 15)), small())
     assert kept.finished and lab.restarts == 1 and said(kept) == said(whole)
-    (event,) = kept.of(TrainingEvent)
+    (event,) = kept.select_lines(TrainingEvent)
     assert (event.kind, event.arm, event.seed, event.step) == ("restarted", "fp8", 0, 12)
     assert "the worker crashed" in event.words
 
@@ -298,15 +307,15 @@ def test_a_worker_lost_between_slices_is_replaced_once(trained: Trained, name: s
         trained(FakeLab(fault), request)
     kept, lab, _ = trained(FakeLab(strikes("", 0, name=name)))
     assert said(kept) == said(whole) and lab.restarts == 1
-    assert [event.arm for event in kept.of(TrainingEvent) if event.kind == "restarted"] == ["", ""]
+    assert [event.arm for event in kept.select_lines(TrainingEvent) if event.kind == "restarted"] == ["", ""]
 
 
 @for_each("error", [WorkerLost("gone"), WorkerFault("RuntimeError", "out of memory", "", True)])
 def test_an_arm_that_fails_twice_is_out(trained: Trained, error: WorkerLost) -> None:
     kept, lab, _ = trained(FakeLab(strikes("fp8", 15, error, times=2)), small(dtypes=("bf16", "fp8", "mxfp8")))
     assert kept.finished and lab.restarts == 2 and kinds(kept) == ["restarted", "out"]
-    assert str(error) in kept.of(TrainingEvent)[1].words
-    rows = {(row.seed, row.arm): row.step for row in kept.of(StepRow)}
+    assert str(error) in kept.select_lines(TrainingEvent)[1].words
+    rows = {(row.seed, row.arm): row.step for row in kept.select_lines(StepRow)}
     assert rows[0, "fp8"] == 11 and (1, "fp8") not in rows
     assert {rows[seed, arm] for seed in (0, 1) for arm in ("bf16", "mxfp8")} == {19}
 
@@ -317,7 +326,9 @@ def test_an_arm_that_is_out_stays_out_after_a_resumption(trained: Trained) -> No
     rest, lab, _ = trained(FakeLab())
     assert not half.finished and kinds(half) == ["restarted", "out"]
     assert rest.finished and kinds(rest) == ["restarted", "out", "resumed"] and ("drop", "fp8") in lab.log
-    assert {(row.seed, row.step) for row in rest.of(StepRow) if row.arm == "fp8"} == {(0, step) for step in range(6)}
+    assert {(row.seed, row.step) for row in rest.select_lines(StepRow) if row.arm == "fp8"} == {
+        (0, step) for step in range(6)
+    }
 
 
 def test_without_its_reference_a_training_ends(trained: Trained, store: Path) -> None:
@@ -329,7 +340,7 @@ def test_without_its_reference_a_training_ends(trained: Trained, store: Path) ->
     assert said(trained(FakeLab())[0]) == said(whole)
 
 
-@for_each("what", ["append", "keep", "checkpoint"])
+@for_each("what", ["append", "keep", "make_checkpoint_folder"])
 def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """In any write, also the worker's; with free space it can be resumed."""
     whole, _, _ = trained(FakeLab(), small())
@@ -364,7 +375,7 @@ def test_a_training_resumes_only_where_it_began(trained: Trained) -> None:
     """Another torch, device or text would change losses. Two processes never write one training."""
     half, _, _ = trained(FakeLab(strikes("fp8", 7, CUT_OFF)), small())
     before, writer = Path(half.path).read_bytes(), reopen_training(Path(half.path))
-    assert (writer.places[-1].number, writer.places[-1].step, writer.places[-1].folder) == (0, 6, "0-6")
+    assert (writer.points[-1].number, writer.points[-1].step, writer.points[-1].folder) == (0, 6, "0-6")
     with pytest.raises(StoreError, match="another process is writing the training"):
         trained(FakeLab())
     writer.close()

@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import make_arms, requests_by_model
+from fp8bench.features.train.arms import make_arms, split_by_model
 from fp8bench.features.train.kind import KIND, SIZES_KIND, start_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
-from fp8bench.features.train.sizes import Sizes, describe_trend, page_of, rows_of
+from fp8bench.features.train.sizes import SizeComparison, describe_trend, list_csv_rows, render_page
 from fp8bench.features.train.values import KeptTraining
 from fp8bench.report.terminal.layout import render
 from tests.counts import for_each
@@ -30,13 +30,13 @@ def sized(model: str, gaps: list[float]) -> KeptTraining:
     return KeptTraining(begun, lines({"fp8": gaps}), True, f"store/trainings/{model}/steps.jsonl")
 
 
-def sizes_of(slope: float, noise: float = 1e-4) -> tuple[Sizes, dict[str, list[float]]]:
+def sizes_of(slope: float, noise: float = 1e-4) -> tuple[SizeComparison, dict[str, list[float]]]:
     """Trainings whose gap grows by `slope` per tenfold parameters, with chance in every seed."""
     chance = random.Random(0)
     gaps = {}
     for model, parameters in MODELS.items():
         gaps[model] = [0.01 + slope * (np.log10(parameters) - 6) + chance.gauss(0, noise) for _ in range(6)]
-    return Sizes(tuple(sized(model, gaps[model]) for model in reversed(MODELS)), "sizes"), gaps
+    return SizeComparison(tuple(sized(model, gaps[model]) for model in reversed(MODELS)), "sizes"), gaps
 
 
 def test_a_planted_trend_is_found_as_least_squares_finds_it() -> None:
@@ -49,18 +49,18 @@ def test_a_planted_trend_is_found_as_least_squares_finds_it() -> None:
     assert describe_trend("fp8", trend).startswith("fp8: the gap changes with size: +0.2")
     none = sizes_of(0.0, 1e-3)[0].trends["fp8"]
     assert describe_trend("fp8", none).startswith("fp8: no trend is visible")
-    few = Sizes(tuple(sized(model, [0.01, 0.02]) for model in ("nano", "micro")), "sizes")
+    few = SizeComparison(tuple(sized(model, [0.01, 0.02]) for model in ("nano", "micro")), "sizes")
     assert "trend unknown: 2 seeds count" in describe_trend("fp8", few.trends["fp8"])
 
 
 def test_sizes_are_a_table_a_page_and_rows() -> None:
     """From the smallest model to the largest, each with its verdict, and the limits of the trend."""
     sizes, _ = sizes_of(0.002)
-    text = " ".join(render(page_of(sizes)).split())
+    text = " ".join(render(render_page(sizes)).split())
     assert text.index("nano") < text.index("micro") < text.index("gpt2-124m 124")
     assert "does not extend to models beyond 124 M parameters" in text and "worse by" in text
-    assert [row["model"] for row in rows_of(sizes)[1]] == [*MODELS, "ten times the parameters"]
-    assert rows_of(Sizes((), "none")) == (("arm", "model"), [])
+    assert [row["model"] for row in list_csv_rows(sizes)[1]] == [*MODELS, "ten times the parameters"]
+    assert list_csv_rows(SizeComparison((), "none")) == (("arm", "model"), [])
 
 
 def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
@@ -85,12 +85,12 @@ def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
 def test_each_model_is_a_request_of_its_own() -> None:
     rates = ("rate", ("1e-3", "2e-3"))
     asked = TrainingRequest(sweep=(("model", ("nano", "micro")), rates))
-    requests = requests_by_model(asked)
+    requests = split_by_model(asked)
     assert [(request.settings.model, request.sweep) for request in requests] == [
         ("nano", (rates,)),
         ("micro", (rates,)),
     ]
-    assert requests_by_model(TrainingRequest()) == [TrainingRequest()]
+    assert split_by_model(TrainingRequest()) == [TrainingRequest()]
     with pytest.raises(UsageError, match="one model after the other"):
         make_arms(asked, CPU)
 
@@ -105,4 +105,4 @@ def test_each_model_is_a_request_of_its_own() -> None:
 )
 def test_models_that_cannot_be_swept_are_refused(request_: TrainingRequest, words: str) -> None:
     with pytest.raises(UsageError, match=words):
-        requests_by_model(request_)
+        split_by_model(request_)

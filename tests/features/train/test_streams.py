@@ -15,9 +15,9 @@ import fp8bench
 from fp8bench.cli.main import main
 from fp8bench.errors import UsageError
 from fp8bench.features.train.kind import KIND, start_training
-from fp8bench.features.train.lines import plain
-from fp8bench.features.train.page import page_of
-from fp8bench.features.train.streams import is_stream, loops_of
+from fp8bench.features.train.lines import line_to_json
+from fp8bench.features.train.page import render_page
+from fp8bench.features.train.streams import is_stream, load_loops
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow, StreamLine, TrainingEvent
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.report.elements import Lines, Page
@@ -29,7 +29,7 @@ ALARM = TrainingEvent("fp8", 0, 57, "alarm", "scales fall", "head", "input", (("
 
 def write(path: Path, content: Sequence[StreamLine]) -> Path:
     """Writes lines like `fp8bench.watch`: every stream has seed 0."""
-    texts = [json.dumps(plain(replace(line, seed=0))) for line in content]
+    texts = [json.dumps(line_to_json(replace(line, seed=0))) for line in content]
     path.write_text("\n".join(texts) + "\n")
     return path
 
@@ -56,7 +56,7 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
     """A loop twice as fast learns like the training, and is not called sooner."""
     bf16, fp8 = write_seeds(tmp_path, "bf16"), write_seeds(tmp_path, "fp8", seconds=0.005)
     (trained,) = judged(lines(GAPS)).verdicts.arms
-    loops = JudgedTraining(loops_of([bf16, fp8]))
+    loops = JudgedTraining(load_loops([bf16, fp8]))
     (watched,) = loops.verdicts.arms
     assert watched.judged == trained.judged and watched.speed is None
     assert [row.tokens_per_second for row in loops.summaries] == pytest.approx([19200, 38400])
@@ -68,7 +68,7 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
     text = Path(capsys.readouterr().out.strip()).read_text()
     assert "Gap to the reference over steps" in text and "Streams of fp8bench.watch" in text
     with pytest.raises(UsageError, match="1 and 5 seeds"):
-        loops_of([bf16, fp8[:1]])
+        load_loops([bf16, fp8[:1]])
 
 
 def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: Path) -> None:
@@ -81,13 +81,13 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
     ]
     first = write_seeds(tmp_path, "fp8", ALARM, *readings, *memory)[0]
     stream = first.rename(tmp_path / "steps.jsonl")
-    page = page_of(JudgedTraining(loops_of([[stream]])))
+    page = render_page(JudgedTraining(load_loops([[stream]])))
     assert page.parts[0].title == "How it learned"
     flags = [mark.flag for mark in chart(page, "loss").series[0][1] if mark and mark.flag]
     assert flags == ["falls"]
     (_, octaves), *others = chart(page, "tensors-1-inputs").series
     assert [mark and mark.value for mark in octaves] == [-10, 0, 10] and not others
-    both = page_of(JudgedTraining(loops_of([write_seeds(tmp_path, "bf16", *memory)[:1], [stream]])))
+    both = render_page(JudgedTraining(load_loops([write_seeds(tmp_path, "bf16", *memory)[:1], [stream]])))
     assert [name for name, _ in chart(both, "memory-over-steps").series] == ["bf16", "fp8"]
     store = tmp_path / "store"
     assert (
@@ -107,9 +107,9 @@ def test_a_loop_without_tokens_has_steps_a_second(tmp_path: Path) -> None:
         replace(line, seconds=0.01 + line.step / 1e4) if isinstance(line, StepRow) else line for line in content[:9]
     ]
     slower = write(tmp_path / "b.jsonl", rows)
-    loops = JudgedTraining(loops_of([[path], [slower]]))
+    loops = JudgedTraining(load_loops([[path], [slower]]))
     assert [row.tokens_per_second for row in loops.summaries] == [None, None]
-    assert chart(page_of(loops), "steps-per-second-over-steps").series[0][1][0] is not None
+    assert chart(render_page(loops), "steps-per-second-over-steps").series[0][1][0] is not None
 
 
 def test_a_loop_has_a_live_page_and_tells_each_alarm(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

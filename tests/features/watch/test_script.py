@@ -200,7 +200,7 @@ print([fold()() is None for _ in range(2)])
 @for_each(
     ("words", "message"),
     [
-        (["none.py"], "there is no file none.py"),
+        (["none.py"], "the file none.py does not exist"),
         (["a.ipynb"], "is a notebook"),
         (["--precision", "fp9", "script.py"], "fp8"),
         (["--stream", "script.py", "script.py"], "streams are never overwritten"),

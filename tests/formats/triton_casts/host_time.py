@@ -50,7 +50,7 @@ def host_micros(mode: str) -> list[float]:
 
 
 def main() -> None:
-    native_codes.use_by_hand = lambda device: True
+    native_codes.uses_triton = lambda device: True
     driver._active = Driver()
     for mode in sys.argv[1:] or ("fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8"):
         low, middle, high = host_micros(mode)

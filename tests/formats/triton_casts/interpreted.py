@@ -50,14 +50,14 @@ class Interpreted(operators.Kernels):
     """Has every cast by hand ready, in the interpreter; all others stay separate operations."""
 
     def get(self, kernel: Definition) -> Compiled | None:
-        if not isinstance(kernel, launch.ByHand):
+        if not isinstance(kernel, launch.TritonKernels):
             return None
         self.fused[0] += 1
         definition = kernel.definition
 
         def run(*tensors: torch.Tensor) -> None:
             """Returns nothing to repeat: the interpreter has no compiled kernels."""
-            launch.run_plans(launch.plan_by_hand(definition, tensors), tensors)
+            launch.run_plans(launch.plan_for_device(definition, tensors), tensors)
 
         return Compiled(run)
 
@@ -86,7 +86,7 @@ def compare(name: str) -> tuple[int, int]:
 
 
 def switch_by_hand(on: bool) -> None:
-    native_codes.use_by_hand = lambda device: on
+    native_codes.uses_triton = lambda device: on
 
 
 if __name__ == "__main__":

@@ -18,9 +18,9 @@ from fp8bench.formats.code_kernels import (
     DelayedCodesKernel,
     RowCodesKernel,
     SquareCodesKernel,
-    squares,
-    stretches,
-    turned_squares,
+    view_squares,
+    view_stretches,
+    view_transposed_squares,
 )
 from fp8bench.formats.compiling import Definition, Kernel, PairKernel
 from fp8bench.formats.grids import E4M3, E5M2
@@ -47,12 +47,19 @@ def outputs(rows: int, columns: int, both: bool, dtype: torch.dtype = E4) -> lis
 
 def call_codes(columns: int) -> Call:
     straight, turned = outputs(TOKENS, columns, True, E5)
-    places = [squares(empty(TOKENS, columns, dtype=BF16), 16), squares(straight, 16), turned_squares(turned, 16)]
+    places = [
+        view_squares(empty(TOKENS, columns, dtype=BF16), 16),
+        view_squares(straight, 16),
+        view_transposed_squares(turned, 16),
+    ]
     return CodesKernel(E5M2, BF16, "cuda", 16, True, True, True), [*places, empty()]
 
 
 def call_move(columns: int) -> Call:
-    places = squares(empty(TOKENS, columns, dtype=U8), 16), turned_squares(empty(columns, TOKENS, dtype=U8), 16)
+    places = (
+        view_squares(empty(TOKENS, columns, dtype=U8), 16),
+        view_transposed_squares(empty(columns, TOKENS, dtype=U8), 16),
+    )
     return CodesKernel(None, U8, "cuda", 16, False, True, False), places
 
 
@@ -79,8 +86,8 @@ def call_rows(columns: int, block: int = 0, ways: Sequence[bool] = (False,)) -> 
         rows, length = (columns, TOKENS) if turned else (TOKENS, columns)
         kernels.append(RowCodesKernel(E4M3, POWER_OF_TWO, BF16, "cuda", 16, block, turned))
         inverse = empty(length // block if block else 1, rows)
-        places.append(stretches(empty(TOKENS, columns, dtype=BF16), 16, block, turned))
-        places.append(stretches(empty(rows, length, dtype=E4), 16, block))
+        places.append(view_stretches(empty(TOKENS, columns, dtype=BF16), 16, block, turned))
+        places.append(view_stretches(empty(rows, length, dtype=E4), 16, block))
         places.append(inverse.view(len(inverse), -1, 16, 1, 1))
     return (kernels[0] if len(kernels) == 1 else PairKernel(*kernels)), places
 

@@ -67,7 +67,7 @@ def driver(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
     from triton.runtime import driver as active
 
     monkeypatch.setenv("TRITON_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr(native_codes, "use_by_hand", lambda device: True)
+    monkeypatch.setattr(native_codes, "uses_triton", lambda device: True)
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     monkeypatch.setattr(active, "_active", Driver())
     LAUNCHES.clear()

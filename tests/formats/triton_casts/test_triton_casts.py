@@ -19,7 +19,7 @@ from fp8bench.formats.compiling import Compiled, Definition
 from fp8bench.formats.grids import E4M3
 from fp8bench.formats.native_codes import codes_both, row_codes_both, square_codes
 from fp8bench.formats.recipes import ScaleRounding
-from fp8bench.formats.triton_casts import choose_casts, use_by_hand
+from fp8bench.formats.triton_casts import choose_casts, uses_triton
 from fp8bench.model.run import CONDITIONS
 from fp8bench.protocols import Role
 from fp8bench.registry import precisions
@@ -84,8 +84,8 @@ REPEATED: list[list[int]] = []
 @pytest.fixture
 def by_hand(monkeypatch: pytest.MonkeyPatch) -> operators.Kernels:
     """Runs casts on a CPU through the GPU path with Triton."""
-    monkeypatch.setattr(native_codes, "use_by_hand", lambda device: True)
-    monkeypatch.setattr(native_codes, "find_by_hand", lambda definition, tensors: Launched(definition))
+    monkeypatch.setattr(native_codes, "uses_triton", lambda device: True)
+    monkeypatch.setattr(native_codes, "find_triton_kernels", lambda definition, tensors: Launched(definition))
     monkeypatch.setattr(operators, "KERNELS", operators.Kernels())
     REPEATED.clear()
     return operators.KERNELS
@@ -160,8 +160,8 @@ def test_recipes_have_the_same_operands_by_hand(mode: str, monkeypatch: pytest.M
     square = AWKWARD.repeat(2, 1)[:256].contiguous()
     calls = [(x * size).bfloat16() for x in (AWKWARD.nan_to_num(0.0, 1.0, -1.0), square) for size in (1.0, 3.0, 0.0)]
     expected = operands(mode, calls)
-    monkeypatch.setattr(native_codes, "use_by_hand", lambda device: True)
-    monkeypatch.setattr(native_codes, "find_by_hand", lambda definition, tensors: None)
+    monkeypatch.setattr(native_codes, "uses_triton", lambda device: True)
+    monkeypatch.setattr(native_codes, "find_triton_kernels", lambda definition, tensors: None)
     result = operands(mode, calls)
     assert len(result) == len(expected)
     for ours, theirs in zip(result, expected, strict=True):
@@ -180,36 +180,36 @@ def test_a_cast_with_a_tensors_scale_is_one_operator(by_hand: operators.Kernels)
 
 
 def test_who_makes_casts_is_chosen_by_the_precision(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_casts, "why_not", lambda device: "")
-    assert use_by_hand(GPU) and not use_by_hand(torch.device("cpu"))
+    monkeypatch.setattr(triton_casts, "explain_no_triton", lambda device: "")
+    assert uses_triton(GPU) and not uses_triton(torch.device("cpu"))
     with precisions.get("fp8:casts=compiled").scope():
-        assert not use_by_hand(GPU)
+        assert not uses_triton(GPU)
         with precisions.get("fp8").scope():
-            assert use_by_hand(GPU)
-        assert not use_by_hand(GPU)
+            assert uses_triton(GPU)
+        assert not uses_triton(GPU)
     with pytest.raises(KeyError), choose_casts(by_hand=False):
         raise KeyError
-    assert use_by_hand(GPU) and triton_casts.describe(GPU) == "casts run as Triton kernels"
+    assert uses_triton(GPU) and triton_casts.describe(GPU) == "casts run as Triton kernels"
 
 
 def test_after_a_failure_of_triton_torch_compiles_the_casts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(triton_casts, "why_not", lambda device: "")
-    monkeypatch.setattr(triton_casts._STATE, "failure", "")
-    triton_casts.give_up("Triton failed: OutOfResources: shared memory")
-    assert not use_by_hand(GPU)
+    monkeypatch.setattr(triton_casts, "explain_no_triton", lambda device: "")
+    monkeypatch.setattr(triton_casts._TRITON_STATE, "failure", "")
+    triton_casts.disable_triton("Triton failed: OutOfResources: shared memory")
+    assert not uses_triton(GPU)
     reason = "casts are compiled by torch, because Triton failed: OutOfResources: shared memory"
     assert triton_casts.describe(GPU) == reason
 
 
 def test_a_run_records_who_makes_its_casts(monkeypatch: pytest.MonkeyPatch) -> None:
     """Two runs on a GPU do not compare if one of them lacks triton."""
-    from fp8bench.worker.torch_state import torch_build
+    from fp8bench.worker.torch_state import describe_torch_build
 
-    assert "casts" not in torch_build(), "this machine has no GPU"
+    assert "casts" not in describe_torch_build(), "this machine has no GPU"
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
-    monkeypatch.setattr(triton_casts, "why_not", triton_casts.why_not.__wrapped__)
-    assert torch_build()["casts"] == "casts run as Triton kernels"
+    monkeypatch.setattr(triton_casts, "explain_no_triton", triton_casts.explain_no_triton.__wrapped__)
+    assert describe_torch_build()["casts"] == "casts run as Triton kernels"
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    assert torch_build()["casts"] == "casts are compiled by torch, because triton is not installed"
+    assert describe_torch_build()["casts"] == "casts are compiled by torch, because triton is not installed"
     assert "casts" in CONDITIONS

@@ -37,18 +37,18 @@ class BitwiseRanks(Workload):
         import torch
         import torch.distributed as dist
 
-        from fp8bench.numerics.collectives import InFP8, rank_values
-        from fp8bench.workloads.collective import COLLECTIVES, REDUCING, SCALINGS, WAYS
+        from fp8bench.numerics.collectives import InFP8, draw_rank_values
+        from fp8bench.workloads.collective import COLLECTIVES, FP8_METHODS, SCALINGS, SUMMING_COLLECTIVES
 
         rank, size = dist.get_rank(), dist.get_world_size()
-        sources = [rank_values(0, one, 1 << 12) for one in range(size)]
+        sources = [draw_rank_values(0, one, 1 << 12) for one in range(size)]
         different = torch.zeros(2)
         for collective in COLLECTIVES:
-            kinds = [*itertools.product(WAYS, SCALINGS)] if collective in REDUCING else [("", "")]
+            kinds = [*itertools.product(FP8_METHODS, SCALINGS)] if collective in SUMMING_COLLECTIVES else [("", "")]
             for way, scaling in kinds:
                 real = InFP8(collective, way, scaling)
                 for _ in range(3):
-                    wanted = real.alone(sources)[rank].values
+                    wanted = real.simulate_ranks(sources)[rank].values
                     found = real(sources[rank], rank, size, nullcontext()).values
                     different += torch.tensor([float((found != wanted).sum()), float(found.numel())])
         dist.all_reduce(different)

@@ -12,16 +12,16 @@ import pytest
 from fp8bench.measure.ranks.answers import (
     RanksDisagree,
     RankState,
-    culprit,
-    delay_in_words,
-    failed_rank,
-    failure_in_words,
+    describe_delay,
+    describe_failure,
+    find_culprit,
+    find_suspects,
+    make_failed_rank,
     merge_answers,
-    suspects,
 )
 from fp8bench.measure.ranks.process import Launch, RanksProcess, _Rank
 from fp8bench.model import CELL_PHASES, DeviceFacts, MemoryUse, Phase
-from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, heartbeat_of
+from fp8bench.model.ranks import BEAT, FailedRank, Heartbeat, RankCalls, RankMemory, parse_heartbeat
 from fp8bench.model.raw import RawSlot, RawStep, StateCheck
 from tests.counts import for_each
 
@@ -97,6 +97,8 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
         ([state(0, 12, answered=True, fault=("RuntimeError: closed by peer", "")), state(1, 11, ended="ended")], 1),
         # NCCL's watchdog aborts ranks that wait for a hanging rank.
         ([state(0, 12, ended="was ended by SIGABRT", status=-6), state(1, 11)], 1),
+        # Both came equally far and complain; the rank that was aborted is named, although the other was quiet longer.
+        ([state(0, 12, 9.0, ended="was ended by SIGABRT", status=-6), state(1, 12, 1.0)], 0),
         # No rank is behind: the aborted one is named.
         ([state(0, 12, answered=True, fault=("RuntimeError: reset", "")), state(1, 12, ended="SIGABRT", status=-6)], 1),
         # One raised after a step that both completed, and the other answered normally.
@@ -110,7 +112,7 @@ def state(rank: int, sequence: int, seconds: float = 0.0, phase: str = "gemm", *
     ],
 )
 def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> None:
-    assert culprit(states).rank == guilty and suspects(states) == (culprit(states),)
+    assert find_culprit(states).rank == guilty and find_suspects(states) == (find_culprit(states),)
 
 
 @for_each(
@@ -126,33 +128,35 @@ def test_the_rank_that_failed_is_named(states: list[RankState], guilty: int) -> 
     ],
 )
 def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> None:
-    said = failure_in_words(states, 10.0)
-    assert f"nobody can tell which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
+    said = describe_failure(states, 10.0)
+    assert f"it is unclear which of ranks {named} of {len(states)} failed: all are in phase gemm of 'slot'" in said
     assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
 
 
 def test_sentences_say_rank_phase_and_reason() -> None:
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
-    assert failed_rank(culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(1, 2, "slot", "gemm", 11, 7.0)
-    assert failure_in_words([waiting, state(1, 11, 3.0)], 10.0) == (
-        "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 7.0 s old; rank 0 "
+    assert make_failed_rank(find_culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(
+        1, 2, "slot", "gemm", 11, 7.0
+    )
+    assert describe_failure([waiting, state(1, 11, 3.0)], 10.0) == (
+        "rank 1 of 2, in phase gemm of 'slot', hangs: its last heartbeat, number 11, is 7.0 s old; rank 0 "
         "said: RuntimeError: Timed out waiting 6000ms for recv"
     )
     boom = state(1, 11, answered=True, fault=("ValueError: boom", ""))
     assert (
-        failure_in_words([state(0, 12), boom], 1.0) == "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"
+        describe_failure([state(0, 12), boom], 1.0) == "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom"
     )
-    assert delay_in_words([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
-        ": rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat, number 11, is 1.0 s old"
+    assert describe_delay([state(0, 12, 9.5), state(1, 11, 9.0)], 10.0) == (
+        ": rank 1 of 2, in phase gemm of 'slot', hangs: its last heartbeat, number 11, is 1.0 s old"
     )
 
 
 def test_heartbeats_are_read_from_what_was_left() -> None:
     gemm = [*Phase].index(Phase.GEMM)
-    assert heartbeat_of(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
-    assert heartbeat_of(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
-    assert heartbeat_of(0, b"") == Heartbeat(0, 0, "", "start", 0.0)
-    assert heartbeat_of(0, struct.pack("<q", 1)).sequence == 0
+    assert parse_heartbeat(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
+    assert parse_heartbeat(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"
+    assert parse_heartbeat(0, b"") == Heartbeat(0, 0, "", "start", 0.0)
+    assert parse_heartbeat(0, struct.pack("<q", 1)).sequence == 0
 
 
 Replies = tuple[tuple[int, tuple[Any, ...]], ...]
@@ -163,10 +167,10 @@ REFUSAL = ("fault", "ValueError", "no such size", "trace", True)
 def ranks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> RanksProcess:
     """A launcher without processes, with planted replies of ranks."""
     process = RanksProcess.__new__(RanksProcess)
-    for name, stand_in in (("kill", lambda: None), ("_statuses", dict)):
+    for name, stand_in in (("kill", lambda: None), ("_find_statuses", dict)):
         monkeypatch.setattr(process, name, stand_in)
-    process._launch, process._folder, process._begun = Launch(2, 1.0, 1.0, ""), tmp_path, 0.0
-    process._request, process.broken = "loop", False
+    process._launch, process._folder, process._started_at = Launch(2, 1.0, 1.0, ""), tmp_path, 0.0
+    process._request, process.is_broken = "loop", False
     return process
 
 
@@ -180,14 +184,14 @@ def test_replies_of_all_ranks_become_one_answer(ranks: RanksProcess) -> None:
     ranks._request = "error"
     said = "rmse is 1.0 on rank 0 and 2.0 on rank 1"
     number, answer = receive(ranks, (7, ("ok", {"rmse": 1.0})), (7, ("ok", {"rmse": 2.0})))
-    assert (number, answer) == (7, ("fault", "the ranks disagree", said, "", False)) and not ranks.broken
+    assert (number, answer) == (7, ("fault", "the ranks disagree", said, "", False)) and not ranks.is_broken
 
 
 @for_each("refused", [True, False])
 def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksProcess) -> None:
     answer = ("fault", "ValueError", "no such size (on all 2 ranks)", "trace", refused)
     assert receive(ranks, (7, REFUSAL), (7, ("fault", "ValueError", "x", "", refused))) == (7, answer)
-    assert not ranks.broken
+    assert not ranks.is_broken
 
 
 @for_each(
@@ -200,4 +204,4 @@ def test_the_same_fault_on_all_ranks_is_one_fault(refused: bool, ranks: RanksPro
 )
 def test_ranks_that_answer_differently_are_out_of_step(replies: Replies, ranks: RanksProcess) -> None:
     number, (word, words, *_, refused) = receive(ranks, *replies)
-    assert (number, word, refused, ranks.broken) == (7, "fault", False, True) and "of 2" in words
+    assert (number, word, refused, ranks.is_broken) == (7, "fault", False, True) and "of 2" in words

@@ -35,7 +35,7 @@ REASONS = {
     "raise": "rank 1 of 2, in phase gemm of 'slot', failed: ValueError: boom",
     "memory": "rank 1 of 2, in phase gemm of 'slot', failed: MemoryError: no more",
     "SIGSEGV": "rank 1 of 2, in phase gemm of 'slot', was ended by SIGSEGV: Fatal Python error: Segmentation fault",
-    "hang": "rank 1 of 2, in phase gemm of 'slot', does not go on: its last heartbeat",
+    "hang": "rank 1 of 2, in phase gemm of 'slot', hangs: its last heartbeat",
     "clean-exit": "rank 1 of 2, in phase gemm of 'slot', ended without an error, before it had answered",
     # Which of two sizes is wrong is unknown: gloo ends the rank that received too much.
     "size": "in phase communication of 'slot', was ended by SIGABRT: what():",

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 
-from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.meter import Meter, open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library, NvmlDevice
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from tests.measure.sensors.nvml.library import Simulation, build, uuid_of, why_not
@@ -64,7 +64,7 @@ def opened(nvml: Simulation, library: Library, clock: VirtualClock) -> Iterator[
     meters: list[Meter] = []
 
     def opened() -> Meter:
-        meters.append(nvml_meter(DeviceIdentity(uuid=uuid_of(1)), clock, library))
+        meters.append(open_nvml_meter(DeviceIdentity(uuid=uuid_of(1)), clock, library))
         return meters[-1]
 
     yield opened

@@ -6,8 +6,13 @@ import re
 
 import pytest
 
-from fp8bench.measure.sensors.device_state import device_lines, device_state_of, driver_state, energy_source
-from fp8bench.measure.sensors.meter import Meter, meter_for
+from fp8bench.measure.sensors.device_state import (
+    describe_driver,
+    describe_energy_source,
+    format_device_lines,
+    read_device_settings,
+)
+from fp8bench.measure.sensors.meter import Meter, open_meter
 from fp8bench.measure.sensors.nvml import AbsentDevice, Library
 from fp8bench.model import DeviceFacts
 from tests.measure.sensors.nvml.library import Simulation, uuid_of
@@ -17,8 +22,8 @@ CPU = DeviceFacts("cpu", 0, "a processor", 1, "2.13")
 
 
 def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
-    with meter_for(GPU, {}) as meter:
-        found = device_state_of(GPU, meter)
+    with open_meter(GPU, {}) as meter:
+        found = read_device_settings(GPU, meter)
     assert found["cuda:1 driver"] == "570.00.1" and found["cuda:1 power_cap"] == 650.0
     assert (found["cuda:1 ecc"], found["cuda:1 mig"], found["cuda:1 persistence"]) == ("on", "off", "on")
     assert found["cuda:1 sm_clock_max"] == 1980e6 and found["cuda:1 unknown"] is None
@@ -29,9 +34,9 @@ def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
 def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation) -> None:
     nvml.fail("nvmlDeviceGetEccMode", 3)
     nvml.fail("nvmlDeviceGetEnforcedPowerLimit", 4)
-    with meter_for(GPU, {}, energy=False) as meter:
-        found = device_state_of(GPU, meter)
-        lines = "\n".join(device_lines(meter))
+    with open_meter(GPU, {}, energy=False) as meter:
+        found = read_device_settings(GPU, meter)
+        lines = "\n".join(format_device_lines(meter))
     assert found["cuda:1 ecc"] is None and found["cuda:1 power_cap"] is None
     assert "ecc: " in str(found["cuda:1 unknown"]) and "power_cap: " in str(found["cuda:1 unknown"])
     assert "unknown   " in lines and "ECC" not in lines and "power cap" not in lines
@@ -39,13 +44,13 @@ def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation
 
 def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver_why_nothing_is_known() -> None:
     meter = Meter((), AbsentDevice("a CPU has no NVML"), "there is no RAPL")
-    assert device_state_of(CPU, meter) == {
+    assert read_device_settings(CPU, meter) == {
         "cpu energy_source": "none",
         "cpu energy_period": None,
         "cpu energy_why": "there is no RAPL",
     }
-    assert list(device_lines(meter)) == ["energy    cannot be measured: there is no RAPL"]
-    state = device_state_of(GPU, Meter((), AbsentDevice("no driver"), "no driver"))
+    assert list(format_device_lines(meter)) == ["energy    cannot be measured: there is no RAPL"]
+    state = read_device_settings(GPU, Meter((), AbsentDevice("no driver"), "no driver"))
     assert state["cuda:1 driver"] is None and str(state["cuda:1 unknown"]).endswith("mig: no driver")
 
 
@@ -53,8 +58,8 @@ def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver
 def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
     device = nvml.state.device[0]
     device.reasons, device.celsius = 0x44, 91
-    with meter_for(GPU, {}) as meter:
-        lines = list(device_lines(meter))
+    with open_meter(GPU, {}) as meter:
+        lines = list(format_device_lines(meter))
     driver, settings, now, energy = lines
     assert driver.startswith(f"driver    570.00.1, CUDA up to 12.8, {uuid_of(1)}, PCI ")
     assert settings.split(None, 1)[1].startswith("power cap 650 W of 700 W, clock up to 1.98 GHz, ECC on, MIG off")
@@ -65,16 +70,16 @@ def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
 
 def test_a_worse_source_says_why_there_is_no_better_one(nvml: Simulation) -> None:
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
-    with meter_for(GPU, {}) as meter:
-        assert energy_source(meter).startswith("instant; no better one: counter: ")
+    with open_meter(GPU, {}) as meter:
+        assert describe_energy_source(meter).startswith("instant; no better source: counter: ")
 
 
 def test_what_the_driver_lists_though_torch_sees_none_of_it(nvml: Simulation, library: Library) -> None:
     """A CPU wheel of torch on a machine with GPUs is a frequent mistake."""
     nvml.add("Second GPU", 2)
-    assert driver_state(library) == "driver 570.00.1, 2 device(s)"
+    assert describe_driver(library) == "driver 570.00.1, 2 device(s)"
     nvml.fail("nvmlSystemGetDriverVersion", 15)
-    assert driver_state(library).startswith("NVML says: the GPU is lost")
+    assert describe_driver(library).startswith("NVML says: the GPU is lost")
     nvml.state.faults = 0
     nvml.fail("nvmlInitWithFlags", 9)
-    assert driver_state(library).startswith("NVML says: the NVIDIA driver is not loaded")
+    assert describe_driver(library).startswith("NVML says: the NVIDIA driver is not loaded")

@@ -14,9 +14,16 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from fp8bench.measure.sensors.energy import FAST_PAUSE, NAME, PAUSE, Energy, Polling, SourceKind
-from fp8bench.measure.sensors.mean_power import INTERVALS, Rhythm, Tick
-from fp8bench.measure.sensors.meter import Meter, nvml_meter
+from fp8bench.measure.sensors.energy import (
+    FAST_PAUSE_SECONDS,
+    THREAD_NAME,
+    TICK_PAUSE_SECONDS,
+    Energy,
+    Polling,
+    SourceKind,
+)
+from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, Rhythm, Tick
+from fp8bench.measure.sensors.meter import Meter, open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Reading, Unavailable
@@ -31,7 +38,7 @@ def run(meter: Meter, clock: VirtualClock, seconds: float | None = None) -> tupl
     """The energy of a window, `seconds` long or as long as needed, with start and end."""
     with meter.window() as window:
         start = clock.now()
-        clock.wait(lambda: window.has_failed or (clock.now() >= start + seconds if seconds else window.enough))
+        clock.wait(lambda: window.has_failed or (clock.now() >= start + seconds if seconds else window.is_enough))
         end = clock.now()
     return window.energy, start, end
 
@@ -64,7 +71,7 @@ def test_constant_power_within_one_per_cent(
         energy, start, end = measured(meter, clock)
         assert energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
         assert energy.seconds == pytest.approx(end - start)
-        assert energy.stretch.intervals >= INTERVALS
+        assert energy.stretch.intervals >= MIN_INTERVALS
         assert energy.stretch.uncertainty is not None and energy.stretch.uncertainty <= 0.005
         assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 1e-9
 
@@ -90,12 +97,12 @@ def test_a_swinging_power_is_averaged(nvml: Simulation, opened: Opened, clock: V
 def test_never_a_number_from_few_intervals(nvml: Simulation, library: Library, milliseconds: int, phase: int) -> None:
     nvml.reset()
     clock = VirtualClock(nvml.state)
-    meter = nvml_meter(DeviceIdentity(uuid_of(1)), clock, library)
+    meter = open_nvml_meter(DeviceIdentity(uuid_of(1)), clock, library)
     nvml.state.now_ns += phase * 1_000_000
     energy, start, end = run(meter, clock, milliseconds / 1000)
     meter.close()
     if isinstance(energy, Energy):
-        assert energy.stretch.intervals >= INTERVALS and end - start > 1.0
+        assert energy.stretch.intervals >= MIN_INTERVALS and end - start > 1.0
     else:
         assert energy.reason.startswith("not measurable: ") and end - start < 1.2
 
@@ -151,7 +158,7 @@ def test_each_window_watches_the_state(nvml: Simulation, opened: Opened, clock: 
     assert energy.watched["throttle"] == Reading(0x4, "mask", "nvmlDeviceGetCurrentClocksEventReasons")
     nvml.fail("nvmlDeviceGetClockInfo", 10, first=nvml.calls()["nvmlDeviceGetClockInfo"])  # which leaves the energy
     energy, _, _ = measured(meter, clock, 3.0)
-    assert energy.watched["sm_clock"] == Unavailable("NVML's own time ran out (NVML error 10)")
+    assert energy.watched["sm_clock"] == Unavailable("NVML timed out (NVML error 10)")
     assert isinstance(energy.watched["throttle"], Reading)
     assert energy.watts == pytest.approx(300, rel=0.01)
 
@@ -174,8 +181,8 @@ def test_a_device_without_a_source_has_a_reason(nvml: Simulation, opened: Opened
     meter = opened()
     assert (meter.kind, meter.source) == (SourceKind.NONE, None)
     with meter.window() as window:
-        assert window.enough and window.has_failed
-    assert reason(window.energy) == reason(meter.idle()) == meter.why
+        assert window.is_enough and window.has_failed
+    assert reason(window.energy) == reason(meter.measure_idle()) == meter.why
     assert meter.why.count("this user has no permission (NVML error 4)") == 2
     assert isinstance(meter.device.state()["temperature"], Reading)
 
@@ -204,13 +211,13 @@ def test_a_workload_that_raises_takes_its_window_along(nvml: Simulation, opened:
 
     def raising() -> None:
         with meter.window():
-            assert [thread.name for thread in threading.enumerate()].count(NAME) == 1
+            assert [thread.name for thread in threading.enumerate()].count(THREAD_NAME) == 1
             raise ValueError("its own")
 
     meter = opened()
     with pytest.raises(ValueError, match="its own"):
         raising()
-    assert NAME not in [thread.name for thread in threading.enumerate()]
+    assert THREAD_NAME not in [thread.name for thread in threading.enumerate()]
 
 
 def test_a_thread_that_breaks_off_has_measured_nothing(
@@ -225,25 +232,25 @@ def test_a_thread_that_breaks_off_has_measured_nothing(
         monkeypatch.setattr(meter.device, "_library", None)
         clock.wait(lambda: bool(told))
     assert len(told) == 1
-    assert reason(window.energy) == "the sampler's thread broke off"
+    assert reason(window.energy) == "the sampler's thread ended early"
     monkeypatch.undo()
 
 
 @pytest.mark.slow
 def test_a_counter_that_hangs_is_left_behind(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 5_000_000
-    meter = nvml_meter(DeviceIdentity(uuid_of(1)), library=Library(timeout=0.4))
+    meter = open_nvml_meter(DeviceIdentity(uuid_of(1)), library=Library(timeout=0.4))
     calls = nvml.calls()["nvmlDeviceGetTotalEnergyConsumption"]
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", first=calls + 2, delay=1.2)
     with meter.window(cap=0.1) as window:
-        while not window.enough:
+        while not window.is_enough:
             time.sleep(0.001)  # the polling thread needs the interpreter lock too
     assert reason(window.energy) == "the energy source gave no answer for 0.4 s"
     with meter.window() as window:
-        assert window.enough
+        assert window.is_enough
     assert reason(window.energy) == "the energy source gave no answer for 0.4 s"
     state = meter.device.state()["power"]
-    assert state == Unavailable("the energy source gave no answer for 0.4 s, and is left alone since")
+    assert state == Unavailable("the energy source gave no answer for 0.4 s, and is not called again")
     meter.close()
     left_behind()
 
@@ -262,8 +269,8 @@ def test_reading_counters_stays_within_its_budget(nvml: Simulation, opened: Open
 @pytest.mark.slow
 def test_windows_in_real_time_have_the_true_energy(nvml: Simulation) -> None:
     nvml.state.device[0].period_ns = 10_000_000
-    with nvml_meter(DeviceIdentity(uuid_of(1)), library=Library()) as meter, meter.window(cap=60.0) as window:
-        while not window.enough:
+    with open_nvml_meter(DeviceIdentity(uuid_of(1)), library=Library()) as meter, meter.window(cap=60.0) as window:
+        while not window.is_enough:
             sum(range(1000))
     energy = window.energy
     assert isinstance(energy, Energy) and energy.stretch.uncertainty is not None
@@ -275,7 +282,7 @@ ROOT = Path(__file__).resolve().parents[3]
 
 
 STEADY = Rhythm(0.1, 0.0, 0.1)
-LAST = INTERVALS + 1
+LAST = MIN_INTERVALS + 1
 
 
 def tick(at: float, late: float = 0.0) -> Tick:
@@ -288,32 +295,35 @@ def test_up_to_the_tenth_they_are_counted_halfway_between_two() -> None:
     assert now == pytest.approx(1.15)
     now = 1.17 + pace.next(1.17, tick(1.085, 0.17), 2)
     assert now == pytest.approx(1.25)
-    assert pace.next(1.25, None, 2) == PAUSE
+    assert pace.next(1.25, None, 2) == TICK_PAUSE_SECONDS
 
 
 def test_the_tenth_is_followed_by_a_rest_until_just_before_the_next() -> None:
     pace = Polling(counts=True, rhythm=STEADY)
     pace.next(1.0, tick(1.0), 1)
-    assert 1.95 + pace.next(1.95, tick(1.9, 0.1), INTERVALS) == pytest.approx(2.0 - 2 * PAUSE) and not pace.blind
-    assert pace.next(1.997, None, INTERVALS) == PAUSE
-    assert 2.001 + pace.next(2.001, tick(2.0), LAST) == pytest.approx(2.1 - 2 * PAUSE)
+    assert (
+        1.95 + pace.next(1.95, tick(1.9, 0.1), MIN_INTERVALS) == pytest.approx(2.0 - 2 * TICK_PAUSE_SECONDS)
+        and not pace.blind
+    )
+    assert pace.next(1.997, None, MIN_INTERVALS) == TICK_PAUSE_SECONDS
+    assert 2.001 + pace.next(2.001, tick(2.0), LAST) == pytest.approx(2.1 - 2 * TICK_PAUSE_SECONDS)
 
 
 def test_of_a_faster_counter_ticks_are_passed_over() -> None:
     pace = Polling(counts=True, rhythm=Rhythm(0.02, 0.0, 0.02))
-    assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * PAUSE) and pace.blind
-    assert pace.next(1.056, tick(1.05), LAST) == PAUSE and not pace.blind
-    assert pace.next(1.06, tick(1.06), LAST + 1) > PAUSE
+    assert pace.next(1.0, tick(1.0), LAST) == pytest.approx(0.06 - 2 * TICK_PAUSE_SECONDS) and pace.blind
+    assert pace.next(1.056, tick(1.05), LAST) == TICK_PAUSE_SECONDS and not pace.blind
+    assert pace.next(1.06, tick(1.06), LAST + 1) > TICK_PAUSE_SECONDS
 
 
 def test_looking_that_is_too_dear_is_done_less() -> None:
     fast, steady = Polling(counts=True, rhythm=Rhythm(0.002, 0.0, 0.003)), Polling(counts=True, rhythm=STEADY)
     for pace in (fast, steady):
         pace.limit_cost(0.006, 0.5)
-    assert fast.next(0.0, None, 0) == FAST_PAUSE
+    assert fast.next(0.0, None, 0) == FAST_PAUSE_SECONDS
     for _ in range(20):
         fast.limit_cost(0.02, 1.0)
         steady.limit_cost(0.02, 1.0)
     assert fast.next(0.0, None, 0) == 0.05
-    assert steady.next(1.0, tick(1.0), LAST) == pytest.approx(0.4 - 2 * PAUSE)
+    assert steady.next(1.0, tick(1.0), LAST) == pytest.approx(0.4 - 2 * TICK_PAUSE_SECONDS)
     assert steady.blind

@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.measure.sensors.driver import has_ended
 from fp8bench.measure.sensors.energy import Energy
-from fp8bench.measure.sensors.meter import nvml_meter
+from fp8bench.measure.sensors.meter import open_nvml_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model.readings import Read, Reading, Unavailable, grown
@@ -57,21 +57,21 @@ def run(nvml: Simulation) -> dict[str, Read | Energy]:
     clock = VirtualClock(nvml.state)
     instance = nvml.state.device[0].instance[0].uuid.decode()
     said: dict[str, Read | Energy] = {}
-    with nvml_meter(DeviceIdentity(uuid=instance), clock, Library(timeout=60.0)) as meter:
+    with open_nvml_meter(DeviceIdentity(uuid=instance), clock, Library(timeout=60.0)) as meter:
         said["kind"] = Reading(meter.kind, "", "")
         said |= meter.device.facts()
-        before = meter.device.violations()
+        before = meter.device.read_violations()
         for number in (1, 2):
             with meter.window() as window:
                 start = clock.now()
-                clock.wait(lambda window=window: window.enough)  # type: ignore[misc]
+                clock.wait(lambda window=window: window.is_enough)  # type: ignore[misc]
                 end = clock.now()
             said[f"energy {number}"] = window.energy
             if isinstance(window.energy, Energy):
                 assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=0.01)
                 said |= {f"{name} in window {number}": read for name, read in window.energy.watched.items()}
             said |= {f"{name} after window {number}": read for name, read in meter.device.state().items()}
-        said |= {f"violation {name}": read for name, read in grown(before, meter.device.violations()).items()}
+        said |= {f"violation {name}": read for name, read in grown(before, meter.device.read_violations()).items()}
         said["process_memory"] = meter.device.process_memory()
     return said
 

@@ -7,14 +7,14 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench.measure.sensors.mean_power import (
-    INTERVALS,
+    MIN_INTERVALS,
     PowerSample,
     Tick,
+    has_enough_samples,
     is_resolved,
-    mean_power,
-    rhythm,
-    slope,
-    sufficient,
+    measure_mean_power,
+    measure_rhythm,
+    measure_tick_power,
 )
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
@@ -25,31 +25,33 @@ def ticks(count: int, late: float = 0.002, watts: float = 300.0) -> list[Tick]:
     return [Tick(0.1 * number - late, 0.1 * number, watts * 0.1 * number) for number in range(count)]
 
 
-@given(st.lists(st.floats(0.001, 500), min_size=INTERVALS, max_size=60), st.floats(1e-3, 0.4))
+@given(st.lists(st.floats(0.001, 500), min_size=MIN_INTERVALS, max_size=60), st.floats(1e-3, 0.4))
 def test_the_energy_between_the_ends_is_the_counters(joules: list[float], period: float) -> None:
     at, total, seen = 0.0, 1e6, [Tick(-1e-6, 1e-6, 1e6)]
     for part in joules:
         at, total = at + period, total + part
         seen.append(Tick(at - 1e-6, at + 1e-6, total))
-    stretch = slope(seen)
+    stretch = measure_tick_power(seen)
     assert stretch.intervals == len(joules) and stretch.joules == pytest.approx(sum(joules))
     assert stretch.watts == pytest.approx(sum(joules) / (period * len(joules)))
 
 
-@given(st.integers(0, INTERVALS))
+@given(st.integers(0, MIN_INTERVALS))
 def test_too_few_ticks_are_no_number(count: int) -> None:
     assert not is_resolved(ticks(count))
     with pytest.raises(NoReading, match=rf"^not measurable: {max(0, count - 1)} tick interval\(s\) of the energy"):
-        slope(ticks(count))
+        measure_tick_power(ticks(count))
 
 
-@given(st.floats(0.001, 0.05), st.floats(0.001, 0.05), st.floats(0, 1), st.floats(0, 1), st.integers(INTERVALS + 1, 30))
+@given(
+    st.floats(0.001, 0.05), st.floats(0.001, 0.05), st.floats(0, 1), st.floats(0, 1), st.integers(MIN_INTERVALS + 1, 30)
+)
 def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b: float, count: int) -> None:
     seen = ticks(count)
     # These ends are used, as none are better.
     seen = [Tick(tick.seen - max(first, last), tick.seen, tick.joules) for tick in seen]
-    truth = [seen[0].after + a * seen[0].late, seen[-1].after + b * seen[-1].late]
-    stretch = slope(seen)
+    truth = [seen[0].after + a * seen[0].time_range, seen[-1].after + b * seen[-1].time_range]
+    stretch = measure_tick_power(seen)
     assert abs(stretch.seconds - (truth[1] - truth[0])) <= stretch.uncertainty * stretch.seconds * (1 + 1e-9)
     assert stretch.joules > 0
 
@@ -57,10 +59,10 @@ def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b
 def test_a_tick_that_was_seen_late_is_no_end() -> None:
     seen = ticks(13)
     late = [Tick(seen[0].seen - 0.08, seen[0].seen, seen[0].joules), *seen[1:]]
-    assert slope(late).intervals == 11 and slope(late).watts == pytest.approx(300)
-    assert slope(late[:11]).intervals == INTERVALS and slope(late[:11]).uncertainty > 0.03
+    assert measure_tick_power(late).intervals == 11 and measure_tick_power(late).watts == pytest.approx(300)
+    assert measure_tick_power(late[:11]).intervals == MIN_INTERVALS and measure_tick_power(late[:11]).uncertainty > 0.03
     at_the_end = [*seen[:-1], Tick(seen[-1].seen - 0.08, seen[-1].seen, seen[-1].joules)]
-    assert slope(at_the_end).intervals == 11
+    assert measure_tick_power(at_the_end).intervals == 11
 
 
 @for_each(("count", "late", "sharp"), [(11, 0.004, True), (11, 0.006, False), (21, 0.006, True)])
@@ -69,7 +71,7 @@ def test_a_window_is_resolved_when_its_ends_are_sharp_enough(count: int, late: f
 
 
 def test_ticks_have_a_period_a_spread_and_a_longest_gap() -> None:
-    pace = rhythm([Tick(at, at, 0) for at in (0.0, 0.1, 0.2, 0.33, 0.4, 0.5)])
+    pace = measure_rhythm([Tick(at, at, 0) for at in (0.0, 0.1, 0.2, 0.33, 0.4, 0.5)])
     assert [pace.period, pace.spread, pace.longest] == pytest.approx([0.1, 0.03, 0.13])
 
 
@@ -79,7 +81,7 @@ def readings(watts: list[float], pause: float = 0.1, start: float = 0.0) -> list
 
 def test_the_mean_is_by_time() -> None:
     uneven = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0]
-    found = mean_power([PowerSample(at, 100 + 100 * at) for at in uneven])
+    found = measure_mean_power([PowerSample(at, 100 + 100 * at) for at in uneven])
     assert (found.watts, found.seconds, found.intervals) == (pytest.approx(150), pytest.approx(1.0), 10)
 
 
@@ -92,6 +94,6 @@ def test_the_mean_is_by_time() -> None:
     ],
 )
 def test_short_windows_give_no_number(seen: list[PowerSample], why: str) -> None:
-    assert not sufficient(seen)
+    assert not has_enough_samples(seen)
     with pytest.raises(NoReading, match=f"^not measurable: {why}"):
-        mean_power(seen)
+        measure_mean_power(seen)

@@ -12,7 +12,7 @@ import pytest
 
 from fp8bench.measure.sensors import meter as opening
 from fp8bench.measure.sensors.energy import Energy, SourceKind
-from fp8bench.measure.sensors.meter import Meter, meter_for, nvml_meter, rapl_meter
+from fp8bench.measure.sensors.meter import Meter, open_meter, open_nvml_meter, open_rapl_meter
 from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model import DeviceFacts
@@ -32,31 +32,31 @@ AMD = DeviceFacts("cuda", 0, "a GPU", 1, "2.13", hip="7.0")
 def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
     nvml.add("Second GPU", 2).high = 120.0
     nvml.state.device[1].period_ns = 10_000_000
-    with meter_for(replace(GPU, uuid=uuid_of(2)), {}) as meter:
+    with open_meter(replace(GPU, uuid=uuid_of(2)), {}) as meter:
         assert meter.kind is SourceKind.COUNTER
         assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
 
 
 def test_a_gpu_that_nobody_knows_has_reasons(nvml: Simulation) -> None:
-    with meter_for(replace(GPU, uuid="GPU-ffff"), {}) as meter:
+    with open_meter(replace(GPU, uuid="GPU-ffff"), {}) as meter:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
-        reads = (*device.facts().values(), *device.state().values(), *device.violations().values())
-        assert {*reads, *device.changing().values(), device.process_memory(), meter.idle()} == {why}
+        reads = (*device.facts().values(), *device.state().values(), *device.read_violations().values())
+        assert {*reads, *device.read_in_this_thread().values(), device.process_memory(), meter.measure_idle()} == {why}
     inits = nvml.state.inits
-    with meter_for(AMD, {}) as meter:  # NVML may exist for another device
+    with open_meter(AMD, {}) as meter:  # NVML may exist for another device
         assert meter.kind is SourceKind.NONE and "AMD devices" in meter.why
     assert nvml.state.inits == inits
 
 
 def test_a_processor_is_measured_by_rapl(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(opening.rapl, "ROOT", tmp_path / "absent")
-    with meter_for(CPU, {}) as meter:
+    monkeypatch.setattr(opening.rapl, "RAPL_FOLDER", tmp_path / "absent")
+    with open_meter(CPU, {}) as meter:
         assert meter.kind in (SourceKind.NONE, SourceKind.RAPL)
         assert meter.device.process_memory() == Unavailable("a CPU has no NVML")
-    with rapl_meter(tmp_path / "absent") as meter:
+    with open_rapl_meter(tmp_path / "absent") as meter:
         assert meter.why.startswith(f"there is no {tmp_path}/absent: ")
-        assert meter.idle() == Unavailable(meter.why)
+        assert meter.measure_idle() == Unavailable(meter.why)
 
 
 def test_rapl_counters_become_energy(
@@ -69,8 +69,8 @@ def test_rapl_counters_become_energy(
         watts = 65 if part.counter.parent == package else 5
         return nvml.state.now_ns // 1_000_000 * watts * 1_000 % 80_000_000
 
-    monkeypatch.setattr(opening.rapl, "_energy_uj", energy_uj)
-    with rapl_meter(tmp_path, clock) as meter:
+    monkeypatch.setattr(opening.rapl, "_read_energy_uj", energy_uj)
+    with open_rapl_meter(tmp_path, clock) as meter:
         assert (meter.kind, meter.why) == (SourceKind.RAPL, "")
         for _ in range(8):
             energy, start, end = measured(meter, clock)
@@ -82,7 +82,7 @@ def test_rapl_counters_become_energy(
 def test_a_variable_names_the_device_of_all_cases(nvml: Simulation, name: str) -> None:
     nvml.reset()
     nvml.add("Second GPU", 2).period_ns = 10_000_000
-    with meter_for(CPU, {opening.NVML_DEVICE: name}) as meter:
+    with open_meter(CPU, {opening.NVML_DEVICE_VARIABLE: name}) as meter:
         assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
         assert meter.kind is SourceKind.COUNTER
 
@@ -93,23 +93,23 @@ def test_mig_instances_that_share_a_gpu_share_its_energy(
     device = nvml.state.device[0]
     nvml.split(device, 2)
     uuid = device.instance[0].uuid.decode()
-    with nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
-        assert meter.idle() == Unavailable("2 MIG instances share the GPU, and its energy is known as a whole only")
+    with open_nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
+        assert meter.measure_idle() == Unavailable("2 MIG instances share the GPU, and only the energy of all is known")
         assert isinstance(meter.device.state()["sm_clock"], Reading)
     nvml.split(device, 1)
-    with nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
-        assert isinstance(meter.idle(), Energy)
+    with open_nvml_meter(DeviceIdentity(uuid=uuid), clock, library) as meter:
+        assert isinstance(meter.measure_idle(), Energy)
 
 
 def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
-    with meter_for(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
+    with open_meter(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
         assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
         with meter.window() as window:
-            assert window.enough
+            assert window.is_enough
         assert window.energy == Unavailable("--no-energy was given")
-        temperature = meter.device.glance()["temperature"]
+        temperature = meter.device.read_changing_state()["temperature"]
         assert isinstance(temperature, Reading) and temperature.number == 55
-    with meter_for(CPU, {}, energy=False) as meter:
+    with open_meter(CPU, {}, energy=False) as meter:
         assert meter.why == "--no-energy was given"
 
 
@@ -141,7 +141,7 @@ def test_many_windows_leak_neither_threads_files_nor_memory(
             resident = held()[2]
         with meter.window() as window:
             assert len(set(threading.enumerate()) - threads) <= 1
-            clock.wait(lambda window=window: window.enough)  # type: ignore[misc]
+            clock.wait(lambda window=window: window.is_enough)  # type: ignore[misc]
         assert isinstance(window.energy, Energy)
     now, files_now, resident_now = held()
     assert now <= threads and files_now <= files and resident_now - resident < 4 * MEBIBYTE

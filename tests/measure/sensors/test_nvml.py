@@ -60,9 +60,9 @@ def test_a_device_states_its_readings(nvml: Simulation, device: NvmlDevice) -> N
 def test_violations_are_seconds_that_grow(nvml: Simulation, device: NvmlDevice, clock: VirtualClock) -> None:
     nvml.state.device[0].violation[:] = [0.5, 0.0, 0.0, 0.25, 0.0]
     nvml.state.now_ns = 10_000_000_000
-    before = device.violations()
+    before = device.read_violations()
     nvml.state.now_ns = 12_000_000_000
-    assert values(grown(before, device.violations())) == {
+    assert values(grown(before, device.read_violations())) == {
         "power-cap": (1.0, "s"),
         "thermal": (0.0, "s"),
         "sw-thermal": (0.0, "s"),
@@ -75,7 +75,12 @@ def test_a_lost_device_gives_a_reason(nvml: Simulation, device: NvmlDevice) -> N
     nvml.state.device[0].lost_at_ns = 0
     facts = device.facts()
     assert isinstance(facts.pop("driver"), Reading) and isinstance(facts.pop("cuda_driver"), Reading)
-    for read in (*facts.values(), *device.state().values(), *device.violations().values(), device.process_memory()):
+    for read in (
+        *facts.values(),
+        *device.state().values(),
+        *device.read_violations().values(),
+        device.process_memory(),
+    ):
         assert isinstance(read, Unavailable) and "the GPU is lost" in read.reason
 
 
@@ -111,11 +116,11 @@ def test_other_processes_on_the_device_are_found(nvml: Simulation, device: NvmlD
     gpu = nvml.state.device[0]
     gpu.processes, gpu.pid[1] = 2, 1
     for pid in (os.getpid(), 1, 77):
-        assert device.others(pid) == Reading(1, "", "nvmlDeviceGetComputeRunningProcesses_v3")
+        assert device.count_other_processes(pid) == Reading(1, "", "nvmlDeviceGetComputeRunningProcesses_v3")
     gpu.processes = 1
-    assert device.others(os.getpid()) == Reading(0, "", "nvmlDeviceGetComputeRunningProcesses_v3")
+    assert device.count_other_processes(os.getpid()) == Reading(0, "", "nvmlDeviceGetComputeRunningProcesses_v3")
     nvml.fail("nvmlDeviceGetComputeRunningProcesses_v3", 15)
-    read = device.others(1)
+    read = device.count_other_processes(1)
     assert isinstance(read, Unavailable) and "lost" in read.reason
 
 
@@ -138,7 +143,7 @@ def test_an_old_driver_gives_reasons_for_missing_values(nvml: Simulation, old_dr
         "from fp8bench.measure.sensors.nvml_match import DeviceIdentity\n"
         "from fp8bench.measure.sensors.nvml import NvmlDevice\n"
         f"device = NvmlDevice(DeviceIdentity({uuid_of(1)!r}))\n"
-        "reads = {**device.facts(), **device.state(), **device.violations(), 'process': device.process_memory()}\n"
+        "reads = {**device.facts(), **device.state(), **device.read_violations(), 'process': device.process_memory()}\n"
         "device.close()\n"
         "print(json.dumps({name: getattr(read, 'source', None) or read.reason for name, read in reads.items()}))\n"
     )

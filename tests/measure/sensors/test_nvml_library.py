@@ -13,8 +13,8 @@ import pynvml
 import pytest
 
 from fp8bench.measure.sensors import nvml as own_nvml
-from fp8bench.measure.sensors.energy import NAME
-from fp8bench.measure.sensors.nvml import REASONS, Library, reason
+from fp8bench.measure.sensors.energy import THREAD_NAME
+from fp8bench.measure.sensors.nvml import REASONS, Library, describe_error
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 from tests.measure.sensors.nvml.library import Simulation
@@ -25,7 +25,7 @@ ROOT = Path(__file__).resolve().parents[3]
 def left_behind() -> None:
     """Waits for hung threads of fp8bench to return. Other threads of this process may remain."""
     for thread in threading.enumerate():
-        if thread.name in (own_nvml.NAME, NAME):
+        if thread.name in (own_nvml.LIBRARY_NAME, THREAD_NAME):
             thread.join(30)
 
 
@@ -77,13 +77,13 @@ def test_a_call_that_hangs_is_the_last_and_an_initialisation_is_given_up(nvml: S
     library.open()
     library.timeout = 0.1
     nvml.fail("nvmlDeviceGetCount_v2", delay=1.0)
-    with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is left alone since$"):
+    with pytest.raises(NoReading, match=r"^NVML gave no answer for 0\.1 s, and is not called again$"):
         library.within_timeout(lambda: library.call("nvmlDeviceGetCount"))
     while not (calls := nvml.calls()).get("nvmlDeviceGetCount_v2"):
         time.sleep(0.01)  # on a busy machine its thread may be given up before
-    with pytest.raises(NoReading, match="left alone since"):
+    with pytest.raises(NoReading, match="not called again"):
         library.call("nvmlSystemGetDriverVersion")
-    with pytest.raises(NoReading, match="left alone since"):
+    with pytest.raises(NoReading, match="not called again"):
         library.within_timeout(lambda: None)
     library.close()
     assert nvml.calls() == calls
@@ -115,19 +115,19 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
         timeout=300,
         check=True,
     )
-    assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is left alone since"]
+    assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is not called again"]
 
 
 def test_every_code_has_words_and_one_of_the_future_is_named_by_its_number() -> None:
     codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
     assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
-    assert reason(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
-    assert reason(4711) == "an error that fp8bench does not know (NVML error 4711)"
+    assert describe_error(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"
+    assert describe_error(4711) == "an error that fp8bench does not know (NVML error 4711)"
 
 
 STOPPED = """
 import os, signal, subprocess, time
-from fp8bench.measure.sensors.driver import within
+from fp8bench.measure.sensors.driver import call_within
 
 def call():
     subprocess.Popen(["sh", "-c", f"sleep 3; kill -CONT {os.getpid()}"])
@@ -138,7 +138,7 @@ def call():
     time.sleep(0.2)
     return "it answered"
 
-print(within(2.0, call, "the driver"))
+print(call_within(2.0, call, "the driver"))
 """
 
 

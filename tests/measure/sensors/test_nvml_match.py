@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match
+from fp8bench.measure.sensors.nvml_match import DeviceIdentity, ListedDevice, match_device
 from fp8bench.model.readings import NoReading
 from tests.counts import for_each
 
@@ -31,7 +31,7 @@ ALL = (A, B, SPLIT)
     ],
 )
 def test_devices_are_matched_by_cudas_uuid_and_address(identity: DeviceIdentity, expected: ListedDevice) -> None:
-    assert match(identity, ALL) == (expected, None)
+    assert match_device(identity, ALL) == (expected, None)
 
 
 @for_each(
@@ -40,13 +40,13 @@ def test_devices_are_matched_by_cudas_uuid_and_address(identity: DeviceIdentity,
 )
 def test_a_device_unknown_to_nvml_gives_a_reason(identity: DeviceIdentity) -> None:
     with pytest.raises(NoReading, match="NVML lists no device with UUID"):
-        match(identity, ALL)
+        match_device(identity, ALL)
 
 
 def test_an_instance_is_matched_by_its_own_uuid_and_the_only_one_is_the_one() -> None:
     own = DeviceIdentity(uuid="22222222-0000-4000-8000-000000000002")
-    assert match(own, ALL) == (SPLIT, SECOND)
+    assert match_device(own, ALL) == (SPLIT, SECOND)
     # CUDA uses one of the instances, but which one is unknown.
-    assert match(DeviceIdentity(uuid=SPLIT.uuid), ALL) == (SPLIT, None)
+    assert match_device(DeviceIdentity(uuid=SPLIT.uuid), ALL) == (SPLIT, None)
     alone = ListedDevice(SPLIT.uuid, SPLIT.pci, True, (SECOND,))
-    assert match(DeviceIdentity(uuid=SPLIT.uuid), (alone,)) == (alone, SECOND)
+    assert match_device(DeviceIdentity(uuid=SPLIT.uuid), (alone,)) == (alone, SECOND)

@@ -33,11 +33,11 @@ def ddp(name: str, body: Callable[[type[DDPModel]], type[DDPModel]]) -> None:
 
 
 def forgets(kind: type[DDPModel]) -> type[DDPModel]:
-    from fp8bench.nn.parallel.data_parallel import _done
+    from fp8bench.nn.parallel.data_parallel import _make_done_future
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def _hook(self, wire: str) -> Any:
-            return lambda bucket: _done(bucket.buffer())
+        def _choose_hook(self, wire: str) -> Any:
+            return lambda bucket: _make_done_future(bucket.buffer())
 
     return Model
 
@@ -46,8 +46,8 @@ def heavier(times: float) -> Callable[[type[DDPModel]], type[DDPModel]]:
 
     def body(kind: type[DDPModel]) -> type[DDPModel]:
         class Model(kind):  # type: ignore[misc, valid-type]
-            def _hook(self, wire: str) -> Any:
-                sent, own = super()._hook(wire), times if self.group.rank() == 1 else 1.0
+            def _choose_hook(self, wire: str) -> Any:
+                sent, own = super()._choose_hook(wire), times if self.group.rank() == 1 else 1.0
 
                 def hook(bucket: Any) -> Any:
                     bucket.buffer().mul_(own)
@@ -73,8 +73,8 @@ def other_scale(times: float) -> Callable[[Job], Division]:
         from fp8bench.nn.parallel.tensor_parallel import TensorFSDP
 
         class Wrong(RankGroup):
-            def largest(self, x: Tensor) -> Tensor:
-                return super().largest(x) * (times if self.rank else 1)
+            def max_over_ranks(self, x: Tensor) -> Tensor:
+                return super().max_over_ranks(x) * (times if self.rank else 1)
 
         tensor_parallel.RankGroup, kept = Wrong, tensor_parallel.RankGroup  # type: ignore[misc]
         try:
@@ -92,7 +92,7 @@ def nobody_asked(job: Job) -> Division:
     for layer in model.module.modules():
         scales = getattr(getattr(layer, "arithmetic", None), "scales", {})
         for item in scales.values():
-            item._largest = lambda x: x
+            item._max_over_ranks = lambda x: x
     return model
 
 
@@ -109,17 +109,17 @@ def other_wire_scale(way: Way) -> Callable[[Job], Division]:
     def model(job: Job) -> Division:
         made: Any = way.divide(job)
         wire = made.fp8_wire
-        own, result = collectives.largest_scale, wire._result
+        own, result = collectives.compute_largest_scale, wire._run_program
 
         def wrong(*given: Any) -> Any:
-            collectives.largest_scale = lambda amax: own(amax) * 2
+            collectives.compute_largest_scale = lambda amax: own(amax) * 2
             try:
                 return result(*given)
             finally:
-                collectives.largest_scale = own
+                collectives.compute_largest_scale = own
 
         if job.group.rank() == 1:
-            wire._result = wrong
+            wire._run_program = wrong
         found: Division = made
         return found
 
@@ -138,12 +138,12 @@ def expert_mistake(kind: str) -> Callable[[Job], Division]:
 
         made = ExpertsByRanks(job)
         if kind == "alone":
-            made._shared.added_together = lambda gradients: None  # type: ignore[method-assign]
+            made._shared.sum_gradients = lambda gradients: None  # type: ignore[method-assign]
             return made
 
         class Turned(RankGroup):
-            def exchanged_rows(self, x: Tensor, sent: Any, received: Any) -> Tensor:
-                got = super().exchanged_rows(x, sent, received)
+            def exchange_rows(self, x: Tensor, sent: Any, received: Any) -> Tensor:
+                got = super().exchange_rows(x, sent, received)
                 return got.roll(1, 0) if self.rank == 1 else got
 
         turned = Turned(job.group)
@@ -158,7 +158,7 @@ def expert_mistake(kind: str) -> Callable[[Job], Division]:
 def seen_twice(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def share_of(self, batch: Tensor) -> Tensor:
+        def take_share(self, batch: Tensor) -> Tensor:
             return batch.chunk(2)[0]
 
     return Model
@@ -178,19 +178,19 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
     class Model(kind):  # type: ignore[misc, valid-type]
         _before: Tensor | None = None
 
-        def _in_fp8(self, bucket: Any) -> Any:
-            own, before = collectives.cast_scale, self._before
+        def _reduce_in_fp8(self, bucket: Any) -> Any:
+            own, before = collectives.scale_for_cast, self._before
 
             def scaled(*given: Any) -> Any:
                 _, self._before = yield from own(*given)
                 used = self._before.new_ones(1) if before is None else before
                 return given[0] * used, used
 
-            collectives.cast_scale = scaled  # type: ignore[assignment]
+            collectives.scale_for_cast = scaled  # type: ignore[assignment]
             try:
-                return super()._in_fp8(bucket)
+                return super()._reduce_in_fp8(bucket)
             finally:
-                collectives.cast_scale = own
+                collectives.scale_for_cast = own
 
     return Model
 
@@ -198,8 +198,8 @@ def stale(kind: type[DDPModel]) -> type[DDPModel]:
 def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
 
     class Model(kind):  # type: ignore[misc, valid-type]
-        def _hook(self, wire: str) -> Any:
-            sent = super()._hook(wire)
+        def _choose_hook(self, wire: str) -> Any:
+            sent = super()._choose_hook(wire)
             name = "blocks.1.mlp.down.weight"
 
             def hook(bucket: Any) -> Any:

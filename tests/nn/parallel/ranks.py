@@ -58,7 +58,7 @@ class ThreadedGroup(RankGroup):
     handle: Any
     silent = False
 
-    def exchanged_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
+    def exchange_rows(self, x: Tensor, sent: Sequence[int], received: Sequence[int]) -> Tensor:
         place = self.handle
         others = sum(sent) - sent[self.rank]
         place.sent["rows"] = place.sent.get("rows", 0) + others * x[:1].nelement() * x.element_size()
@@ -72,7 +72,7 @@ class ThreadedGroup(RankGroup):
     def add_over_ranks(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("added", x)).sum(0)
 
-    def largest(self, x: Tensor) -> Tensor:
+    def max_over_ranks(self, x: Tensor) -> Tensor:
         return torch.stack(self._brought("largest", x)).amax(0)
 
     def all_of(self, x: Tensor) -> list[Tensor]:
@@ -84,13 +84,13 @@ class ThreadedGroup(RankGroup):
     def own_part(self, parts: Tensor) -> Tensor:
         return torch.stack(self._brought("scattered", parts)).sum(0)[self.rank]
 
-    def to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def reduce_to_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         for tensor, owner in zip(tensors, owners, strict=True):
             whole = torch.stack(self._brought("to_owners", tensor)).sum(0)
             if owner == self.rank:
                 tensor.copy_(whole)
 
-    def from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
+    def broadcast_from_owners(self, tensors: Sequence[Tensor], owners: Sequence[int]) -> None:
         for tensor, owner in zip(tensors, owners, strict=True):
             tensor.copy_(self._brought("from_owners", tensor)[owner])
 

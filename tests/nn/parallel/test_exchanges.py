@@ -10,8 +10,8 @@ import pytest
 import torch
 from torch import Tensor
 
-from fp8bench.nn.parallel.exchanges import FP8Wire, OfRank
-from fp8bench.numerics.collectives import Pieces, mean_of_tensors, transport_tensors
+from fp8bench.nn.parallel.exchanges import FP8Wire, RankProgram
+from fp8bench.numerics.collectives import Pieces, average_tensors, gather_tensors
 from fp8bench.numerics.rank_programs import simulate
 from tests.nn.parallel.ranks import Board, Place
 
@@ -23,7 +23,7 @@ def of_all(program: str, values: list[Tensor]) -> list[Tensor]:
     programs = []
     for rank, own in enumerate(values):
         place: Any = Place(Board(RANKS), rank)
-        of_rank: OfRank = getattr(FP8Wire(place), program)
+        of_rank: RankProgram = getattr(FP8Wire(place), program)
         programs.append(of_rank(own, rank))
     return simulate(programs)
 
@@ -61,7 +61,7 @@ def as_sent(values: np.ndarray, amax: float) -> np.ndarray:
 
 def test_each_tensor_is_sent_with_a_scale_of_its_own() -> None:
     owned = tensors_of(0)
-    programs = [transport_tensors(torch.cat(some), rank, PIECES) for rank, some in enumerate(owned)]
+    programs = [gather_tensors(torch.cat(some), rank, PIECES) for rank, some in enumerate(owned)]
     wanted = np.concatenate([as_sent(item.numpy(), float(item.abs().max())) for some in owned for item in some])
     for result in simulate(programs):
         assert np.array_equal(result.double().numpy(), wanted)
@@ -70,7 +70,7 @@ def test_each_tensor_is_sent_with_a_scale_of_its_own() -> None:
 def test_each_gradient_is_a_mean_with_a_scale_of_its_own() -> None:
     brought = [tensors_of(rank) for rank in range(RANKS)]
     programs = [
-        mean_of_tensors(torch.cat([item for some in own for item in some]), rank, PIECES)
+        average_tensors(torch.cat([item for some in own for item in some]), rank, PIECES)
         for rank, own in enumerate(brought)
     ]
     for rank, result in enumerate(simulate(programs)):
@@ -86,5 +86,5 @@ def test_a_tensor_that_is_not_finite_spoils_no_other() -> None:
     own = tensors_of(0)
     own[0][0][2] = float("nan")
     every = torch.cat([item for some in own for item in some])
-    first, *others = simulate([mean_of_tensors(every, rank, PIECES) for rank in range(RANKS)])
+    first, *others = simulate([average_tensors(every, rank, PIECES) for rank in range(RANKS)])
     assert first[:5].isnan().any() and first[5:].isfinite().all() and all(item.isfinite().all() for item in others)

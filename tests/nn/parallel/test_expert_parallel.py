@@ -29,7 +29,7 @@ def block(precision: str, load: str) -> Experts:
         made = Experts(EXPERTS, WIDTH, HIDDEN, True, 1.0, lambda name: arithmetic)
         with torch.no_grad():
             made.router.mul_(20)
-    made.ahead = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
+    made.planned_experts = draw_load(load, TOKENS, MoeSizes(WIDTH, HIDDEN, EXPERTS, 2), 3)
     return made
 
 

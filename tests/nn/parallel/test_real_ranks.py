@@ -21,9 +21,9 @@ from fp8bench.model import Case, DeviceFacts, Record, Request, Scalar, Status
 from fp8bench.model.raw import Settings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
-from fp8bench.nn.parallel.exchanges import owners
-from fp8bench.nn.parallel.step import limits_of
-from fp8bench.nn.parallel.ways import ScaleTraffic, scale_traffic_of_cuts
+from fp8bench.nn.parallel.exchanges import assign_owners
+from fp8bench.nn.parallel.step import find_limits
+from fp8bench.nn.parallel.ways import ScaleTraffic, count_scale_traffic
 from fp8bench.nn.sizes import SIZES
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import precisions
@@ -98,7 +98,11 @@ def test_four_ranks_that_cut_products_train_what_one_does(tmp_path: Path) -> Non
         norms = (2 * config.layers + 1) * config.width
         assert by_sequence["all_reduce"] == 4 * (common + norms) * 2 * share
         # With codes a scale for each gathered part, and for each sum the largest magnitude.
-        codes, sums, scale = config.layers * stream * share + (common + norms) * share, 4 * config.layers + 1, 4
+        codes, sums, scale = (
+            config.layers * stream * share + (common + norms) * share,
+            4 * config.layers + 1,
+            4,
+        )
         assert in_fp8["all_gather"] == pytest.approx(codes + sums * scale * (RANKS - 1), abs=RANKS)
         assert in_fp8["all_to_all"] == pytest.approx(codes, abs=RANKS)
         assert in_fp8["all_reduce"] == sums * scale * 2 * share
@@ -129,10 +133,12 @@ def assert_asked(group: Ranks, size: int, *modes: str) -> None:
     config = replace(SIZES["nano"], sequence=32)
     for mode in modes:
         assert asked("tp", mode, amax="own") == (0, 0)
-        assert asked("tp", mode, amax="group") == scale_traffic_of_cuts(config.layers, size)
+        assert asked("tp", mode, amax="group") == count_scale_traffic(config.layers, size)
     model = GPT(config, lambda name: PlainArithmetic(torch.float32), torch.float32)
     sizes = [parameter.numel() for parameter in model.parameters()]
-    shares = [[n for n, own in zip(sizes, owners(sizes, size), strict=True) if own == rank] for rank in range(size)]
+    shares = [
+        [n for n, own in zip(sizes, assign_owners(sizes, size), strict=True) if own == rank] for rank in range(size)
+    ]
     assert asked("zero", "fp8", wire="fp8") == (2, 12 * max(map(len, shares)) * (size - 1))
 
 
@@ -161,7 +167,7 @@ HONEST = [
 ]  # fmt: skip
 ROUNDING = "3 steps change weights differently from one rank alone"
 BY_SCALE = "rank 1 multiplies the weight of blocks.0.attn.qkv by .* in cast 1, where the largest magnitudes of all"
-BY_MEANS = "rank [01] has got .* numbers in FP8 that are not those of all ranks' values"
+BY_MEANS = "rank [01] has received .* FP8 numbers that do not follow from all ranks' values"
 MISTAKEN = [
     (case("fp32", "ddp_1.06", wire="bf16"), ROUNDING), (case("bf16", "ddp_1.06", wire="bf16"), ROUNDING),
     (case("fp32", "ddp_1.06", wire="fp8_gather"), BY_MEANS), (case("fp8", "ddp_1.2", wire="fp8_twoshot"), BY_MEANS),
@@ -189,7 +195,7 @@ def test_mistakes_are_further_away_than_rounding(two: Ranks, first: int) -> None
     """One of two real ranks makes each mistake: slightly above the limit of rounding."""
     for item in HONEST[first::4]:
         result = two.worker.within(60).error(item, two.facts)
-        limits = limits_of([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
+        limits = find_limits([precisions.get(item.precision)], str(dict(item.params).get("wire", "")))
         assert isinstance(result, dict), (item.id, result)
         held = result["update_error"], result["furthest_error"], result["gain_error"]
         assert all(value < 0.8 * most for value, most in zip(held, limits, strict=True)), (item.id, result)

@@ -13,7 +13,14 @@ from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.batches import TokenLoader
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.division import Undivided
-from fp8bench.nn.parallel.step import Apart, ParallelState, WeightUpdate, agreement, limits_of, new_state
+from fp8bench.nn.parallel.step import (
+    ParallelState,
+    RankDifference,
+    WeightUpdate,
+    compare_with_one_rank,
+    find_limits,
+    make_parallel_state,
+)
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.registry import precisions
 from tests.facts import CPU
@@ -35,31 +42,31 @@ def state(folder: Path, kind: type[Undivided]) -> ParallelState:
         torch.manual_seed(1)
         model = GPT(CONFIG, lambda name: PlainArithmetic(torch.float32), torch.float32)
     loader = TokenLoader(str(tokens), 2, CONFIG.sequence, "cpu", 1, CONFIG.vocabulary)
-    return new_state(kind(model, 1.0), loader, CPU, plain=True)
+    return make_parallel_state(kind(model, 1.0), loader, CPU, plain=True)
 
 
 def test_the_same_model_agrees_bit_for_bit(tmp_path: Path) -> None:
-    result = agreement(state(tmp_path, Undivided), state(tmp_path, Undivided), 2)
+    result = compare_with_one_rank(state(tmp_path, Undivided), state(tmp_path, Undivided), 2)
     assert set(result.figures().values()) == {0.0} and result.update.gain == 1.0
 
 
 def test_sums_in_place_of_means_are_seen(tmp_path: Path) -> None:
-    result = agreement(state(tmp_path, Twice), state(tmp_path, Undivided), 2)
+    result = compare_with_one_rank(state(tmp_path, Twice), state(tmp_path, Undivided), 2)
     assert 0.9 < result.update.error < 1.1 and 1.9 < result.update.gain < 2.1 and result.weight > 0
 
 
 def test_each_limit_is_held_and_named() -> None:
     """Noise shortens a gain by half its square."""
-    limits = limits_of([precisions.get("fp8")], "fp32")
+    limits = find_limits([precisions.get("fp8")], "fp32")
     updates = {"a": WeightUpdate(1.0, 100.0, 100.0), "b": WeightUpdate(0.01, 1.0, 1.0)}
-    assert limits.describe_excess(Apart(0.0, 0.0, updates)) == ""
-    one = limits.describe_excess(Apart(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
-    assert "of the change of b is 0.6, and at most 0.5" in one
-    every = limits.describe_excess(Apart(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
-    assert "their gain 1.1 is 0.1, and at most 0.08" in every
+    assert limits.describe_excess(RankDifference(0.0, 0.0, updates)) == ""
+    one = limits.describe_excess(RankDifference(0.0, 0.0, updates | {"b": WeightUpdate(0.36, 1.0, 1.0)}))
+    assert "of the change of b is 0.6, but rounding explains at most 0.5" in one
+    every = limits.describe_excess(RankDifference(0.0, 0.0, {"a": WeightUpdate(1.0, 100.0, 110.0)}))
+    assert "their gain 1.1 is 0.1, but rounding explains at most 0.08" in every
     assert "all weights' changes is 0.5," in limits.describe_excess(
-        Apart(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)})
+        RankDifference(0.0, 0.0, {"a": WeightUpdate(25.0, 100.0, 100.0)})
     )
-    assert limits.describe_excess(Apart(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
-    for known in (limits_of([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
+    assert limits.describe_excess(RankDifference(0.0, 0.0, {"a": WeightUpdate(math.nan, 1.0, 1.0)}))
+    for known in (find_limits([precisions.get(mode)], "") for mode in ("fp32", "bf16", "fp8", "mxfp8", "nvfp4")):
         assert known.gain > 0.99 * known.update**2 / 2 and known.update <= known.furthest

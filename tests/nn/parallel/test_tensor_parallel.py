@@ -13,9 +13,9 @@ from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.arithmetics import PlainArithmetic, RecipeArithmetic, ScaledArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel import tensor_parallel
-from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, cuts
+from fp8bench.nn.parallel.ways import WAYS, Job, ParallelCase, list_cuts
 from fp8bench.nn.shared_precisions import RecipePrecision
-from fp8bench.nn.sizes import SIZES, GPTConfig, features_in
+from fp8bench.nn.sizes import SIZES, GPTConfig, list_features
 from fp8bench.protocols import Arithmetic, Role, SilentPhases
 from fp8bench.registry import precisions
 from tests.counts import for_each
@@ -86,37 +86,37 @@ def trained_by(
             losses.append(float(torch.stack(model._shared.all_of(loss)).mean()))
             torch._foreach_sub_(model.weights, model.gradients(), alpha=RATE)
             model.drop_gradients()
-        return losses, {name: tensor - before[name] for name, tensor in model.full_weights().items()}
+        return losses, {name: tensor - before[name] for name, tensor in model.gather_weights().items()}
 
     return on_ranks(ranks, run)
 
 
-def apart(found: Updates, wanted: Updates) -> float:
-    noise = sum(float((found[name] - wanted[name]).double().square().sum()) for name in wanted)
-    return (noise / sum(float(item.double().square().sum()) for item in wanted.values())) ** 0.5
+def apart(found: Updates, reference: Updates) -> float:
+    noise = sum(float((found[name] - reference[name]).double().square().sum()) for name in reference)
+    return (noise / sum(float(item.double().square().sum()) for item in reference.values())) ** 0.5
 
 
 @pytest.mark.parametrize("config", [GPT2, LLAMA], ids=["gpt2", "llama"])
 @pytest.mark.parametrize("kind", [tensor_parallel.TensorCut, tensor_parallel.SequenceCut])
 def test_two_ranks_train_as_one(kind: type[tensor_parallel.TensorCut], config: GPTConfig) -> None:
-    losses, wanted = trained_alone(config, "fp32")
+    losses, reference = trained_alone(config, "fp32")
     for ranks in (2, 4) if config is GPT2 else (2,):
         result = trained_by(kind, config, "fp32", ranks)
         assert result[0][0] == result[1][0] == pytest.approx(losses, abs=2e-6)
         for _, updates in result:
-            assert list(updates) == list(wanted) and apart(updates, wanted) < 1e-5
+            assert list(updates) == list(reference) and apart(updates, reference) < 1e-5
 
 
 @pytest.mark.parametrize("mode", ["fp8", "fp8-delayed:history=2"])
 def test_scales_of_the_group_are_those_of_one_rank(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    _, wanted = trained_alone(GPT2, mode)
+    _, reference = trained_alone(GPT2, mode)
 
     def distance(amax: str) -> float:
-        return apart(trained_by(tensor_parallel.TensorCut, GPT2, mode, 2, amax)[0][1], wanted)
+        return apart(trained_by(tensor_parallel.TensorCut, GPT2, mode, 2, amax)[0][1], reference)
 
     assert distance("group") < 1e-5 and (own := distance("own")) > 0.01
-    asked = ThreadedGroup.largest
-    monkeypatch.setattr(ThreadedGroup, "largest", lambda self, x: asked(self, x) / (16 if self.rank else 1))
+    asked = ThreadedGroup.max_over_ranks
+    monkeypatch.setattr(ThreadedGroup, "max_over_ranks", lambda self, x: asked(self, x) / (16 if self.rank else 1))
     assert distance("group") > 3 * own
 
 
@@ -129,13 +129,15 @@ def test_parts_are_cast_as_the_whole_tensor_is(kind: type[RecipeArithmetic], mod
     steps = [torch.cat([torch.randn(8, 32), 7 * torch.randn(8, 32)]) for _ in range(3)]
     amax = iter(())
 
-    def largest(own: Tensor) -> Tensor:
+    def max_over_ranks(own: Tensor) -> Tensor:
         assert own.dim() == 0 and own.dtype == torch.float32
         return next(amax)
 
     for role in Role:
         whole, own = (kind(precision.recipe).layer("a") for _ in range(2))
-        ranks = [tensor_parallel.scaled_together(kind(precision.recipe).layer("a"), Role, largest) for _ in range(2)]
+        ranks = [
+            tensor_parallel.use_group_scales(kind(precision.recipe).layer("a"), Role, max_over_ranks) for _ in range(2)
+        ]
         alike = []
         for step in steps:
             straight, turned = whole.cast_both(step, role)
@@ -154,7 +156,7 @@ def test_a_cast_that_is_done_again_asks_nobody() -> None:
     precision = precisions.get("fp8")
     assert isinstance(precision, RecipePrecision)
     asked = []
-    arithmetic = tensor_parallel.scaled_together(
+    arithmetic = tensor_parallel.use_group_scales(
         RecipeArithmetic(precision.recipe).layer("a"), Role, lambda amax: asked.append(amax) or amax * 2
     )
     assert isinstance(arithmetic, RecipeArithmetic)
@@ -170,7 +172,7 @@ def test_scales_of_rows_and_blocks_are_of_one_ranks_values() -> None:
         precision = precisions.get(mode)
         assert isinstance(precision, RecipePrecision)
         arithmetic = RecipeArithmetic(precision.recipe)
-        assert tensor_parallel.scaled_together(arithmetic, Role, lambda amax: amax) is arithmetic
+        assert tensor_parallel.use_group_scales(arithmetic, Role, lambda amax: amax) is arithmetic
 
 
 NANO = SIZES["nano"]
@@ -179,8 +181,8 @@ GROUPED = replace(NANO, modern=True, key_heads=2)
 
 @for_each(("config", "ranks"), [(NANO, 2), (NANO, 4), (GROUPED, 2)])
 def test_shares_make_up_the_whole(config: GPTConfig, ranks: int) -> None:
-    for path, cut in cuts(config).items():
-        outputs, inputs = features_in(config)[path.split(".")[1]]
+    for path, cut in list_cuts(config).items():
+        outputs, inputs = list_features(config)[path.split(".")[1]]
         whole = torch.arange(outputs * inputs).view(outputs, inputs)
         shares = [cut.share(whole, rank, ranks) for rank in range(ranks)]
         assert torch.equal(cut.join(shares), whole)
@@ -195,16 +197,16 @@ def refusal(
 
 def test_what_cannot_be_cut_is_refused_with_the_number() -> None:
     three = replace(NANO, layers=3)
-    wanted = {
+    reference = {
         refusal("tp", ranks=3, amax="own"): "4 heads have no equal share for each of 3 ranks",
         refusal("tp", config=GROUPED, ranks=4, amax="own"): "2 heads of keys have no equal share for each of 4",
         refusal("sp", config=replace(NANO, sequence=97), amax="own"): "97 tokens have no equal share for each of 2",
-        refusal("tp", config=replace(NANO, experts=4), amax="own"): "experts are not cut here",
-        refusal("tp", mode="mxfp8", amax="group"): "mxfp8 has no scale of a tensor that ranks could share",
+        refusal("tp", config=replace(NANO, experts=4), amax="own"): "tensor parallelism cannot divide experts",
+        refusal("tp", mode="mxfp8", amax="group"): "mxfp8 has no tensor scale that ranks could share",
         refusal("tp_fsdp", ranks=4, batch=7, amax="own"): "7 sequences have no equal share for each pair of 4 ranks",
         refusal("pp_gpipe", config=three, microbatches="2"): "3 layers have no equal share for each of 2 ranks",
         refusal("pp_gpipe", batch=6, microbatches="4"): "6 sequences cannot be cut into 4 equal microbatches",
         refusal("pp_1f1b", ranks=2, microbatches="1"): "1 microbatches do not fill 2 stages by this schedule",
     }
-    for result, start in wanted.items():
+    for result, start in reference.items():
         assert result.startswith(start), (result, start)

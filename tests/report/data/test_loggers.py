@@ -20,9 +20,9 @@ from fp8bench.report.data.loggers import (
     LogTarget,
     ScalarLogger,
     check_target,
-    place_on_curve,
+    curve_step,
+    run_log_source,
     run_scalars,
-    run_source,
 )
 from tests.counts import for_each
 from tests.runs import transformer
@@ -40,7 +40,7 @@ def named(run: Run, findings: Mapping[str, Finding]) -> dict[tuple[str, str], fl
 
 def log_all(run: Run, findings: Mapping[str, Finding], target: LogTarget) -> list[str]:
     said: list[str] = []
-    logger = ScalarLogger([target], run_source(run), said.append, "the run is kept")
+    logger = ScalarLogger([target], run_log_source(run), said.append, "the run is kept")
     for scalar in run_scalars(run, findings):
         logger.log(*scalar)
     logger.close()
@@ -71,8 +71,8 @@ def test_what_an_emulation_costs_shares_no_chart_with_a_speed() -> None:
 def test_a_run_stands_at_its_commit(facts: dict[str, Scalar | None], at: int) -> None:
     """Unless its files differed or the commit is unknown: then at its start."""
     run = replace(transformer()[0], environment=Environment(facts))
-    assert place_on_curve(run) == at
-    assert place_on_curve(replace(run, started="then")) == (at if at == 1700000000 else 0)
+    assert curve_step(run) == at
+    assert curve_step(replace(run, started="then")) == (at if at == 1700000000 else 0)
 
 
 @pytest.fixture

@@ -15,7 +15,7 @@ from fp8bench.model import Finding, Interval, Level, Run, Verdict
 from fp8bench.model.codec import SCHEMA, decode, encode
 from fp8bench.model.specs import STEP
 from fp8bench.report.data.plain import csv_text, json_line
-from fp8bench.report.data.run import TidyRow, columns_of, rows, run_value
+from fp8bench.report.data.run import TidyRow, csv_columns, run_document, tidy_rows
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import ROOT
 from tests.counts import for_each
@@ -25,7 +25,7 @@ NATIVE_CASE = "m=64,operands=cast]@cpu/bf16{head=fp32}"
 
 
 RUN, FINDINGS = measured()
-TABLE = rows(RUN, FINDINGS)
+TABLE = tidy_rows(RUN, FINDINGS)
 
 
 def chosen(case: str = "", table: list[TidyRow] = TABLE, **wanted: object) -> list[TidyRow]:
@@ -66,14 +66,14 @@ def test_every_column_is_filled_by_some_run() -> None:
     for pattern in FILLING:
         (path,) = (ROOT / "tests" / "golden" / "stores").glob(f"{pattern}.jsonl")
         run = load_run(path)
-        filled |= {name for row in rows(run, findings(run)) for name, cell in row.items() if cell is not None}
-    assert set(columns_of()) - filled == set()
+        filled |= {name for row in tidy_rows(run, findings(run)) for name, cell in row.items() if cell is not None}
+    assert set(csv_columns()) - filled == set()
 
 
 @for_each("make", [measured, gemm, transformer])
 def test_json_holds_the_whole_run(make: Any) -> None:
     run, findings = make()
-    text = json_line(run_value(run, findings))
+    text = json_line(run_document(run, findings))
     document = strict(text)
     assert text.isascii() and text.endswith("}\n") and text.count("\n") == 1
     assert document.pop("schema") == SCHEMA and document.pop("break_even") == []
@@ -87,7 +87,7 @@ def test_json_holds_the_whole_run(make: Any) -> None:
             assert "case" not in said and decode(Finding, {**said, "case": plain["case"]}) == replace(
                 finding, typical=None
             )
-    assert {plain["finding"] for plain in run_value(run, {})["records"]} == {None}
+    assert {plain["finding"] for plain in run_document(run, {})["records"]} == {None}
 
 
 def test_a_phase_s_medians_are_those_of_its_calls() -> None:
@@ -106,7 +106,7 @@ def test_a_phase_s_medians_are_those_of_its_calls() -> None:
 def test_an_emulated_case_has_no_speed() -> None:
     (emulated,) = [record for record in RUN.records if record.support.level is Level.EMULATED]
     finding = replace(FINDINGS[emulated.case.id], ratio=Interval(0.3, 0.2, 0.4, 0.99), verdict=Verdict.FASTER)
-    table = rows(RUN, {**FINDINGS, emulated.case.id: finding})
+    table = tidy_rows(RUN, {**FINDINGS, emulated.case.id: finding})
     step = only("cpu/fp8", table, phase=STEP, metric="time")
     assert (step["verdict"], step["level"]) == ("emulated", "emulated") and step["best_in_unit"]
     assert step["ratio_to_reference"] is None
@@ -118,11 +118,11 @@ def test_an_emulated_case_has_no_speed() -> None:
 def test_any_run_has_rows_and_is_strict_json(wild: tuple[Run, dict[str, Finding]]) -> None:
     """Texts are one line and never empty, which a CSV reader could not distinguish from missing."""
     run, findings = wild
-    tidy = rows(run, findings)
+    tidy = tidy_rows(run, findings)
     texts = [cell for row in tidy for cell in row.values() if isinstance(cell, str)]
     assert all(text and text.isprintable() for text in texts)
     assert {row["case"] for row in tidy} == {record.case.id for record in run.records}
-    assert len(strict(json_line(run_value(run, findings)))["records"]) == len(run.records)
+    assert len(strict(json_line(run_document(run, findings)))["records"]) == len(run.records)
 
 
 @for_each(

@@ -5,7 +5,7 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.report.elements import AnyChart, ChartAxis, Stacks
-from fp8bench.report.page.charts import numbers_table, stack_parts, worth_drawing
+from fp8bench.report.page.charts import is_worth_drawing, numbers_table, stack_chart
 from tests.counts import for_each
 from tests.pages import bars, charts
 from tests.told_before import Told, as_before
@@ -28,11 +28,11 @@ def test_numbers_of_charts() -> Told:
     parts, halves = {"p": "p", "q": "q"}, {"p": 1.0, "q": 1.0}
     for claim, long in (("near each other are seconds", 4.0), ("far apart are shares, with their length", 40.0)):
         wholes = (("a", 2.0, halves), ("b", long, {"p": long}))
-        yield f"stacks {claim}", stack_parts("n", "N", "", ChartAxis("time", "s"), "share", parts, wholes)
+        yield f"stacks {claim}", stack_chart("n", "N", "", ChartAxis("time", "s"), "share", parts, wholes)
 
 
 def test_what_is_worth_drawing() -> None:
     """Three points, in more than one column."""
-    assert [worth_drawing(chart) for chart in charts()] == [True, True, True, False]
+    assert [is_worth_drawing(chart) for chart in charts()] == [True, True, True, False]
     two = bars().groups[0][1][:2]
-    assert not worth_drawing(replace(bars(), groups=(("", two),)))
+    assert not is_worth_drawing(replace(bars(), groups=(("", two),)))

@@ -12,7 +12,7 @@ from pathlib import Path
 import fp8bench.report
 from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _write_page
 from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone
-from fp8bench.report.page.html import CardAnswer, card_of, read_card, render
+from fp8bench.report.page.html import CardAnswer, make_card, read_card, render
 from tests.counts import for_each
 from tests.pages import LONG, NUISANCES, SCRIPT, charts, hostile_page, whole_page
 
@@ -168,11 +168,11 @@ def reported(reports: Path, name: str, page: Page) -> str:
 
 def test_a_page_gives_back_the_card_it_was_made_with() -> None:
     card = read_card(render(PAGE_OF_RUN))
-    assert card == card_of(PAGE_OF_RUN)
+    assert card == make_card(PAGE_OF_RUN)
     assert card is not None
     assert card.answers == (CardAnswer("bf16", "slower"), CardAnswer("fp8", "unsure"))
     said = replace(PAGE_OF_RUN, parts=(Part("a", "A", (Text("fp8 learns as bf16 does."),)),))
-    assert card_of(said).answers == (CardAnswer("", "fp8 learns as bf16 does."),)
+    assert make_card(said).answers == (CardAnswer("", "fp8 learns as bf16 does."),)
 
 
 def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from fp8bench.model import Environment, Finding, Interval, Label, PhaseGain, Record, Run, Status, Verdict
 from fp8bench.model.consumed import DeviceWatch, EnergyUse
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.run import detail_of, page_of, render
+from fp8bench.report.terminal.run import answer_page, detail_page, render
 from tests.counts import for_each
 from tests.materials import recased
 from tests.runs import NATIVE, gemm, judged, run_of, transformer, wild_runs
@@ -18,7 +18,7 @@ from tests.told_before import Told, as_before
 
 
 def words(run: Run, findings: dict[str, Finding], width: int = 100) -> str:
-    return layout.render(page_of(run, findings, width), width, explain=False)
+    return layout.render(answer_page(run, findings, width), width, explain=False)
 
 
 @as_before
@@ -134,7 +134,7 @@ def test_a_stored_run_names_what_differs_from_defaults() -> None:
 @for_each("name", ["memory", "data", "numbers", "energy", "notes", "all"])
 def test_a_detail_says_something_of_any_run(name: str) -> None:
     for run, findings in (transformer(), gemm(), (replace(transformer()[0], records=()), {})):
-        assert detail_of(name, run, findings, 80).parts
+        assert detail_page(name, run, findings, 80).parts
 
 
 @settings(max_examples=12, deadline=None)

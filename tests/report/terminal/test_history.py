@@ -6,14 +6,14 @@ from dataclasses import replace
 
 from fp8bench.model import Fault, Figure, Series, Trend
 from fp8bench.report.terminal.history import (
+    asv_files_page,
     faults_page,
-    joined_page,
-    rebuilt_page,
+    merge_page,
     run_row,
     runs_page,
+    show_trend_value,
     trend_page,
     trends_page,
-    value,
 )
 from fp8bench.report.terminal.layout import render
 from tests.histories import MACHINE, PYTHON, commit, run_at
@@ -64,7 +64,7 @@ def test_trends() -> Told:
         ("ratio", "gradient_vanished", None),
         ("%", "underflow_percent", 0.6412),
     ):
-        yield f"{metric} of {number} {unit}", value(rebased(unit, metric), number)
+        yield f"{metric} of {number} {unit}", show_trend_value(rebased(unit, metric), number)
     errors = replace(TIME, unit="ratio", metric="product_error")
     zeros = [replace(figure(number, None), value=error) for number, error in enumerate((0.0, 0.0, 0.1))]
     yield (
@@ -91,5 +91,5 @@ def test_pages_of_stores() -> Told:
     ]
     yield "what is broken stands first; each is where, what, and what to do", render(faults_page(faults, 3, 4, "s"))
     yield "nothing broken", render(faults_page([], 1, 1, "s"))
-    yield "what was made", render(rebuilt_page("s", 1, 7, 2, {"dirty": 1}))
-    yield "what was taken in", render(joined_page("s: took in t", {"runs that are new here": 2}))
+    yield "what was made", render(asv_files_page("s", 1, 7, 2, {"dirty": 1}))
+    yield "what was taken in", render(merge_page("s: imported t", {"new runs": 2}))

@@ -23,7 +23,7 @@ from fp8bench.model import (
 )
 from fp8bench.model.words import REMARKS
 from fp8bench.report.terminal import layout
-from fp8bench.report.terminal.run import page_of_plan, render
+from fp8bench.report.terminal.run import plan_page, render
 from tests.counts import for_each
 from tests.materials import Made, recased
 from tests.runs import NATIVE, gemm, render_whole, transformer, wild_runs
@@ -59,7 +59,7 @@ def test_two_runs_and_their_plans() -> Told:
         text = render_whole(run, findings)
         assert text == render_whole(run, findings) and text.isascii()
         yield f"a run of {make.__name__}", text
-        yield f"its plan of {make.__name__}", layout.render(page_of_plan(run.plan, run.devices))
+        yield f"its plan of {make.__name__}", layout.render(plan_page(run.plan, run.devices))
 
 
 def test_emulated_cases_show_no_speed() -> None:
@@ -138,7 +138,7 @@ def test_terminal() -> Told:
     )
     nothing = replace(run, records=(), path="", finished=False)
     for whole in (False, True):
-        yield f"a run without records says so, whole {whole}", render(nothing, {}, whole=whole)
+        yield f"a run without records says so, whole {whole}", render(nothing, {}, with_details=whole)
     detail = "no numerical error: ValueError: no reference for this one"
     records = tuple(
         replace(record, detail=detail) if record.status is Status.OK else record for record in several.records
@@ -154,7 +154,7 @@ def test_terminal() -> Told:
     plan = replace(several.plan, groups=(replace(first, cases=cases), *others))
     yield (
         "a precision refused at some shapes only is one row of the plan",
-        layout.render(page_of_plan(plan, several.devices)),
+        layout.render(plan_page(plan, several.devices)),
     )
 
 
@@ -170,5 +170,5 @@ def test_control_characters_do_not_reach_the_terminal() -> None:
 @given(wild_runs(), st.integers(40, 140))
 def test_no_line_is_wider_than_asked(wild: tuple[Run, dict[str, Finding]], width: int) -> None:
     run, findings = wild
-    for text in (render_whole(run, findings, width), layout.render(page_of_plan(run.plan, run.devices), width=width)):
+    for text in (render_whole(run, findings, width), layout.render(plan_page(run.plan, run.devices), width=width)):
         assert max(len(line) for line in text.splitlines()) <= width

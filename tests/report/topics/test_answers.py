@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fp8bench.analysis.phase_gains import find_reason
 from fp8bench.model import Finding, Interval, PhaseGain, Run, Verdict
-from fp8bench.report.panels import Panel, panels_of
-from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe, propose, verdict_rows
+from fp8bench.report.panels import Panel, group_into_panels
+from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe_reason, propose_commands, verdict_rows
 from tests.counts import for_each
 from tests.runs import judged, transformer
 from tests.told_before import Told, as_before
@@ -41,7 +41,7 @@ def test_reasons() -> Told:
     ):
         reason = find_reason([gain(phase, *both) for phase, both in {**times, "elementwise": (9, 9)}.items()])
         assert reason is not None
-        yield claim, describe(reason)
+        yield claim, describe_reason(reason)
 
 
 def unsettled(low: float, point: float, high: float, level: float = 0.99, **params: str) -> Panel:
@@ -49,11 +49,11 @@ def unsettled(low: float, point: float, high: float, level: float = 0.99, **para
     run, findings = judged((Verdict.UNSURE, point))
     own = list(findings)[1]
     findings[own] = replace(findings[own], ratio=Interval(point, low, high, level))
-    return with_params((run, findings), params) if params else panels_of(run, findings)[0]
+    return with_params((run, findings), params) if params else group_into_panels(run, findings)[0]
 
 
 def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) -> Panel:
-    (panel,) = panels_of(*made)
+    (panel,) = group_into_panels(*made)
     (group,) = panel.groups
     results = []
     for result in group.results:
@@ -71,25 +71,27 @@ def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) ->
     ],
 )
 def test_time_that_settles_a_verdict(ratio: tuple[float, float, float], seconds: int) -> None:
-    (proposal,) = propose(unsettled(*ratio).members, COMMAND)
+    (proposal,) = propose_commands(unsettled(*ratio).members, COMMAND)
     assert proposal.endswith(f"{COMMAND} --budget {seconds}")
 
 
 def test_a_verdict_that_no_time_settles_has_no_proposal() -> None:
-    assert not [*propose(unsettled(0.4, 0.995, 2.5).members, COMMAND)]
+    assert not [*propose_commands(unsettled(0.4, 0.995, 2.5).members, COMMAND)]
 
 
 def test_an_earlier_budget_is_replaced_and_a_quick_look_is_measured_in_full() -> None:
-    (proposal,) = propose(unsettled(0.93, 0.96, 0.99).members, f"{COMMAND} --budget 100 --rounds 80", budget=100)
+    (proposal,) = propose_commands(
+        unsettled(0.93, 0.96, 0.99).members, f"{COMMAND} --budget 100 --rounds 80", budget=100
+    )
     assert proposal.endswith(f"{COMMAND} --budget 200")
-    (proposal,) = propose(unsettled(0.93, 0.96, 0.99, level=0.0).members, f"{COMMAND} --quick --rounds 8")
+    (proposal,) = propose_commands(unsettled(0.93, 0.96, 0.99, level=0.0).members, f"{COMMAND} --quick --rounds 8")
     assert proposal.endswith(f"quiet machine: {COMMAND}")
-    assert not [*propose(unsettled(0.97, 0.99, 1.01).members, f"{COMMAND} --budget 300", budget=300)]
+    assert not [*propose_commands(unsettled(0.97, 0.99, 1.01).members, f"{COMMAND} --budget 300", budget=300)]
 
 
 @for_each("command", ["fp8bench profile ./model.py:make", "fp8bench suite --plan plan.json --cell 0"])
 def test_only_a_suite_is_measured_again(command: str) -> None:
-    assert not [*propose(unsettled(0.93, 0.96, 0.99).members, command)]
+    assert not [*propose_commands(unsettled(0.93, 0.96, 0.99).members, command)]
 
 
 def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
@@ -100,12 +102,12 @@ def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
         replace(result, finding=result.finding and replace(result.finding, gains=losses)) for result in group.results
     )
     panel = Panel((replace(group, results=results),))
-    said = " ".join(propose(panel.members, COMMAND))
+    said = " ".join(propose_commands(panel.members, COMMAND))
     assert "--set attention=auto,math" in said and "--set compile=yes" in said
-    assert "attention=auto,math" not in " ".join(propose(panel.members, f"{COMMAND} --set attention=flash"))
+    assert "attention=auto,math" not in " ".join(propose_commands(panel.members, f"{COMMAND} --set attention=flash"))
 
 
 def test_rows_of_verdicts_are_those_of_the_terminal() -> None:
-    rows = [dict(zip(VERDICT_COLUMNS, row, strict=True)) for row in verdict_rows(panels_of(*transformer()))]
+    rows = [dict(zip(VERDICT_COLUMNS, row, strict=True)) for row in verdict_rows(group_into_panels(*transformer()))]
     assert [(row["dtype"], row["verdict"]) for row in rows] == [("fp16", "cannot tell"), ("fp8", "no speed here")]
     assert rows[0]["low"] < rows[0]["speed_up"] < rows[0]["high"] and rows[1]["speed_up"] is None

@@ -8,8 +8,8 @@ from dataclasses import replace
 from fp8bench.model import Finding, Interval, Label, Run, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.elements import Text, Tone
-from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.verdict import comparisons
+from fp8bench.report.panels import group_into_panels
+from fp8bench.report.topics.verdict import compare_precisions
 from tests.counts import for_each
 from tests.runs import gemm, judged, phases, transformer
 from tests.told_before import Told, as_before
@@ -25,7 +25,7 @@ NOISY, FEW, CAPPED = Label.NOISY, Label.FEW_SAMPLES, Label.POWER_CAPPED
 
 
 def said(made: tuple[Run, dict[str, Finding]], device: str = "") -> list[Text]:
-    return [text for panel in panels_of(*made) for text in comparisons(panel, device)]
+    return [text for panel in group_into_panels(*made) for text in compare_precisions(panel, device)]
 
 
 CASES: tuple[list[tuple[Verdict, float | None, *tuple[Label, ...]]], ...] = (

@@ -8,9 +8,9 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import EnergyUse, Label, PhaseEnergy
-from fp8bench.report.data.run import rows
-from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.energy import energy, energy_of_phases
+from fp8bench.report.data.run import tidy_rows
+from fp8bench.report.panels import group_into_panels
+from fp8bench.report.topics.energy import energy_table, phase_energy_table
 from tests.energies import TOO_FEW, energetic, phase_of, unmeasured, use, with_energy, without_energy
 from tests.materials import Made, part, told
 from tests.runs import render_whole
@@ -30,7 +30,7 @@ def phased(joules: dict[str, float]) -> tuple[PhaseEnergy, ...]:
 
 
 def lines(made: Made) -> list[str]:
-    return told([element for panel in panels_of(*made) for element in energy(panel)], 120)
+    return told([element for panel in group_into_panels(*made) for element in energy_table(panel)], 120)
 
 
 @as_before
@@ -73,13 +73,13 @@ def test_energy_in_a_terminal() -> Told:
     both = with_energy(bf16=whole, fp8=void)
     yield (
         "phases that were asked for have a table; measured ones half their range, estimates brackets",
-        told([element for panel in panels_of(*both) for element in energy_of_phases(panel)], 120),
+        told([element for panel in group_into_panels(*both) for element in phase_energy_table(panel)], 120),
     )
     yield ("what phases leave over, and a limit that was changed, are notes", on_terminal(both, "energy", width=250))
 
 
 def test_who_did_not_ask_sees_nothing() -> None:
     assert "energy" not in render_whole(*without_energy()).partition("how to read")[0]
-    assert not [element for panel in panels_of(*energetic()) for element in energy_of_phases(panel)]
-    tidy = rows(*without_energy())
+    assert not [element for panel in group_into_panels(*energetic()) for element in phase_energy_table(panel)]
+    tidy = tidy_rows(*without_energy())
     assert not [row for row in tidy if "energy" in str(row["metric"]) or "power" in str(row["metric"])]

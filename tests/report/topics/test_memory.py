@@ -6,11 +6,11 @@ from collections.abc import Mapping, Sequence
 from dataclasses import replace
 
 from fp8bench.model import Capacity, Measurement, MemoryUse, PhaseMemory, Provenance, Record, Status
-from fp8bench.report.data.run import rows
+from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.elements import Stacks, Table
-from fp8bench.report.panels import panels_of, phases_of
-from fp8bench.report.topics.memory import capacity, device_share_of, highest_in, share_of
-from fp8bench.report.topics.memory import memory as memory_of
+from fp8bench.report.panels import group_into_panels, phase_seconds
+from fp8bench.report.topics.memory import capacity_tables, device_peak_ratio, peak_ratio, phases_at_peak
+from fp8bench.report.topics.memory import memory_table as memory_of
 from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 from tests.told_before import Told, as_before
@@ -78,7 +78,7 @@ def on_a_device(size: int | None, why: str = "", made: Made | None = None) -> Ma
 
 
 def table_of(made: Made) -> list[str]:
-    return told(memory_of(panels_of(*made)[0]), 140)
+    return told(memory_of(group_into_panels(*made)[0]), 140)
 
 
 @as_before
@@ -95,8 +95,8 @@ def test_memory() -> Told:
 def test_the_phase_of_the_highest_point_is_the_innermost() -> None:
     """Memory held when a product ends is still held by the surrounding phase."""
     phases = [PhaseMemory(name, 10) for name in ("unattributed", "elementwise", "gemm", "cast")]
-    assert highest_in(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
-    assert highest_in(MemoryUse(10)) == []
+    assert phases_at_peak(MemoryUse(10, phases=(*phases, PhaseMemory("data_load", 3))))[0] == "cast"
+    assert phases_at_peak(MemoryUse(10)) == []
 
 
 def fits(
@@ -125,7 +125,7 @@ USUAL = made(("fp32", fits(376)), ("bf16", fits(606, "tensors need 963 KiB more"
 
 
 def lines(case: Made, width: int = 120) -> list[str]:
-    return told([element for panel in panels_of(*case) for element in capacity(panel)], width)
+    return told([element for panel in group_into_panels(*case) for element in capacity_tables(panel)], width)
 
 
 @as_before
@@ -147,7 +147,7 @@ def test_largest_batches() -> Told:
 def test_who_did_not_ask_for_a_batch_sees_nothing() -> None:
     assert lines(gemm()) == [] and built("memory", gemm()) is None
     assert "largest batch" not in render_whole(*gemm())
-    assert not [row for row in rows(*gemm()) if str(row["metric"]).startswith("max_batch")]
+    assert not [row for row in tidy_rows(*gemm()) if str(row["metric"]).startswith("max_batch")]
 
 
 def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
@@ -156,10 +156,10 @@ def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
     bf16, *others = run.records
     on_device = Measurement("device_peak_memory", "B", (200.0 * MIB,), Provenance.DERIVED)
     reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device))
-    (panel,) = panels_of(replace(run, records=(reference, *others)), findings)
+    (panel,) = group_into_panels(replace(run, records=(reference, *others)), findings)
     cases = {case.mode: case for case in panel.members}
-    assert share_of(cases["fp16"]) is None
-    assert (device_share_of(cases["bf16"]), device_share_of(cases["fp8"])) == (1.0, 0.5)
+    assert peak_ratio(cases["fp16"]) is None
+    assert (device_peak_ratio(cases["bf16"]), device_peak_ratio(cases["fp8"])) == (1.0, 0.5)
 
 
 def test_terminal_page_and_rows_tell_one_peak() -> None:
@@ -172,7 +172,7 @@ def test_terminal_page_and_rows_tell_one_peak() -> None:
     peak = [column.title for column in page.columns].index("peak")
     shown = [row[peak].value for row in page.rows]
     assert shown == [
-        row["median_in_unit"] for row in rows(*made) if row["metric"] == "peak_memory" and row["phase"] == "step"
+        row["median_in_unit"] for row in tidy_rows(*made) if row["metric"] == "peak_memory" and row["phase"] == "step"
     ]
 
 
@@ -182,8 +182,8 @@ def test_each_precision_at_its_own_batch() -> None:
     found = (replace(fits(16), tokens=4096, seconds=(9.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0)),)
     found += (replace(fits(32), tokens=8192, seconds=(2.0,) * 8), replace(fits(20), tokens=4096))
     records = [replace(record, capacity=own) for record, own in zip(run.records, found, strict=True)]
-    (panel,) = panels_of(replace(run, records=tuple(records)), findings)
-    table = next(element for element in capacity(panel) if getattr(element, "name", "") == "own-batch")
+    (panel,) = group_into_panels(replace(run, records=tuple(records)), findings)
+    table = next(element for element in capacity_tables(panel) if getattr(element, "name", "") == "own-batch")
     assert isinstance(table, Table)
     bf16, fp16 = (
         {column.title: field.value for column, field in zip(table.columns, row, strict=True)} for row in table.rows
@@ -191,7 +191,7 @@ def test_each_precision_at_its_own_batch() -> None:
     assert (bf16["tokens/s"], fp16["tokens/s"], bf16["step"]) == (2048, 4096, 2.0)
     assert bf16["h for 1 G tokens"] == 1e9 / 2048 / 3600
     case_bf16, _, _ = panel.members
-    assert case_bf16.best and bf16["same batch"] == 1024 / case_bf16.best
-    update = dict(phases_of(case_bf16))["optimizer_step"]
+    assert case_bf16.best_seconds and bf16["same batch"] == 1024 / case_bf16.best_seconds
+    update = dict(phase_seconds(case_bf16))["optimizer_step"]
     assert bf16["at 8.19 k a step"] == 8192 / (2 * (2 - update) + update) and update > 0
     assert fp16["at 8.19 k a step"] == 8192 / 2

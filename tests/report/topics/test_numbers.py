@@ -7,11 +7,11 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.measure.slots import segment
+from fp8bench.measure.slots import cut_into_cells
 from fp8bench.model import CELL_PHASES, LayerScale, Record, SlotSample, TensorStatistics, Timing
 from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.section import MOST_ROWS
-from fp8bench.report.topics.numbers import is_of_step, step_seconds
+from fp8bench.report.page.section import MAX_ROWS
+from fp8bench.report.topics.numbers import is_sampler_step_error, sampler_step_seconds
 from tests.counts import for_each
 from tests.fakes import MS, steady
 from tests.materials import Made, built, many, of_kind, part, with_errors
@@ -82,7 +82,7 @@ def test_a_table_of_scales_has_an_end() -> None:
         "scales", (replace(run, records=tuple(replace(record, scales=scales) for record in run.records)), findings)
     )
     (table,) = of_kind(elements, Table)
-    assert MOST_ROWS - 2 < len(table.rows) <= MOST_ROWS
+    assert MAX_ROWS - 2 < len(table.rows) <= MAX_ROWS
     assert any("the table has no room for m=" in text.text for text in of_kind(elements, Text))
 
 
@@ -99,7 +99,7 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
     for length in milliseconds:
         codes += [GEMM, ELEMENTWISE, accumulate, ELEMENTWISE]
         intervals += [length * MS * 9 // 10, length * MS // 10 - 3000, 2000, 1000]
-    made = segment([*codes, NOBODY], [*intervals, 1000], part_ends="accumulate")
+    made = cut_into_cells([*codes, NOBODY], [*intervals, 1000], part_ends="accumulate")
     slots = []
     for call in range(calls):
         slow = [interval * (100 if call == 1 else 1) for interval in (*intervals, 1000)]
@@ -112,7 +112,7 @@ def sampled(*milliseconds: int, calls: int = 3, accumulate: int = ACCUMULATE) ->
 @for_each("lengths", [(45, 107, 128), (100, 10, 10, 10), (10, 10, 10, 100), (5,) * 50])
 def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
     """One slow call does not move the median."""
-    measured = step_seconds(sampled(*lengths))
+    measured = sampler_step_seconds(sampled(*lengths))
     assert len(measured) == len(lengths)
     for seconds, length in zip(measured, lengths, strict=True):
         assert seconds == pytest.approx(length / 1000, abs=4e-6)
@@ -120,11 +120,15 @@ def test_each_step_has_its_own_time(lengths: tuple[int, ...]) -> None:
 
 
 def test_steps_that_marks_do_not_tell_apart_have_no_times() -> None:
-    assert step_seconds(steady(MS, 4)) == ()
-    assert step_seconds(sampled(10, 10, accumulate=ELEMENTWISE)) == ()
-    assert step_seconds(replace(sampled(10, 10), varying=True)) == ()
-    assert step_seconds(sampled(10, 10, calls=0)) == ()
-    assert is_of_step("free_floor_step12_error") and not is_of_step("latent_error") and not is_of_step("step_error")
+    assert sampler_step_seconds(steady(MS, 4)) == ()
+    assert sampler_step_seconds(sampled(10, 10, accumulate=ELEMENTWISE)) == ()
+    assert sampler_step_seconds(replace(sampled(10, 10), varying=True)) == ()
+    assert sampler_step_seconds(sampled(10, 10, calls=0)) == ()
+    assert (
+        is_sampler_step_error("free_floor_step12_error")
+        and not is_sampler_step_error("latent_error")
+        and not is_sampler_step_error("step_error")
+    )
 
 
 def sampling() -> Made:

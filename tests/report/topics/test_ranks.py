@@ -7,14 +7,14 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.ranks import frontier
+from fp8bench.analysis.ranks import find_pareto_points
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, RankScaling, Transfer
-from fp8bench.report.data.run import rows
+from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.section import material_of
-from fp8bench.report.panels import Panel, panels_of
-from fp8bench.report.topics.ranks import ranks, ranks_section
+from fp8bench.report.page.section import make_material
+from fp8bench.report.panels import Panel, group_into_panels
+from fp8bench.report.topics.ranks import rank_elements, ranks_section
 from tests.runs import EMULATED, NATIVE, error, run_of
 from tests.told_before import Told, as_before
 
@@ -56,27 +56,27 @@ def made() -> Run:
 
 
 def test_the_cheapest_ways_are_those_that_nothing_beats() -> None:
-    assert frontier([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
-    assert frontier([]) == ()
-    assert frontier([(12813.3, 28.5), (12805.3, 26.7)]) == (0,)  # a ring sends one scale less
+    assert find_pareto_points([(1.0, 28.0), (1.0, 26.0), (2.0, 27.0), (3.0, 50.0), (1.0, 28.0)]) == (0, 3, 4)
+    assert find_pareto_points([]) == ()
+    assert find_pareto_points([(12813.3, 28.5), (12805.3, 26.7)]) == (0,)  # a ring sends one scale less
 
 
 @as_before
 def test_ranks() -> Told:
-    (panel,) = panels_of(made(), findings(made()))
-    yield "a column a rank; half of 2 s of communication hides in 5 s beside 4 s of products", ranks(panel)
+    (panel,) = group_into_panels(made(), findings(made()))
+    yield "a column a rank; half of 2 s of communication hides in 5 s beside 4 s of products", rank_elements(panel)
     off = Overlap((4.0,) * 6, (2.0,) * 6, (5.0,) * 6, (9.0,) * 6)
     wide = Overlap((4.0,) * 6, (2.0,) * 6, (3.9, 4.5, 5.0, 5.0, 5.5, 6.0), (6.0,) * 6)
     both = [record("fp32", "fp8_ring", 6.0, 1.0, overlap=off), record("bf16", "fp8_ring", 6.0, 1.0, overlap=wide)]
-    yield "a word stands where nothing is told, and what it means is said once", ranks(*of_run(*both))
+    yield "a word stands where nothing is told, and what it means is said once", rank_elements(*of_run(*both))
     own = record("fp32", "", 1.0, 1.0)
     stages = replace(own, case=replace(own.case, workload="parallel", params=(("microbatches", 4),)), transfer=None)
-    yield "of 18 ms of a pipeline's two ranks 8 are waiting and sending", ranks(*of_run(stages))
+    yield "of 18 ms of a pipeline's two ranks 8 are waiting and sending", rank_elements(*of_run(stages))
 
 
 def of_run(*records: Record) -> tuple[Panel, ...]:
     run = run_of(list(records))
-    return panels_of(run, findings(run))
+    return group_into_panels(run, findings(run))
 
 
 def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
@@ -85,9 +85,9 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     run = run_of(
         [record("fp32", "fp8_ring", 6.0, 1.0, scaling=known), record("bf16", "fp8_ring", 6.0, 1.0, scaling=apart)]
     )
-    (panel,) = panels_of(run, findings(run))
-    on_page = list(ranks_section(material_of([run], [findings(run)])))
-    for elements in (list(ranks(panel)), on_page):
+    (panel,) = group_into_panels(run, findings(run))
+    on_page = list(ranks_section(make_material([run], [findings(run)])))
+    for elements in (list(rank_elements(panel)), on_page):
         (table,) = (
             element for element in elements if isinstance(element, Table) and element.name.startswith("scaling")
         )
@@ -96,8 +96,8 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
             ["wide", "wide"],
         ]
         said = [element.text for element in elements if isinstance(element, Text)]
-        assert any("Efficiency is unknown where the table says wide: " in sentence for sentence in said), said
-    efficiencies = [row for row in rows(run, findings(run)) if row["metric"] == "strong_scaling"]
+        assert any("Efficiency is unknown where the table has a word: wide: " in sentence for sentence in said), said
+    efficiencies = [row for row in tidy_rows(run, findings(run)) if row["metric"] == "strong_scaling"]
     bounds = [
         (row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in efficiencies
     ]
@@ -113,6 +113,6 @@ def test_rows_of_a_rank_that_failed() -> None:
         failed_rank=FailedRank(1, 2, "slot", "gemm", 21, 0.5),
     )
     run = run_of([record("fp32", "fp8_ring", 6000.0, 151.0), lost])
-    tidy = rows(run, findings(run))
+    tidy = tidy_rows(run, findings(run))
     failed = [row for row in tidy if row["status"] == "failed"]
     assert failed and {(row["failed_rank"], row["failed_phase"]) for row in failed} == {(1, "gemm")}

@@ -6,8 +6,8 @@ from dataclasses import replace
 
 from fp8bench.model import Label, Limit, Request, Verdict
 from fp8bench.report.elements import Items, Text
-from fp8bench.report.panels import panels_of
-from fp8bench.report.topics.roofline import describe_bounds, how_to_know
+from fp8bench.report.panels import group_into_panels
+from fp8bench.report.topics.roofline import describe_bounds, explain_unknown_limits
 from tests.materials import Made, built, of_kind, part
 from tests.rooflines import CEILING, made
 from tests.runs import render_whole
@@ -17,7 +17,7 @@ MEMORY = (Limit.COPY, Limit.TRIAD)
 
 
 def advice(material: Made) -> str:
-    return how_to_know(panels_of(*material), material[0])
+    return explain_unknown_limits(group_into_panels(*material), material[0])
 
 
 @as_before
@@ -30,7 +30,10 @@ def test_roofline() -> Told:
     first, own = (record.case.id for record in run.records[:2])
     slow = tuple((name, 10 * seconds) for name, seconds in findings[first].phases if name != "optimizer_step")
     far = {**findings, first: replace(findings[first], best_seconds=1.0, phases=slow)}
-    yield "a phase far below its ceilings waits for something else", list(describe_bounds(panels_of(run, far)[0]))
+    yield (
+        "a phase far below its ceilings waits for something else",
+        list(describe_bounds(group_into_panels(run, far)[0])),
+    )
     noisy = {**findings, own: replace(findings[own], labels=(Label.NOISY,), floor=0.2)}
     yield "a case under a label gives it perhaps", of_kind(part("roofline", (run, noisy)), Items)
     unsure = {**findings, own: replace(findings[own], verdict=Verdict.UNSURE)}

@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.analysis.findings import findings
-from fp8bench.analysis.tapes import parts_of
+from fp8bench.analysis.tapes import list_step_shares
 from fp8bench.model import Run, Share, ShareKind, Shares
 from fp8bench.model.step import Coverage, HeldProduct, Holder, OtherProduct
 from fp8bench.report.terminal.layout import render
-from fp8bench.report.topics.shares import page_of
+from fp8bench.report.topics.shares import shares_page
 from tests.materials import built, part
 from tests.runs import gemm, render_whole, transformer
 from tests.told_before import Told, as_before
@@ -27,7 +27,10 @@ PARTS = (
 def test_shares_of_a_step() -> Told:
     run, findings = transformer()
     shared = replace(run, records=tuple(replace(record, shares=Shares(PARTS, 10e-3)) for record in run.records))
-    yield "each kind of work and each module", render(page_of(shared, parts_of(shared, findings)), 160, False, False)
+    yield (
+        "each kind of work and each module",
+        render(shares_page(shared, list_step_shares(shared, findings)), 160, False, False),
+    )
 
 
 PRODUCT = HeldProduct(8, 16, 32)

@@ -6,11 +6,11 @@ from dataclasses import replace
 
 from fp8bench.model import Measurement, Record, Status
 from fp8bench.report.elements import Table, Text
-from fp8bench.report.panels import Panel, Result, panels_of
+from fp8bench.report.panels import Panel, Result, group_into_panels
 from fp8bench.report.topics.tensors import (
-    about_tensors,
-    best_by_width,
-    cell_of,
+    is_about_tensors,
+    name_best_precisions,
+    name_precision,
     timed_panels,
 )
 from tests.counts import for_each
@@ -21,7 +21,7 @@ from tests.told_before import Told, as_before, on_terminal
 
 
 def panel(made: Made) -> Panel:
-    (only_panel,) = panels_of(*made)
+    (only_panel,) = group_into_panels(*made)
     return only_panel
 
 
@@ -31,11 +31,11 @@ def result(precision: str, *figures: Measurement, **params: int) -> Result:
 
 def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
     """An equally named figure in a second suite is not enough."""
-    assert about_tensors(panel(tensors("gaussian"))) and not about_tensors(panel(products()))
+    assert is_about_tensors(panel(tensors("gaussian"))) and not is_about_tensors(panel(products()))
     run, findings = gemm()
     first, *others = run.records
     first = replace(first, measurements=(*first.measurements, Measurement("sqnr_db", "dB", (30.0,))))
-    assert not any(map(about_tensors, panels_of(replace(run, records=(first, *others)), findings)))
+    assert not any(map(is_about_tensors, group_into_panels(replace(run, records=(first, *others)), findings)))
 
 
 @for_each(
@@ -56,12 +56,12 @@ def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
 )
 def test_a_precision_has_its_format_and_its_words(precision: str, fmt: str, words: str) -> None:
     """Options give the words; recipes and unknown precisions keep their names."""
-    assert cell_of(result(precision)) == (fmt, words)
+    assert name_precision(result(precision)) == (fmt, words)
     custom = result("custom")
     mapped = replace(
         custom, record=replace(custom.record, case=replace(custom.record.case, precision_map=(("a", "bf16"),)))
     )
-    assert cell_of(mapped).words == "custom{a=bf16}"
+    assert name_precision(mapped).name == "custom{a=bf16}"
 
 
 @for_each(("width", "sizes"), [(40, [2, 2, 2, 1]), (60, [4, 3]), (100, [7])])
@@ -92,13 +92,19 @@ def with_record(made: Made, place: int, **changes: object) -> Made:
 @as_before
 def test_tensors() -> Told:
     two, three = tensors("gaussian", "outliers"), tensors("gaussian", "outliers", "log-normal")
-    yield "the best of each width, where it has several precisions", list(best_by_width(panel(tensors("gaussian"))))
-    yield "how often each is the best", list(best_by_width(panel(two)))
+    yield (
+        "the best of each width, where it has several precisions",
+        list(name_best_precisions(panel(tensors("gaussian")))),
+    )
+    yield "how often each is the best", list(name_best_precisions(panel(two)))
     records = [
         replace(one, measurements=left(90.0)) if one.case.mode.endswith("=row") and number > 12 else one
         for number, one in enumerate(three[0].records)
     ]
-    yield "the second best, too", list(best_by_width(panel((replace(three[0], records=tuple(records)), three[1]))))
+    yield (
+        "the second best, too",
+        list(name_best_precisions(panel((replace(three[0], records=tuple(records)), three[1])))),
+    )
     yield "of many tensors a terminal shows the SQNR alone", on_terminal(three, "SQNR")
     failed = with_record(three, 1, status=Status.FAILED, reason="out of memory", measurements=())
     yield "a case without figures has dashes and a note", on_terminal(failed, "SQNR in", "notes")

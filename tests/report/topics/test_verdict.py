@@ -9,8 +9,12 @@ from dataclasses import replace
 from fp8bench.model import Finding, Label, Record, Status, Verdict
 from fp8bench.report.case_status import Standing
 from fp8bench.report.elements import Items
-from fp8bench.report.panels import NamedCase, panels_of
-from fp8bench.report.topics.verdict import cases_of, describe_missing, emulations, skips
+from fp8bench.report.panels import NamedCase, group_into_panels
+from fp8bench.report.topics.verdict import (
+    describe_cases_without_result,
+    describe_emulations,
+    list_cases,
+)
 from fp8bench.report.words.legend import error_word
 from tests.counts import for_each
 from tests.materials import built, nothing, of_kind, part, recased, skipped
@@ -68,7 +72,7 @@ def of(*records: Record) -> list[NamedCase]:
     findings = {
         record.case.id: Finding(record.case, Verdict.NONE, 1e-3) for record in records if record.status is Status.OK
     }
-    return cases_of(panels_of(run_of(list(records)), findings))
+    return list_cases(group_into_panels(run_of(list(records)), findings))
 
 
 def emulated(precision: str, suite: str = "gemm", value: float = 0.037, device: str = "cpu") -> Record:
@@ -78,25 +82,25 @@ def emulated(precision: str, suite: str = "gemm", value: float = 0.037, device: 
 
 @as_before
 def test_failures_and_skips() -> Told:
-    made = cases_of(panels_of(*gemm()))
+    made = list_cases(group_into_panels(*gemm()))
 
     def failures(cases: Sequence[NamedCase]) -> list[str]:
-        return describe_missing(cases, Standing.FAILED, "FAILED")
+        return describe_cases_without_result(cases, Standing.FAILED, "FAILED")
 
     yield "a failure says where and why", failures(made)
     yield "alike ones share a sentence", failures(of(*(failed("fp8", "no\n memory", m=size) for size in range(1, 8))))
     yield "a reason is one line that ends", failures(of(failed("fp8", "x" * 1000), failed("bf16", "")))
-    yield "a skip says its reason once", skips(made)
+    yield "a skip says its reason once", describe_cases_without_result(made, Standing.SKIPPED, "skipped")
     two = [
         Record(case(suite, mode, {}), REFUSED, Status.SKIPPED, reason="no hardware")
         for suite, mode in (("gemm", "mxfp4"), ("mlp", "nvfp4"))
     ]
-    yield "of two suites, too", skips(of(*two))
+    yield "of two suites, too", describe_cases_without_result(of(*two), Standing.SKIPPED, "skipped")
 
 
 @as_before
 def test_emulations() -> Told:
-    yield "what is not finite is not called right", emulations(of(emulated("fp8", value=math.inf)))
+    yield "what is not finite is not called right", describe_emulations(of(emulated("fp8", value=math.inf)))
     several = [emulated(f"p{number}", value=math.nan if number == 2 else 0.1) for number in range(4)]
-    yield "nor where it is one of several", emulations(of(*several))
-    yield "many share a sentence", emulations(of(*map(emulated, ("fp8", "mxfp8", "nvfp4"))))
+    yield "nor where it is one of several", describe_emulations(of(*several))
+    yield "many share a sentence", describe_emulations(of(*map(emulated, ("fp8", "mxfp8", "nvfp4"))))

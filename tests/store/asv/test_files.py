@@ -20,17 +20,17 @@ from fp8bench.errors import AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, 
 from fp8bench.model import Series
 from fp8bench.store.asv import files as asv_files
 from fp8bench.store.asv.files import (
-    definition_of,
-    existing,
     load_benchmarks,
+    load_if_present,
     load_machine,
+    make_definition,
     merge_benchmarks,
     merge_machine,
     read_object,
+    read_settled_file,
+    rename_broken_file,
     save_benchmarks,
     save_machine,
-    set_aside,
-    settled_read,
     write_object,
 )
 from tests.counts import for_each
@@ -81,7 +81,7 @@ def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
     with pytest.raises(AsvFileError, match=r"x\.json cannot be written \(Permission denied\)"):
         write_object(read_only, {"a": 2})
     with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(Permission denied\)"):
-        set_aside(read_only)
+        rename_broken_file(read_only)
     assert read_only.read_text() == OLD and list(read_only.parent.iterdir()) == [read_only]
 
 
@@ -103,11 +103,11 @@ def test_a_file_that_is_being_written_is_looked_at_again(old: Path, monkeypatch:
 
     old.write_text("")
     monkeypatch.setattr(asv_files.time, "sleep", sleep)
-    assert settled_read(lambda path: read_object(path, 2), old, 60) == {"a": 1} and pieces == []
+    assert read_settled_file(lambda path: read_object(path, 2), old, 60) == {"a": 1} and pieces == []
     monkeypatch.setattr(asv_files.time, "sleep", lambda seconds: pytest.fail("it waits"))
     old.write_text("[]")  # complete but wrong
     with pytest.raises(AsvFileBroken, match="expected an object"):
-        settled_read(lambda path: read_object(path, 2), old, 60)
+        read_settled_file(lambda path: read_object(path, 2), old, 60)
 
 
 def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -128,7 +128,7 @@ def test_a_writer_that_was_stopped_half_way_keeps_its_file(old: Path, monkeypatc
         old.write_text(OLD[:9])
         os.utime(old, (1000.0, 1000.0))
         with contextlib.nullcontext() if set_aside_too is aside else pytest.raises(AsvFileTorn):
-            assert existing(lambda path: read_object(path, 2), old, set_aside_too) == {"a": 1}
+            assert load_if_present(lambda path: read_object(path, 2), old, set_aside_too) == {"a": 1}
     assert not aside and list(old.parent.iterdir()) == [old]
 
 
@@ -152,18 +152,18 @@ def test_a_file_that_stays_torn_is_broken(
     now = old.stat().st_mtime
     os.utime(old, (now - age, now - age))
     with pytest.raises(AsvFileTorn, match="is broken: "):
-        settled_read(load, old, seconds)
+        read_settled_file(load, old, seconds)
     assert len(seen) == looks
 
 
 def test_what_is_set_aside_is_kept_under_a_new_name(old: Path) -> None:
-    first = set_aside(old)
+    first = rename_broken_file(old)
     old.write_text("second")
-    second = set_aside(old)
+    second = rename_broken_file(old)
     assert (first.name, second.name) == ("x.json.broken-1", "x.json.broken-2") and not old.exists()
     assert (first.read_text(), second.read_text()) == (OLD, "second")
     with pytest.raises(AsvFileError, match=r"x\.json is broken and cannot be renamed \(No such file"):
-        set_aside(old)  # another process was faster; this one leaves nothing behind
+        rename_broken_file(old)  # another process was faster; this one leaves nothing behind
     assert sorted(old.parent.iterdir()) == [first, second]
 
 
@@ -174,7 +174,7 @@ MACHINE = {"machine": "box", "os": "Linux", "arch": "x86_64", "cpu": "a cpu", "n
 
 
 def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
-    definitions = [FOREIGN, definition_of(TIME), definition_of(ERROR)]
+    definitions = [FOREIGN, make_definition(TIME), make_definition(ERROR)]
     conf = SimpleNamespace(results_dir=str(tmp_path), benchmark_dir="suites")
     Benchmarks(conf, definitions).save()
     theirs = tmp_path / "benchmarks.json"
@@ -182,7 +182,7 @@ def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
     assert merge_benchmarks({}, [TIME, ERROR]) | {"time_x": FOREIGN} == load_benchmarks(theirs)
     save_benchmarks(theirs, load_benchmarks(theirs))
     assert theirs.read_bytes() == before
-    assert Benchmarks.load(conf)[TIME.name] == definition_of(TIME)
+    assert Benchmarks.load(conf)[TIME.name] == make_definition(TIME)
 
 
 @for_each(
@@ -190,10 +190,10 @@ def test_asv_writes_the_same_benchmarks(tmp_path: Path) -> None:
 )
 def test_merging_drops_no_name_and_replaces_a_definition_that_says_something_else(change: dict[str, Any]) -> None:
     new = replace(TIME, **change)
-    known = {**definition_of(TIME), "code": "def track_time(self): ...", "rounds": 2}  # asv's discovery added to it
+    known = {**make_definition(TIME), "code": "def track_time(self): ...", "rounds": 2}  # asv's discovery added to it
     before = {"time_x": FOREIGN, TIME.name: known}
-    assert merge_benchmarks(before, [TIME, ERROR]) == {**before, ERROR.name: definition_of(ERROR)}
-    assert merge_benchmarks(before, [new]) == {"time_x": FOREIGN, TIME.name: definition_of(new)}
+    assert merge_benchmarks(before, [TIME, ERROR]) == {**before, ERROR.name: make_definition(ERROR)}
+    assert merge_benchmarks(before, [new]) == {"time_x": FOREIGN, TIME.name: make_definition(new)}
     assert before == {"time_x": FOREIGN, TIME.name: known}
 
 
@@ -204,15 +204,15 @@ def test_lists_of_other_versions_and_torn_ones_are_sentences(tmp_path: Path) -> 
         with pytest.raises(AsvFileBroken, match=r"the benchmark 'a\.B' has no name and params"):
             load_benchmarks(path)
     path.write_text('{"version": 3}')
-    with pytest.raises(AsvFileOfOtherVersion, match="newer asv: it is of version 3, fp8bench reads version 2"):
+    with pytest.raises(AsvFileOfOtherVersion, match="newer asv: its version is 3, fp8bench reads version 2"):
         load_benchmarks(path)
-    with pytest.raises(AsvFileOfOtherVersion, match="newer asv: it is of version 3, fp8bench reads version 1"):
+    with pytest.raises(AsvFileOfOtherVersion, match="newer asv: its version is 3, fp8bench reads version 1"):
         load_machine(path)
     path.write_text('{\n    "gemm.Gemm.track_ti')
     with pytest.raises(AsvFileTorn, match="is broken: "):
         load_benchmarks(path)
     path.write_text('{"version": 1, "machine": null}')
-    with pytest.raises(AsvFileBroken, match="it names no 'machine'"):
+    with pytest.raises(AsvFileBroken, match="it has no field 'machine'"):
         load_machine(path)
 
 

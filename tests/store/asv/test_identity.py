@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 from fp8bench.model import Environment
 from fp8bench.model.codec import decode, encode
 from fp8bench.store.asv import identity
-from fp8bench.store.asv.identity import Identity, as_facts, from_facts, identify, resolve_interpreter
+from fp8bench.store.asv.identity import Identity, find_identity, parse_identity, resolve_interpreter, to_facts
 from tests.counts import for_each
 
 ROOT = Path(__file__).resolve().parents[3]
@@ -44,8 +44,8 @@ print(json.dumps([said, here.python, here.name, file]))
 """
 OURS = f"""
 import json
-from fp8bench.store.asv.identity import identify
-here = identify()
+from fp8bench.store.asv.identity import find_identity
+here = find_identity()
 print(json.dumps([[here.machine], here.python, here.env_name, here.file_name({COMMIT!r})]))
 """
 
@@ -112,7 +112,7 @@ def test_the_machine_is_the_one_asv_takes_and_a_broken_file_is_as_good_as_none(
 ) -> None:
     home = write_home(tmp_path / "home", {**HOMES, **BROKEN}[name])
     monkeypatch.setenv("HOME", str(home))
-    assert identify().machine == asv_machines["none" if name in BROKEN else name]
+    assert find_identity().machine == asv_machines["none" if name in BROKEN else name]
     assert len(list(home.iterdir())) == (name != "none")  # the user's file; without one none is created
 
 
@@ -122,27 +122,27 @@ def test_the_users_entry_comes_before_the_stores_and_that_before_what_is_found(
     """A store's machine.json keeps its series intact when the kernel is updated; its version is the file's."""
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "none", None)))
     before = {**MACHINE, "os": "before the update"}
-    assert identify({**before, "version": 1}).machine == before
-    assert identify({"os": "no name"}).machine["machine"] == NODE
+    assert find_identity({**before, "version": 1}).machine == before
+    assert find_identity({"os": "no name"}).machine["machine"] == NODE
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "entry", HOMES["gpu"])))
-    assert identify(before).machine["gpu"] == "NVIDIA H200"
+    assert find_identity(before).machine["gpu"] == "NVIDIA H200"
 
 
 def test_lists_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`asv publish` fails on them, so a series with one is never drawn."""
     entry = {**MACHINE, "gpus": ["a", "b"], "more": {"a": 1}, "python": "not the machine's"}
     monkeypatch.setenv("HOME", str(write_home(tmp_path / "home", {NODE: entry, "version": 1})))
-    assert identify().machine == MACHINE
+    assert find_identity().machine == MACHINE
 
 
 def test_a_system_that_says_nothing_leaves_empty_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_bytes(b"processor\t: 0\nfeatures\nmodel name\t: A: \xe9 CPU \nmodel name\t: second\n")
-    assert identity._line(str(tmp_path / "cpuinfo"), "model name") == "A: � CPU"
-    assert identity._line(str(tmp_path / "cpuinfo"), "MemTotal") == ""
-    assert identity._line(str(tmp_path / "nowhere"), "model name") == ""
-    assert [identity._bytes(size) for size in ("2 kB", "2", "", "x kB")] == ["2048", "2", "", "x"]
+    assert identity._read_named_value(str(tmp_path / "cpuinfo"), "model name") == "A: � CPU"
+    assert identity._read_named_value(str(tmp_path / "cpuinfo"), "MemTotal") == ""
+    assert identity._read_named_value(str(tmp_path / "nowhere"), "model name") == ""
+    assert [identity._parse_kilobytes(size) for size in ("2 kB", "2", "", "x kB")] == ["2048", "2", "", "x"]
     monkeypatch.setenv("PATH", str(tmp_path))
-    assert identity._sysctl("hw.memsize") == ""
+    assert identity._read_sysctl("hw.memsize") == ""
 
 
 @pytest.mark.skipif(platform.system() != "Linux", reason="the two witnesses are there only on Linux")
@@ -207,8 +207,8 @@ NAMES = st.text(min_size=1).filter(lambda name: "/" not in name and "\0" not in 
 def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, python: str) -> None:
     """Including types: to asv 8 and "8" are two series."""
     here = Identity({"machine": machine, **more}, python, "where it was made")
-    plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **as_facts(here)}))))
-    back = from_facts(decode(Environment, plain).facts)
+    plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **to_facts(here)}))))
+    back = parse_identity(decode(Environment, plain).facts)
     assert back == here
     assert back is not None and all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
 
@@ -222,8 +222,8 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     ],
 )
 def test_facts_without_a_machine_or_an_interpreter_are_no_identity(name: str, value: Any) -> None:
-    facts = as_facts(Identity(MACHINE, "/venv/bin/python3"))
+    facts = to_facts(Identity(MACHINE, "/venv/bin/python3"))
     assert (facts["asv_python"], facts["asv_machine"]) == ("/venv/bin/python3", NODE)  # named like asv's parameters
-    assert from_facts({**facts, name: value}) is None
-    assert from_facts({key: kept for key, kept in facts.items() if key != name}) is None
-    assert from_facts({}) is None
+    assert parse_identity({**facts, name: value}) is None
+    assert parse_identity({key: kept for key, kept in facts.items() if key != name}) is None
+    assert parse_identity({}) is None

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import AsvFileAbsent, AsvFileBroken, AsvFileError, AsvFileOfOtherVersion, AsvFileTorn
 from fp8bench.model.codec import Malformed
 from fp8bench.store.asv.files import ResultsFile, load_results, save_results
-from fp8bench.store.asv.rows import COLUMNS, AsvRow, Stats, cell
+from fp8bench.store.asv.rows import COLUMNS, AsvRow, Stats, summarize_samples
 from tests.counts import for_each
 
 COMMIT = "66fd6b5c" + "0123456789abcdef" * 2
@@ -51,7 +51,7 @@ def by_asv(folder: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], ke
 def by_us(path: Path, *benchmarks: tuple[str, list[list[str]], list[Any]], keep: bool = False) -> Path:
     rows = {}
     for name, params, samples in benchmarks:
-        cells = [cell(sample) if isinstance(sample, list) else (sample, None) for sample in samples]
+        cells = [summarize_samples(sample) if isinstance(sample, list) else (sample, None) for sample in samples]
         kept = tuple(tuple(sample) if keep and isinstance(sample, list) else None for sample in samples)
         values, stats = zip(*cells, strict=True)
         rows[name] = AsvRow(tuple(map(tuple, params)), "1", values, stats, kept, STARTED_MS, 0.123456789)
@@ -164,14 +164,14 @@ def without(*keys: str) -> Change:
 
 REFUSED: dict[str, tuple[Change, type[AsvFileError], str]] = {
     "no version": (without("version"), AsvFileBroken, "its 'version' is None, expected 2"),
-    "version 1": (lambda it: it.update(version=1), AsvFileOfOtherVersion, "by an older asv: it is of version 1"),
+    "version 1": (lambda it: it.update(version=1), AsvFileOfOtherVersion, "by an older asv: its version is 1"),
     "version 3": (lambda it: it.update(version=3), AsvFileOfOtherVersion, "newer asv: .* 3, fp8bench reads version 2"),
     "no results": (without("results"), AsvFileBroken, "it has no 'results'"),
-    "no machine": (without("params", "machine"), AsvFileBroken, "name no 'machine'"),
-    "an unknown column": (lambda it: it["result_columns"].append("energy"), AsvFileBroken, "expected some of asv's"),
+    "no machine": (without("params", "machine"), AsvFileBroken, "have no field 'machine'"),
+    "an unknown column": (lambda it: it["result_columns"].append("energy"), AsvFileBroken, "expected columns of asv"),
     "params a list": (lambda it: it.update(params=[]), AsvFileBroken, r"'params' is \[\], expected dict"),
-    "no hash": (lambda it: it.update(commit_hash="main"), AsvFileBroken, "its commit 'main' is no hash"),
-    "another commit": (lambda it: it.update(commit_hash="0" * 40), AsvFileBroken, "name does not begin .* 00000000-"),
+    "no hash": (lambda it: it.update(commit_hash="main"), AsvFileBroken, "its commit 'main' is not a hash"),
+    "another commit": (lambda it: it.update(commit_hash="0" * 40), AsvFileBroken, "name does not start .* 00000000-"),
 }  # fmt: skip
 ASV_READS = {"no hash", "another commit", "no machine", "an unknown column"}
 
@@ -297,7 +297,7 @@ def test_what_is_no_object_of_json_is_a_sentence(tmp_path: Path, what: str) -> N
 
 
 def test_an_absent_file_a_mark_before_it_and_a_row_nested_as_deep_as_json_allows(tmp_path: Path) -> None:
-    with pytest.raises(AsvFileAbsent, match="is not there"):
+    with pytest.raises(AsvFileAbsent, match="does not exist"):
         load_results(tmp_path / NAME)
     path = by_us(tmp_path / NAME, *BENCHMARKS)
     before = path.read_bytes()

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 
 from fp8bench.model import Request, Status
 from fp8bench.registry import workloads
-from fp8bench.store.commit_runs import by_place, read_runs
+from fp8bench.store.commit_runs import group_by_interpreter, read_runs
 from fp8bench.store.figures import cache
 from fp8bench.store.figures import history as opening
-from fp8bench.store.figures.cache import VERSION, cache_of, delete_cache, read_values, write_values
-from fp8bench.store.figures.history import keep_figures, open_history
+from fp8bench.store.figures.cache import VERSION, cache_path, delete_cache, read_values, write_values
+from fp8bench.store.figures.history import cache_figures, open_history
 from fp8bench.store.figures.lines import History
-from fp8bench.store.figures.tables import table_of
-from fp8bench.store.merge_stores import rebuild
+from fp8bench.store.figures.tables import make_table
+from fp8bench.store.merge_stores import rebuild_asv_view
 from fp8bench.store.runs.listing import run_files
 from fp8bench.user_code import import_user_modules
 from suites.long_history import write_module, write_store
@@ -54,7 +54,7 @@ def same(store: Path) -> Trends:
         assert trends_of(opened(store), every) == slow
     delete_cache(store)
     if slow.runs:
-        keep_figures(store, next(run_files(store)))
+        cache_figures(store, next(run_files(store)))
     again = opened(store)
     assert trends_of(again, every) == slow and not again.troubles
     assert opened(store).read == 0
@@ -130,7 +130,7 @@ def test_comparable_figures(tmp_path: Path) -> None:
     keep(tmp_path, run_at(5, records=tuple(records(1.2))))
     found = opened(tmp_path)
     for line in found.lines:
-        figures = line.whole_trend().figures
+        figures = line.to_trend().figures
         for one in line.comparable:
             assert [figures[place].value for place in one.places] == one.values.tolist()
             assert len({(figures[place].version, figures[place].under) for place in one.places}) == 1
@@ -179,11 +179,11 @@ def test_a_suite_that_changes_its_grid_is_asked_again(tmp_path: Path, monkeypatc
     monkeypatch.setattr(gemm, "history", type(grid)(**{**vars(grid), "dtypes": ("fp32",)}))
     from fp8bench.store import points
 
-    for one in (points._check, points._series, points._metrics, points._cells):
+    for one in (points._check_grid, points._cached_series, points._cached_metrics, points._cached_cells):
         one.cache_clear()
     found = opened(tmp_path)
     names = {trend.cell[0] for trend in found.trends(every)}
-    for one in (points._check, points._series, points._metrics, points._cells):
+    for one in (points._check_grid, points._cached_series, points._cached_metrics, points._cached_cells):
         one.cache_clear()
     assert found.read == 2 and names == {"fp32"}
 
@@ -193,7 +193,7 @@ def test_a_suite_that_is_not_imported_leaves_what_was_known(tmp_path: Path, monk
     history(tmp_path, 1.0, 1.1)
     assert opened(tmp_path).read == 2
     with monkeypatch.context() as patch:
-        patch.setattr(opening, "fingerprint", lambda _: "")
+        patch.setattr(opening, "fingerprint_grid", lambda _: "")
         assert [opened(tmp_path).read for _ in range(2)] == [2, 2]
         keep(tmp_path, run_at(1, 9))
         assert [opened(tmp_path).read for _ in range(2)] == [3, 1]
@@ -235,7 +235,7 @@ DAMAGES: dict[str, Callable[[bytes], bytes]] = {
 def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    path = cache_of(tmp_path)
+    path = cache_path(tmp_path)
     path.write_bytes(DAMAGES[damage](path.read_bytes()))
     first, second = opened(tmp_path), opened(tmp_path)
     assert trends_of(first, every) == trends_of(second, every) == slow
@@ -245,7 +245,7 @@ def test_a_damaged_cache_is_made_again(tmp_path: Path, damage: str) -> None:
 def test_no_digit_of_a_cache_changes_unseen(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1)
     slow = trends_of(opened(tmp_path), every)
-    path = cache_of(tmp_path)
+    path = cache_path(tmp_path)
     whole = path.read_bytes()
     for place in (*range(16, 100, 7), *range(100, len(whole), 193)):
         path.write_bytes(whole[:place] + bytes([whole[place] ^ 4]) + whole[place + 1 :])
@@ -264,12 +264,12 @@ def test_a_cache_of_another_version_is_made_again(tmp_path: Path, monkeypatch: p
 
 def test_a_cache_that_cannot_be_written_costs_reading_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     history(tmp_path, 1.0, 1.1)
-    cache_of(tmp_path).mkdir()
+    cache_path(tmp_path).mkdir()
     found = opened(tmp_path)
     assert trends_of(found, every) == read_trends(tmp_path, every) and found.read == 2 and not found.troubles
-    monkeypatch.setattr(opening, "_WORTH_CACHING", 1)
+    monkeypatch.setattr(opening, "_MIN_REPORTED_RUNS", 1)
     (trouble,) = opened(tmp_path).troubles
-    assert "reads 2 runs again" in trouble and str(cache_of(tmp_path)) in trouble
+    assert "reads 2 runs again" in trouble and str(cache_path(tmp_path)) in trouble
 
 
 def test_a_cache_that_may_only_be_read_is_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -290,7 +290,7 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
     history(tmp_path, 1.0)
     slow = trends_of(opened(tmp_path), every)
     monkeypatch.setattr(cache, "_LOCK_SECONDS", 0.01)
-    with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as other:
+    with sqlite3.connect(cache_path(tmp_path), isolation_level=None) as other:
         other.execute("BEGIN EXCLUSIVE")
         assert "locked" in write_values(tmp_path, {("commit", "a"): b"b"})
         found = opened(tmp_path)
@@ -301,7 +301,7 @@ def test_a_locked_cache_is_waited_for_and_then_done_without(tmp_path: Path, monk
 
 def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
     write_values(tmp_path, {("commit", "a"): b"1"})
-    with sqlite3.connect(cache_of(tmp_path), isolation_level=None) as killed:
+    with sqlite3.connect(cache_path(tmp_path), isolation_level=None) as killed:
         killed.execute("BEGIN IMMEDIATE")
         killed.execute("DELETE FROM kept")
         assert read_values(tmp_path, "commit") == {"a": b"1"}
@@ -312,9 +312,9 @@ def test_a_writer_that_is_killed_leaves_what_was_there(tmp_path: Path) -> None:
 
 def test_keeping_after_a_run(tmp_path: Path) -> None:
     _, last = history(tmp_path, 1.0, 1.1)
-    keep_figures(tmp_path, last)
-    keep_figures(tmp_path / "nowhere", last)
-    keep_figures(tmp_path, Path())
+    cache_figures(tmp_path, last)
+    cache_figures(tmp_path / "nowhere", last)
+    cache_figures(tmp_path, Path())
     assert list(read_values(tmp_path, "commit")) == [commit(1)[:8]]
     assert opened(tmp_path).read == 1
 
@@ -324,7 +324,7 @@ def test_rebuilding_makes_it_again(tmp_path: Path) -> None:
     slow = trends_of(opened(tmp_path), every)
     wrong = read_values(tmp_path, "commit")[commit(1)[:8]]
     write_values(tmp_path, {("commit", commit(0)[:8]): wrong, ("commit", "gone"): b"{}\n"})
-    rebuild(tmp_path)
+    rebuild_asv_view(tmp_path)
     again = opened(tmp_path)
     assert again.read == 0 and trends_of(again, every) == slow and "gone" not in read_values(tmp_path, "commit")
 
@@ -339,7 +339,7 @@ def test_a_commit_that_is_a_path_leads_nowhere(tmp_path: Path) -> None:
         found = opened(store)
         assert found.read == read and trends_of(found, every) == read_trends(store, every)
     assert [path.name for path in tmp_path.iterdir()] == ["deep"]
-    assert {path.name for path in store.iterdir()} == {"runs", cache_of(store).name}
+    assert {path.name for path in store.iterdir()} == {"runs", cache_path(store).name}
 
 
 def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
@@ -353,6 +353,6 @@ def test_a_change_of_what_is_told_raises_the_version(tmp_path: Path) -> None:
     path.write_text(as_older(path).read_text().replace('"status":"ok"', '"status":"failed"', 1))
     with forgotten(tmp_path):
         import_user_modules((str(write_module(tmp_path, 2)),))
-        (table,) = map(table_of, by_place(read_runs([path]).runs))
+        (table,) = map(make_table, group_by_interpreter(read_runs([path]).runs))
     parts = [repr((table.place, table.layout, table.facts)).encode(), table.rows]
     assert (VERSION, hashlib.blake2b(b"".join(parts)).hexdigest()[:16]) == (2, "c05942f06c1b0747")

@@ -11,13 +11,13 @@ from typing import Any
 import pytest
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.jobs.report_files import Pages, report_of
+from fp8bench.jobs.report_files import Pages, write_named_report
 from fp8bench.model import LayerScale, Request
 from fp8bench.store.commit_runs import find_runs
 from fp8bench.store.figures.history import open_history
-from fp8bench.store.merge_stores import merge_runs, rebuild
+from fp8bench.store.merge_stores import merge_runs, rebuild_asv_view
 from fp8bench.store.runs import listing as reading
-from fp8bench.store.runs.listing import COPIED, REFUSED, find_run, id_of, listing, run_files
+from fp8bench.store.runs.listing import COPY_REASON, REFUSED_REASON, find_run, id_of, listing, run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded
 from tests.histories import commit, history, keep, read_trends, records, run_at
@@ -89,11 +89,11 @@ def test_a_copy_counts_once(store: Path, fp8bench: Say) -> None:
     compared = fp8bench("compare", commit(0), commit(1))[1]
     for name, copy in {**COPIES, "a link": links}.items():
         other = copy(path)
-        assert numbers(store) == (trends, 2, {COPIED: 1}) and len(list(run_files(store))) == 2, name
+        assert numbers(store) == (trends, 2, {COPY_REASON: 1}) and len(list(run_files(store))) == 2, name
         assert fp8bench("compare", commit(0), commit(1))[1] == compared, name
         assert {load_run(file).id for file in listing(store).files} == {own, "00000064"}, name
         assert load_run(find_run(own, store)).finished, name
-        assert rebuild(store).left[COPIED] == 1, name
+        assert rebuild_asv_view(store).left[COPY_REASON] == 1, name
         other.unlink()
         assert numbers(store) == (trends, 2, {}), name
 
@@ -104,7 +104,7 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     whole = numbers(store)
     other, own = lie(path), load_run(path).id
     trends, runs, left = numbers(store)
-    assert (runs, left) == (1, {REFUSED: 2}) and trends != whole[0]
+    assert (runs, left) == (1, {REFUSED_REASON: 2}) and trends != whole[0]
     words = (
         f"compare {commit(0)} {own}",
         f"compare {commit(0)} {commit(1)}",
@@ -120,7 +120,7 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     code, out, err = fp8bench("history", "regressions")
     assert str(path) in err and str(other) in err and own in err
     code, out, _ = fp8bench("history", "verify")
-    assert code == 3 and "so that none of them counts" in " ".join(out.split())
+    assert code == 3 and "so none of them counts" in " ".join(out.split())
     code, out, _ = fp8bench("gate", commit(1), commit(0), "--no-rerun")
     assert code == 4 and "the baseline is missing" in out
     other.unlink()
@@ -143,11 +143,11 @@ def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
         meant = find_runs(words, store)
         assert len(meant.files) == 1, words
     assert "counts once" in " ".join(find_runs(f"{second},{copy}", store).notes)
-    with pytest.raises(UsageError, match="was named twice"):
-        report_of([str(second), str(copy)], store, Pages())
+    with pytest.raises(UsageError, match="was given twice"):
+        write_named_report([str(second), str(copy)], store, Pages())
     edit = edited(b"187500,", b"150000,")(second)
-    with pytest.raises(StoreError, match="say different things"):
-        report_of([str(second), str(edit)], store, Pages())
+    with pytest.raises(StoreError, match="but different contents"):
+        write_named_report([str(second), str(edit)], store, Pages())
 
 
 def test_a_copy_with_a_later_name_is_not_the_last_run(store: Path, fp8bench: Say) -> None:
@@ -176,7 +176,7 @@ def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
     theirs_too = tmp_path / "more"
     other = keep(theirs_too, run_at(1, records=tuple(records(9.0)), id="0000beef"))
     placed(next(run_files(store)), b"x", name=other.name)
-    assert "is another run" in " ".join(merge_runs(store, theirs_too).failed)
+    assert "is a different run" in " ".join(merge_runs(store, theirs_too).failed)
 
 
 def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
@@ -209,7 +209,7 @@ def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pyte
     known = {file: id_of(file) for file in (path, copy)}
     monkeypatch.setattr(reading, "id_of", lambda file: known.get(file, str(file)))
     copy.unlink()
-    assert set(reading.each_once([path, copy]).files) == {path, copy}
+    assert set(reading.remove_copies([path, copy]).files) == {path, copy}
 
 
 def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -217,8 +217,8 @@ def test_the_newest_files_are_asked_for_one_by_one(tmp_path: Path, monkeypatch: 
     paths = history(tmp_path, 1.0, 1.1, 1.2)
     asked: list[Path] = []
     monkeypatch.setattr(reading, "_may_be_run", lambda path: not asked.append(path))
-    assert next(reading.newest_files(tmp_path)) == paths[-1] and asked == paths[-1:]
-    assert reading.all_files(tmp_path) == paths[::-1]
+    assert next(reading.iterate_newest_files(tmp_path)) == paths[-1] and asked == paths[-1:]
+    assert reading.list_all_files(tmp_path) == paths[::-1]
 
 
 def kept_scales(*records: tuple[str, float]) -> Any:
@@ -230,16 +230,16 @@ def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(
         reading, "load_stored_run", lambda word, store: kept_scales(("fp8", 2.0), ("fp8", 3.0), ("fp8-e4m3", 1))
     )
-    request = reading.with_stored_scales(Request("mlp", scales_from="last"), tmp_path)
+    request = reading.add_stored_scales(Request("mlp", scales_from="last"), tmp_path)
     assert request.known_scales == (("fp8", "up", "input", 3.0), ("fp8-e4m3", "up", "input", 1))
-    assert request.scales is not None and request.scales.known_for("fp8") == {("up", "input"): 3.0}
-    assert request.scales.known_for("fp8-delayed") == {("up", "input"): 3.0}
-    assert reading.with_stored_scales(request, tmp_path) is request
+    assert request.scales is not None and request.scales.find_magnitudes("fp8") == {("up", "input"): 3.0}
+    assert request.scales.find_magnitudes("fp8-delayed") == {("up", "input"): 3.0}
+    assert reading.add_stored_scales(request, tmp_path) is request
     plain = Request("mlp")
-    assert reading.with_stored_scales(plain, tmp_path) is plain
+    assert reading.add_stored_scales(plain, tmp_path) is plain
 
 
 def test_a_run_without_scales_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(reading, "load_stored_run", lambda word, store: kept_scales())
-    with pytest.raises(UsageError, match=r"run a1b2 has kept no scales. Measure it with --static-scales N"):
-        reading.with_stored_scales(Request("mlp", scales_from="a1"), tmp_path)
+    with pytest.raises(UsageError, match=r"run a1b2 has no stored scales. Measure it with --static-scales N"):
+        reading.add_stored_scales(Request("mlp", scales_from="a1"), tmp_path)

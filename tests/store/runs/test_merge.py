@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from fp8bench.errors import StoreError
 from fp8bench.store.merge_stores import find_store, merge_runs
 from fp8bench.store.runs.listing import run_files
-from fp8bench.store.runs.run_file import load_head, load_run, lock_run
+from fp8bench.store.runs.run_file import load_header, load_run, lock_run
 from tests.histories import history, keep, run_at, tree
 
 NOTE = b'{"note":"a line more"}\n'
@@ -56,7 +56,7 @@ def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies:
     path.write_bytes(path.read_bytes() + b'{"note":"there"}\n')
     before = tree(ours)
     merged = merge_runs(ours, theirs)
-    assert len(merged.failed) == 1 and str(path) in merged.failed[0] and "resumed alone" in merged.failed[0]
+    assert len(merged.failed) == 1 and str(path) in merged.failed[0] and "resumed separately" in merged.failed[0]
     path.write_bytes(copy.read_bytes() + NOTE)
     with copy.open("ab") as file:
         lock_run(file, copy)
@@ -74,7 +74,7 @@ def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(ours: Path,
         file.write(NOTE[:9])
         file.flush()
         merged = merge_runs(ours, theirs)
-        assert merged.copied[0].read_bytes() == whole and "still being measured there" in merged.notes[0]
+        assert merged.copied[0].read_bytes() == whole and "still being measured" in merged.notes[0]
         file.write(NOTE[9:])
     merged = merge_runs(ours, theirs)
     assert merged.extended[0].read_bytes() == whole + NOTE and not merged.notes
@@ -127,7 +127,7 @@ def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
     inside = ours / "data" / "store"
     history(inside, 1.0)
     for own in (ours, ours.parent, tmp_path / "link", inside):
-        with pytest.raises(StoreError, match="is this store, or lies in it"):
+        with pytest.raises(StoreError, match="is this store, or inside it"):
             find_store(own, ours)
     with pytest.raises(StoreError, match="has neither runs nor"):
         find_store(tmp_path, ours)
@@ -137,7 +137,7 @@ def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
 
 def test_a_run_reads_the_same_by_its_head(tmp_path: Path) -> None:
     path = history(tmp_path, 1.0)[0]
-    head, run = load_head(path), load_run(path)
+    head, run = load_header(path), load_run(path)
     assert head == replace(run, records=(), finished=False)
     path.write_bytes(b"broken\n" + path.read_bytes())
-    assert load_head(path).environment == run.environment
+    assert load_header(path).environment == run.environment

@@ -36,7 +36,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.codec import SCHEMA
-from fp8bench.store.kept_lines import sheet_of
+from fp8bench.store.kept_lines import parse_file_lines
 from fp8bench.store.runs import run_file
 from fp8bench.store.runs.listing import find_run, run_files
 from fp8bench.store.runs.run_file import check_store, load_run, reopen_run, start_run
@@ -147,7 +147,7 @@ def test_samples_that_do_not_fit_their_segments_are_a_broken_line(tmp_path: Path
     slots = (SlotSample(0, ((1, 2), (3,)), 0.1, 0.1),)
     ragged = replace(RECORDS[0], timing=Timing(Segments(("cast", "gemm"), (0, 0)), slots))
     again = load_run(written(tmp_path, records=[ragged, RECORDS[1]]))
-    assert again.records == (RECORDS[1],) and "has not the 2 cells of its segments" in again.troubles[0]
+    assert again.records == (RECORDS[1],) and "does not have the 2 cells of its segments" in again.troubles[0]
 
 
 def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
@@ -158,9 +158,7 @@ def test_lines_of_no_known_kind_are_left_out_and_named(tmp_path: Path) -> None:
     path.write_bytes(b"\n".join([*lines[:2], b"", b'{"weather": "fine"}', *lines[2:]]))
     again = load_run(path)
     assert again.records == (RECORDS[0], RECORDS[1])
-    assert again.troubles == tuple(
-        f"line {number} is of a kind that this version does not know, and was left out" for number in (4, 6)
-    )
+    assert again.troubles == tuple(f"line {number} is of an unknown kind and was left out" for number in (4, 6))
 
 
 # A change of a file's lines, and the lines then reported as broken, with a reason where it matters.
@@ -169,13 +167,13 @@ CHANGED: dict[str, tuple[Callable[[list[bytes]], list[bytes]], list[str]]] = {
     "bytes before it": (lambda lines: [b"\n\0\0\n[1]\n", *lines], ["line 2 ", "line 3 "]),
     "a broken one before it": (lambda lines: [b'{"schema": 1, "header": 3}\n', *lines], ["line 1 "]),
     "a byte order mark": (lambda lines: [b"\xef\xbb\xbf", *lines], []),
-    "after its records": (lambda lines: [*lines[1:], lines[0]], ["line 5 stands behind lines that were written after"]),
+    "after its records": (lambda lines: [*lines[1:], lines[0]], ["line 5 is behind lines that were written after"]),
     "line ends of another system": (lambda lines: [line.replace(b"\n", b"\r\n") for line in lines], []),
     "gone": (
         lambda lines: lines[1:],
-        ["the header is gone: what was asked, planned and run on is lost", "before line 1 1 line is gone"],
+        ["the header is missing: the request, plan and environment are lost", "before line 1 1 line is missing"],
     ),
-    "a second one": (lambda lines: [*lines, lines[0]], ["line 6 was written as line 1 was, and was left out"]),
+    "a second one": (lambda lines: [*lines, lines[0]], ["line 6 is a duplicate of line 1 and was left out"]),
 }
 
 
@@ -209,7 +207,7 @@ def test_the_work_of_reading_a_file_grows_as_its_lines_do() -> None:
         before = sys.gettrace()
         sys.settrace(step)
         try:
-            sheet = sheet_of(content)
+            sheet = parse_file_lines(content)
         finally:
             sys.settrace(before)
         assert len(sheet.lines) == count
@@ -311,7 +309,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(
         with pytest.raises(StoreError, match="No space left"):
             check_store(tmp_path / "full")
     assert [path.name for path in (tmp_path / "full").rglob("*")] == ["runs"]
-    for free, refused in ((run_file.LEAST_FREE_BYTES - 1, True), (run_file.LEAST_FREE_BYTES, False)):
+    for free, refused in ((run_file.MIN_FREE_BYTES - 1, True), (run_file.MIN_FREE_BYTES, False)):
         usage = SimpleNamespace(free=free)  # a run needs some megabytes
         monkeypatch.setattr(run_file.shutil, "disk_usage", lambda folder, usage=usage: usage)
         with pytest.raises(StoreError, match=f"has only {free} bytes left") if refused else contextlib.nullcontext():
@@ -359,7 +357,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
     writer.path.write_text("\n".join([json.dumps(header), *lines[1:]]) + "\n")
     read = load_run(writer.path)
     assert len(read.records) == len(run.records)
-    assert "the reference of a group is not among its cases" in read.troubles[0]
+    assert "a group's reference is not among its cases" in read.troubles[0]
 
 
 @for_each("spoil", [b"", b'{"record":', b"x"])

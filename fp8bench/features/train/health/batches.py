@@ -1,4 +1,4 @@
-"""Health rules over what a loop gives to its model, and over the mode and the replicas that the model is in."""
+"""Health rules about the batches that a loop gives to its model, and about the model's mode and replicas."""
 
 from __future__ import annotations
 
@@ -11,58 +11,72 @@ from fp8bench.features.train.values import StepFigure
 
 
 class SameCondition(FigureRule):
-    """A time or a class is drawn for every example; lengths and settings are the same from the first step on."""
+    """Detects a condition that stays the same although the inputs change. Training times or classes are drawn for
+    every example. Lengths and settings are constant from the first step on, and do not count.
+    """
 
     name = "same-conditioning"
     figures = ("condition_again",)
-    steps = 7
-    alarms_at = f"one number per example, the same in {steps} steps in turn, in which other inputs changed"
+    constant_steps = 7
+    alarms_at = (
+        f"an input with one number per example is the same in {constant_steps} steps in a row while other inputs change"
+    )
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if line.value < self.steps:
+        if line.value < self.constant_steps:
             return ""
-        return f"an input with one number per example, such as a time, was the same in {line.value:g} steps in turn"
+        return f"an input with one number per example, such as a time, was the same in {line.value:g} steps in a row"
 
 
 class SameTargets(FigureRule):
-    """Noise is drawn for every batch; constant targets, as of a discriminator, do not count, nor do repeated inputs."""
+    """Detects targets that stay the same although the inputs change. Targets such as a diffusion model's noise are
+    drawn for every batch. Constant targets, as those of a GAN's discriminator, do not count.
+    """
 
     name = "same-targets"
     figures = ("targets_again",)
-    watched = 2
-    alarms_at = f"targets of the watched step before, to other inputs, in {watched} watched steps in turn"
+    watched_steps = 2
+    alarms_at = (
+        f"targets equal those of the previous watched step, with other inputs, in {watched_steps} watched steps in a "
+        "row"
+    )
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if line.value < self.watched:
+        if line.value < self.watched_steps:
             return ""
         return f"targets (such as noise) were the same in {line.value + 1:g} watched steps, and the inputs were not"
 
 
 class LabelShift(FigureRule):
-    """Batches that are drawn from one source differ as chance has it; sampling by class makes them more alike."""
+    """Detects batches whose labels are distributed differently from earlier ones. Batches from one source differ only
+    by chance, and sampling by class makes them differ even less.
+    """
 
     name = "label-shift"
     figures = ("label_shift",)
-    keep = 30
-    last = 2
-    least = 2.0
-    times = 1.6
-    sorted_from = 3.1
+    window = 30
+    new_batches = 2
+    min_distance = 2.0
+    distance_factor = 1.6
+    sorted_distance = 3.1
     sorted_readings = 5
     alarms_at = (
-        f"frequencies of labels {least:g} times as far from all before as by chance, and {times:g} times as far as in "
-        f"any of 4 to {keep} batches, in {last} watched batches in turn; or {sorted_from:g} times in {sorted_readings}"
+        f"label frequencies are {min_distance:g} times as far from earlier ones as by chance, and "
+        f"{distance_factor:g} times as far as in any of 4 to {window} batches, in {new_batches} watched batches in a "
+        f"row; or {sorted_distance:g} times as far as by chance in {sorted_readings}"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
 
-    def judge(self, line: StepFigure, last: deque[float]) -> str:
-        values = list(last)
-        earlier, newest = values[: -self.last], values[-self.last :]
-        shifted = len(earlier) >= 4 and min(newest) > max(self.least, self.times * max(earlier))
-        always = len(values) >= self.sorted_readings and min(values[-self.sorted_readings :]) > self.sorted_from
-        if not shifted and not always:
+    def judge(self, line: StepFigure, last_distances: deque[float]) -> str:
+        values = list(last_distances)
+        earlier_distances, new_distances = values[: -self.new_batches], values[-self.new_batches :]
+        has_shifted = len(earlier_distances) >= 4 and min(new_distances) > max(
+            self.min_distance, self.distance_factor * max(earlier_distances)
+        )
+        is_sorted = len(values) >= self.sorted_readings and min(values[-self.sorted_readings :]) > self.sorted_distance
+        if not has_shifted and not is_sorted:
             return ""
         return (
             f"labels are {line.value:.1f} times as far from their usual frequencies as chance explains "
@@ -71,24 +85,30 @@ class LabelShift(FigureRule):
 
 
 class PartInEval(FigureRule):
-    """Batch norms, or a frozen part, may be in eval mode from the first step on; nothing changes mode afterwards."""
+    """Detects a part of the model that was switched to eval mode. Batch norms or frozen layers may be in eval mode
+    from the first step on, but nothing should change their mode later.
+    """
 
     name = "part-in-eval"
     figures = ("parts_in_eval",)
-    alarms_at = "a dropout or batch norm in eval mode, in a model in train mode, that was not in the first step"
+    alarms_at = (
+        "a dropout or batch norm is in eval mode while the model is in train mode, and was not in the first step"
+    )
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        several = f" and {line.value - 1:g} more dropouts or batch norms are" if line.value > 1 else " is"
-        return f"{line.layer}{several} in eval mode, and the model is in train mode"
+        count_words = f" and {line.value - 1:g} more dropouts or batch norms are" if line.value > 1 else " is"
+        return f"{line.layer}{count_words} in eval mode, and the model is in train mode"
 
 
 class ReplicasApart(FigureRule):
-    """Replicas that get the same gradients stay equal to the bit; parts of a model never were."""
+    """Detects replicas whose weights have become different. Replicas that receive the same gradients stay equal to
+    the bit. Ranks with different parts of a model never had equal weights, and do not count.
+    """
 
     name = "replicas-apart"
     figures = ("replicas_apart",)
-    alarms_at = "weights of a rank that were those of this rank, and no longer are"
+    alarms_at = "weights of another rank, once equal to this rank's, differ from them"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:

@@ -1,4 +1,4 @@
-"""Health rules that compare a training with its beginning, since what grows slowly is like itself in the last steps."""
+"""Health rules that compare a training with its beginning, because the last few steps do not show slow growth."""
 
 from __future__ import annotations
 
@@ -9,118 +9,152 @@ from statistics import median
 from typing import Any
 
 from fp8bench.features.train.health.steps import HealthRule, Remedy
-from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRule, of
+from fp8bench.features.train.health.tensors import FigureRule, PreviousReadings, TensorRule, name_tensor
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# A magnitude by step, in octaves.
-Course = list[tuple[int, float]]
+# How a magnitude changes over a training: pairs of a step, and the logarithm to base 2 of the magnitude in that step.
+OctaveCourse = list[tuple[int, float]]
 
 
 class SlowGrowth(TensorRule):
-    """A weight that learns grows ever more slowly; one that grows by the same factor each step is driven from outside.
-    Inputs of a part that begins to be used may double in forty steps."""
+    """Detects magnitudes that grow slowly but steadily. The growth of a weight slows down as a model learns, so
+    growth by a constant factor has a different cause. Inputs of a layer that begins to be used may double within
+    forty steps.
+    """
 
     name = "slow-growth"
-    keep = 20
-    weights = 5
+    window = 20
+    weight_readings = 5
     weight_octaves = 1.3
-    inputs = 9
+    input_readings = 9
     input_octaves = 2.0
-    slowing = 0.75
-    straight = 0.2
-    earlier = 4
+    min_speed_ratio = 0.75
+    line_tolerance = 0.2
+    min_earlier = 4
     alarms_at = (
-        f"the largest magnitude of a weight moved by {weight_octaves:g} octave in {weights} readings, of an input by "
-        f"{input_octaves:g} in {inputs}, beyond all of {earlier} to {keep} before: in a line up to {straight:g} of "
-        f"that, and in the second half at {slowing:g} of the speed of the first or more"
+        f"the largest magnitude of a weight changes by {weight_octaves:g} octaves in {weight_readings} readings, "
+        f"that of an input by {input_octaves:g} in {input_readings}, beyond each of {min_earlier} to {window} "
+        f"readings before; it is on a line up to {line_tolerance:g} of the change, and in the second half at "
+        f"{min_speed_ratio:g} or more of the first half's speed"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         is_weight = reading.role == Role.WEIGHT
-        count, octaves = (self.weights, self.weight_octaves) if is_weight else (self.inputs, self.input_octaves)
-        if reading.role == Role.GRADIENT or len(previous) < self.earlier + count - 1:
+        reading_count, octaves = (
+            (self.weight_readings, self.weight_octaves) if is_weight else (self.input_readings, self.input_octaves)
+        )
+        if reading.role == Role.GRADIENT or len(previous) < self.min_earlier + reading_count - 1:
             return ""
         readings = (*previous, reading)
         course = [(old.step, math.log2(old.amax)) for old in readings if 0 < old.amax < math.inf]
-        moved = self.find_change(course[:-count], course[-count:]) if len(course) == len(readings) else 0.0
-        if abs(moved) < octaves:
+        change = (
+            self.find_change(course[:-reading_count], course[-reading_count:]) if len(course) == len(readings) else 0.0
+        )
+        if abs(change) < octaves:
             return ""
-        return f"the largest magnitude of {of(reading)} moved by {moved:+.1f} octaves since step {course[-count][0]}"
+        return (
+            f"the largest magnitude of {name_tensor(reading)} changed by {change:+.1f} octaves since step "
+            f"{course[-reading_count][0]}"
+        )
 
-    def find_change(self, earlier: Course, last: Course) -> float:
-        """Returns by how much the last values moved, if in a line and beyond all earlier; else 0."""
-        (start, first), (middle, between), (end, final) = last[0], last[len(last) // 2], last[-1]
-        moved = final - first
-        beyond = min((final - value) * math.copysign(1, moved) for _, value in earlier)
-        speeds = (between - first) / (middle - start), (final - between) / (end - middle)
+    def find_change(self, earlier_values: OctaveCourse, last_values: OctaveCourse) -> float:
+        """Returns the change over the last values if they are on a line and the newest is beyond all earlier values.
+        Returns 0 for any other values.
+        """
+        (start, start_value), (middle, middle_value), (end, end_value) = (
+            last_values[0],
+            last_values[len(last_values) // 2],
+            last_values[-1],
+        )
+        change = end_value - start_value
+        distance = min((end_value - value) * math.copysign(1, change) for _, value in earlier_values)
+        speeds = (middle_value - start_value) / (middle - start), (end_value - middle_value) / (end - middle)
         if (
-            beyond < abs(moved) / 2
-            or min(speed * moved for speed in speeds) <= 0
-            or speeds[1] / speeds[0] < self.slowing
+            distance < abs(change) / 2
+            or min(speed * change for speed in speeds) <= 0
+            or speeds[1] / speeds[0] < self.min_speed_ratio
         ):
             return 0.0
-        off = max(abs(first + moved * (step - start) / (end - start) - value) for step, value in last)
-        return moved if off <= self.straight * abs(moved) else 0.0
+        deviation = max(
+            abs(start_value + change * (step - start) / (end - start) - value) for step, value in last_values
+        )
+        return change if deviation <= self.line_tolerance * abs(change) else 0.0
 
 
 class EmbeddingRow(FigureRule):
-    """Rows of frequent tokens grow as a model learns, by a third in a thousand steps."""
+    """Detects a row of an embedding that becomes much larger than the others. The rows of frequent tokens grow as a
+    model learns, by about a third in a thousand steps.
+    """
 
     name = "embedding-row"
     figures = ("largest_row",)
-    keep = 20
-    times = 2.0
-    alarms_at = f"the norm of the largest row over that of the median row {times:g} times the least of {keep} readings"
+    window = 20
+    growth_factor = 2.0
+    alarms_at = (
+        f"the norm of the largest row, relative to that of the median row, is {growth_factor:g} times its minimum in "
+        f"{window} readings"
+    )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
 
-    def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if not line.value > self.times * min(last):
+    def judge(self, line: StepFigure, last_values: deque[float]) -> str:
+        if not line.value > self.growth_factor * min(last_values):
             return ""
-        return f"a row of {line.layer} is {line.value:.3g} times as large as the median row, once {min(last):.3g} times"
+        return (
+            f"the largest row of {line.layer} is {line.value:.3g} times as large as the median row, "
+            f"and once was {min(last_values):.3g} times"
+        )
 
 
 class GradientVanished(HealthRule[Any]):
-    """Each matrix has about the same share of the gradient's norm all along; a part that is seldom used has none at
-    times."""
+    """Detects a matrix whose gradient nearly vanishes. A matrix usually has about the same share of the gradient norm
+    during the whole training. A layer that is seldom used sometimes has no gradient.
+    """
 
     name = "gradient-vanished"
     reads = StepRow | StepFigure
     figures = ("weight_gradient",)
-    keep = 20
-    fewest = 5
-    octaves = 5.0
-    below = 2.0
-    readings = 2
-    times = 3
+    window = 20
+    min_readings = 5
+    median_octaves = 5.0
+    minimum_octaves = 2.0
+    low_readings = 2
+    run_factor = 3
     alarms_at = (
-        f"a matrix's share of the gradient's norm {octaves:g} octaves below the median of {fewest} to {keep} readings, "
-        f"{below:g} below all, in {readings} readings in turn, and {times} times as many more as ever before"
+        f"a matrix's share of the gradient norm is {median_octaves:g} octaves below the median of {min_readings} to "
+        f"{window} readings and {minimum_octaves:g} below their minimum, in {low_readings} readings in a row, plus "
+        f"{run_factor} times the longest such run before"
     )
     remedies = (Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
     _norm: float = math.nan
     _shares: dict[str, deque[float]] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.keep))
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=GradientVanished.window))
     )
-    # How many readings in a row are low: now, and at most before.
+    # For each matrix, the length of a run of low readings: of the current run, and of the longest one until now.
     _runs: dict[str, tuple[int, int]] = field(default_factory=lambda: defaultdict(lambda: (0, 0)))
 
-    def see(self, line: StepRow | StepFigure) -> str:
+    def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepRow):
             self._norm = line.gradient_norm
             return ""
         if not 0 < self._norm < math.inf:
             return ""
-        shares, (run, longest) = self._shares[line.layer], self._runs[line.layer]
-        share = math.log2(line.value / self._norm) if line.value else -math.inf
-        usual, least = (median(shares), min(shares)) if len(shares) >= self.fewest else (-math.inf, -math.inf)
-        if line.value and share >= min(usual - self.octaves, least - self.below):
-            shares.append(share)
-            self._runs[line.layer] = 0, max(run, longest)
+        shares, (run_length, longest_run) = self._shares[line.layer], self._runs[line.layer]
+        log_share = math.log2(line.value / self._norm) if line.value else -math.inf
+        usual_share, min_share = (
+            (median(shares), min(shares)) if len(shares) >= self.min_readings else (-math.inf, -math.inf)
+        )
+        if line.value and log_share >= min(usual_share - self.median_octaves, min_share - self.minimum_octaves):
+            shares.append(log_share)
+            self._runs[line.layer] = 0, max(run_length, longest_run)
             return ""
-        self._runs[line.layer] = run + 1, longest
-        if len(shares) < self.fewest or run + 1 < self.readings + self.times * longest:
+        self._runs[line.layer] = run_length + 1, longest_run
+        if len(shares) < self.min_readings or run_length + 1 < self.low_readings + self.run_factor * longest_run:
             return ""
-        lost = f"has lost {usual - share:.1f} octaves of its share of the whole" if line.value else "is zero everywhere"
-        return f"the gradient of {line.layer}'s weight {lost}, {run + 1} readings in a row"
+        description = (
+            f"has lost {usual_share - log_share:.1f} octaves of its share of the gradient norm"
+            if line.value
+            else "is zero everywhere"
+        )
+        return f"the gradient of {line.layer}'s weight {description}, {run_length + 1} readings in a row"

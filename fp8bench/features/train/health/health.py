@@ -12,52 +12,58 @@ from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StepFigure, StreamLine, TrainingEvent
 from fp8bench.registry import precisions
 
-# An episode ends once a rule has found nothing for this many steps; then it may alarm again.
-REST = 50
+# An episode ends once a rule has found nothing for this many steps. Then the rule may alarm again.
+QUIET_STEPS = 50
 
 
 class Health:
-    """Raises one alarm per episode in the stream of a training. After a resume it reads the stored lines first."""
+    """Applies all rules to the output lines of a training. As long as the same problem continues, only one alarm is
+    raised. A resumed training gives the rules its stored lines first.
+    """
 
     def __init__(self, arms: Sequence[Arm], settings: TrainerSettings | None = None) -> None:
         self._arms = {arm.name: arm for arm in arms}
         self._settings = settings or TrainerSettings()
         self._rules: dict[tuple[int, str], list[HealthRule[Any]]] = {}
-        # The rules that read a kind of line, by its seed, arm, type and figure.
+        # The rules that read a line, by seed, arm, type of line and name of its figure.
         self._readers: dict[tuple[int, str, type, str], list[HealthRule[Any]]] = {}
         self._seeds: set[int] = set()
-        self._last: dict[tuple[int, str, str, str, str], int] = {}
+        self._last_alarms: dict[tuple[int, str, str, str, str], int] = {}
 
-    def see(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
-        """Returns the alarms of the next lines. Alarms of one rule in one step become one, about the first tensor."""
+    def find_alarms(self, lines: Iterable[StreamLine]) -> tuple[TrainingEvent, ...]:
+        """Returns the alarms that the next lines cause. If a rule alarms several times in one step, these alarms
+        become one, about the first tensor.
+        """
         alarms: dict[tuple[str, int, int, str], list[TrainingEvent]] = {}
         for line in lines:
             if isinstance(line, TrainingEvent):
                 if line.kind == COVERAGE and line.step:
                     self._forget_tensors(line.seed, line.arm)
                 continue
-            for rule in self._readers_of(line):
-                # A rule reads every line of its kinds, even between alarms.
-                words = rule.see(line)
-                if words and self._is_new(rule, line):
+            for rule in self._find_readers(line):
+                # A rule has to read every line of its kinds, even if its alarms are suppressed at the moment.
+                text = rule.read_line(line)
+                if text and self._is_new(rule, line):
                     key = (rule.arm.name, line.seed, line.step, rule.name)
-                    alarms.setdefault(key, []).append(self._event(rule, words, line))
+                    alarms.setdefault(key, []).append(self._make_alarm(rule, text, line))
         return tuple(map(_merge_tensors, alarms.values()))
 
-    def _readers_of(self, line: StreamLine) -> list[HealthRule[Any]]:
+    def _find_readers(self, line: StreamLine) -> list[HealthRule[Any]]:
         figure = line.name if isinstance(line, StepFigure) else ""
         key = line.seed, line.arm, type(line), figure
         if key not in self._readers:
-            rules = self._rules_of(line.seed, line.arm)
-            self._readers[key] = [rule for rule in rules if rule.reads_line(line)]
+            rules = self._find_rules(line.seed, line.arm)
+            self._readers[key] = [rule for rule in rules if rule.accepts(line)]
         return self._readers[key]
 
-    def _rules_of(self, seed: int, arm: str) -> list[HealthRule[Any]]:
-        """Returns the rules for an arm's lines: those about the arm, and those that compare another arm with it."""
+    def _find_rules(self, seed: int, arm: str) -> list[HealthRule[Any]]:
+        """Returns the rules that read the lines of an arm: the rules about this arm, and the rules that compare
+        another arm with it.
+        """
         if seed not in self._seeds:
             self._seeds.add(seed)
-            # Rules keep state, so each arm of each seed has separate instances.
-            for watched in map(self._pair_arm, self._arms.values()):
+            # Rules have a state, so every arm of every seed has its own instances.
+            for watched in map(self._make_watched_arm, self._arms.values()):
                 for kind in RULES:
                     rule = kind(watched)
                     names = {watched.name, watched.reference if kind.compares else ""}
@@ -66,41 +72,47 @@ class Health:
         return self._rules.get((seed, arm), [])
 
     def _forget_tensors(self, seed: int, arm: str) -> None:
-        """Restarts the rules about tensors of an arm that has changed its precision, and with it its scales."""
-        rules = self._rules_of(seed, arm)
+        """Restarts the rules about tensors of an arm whose precision has changed, because its scales have changed
+        with it."""
+        rules = self._find_rules(seed, arm)
         rules[:] = [type(rule)(rule.arm) if rule.reads is LayerReading else rule for rule in rules]
         self._readers.clear()
 
-    def _pair_arm(self, arm: Arm) -> WatchedArm:
-        slowest = min((factor for _, factor in self._settings.rates), default=1.0)
+    def _make_watched_arm(self, arm: Arm) -> WatchedArm:
+        min_rate_factor = min((factor for _, factor in self._settings.rates), default=1.0)
         if arm.role not in (ArmRole.CANDIDATE, ArmRole.REPEAT):
-            return WatchedArm(arm.name, slowest=slowest)
+            return WatchedArm(arm.name, min_rate_factor=min_rate_factor)
         reference = ""
-        for base in self._arms.values():  # a reference at the same rate is preferred: then only arithmetic differs
-            if base.role is ArmRole.OTHER_RATE and set(base.settings) <= set(arm.settings):
-                return WatchedArm(arm.name, base.name, slowest)
-            if base.role is ArmRole.REFERENCE:
-                reference = base.name
-        return WatchedArm(arm.name, reference, slowest)
+        # a reference at the same rate is preferred, because then only the arithmetic differs
+        for candidate_reference in self._arms.values():
+            if candidate_reference.role is ArmRole.OTHER_RATE and set(candidate_reference.settings) <= set(
+                arm.settings
+            ):
+                return WatchedArm(arm.name, candidate_reference.name, min_rate_factor)
+            if candidate_reference.role is ArmRole.REFERENCE:
+                reference = candidate_reference.name
+        return WatchedArm(arm.name, reference, min_rate_factor)
 
     def _is_new(self, rule: HealthRule[Any], line: StreamLine) -> bool:
-        """Whether neither this rule nor the one that it waits for has alarmed about the tensor for REST steps."""
+        """Returns whether an alarm starts a new episode. It does if, in the last 50 steps, the rule has not alarmed
+        about this tensor, and the rule named by its `until` has not alarmed at all.
+        """
         seed, arm = line.seed, rule.arm.name
-        key = seed, arm, rule.name, *_place_of(line)
-        steps = self._last.get(key), self._last.get((seed, arm, rule.until, "", ""))
-        self._last[key] = line.step
-        return all(step is None or line.step - step > REST for step in steps)
+        key = seed, arm, rule.name, *_find_tensor(line)
+        steps = self._last_alarms.get(key), self._last_alarms.get((seed, arm, rule.until, "", ""))
+        self._last_alarms[key] = line.step
+        return all(step is None or line.step - step > QUIET_STEPS for step in steps)
 
-    def _event(self, rule: HealthRule[Any], words: str, line: StreamLine) -> TrainingEvent:
-        arm, (layer, tensor) = self._arms[rule.arm.name], _place_of(line)
+    def _make_alarm(self, rule: HealthRule[Any], words: str, line: StreamLine) -> TrainingEvent:
+        arm, (layer, tensor) = self._arms[rule.arm.name], _find_tensor(line)
         state = (arm.precision, arm.merge_settings(self._settings), layer)
-        remedies = "; ".join(remedy.value for remedy in rule.current_remedies if changes_something(remedy, *state))
+        remedies = "; ".join(remedy.value for remedy in rule.current_remedies if has_effect(remedy, *state))
         values = (("rule", rule.name),)
         return TrainingEvent(arm.name, line.seed, line.step, "alarm", words, layer, tensor, values, remedies)
 
 
-def _place_of(line: StreamLine) -> tuple[str, str]:
-    """The layer and tensor that a line is about; '' for a line about the whole step."""
+def _find_tensor(line: StreamLine) -> tuple[str, str]:
+    """Returns the layer and tensor of a line; '' for a line about a complete step."""
     return getattr(line, "layer", ""), getattr(line, "role", "")
 
 
@@ -111,16 +123,16 @@ def _merge_tensors(events: Sequence[TrainingEvent]) -> TrainingEvent:
     return replace(event, words=f"{event.words}, and {count} tensor{'s' if count > 1 else ''} more")
 
 
-_HIGH = ("fp32", "bf16", "tf32")
+_HIGH_PRECISIONS = ("fp32", "bf16", "tf32")
 
 
-def changes_something(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
-    """Whether an arm of this precision with these settings would train differently with the remedy."""
-    # A remedy that the arm already has is useless advice.
+def has_effect(remedy: Remedy, precision: str, settings: TrainerSettings, layer: str) -> bool:
+    """Returns whether the remedy would change the training of an arm with this precision and these settings."""
+    # A remedy that the arm already uses would be useless advice.
     name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
     match remedy:
         case Remedy.LAYER_IN_BF16:
-            return bool(layer) and name not in _HIGH
+            return bool(layer) and name not in _HIGH_PRECISIONS
         case Remedy.DYNAMIC_LOSS_SCALE:
             return settings.loss_scale != "dynamic"
         case Remedy.HIGHER_MASTER:

@@ -1,4 +1,4 @@
-"""Health rules that need only the training itself; most detect mistakes in a loop or its batches."""
+"""Health rules that need only one training, no reference. Most detect mistakes in a loop or its batches."""
 
 from __future__ import annotations
 
@@ -8,386 +8,471 @@ from dataclasses import field
 from statistics import fmean, median, stdev
 from typing import Any
 
-from fp8bench.features.train.health.steps import LEARNED, HealthRule, Remedy, newest, noise_of_values
-from fp8bench.features.train.health.tensors import Before, FigureRule, TensorRule, known_octaves, octaves, of
+from fp8bench.features.train.health.steps import LEARNED_SHARE, HealthRule, Remedy, measure_noise, newest_values
+from fp8bench.features.train.health.tensors import (
+    FigureRule,
+    PreviousReadings,
+    TensorRule,
+    find_jump,
+    finite_octaves,
+    name_tensor,
+    to_octaves,
+)
 from fp8bench.features.train.values import GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN, LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-# No rule over losses looks back further.
-_LOSSES = 60
-_RATES = 30
+# The number of newest losses and rates that rules read.
+_LOSS_WINDOW = 60
+_RATE_WINDOW = 30
 
 
 class LossRule(HealthRule[Any]):
-    """A rule over losses; silent if another optimizer trains against the module."""
+    """A rule about losses. It never alarms if another optimizer trains against the module, as in a GAN."""
 
     reads = StepRow | StepFigure
     figures = (OTHERS_TRAIN, "classes")
-    _losses: deque[float] = newest(_LOSSES)
-    _rates: deque[float] = newest(_RATES)
-    _alone: bool = True
-    _guessing: float = math.inf
+    _losses: deque[float] = newest_values(_LOSS_WINDOW)
+    _rates: deque[float] = newest_values(_RATE_WINDOW)
+    _is_only_optimizer: bool = True
+    _guessing_loss: float = math.inf
 
-    def see(self, line: StepRow | StepFigure) -> str:
-        # With the number of classes, the loss of guessing is known: its logarithm.
+    def read_line(self, line: StepRow | StepFigure) -> str:
+        # The loss of guessing is the logarithm of the number of classes.
         if isinstance(line, StepFigure):
-            self._alone &= line.name != OTHERS_TRAIN
+            self._is_only_optimizer &= line.name != OTHERS_TRAIN
             if line.name == "classes" and line.value > 1:
-                self._guessing = math.log(line.value)
+                self._guessing_loss = math.log(line.value)
             return ""
         if line.skipped or not math.isfinite(line.loss):
             return ""
         self._losses.append(line.loss)
         self._rates.append(line.rate)
-        return self.judge([*self._losses]) if self._alone else ""
+        return self.judge([*self._losses]) if self._is_only_optimizer else ""
 
     def judge(self, losses: list[float]) -> str:
-        """Returns the sentence of an alarm about the newest (last) loss, or ''."""
+        """Returns the text of an alarm about the newest loss, which is the last of `losses`. Returns '' if nothing is
+        wrong.
+        """
         raise NotImplementedError
 
 
 class LossBackUp(LossRule):
-    """A batch may be hard, five in turn are not; another kind of text costs less than half of what was learned,
-    unless it has nothing in common, which losses alone cannot distinguish from wrong labels."""
+    """Detects a loss that rises again. One hard batch may raise it, but not five in a row. If the loop changes to
+    another kind of text, less than half of what was learned is lost. An exception is a text that has nothing in
+    common with the earlier one: its losses look like those of wrong labels.
+    """
 
     name = "loss-back-up"
-    stays = 5
-    first = 3
-    lost = 0.5
-    noise = 6.0
-    above = 0.25
-    risen = 1.5
-    lost_by_rate = 0.2
-    noise_by_rate = 4.0
+    high_losses = 5
+    losses_at_start = 3
+    lost_share = 0.5
+    noise_factor = 6.0
+    above_first = 0.25
+    rate_rise = 1.5
+    lost_share_by_rate = 0.2
+    noise_factor_by_rate = 4.0
     alarms_at = (
-        f"{stays} losses above the lowest mean of ten by {lost:.0%} of what was learned and {noise:g} times the noise, "
-        f"by {lost_by_rate:.0%} and {noise_by_rate:g} times if the rate rose {risen:g} times in {_RATES} steps; or "
-        f"{above:.0%} above the first {first}"
+        f"{high_losses} losses in a row exceed the lowest mean of ten by {lost_share:.0%} of what was learned and by "
+        f"{noise_factor:g} times the noise ({lost_share_by_rate:.0%} and {noise_factor_by_rate:g} times if the rate "
+        f"rose {rate_rise:g} times in {_RATE_WINDOW} steps); or the first {losses_at_start} losses by {above_first:.0%}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
-    _first: list[float] = field(default_factory=list)
-    _best: float = math.inf
+    _first_losses: list[float] = field(default_factory=list)
+    _lowest_mean: float = math.inf
 
     def judge(self, losses: list[float]) -> str:
-        # The first losses are the level to which a collapse returns.
-        if len(self._first) < self.first:
-            self._first.append(losses[-1])
-        earlier, last = losses[: -self.stays], losses[-self.stays :]
-        # Use a mean of ten steps, because a single lucky batch is not a level.
-        if len(earlier) >= 10:
-            self._best = min(self._best, fmean(earlier[-10:]))
-        if len(earlier) < self.first:
+        # The first losses are the level to which a collapsed training returns.
+        if len(self._first_losses) < self.losses_at_start:
+            self._first_losses.append(losses[-1])
+        earlier_losses, last_losses = losses[: -self.high_losses], losses[-self.high_losses :]
+        # Use a mean of ten steps, because a single easy batch would give too low a value.
+        if len(earlier_losses) >= 10:
+            self._lowest_mean = min(self._lowest_mean, fmean(earlier_losses[-10:]))
+        if len(earlier_losses) < self.losses_at_start:
             return ""
-        low, began = min(last), median(self._first)
-        if low > max(self._first) + self.above * abs(began):
-            return f"the loss has stayed above {low:.4g} for {self.stays} steps; it began at {began:.4g}"
-        # The scale is what was learned: losing half of it is a collapse, whatever the loss function.
-        learned = began - self._best
-        noise = noise_of_values(earlier) if len(earlier) > 10 else math.inf
+        lowest, first_loss = min(last_losses), median(self._first_losses)
+        if lowest > max(self._first_losses) + self.above_first * abs(first_loss):
+            return f"the loss has stayed above {lowest:.4g} for {self.high_losses} steps; it began at {first_loss:.4g}"
+        # Compare the rise with what was learned. If half of that is lost, the training has collapsed, under any loss
+        # function.
+        learned_loss = first_loss - self._lowest_mean
+        noise = measure_noise(earlier_losses) if len(earlier_losses) > 10 else math.inf
         rate = self._rates[-1]
-        rose = f": the rate rose to {rate:.3g}" if rate > self.risen * self._rates[0] else ""
-        lost, times = (self.lost_by_rate, self.noise_by_rate) if rose else (self.lost, self.noise)
-        if learned <= 0 or low - self._best < max(lost * learned, times * noise):
+        rate_words = f": the rate rose to {rate:.3g}" if rate > self.rate_rise * self._rates[0] else ""
+        lost, times = (
+            (self.lost_share_by_rate, self.noise_factor_by_rate) if rate_words else (self.lost_share, self.noise_factor)
+        )
+        if learned_loss <= 0 or lowest - self._lowest_mean < max(lost * learned_loss, times * noise):
             return ""
         return (
-            f"the loss has come back up from {self._best:.4g}, and stayed above {low:.4g} for {self.stays} steps{rose}"
+            f"the loss has risen again from {self._lowest_mean:.4g}, and has stayed above {lowest:.4g} for "
+            f"{self.high_losses} steps{rate_words}"
         )
 
 
 class LossAboveGuessing(LossRule):
-    """A model that learns is below it within some steps, or on its way there."""
+    """Detects a loss above that of random guessing. A model that learns gets below the loss of guessing within some
+    steps, or falls towards it.
+    """
 
     name = "loss-above-guessing"
-    # One alarm for a loss that has come back up is enough.
+    # While the loss has risen again, the alarm about that rise is enough.
     until = "loss-back-up"
-    last = 8
-    above = 1.25
-    falling = 0.9
-    alarms_at = f"{last} losses {above:g} times ln of the classes, their median no tenth below that of {last} before"
+    loss_count = 8
+    guessing_factor = 1.25
+    falling_factor = 0.9
+    alarms_at = (
+        f"{loss_count} losses in a row are {guessing_factor:g} times the logarithm of the number of classes, and "
+        f"their median is less than a tenth below that of the {loss_count} before"
+    )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
 
     def judge(self, losses: list[float]) -> str:
-        earlier, last = losses[-2 * self.last : -self.last], losses[-self.last :]
-        if len(earlier) < self.last or min(last) < self.above * self._guessing:
+        earlier_losses, last_losses = losses[-2 * self.loss_count : -self.loss_count], losses[-self.loss_count :]
+        if len(earlier_losses) < self.loss_count or min(last_losses) < self.guessing_factor * self._guessing_loss:
             return ""
-        if median(last) < self.falling * median(earlier):
+        loss = median(last_losses)
+        if loss < self.falling_factor * median(earlier_losses):
             return ""
-        times = median(last) / self._guessing
-        return f"the loss stays at {median(last):.4g}, {times:.3g} times what guessing costs: is it scaled, or a sum?"
+        factor = loss / self._guessing_loss
+        return f"the loss stays at {loss:.4g}, {factor:.3g} times the loss of guessing: is it scaled, or a sum?"
 
 
 class LossLeaked(LossRule):
-    """Losses fall by percents a step; those of single examples vary by more, and are left alone."""
+    """Detects a sudden drop of the loss, as if the answers had leaked into the inputs. Losses usually fall by a few
+    percent per step. Losses of batches with a single example vary more, so they are not judged.
+    """
 
     name = "loss-leaked"
-    last = 3
-    share = 0.1
-    noise = 5.0
-    alarms_at = f"{last} losses below {share:g} of the least of 20 before, and {noise:g} times their noise below it"
+    low_losses = 3
+    max_share = 0.1
+    noise_factor = 5.0
+    alarms_at = (
+        f"{low_losses} losses in a row are below {max_share:g} of the smallest of 20 before, and {noise_factor:g} "
+        "times their noise below it"
+    )
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, losses: list[float]) -> str:
-        earlier, last = losses[-20 - self.last : -self.last], losses[-self.last :]
-        if len(earlier) < 20 or min(earlier) <= 0 or not 0 < max(last) < self.share * min(earlier):
+        earlier_losses, last_losses = losses[-20 - self.low_losses : -self.low_losses], losses[-self.low_losses :]
+        if (
+            len(earlier_losses) < 20
+            or min(earlier_losses) <= 0
+            or not 0 < max(last_losses) < self.max_share * min(earlier_losses)
+        ):
             return ""
-        # Compare in octaves, since a leak divides the loss, and noise is proportional to it.
-        noise = noise_of_values([math.log2(value) for value in earlier])
-        if math.log2(min(earlier) / max(last)) < self.noise * noise:
+        # Losses are compared as logarithms, because a leak divides the loss, and noise is proportional to the loss.
+        noise = measure_noise([math.log2(value) for value in earlier_losses])
+        if math.log2(min(earlier_losses) / max(last_losses)) < self.noise_factor * noise:
             return ""
-        return f"the loss fell at once from {median(earlier):.4g} to {median(last):.4g}: are answers among the inputs?"
+        return (
+            f"the loss fell at once from {median(earlier_losses):.4g} to {median(last_losses):.4g}: are answers among "
+            "the inputs?"
+        )
 
 
 class NoUpdate(HealthRule[Any]):
-    """Schedules begin and end with a step at 0; float32 keeps no change of less than 6e-8."""
+    """Detects steps that leave the weights unchanged. A few such steps are normal, because schedules begin and end
+    with a step at a rate of 0. A float32 weight cannot change by less than 6e-8 of itself.
+    """
 
     name = "no-update"
     reads = StepRow | StepFigure
-    # A watched step has a digest of all weights, which detects any change.
+    # Watched steps have a digest of all weights, which shows any change.
     figures = ("weights_before",)
-    rows = 5
-    same = 3
+    still_steps = 5
+    equal_readings = 3
     alarms_at = (
-        f"in {rows} steps a rate of 0, or a loss without gradients; in 2 an update of less than 1e-8 of the weights; "
-        f"in {same} watched ones weights that are the same to the bit"
+        f"in {still_steps} steps in a row the rate is 0 or no weight has a gradient; in 2 steps the update is below "
+        f"1e-8 of the weights; in {equal_readings} watched steps the weights are equal to the bit"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.HIGHER_MASTER)
     _counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
     _weights: float = math.nan
-    _first: float = 0.0
-    _learned: bool = False
+    _first_loss: float = 0.0
+    _has_learned: bool = False
 
-    def see(self, line: StepRow | StepFigure) -> str:
+    def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
-            same, self._weights = line.value == self._weights and not self._learned, line.value
-            return self._count("the weights are the same to the bit", same, self.same - 1)
+            is_equal, self._weights = line.value == self._weights and not self._has_learned, line.value
+            return self._alarm_if_lasting("the weights are the same to the bit", is_equal, self.equal_readings - 1)
         if line.skipped or not math.isfinite(line.loss):
             return ""
-        self._first = self._first or line.loss
-        # A loss near zero needs no update.
-        self._learned = abs(line.loss) <= LEARNED * abs(self._first)
-        if self._learned:
+        self._first_loss = self._first_loss or line.loss
+        # If the loss is near zero, no update is needed.
+        self._has_learned = abs(line.loss) <= LEARNED_SHARE * abs(self._first_loss)
+        if self._has_learned:
             return ""
-        none = line.gradient_norm == 0
-        alarm = self._count("the rate is 0", line.rate == 0, self.rows)
-        alarm = self._count("no gradient arrives at any weight", none, self.rows) or alarm
+        has_no_gradient = line.gradient_norm == 0
+        alarm = self._alarm_if_lasting("the rate is 0", line.rate == 0, self.still_steps)
+        alarm = self._alarm_if_lasting("no gradient arrives at any weight", has_no_gradient, self.still_steps) or alarm
         if math.isfinite(line.update_ratio):
-            small = line.update_ratio < 1e-8 and line.rate != 0 and not none
-            alarm = self._count("updates are less than 1e-8 of the weights", small, 2) or alarm
+            is_small = line.update_ratio < 1e-8 and line.rate != 0 and not has_no_gradient
+            alarm = self._alarm_if_lasting("updates are less than 1e-8 of the weights", is_small, 2) or alarm
         return alarm
 
-    def _count(self, words: str, happened: bool, most: int) -> str:
-        self._counts[words] = self._counts[words] + 1 if happened else 0
-        return f"steps change nothing: {words}" if self._counts[words] >= most else ""
+    def _alarm_if_lasting(self, symptom: str, is_still: bool, limit: int) -> str:
+        self._counts[symptom] = self._counts[symptom] + 1 if is_still else 0
+        return f"steps change nothing: {symptom}" if self._counts[symptom] >= limit else ""
 
 
 class SameInputs(HealthRule[StepFigure]):
-    """An epoch has more than four batches; a loop that uses all data in each step has over a hundred examples. A loader
-    that begins again goes through all batches that were new; shuffled, it goes back as far at some time."""
+    """Detects a loader that repeats the same batches. An epoch usually has more than four batches. A loop that uses
+    all data in each step usually has over a hundred examples. A loader that starts a new epoch has read all batches
+    of the last one. With shuffling, some of these batches are as old as the epoch is long.
+    """
 
     name = "same-inputs"
     reads = StepFigure
     figures = ("inputs_again", "inputs_cycled", "inputs_period", "inputs_new", "examples")
-    again = 7
-    few = 128
-    cycle = 4
-    steps = 8
+    repeated_steps = 7
+    few_examples = 128
+    max_cycle = 4
+    cycled_steps = 8
     alarms_at = (
-        f"the same for 8 steps in turn, after another, or from the first on, of fewer than {few} examples; {steps} "
-        f"steps in turn with batches of the last 100, none further back than a quarter of all that were new; or "
-        f"{cycle} batches and fewer from the start, of fewer than twice as many examples"
+        f"the same inputs in 8 steps in a row, if other inputs came before or there are fewer than {few_examples} "
+        f"examples; {cycled_steps} steps in a row with batches of the last 100, none further back than a quarter of "
+        f"the number of new batches; or at most {max_cycle} batches, repeated from the start, with fewer than twice "
+        "as many examples"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
-    _last: dict[str, float] = field(default_factory=dict)
+    _last_values: dict[str, float] = field(default_factory=dict)
 
-    def see(self, line: StepFigure) -> str:
-        self._last[line.name] = line.value
-        # The number of examples comes last.
-        if line.name != "examples" or "inputs_again" not in self._last:
+    def read_line(self, line: StepFigure) -> str:
+        self._last_values[line.name] = line.value
+        # The number of examples arrives last of a step's figures.
+        if line.name != "examples" or "inputs_again" not in self._last_values:
             return ""
-        again = self._last["inputs_again"]
-        if again >= self.again and (again < line.step or line.value < self.few):
+        repeated = self._last_values["inputs_again"]
+        if repeated >= self.repeated_steps and (repeated < line.step or line.value < self.few_examples):
             # Full-batch training repeats its inputs intentionally.
-            return f"the model was given the same inputs in {again + 1:g} steps in turn"
-        cycled, period, new = (self._last.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new"))
-        if cycled < self.steps or period < 2:
+            return f"the model was given the same inputs in {repeated + 1:g} steps in a row"
+        steps_cycled, period, new_batches = (
+            self._last_values.get(name, 0.0) for name in ("inputs_cycled", "inputs_period", "inputs_new")
+        )
+        if steps_cycled < self.cycled_steps or period < 2:
             return ""
-        from_start = period == new <= self.cycle and line.value * period < 2 * self.few
-        if not from_start and self.cycle * period > new:
+        repeats_from_start = period == new_batches <= self.max_cycle and line.value * period < 2 * self.few_examples
+        if not repeats_from_start and self.max_cycle * period > new_batches:
             return ""
         return (
-            f"the last {cycled:g} batches were given before, {period:g} steps ago at most, after {new:g} that were new"
+            f"the last {steps_cycled:g} batches repeat earlier ones, at most {period:g} steps old, after "
+            f"{new_batches:g} new batches"
         )
 
 
 class AmaxJump(TensorRule):
-    """As for scales: by an octave or two between readings, whatever the precision."""
+    """Detects a jump of the largest magnitude of a tensor without scales. In any precision, magnitudes change by one
+    or two octaves between readings.
+    """
 
     name = "amax-jump"
-    keep = 6
-    fewest = 4
-    far = 3.5
-    alarms_at = f"{far:g} octaves from the median of {fewest} to {keep} readings without scales, 2 beyond all"
+    window = 6
+    jump_octaves = 3.5
+    alarms_at = (
+        f"without scales, the largest magnitude is {jump_octaves:g} octaves from the median of 4 to "
+        f"{window} readings before, and 2 from each of them"
+    )
     remedies = (Remedy.LOOK_AT_DATA, Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         if reading.role == Role.GRADIENT or any(layer_reading.scale != 1 for layer_reading in (reading, *previous)):
             return ""
-        now = octaves(reading.amax)
-        magnitudes = known_octaves(old.amax for old in previous)
-        if now is None or len(magnitudes) < self.fewest:
+        magnitudes = finite_octaves(old.amax for old in previous)
+        distance = find_jump(to_octaves(reading.amax), magnitudes, self.jump_octaves)
+        if not distance or (distance < 0 and reading.role == Role.WEIGHT):
             return ""
-        moved = now - median(magnitudes)
-        gap = now - max(magnitudes) if moved > 0 else min(magnitudes) - now
-        if abs(moved) < self.far or gap < 2 or (moved < 0 and reading.role == Role.WEIGHT):
-            return ""
-        direction = "rose" if moved > 0 else "fell"
-        return f"the largest magnitude of {of(reading)} {direction} by {moved:+.1f} octaves to {reading.amax:.3g}"
+        direction = "rose" if distance > 0 else "fell"
+        return (
+            f"the largest magnitude of {name_tensor(reading)} {direction} by {distance:+.1f} octaves to "
+            f"{reading.amax:.3g}"
+        )
 
 
 class DeadUnits(TensorRule):
-    """Units leave half of their inputs, with dropout three quarters; bags of words are always sparse."""
+    """Detects inputs of a layer that are mostly zeros. This is not normal: activation functions make half of their
+    outputs zero, and dropout up to three quarters. Bags of words are an exception, because they consist mostly of
+    zeros from the start.
+    """
 
     name = "dead-units"
-    keep = 6
-    share = 0.97
-    rise = 0.2
-    always = 0.999
-    alarms_at = f"{share:.0%} zeros, {rise:.0%} more than the median of {keep} readings; or {always:.1%} twice in turn"
+    window = 6
+    zero_share = 0.97
+    added_share = 0.2
+    constant_share = 0.999
+    alarms_at = (
+        f"{zero_share:.0%} of a layer's inputs are zeros, {added_share:.0%} more than the median of {window} "
+        f"readings; or {constant_share:.1%} twice in a row"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LOOK_AT_DATA)
-    _first: str = ""
+    _first_layer: str = ""
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         if reading.role != Role.INPUT:
             return ""
-        self._first = self._first or reading.layer
-        usual = median(layer_reading.zeros for layer_reading in previous) if previous else math.nan
-        risen = bool(previous) and reading.zeros >= max(self.share, usual + self.rise)
-        # The first layer may get sparse data; later ones get the output of layers.
-        never = reading.layer != self._first and previous and min(reading.zeros, previous[-1].zeros) >= self.always
-        if not risen and not never:
+        self._first_layer = self._first_layer or reading.layer
+        usual_share = median(layer_reading.zeros for layer_reading in previous) if previous else math.nan
+        has_risen = bool(previous) and reading.zeros >= max(self.zero_share, usual_share + self.added_share)
+        # The data of the first layer may be sparse. Later layers read outputs of layers.
+        is_always_zero = (
+            reading.layer != self._first_layer
+            and previous
+            and min(reading.zeros, previous[-1].zeros) >= self.constant_share
+        )
+        if not has_risen and not is_always_zero:
             return ""
-        return f"{reading.zeros:.1%} of {of(reading)} are zeros{f'; {usual:.0%} was usual' if risen else ''}"
+        usual = f"; {usual_share:.0%} was usual" if has_risen else ""
+        return f"{reading.zeros:.1%} of {name_tensor(reading)} are zeros{usual}"
 
 
 class NormGain(FigureRule):
-    """Gains begin at 1 or 0 and move by a rate's worth a step."""
+    """Detects gains of a norm that grow or shrink by a large factor. Gains begin at 1 or 0, and change by about the
+    learning rate per step.
+    """
 
     name = "norm-gain"
     figures = ("gain",)
-    keep = 20
-    times = 3.0
-    least = 0.5
+    window = 20
+    gain_factor = 3.0
+    min_gain = 0.5
     alarms_at = (
-        f"a root mean square above {times:g} times the least in {keep} readings, which counts as {least:g} at least; "
-        f"or the largest, of {least:g} at least, above {times:g} times it"
+        f"the root mean square of gains is above {gain_factor:g} times its minimum in {window} readings, where a "
+        f"minimum below {min_gain:g} counts as {min_gain:g}; or {gain_factor:g} times below its maximum, if that is "
+        f"{min_gain:g} or more"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
         lowest, highest = min(last), max(last)
-        # A gain near 0 doubles easily.
-        grew = line.value > self.times * max(lowest, self.least)
-        shrank = highest >= self.least and line.value * self.times < highest
-        if not grew and not shrank:
+        # A gain near 0 is easily multiplied several times, so a minimum counts as at least `min_gain`.
+        has_grown = line.value > self.gain_factor * max(lowest, self.min_gain)
+        has_shrunk = highest >= self.min_gain and line.value * self.gain_factor < highest
+        if not has_grown and not has_shrunk:
             return ""
-        earlier = lowest if grew else highest
-        return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {earlier:.3g} some readings ago"
+        previous_gain = lowest if has_grown else highest
+        return f"the gain of {line.layer or 'the model'} is {line.value:.3g}, and was {previous_gain:.3g} earlier"
 
 
 class LargeLogits(FigureRule):
-    """E^-88 is the least that fp32 holds as a normal number; what is learned by heart reaches 20 to 40, slowly."""
+    """Detects logits so far apart that their softmax underflows: e^-88 is the smallest normal number of fp32. In a
+    model that memorises its data, the range of logits grows slowly to 20 or 40, which is no problem.
+    """
 
     name = "large-logits"
     figures = ("logit_range",)
-    keep = 7
-    largest = 88.0
-    jump = 30.0
-    times = 4.0
-    alarms_at = f"a range of {largest:g}; or of {jump:g}, if it is {times:g} times the median of the last {keep}"
+    window = 7
+    max_range = 88.0
+    jump_range = 30.0
+    jump_factor = 4.0
+    alarms_at = (
+        f"logits span {max_range:g}; or {jump_range:g}, if that is {jump_factor:g} times the median of the last "
+        f"{window} readings"
+    )
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        usual = median(last)
-        if not (line.value >= self.largest or (line.value >= self.jump and line.value > self.times * usual)):
+        usual_range = median(last)
+        if not (
+            line.value >= self.max_range
+            or (line.value >= self.jump_range and line.value > self.jump_factor * usual_range)
+        ):
             return ""
-        return f"logits of an example lie {line.value:.4g} apart; {usual:.3g} was usual"
+        return f"the logits of an example span {line.value:.4g}; {usual_range:.3g} was usual"
 
 
 class GradientsLeft(FigureRule):
-    """It is seen, and not concluded: the same tensors, unchanged."""
+    """Detects gradients that the loop did not clear. No limit is needed, because the rule sees whether the tensors of
+    the gradients were changed.
+    """
 
     name = "gradients-left"
     figures = (GRADIENTS_LEFT,)
-    alarms_at = "no gradient was touched between an update and the backward after it, nor between those of a step"
+    alarms_at = "no gradient is changed between an update and the next backward, nor between the backwards of a step"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        return "gradients of the step before were not cleared, so they add up: zero_grad is missing"
+        return "gradients of the previous step were not cleared, so they add up: zero_grad is missing"
 
 
 class MomentsGone(FigureRule):
-    """An optimizer's state only grows."""
+    """Detects an optimizer that has lost its state. The state of an optimizer only grows."""
 
     name = "moments-gone"
     figures = (MOMENTS_GONE,)
-    alarms_at = "its state has fewer parameters than before, or counts fewer steps"
+    alarms_at = "the optimizer's state has fewer parameters than before, or counts fewer steps"
     remedies = (Remedy.LOOK_AT_LOOP,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        return "the optimizer has forgotten its moments: does the checkpoint have its state, and is that loaded?"
+        return "the optimizer has lost its moments: does the checkpoint have its state, and is that loaded?"
 
 
 class DuplicateInputs(FigureRule):
-    """A loader draws each example once an epoch; what is drawn with replacement repeats few of many."""
+    """Detects batches that have the same example several times. Usually a loader reads each example once per epoch.
+    If it draws examples with replacement, it repeats only few of a large set.
+    """
 
     name = "duplicate-inputs"
     figures = ("duplicates",)
-    keep = 3
-    share = 0.5
-    alarms_at = f"in {keep} batches {share:.0%} of the examples equal another, of eight or more of as many values"
+    window = 3
+    duplicate_share = 0.5
+    alarms_at = (
+        f"in {window} batches {duplicate_share:.0%} of the examples equal another example; only for eight or more "
+        "examples of eight or more values"
+    )
     remedies = (Remedy.LOOK_AT_DATA,)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if len(last) < self.keep or min(last) < self.share:
+        if len(last) < self.window or min(last) < self.duplicate_share:
             return ""
-        return f"{line.value:.0%} of the examples of a batch are copies of others in it"
+        return f"{line.value:.0%} of the examples of a batch are copies of other examples in it"
 
 
 class DataDrift(HealthRule[StepFigure]):
-    """Batches that are drawn from one source have means and deviations as far apart as those of the first."""
+    """Detects inputs whose mean or deviation moves away from that of the first batches. Batches from one source
+    differ as much as the first batches differ from each other.
+    """
 
     name = "data-drift"
     reads = StepFigure
     figures = (OTHERS_TRAIN, "input_mean", "input_deviation")
-    first = 10
-    last = 4
-    noise = 6.0
-    far = 0.5
+    first_batches = 10
+    new_batches = 4
+    noise_factor = 6.0
+    deviation_share = 0.5
     alarms_at = (
-        f"means or deviations of {last} watched batches' inputs on one side of the mean of the first {first}, "
-        f"{noise:g} of their standard deviations and {far:g} of the inputs' own away"
+        f"the mean or deviation of the inputs of {new_batches} watched batches is on one side of its average over "
+        f"the first {first_batches}: {noise_factor:g} of their standard deviations and {deviation_share:g} of the "
+        "inputs' deviation away"
     )
     remedies = (Remedy.LOOK_AT_DATA,)
-    _alone: bool = True
-    _first: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
-    _last: dict[str, deque[float]] = field(default_factory=lambda: defaultdict(lambda: deque(maxlen=DataDrift.last)))
+    _is_only_optimizer: bool = True
+    _first_values: dict[str, list[float]] = field(default_factory=lambda: defaultdict(list))
+    _new_values: dict[str, deque[float]] = field(
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=DataDrift.new_batches))
+    )
 
-    def see(self, line: StepFigure) -> str:
-        # Inputs that another model makes change as it learns.
-        self._alone &= line.name != OTHERS_TRAIN
-        if not self._alone:
+    def read_line(self, line: StepFigure) -> str:
+        # Inputs that another model generates change as that model learns.
+        self._is_only_optimizer &= line.name != OTHERS_TRAIN
+        if not self._is_only_optimizer:
             return ""
-        first, last = self._first[line.name], self._last[line.name]
-        if len(first) < self.first:
-            first.append(line.value)
+        first_values, new_values = self._first_values[line.name], self._new_values[line.name]
+        if len(first_values) < self.first_batches:
+            first_values.append(line.value)
             return ""
-        last.append(line.value)
-        usual, size = fmean(first), median(self._first["input_deviation"] or [0.0])
-        moved = [value - usual for value in last]
-        least = min(map(abs, moved))
-        # Batches of one source are on both sides of its mean.
-        same_side = min(moved) > 0 or max(moved) < 0
-        if len(moved) < self.last or not same_side or least <= max(self.noise * stdev(first), self.far * size):
+        new_values.append(line.value)
+        usual_value, first_deviation = fmean(first_values), median(self._first_values["input_deviation"] or [0.0])
+        distances = [value - usual_value for value in new_values]
+        min_distance = min(map(abs, distances))
+        # Batches from one source have means on both sides of the average of these means.
+        is_one_sided = min(distances) > 0 or max(distances) < 0
+        if (
+            len(distances) < self.new_batches
+            or not is_one_sided
+            or min_distance <= max(self.noise_factor * stdev(first_values), self.deviation_share * first_deviation)
+        ):
             return ""
-        name, now = line.name.removeprefix("input_"), line.value
-        return f"the {name} of the inputs has moved from {usual:.3g} to {now:.3g}, at a first deviation of {size:.3g}"
+        return (
+            f"the {line.name.removeprefix('input_')} of the inputs has moved from {usual_value:.3g} to "
+            f"{line.value:.3g}; their deviation was {first_deviation:.3g} at first"
+        )

@@ -1,6 +1,6 @@
-"""The base class of health rules, and the rules over figures of whole steps: losses, norms, updates.
+"""The base class of health rules, and the rules about figures of complete steps: losses, norms, updates.
 
-A rule reads the lines of one arm and seed in order, and may raise an alarm at each.
+A rule reads the output lines of one arm and seed in order, and may raise an alarm at each line.
 """
 
 from __future__ import annotations
@@ -18,37 +18,37 @@ from typing import Any, ClassVar, Generic, TypeVar, dataclass_transform
 
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 
-# Below this share of the first loss there is nothing left to learn.
-LEARNED = 1e-4
+# A loss below this share of the first loss leaves nothing to learn.
+LEARNED_SHARE = 1e-4
 L = TypeVar("L", StepRow, LayerReading, StepFigure)
 
 
 @dataclass(frozen=True)
 class WatchedArm:
-    """The arm that a rule watches, the one that it is compared with, and the smallest rate factor of its parameters."""
+    """The arm that a rule watches, and the arm that it is compared with. Also has the smallest factor of --rates."""
 
     name: str
     reference: str = ""
-    slowest: float = 1.0
+    min_rate_factor: float = 1.0
 
 
 # All rules, in the order in which their classes are defined.
 RULES: list[type[HealthRule[Any]]] = []
 
 
-def newest(length: int) -> Any:
-    """Returns a dataclass field that keeps the newest `length` values."""
+def newest_values(length: int) -> Any:
+    """Returns a dataclass field that stores the newest `length` values."""
     return field(init=False, default_factory=lambda: deque(maxlen=length))
 
 
 @dataclass_transform(eq_default=False, field_specifiers=(field,))
 @dataclass(eq=False)
 class HealthRule(ABC, Generic[L]):
-    """One kind of problem in a training: a subclass with a `name` is applied to every training, and documented.
-
-    It reads the lines of the types in `reads`, and only figures with a name in `figures`, or all if that is empty.
-    `alarms_at` describes when it alarms, the docstring of a rule justifies the limit. With `compares` it also reads the
-    rows of the arms that its arm is compared with. While the rule named by `until` alarms, this one is silent.
+    """One kind of problem in a training. A subclass with a `name` is applied to every training, and documented. A
+    rule reads the lines of the types in `reads`. Of figures, it reads only those named in `figures`, or all if that
+    is empty. `alarms_at` describes the limit, and the docstring gives the reasons for the limit. With `compares`, a
+    rule also reads the rows of the arm with which its arm is compared. A rule does not alarm while the rule named by
+    `until` alarms.
     """
 
     name: ClassVar[str]
@@ -65,22 +65,22 @@ class HealthRule(ABC, Generic[L]):
         if "name" in vars(cls):
             RULES.append(cls)
 
-    def reads_line(self, line: Any) -> bool:
-        is_other = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
-        return isinstance(line, self.reads) and not is_other
+    def accepts(self, line: Any) -> bool:
+        is_unread_figure = isinstance(line, StepFigure) and self.figures and line.name not in self.figures
+        return isinstance(line, self.reads) and not is_unread_figure
 
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
-        """The remedies for the last alarm."""
+        """Returns the remedies for the last alarm."""
         return self.remedies
 
     @classmethod
-    def because(cls) -> str:
+    def rationale(cls) -> str:
         return " ".join((cls.__doc__ or "").split())
 
     @abstractmethod
-    def see(self, line: L) -> str:
-        """Reads the next line; returns the sentence of an alarm while something is wrong, else ''."""
+    def read_line(self, line: L) -> str:
+        """Reads the next line. Returns the text of an alarm while something is wrong, and '' otherwise."""
 
 
 class Remedy(StrEnum):
@@ -101,108 +101,123 @@ class Remedy(StrEnum):
 
 
 class GradientSpike(HealthRule[StepRow]):
-    """Few tokens a batch move a norm by 5 to 15 times, again and again; rare text does not move the loss. A model that
-    has memorised its data loses nearly nothing by a spike."""
+    """Detects a single gradient norm far above the usual one. Norms 5 to 15 times as large are normal if batches have
+    few tokens. Rare text raises the norm, but not the loss. In a model that has memorised its data, a spike costs
+    almost nothing.
+    """
 
     name = "gradient-norm-spike"
-    keep = 50
-    longer = 500
-    fewest = 20
-    times = 16.0
-    times_with_loss = 8.0
-    far = 2.5
-    lost = 0.1
+    window = 50
+    multiples_window = 500
+    min_steps = 20
+    norm_factor = 16.0
+    norm_factor_with_loss = 8.0
+    loss_factor = 2.5
+    lost_share = 0.1
     alarms_at = (
-        f"{times:g} times the median of {fewest} to {keep} steps, and the square of the largest multiple of {longer};"
-        f" or {times_with_loss:g} times it at a loss {far:g} times as far above its median as any of theirs, and by "
-        f"{lost:.0%} of what was learned"
+        f"the gradient norm is {norm_factor:g} times the median of {min_steps} to {window} steps, and the square of "
+        f"the largest such multiple in {multiples_window} steps; or {norm_factor_with_loss:g} times the median, at a "
+        f"loss {loss_factor:g} times as far above its median as in any of these steps, and by {lost_share:.0%} of "
+        "what was learned"
     )
     remedies = (Remedy.CLIP_HARDER, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
-    _norms: deque[float] = newest(keep)
-    _losses: deque[float] = newest(keep)
-    _multiples: deque[float] = newest(longer)
-    _first: float = math.nan
+    _norms: deque[float] = newest_values(window)
+    _losses: deque[float] = newest_values(window)
+    _multiples: deque[float] = newest_values(multiples_window)
+    _first_loss: float = math.nan
 
-    def see(self, line: StepRow) -> str:
+    def read_line(self, line: StepRow) -> str:
         norm, loss, norms, losses = line.gradient_norm, line.loss, self._norms, self._losses
         if not math.isfinite(norm + loss):
             return ""
-        alarm = self._judge(norm, loss) if len(norms) >= self.fewest else ""
-        self._first = loss if math.isnan(self._first) else self._first
+        alarm = self._judge(norm, loss) if len(norms) >= self.min_steps else ""
+        self._first_loss = loss if math.isnan(self._first_loss) else self._first_loss
         norms.append(norm)
         losses.append(loss)
         return alarm
 
     def _judge(self, norm: float, loss: float) -> str:
-        # Medians, because a spike must not raise the level for the next one.
-        usual = median(self._norms)
-        multiple = norm / max(usual, 1e-300)
-        if multiple > self.times_with_loss:
-            # The largest multiple until now is normal for this training.
-            most = max(max(self._norms) / max(usual, 1e-300), *self._multiples, math.sqrt(self.times))
-            middle = median(self._losses)
-            is_far = loss - middle > max(self.far * (max(self._losses) - middle), self.lost * (self._first - middle))
-            if math.sqrt(multiple) > most or is_far:
+        # Medians are used, because one spike must not raise the limit for the next.
+        usual_norm = median(self._norms)
+        multiple = norm / max(usual_norm, 1e-300)
+        if multiple > self.norm_factor_with_loss:
+            # The largest multiple of the median until now counts as usual for this training.
+            largest_multiple = max(
+                max(self._norms) / max(usual_norm, 1e-300), *self._multiples, math.sqrt(self.norm_factor)
+            )
+            usual_loss = median(self._losses)
+            is_loss_high = loss - usual_loss > max(
+                self.loss_factor * (max(self._losses) - usual_loss), self.lost_share * (self._first_loss - usual_loss)
+            )
+            if math.sqrt(multiple) > largest_multiple or is_loss_high:
                 return f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
         self._multiples.append(multiple)
         return ""
 
 
 class UpdateBurst(HealthRule[StepRow]):
-    """A rate that warms up in a line is at most twice its median ahead, and Adam bounds the effect of a batch. A model
-    that has learned by heart moves so little that bursts stay below the first updates."""
+    """Detects an update far above the usual size. A rate that rises linearly is at most twice its median, and Adam
+    limits the effect of a single batch. A model that has memorised its data makes tiny updates, so that even its
+    bursts are smaller than the first updates.
+    """
 
     name = "update-norm-burst"
     until = "loss-back-up"
-    keep = 20
-    fewest = 10
-    times = 4.0
+    window = 20
+    first_steps = 10
+    ratio_factor = 4.0
     alarms_at = (
-        f"{times:g} times the median of the last {keep} steps, and above that of the first {fewest}, from then on"
+        f"the update is {ratio_factor:g} times the median of the last {window} steps, and above the median of the "
+        f"first {first_steps}"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER)
-    _ratios: deque[float] = newest(keep)
-    _first: float = 0.0
+    _ratios: deque[float] = newest_values(window)
+    _first_median: float = 0.0
 
-    def see(self, line: StepRow) -> str:
+    def read_line(self, line: StepRow) -> str:
         ratio, ratios = line.update_ratio, self._ratios
         if line.skipped or not math.isfinite(ratio):
             return ""
-        # The newest ratio is added afterwards, so that it is not compared with itself.
-        usual = median(ratios) if len(ratios) >= self.fewest else math.inf
+        # Add the newest ratio only afterwards, so that it is not compared with itself.
+        usual_ratio = median(ratios) if len(ratios) >= self.first_steps else math.inf
         ratios.append(ratio)
-        if len(ratios) == self.fewest:
-            self._first = median(ratios)
-        if ratio <= max(self.times * usual, self._first):
+        if len(ratios) == self.first_steps:
+            self._first_median = median(ratios)
+        if ratio <= max(self.ratio_factor * usual_ratio, self._first_median):
             return ""
-        return f"the update is {ratio:.3g} of the weights, their median is {usual:.3g}: the loss may jump next"
+        return (
+            f"the update is {ratio:.3g} times the weights, and usually {usual_ratio:.3g} times: the loss may jump next"
+        )
 
 
 class LossPlateau(HealthRule[Any]):
-    """Losses fall by equal parts in equal multiples of time: the last half of a training is never flat."""
+    """Detects a loss that no longer falls. A loss falls by about the same amount whenever the number of steps
+    doubles, so the last half of a training should never be flat.
+    """
 
     name = "plateau"
     reads = StepRow | StepFigure
     figures = ("entropy",)
-    entropy = 0.03
-    least = 100
-    often = 10
-    parts = 4
-    flat = 0.01
-    noise = 0.0075
-    gradients = 0.9
+    entropy_distance = 0.03
+    min_steps = 100
+    check_interval = 10
+    mean_count = 4
+    flat_share = 0.01
+    max_error = 0.0075
+    gradient_share = 0.9
     alarms_at = (
-        f"{parts} means over the last half of all steps ({least} at least) within {flat:.1%}, each known to {noise:.2%}"
-        f"; gradients {gradients:g} of those before, the rate half of its peak; the entropy of predictions, if known, "
-        f"{entropy:.0%} away. Looked at every {often} steps"
+        f"{mean_count} means over the last half of all steps (at least {min_steps}) are within {flat_share:.1%}, "
+        f"each known to {max_error:.2%}; gradients are at least {gradient_share:g} of those before, the rate at "
+        f"least half of its peak, and the entropy of predictions, if known, {entropy_distance:.0%} away from the "
+        f"loss. Checked every {check_interval} steps"
     )
     remedies = (Remedy.HIGHER_MASTER, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOOK_AT_LAYER)
     _losses: list[float] = field(default_factory=list)
     _norms: list[float] = field(default_factory=list)
     _rates: list[float] = field(default_factory=list)
-    _entropies: deque[float] = newest(10)
+    _entropies: deque[float] = newest_values(10)
 
-    def see(self, line: StepRow | StepFigure) -> str:
+    def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepFigure):
             self._entropies.append(line.value)
             return ""
@@ -211,160 +226,181 @@ class LossPlateau(HealthRule[Any]):
         self._losses.append(line.loss)
         self._norms.append(line.gradient_norm)
         self._rates.append(line.rate)
-        length = len(self._losses) // 2 // self.parts * self.parts
-        if length < self.least or len(self._losses) % self.often:
+        length = len(self._losses) // 2 // self.mean_count * self.mean_count
+        if length < self.min_steps or len(self._losses) % self.check_interval:
             return ""
-        # A rate that has decayed changes little, and a flat loss is then normal.
+        # At a low learning rate a flat loss is normal.
         if min(self._rates[-length], line.rate) < max(self._rates) / 2:
             return ""
-        # Four consecutive means distinguish a flat course from a slow fall within noise.
-        part = length // self.parts
+        # The noise of a loss can hide a slow fall. Four consecutive means distinguish a slow fall from a flat loss.
+        part_length = length // self.mean_count
         losses = self._losses[-length:]
-        means = [fmean(losses[start : start + part]) for start in range(0, length, part)]
-        size = abs(fmean(means) or 1.0)
-        spread, error = (max(means) - min(means)) / size, noise_of_values(losses) / math.sqrt(part) / size
-        norm, norm_before = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
-        if abs(means[-1]) < LEARNED * abs(self._losses[0]):
+        means = [fmean(losses[start : start + part_length]) for start in range(0, length, part_length)]
+        mean_loss = abs(fmean(means) or 1.0)
+        loss_range = (max(means) - min(means)) / mean_loss
+        error = measure_noise(losses) / math.sqrt(part_length) / mean_loss
+        norm, previous_norm = median(self._norms[-length:]), median(self._norms[-2 * length : -length])
+        is_learned = abs(means[-1]) < LEARNED_SHARE * abs(self._losses[0])
+        is_moving = loss_range > self.flat_share or norm < self.gradient_share * previous_norm
+        if is_learned or is_moving or error > self.max_error:
             return ""
-        if spread > self.flat or error > self.noise or norm < self.gradients * norm_before:
+        # If the entropy of predictions equals the loss, nothing more can be learned from this text.
+        if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy_distance * mean_loss:
             return ""
-        # If predictions are as uncertain as the loss, nothing more can be learned from this text.
-        if self._entropies and abs(fmean(self._entropies) - means[-1]) < self.entropy * size:
-            return ""
-        return f"the loss has stood at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
+        return f"the loss has stayed at {fmean(means):.4g} for {length} steps, the gradient norm at {norm:.3g}"
 
 
 class NotFiniteStep(HealthRule[StepRow]):
-    """A dynamic loss scale comes down from 2^32 by skipping steps, and tries a larger one at times."""
+    """Detects steps with NaN or infinity. Some of them are normal with a dynamic loss scale: it skips steps while it
+    falls from 2^32 to a usable scale, and again when it tries a larger one.
+    """
 
     name = "not-finite"
-    allowed = 20
-    alarms_at = f"a loss, weight or gradient that is not finite; of steps skipped under a loss scale {allowed} in a row"
+    allowed_skips = 20
+    alarms_at = (
+        "a loss, weight or gradient is not finite; gradients of steps that a loss scale skips only after "
+        f"{allowed_skips} in a row"
+    )
     remedies = (Remedy.DYNAMIC_LOSS_SCALE, Remedy.LOWER_RATE, Remedy.LAYER_IN_BF16)
-    _skipped: int = 0
+    _skipped_steps: int = 0
 
-    def see(self, line: StepRow) -> str:
-        self._skipped = self._skipped + 1 if line.skipped else 0
+    def read_line(self, line: StepRow) -> str:
+        self._skipped_steps = self._skipped_steps + 1 if line.skipped else 0
         figures = {name: getattr(line, name) for name in ("loss", "gradient_norm", "parameter_norm")}
-        wrong = [name for name, value in figures.items() if not math.isfinite(value)]
-        # A dynamic loss scale occasionally overflows to find its level.
-        scaled = line.skipped and line.loss_scale > 1 and wrong == ["gradient_norm"]
-        if not wrong or (scaled and self._skipped < self.allowed):
+        faulty_figures = [name for name, value in figures.items() if not math.isfinite(value)]
+        # A dynamic loss scale overflows now and then, which is how it finds its level.
+        is_overflow = line.skipped and line.loss_scale > 1 and faulty_figures == ["gradient_norm"]
+        if not faulty_figures or (is_overflow and self._skipped_steps < self.allowed_skips):
             return ""
-        first = wrong[0]
-        words = f"the {first.replace('_', ' ')} is {figures[first]}"
-        if scaled:
-            words += f" in {self._skipped} steps in a row, at a loss scale of {line.loss_scale:g}"
-        return words
+        first_figure = faulty_figures[0]
+        text = f"the {first_figure.replace('_', ' ')} is {figures[first_figure]}"
+        if is_overflow:
+            text += f" in {self._skipped_steps} steps in a row, at a loss scale of {line.loss_scale:g}"
+        return text
 
 
 class GradientScale(HealthRule[StepRow]):
-    """A steeper loss changes the loss as well; a factor alone comes from a loss scale, a sum, or micro-batches."""
+    """Detects gradients that are suddenly multiplied by a factor. A model that changes also changes its loss. If only
+    the gradients change, the cause is a loss scale, a sum instead of a mean, or the number of micro-batches.
+    """
 
     name = "gradient-scale"
-    last = 3
-    keep = 20
-    octaves = 1.9
-    beyond = 1.0
-    noise = 5.0
+    new_steps = 3
+    window = 20
+    jump_octaves = 1.9
+    gap_octaves = 1.0
+    noise_factor = 5.0
     alarms_at = (
-        f"medians of the last {last} steps and of {keep} before them {octaves:g} octaves and {noise:g} times the noise "
-        "apart, the last 1 beyond all before; the loss as it was, or moved by as much, within half an octave"
+        f"the median gradient norms of the last {new_steps} steps and of the {window} before differ by "
+        f"{jump_octaves:g} octaves and {noise_factor:g} times the noise, with 1 octave between all of them; the loss "
+        "has stayed, or changed by the same factor, within half an octave"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.DYNAMIC_LOSS_SCALE)
-    _rows: deque[tuple[float, float]] = newest(keep + last)
+    _rows: deque[tuple[float, float]] = newest_values(window + new_steps)
 
-    def see(self, line: StepRow) -> str:
+    def read_line(self, line: StepRow) -> str:
         if not (0 < line.gradient_norm < math.inf and 0 < line.loss < math.inf):
             return ""
         self._rows.append((math.log2(line.gradient_norm), math.log2(line.loss)))
         norms, losses = zip(*self._rows, strict=True)
-        earlier, last = norms[: -self.last], norms[-self.last :]
-        if len(earlier) < self.keep:
+        earlier_norms, last_norms = norms[: -self.new_steps], norms[-self.new_steps :]
+        if len(earlier_norms) < self.window:
             return ""
-        moved, loss = (median(logs[-self.last :]) - median(logs[: -self.last]) for logs in (norms, losses))
-        # Beyond all earlier values: a slow drift has no such step.
-        gap = min(last) - max(earlier) if moved > 0 else min(earlier) - max(last)
-        if abs(moved) < max(self.octaves, self.noise * noise_of_values(earlier)) or gap < self.beyond:
-            return ""
-        # If the loss changed by another factor, the model changed, not the scale.
-        if min(abs(loss), abs(loss - moved)) > 0.5:
-            return ""
-        direction, with_loss = "larger" if moved > 0 else "smaller", ", and so is the loss" if abs(loss) > 0.5 else ""
-        return (
-            f"gradients are {2 ** abs(moved):.3g} times {direction}{with_loss}: a loss scale, a sum, or micro-batches?"
+        norm_change, loss_change = (
+            median(logs[-self.new_steps :]) - median(logs[: -self.new_steps]) for logs in (norms, losses)
         )
+        # The new norms must be beyond all earlier ones, because a slow drift is not a jump.
+        gap = min(last_norms) - max(earlier_norms) if norm_change > 0 else min(earlier_norms) - max(last_norms)
+        if (
+            abs(norm_change) < max(self.jump_octaves, self.noise_factor * measure_noise(earlier_norms))
+            or gap < self.gap_octaves
+        ):
+            return ""
+        # If the loss changed by a different factor, the cause is the model and not the scale.
+        if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
+            return ""
+        direction, with_loss = (
+            "larger" if norm_change > 0 else "smaller",
+            ", and so is the loss" if abs(loss_change) > 0.5 else "",
+        )
+        factor = 2 ** abs(norm_change)
+        return f"gradients are {factor:.3g} times {direction}{with_loss}: a loss scale, a sum, or micro-batches?"
 
 
 class LossGap(HealthRule[StepRow]):
-    """Batches and dropout should be the same in both arms, and chaos does little. Other differences than
-    that of the arithmetic explain a gap first: batches are the same where losses rise and fall together."""
+    """Detects an arm whose loss is behind the reference's. Both arms should have the same batches and dropout, and
+    chance has little effect. Other differences between the arms are ruled out before the arithmetic is blamed.
+    Batches count as the same if the losses of both arms rise and fall together.
+    """
 
     name = "loss-gap"
     compares = True
-    keep = 50
+    window = 50
     margin = 0.02
-    differs = 0.01
-    clipping = 0.1
-    together = 0.5
+    max_difference = 0.01
+    max_clipping = 0.1
+    min_correlation = 0.5
     alarms_at = (
-        f"{margin:.0%} behind the reference over {keep} steps. Its rate, loss scale and tokens are compared within "
-        f"{differs:.0%}, what clipping takes within {clipping:.0%}; its batches are others at a correlation of losses "
-        f"below {together:g}"
+        f"the loss is {margin:.0%} behind the reference's over {window} steps. Other causes are checked first: a "
+        f"rate, loss scale or number of tokens that differs by {max_difference:.0%}, a share of clipping by "
+        f"{max_clipping:.0%}, or batches with a correlation of losses below {min_correlation:g}"
     )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.RAISE_MARGIN, Remedy.LOWER_RATE)
     _rows: dict[int, dict[str, StepRow]] = field(default_factory=dict)
-    _pairs: deque[tuple[StepRow, StepRow]] = newest(keep)
+    _pairs: deque[tuple[StepRow, StepRow]] = newest_values(window)
     _difference: str = ""
 
     @property
     def current_remedies(self) -> tuple[Remedy, ...]:
         return (Remedy.SAME_SETTINGS,) if self._difference else self.remedies
 
-    def see(self, line: StepRow) -> str:
+    def read_line(self, line: StepRow) -> str:
         arm, reference = self.arm.name, self.arm.reference
         if not reference:
             return ""
-        # Arms run in turns, so the rows of a step do not arrive together.
+        # Arms run in turns, so that the rows of one step do not arrive together.
         rows = self._rows.setdefault(line.step, {})
         rows[line.arm] = line
         if len(rows) < 2:
             return ""
         del self._rows[line.step]
-        base = rows[reference]
-        if not (base.loss and all(math.isfinite(row.loss) for row in rows.values())):
+        reference_row = rows[reference]
+        if not (reference_row.loss and all(math.isfinite(row.loss) for row in rows.values())):
             return ""
-        self._pairs.append((base, rows[arm]))
-        if len(self._pairs) < self.keep:
+        self._pairs.append((reference_row, rows[arm]))
+        if len(self._pairs) < self.window:
             return ""
-        gap = fmean((row.loss - base.loss) / abs(base.loss) for base, row in self._pairs)
+        gap = fmean((row.loss - reference_row.loss) / abs(reference_row.loss) for reference_row, row in self._pairs)
         if gap <= self.margin:
             return ""
         self._difference = self.find_difference(self._pairs)
-        alike = (
-            "rate, loss scale, tokens, clipping and batches are the reference's, so that its arithmetic is suspected"
+        same_settings = (
+            "rate, loss scale, tokens, clipping and batches equal the reference's, so that the arithmetic is suspected"
         )
-        cause = self._difference or alike
-        return f"the loss is {gap:.1%} behind that of {reference} over {self.keep} steps: {cause}"
+        cause = self._difference or same_settings
+        return f"the loss is {gap:.1%} behind that of {reference} over {self.window} steps: {cause}"
 
     @classmethod
     def find_difference(cls, pairs: Sequence[tuple[StepRow, StepRow]]) -> str:
-        """Returns what differs between two arms besides their arithmetic, from rows of the same steps; or ''."""
-        for name, words in (("rate", "rate"), ("loss_scale", "loss scale"), ("tokens", "number of tokens per step")):
+        """Returns in what two arms differ besides their arithmetic; '' if in nothing. `pairs` are the rows of both
+        arms in the same steps.
+        """
+        for name, title in (("rate", "rate"), ("loss_scale", "loss scale"), ("tokens", "number of tokens per step")):
             ratios = [getattr(row, name) / getattr(base, name) for base, row in pairs if getattr(base, name)]
-            if ratios and abs(median(ratios) - 1) > cls.differs:
-                return f"its {words} is {median(ratios):.3g} times as large"
+            if ratios and abs(median(ratios) - 1) > cls.max_difference:
+                return f"its {title} is {median(ratios):.3g} times as large"
         clipped = fmean(row.clipped - base.clipped for base, row in pairs)
-        if abs(clipped) > cls.clipping:
+        if abs(clipped) > cls.max_clipping:
             return f"clipping takes {abs(clipped):.0%} {'more' if clipped > 0 else 'less'} of its gradients"
         losses, base_losses = ([pair[place].loss for pair in pairs] for place in (1, 0))
-        # Differences of neighbours leave out the course that both have in common.
+        # Compare the differences between consecutive losses, because the general fall of the loss is the same in both
+        # arms.
         moves, base_moves = ([after - before for before, after in pairwise(values)] for values in (losses, base_losses))
-        if len(set(moves)) < 2 or len(set(base_moves)) < 2 or correlation(moves, base_moves) >= cls.together:
+        if len(set(moves)) < 2 or len(set(base_moves)) < 2 or correlation(moves, base_moves) >= cls.min_correlation:
             return ""
-        return "its batches are others, or in another order: the losses do not rise and fall together"
+        return "its batches or their order differ: the losses do not rise and fall together"
 
 
-def noise_of_values(values: Sequence[float]) -> float:
-    """Returns the standard deviation of values around a smooth course, from the differences of neighbours."""
+def measure_noise(values: Sequence[float]) -> float:
+    """Returns the standard deviation of values around a smooth course, from differences between consecutive values."""
     return 1.4826 * median(abs(following - value) for value, following in pairwise(values)) / math.sqrt(2)

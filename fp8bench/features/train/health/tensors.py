@@ -1,87 +1,100 @@
-"""Health rules over the tensors of layers: their scales, and what rounding loses."""
+"""Health rules about the tensors of layers: their scales, and the values that rounding loses."""
 
 from __future__ import annotations
 
 import math
 from abc import abstractmethod
 from collections import defaultdict, deque
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import field
 from itertools import pairwise
 from statistics import median
 from typing import Any, ClassVar
 
-from fp8bench.features.train.health.steps import HealthRule, Remedy, newest
+from fp8bench.features.train.health.steps import HealthRule, Remedy, newest_values
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow
 from fp8bench.protocols import Role
 
-Before = deque[LayerReading]
+PreviousReadings = deque[LayerReading]
 
-# The range of E8M0 scales of blocks.
-_LEAST_SCALE, _LARGEST_SCALE = 2.0**-127, 2.0**127
+# The range of E8M0, the format of block scales.
+_MIN_E8M0, _MAX_E8M0 = 2.0**-127, 2.0**127
 
 
 class TensorRule(HealthRule[LayerReading]):
-    """A rule over the readings of each tensor: `judge` receives a reading and the `keep` previous ones."""
+    """A rule about the readings of each tensor: `judge` receives a reading and the `window` previous ones."""
 
     reads = LayerReading
-    keep: ClassVar[int] = 1
+    window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self._before: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.keep))
+        self._previous: dict[tuple[str, str], deque[LayerReading]] = defaultdict(lambda: deque(maxlen=self.window))
 
-    def see(self, line: LayerReading) -> str:
-        previous = self._before[line.layer, line.role]
-        words = self.judge(line, previous)
+    def read_line(self, line: LayerReading) -> str:
+        previous = self._previous[line.layer, line.role]
+        text = self.judge(line, previous)
         previous.append(line)
-        return words
+        return text
 
     @abstractmethod
-    def judge(self, reading: LayerReading, previous: Before) -> str:
-        """Returns the sentence of an alarm, or ''."""
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
+        """Returns the text of an alarm; '' if nothing is wrong."""
 
 
-def octaves(scale: float) -> float | None:
-    """Returns log2 of a scale; None if it is not positive and finite."""
+def to_octaves(scale: float) -> float | None:
+    """Returns log2 of a scale; None unless it is positive and finite."""
     return math.log2(scale) if 0 < scale < math.inf else None
 
 
-def known_octaves(magnitudes: Iterable[float]) -> list[float]:
+def finite_octaves(magnitudes: Iterable[float]) -> list[float]:
+    """Returns log2 of each magnitude that is positive and finite."""
     return [math.log2(magnitude) for magnitude in magnitudes if 0 < magnitude < math.inf]
 
 
-def scale_of(reading: LayerReading) -> float | None:
-    """Returns the scale in octaves; None without one, or for a tensor of zeros, whose scale of 1 is meaningless."""
-    return octaves(reading.scale) if reading.amax else None
+def scale_octaves(reading: LayerReading) -> float | None:
+    """Returns log2 of a reading's scale; None without a scale, or for zeros, whose scale is always 1."""
+    return to_octaves(reading.scale) if reading.amax else None
+
+
+# A jump is only judged if there are this many earlier values, and must exceed all of them by this many octaves.
+_MIN_EARLIER, _MIN_GAP = 4, 2
+
+
+def find_jump(value: float | None, earlier: Sequence[float], limit: float) -> float:
+    """Returns how many octaves a value is away from the median of earlier ones. Returns 0 if that is less than
+    `limit`, or if the value is not at least two octaves beyond all earlier ones."""
+    if value is None or len(earlier) < _MIN_EARLIER:
+        return 0.0
+    distance = value - median(earlier)
+    distance_beyond_all = value - max(earlier) if distance > 0 else min(earlier) - value
+    return distance if abs(distance) >= limit and distance_beyond_all >= _MIN_GAP else 0.0
 
 
 class _Jump(TensorRule):
-    """A scale departs from the median of earlier ones, in the direction of `sign`."""
+    """Detects a scale that jumps away from the median of earlier readings: up if `sign` is 1, down if it is -1."""
 
-    keep = 6
-    fewest = 4
-    far = 4.0
-    gradients = 8.0
-    alarms_at = "4 octaves from the median of 6 readings, of gradients 8, and 2 beyond all of them; from the 4th on"
+    window = 6
+    jump_octaves = 4.0
+    gradient_octaves = 8.0
+    alarms_at = (
+        "a scale is 4 octaves (that of a gradient 8) from the median of 4 to 6 readings before, and 2 from each of them"
+    )
     sign: ClassVar[int]
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
-        # Compare scales in octaves, the unit of formats and powers of two.
-        now = scale_of(reading)
-        scales = [value for value in map(scale_of, previous) if value is not None]
-        if now is None or len(scales) < self.fewest:
-            return ""
-        moved = self.sign * (now - median(scales))
-        # Gradients of rare tokens jump by six octaves even in a healthy training.
-        limit = self.gradients if reading.role == Role.GRADIENT else self.far
-        if moved < limit or min(self.sign * (now - old) for old in scales) < 2:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
+        # Scales are compared in octaves (powers of two), as formats count.
+        scales = [value for value in map(scale_octaves, previous) if value is not None]
+        # Even in a healthy training, gradients of rare tokens jump by six octaves.
+        octave_limit = self.gradient_octaves if reading.role == Role.GRADIENT else self.jump_octaves
+        distance = self.sign * find_jump(scale_octaves(reading), scales, octave_limit)
+        if distance <= 0:
             return ""
         direction = "rose" if self.sign > 0 else "fell"
-        return f"the scale of {of(reading)} {direction} by {moved:.1f} octaves to {reading.scale:.3g}"
+        return f"the scale of {name_tensor(reading)} {direction} by {distance:.1f} octaves to {reading.scale:.3g}"
 
 
 class ScaleFall(_Jump):
-    """Magnitudes move by an octave or two between readings, of gradients of few and rare tokens by six."""
+    """Detects a fall of a scale. Magnitudes usually change by 1 or 2 octaves, gradients of rare tokens by 6."""
 
     name = "scale-falls"
     sign = -1
@@ -89,7 +102,7 @@ class ScaleFall(_Jump):
 
 
 class ScaleRise(_Jump):
-    """As for a scale that falls: a tensor sixteen times as small has lost its input or its gradient."""
+    """Detects a sudden rise of a scale. Values sixteen times as small mean that an input or gradient is lost."""
 
     name = "scale-rises"
     sign = 1
@@ -97,232 +110,258 @@ class ScaleRise(_Jump):
 
 
 class ScaleUnsettled(TensorRule):
-    """A scale may follow its tensor; one that swings as far as it goes is wrong in half of the steps."""
+    """Detects a scale that swings back and forth. Such a scale is wrong in half of the steps."""
 
     name = "scale-never-settles"
-    keep = 9
-    swing = 2.0
-    turns = 6
-    alarms_at = f"{turns} turns of at least {swing:g} octaves each way in 10 readings"
+    window = 9
+    swing_octaves = 2.0
+    min_turns = 6
+    alarms_at = f"the scale turns {min_turns} times in 10 readings, by at least {swing_octaves:g} octaves each way"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.LAYER_IN_BF16)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
-        scales = map(scale_of, (*previous, reading))
-        sound = [scale for scale in scales if scale is not None]
-        if len(sound) <= self.keep:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
+        scales = map(scale_octaves, (*previous, reading))
+        valid_scales = [scale for scale in scales if scale is not None]
+        if len(valid_scales) <= self.window:
             return ""
-        moves = [new - old for old, new in pairwise(sound)]
-        turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing for old, move in pairwise(moves))
-        if turns < self.turns:
+        moves = [new - old for old, new in pairwise(valid_scales)]
+        turns = sum(old * move < 0 and min(abs(old), abs(move)) >= self.swing_octaves for old, move in pairwise(moves))
+        if turns < self.min_turns:
             return ""
-        swing = median(abs(move) for move in moves)
+        median_swing = median(abs(move) for move in moves)
         return (
-            f"the scale of {of(reading)} turned {turns} times in {len(sound)} readings, by {swing:.1f} octaves a time"
+            f"the scale of {name_tensor(reading)} turned {turns} times in {len(valid_scales)} readings, by "
+            f"{median_swing:.1f} octaves each time"
         )
 
 
 class ScaleAtEdge(TensorRule):
-    """Nothing comes back through such a scale; a tensor of zeros has a scale of 1."""
+    """Detects a scale at the end of its range. Values that were rounded with such a scale are lost."""
 
     name = "scale-at-edge"
-    alarms_at = "0, infinite, no number, or 2^-127 or 2^127, where the exponents of E8M0 end"
+    alarms_at = "a scale is 0, infinite or NaN, or at an end of E8M0's range, 2^-127 or 2^127"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         for value in (reading.scale, reading.least_scale, reading.largest_scale):
-            if not _LEAST_SCALE < value < _LARGEST_SCALE:
-                return f"a scale of {of(reading)} is {value:.3g}"
+            if not _MIN_E8M0 < value < _MAX_E8M0:
+                return f"a scale of {name_tensor(reading)} is {value:.3g}"
         return ""
 
 
 class Lag(TensorRule):
-    """Delayed scales are late by hundredths where a tensor grows; the least of NVFP4 are rounded by 0.58."""
+    """Detects delayed scales that are too large for their tensor. While a tensor grows, they usually are so by a few
+    hundredths of an octave. With NVFP4, the rounding of small scales adds up to 0.58 octaves."""
 
     name = "lag"
-    keep = 2
-    far = 0.75
-    alarms_at = f"above {far:g} octaves in 3 readings in a row"
+    window = 2
+    lag_octaves = 0.75
+    alarms_at = f"values exceed the format's range by more than {lag_octaves:g} octaves in 3 readings in a row"
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         lags = [layer_reading.lag for layer_reading in (*previous, reading) if layer_reading.lag is not None]
-        if len(lags) <= self.keep or min(lags) <= self.far:
+        if len(lags) <= self.window or min(lags) <= self.lag_octaves:
             return ""
-        words = f"{of(reading)} is {lags[-1]:.1f} octaves beyond its format, {len(lags)} readings in a row"
-        return words + stale_history(reading, previous)
+        return (
+            f"{name_tensor(reading)} exceeds its format by {lags[-1]:.1f} octaves, {len(lags)} readings in a row"
+            f"{describe_stale_history(reading, previous)}"
+        )
 
 
 class OverflowBurst(TensorRule):
-    """Block scales that are rounded down cut off 0.6% of normal values, those of NVFP4 3.5%, always."""
+    """Detects a sudden increase of saturated values. Some saturation is normal with block scales that are rounded
+    down: 0.6% of normally distributed values, and 3.5% with NVFP4."""
 
     name = "overflow-burst"
-    keep = 6
-    share = 0.05
-    times = 5.0
-    alarms_at = f"{share:.0%} of all elements, and {times:g} times the median of the {keep} readings before"
+    window = 6
+    saturated_share = 0.05
+    rise_factor = 5.0
+    alarms_at = (
+        f"{saturated_share:.0%} of all elements saturate, and {rise_factor:g} times the median of the {window} "
+        "readings before"
+    )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.RAISE_MARGIN, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
-        usual = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
-        if reading.saturated < self.share or reading.saturated < self.times * usual:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
+        usual_share = median(layer_reading.saturated for layer_reading in previous) if previous else 0.0
+        if reading.saturated < self.saturated_share or reading.saturated < self.rise_factor * usual_share:
             return ""
-        words = f"{reading.saturated:.1%} of {of(reading)} is beyond its format; {usual:.2%} was usual"
-        return words + stale_history(reading, previous)
+        return (
+            f"{reading.saturated:.1%} of {name_tensor(reading)} saturates; {usual_share:.2%} was usual"
+            f"{describe_stale_history(reading, previous)}"
+        )
 
 
 class UnderflowCreep(TensorRule):
-    """How much of a tensor underflows is a matter of its format, and the same within a few percent all along."""
+    """Detects more underflow than before. The share that underflows usually stays the same within a few percent."""
 
     name = "underflow-creep"
-    keep = 8
-    rise = 0.25
-    alarms_at = f"the last 3 readings all {rise:.0%} of all elements above the median of the first {keep}"
+    window = 8
+    added_share = 0.25
+    alarms_at = (
+        f"in each of the last 3 readings {added_share:.0%} more of all elements underflow than in the median of the "
+        f"first {window}"
+    )
     remedies = (Remedy.SHORTER_HISTORY, Remedy.E5M2_GRADIENTS, Remedy.DYNAMIC_LOSS_SCALE, Remedy.LAYER_IN_BF16)
-    _first: dict[tuple[str, str], list[float]] = field(default_factory=dict)
+    _first_shares: dict[tuple[str, str], list[float]] = field(default_factory=dict)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
-        # The first readings are the baseline: how much underflows at all depends on the format.
-        first = self._first.setdefault((reading.layer, reading.role), [])
-        if len(first) < self.keep:
-            first.append(reading.underflow)
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
+        # The first readings are the baseline, because the usual share depends on the format.
+        first_shares = self._first_shares.setdefault((reading.layer, reading.role), [])
+        if len(first_shares) < self.window:
+            first_shares.append(reading.underflow)
             return ""
-        usual = median(first)
-        last = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
-        if min(last) < usual + self.rise:
+        usual_share = median(first_shares)
+        last_shares = [layer_reading.underflow for layer_reading in (*list(previous)[-2:], reading)]
+        if min(last_shares) < usual_share + self.added_share:
             return ""
-        words = f"{reading.underflow:.0%} of {of(reading)} is rounded to zero; at first it was {usual:.0%}"
-        return words + stale_history(reading, previous)
+        return (
+            f"{reading.underflow:.0%} of {name_tensor(reading)} is rounded to zero; at first it was {usual_share:.0%}"
+            f"{describe_stale_history(reading, previous)}"
+        )
 
 
 class WeightsBehind(TensorRule):
-    """How well a format rounds weights is a matter of the format: within 0.4 dB all along, in any precision."""
+    """Detects rounded weights that no longer follow the weights from which they were rounded. Their signal to noise
+    depends on the format. It stays within 0.4 dB in any precision."""
 
     name = "weights-behind"
-    keep = 20
-    far = 2.0
-    wanted = 3
-    exact = 150.0  # dB from which on nothing was rounded: weights that begin as ones are on every grid
-    alarms_at = f"the last {wanted} of 21 readings of a weight's signal to noise all {far:g} dB below the best"
+    window = 20
+    drop_db = 2.0
+    low_readings = 3
+    exact_db = 150.0  # above this, nothing was rounded: for example, weights that are all ones
+    alarms_at = (
+        f"the last {low_readings} of 21 readings of a weight's signal to noise are all {drop_db:g} dB below the best "
+        "of them"
+    )
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOOK_AT_LAYER)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         if reading.role != Role.WEIGHT:
             return ""
         ratios = [layer_reading.signal_to_noise for layer_reading in (*previous, reading)]
-        noise = [value for value in ratios if value is not None and value < self.exact]
-        if len(noise) <= self.wanted or max(noise[-self.wanted :]) > max(noise) - self.far:
+        rounding_ratios = [value for value in ratios if value is not None and value < self.exact_db]
+        if (
+            len(rounding_ratios) <= self.low_readings
+            or max(rounding_ratios[-self.low_readings :]) > max(rounding_ratios) - self.drop_db
+        ):
             return ""
-        return f"{of(reading)} is multiplied at {noise[-1]:.1f} dB of itself, once {max(noise):.1f} dB"
+        return (
+            f"{name_tensor(reading)} has a signal to noise of {rounding_ratios[-1]:.1f} dB after rounding, once "
+            f"{max(rounding_ratios):.1f} dB"
+        )
 
 
 class NotFiniteTensor(TensorRule):
-    """They spread to every element of every tensor behind; the first layer that has some is where to look."""
+    """Detects the first tensor with NaN or infinity. It is the origin, because both spread to later tensors."""
 
     name = "tensor-not-finite"
-    alarms_at = "a single element"
+    alarms_at = "a single element is NaN or infinite"
     remedies = (Remedy.LAYER_IN_BF16, Remedy.LOWER_RATE, Remedy.DYNAMIC_LOSS_SCALE)
 
-    def judge(self, reading: LayerReading, previous: Before) -> str:
+    def judge(self, reading: LayerReading, previous: PreviousReadings) -> str:
         if not reading.not_finite and math.isfinite(reading.amax):
             return ""
-        return f"{reading.not_finite:.2%} of {of(reading)} is infinite or no number"
+        return f"{reading.not_finite:.2%} of {name_tensor(reading)} is infinite or NaN"
 
 
-def of(reading: LayerReading) -> str:
+def name_tensor(reading: LayerReading) -> str:
     return f"{reading.layer}'s {reading.role}"
 
 
-# A history counts as stale from this number of readings with one scale on, if magnitudes moved by this many octaves.
-_STALE_READINGS, _STALE_OCTAVES = 2, 0.5
+# A history is stale if the scale stayed the same for this many readings while magnitudes changed by this many
+# octaves.
+_MIN_STALE_READINGS, _MIN_STALE_OCTAVES = 2, 0.5
 
 
-def stale_history(reading: LayerReading, previous: Before) -> str:
-    """Returns the end of a sentence about a tensor whose scale has stayed while its magnitude moved, or ''."""
-    same = [reading]
+def describe_stale_history(reading: LayerReading, previous: PreviousReadings) -> str:
+    """Returns the end of a sentence about a tensor with a stale history; '' for any other tensor."""
+    readings = [reading]
     for old in reversed(previous):
         if old.scale != reading.scale:
             break
-        same.append(old)
-    magnitudes = known_octaves(old.amax for old in same)
-    moved = max(magnitudes, default=0.0) - min(magnitudes, default=0.0)
-    if reading.scale == 1 or len(same) < _STALE_READINGS or moved < _STALE_OCTAVES:
+        readings.append(old)
+    magnitudes = finite_octaves(old.amax for old in readings)
+    moved_octaves = max(magnitudes, default=0.0) - min(magnitudes, default=0.0)
+    if reading.scale == 1 or len(readings) < _MIN_STALE_READINGS or moved_octaves < _MIN_STALE_OCTAVES:
         return ""
     return (
-        f": its amax history is stale, since the scale stayed at {reading.scale:.3g} for {len(same)} readings in which "
-        f"the largest magnitude moved by {moved:.1f} octaves"
+        f": its amax history is stale, since the scale stayed at {reading.scale:.3g} for {len(readings)} readings in "
+        f"which the largest magnitude moved by {moved_octaves:.1f} octaves"
     )
 
 
 class FigureRule(HealthRule[StepFigure]):
-    """A rule over one figure, separately for each layer; the last `keep` values are kept."""
+    """A rule about one figure. It judges each layer separately, by the last `window` values of the figure."""
 
     reads = StepFigure
-    keep: ClassVar[int] = 1
+    window: ClassVar[int] = 1
 
     def __post_init__(self) -> None:
-        self._last: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.keep))
+        self._last_values: dict[str, deque[float]] = defaultdict(lambda: deque(maxlen=self.window))
 
-    def see(self, line: StepFigure) -> str:
-        last = self._last[line.layer]
+    def read_line(self, line: StepFigure) -> str:
+        last = self._last_values[line.layer]
         last.append(line.value)
         return self.judge(line, last)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        """Returns the sentence of an alarm, or ''; `last` ends with the newest figure."""
+        """Returns the text of an alarm; '' if nothing is wrong. `last` ends with the newest value."""
         raise NotImplementedError
 
 
 class KeptScale(FigureRule):
-    """Scales that layers keep follow their tensors, by an octave or two between readings, those of gradients by six."""
+    """Detects a jump of a stored scale. Stored scales usually change by 1 or 2 octaves, those of gradients by 6."""
 
     name = "kept-scale-jumps"
     figures = ("kept_scale",)
-    keep = 7
-    fewest = 4
-    far = 4.0
-    gradients = 8.0
+    window = 7
+    jump_octaves = 4.0
+    gradient_octaves = 8.0
     alarms_at = (
-        f"{far:g} octaves from the median of {fewest} to 6 readings of a buffer, of gradients {gradients:g}, and 2 "
-        "beyond all of them"
+        f"a buffer of scales is {jump_octaves:g} octaves (for gradients {gradient_octaves:g}) from the median of 4 to "
+        "6 readings before, and 2 from each of them"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.SHORTER_HISTORY)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        now, earlier = octaves(line.value), known_octaves(list(last)[:-1])
-        if now is None or len(earlier) < self.fewest:
+        scale, earlier_scales = to_octaves(line.value), finite_octaves(list(last)[:-1])
+        if scale is None or len(earlier_scales) < _MIN_EARLIER:
             return ""
-        moved = now - median(earlier)
-        limit = self.gradients if "grad" in line.layer else self.far
-        if abs(moved) < limit or min(abs(now - old) for old in earlier) < 2:
+        distance = scale - median(earlier_scales)
+        octave_limit = self.gradient_octaves if "grad" in line.layer else self.jump_octaves
+        if abs(distance) < octave_limit or min(abs(scale - old) for old in earlier_scales) < _MIN_GAP:
             return ""
-        return f"{line.layer}, which a layer keeps, moved by {moved:+.1f} octaves to {line.value:.3g}"
+        return f"{line.layer}, which a layer stores, moved by {distance:+.1f} octaves to {line.value:.3g}"
 
 
-# Spreads of a table, each with the loss at the time.
+# Spreads of an embedding, each with the loss at the time of its reading.
 Spreads = deque[tuple[float, float]]
 
 
 class EmbeddingCollapse(HealthRule[Any]):
-    """A table of tokens spreads as it learns; one of positions may shrink, while the loss falls or stays."""
+    """Detects an embedding whose rows become alike. In a token embedding, rows move apart as it learns. In a position
+    embedding they may move together, but then the loss does not rise."""
 
     name = "embedding-collapse"
     reads = StepRow | StepFigure
     figures = ("embedding_spread",)
-    keep = 20
-    share = 0.75
-    worse = 1.02
-    losses = 10
+    window = 20
+    spread_share = 0.75
+    loss_factor = 1.02
+    loss_count = 10
     alarms_at = (
-        f"below {share:g} of the largest spread in the last {keep} readings, at a median of {losses} losses {worse:g} "
-        "times that of then"
+        f"the spread is below {spread_share:g} of the largest in the last {window} readings, and the median of "
+        f"{loss_count} losses is {loss_factor:g} times the median at that time"
     )
     remedies = (Remedy.LOWER_RATE, Remedy.HIGHER_MASTER, Remedy.LOOK_AT_LAYER)
-    _losses: deque[float] = newest(losses)
+    _losses: deque[float] = newest_values(loss_count)
     _spreads: dict[str, Spreads] = field(
-        default_factory=lambda: defaultdict(lambda: deque(maxlen=EmbeddingCollapse.keep))
+        default_factory=lambda: defaultdict(lambda: deque(maxlen=EmbeddingCollapse.window))
     )
 
-    def see(self, line: StepRow | StepFigure) -> str:
+    def read_line(self, line: StepRow | StepFigure) -> str:
         if isinstance(line, StepRow):
             self._losses.append(line.loss)
             return ""
@@ -330,120 +369,132 @@ class EmbeddingCollapse(HealthRule[Any]):
         spreads = self._spreads[line.layer]
         spreads.append((line.value, loss))
         largest, loss_then = max(spreads)
-        if not line.value < self.share * largest or loss < self.worse * loss_then:
+        if not line.value < self.spread_share * largest or loss < self.loss_factor * loss_then:
             return ""
-        return f"the rows of {line.layer or 'the embedding'} spread {line.value:.3g}, once {largest:.3g}: they collapse"
+        return f"the rows of {line.layer or 'the embedding'} collapse: spread {line.value:.3g}, once {largest:.3g}"
 
 
 class LayerStill(HealthRule[Any]):
-    """Matrices learn at rates within a factor of four of their median; weight decay alone moves one by 1 to 6%. A part
-    that is used now and then has no gradient in a few steps in turn."""
+    """Detects a matrix that no longer learns. Updates of most matrices are within a factor of four of their median,
+    and weight decay causes 1 to 6% of that. A rarely used layer may have no gradient for several steps."""
 
     name = "layer-stands-still"
     reads = LayerReading | StepFigure
     figures = ("embedding_spread", "gain", "rate_share", "weight_gradient", "steps_without_gradient", "update_ratio")
-    share = 0.1
-    keep = 3
-    steps = 10
-    times = 3
-    never = 25
+    update_share = 0.1
+    window = 3
+    gap_steps = 10
+    gap_factor = 3
+    gap_from_start = 25
     alarms_at = (
-        f"{keep} updates of a matrix, relative to itself, below {share:g} of the median of all that have a gradient "
-        "but embeddings, times the least factor of --rates, or its group's share of the highest rate; 2, where it no "
-        f"longer moves at all; {steps} steps in turn without a gradient, and {times} times those before; {never} from "
-        "the start"
+        f"{window} updates of a matrix, relative to its norm, are below {update_share:g} of the median of matrices "
+        "with a gradient, times the smallest factor of --rates or its group's share of the highest rate; 2 updates "
+        f"if it no longer changes at all; or it has no gradient in {gap_steps} steps in a row and {gap_factor} times "
+        f"the longest such run before, or in the first {gap_from_start}"
     )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.E5M2_GRADIENTS, Remedy.LAYER_IN_BF16)
-    _moved: dict[str, float] = field(default_factory=dict)
+    _update_ratios: dict[str, float] = field(default_factory=dict)
     _no_matrices: set[str] = field(default_factory=set)
-    _low: dict[str, int] = field(default_factory=lambda: defaultdict(int))
-    _shares: dict[str, float] = field(default_factory=dict)
+    _low_updates: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _rate_shares: dict[str, float] = field(default_factory=dict)
     _has_moved: set[str] = field(default_factory=set)
-    # The last step and norm of each gradient, and the gap without one: now, and the longest before.
+    # By layer: the step and norm of its last gradient. Then its number of steps in a row without a gradient, now and
+    # at most until now.
     _gradients: dict[str, tuple[int, float]] = field(default_factory=dict)
     _gaps: dict[str, tuple[float, float]] = field(default_factory=dict)
 
-    def see(self, line: LayerReading | StepFigure) -> str:
+    def read_line(self, line: LayerReading | StepFigure) -> str:
         if isinstance(line, LayerReading):
             if line.role == Role.WEIGHT:
-                self._moved.setdefault(line.layer, math.nan)
+                self._update_ratios.setdefault(line.layer, math.nan)
             return ""
-        # Tables and norms learn at different rates, and are left out of the median.
+        # Embeddings and norms change at other rates, and are left out of the median.
         if line.name in ("embedding_spread", "gain"):
             self._no_matrices.add(line.layer)
-            self._moved.pop(line.layer, None)
+            self._update_ratios.pop(line.layer, None)
         if line.name == "rate_share":
-            self._shares[line.layer] = line.value
+            self._rate_shares[line.layer] = line.value
         if line.name == "weight_gradient":
             self._gradients[line.layer] = line.step, line.value
-        # Only a layer with a weight reading counts as a matrix.
-        if line.layer not in self._moved or line.layer in self._no_matrices or not math.isfinite(line.value):
+        # Only a layer with readings of its weight counts as a matrix.
+        if line.layer not in self._update_ratios or line.layer in self._no_matrices or not math.isfinite(line.value):
             return ""
         if line.name == "steps_without_gradient":
             return self._judge_gap(line)
         return self._judge_update(line) if line.name == "update_ratio" else ""
 
     def _judge_gap(self, line: StepFigure) -> str:
-        gap, longest = self._gaps.get(line.layer, (0.0, 0.0))
-        longest = max(longest, gap) if line.value < gap else longest
-        self._gaps[line.layer] = line.value, longest
-        fewest = self.steps if line.layer in self._gradients else self.never
-        if line.value < fewest or line.value <= self.times * longest:
+        gap, longest_gap = self._gaps.get(line.layer, (0.0, 0.0))
+        longest_gap = max(longest_gap, gap) if line.value < gap else longest_gap
+        self._gaps[line.layer] = line.value, longest_gap
+        min_gap = self.gap_steps if line.layer in self._gradients else self.gap_from_start
+        if line.value < min_gap or line.value <= self.gap_factor * longest_gap:
             return ""
-        return f"no gradient has reached {line.layer} in {line.value:g} steps in turn"
+        return f"no gradient has reached {line.layer} in {line.value:g} steps in a row"
 
     def _judge_update(self, line: StepFigure) -> str:
         step, gradient = self._gradients.get(line.layer, (line.step, math.nan))
         if self._gradients and (step != line.step or math.isnan(gradient)):
-            self._moved[line.layer] = math.nan
+            self._update_ratios[line.layer] = math.nan
             return ""
-        # A layer that only decays does not show how fast the others learn.
-        self._moved[line.layer] = line.value if gradient else math.nan
-        moving = [value for value in self._moved.values() if 0 < value < math.inf]
-        usual = median(moving) if moving else 0.0
-        # A layer may be slow intentionally, by --rates or its group.
-        slowest = min(1.0, self.arm.slowest, self._shares.get(line.layer, 1.0))
-        # A rate of 0 from the start freezes a group; one that becomes 0 while others learn is a mistake.
-        stopped = line.value == 0 < usual and line.layer in self._has_moved
-        low = stopped or line.value < self.share * slowest * usual
-        self._low[line.layer] = self._low[line.layer] + 1 if low else 0
+        # A layer without a gradient changes by weight decay only, so it does not count for the median of the others.
+        self._update_ratios[line.layer] = line.value if gradient else math.nan
+        moving_ratios = [value for value in self._update_ratios.values() if 0 < value < math.inf]
+        usual_ratio = median(moving_ratios) if moving_ratios else 0.0
+        # A layer may be slow intentionally, by --rates or by the rate of its group.
+        rate_share = min(1.0, self.arm.min_rate_factor, self._rate_shares.get(line.layer, 1.0))
+        # A rate of 0 from the start is intended. A layer that stops while others learn is a mistake.
+        has_stopped = line.value == 0 < usual_ratio and line.layer in self._has_moved
+        is_low = has_stopped or line.value < self.update_share * rate_share * usual_ratio
+        self._low_updates[line.layer] = self._low_updates[line.layer] + 1 if is_low else 0
         if line.value > 0:
             self._has_moved.add(line.layer)
-        if self._low[line.layer] < (self.keep if line.value or line.layer not in self._has_moved else 2):
+        if self._low_updates[line.layer] < (self.window if line.value or line.layer not in self._has_moved else 2):
             return ""
-        return f"a step changes {line.layer} by {line.value:.2g} of itself, and the other layers by {usual:.2g}"
+        return (
+            f"a step changes {line.layer} by {line.value:.2g} of its norm, and other layers by {usual_ratio:.2g} of "
+            "theirs"
+        )
 
 
 class AttentionOverflow(FigureRule):
-    """E^-88 is the least normal number of fp32: next to such a score no other key counts."""
+    """Detects scores too large for softmax: e^-88 is fp32's smallest normal number, so other weights become zero."""
 
     name = "attention-score-overflow"
     figures = ("attention_score",)
-    largest = 88.0
-    alarms_at = f"a score of {largest:g}"
+    max_score = 88.0
+    alarms_at = f"an attention score of {max_score:g}"
     remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER, Remedy.LAYER_IN_BF16)
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        if not line.value >= self.largest:  # NaN is covered by the rule for tensors that are not finite
+        if not line.value >= self.max_score:  # NaN is found by the rule tensor-not-finite
             return ""
         return f"attention scores of {line.layer or 'a layer'} reach {line.value:.4g}"
 
 
 class BatchNormDrift(FigureRule):
-    """A momentum of 0.1 forgets half of what was in 7 steps; between batches means differ by hundredths."""
+    """Detects running statistics that do not follow the batches. With a momentum of 0.1, they forget half of their
+    value in 7 steps. The means of different batches differ by hundredths of a deviation."""
 
     name = "batch-norm-drift"
     figures = ("batch_norm_drift",)
-    keep = 3
-    far = 1.0
-    alarms_at = f"{keep} readings above 1 standard deviation of the batch, from the 6th on: they begin anywhere"
+    window = 3
+    max_deviations = 1.0
+    alarms_at = (
+        f"running means are more than {max_deviations:g} standard deviation of the batch away from its mean in "
+        f"{window} readings in a row, from the 6th reading on"
+    )
     remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
-    _seen: dict[str, int] = field(default_factory=lambda: defaultdict(int))
+    _reading_counts: dict[str, int] = field(default_factory=lambda: defaultdict(int))
 
     def judge(self, line: StepFigure, last: deque[float]) -> str:
-        # Running statistics begin at 0 and 1, far from any batch.
-        self._seen[line.layer] += 1
-        if self._seen[line.layer] <= 5 or len(last) < self.keep or not all(abs(value) > self.far for value in last):
+        # Running statistics begin at mean 0 and variance 1, far from those of any batch.
+        self._reading_counts[line.layer] += 1
+        if (
+            self._reading_counts[line.layer] <= 5
+            or len(last) < self.window
+            or not all(abs(value) > self.max_deviations for value in last)
+        ):
             return ""
         distance = "infinitely" if math.isinf(line.value) else f"{line.value:.2g} deviations"
         return f"running statistics of {line.layer} are {distance} from those of its batches, in {len(last)} readings"

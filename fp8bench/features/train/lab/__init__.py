@@ -1,1 +1,1 @@
-"""Training in several precisions side by side, in the worker; and observation of trainings."""
+"""Code of the worker: trains a model in several precisions side by side, and watches trainings."""

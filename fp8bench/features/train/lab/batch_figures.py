@@ -1,6 +1,6 @@
-"""Figures of the batches of a loop: inputs compared with the last 100 batches, targets, and labels.
-
-A step only computes fingerprints, on their device. They are read and compared in watched steps.
+"""Figures of the batches of a user's loop: how often inputs repeat within the last 100 batches, whether targets
+repeat, and how frequent each label is. In every step, only fingerprints are computed, on the batch's device. The host
+reads and compares them in watched steps.
 """
 
 from __future__ import annotations
@@ -11,163 +11,177 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.train.lab.loop_figures import data_figures, fingerprint_of, tensors_in
+from fp8bench.features.train.lab.loop_figures import compute_fingerprint, find_loss_function, measure_inputs, tensors_in
 from fp8bench.features.train.lab.readings import Figures
 
-# Inputs are compared with this number of batches before them.
-_BATCHES = 100
-# With more classes, a batch has too few labels of each to compare frequencies.
-_MOST_CLASSES = 1000
-_LEAST_EXAMPLES = 8
-# Watched batches whose labels are counted before others are compared with them.
-_LEAST_COUNTED = 3
-# A loss may be scaled and averaged in at most this many operations after it is computed.
-_CHAIN = 8
+# The inputs of a batch are compared with the inputs of this many earlier batches.
+_COMPARED_BATCHES = 100
+# With more than 1000 classes, a batch has too few labels of each class to compare their frequencies.
+_MAX_CLASSES = 1000
+_MIN_EXAMPLES = 8
+# Label frequencies are compared once this many watched batches have been counted.
+_MIN_COUNTED_BATCHES = 3
 
 
 class _Fingerprints(NamedTuple):
-    """One batch's: of all inputs, and of the condition, an input with one number per example such as a diffusion's
-    time. `usual` are the sizes of all inputs, which a length or a setting equals; None if the condition is one."""
+    """Fingerprints of one batch: one of all inputs, and one of its condition. The condition is an input with one
+    number per example, such as the time of a diffusion model. `first_number` is the condition's first number.
+    `usual_sizes` holds the sizes of all inputs, or None if the condition is a single number. A condition equal to one
+    of these sizes may be a length or a setting.
+    """
 
     inputs: Tensor
     condition: Tensor
-    first: Tensor
-    usual: frozenset[int] | None
+    first_number: Tensor
+    usual_sizes: frozenset[int] | None
 
 
 class BatchMemory:
-    """Compares the first micro-batch of each step with those before it."""
+    """Compares the first micro-batch of each step with the batches of earlier steps."""
 
     def __init__(self) -> None:
         self._steps, self._examples = 0, 0
-        self._unread: list[_Fingerprints] = []
-        # The last step that had each batch of the last 100.
+        self._unread_fingerprints: list[_Fingerprints] = []
+        # For each of the last 100 different batches, by fingerprint: the last step that had it.
         self._last_steps: dict[float, int] = {}
-        # Steps in a row with the batch before, and with one of the last 100, of which the furthest; batches that were
-        # new; steps in a row with the condition before.
-        self._again = self._cycled = self._period = self._new = self._same_condition = 0
-        self._condition, self._condition_changed = math.nan, False
+        # Five numbers, in the order of the names. In how many steps in a row the batch was that of the previous step.
+        # In how many steps in a row it was any of the last 100 batches. The largest distance to such a batch, in
+        # steps. How many batches were new. In how many steps in a row the condition was unchanged.
+        self._repeated_steps = self._cycled_steps = self._longest_cycle = self._new_batches = (
+            self._same_condition_steps
+        ) = 0
+        self._last_condition, self._condition_changed = math.nan, False
         # Fingerprints of the last watched batch's inputs and targets.
-        self._inputs = self._targets = torch.tensor(math.nan)
+        self._last_inputs = self._last_targets = torch.tensor(math.nan)
         self._same_inputs, self._same_targets = torch.zeros((), dtype=torch.bool), torch.zeros(())
-        self._counts, self._counted = torch.zeros(_MOST_CLASSES, dtype=torch.float64), 0
-        self._watched: Figures = {}
+        self._label_counts, self._counted_batches = torch.zeros(_MAX_CLASSES, dtype=torch.float64), 0
+        self._watched_figures: Figures = {}
         self._awaits_targets = False
 
-    def take_inputs(self, inputs: Any, watched: bool = False) -> None:
-        self._watched, self._awaits_targets = data_figures(inputs) if watched else {}, watched
-        fingerprint, self._examples = fingerprint_of(inputs)
+    def add_inputs(self, inputs: Any, is_watched: bool = False) -> None:
+        self._watched_figures, self._awaits_targets = measure_inputs(inputs) if is_watched else {}, is_watched
+        fingerprint, self._examples = compute_fingerprint(inputs)
         if fingerprint is None:
             return
-        if watched:
-            self._same_inputs, self._inputs = fingerprint == self._inputs, fingerprint
-        self._unread.append(_Fingerprints(fingerprint, *_find_condition(inputs, fingerprint)))
-        if len(self._unread) > _BATCHES:
-            self._compare()
+        if is_watched:
+            self._same_inputs, self._last_inputs = fingerprint == self._last_inputs, fingerprint
+        self._unread_fingerprints.append(_Fingerprints(fingerprint, *_find_condition(inputs, fingerprint)))
+        if len(self._unread_fingerprints) > _COMPARED_BATCHES:
+            self._compare_fingerprints()
 
     def add_examples(self, inputs: Any) -> None:
-        """Counts the examples of a further micro-batch."""
-        first = next(tensors_in(inputs), None)
-        self._examples += len(first) if first is not None and first.ndim else 0
+        """Counts the examples of a step's second or later micro-batch."""
+        first_tensor = next(tensors_in(inputs), None)
+        self._examples += len(first_tensor) if first_tensor is not None and first_tensor.ndim else 0
 
-    def see_targets(self, root: Tensor) -> None:
-        """Compares the targets of a loss with those of the last watched step, and its labels with all before."""
-        # Only of the first backward: others are of further micro-batches, or of the same closure.
-        target, self._awaits_targets = _target_of(root) if self._awaits_targets else None, False
-        if target is None or target.numel() < _LEAST_EXAMPLES:
+    def compare_targets(self, loss: Tensor) -> None:
+        """Compares the targets of a loss with the targets of the last watched step. Also compares the labels with the
+        labels of all earlier watched steps.
+        """
+        # Only the first backward of a step is compared. Later ones belong to further micro-batches, or repeat a
+        # closure.
+        target, self._awaits_targets = _find_target(loss) if self._awaits_targets else None, False
+        if target is None or target.numel() < _MIN_EXAMPLES:
             return
         if target.is_floating_point():
-            fingerprint, _ = fingerprint_of(target)
+            fingerprint, _ = compute_fingerprint(target)
             assert fingerprint is not None
-            # Targets that are all equal, as those of a discriminator, repeat intentionally.
-            same = (fingerprint == self._targets) & (target.std() > 0) & ~self._same_inputs
-            self._same_targets, self._targets = (self._same_targets + 1) * same, fingerprint
-            self._watched["targets_again"] = self._same_targets
+            # Targets of one value, as those of a GAN's discriminator, repeat intentionally.
+            is_same = (fingerprint == self._last_targets) & (target.std() > 0) & ~self._same_inputs
+            self._same_targets, self._last_targets = (self._same_targets + 1) * is_same, fingerprint
+            self._watched_figures["targets_again"] = self._same_targets
         elif target.numel() == self._examples:
-            self._see_labels(target.flatten())
+            self._compare_labels(target.flatten())
 
-    def figures(self) -> dict[tuple[str, str], Tensor | float]:
-        self._compare()
+    def list_figures(self) -> dict[tuple[str, str], Tensor | float]:
+        self._compare_fingerprints()
         counts = {
-            "inputs_again": self._again,
-            "inputs_cycled": self._cycled,
-            "inputs_period": self._period,
-            "inputs_new": self._new,
-            "condition_again": self._same_condition,
+            "inputs_again": self._repeated_steps,
+            "inputs_cycled": self._cycled_steps,
+            "inputs_period": self._longest_cycle,
+            "inputs_new": self._new_batches,
+            "condition_again": self._same_condition_steps,
             "examples": self._examples,
         }
-        figures = self._watched | {name: float(count) for name, count in counts.items()}
+        figures = self._watched_figures | {name: float(count) for name, count in counts.items()}
         return {(name, ""): value for name, value in figures.items()}
 
-    def _compare(self) -> None:
-        """Reads the fingerprints since the last watched step, and compares each with those before it."""
-        if not self._unread:
+    def _compare_fingerprints(self) -> None:
+        """Reads the fingerprints since the last watched step, and compares each with the fingerprints of earlier
+        batches.
+        """
+        if not self._unread_fingerprints:
             return
-        numbers = torch.stack([number for batch in self._unread for number in batch[:3]]).view(-1, 3).tolist()
-        for batch, (inputs, condition, first) in zip(self._unread, numbers, strict=True):
-            age = self._steps - self._last_steps.get(inputs, -_BATCHES - 1)
-            is_known = age <= _BATCHES
-            self._again = self._again + 1 if age == 1 else 0
-            self._cycled, self._period = (self._cycled + 1, max(self._period, age)) if is_known else (0, 0)
-            self._new += not is_known
+        rows = torch.stack([number for batch in self._unread_fingerprints for number in batch[:3]]).view(-1, 3).tolist()
+        for batch, (inputs, condition, first_number) in zip(self._unread_fingerprints, rows, strict=True):
+            age = self._steps - self._last_steps.get(inputs, -_COMPARED_BATCHES - 1)
+            is_repeated = age <= _COMPARED_BATCHES
+            self._repeated_steps = self._repeated_steps + 1 if age == 1 else 0
+            self._cycled_steps, self._longest_cycle = (
+                (self._cycled_steps + 1, max(self._longest_cycle, age)) if is_repeated else (0, 0)
+            )
+            self._new_batches += not is_repeated
             self._last_steps[inputs] = self._steps
             self._steps += 1
             if not math.isnan(condition):
-                is_setting = batch.usual is None or first in batch.usual
+                is_setting = batch.usual_sizes is None or first_number in batch.usual_sizes
                 self._compare_condition(condition, age == 1, is_setting)
-        self._last_steps = {key: step for key, step in self._last_steps.items() if self._steps - step <= _BATCHES}
-        self._unread = []
+        self._last_steps = {
+            key: step for key, step in self._last_steps.items() if self._steps - step <= _COMPARED_BATCHES
+        }
+        self._unread_fingerprints = []
 
     def _compare_condition(self, condition: float, is_same_batch: bool, is_setting: bool) -> None:
-        """Counts the steps in which a condition stayed while the rest changed."""
-        is_same = condition == self._condition
-        self._condition_changed |= not is_same and not math.isnan(self._condition)
-        # Lengths, masks and single settings may be the same from the first step on.
-        counts = is_same and not is_same_batch and (self._condition_changed or not is_setting)
-        self._same_condition, self._condition = self._same_condition + 1 if counts else 0, condition
+        """Counts steps in a row whose condition stayed equal although the batch changed."""
+        is_same = condition == self._last_condition
+        self._condition_changed |= not is_same and not math.isnan(self._last_condition)
+        # Lengths, masks and single settings are often constant from the first step on, and are not counted.
+        is_counted = is_same and not is_same_batch and (self._condition_changed or not is_setting)
+        self._same_condition_steps, self._last_condition = (
+            self._same_condition_steps + 1 if is_counted else 0,
+            condition,
+        )
 
-    def _see_labels(self, labels: Tensor) -> None:
-        """Records how far the labels' frequencies are from those of earlier watched batches, as a multiple of what
-        chance explains."""
+    def _compare_labels(self, labels: Tensor) -> None:
+        """Records how far the frequencies of the labels are from those in earlier watched batches. This distance is
+        divided by the distance that chance would cause.
+        """
         labels = labels[labels >= 0]
-        if len(labels) < _LEAST_EXAMPLES or int(labels.max()) >= _MOST_CLASSES:
+        if len(labels) < _MIN_EXAMPLES or int(labels.max()) >= _MAX_CLASSES:
             return
-        counts = torch.bincount(labels, minlength=_MOST_CLASSES).to(torch.float64)
-        shares = counts / len(labels)
-        self._counts = self._counts.to(counts)
-        if self._counted >= _LEAST_COUNTED:
-            usual = self._counts / self._counts.sum()
-            chance = (usual * (1 - usual) * (2 / math.pi) / len(labels)).sqrt().sum()
-            self._watched["label_shift"] = (shares - usual).abs().sum() / chance.clamp(min=1 / len(labels))
-        self._counts = self._counts + counts
-        self._counted += 1
+        counts = torch.bincount(labels, minlength=_MAX_CLASSES).to(torch.float64)
+        label_shares = counts / len(labels)
+        self._label_counts = self._label_counts.to(counts)
+        if self._counted_batches >= _MIN_COUNTED_BATCHES:
+            expected_shares = self._label_counts / self._label_counts.sum()
+            chance_distance = (expected_shares * (1 - expected_shares) * (2 / math.pi) / len(labels)).sqrt().sum()
+            self._watched_figures["label_shift"] = (label_shares - expected_shares).abs().sum() / chance_distance.clamp(
+                min=1 / len(labels)
+            )
+        self._label_counts = self._label_counts + counts
+        self._counted_batches += 1
 
 
 def _find_condition(inputs: Any, fingerprint: Tensor) -> tuple[Tensor, Tensor, frozenset[int] | None]:
-    """Returns the fingerprint of the last tensor with one number per example and its first number, both NaN if there is
-    none, and the sizes that lengths and settings equal."""
-    first, *following = (tensor.detach() for tensor in tensors_in(inputs) if tensor.numel())
-    sizes = {1, *first.shape[:1]}
-    conditions = [tensor for tensor in following if tensor.numel() in sizes and tensor.dtype != torch.bool]
+    """Finds the condition of a batch: the last input with one number per example. Returns its fingerprint and its
+    first number (both NaN without such an input), and the sizes that may be a length or a setting.
+    """
+    first_tensor, *further_tensors = (tensor.detach() for tensor in tensors_in(inputs) if tensor.numel())
+    sizes = {1, *first_tensor.shape[:1]}
+    conditions = [tensor for tensor in further_tensors if tensor.numel() in sizes and tensor.dtype != torch.bool]
     if not conditions:
-        nothing = torch.full_like(fingerprint, math.nan)
-        return nothing, nothing, None
+        nan_figure = torch.full_like(fingerprint, math.nan)
+        return nan_figure, nan_figure, None
     condition = conditions[-1].flatten().to(fingerprint)
-    number = (condition * torch.arange(1, len(condition) + 1, device=condition.device).sqrt()).sum()
-    shapes = (tensor.shape for tensor in (first, *following))
-    usual = None if len(condition) == 1 else frozenset({0, 1}.union(*shapes))
-    return number, condition[0], usual
+    weighted_sum = (condition * torch.arange(1, len(condition) + 1, device=condition.device).sqrt()).sum()
+    shapes = (tensor.shape for tensor in (first_tensor, *further_tensors))
+    usual_sizes = None if len(condition) == 1 else frozenset({0, 1}.union(*shapes))
+    return weighted_sum, condition[0], usual_sizes
 
 
-def _target_of(root: Tensor) -> Tensor | None:
-    """Returns the targets of a cross entropy or mean squared error that a loss comes from."""
-    node: Any = root.grad_fn
-    for _ in range(_CHAIN):
-        if node is None:
-            return None
-        if node.name().startswith(("NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss")):
-            target: Tensor = node._saved_target
-            return target.detach()
-        nexts = [function for function, _ in node.next_functions if function is not None]
-        node = nexts[0] if len(nexts) == 1 else None
-    return None
+def _find_target(loss: Tensor) -> Tensor | None:
+    """Returns the targets from which a loss was computed, if it is a cross entropy or a regression loss; otherwise
+    None.
+    """
+    node = find_loss_function(loss, "NllLoss", "MseLoss", "SmoothL1Loss", "HuberLoss")
+    return None if node is None else node._saved_target.detach()

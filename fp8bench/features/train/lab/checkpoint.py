@@ -1,7 +1,7 @@
-"""Weights on disk: checkpoints, and initial weights of trainings.
+"""Reads and writes weights on disk: checkpoints, and initial weights of trainings.
 
-A checkpoint has the state of each arm in a separate file, and a head that identifies the training. A training may begin
-with a checkpoint's weights, with those of a state dict file, and with stored scales.
+A checkpoint is a folder with a file of state for each arm, and a head file that identifies the training. A training
+may begin with the weights of a checkpoint or of a state dict file, and with stored scales.
 """
 
 from __future__ import annotations
@@ -21,20 +21,22 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import StoreError, UsageError
-from fp8bench.features.train.lab.step_optimizer import seed_of
-from fp8bench.features.train.request import TrainerSettings, file_of
+from fp8bench.features.train.lab.step_optimizer import derive_seed
+from fp8bench.features.train.request import TrainerSettings, find_start_file
 from fp8bench.features.train.values import Arm, ArmRole, SeedTask, State
-from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, read_file, seal, unseal, write_whole
+from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, parse_json, read_file, seal, unseal, write_whole
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import join_words
 
-_HEAD = "checkpoint.json"
+_HEAD_FILE = "checkpoint.json"
 _VERSION = 1
 
 
 class _DigestingFile:
-    """A file with a digest of its content, and the latest disk error, which torch's writer hides."""
+    """Wraps the file to which torch.save writes. Computes the SHA-256 of all written bytes. Keeps the latest disk
+    error, which torch.save would hide.
+    """
 
     def __init__(self, file: IO[bytes]) -> None:
         self._file = file
@@ -57,7 +59,7 @@ class _DigestingFile:
         return self._digest.hexdigest()
 
 
-def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int) -> None:
+def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int) -> None:
     target = Path(folder)
     partial = target.with_name(f".{target.name}.{secrets.token_hex(4)}{PARTIAL}")
     try:
@@ -68,8 +70,9 @@ def write(folder: str, task: SeedTask, memories: Mapping[str, State], rank: int)
             for number, (name, memory) in enumerate(memories.items()):
                 files[name] = _write_arm(partial / f"{number}.pt", memory)
             head = {"version": _VERSION, "task": _task_digest(task), "rank": rank, "arms": files}
-            write_whole(partial / _HEAD, json.dumps(seal(head), indent=1))
-            # The folder gets its name once all of it is on the disk: a kill leaves the old one, or none.
+            write_whole(partial / _HEAD_FILE, json.dumps(seal(head), indent=1))
+            # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
+            # remains, or none.
             shutil.rmtree(target, ignore_errors=True)
             partial.rename(target)
     finally:
@@ -88,36 +91,38 @@ def _write_arm(path: Path, memory: State) -> dict[str, str]:
     return {"file": path.name, "sha256": digesting.digest}
 
 
-def read(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
-    """Returns the state of every stored arm. Raises StoreError if one is missing or damaged."""
-    place = Path(folder)
-    head = _head(place)
+def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
+    """Returns the state of every arm in a checkpoint. Raises StoreError if a file is missing or damaged."""
+    path = Path(folder)
+    head = _read_head(path)
     if head.get("version") != _VERSION or head.get("task") != _task_digest(task):
-        raise StoreError(f"the checkpoint {place} is from another training. Resume with the settings it began with.")
-    if (writer := head.get("rank", rank)) != rank:  # only this number distinguishes rows of different ranks
-        raise StoreError(f"the checkpoint {place} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
-    return {name: _load_arm(place / file["file"], file["sha256"]) for name, file in head["arms"].items()}
+        raise StoreError(f"the checkpoint {path} is from another training. Resume with the settings it began with.")
+    if (writer := head.get("rank", rank)) != rank:  # files of different ranks differ only in this number
+        raise StoreError(f"the checkpoint {path} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
+    return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
-def weights(folder: str, arm: str) -> list[Tensor]:
-    """Returns one arm's weights, in the order of its model's parameters, from any training. Raises StoreError."""
-    place = Path(folder)
-    files = _head(place)["arms"]
+def read_weights(folder: str, arm: str) -> list[Tensor]:
+    """Returns one arm's weights from a checkpoint, in the order of its model's parameters. The checkpoint may come
+    from a different training. Raises StoreError.
+    """
+    path = Path(folder)
+    files = _read_head(path)["arms"]
     if arm not in files:
         raise StoreError(f"the checkpoint {folder} has no arm {arm!r}. It has {', '.join(files)}.")
-    tensors: list[Tensor] = _load_arm(place / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
+    tensors: list[Tensor] = _load_arm(path / files[arm]["file"], files[arm]["sha256"])["optimizer"]["weights"]
     return tensors
 
 
-def _head(place: Path) -> State:
+def _read_head(path: Path) -> State:
     try:
-        return unseal(json.loads(read_file(place / _HEAD)))
+        return unseal(parse_json(read_file(path / _HEAD_FILE)))
     except (OSError, ValueError) as error:
-        raise StoreError(f"{place} holds no complete checkpoint ({error}). Choose another.") from None
+        raise StoreError(f"{path} holds no complete checkpoint ({error}). Choose another.") from None
 
 
 def _load_arm(path: Path, digest: str) -> State:
-    """Loads only tensors and plain values; code in the file is never run."""
+    """Returns an arm's state. Loads only tensors and plain values, and never runs code in the file."""
     try:
         with open_file(path, most=MEMORY_BYTES) as file:
             if hashlib.file_digest(file, "sha256").hexdigest() != digest:
@@ -132,45 +137,47 @@ def _load_arm(path: Path, digest: str) -> State:
 
 
 def _task_digest(task: SeedTask) -> str:
-    """Returns a digest of what makes a checkpoint usable: seed, arms, settings, steps, text and number of ranks."""
-    parts = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
-    return hashlib.sha256(parts.encode()).hexdigest()
+    """Returns a digest of everything that a checkpoint depends on: seed, arms, settings, steps, text and number of
+    ranks.
+    """
+    identity = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
+    return hashlib.sha256(identity.encode()).hexdigest()
 
 
-def finite(memory: Any) -> bool:
+def is_finite(memory: Any) -> bool:
     if isinstance(memory, Tensor):
         return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):
-        return all(map(finite, memory.values()))
-    return all(map(finite, memory)) if isinstance(memory, list) else True
+        return all(map(is_finite, memory.values()))
+    return all(map(is_finite, memory)) if isinstance(memory, list) else True
 
 
-# Keys under which trainers store a state dict, and what wrappers prepend to its names.
-_WITHIN, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
-_SHOWN = 3
+# Keys under which trainers store a state dict. Then the prefixes that wrappers such as DDP add to its names.
+_STATE_DICT_KEYS, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
+_MAX_LISTED = 3
 
 
-def apply_start(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int) -> None:
-    if file_of(settings.start) is not None:
-        take_file(model, settings.start, settings.make)
+def load_initial_weights(model: nn.Module, settings: TrainerSettings, arm: Arm, seed: int) -> None:
+    if find_start_file(settings.start) is not None:
+        load_state_dict_file(model, settings.start, settings.make)
     elif settings.start:
-        _take_checkpoint(model, *settings.start.rpartition("::")[::2])
+        _load_checkpoint_weights(model, *settings.start.rpartition("::")[::2])
     if arm.role is ArmRole.CHAOS:
-        _move_by_an_ulp(model, seed_of("ulp", seed))
+        _perturb_weights(model, derive_seed("ulp", seed))
 
 
 @torch.no_grad()
-def _move_by_an_ulp(model: nn.Module, seed: int) -> None:
+def _perturb_weights(model: nn.Module, seed: int) -> None:
     generator = torch.Generator().manual_seed(seed)
     for parameter in model.parameters():
-        # Each weight moves randomly up or down by one unit.
-        up = torch.rand(parameter.shape, generator=generator) < 0.5
-        parameter.copy_(torch.nextafter(parameter, torch.where(up, math.inf, -math.inf).to(parameter)))
+        # Each weight moves up or down at random by one unit in the last place.
+        moves_up = torch.rand(parameter.shape, generator=generator) < 0.5
+        parameter.copy_(torch.nextafter(parameter, torch.where(moves_up, math.inf, -math.inf).to(parameter)))
 
 
 @torch.no_grad()
-def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
-    stored, parameters = weights(folder, arm), list(model.parameters())
+def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
+    stored, parameters = read_weights(folder, arm), list(model.parameters())
     if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
         raise UsageError(
             f"--start: the weights in {folder} are of another model. Choose that one's --model and --arch."
@@ -179,12 +186,14 @@ def _take_checkpoint(model: nn.Module, folder: str, arm: str) -> None:
         parameter.copy_(weight)
 
 
-def frozen_in(model: nn.Module) -> list[Tensor]:
+def list_frozen_weights(model: nn.Module) -> list[Tensor]:
     return [parameter.detach() for parameter in model.parameters() if not parameter.requires_grad]
 
 
-def take_file(model: nn.Module, start: str, make: str = "") -> None:
-    """Loads the state dict of 'FILE::DIGEST'. Raises UsageError if it does not match the model that `make` makes."""
+def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
+    """Loads the state dict that `start` names as 'FILE::DIGEST' into a model. Raises UsageError if it does not fit
+    the model that `make` returns.
+    """
     name, _, digest = start.rpartition("::")
     path = Path(name)
     with open_file(path, most=MEMORY_BYTES) as file:
@@ -192,12 +201,12 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
             raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
     stored = _load_file(path)
     tensors = model.state_dict(keep_vars=True)
-    # A tied parameter is listed once among the parameters, but under both names in the file.
-    missing = [text for text, _ in model.named_parameters() if text not in stored]
-    unknown = [text for text in stored if text not in tensors]
-    if missing or unknown:
-        reasons = [f"lacks {join_words(missing, _SHOWN)}"] if missing else []
-        reasons += [f"has {join_words(unknown, _SHOWN)}, which this model lacks"] if unknown else []
+    # A state dict file lists a tied parameter under its two names, but named_parameters() only under the first.
+    missing_names = [text for text, _ in model.named_parameters() if text not in stored]
+    unknown_names = [text for text in stored if text not in tensors]
+    if missing_names or unknown_names:
+        reasons = [f"lacks {join_words(missing_names, _MAX_LISTED)}"] if missing_names else []
+        reasons += [f"has {join_words(unknown_names, _MAX_LISTED)}, which this model lacks"] if unknown_names else []
         advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
         raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
     for text, tensor in stored.items():
@@ -219,7 +228,7 @@ def take_file(model: nn.Module, start: str, make: str = "") -> None:
 
 
 def _load_file(path: Path) -> dict[str, Tensor]:
-    """Loads only tensors; code in the file is never run."""
+    """Returns a state dict file's tensors by name. Code in the file is never run."""
     try:
         if path.suffix == ".safetensors":
             from safetensors.torch import load_file
@@ -234,7 +243,7 @@ def _load_file(path: Path) -> dict[str, Tensor]:
             f"--start {path} is not a state dict: torch.load, with weights_only, cannot read it. Give what torch.save "
             "made of model.state_dict(), or a .safetensors."
         ) from None
-    for name in _WITHIN:
+    for name in _STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
     if (
@@ -250,22 +259,23 @@ def _load_file(path: Path) -> dict[str, Tensor]:
 
 
 def apply_scales(
-    arithmetic: Arithmetic, settings: TrainerSettings, mode: str, name: str, books: list[ScaleBook]
+    arithmetic: Arithmetic, settings: TrainerSettings, precision: str, layer_name: str, books: list[ScaleBook]
 ) -> Arithmetic:
-    """Gives a layer's arithmetic scales from data, if settings ask for them, and adds their book to `books`. Raises
-    UsageError for a layer without stored scales."""
-    bound = None if settings.saturation_bound is None else settings.saturation_bound / 100
-    if not settings.scales and settings.refresh_scales is None and bound is None:
+    """Returns a layer's arithmetic. If the settings ask for scales from data, it uses those, and the book that holds
+    them is added to `books`. Raises UsageError for a layer without stored scales.
+    """
+    saturation_share = None if settings.saturation_bound is None else settings.saturation_bound / 100
+    if not settings.scales and settings.refresh_scales is None and saturation_share is None:
         return arithmetic
-    rule = StaticScales(0, settings.refresh_scales or 0, bound, source="stored", known=settings.scales)
-    scales = rule.known_for(mode)
+    rule = StaticScales(0, settings.refresh_scales or 0, saturation_share, source="stored", known=settings.scales)
+    scales = rule.find_magnitudes(precision)
     book = ScaleBook(rule, scales)
-    by_book = arithmetic.scaled_by(book, name)
-    if by_book is not arithmetic:
+    scaled_arithmetic = arithmetic.scaled_by(book, layer_name)
+    if scaled_arithmetic is not arithmetic:
         books.append(book)
-    if settings.scales and by_book is not arithmetic and not any(layer == name for layer, _ in scales):
+    if settings.scales and scaled_arithmetic is not arithmetic and not any(layer == layer_name for layer, _ in scales):
         raise UsageError(
-            f"--scales-from has scales for {join_words((layer for layer, _ in scales), _SHOWN)}, and none "
-            f"for {name}, a layer of this model. Choose a training or run of the same model."
+            f"--scales-from has scales for {join_words((layer for layer, _ in scales), _MAX_LISTED)}, and none "
+            f"for {layer_name}, a layer of this model. Choose a training or run of the same model."
         )
-    return by_book
+    return scaled_arithmetic

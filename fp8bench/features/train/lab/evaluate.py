@@ -1,8 +1,7 @@
-"""Windows of a text, for training as a pure function of seed and step, for validation in fixed order; held-out losses,
-scores on tasks, and users' metrics.
-
-No position in the text is stored: after a resume a step reads the same windows, and so do all arms of a seed,
-regardless of how the step is cut into micro-batches.
+"""Reads windows of a text for training and validation, and computes held-out losses, scores on tasks, and users'
+metrics. Windows depend only on the seed and the step, so no position in the text is stored. Therefore a step reads
+the same windows after a resume. All arms of a seed also read the same windows, even if they divide the step into
+different micro-batches.
 """
 
 from __future__ import annotations
@@ -19,12 +18,12 @@ from torch import Tensor
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.tasks import METRIC, TASK, TaskItem, items_of
+from fp8bench.features.train.tasks import METRIC_PREFIX, TASK_PREFIX, TaskItem, make_items
 from fp8bench.features.train.values import SeedTask, TokenSpan, TrainingText, Validation
 from fp8bench.model import DeviceFacts
 from fp8bench.nn.around import cast_to
 from fp8bench.nn.gpt import LanguageModel
-from fp8bench.nn.linear import multiplied_by
+from fp8bench.nn.linear import use_arithmetics
 from fp8bench.nn.sizes import LINE, GPTConfig
 from fp8bench.protocols import Arithmetic, Layer, SilentPhases
 from fp8bench.registry import precisions
@@ -32,179 +31,210 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 Batch = tuple[Tensor, Tensor]
-# Digests are taken modulo this.
-DIGESTS = 1 << 63
-# Bits of Philox's 256-bit counter that number the draws of a step, and words per count.
-_DRAWS_BITS, _WORDS = 192, 4
+# Digests are numbers below 2^63.
+DIGEST_MODULUS = 1 << 63
+# Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws. Each count gives four random
+# numbers.
+_STEP_SHIFT, _NUMBERS_PER_COUNT = 192, 4
 
 
 class TokenWindows:
-    """Windows of `length` tokens, each with the tokens that follow, as tensors on a device."""
+    """Reads windows of `length` tokens from a text, as tensors on a device. The targets of a window are the same
+    tokens, shifted by one.
+    """
 
     def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
-        self._places, self._every = len(self._tokens) - length, text.every
+        self._start_count, self._start_stride = len(self._tokens) - length, text.every
         self._length, self._device, self._vocabulary = length, device, vocabulary
-        if self._places < 1:
+        if self._start_count < 1:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
 
     def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
-        """Returns rows from `micro_batch` x `batch` on of the step's windows."""
-        return self._batch(self._ids(self._starts(seed, step, micro_batch, batch)))
+        """Returns `batch` windows at random positions, which are one micro-batch of a step."""
+        return self._make_batch(self._read_ids(self._draw_starts(seed, step, micro_batch, batch)))
 
     def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
-        """Returns a digest of what `draw` reads; those of the parts of a step add up to the step's, modulo DIGESTS."""
-        ids = self._ids(self._starts(seed, step, micro_batch, batch)).astype(np.uint64)
-        rows = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
-        places = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
-        return int((rows * places).sum(dtype=np.uint64)) % DIGESTS
+        """Returns a digest of the tokens that `draw` returns. The digests of a step's micro-batches add up, modulo
+        2^63, to the digest of the step."""
+        ids = self._read_ids(self._draw_starts(seed, step, micro_batch, batch)).astype(np.uint64)
+        row_sums = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
+        row_numbers = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
+        return int((row_sums * row_numbers).sum(dtype=np.uint64)) % DIGEST_MODULUS
 
-    def _starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
-        """Returns start positions by Philox's counter: numpy guarantees its output for a key in every version."""
-        # Jump the counter to the first word of this micro-batch, so that any division of a step reads the same windows.
-        blocks, offset = divmod(micro_batch * batch, _WORDS)
-        generator = np.random.Philox(key=seed, counter=(step << _DRAWS_BITS) + blocks)
-        words = generator.random_raw(offset + batch)[offset:]
-        return words % np.uint64(-(-self._places // self._every)) * np.uint64(self._every)
+    def _draw_starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
+        """Returns random start positions. They are equal with every version of numpy, which guarantees the numbers of
+        Philox for a key and a counter.
+        """
+        # Begin at the counter of this micro-batch's first number. A step then reads the same windows, however it is
+        # divided into micro-batches.
+        counter, offset = divmod(micro_batch * batch, _NUMBERS_PER_COUNT)
+        generator = np.random.Philox(key=seed, counter=(step << _STEP_SHIFT) + counter)
+        random_numbers = generator.random_raw(offset + batch)[offset:]
+        return random_numbers % np.uint64(-(-self._start_count // self._start_stride)) * np.uint64(self._start_stride)
 
-    def in_order(self, batch: int, most: int) -> list[Batch]:
-        """Returns at most `most` windows that do not overlap, spread evenly over the text, as batches."""
-        all_windows = (self._places - 1) // self._length + 1
-        count = min(most, all_windows)
-        numbers = np.arange(count, dtype=np.uint64) * np.uint64(all_windows) // np.uint64(count)
-        starts = numbers * np.uint64(self._length)
-        return [self._batch(self._ids(starts[first : first + batch])) for first in range(0, count, batch)]
+    def spread_windows(self, batch: int, max_windows: int) -> list[Batch]:
+        """Returns at most `max_windows` windows in batches. The windows do not overlap, and are spread evenly over
+        the text.
+        """
+        all_windows = (self._start_count - 1) // self._length + 1
+        window_count = min(max_windows, all_windows)
+        window_numbers = np.arange(window_count, dtype=np.uint64) * np.uint64(all_windows) // np.uint64(window_count)
+        starts = window_numbers * np.uint64(self._length)
+        return [
+            self._make_batch(self._read_ids(starts[first : first + batch])) for first in range(0, window_count, batch)
+        ]
 
-    def _ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
+    def _read_ids(self, starts: NDArray[np.uint64]) -> NDArray[np.uint16]:
         return np.stack([self._tokens[start : start + self._length + 1] for start in starts.tolist()])
 
-    def _batch(self, tokens: NDArray[np.uint16]) -> Batch:
+    def _make_batch(self, tokens: NDArray[np.uint16]) -> Batch:
         ids = tokens.astype(np.int64)
         if int(ids.max()) >= self._vocabulary:
             raise ValueError(f"the text has token {int(ids.max())}; the model knows those below {self._vocabulary}")
-        host = torch.from_numpy(ids)
+        host_ids = torch.from_numpy(ids)
         if self._device != "cpu":
-            # The copy runs while the host goes on.
-            host = host.pin_memory().to(self._device, non_blocking=True)
-        return host[:, :-1].contiguous(), host[:, 1:].contiguous()
+            # A copy from pinned memory runs while the host continues.
+            host_ids = host_ids.pin_memory().to(self._device, non_blocking=True)
+        return host_ids[:, :-1].contiguous(), host_ids[:, 1:].contiguous()
 
 
-# A trained model is quantised to these from its weights, without the training's scales. The others are compared with
-# bf16, regardless of the arm's precision.
-QUANTISED = ("bf16", "fp8", "nvfp4")
-# A validation reads about this many tokens, in at least this many windows, and this many tokens at a time.
-_TOKENS = 4096
-_LEAST_WINDOWS = 16
-_TOKENS_A_PASS = 1024
-# Losses by position are given for this many parts of a window.
-_PARTS = 8
-_SILENT = SilentPhases()
-Scaled = Callable[[str, Arithmetic], Arithmetic]
+# At the end, the model's weights are quantised to each of these formats and evaluated, without the scales of the
+# training. The other formats are compared with bf16, in every arm.
+QUANTISED_FORMATS = ("bf16", "fp8", "nvfp4")
+# A validation reads about 4096 tokens, but at least 16 windows, and about 1024 tokens per forward pass.
+_VALIDATED_TOKENS = 4096
+_MIN_WINDOWS = 16
+_TOKENS_PER_PASS = 1024
+# A loss by position is the average over one of eight equal ranges of a window's positions.
+_POSITION_RANGES = 8
+_SILENT_PHASES = SilentPhases()
+ShareScales = Callable[[str, Arithmetic], Arithmetic]
 
 
-# Losses by position in a window, summed over this many windows.
-Sums = tuple[list[float], int]
+# Two values: the sum of losses at each position of a window, over all windows, and the number of windows.
+PositionSums = tuple[list[float], int]
 
 
 class Evaluation:
-    """Losses on the validation windows. `layers` take a precision, for which `scaled` gives scales of all ranks."""
+    """Computes losses on the validation windows. `layers` are the layers that take a precision. `share_scales` is a
+    function that makes an arithmetic whose scales depend on all ranks.
+    """
 
     def __init__(
-        self, text: TrainingText, config: GPTConfig, layers: Sequence[Layer], facts: DeviceFacts, scaled: Scaled
+        self,
+        text: TrainingText,
+        config: GPTConfig,
+        layers: Sequence[Layer],
+        facts: DeviceFacts,
+        share_scales: ShareScales,
     ) -> None:
-        self._scaled = scaled
+        self._share_scales = share_scales
         self._config, self._layers, self._facts = config, layers, facts
         length = config.sequence
         windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
-        # Long windows are few: fewer than these would reduce losses to single sentences.
-        most = max(_LEAST_WINDOWS, _TOKENS // length)
-        self.held_out = windows.in_order(max(config.batch, _TOKENS_A_PASS // length), most)
+        # If sequences are long, few windows fit into that number of tokens. With fewer than 16, a loss would depend
+        # on single sentences.
+        max_windows = max(_MIN_WINDOWS, _VALIDATED_TOKENS // length)
+        self.held_out = windows.spread_windows(max(config.batch, _TOKENS_PER_PASS // length), max_windows)
 
-    def look(self, model: LanguageModel, place: tuple[str, int, int], last: bool) -> Iterator[Validation]:
-        def validation(of: str, sums: Sums, part: slice = slice(None)) -> Validation:
-            losses, windows = sums[0][part], sums[1]
+    def measure_losses(
+        self, model: LanguageModel, row_key: tuple[str, int, int], is_last: bool
+    ) -> Iterator[Validation]:
+        def make_validation(name: str, sums: PositionSums, positions: slice = slice(None)) -> Validation:
+            losses, windows = sums[0][positions], sums[1]
             tokens = len(losses) * windows
-            return Validation(*place, of, sum(losses) / tokens, tokens)
+            return Validation(*row_key, name, sum(losses) / tokens, tokens)
 
-        # The same windows in every arm and at every validation.
-        held_out = self._sums(model)
-        yield validation("held-out", held_out)
-        if not last:
+        # These windows are the same in every arm and at every validation.
+        held_out = self._sum_losses(model)
+        yield make_validation("held-out", held_out)
+        if not is_last:
             return
         length = self._config.sequence
-        part = -(-length // _PARTS)
-        for first in range(0, length, part):
-            end = min(first + part, length)
-            yield validation(f"position:{first}-{end - 1}", held_out, slice(first, end))
-        for mode in QUANTISED:
+        range_length = -(-length // _POSITION_RANGES)
+        for range_start in range(0, length, range_length):
+            end = min(range_start + range_length, length)
+            yield make_validation(f"position:{range_start}-{end - 1}", held_out, slice(range_start, end))
+        for mode in QUANTISED_FORMATS:
             arithmetic = precisions.get(mode).arithmetic(self._facts)
             names = [layer.name for layer in self._layers if not layer.high]
-            with multiplied_by(model, {name: self._scaled(name, arithmetic.layer(name)) for name in names}):
-                yield validation(f"quantised:{mode}", self._sums(model))
+            with use_arithmetics(model, {name: self._share_scales(name, arithmetic.layer(name)) for name in names}):
+                yield make_validation(f"quantised:{mode}", self._sum_losses(model))
 
-    def _sums(self, model: LanguageModel) -> Sums:
+    def _sum_losses(self, model: LanguageModel) -> PositionSums:
         losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
         for tokens, targets in self.held_out:
-            losses += model(tokens, targets, _SILENT, "none").view(targets.shape).sum(0, dtype=torch.float64)
+            losses += model(tokens, targets, _SILENT_PHASES, "none").view(targets.shape).sum(0, dtype=torch.float64)
         return losses.tolist(), sum(len(tokens) for tokens, _ in self.held_out)
 
 
-# Returns logits (texts, tokens, vocabulary) for tokens (texts, tokens).
+# A function that returns logits (texts, tokens, vocabulary) for token ids (texts, tokens).
 Predict = Callable[[Tensor], Tensor]
-# Task items are evaluated this many tokens at a time.
-_TASK_TOKENS_A_PASS = 4096
+# Task items are evaluated in batches of about this many tokens.
+_TASK_TOKENS_PER_PASS = 4096
 
 
 class Scores:
-    """An arm's scores on tasks and by the user's metrics. Tasks need a built-in model, and so its `config`."""
+    """Scores an arm's model on tasks and by the user's metrics. Tasks need a built-in model, which has a `config`."""
 
     def __init__(
         self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
     ) -> None:
         self._metrics, self._held_out, self._config = settings.metric, held_out, config
         self._device = task.facts.key
-        self._items = {} if config is None else _items(settings.tasks, task.text, config.sequence)
+        self._items = {} if config is None else _load_items(settings.tasks, task.text, config.sequence)
 
-    def of(self, model: Any) -> Iterator[tuple[str, float]]:
-        """Yields all scores. A metric receives the model itself or, for a built-in one, a function from tokens to
-        logits."""
-        called = model
+    def score_model(self, model: Any) -> Iterator[tuple[str, float]]:
+        """Yields all scores of a model, each with the name of its figure. A metric is called with the model. For a
+        built-in model, it gets a function from tokens to logits instead.
+        """
+        predict = model
         if self._config is not None:
-            called = lambda tokens: cast_to(model.logits(tokens, _SILENT), model.around["logits"])  # noqa: E731
-        yield from self.on_tasks(called)
+            predict = lambda tokens: cast_to(model.logits(tokens, _SILENT_PHASES), model.around["logits"])  # noqa: E731
+        yield from self.score_tasks(predict)
         for metric in self._metrics:
-            yield from metric_values(metric, called, self._held_out)
+            yield from measure_metric(metric, predict, self._held_out)
 
-    def on_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
-        """Yields the share of right answers by the name of its figure; NaN where the logits are not finite."""
+    def score_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
+        """Yields the share of right answers in each task, with the name of its figure. The share is NaN if logits are
+        not finite.
+        """
         for name, items in self._items.items():
-            rows, lengths = self._rows([*chain.from_iterable(item.texts for item in items)])
-            step = max(1, _TASK_TOKENS_A_PASS // rows.shape[1])
-            parts = [(rows[at : at + step], lengths[at : at + step]) for at in range(0, len(rows), step)]
-            if items[0].places:
-                logs = torch.cat([_chosen(predict, part, items[0]) for part, _ in parts])
+            rows, lengths = self._pad_texts([*chain.from_iterable(item.texts for item in items)])
+            rows_per_pass = max(1, _TASK_TOKENS_PER_PASS // rows.shape[1])
+            batches = [
+                (rows[at : at + rows_per_pass], lengths[at : at + rows_per_pass])
+                for at in range(0, len(rows), rows_per_pass)
+            ]
+            if items[0].positions:
+                scores = torch.cat([_predict_choices(predict, part, items[0]) for part, _ in batches])
             else:
-                logs = torch.cat([_whole(predict, *part) for part in parts]).view(len(items), 1, -1)
-            # Ties share the point, so that a constant answer scores no better than chance.
-            right = torch.tensor([item.right for item in items], device=logs.device)
-            yield f"{TASK}{name}", float(_rightness(logs, right).mean())
+                scores = torch.cat([_measure_log_probabilities(predict, *part) for part in batches]).view(
+                    len(items), 1, -1
+                )
+            # If several choices have the highest score, they share the point. So a model that always answers the same
+            # scores no better than chance.
+            right_choices = torch.tensor([item.right for item in items], device=scores.device)
+            yield f"{TASK_PREFIX}{name}", float(_score_answers(scores, right_choices).mean())
 
-    def _rows(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
-        """Returns token ids as rows of equal length, padded at the end, which changes nothing; and the length of each
-        text."""
+    def _pad_texts(self, texts: Sequence[bytes]) -> tuple[Tensor, Tensor]:
+        """Returns texts as rows of token ids, padded at the end to equal length, and the length of each text. Padding
+        does not change the scores.
+        """
         assert self._config is not None
-        lines = [np.frombuffer(text, dtype=np.uint8) for text in texts]
-        length = -(-max(map(len, lines)) // LINE) * LINE
-        rows = np.full((len(lines), min(length, self._config.sequence)), ord("\n"), dtype=np.int64)
-        for row, line in zip(rows, lines, strict=True):
-            row[: len(line)] = line
-        lengths = torch.tensor([len(line) for line in lines])
+        texts_as_bytes = [np.frombuffer(text, dtype=np.uint8) for text in texts]
+        length = -(-max(map(len, texts_as_bytes)) // LINE) * LINE
+        rows = np.full((len(texts_as_bytes), min(length, self._config.sequence)), ord("\n"), dtype=np.int64)
+        for row, text_bytes in zip(rows, texts_as_bytes, strict=True):
+            row[: len(text_bytes)] = text_bytes
+        lengths = torch.tensor([len(text_bytes) for text_bytes in texts_as_bytes])
         return torch.from_numpy(rows).to(self._device), lengths.to(self._device)
 
 
 @lru_cache(maxsize=1)
-def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
-    """Returns the items of tasks. Raises UsageError for a text whose bytes are unknown, or without words."""
+def _load_items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[str, list[TaskItem]]:
+    """Returns the items of each task. Raises UsageError if the training text is given as tokens, or has no words."""
     if text.tokens == "given" and tasks:
         raise UsageError("--tasks needs the bytes of a text, and the tokens of a .bin cannot be decoded. Give a text.")
     held_out = b""
@@ -214,40 +244,48 @@ def _items(tasks: tuple[str, ...], text: TrainingText, sequence: int) -> dict[st
         held_out = tokens.astype(np.uint8).tobytes()
     items: dict[str, list[TaskItem]] = {}
     for task in tasks:
-        items.update(items_of(task, sequence, held_out))
+        items.update(make_items(task, sequence, held_out))
     return items
 
 
-def _chosen(predict: Predict, rows: Tensor, like: TaskItem) -> Tensor:
-    """Returns the logits of each choice at each place, (texts, places, choices)."""
-    places, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (like.places, like.choices))
-    return predict(rows)[:, places - 1][:, :, choices].double()
+def _predict_choices(predict: Predict, rows: Tensor, item: TaskItem) -> Tensor:
+    """Returns the logits of each choice at each position where the item has a question, as a tensor (texts,
+    positions, choices).
+    """
+    positions, choices = (torch.tensor(list(numbers), device=rows.device) for numbers in (item.positions, item.choices))
+    return predict(rows)[:, positions - 1][:, :, choices].double()
 
 
-def _whole(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
-    """Returns the log-probability of each text, (texts)."""
-    logs = predict(rows)[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
-    inside = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]
-    return logs.where(inside, 0.0).sum(1)
+def _measure_log_probabilities(predict: Predict, rows: Tensor, lengths: Tensor) -> Tensor:
+    """Returns the log-probability of each text: (texts)."""
+    log_probabilities = predict(rows)[:, :-1].double().log_softmax(-1).gather(-1, rows[:, 1:, None])[..., 0]
+    is_text = torch.arange(1, rows.shape[1], device=rows.device) < lengths[:, None]
+    return log_probabilities.where(is_text, 0.0).sum(1)
 
 
-def _rightness(logs: Tensor, right: Tensor) -> Tensor:
-    """Returns 1 if the true choice is the likeliest, its share among equals, NaN if logits are not finite."""
-    best = logs == logs.amax(-1, keepdim=True)
-    share = best.gather(-1, right[..., None])[..., 0] / best.sum(-1)
-    return share.where(logs.isfinite().all(-1), torch.nan)
+def _score_answers(scores: Tensor, right_choices: Tensor) -> Tensor:
+    """Returns the score of each question: 1 if the right choice has the highest score alone, 1/n if it shares the
+    highest score with others (n choices in all), and 0 if it is wrong. Returns NaN if scores are not finite.
+    """
+    is_best = scores == scores.amax(-1, keepdim=True)
+    item_scores = is_best.gather(-1, right_choices[..., None])[..., 0] / is_best.sum(-1)
+    return item_scores.where(scores.isfinite().all(-1), torch.nan)
 
 
-def metric_values(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
-    """Yields the results of a user's metric: one figure, or several by name. Raises UsageError."""
-    word = metric.removesuffix("=lower")
+def measure_metric(metric: str, model: Any, held_out: Sequence[Any]) -> Iterator[tuple[str, float]]:
+    """Yields the results of a user's metric by figure name: one number, or several. Raises UsageError if the metric
+    fails."""
+    metric_word = metric.removesuffix("=lower")
     try:
-        value = named(word)(model, held_out)
+        value = named(metric_word)(model, held_out)
         values = value if isinstance(value, Mapping) else {"": value}
-        figures = {f"{METRIC}{word}{f'.{name}' if name else ''}": float(number) for name, number in values.items()}
+        figures = {
+            f"{METRIC_PREFIX}{metric_word}{f'.{name}' if name else ''}": float(number)
+            for name, number in values.items()
+        }
     except Exception as error:
         raise UsageError(
-            f"--metric {word} returned no figure: {own_words(error)}. It is called with the model and the held-out "
-            "batches, and has to return a number, or a mapping of names to numbers."
+            f"--metric {metric_word} returned no figure: {own_words(error)}. It is called with the model and the "
+            "held-out batches, and has to return a number, or a mapping of names to numbers."
         ) from error
     yield from figures.items()

@@ -1,4 +1,4 @@
-"""Figures of what a loop leaves between steps: parameters without a gradient, parts in eval mode, zeroed moments."""
+"""Figures of the state of a loop between steps: parameters without a gradient, layers in eval mode, zeroed moments."""
 
 from __future__ import annotations
 
@@ -7,70 +7,77 @@ from typing import Any
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from fp8bench.features.train.lab.loop_figures import parameters_of
+from fp8bench.features.train.lab.loop_figures import list_parameters
 from fp8bench.features.train.lab.low_precision import Parameters
 from fp8bench.features.train.lab.readings import Number
 
 _DROPOUTS = (nn.modules.dropout._DropoutNd,)
-_PARTS = (*_DROPOUTS, nn.modules.batchnorm._BatchNorm)
+_MODE_DEPENDENT_LAYERS = (*_DROPOUTS, nn.modules.batchnorm._BatchNorm)
 
 
 class LoopState:
-    """Compares a module and the state of its optimizer with what they were."""
+    """Compares a module and the state of its optimizer with earlier steps."""
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._absent: dict[int, int] = {}
-        self._first_in_eval: set[str] | None = None
-        # Identity and version of the moments of one parameter after the last update.
-        self._marks: list[tuple[int, int]] = []
+        self._steps_without_gradient: dict[int, int] = {}
+        self._initially_in_eval: set[str] | None = None
+        # Identity and version of the moments of the optimizer's first parameter after the last update.
+        self._moment_marks: list[tuple[int, int]] = []
 
-    def update_begins(self, optimizer: Optimizer) -> bool:
-        """Counts parameters without a gradient; returns whether moments were zeroed since the last update."""
-        for parameter in parameters_of(optimizer):
+    def begin_update(self, optimizer: Optimizer) -> bool:
+        """Counts steps without a gradient for each parameter. Returns whether moments were zeroed since the last
+        update."""
+        for parameter in list_parameters(optimizer):
             if parameter.grad is None:
-                self._absent[id(parameter)] = self._absent.get(id(parameter), 0) + 1
-            elif self._absent:
-                self._absent.pop(id(parameter), None)
-        moments = _first_moments(optimizer)
-        # Only a tensor that was written outside of a step is read, which waits for its device.
-        written = [moment for moment, mark in zip(moments, self._marks, strict=False) if _mark(moment) != mark]
+                self._steps_without_gradient[id(parameter)] = self._steps_without_gradient.get(id(parameter), 0) + 1
+            elif self._steps_without_gradient:
+                self._steps_without_gradient.pop(id(parameter), None)
+        moments = _moments_of_first_parameter(optimizer)
+        # Reading moments waits for the device. So only moments are read that were written outside of a step.
+        written = [
+            moment for moment, mark in zip(moments, self._moment_marks, strict=False) if _id_and_version(moment) != mark
+        ]
         return any(not moment.any() for moment in written)
 
     def end_update(self, optimizer: Optimizer) -> None:
-        self._marks = list(map(_mark, _first_moments(optimizer)))
+        self._moment_marks = list(map(_id_and_version, _moments_of_first_parameter(optimizer)))
 
-    def figures(self, parameters: Parameters) -> dict[tuple[str, str], Number]:
-        """Returns in how many steps in a row parameters had no gradient, and how many dropouts and batch norms were
-        switched to eval mode, under the path of the first."""
+    def list_figures(self, parameters: Parameters) -> dict[tuple[str, str], Number]:
+        """Returns figures by name and path. `steps_without_gradient` counts the steps in a row in which a parameter
+        had no gradient. `parts_in_eval` counts the dropouts and batch norms that the loop has switched to eval mode.
+        It has the path of the first of them.
+        """
         figures: dict[tuple[str, str], Number] = {}
         for name, parameter in parameters.items():
-            steps = self._absent.get(id(parameter), 0)
+            steps = self._steps_without_gradient.get(id(parameter), 0)
             if steps:
                 figures["steps_without_gradient", name.removesuffix(".weight")] = float(steps)
-        switched = self._find_switched_parts()
+        switched = self._find_switched_layers()
         if switched:
             figures["parts_in_eval", switched[0]] = float(len(switched))
         return figures
 
-    def _find_switched_parts(self) -> list[str]:
-        parts = {
+    def _find_switched_layers(self) -> list[str]:
+        layers_in_eval = {
             path: module
             for path, module in self._module.named_modules()
-            if not module.training and isinstance(module, _PARTS) and getattr(module, "p", True)
+            if not module.training and isinstance(module, _MODE_DEPENDENT_LAYERS) and getattr(module, "p", True)
         }
-        if self._first_in_eval is None:
-            # Fine-tuning freezes batch norms, or whole parts with their dropout, from the start.
-            frozen = any(not parameter.requires_grad for parameter in self._module.parameters())
-            kinds = _PARTS if frozen else (nn.modules.batchnorm._BatchNorm,)
-            self._first_in_eval = {path for path, module in parts.items() if isinstance(module, kinds)}
-        return [path for path in parts if path not in self._first_in_eval]
+        if self._initially_in_eval is None:
+            # Fine-tuning freezes batch norms, or parts of a model with their dropout, from the first step on.
+            has_frozen = any(not parameter.requires_grad for parameter in self._module.parameters())
+            allowed_kinds = _MODE_DEPENDENT_LAYERS if has_frozen else (nn.modules.batchnorm._BatchNorm,)
+            self._initially_in_eval = {
+                path for path, module in layers_in_eval.items() if isinstance(module, allowed_kinds)
+            }
+        return [path for path in layers_in_eval if path not in self._initially_in_eval]
 
 
-def _mark(tensor: Tensor) -> tuple[int, int]:
+def _id_and_version(tensor: Tensor) -> tuple[int, int]:
     return id(tensor), tensor._version
 
 
-def _first_moments(optimizer: Optimizer) -> list[Tensor]:
+def _moments_of_first_parameter(optimizer: Optimizer) -> list[Tensor]:
     state: dict[str, Any] = next(iter(optimizer.state.values()), {})
     return [value for value in state.values() if isinstance(value, Tensor) and value.is_floating_point()]

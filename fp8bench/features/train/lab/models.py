@@ -1,7 +1,5 @@
-"""The built-in models by architecture and size: their layers, which settings and precisions they allow, and how they
-are built.
-
-Imports no torch: the parent process plans trainings with it.
+"""The built-in models by architecture and size: their layers, the settings and precisions that they allow, and how
+they are built. This module does not import torch, because the parent process uses it to plan trainings.
 """
 
 from __future__ import annotations
@@ -12,15 +10,22 @@ from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from fp8bench.errors import UnknownName, UsageError
-from fp8bench.features.train.request import CUT, PARAMETER_KINDS, WIRED, WIRES, TrainerSettings, parse_optimizer
+from fp8bench.features.train.request import (
+    CUTTING_PARALLEL,
+    PARALLEL_WITH_WIRE,
+    PARAMETER_KINDS,
+    WIRES,
+    TrainerSettings,
+    parse_optimizer,
+)
 from fp8bench.formats.hardware import emulated, native, refused
 from fp8bench.formats.recipes import Recipe
 from fp8bench.model import DeviceFacts, Level, Support
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.nn.parallel.ways import uncuttable
-from fp8bench.nn.shared_workloads import uncompilable
+from fp8bench.nn.parallel.ways import explain_uncuttable
+from fp8bench.nn.shared_workloads import explain_uncompilable
 from fp8bench.nn.sizes import LINE, SIZES, GPTConfig, around, gpt_around
-from fp8bench.protocols import Layer, Precision, key_of, keys_of
+from fp8bench.protocols import Layer, Precision, key_of, list_map_keys
 from fp8bench.registry import precisions
 
 if TYPE_CHECKING:
@@ -29,7 +34,7 @@ if TYPE_CHECKING:
     from fp8bench.nn.gpt import LanguageModel
     from fp8bench.nn.linear import Choose
 
-# The layers of each block and their kinds, in the order in which they are built.
+# The layers of each block with their kinds, in the order in which they are built.
 _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "gpt": (("attn.qkv", "attn"), ("attn.out", "attn"), ("mlp.up", "mlp"), ("mlp.down", "mlp")),
     "mlp": (("up", "mlp"), ("down", "mlp")),
@@ -37,57 +42,63 @@ _BLOCKS: Mapping[str, tuple[tuple[str, str], ...]] = {
     "moe": (("attn.qkv", "attn"), ("attn.out", "attn")),
 }
 EXPERTS = 8
-_RATED = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
-# The norms of each block, without the model's last one.
+_RATE_NAMES = "kinds of layers (attn, mlp, conv), and beginnings of paths (blocks.0, blocks.0.attn.qkv)"
+# The norms of each block. The last norm of the model is outside of all blocks.
 _NORMS: Mapping[str, tuple[str, ...]] = {
     "mlp": ("norms.{}",),
     "cnn": ("blocks.{}.norm_first", "blocks.{}.norm_second"),
 }
-# Every device with native low precision takes products whose sides are multiples of this.
-_ROUND = 128
+# Products whose sides are multiples of 128 run on every device with native low precision.
+_SIZE_MULTIPLE = 128
 
 
-def config_of(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
-    """Returns the sizes of a model. Experts are half as wide as the mlp they replace: a token visits two."""
+def make_config(settings: TrainerSettings, vocabulary: int) -> GPTConfig:
+    """Returns the sizes of a model. The experts of a model replace its mlps. Each token visits two experts, so an
+    expert is half as wide as an mlp.
+    """
     if settings.model not in SIZES:
         raise UnknownName("model", settings.model, SIZES)
-    size = SIZES[settings.model]
-    # Products need round sides, so the vocabulary is padded.
-    vocabulary_of_text = -(-vocabulary // _ROUND) * _ROUND
+    default_sizes = SIZES[settings.model]
+    # Products need sides that are multiples of 128, so the vocabulary is padded.
+    padded_vocabulary = -(-vocabulary // _SIZE_MULTIPLE) * _SIZE_MULTIPLE
     return replace(
-        size,
-        vocabulary=max(vocabulary_of_text, size.vocabulary) if size.vocabulary > 256 else vocabulary_of_text,
-        batch=settings.batch or size.batch,
-        sequence=settings.sequence or size.sequence,
+        default_sizes,
+        vocabulary=max(padded_vocabulary, default_sizes.vocabulary)
+        if default_sizes.vocabulary > 256
+        else padded_vocabulary,
+        batch=settings.batch or default_sizes.batch,
+        sequence=settings.sequence or default_sizes.sequence,
         experts=EXPERTS if settings.arch == "moe" else 0,
-        hidden=size.hidden // 2 if settings.arch == "moe" else size.hidden,
-        tied=size.tied and settings.arch in ("gpt", "moe"),
+        hidden=default_sizes.hidden // 2 if settings.arch == "moe" else default_sizes.hidden,
+        tied=default_sizes.tied and settings.arch in ("gpt", "moe"),
     )
 
 
-def layers_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
-    """Returns the layers that take a precision, in the order in which they are built; the head stays in high
+def list_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
+    """Returns the layers that take a precision, in the order in which they are built. The head stays in high
     precision."""
-    parts = list(_BLOCKS[arch])
+    block_layers = list(_BLOCKS[arch])
     if arch == "moe":
         for number in range(config.experts):
-            parts += [(f"mlp.experts.{number}.up", "mlp"), (f"mlp.experts.{number}.down", "mlp")]
+            block_layers += [(f"mlp.experts.{number}.up", "mlp"), (f"mlp.experts.{number}.down", "mlp")]
     layers = [Layer("window", "mlp")] if arch == "mlp" else []
     for block in range(config.layers):
-        layers += [Layer(f"blocks.{block}.{name}", kind) for name, kind in parts]
+        layers += [Layer(f"blocks.{block}.{name}", kind) for name, kind in block_layers]
     return (*layers, Layer("head", "head", high=True))
 
 
-def around_of(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
+def list_elementwise_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
     if arch not in _NORMS:
         return gpt_around(config.layers)
     return around(norm.format(block) for block, norm in itertools.product(range(config.layers), _NORMS[arch]))
 
 
-def check(settings: TrainerSettings) -> None:
-    config, compiled = config_of(settings, 1), settings.compile == "yes"
+def check_settings(settings: TrainerSettings) -> None:
+    config, compiled = make_config(settings, 1), settings.compile == "yes"
     attends = settings.arch in ("gpt", "moe")
-    reason = "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
+    checkpointing_reason = (
+        "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
+    )
     refusals = (
         (
             settings.arch == "cnn" and config.sequence % LINE > 0,
@@ -110,54 +121,60 @@ def check(settings: TrainerSettings) -> None:
         ),
         (
             settings.checkpointing != "no" and not attends,
-            f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {reason}. Choose --checkpointing no.",
+            (
+                f"--checkpointing {settings.checkpointing} is for --arch gpt and moe: {checkpointing_reason}. "
+                "Choose --checkpointing no."
+            ),
         ),
     )
-    for wrong, message in refusals:
-        if wrong:
+    for is_refused, message in refusals:
+        if is_refused:
             raise UsageError(message)
-    names = {**dict.fromkeys(PARAMETER_KINDS), **keys_of(layers_of(settings.arch, config))}
-    names |= {layer.name: None for layer in around_of(settings.arch, config) if layer.kind == "norm"}
+    names = {**dict.fromkeys(PARAMETER_KINDS), **list_map_keys(list_layers(settings.arch, config))}
+    names |= {layer.name: None for layer in list_elementwise_layers(settings.arch, config) if layer.kind == "norm"}
     for name, _ in settings.rates:
         if name == "head" and config.tied:
             raise UsageError(f"--rates head: the head of {settings.model} is its embedding. Give a rate of embedding.")
         if name not in names:
-            raise UnknownName("parameters of --rates", name, names, f"{', '.join(PARAMETER_KINDS)}; {_RATED}")
+            raise UnknownName("parameters of --rates", name, names, f"{', '.join(PARAMETER_KINDS)}; {_RATE_NAMES}")
 
 
-def check_effective(arms: Sequence[TrainerSettings]) -> None:
-    """Raises UsageError for a --wire that no arm uses."""
+def check_wire_has_effect(arms: Sequence[TrainerSettings]) -> None:
+    """Raises UsageError if a --wire is set and no arm uses it."""
     changed = [arm for arm in arms if arm.wire != WIRES[0]]
-    if changed and not any(arm.parallel in WIRED for arm in changed):
+    if changed and not any(arm.parallel in PARALLEL_WITH_WIRE for arm in changed):
         raise UsageError(
-            f"--wire has no effect: it needs --parallel {' or '.join(WIRED)}, and that is {changed[0].parallel}. "
-            f"Choose --parallel {WIRED[0]}, or leave --wire out."
+            f"--wire has no effect: it needs --parallel {' or '.join(PARALLEL_WITH_WIRE)}, and that is "
+            f"{changed[0].parallel}. "
+            f"Choose --parallel {PARALLEL_WITH_WIRE[0]}, or leave --wire out."
         )
 
 
-def _around(settings: TrainerSettings) -> list[str]:
-    """Returns the precisions that the map gives to elementwise operations."""
-    layers = around_of(settings.arch, config_of(settings, 1))
+def _elementwise_precisions(settings: TrainerSettings) -> list[str]:
+    """Returns the precisions that --precision-map gives to elementwise operations."""
+    layers = list_elementwise_layers(settings.arch, make_config(settings, 1))
     keys = {key_of(layer, dict(settings.precision_map)) for layer in layers}
     return [mode for key, mode in settings.precision_map if key in keys]
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    chosen, cut, sharded = settings, settings.parallel in CUT, settings.parallel == "fsdp"
-    parallel = f"--parallel {chosen.parallel}"
-    batch, rounded = config_of(chosen, 1).batch, any(precisions.get(word).carried_by for word in _around(chosen))
-    if not cut and batch % ranks:
-        raise UsageError(f"{ranks} ranks cannot share a micro-batch of {batch} equally. Give a multiple as --batch.")
+    is_cut, is_sharded = settings.parallel in CUTTING_PARALLEL, settings.parallel == "fsdp"
+    parallel, config = f"--parallel {settings.parallel}", make_config(settings, 1)
+    is_rounded = any(precisions.get(word).carried_by for word in _elementwise_precisions(settings))
+    if not is_cut and config.batch % ranks:
+        raise UsageError(
+            f"{ranks} ranks cannot share a micro-batch of {config.batch} equally. Give a multiple as --batch."
+        )
     refusals = (
         (
-            cut and chosen.arch != "gpt",
-            f"--arch {chosen.arch}",
+            is_cut and settings.arch != "gpt",
+            f"--arch {settings.arch}",
             parallel,
             "it divides the heads and hidden features of gpt's blocks. Choose --arch gpt",
         ),
         (
-            cut and chosen.gradients != "fp32",
-            f"--gradients {chosen.gradients}",
+            is_cut and settings.gradients != "fp32",
+            f"--gradients {settings.gradients}",
             parallel,
             (
                 "each rank would have its own scale for its part of a gradient. Choose --gradients fp32, "
@@ -165,73 +182,72 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
             ),
         ),
         (
-            chosen.parallel == "sp" and chosen.dropout > 0,
-            f"--dropout {chosen.dropout:g}",
+            settings.parallel == "sp" and settings.dropout > 0,
+            f"--dropout {settings.dropout:g}",
             parallel,
             "ranks have different tokens, and would drop the same places in each. Choose --dropout 0",
         ),
         (
-            rounded and chosen.parallel != "tp",
+            is_rounded and settings.parallel != "tp",
             "--precision-map",
             parallel,
             "operations around products would be rounded by a rank's own magnitudes. Leave it out",
         ),
-        (chosen.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see only a rank's own part of a batch"),
+        (settings.arch == "cnn", "--arch cnn", "--ranks", "its batch norm would see a rank's part of a batch only"),
         (
-            chosen.gradients != "fp32" and chosen.parallel != "zero",
-            f"--gradients {chosen.gradients}",
+            settings.gradients != "fp32" and settings.parallel != "zero",
+            f"--gradients {settings.gradients}",
             parallel,
             "its ranks average float32 gradients. Choose --parallel zero, as MS-AMP's levels do",
         ),
         (
-            chosen.compile == "yes",
+            settings.compile == "yes",
             "--compile yes",
             "--ranks",
             "ranks send each other largest magnitudes between casts. Choose --compile no",
         ),
         (
-            chosen.arch == "moe",
+            settings.arch == "moe",
             "--arch moe",
             "--ranks",
             "experts cast on some ranks and not on others, so that ranks cannot share magnitudes. Choose --arch gpt",
         ),
         (
-            cut and chosen.master == "bf16-stochastic",
-            f"--master {chosen.master}",
+            is_cut and settings.master == "bf16-stochastic",
+            f"--master {settings.master}",
             parallel,
             "weights that all ranks share would be rounded differently on each. Choose another master",
         ),
         (
-            (cut or sharded) and parse_optimizer(chosen.optimizer)[0] == "adafactor",
+            (is_cut or is_sharded) and parse_optimizer(settings.optimizer)[0] == "adafactor",
             "--optimizer adafactor",
             parallel,
             "it needs means of a weight's rows and columns, and a rank has a part of them. Choose another one",
         ),
         (
-            (cut or sharded) and chosen.updates == "fp8",
+            (is_cut or is_sharded) and settings.updates == "fp8",
             "--updates fp8",
             parallel,
             "its scale needs the update of a whole weight, and a rank has a part of it. Choose bf16",
         ),
     )
-    for wrong, option, conflict, reason in refusals:
-        if wrong:
+    for is_refused, option, conflict, reason in refusals:
+        if is_refused:
             raise UsageError(f"{option} does not go with {conflict}: {reason}.")
-    config = config_of(chosen, 1)
-    reason = uncuttable(config, ranks) if cut else ""
-    if chosen.parallel == "sp" and config.sequence % ranks:
+    reason = explain_uncuttable(config, ranks) if is_cut else ""
+    if settings.parallel == "sp" and config.sequence % ranks:
         reason = f"{config.sequence} tokens cannot be divided equally among {ranks} ranks: choose another --sequence"
     if reason:
-        raise UsageError(f"{parallel} cannot cut {chosen.model} for --ranks {ranks}: {reason}, or fewer ranks.")
+        raise UsageError(f"{parallel} cannot cut {settings.model} for --ranks {ranks}: {reason}, or fewer ranks.")
 
 
-def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
+def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     is_unconverted = settings.make and precision.name == UNTOUCHED
-    support = native("the model as it came") if is_unconverted else _support_of(settings, precision, facts)
+    support = native("the model as it came") if is_unconverted else _precision_support(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
-    cut = settings.parallel in CUT and facts.ranks > 1
-    if cut and precision.whole_layers:
+    is_cut = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1
+    if is_cut and precision.whole_layers:
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
         return refused(
@@ -240,43 +256,46 @@ def support(settings: TrainerSettings, config: GPTConfig, precision: Precision, 
         )
     if settings.make or support.level is not Level.NATIVE:
         return support
-    rounded = bool(precision.carried_by) and precision.float32_products == "highest"
-    if cut and (misfit := _misfit(config, facts.ranks, precision)):
+    is_rounded = bool(precision.carried_by) and precision.float32_products == "highest"
+    if is_cut and (misfit := _explain_misfit(config, facts.ranks, precision)):
         return refused(misfit)
-    readers = 1 if cut else facts.ranks
-    # Weight gradients are contracted over the tokens, in multiples that the device accepts.
-    rows, along = config.batch // readers * config.sequence, precision.multiples[0]
-    if settings.compile == "yes" and (reason := uncompilable(precision, config, rows)):
+    batch_shares = 1 if is_cut else facts.ranks
+    # A weight gradient sums over the tokens. The device only accepts certain multiples as the number of tokens.
+    rows, multiple = config.batch // batch_shares * config.sequence, precision.multiples[0]
+    if settings.compile == "yes" and (reason := explain_uncompilable(precision, config, rows)):
         return refused(reason)
-    if settings.arch == "cnn" and rounded:
+    if settings.arch == "cnn" and is_rounded:
         recipe = getattr(precision, "recipe", None)
         if not (isinstance(recipe, Recipe) and recipe.hadamard):
             return emulated(f"torch has no convolution in {precision.name}: values rounded, convolved in fp32")
-    counted = f"batch x sequence is {rows}" + " of each rank" * (readers > 1)
-    if settings.arch == "cnn":  # a line and a position more than the text has
+    size_words = f"batch x sequence is {rows}" + " of each rank" * (batch_shares > 1)
+    if settings.arch == "cnn":  # an image has one line and one column of zeros more than its text
         rows = config.batch * (config.sequence // LINE + 1) * (LINE + 1)
-        counted = f"with an image's line and column of zeros the batch has {rows}"
-    if rows % along:
+        size_words = f"with an image's line and column of zeros the batch has {rows}"
+    if rows % multiple:
         return refused(
-            f"native {precision.name} contracts weight gradients over the tokens, in multiples of {along}; {counted}: "
+            f"native {precision.name} contracts weight gradients over the tokens, in multiples of {multiple}; "
+            f"{size_words}: "
             "choose another --batch or --sequence"
         )
     return support
 
 
-def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
-    """Returns a precision's support; one with unit scaling has constants for some models only."""
-    unlike = (
+def _precision_support(settings: TrainerSettings, precision: Precision, facts: DeviceFacts) -> Support:
+    """Returns how far a device supports a precision. Unit scaling is only defined for some models and options."""
+    conflicts = (
         (
             settings.make or (settings.arch != "gpt" and f"--arch {settings.arch}"),
             settings.attention != "auto" and f"--attention {settings.attention}",
             settings.parallel in ("tp", "fsdp") and f"--parallel {settings.parallel}",
-            not settings.make and _around(settings) and "--precision-map for operations around products",
+            not settings.make
+            and _elementwise_precisions(settings)
+            and "--precision-map for operations around products",
         )
         if precision.unit_scaled
         else ()
     )
-    for option in filter(None, unlike):
+    for option in filter(None, conflicts):
         return refused(
             f"{precision.mode} casts without scales, in a model that is unit-scaled as a whole. It has constants for a "
             f"GPT only, without {option}: choose fp8, whose scales come from the tensors"
@@ -284,27 +303,29 @@ def _support_of(settings: TrainerSettings, precision: Precision, facts: DeviceFa
     return precision.support(facts)
 
 
-def _misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
-    """Returns why native products cannot take a rank's share of a block's features; '' if they can."""
-    most = max(precision.multiples)
+def _explain_misfit(config: GPTConfig, ranks: int, precision: Precision) -> str:
+    """Returns the reason why native products cannot compute a rank's part of a block; '' if they can. A rank computes
+    an equal share of the block's features.
+    """
+    multiple = max(precision.multiples)
     features = config.width, config.key_heads * config.head_width, config.hidden
-    wrong = sorted({feature // ranks for feature in features if feature // ranks % most})
-    if not wrong:
+    wrong_sizes = sorted({feature // ranks for feature in features if feature // ranks % multiple})
+    if not wrong_sizes:
         return ""
-    sides = " and ".join(map(str, wrong))
-    return f"native {precision.name} takes sides in multiples of {most}, and a rank has {sides} features of a block"
+    sides = " and ".join(map(str, wrong_sizes))
+    return f"native {precision.name} takes sides in multiples of {multiple}, and a rank has {sides} features of a block"
 
 
-def built(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
-    """Returns the model, with weights drawn in float32 by torch's current generator on its current device."""
+def build_model(settings: TrainerSettings, config: GPTConfig, choose: Choose, carrier: torch.dtype) -> LanguageModel:
+    """Returns the model, with float32 weights drawn by torch's default generator on its default device."""
     from fp8bench.nn.gpt import GPT
     from fp8bench.nn.text_models import TextCNN, WindowMLP
-    from fp8bench.nn.whole_layers import surround
+    from fp8bench.nn.whole_layers import wrap_model_forward
 
     if settings.arch in ("mlp", "cnn"):
         kind: type[WindowMLP | TextCNN] = WindowMLP if settings.arch == "mlp" else TextCNN
         model: LanguageModel = kind(config, choose, carrier, settings.dropout)
     else:
         model = GPT(config, choose, carrier, checkpointing=settings.checkpointing == "blocks", dropout=settings.dropout)
-    surround(model)
+    wrap_model_forward(model)
     return model

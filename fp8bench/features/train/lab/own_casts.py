@@ -1,6 +1,6 @@
-"""How layers of a user's model cast their operands: real scales where a library keeps them, else virtual casts.
-
-A virtual cast rounds what a layer was given by a recipe, and shows what that recipe would do; the training is the same.
+"""Finds how layers of a user's model cast their operands. A library may store the scales of a layer. Without stored
+scales, virtual casts are used: a virtual cast rounds a copy of an operand by a recipe. It measures what that recipe
+would do, and does not change the training.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from fp8bench.features.train.lab.readings import Figures, TensorCast, figures_of
+from fp8bench.features.train.lab.readings import Figures, TensorCast, measure_tensor
 from fp8bench.formats.grids import E4M3, E5M2, Format
 from fp8bench.formats.recipes import ScaleRounding, Scaling, Treatment
 from fp8bench.formats.scaled import factor, largest_magnitude, values
@@ -25,16 +25,16 @@ from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 
 Treatments = Mapping[Role, Treatment]
-_TENSOR = Scaling(0, 0)
-# At most about this many values of a tensor are rounded virtually.
-_SAMPLE = 1 << 14
+_PER_TENSOR = Scaling(0, 0)
+# A virtual cast rounds a sample of about this many values.
+_SAMPLED_VALUES = 1 << 14
 _FORMATS = {torch.float8_e4m3fn: E4M3, torch.float8_e5m2: E5M2}
-# Places of an operand's scale in Transformer Engine's `fp8_meta`: which of its parts, and the index in it.
-_TE_PLACES = {Role.INPUT: ("scaling_fwd", 0), Role.WEIGHT: ("scaling_fwd", 1), Role.GRADIENT: ("scaling_bwd", 0)}
+# Where Transformer Engine's `fp8_meta` has an operand's scale: its key, and the index in that entry's scales.
+_TE_SCALES = {Role.INPUT: ("scaling_fwd", 0), Role.WEIGHT: ("scaling_fwd", 1), Role.GRADIENT: ("scaling_bwd", 0)}
 
 
-def declared_treatments(precision: str) -> Treatments:
-    """Returns how a precision's recipe treats each role; empty for a precision without a recipe."""
+def find_treatments(precision: str) -> Treatments:
+    """Returns how a precision's recipe treats inputs, weights and gradients; {} for a precision without a recipe."""
     chosen = precisions.get(precision)
     if not isinstance(chosen, RecipePrecision):
         return {}
@@ -42,8 +42,8 @@ def declared_treatments(precision: str) -> Treatments:
     return dict(zip((Role.INPUT, Role.WEIGHT, Role.GRADIENT), recipe.treatments, strict=True))
 
 
-def multiplies(module: nn.Module) -> bool:
-    """Whether the module is a linear layer or a convolution, of torch or of a library."""
+def is_product_layer(module: nn.Module) -> bool:
+    """Returns whether the module is a linear layer or a convolution, of torch or of a library."""
     weight = getattr(module, "weight", None)
     if not isinstance(weight, Tensor) or weight.ndim < 2:
         return False
@@ -53,50 +53,54 @@ def multiplies(module: nn.Module) -> bool:
 
 @dataclass(frozen=True)
 class LayerCast:
-    """How a layer casts one operand. `kept_scale` returns a scale that the layer keeps. `is_image`: blocks lie along
-    the second dimension, which a convolution sums over."""
+    """How a layer casts one operand. `stored_scale` returns the scale that the layer stores, if there is one.
+    `is_image` means that the operand is an image. Its block scales are along the second dimension, the channels.
+    """
 
     fmt: Format
     scaling: Scaling | None
-    kept_scale: Callable[[], Tensor] | None = None
+    stored_scale: Callable[[], Tensor] | None = None
     is_image: bool = False
 
-    def cast(self, x: Tensor, whole: Tensor | None = None) -> TensorCast:
-        """Rounds the rows of `x`, which is all of `whole` or a sample of its rows."""
-        scale = None if self.kept_scale is None else self.kept_scale()
+    def cast(self, x: Tensor, full_tensor: Tensor | None = None) -> TensorCast:
+        """Rounds `x`, which is `full_tensor` or a sample of its rows. If one scale is used for all of a tensor, it is
+        computed from `full_tensor`.
+        """
+        scale = None if self.stored_scale is None else self.stored_scale()
         if scale is None and self.scaling is not None and not self.scaling.rows:
-            scale = factor(x if whole is None else whole, self.fmt, self.scaling)[0]
+            scale = factor(x if full_tensor is None else full_tensor, self.fmt, self.scaling)[0]
         return TensorCast(self.fmt, self.scaling, scale, values(as_rows(x), self.fmt, self.scaling, scale=scale))
 
-    def figures(self, x: Tensor) -> Figures:
-        """Returns all figures of a tensor; those of its rounding are of a sample, because rounding takes longest."""
+    def list_figures(self, x: Tensor) -> Figures:
+        """Returns all figures of a tensor. The figures of its rounding come from a sample, because rounding is slow."""
         rows = as_rows(x.movedim(1, -1) if self.is_image and x.ndim > 2 else x)
-        step = max(1, rows.numel() // _SAMPLE)
-        # Square blocks need rows that are next to each other.
-        squares = self.scaling is not None and self.scaling.rows > 1
-        sample = rows[: -(-len(rows) // step)] if squares else rows[::step]
-        whole, part = figures_of(x), figures_of(sample, self.cast(sample, rows))
-        for name in part.keys() - whole.keys():
-            counts = name in ("vanished", "saturated")
-            whole[name] = part[name] * (rows.numel() / sample.numel()) if counts else part[name]
-        return whole
+        stride = max(1, rows.numel() // _SAMPLED_VALUES)
+        # A square block of values with one scale needs consecutive rows.
+        has_square_blocks = self.scaling is not None and self.scaling.rows > 1
+        sample = rows[: -(-len(rows) // stride)] if has_square_blocks else rows[::stride]
+        figures, sample_figures = measure_tensor(x), measure_tensor(sample, self.cast(sample, rows))
+        for name in sample_figures.keys() - figures.keys():
+            is_count = name in ("vanished", "saturated")
+            figures[name] = sample_figures[name] * (rows.numel() / sample.numel()) if is_count else sample_figures[name]
+        return figures
 
 
 def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast | None:
-    """Returns how the module casts that operand: by its own scales or configuration, or else as declared; None if it
-    does not multiply or nothing was declared."""
-    # A plain layer of torch keeps no scales.
+    """Returns how a module casts an operand: by its own scales or configuration, or otherwise as `declared`. Returns
+    None if the module has no products, or if nothing is known about its casts.
+    """
+    # A layer of torch itself keeps no scales.
     if type(module).__module__.startswith("torch.nn.") and not declared:
         return None
-    if not multiplies(module):
+    if not is_product_layer(module):
         return None
-    place, index = _TE_PLACES[role]
-    state: Any = getattr(module, "fp8_meta", None)
-    kept: Any = state.get(place) if isinstance(state, dict) else None
-    if isinstance(getattr(kept, "scale", None), Tensor):
-        fmt = E5M2 if role is Role.GRADIENT and "HYBRID" in str(state.get("recipe")) else E4M3
-        # The next forward changes the scale, which is read later.
-        return LayerCast(fmt, _TENSOR, lambda: kept.scale[index].detach().clone())
+    key, index = _TE_SCALES[role]
+    fp8_meta: Any = getattr(module, "fp8_meta", None)
+    entry: Any = fp8_meta.get(key) if isinstance(fp8_meta, dict) else None
+    if isinstance(getattr(entry, "scale", None), Tensor):
+        fmt = E5M2 if role is Role.GRADIENT and "HYBRID" in str(fp8_meta.get("recipe")) else E4M3
+        # The next forward pass overwrites this scale, so a copy is returned.
+        return LayerCast(fmt, _PER_TENSOR, lambda: entry.scale[index].detach().clone())
     treatment = _torchao_treatment(module, role) or declared.get(role)
     if treatment is None:
         return None
@@ -105,7 +109,9 @@ def find_cast(module: nn.Module, role: Role, declared: Treatments) -> LayerCast 
 
 
 def _torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
-    """Returns what torchao's Float8Linear does: it computes its scale in each call and keeps none."""
+    """Returns how torchao's Float8Linear casts an operand; None for any other layer. Float8Linear computes its scale
+    in each call, and stores none.
+    """
     config: Any = getattr(module, "config", None)
     names = {Role.INPUT: "input", Role.WEIGHT: "weight", Role.GRADIENT: "grad_output"}
     cast: Any = getattr(config, f"cast_config_{names[role]}", None)
@@ -118,12 +124,14 @@ def _torchao_treatment(module: nn.Module, role: Role) -> Treatment | None:
     return Treatment(fmt, Scaling(rows, 0, rounding=rounding))
 
 
-def unpack(x: Tensor) -> tuple[Tensor, TensorCast | None]:
-    """Returns the values of a real FP8 tensor of torchao or Transformer Engine and its cast; else the tensor."""
+def unpack_fp8(x: Tensor) -> tuple[Tensor, TensorCast | None]:
+    """Returns the values and the cast of an FP8 tensor of torchao or Transformer Engine. Any other tensor is returned
+    unchanged, with None as its cast.
+    """
     data = getattr(x, "_data", None) if type(x) not in (Tensor, nn.Parameter) else None
     if not isinstance(data, Tensor) or data.element_size() != 1:
         return x, None
-    # torchao keeps what values were multiplied by, Transformer Engine its inverse.
+    # torchao keeps the scale that multiplied the values, Transformer Engine its inverse.
     inverse = getattr(x, "_scale_inv", None)
     scale = inverse.reciprocal() if isinstance(inverse, Tensor) else getattr(x, "_scale", None)
     if not isinstance(scale, Tensor):
@@ -131,37 +139,41 @@ def unpack(x: Tensor) -> tuple[Tensor, TensorCast | None]:
     name = str(getattr(x, "_fp8_dtype", data.dtype)).lower()
     fmt = E5M2 if "e5m2" in name else E4M3
     codes = data if data.dtype in _FORMATS else data.view(torch.float8_e5m2 if fmt is E5M2 else torch.float8_e4m3fn)
-    plain = codes.to(torch.float32) / scale
-    return plain, TensorCast(fmt, None, scale.reshape(()) if scale.numel() == 1 else None)
+    unscaled = codes.to(torch.float32) / scale
+    return unscaled, TensorCast(fmt, None, scale.reshape(()) if scale.numel() == 1 else None)
 
 
-def kept_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
-    """Yields the largest value of each buffer that keeps scales or amax, whether or not its module is compiled."""
+def find_stored_scales(model: nn.Module) -> Iterator[tuple[str, Tensor]]:
+    """Yields the path and the largest value of each buffer that stores scales or largest magnitudes. Buffers inside
+    compiled modules are found too.
+    """
     for path, buffer in model.named_buffers():
         name = path.rpartition(".")[2].lower()
         if ("scale" in name or "amax" in name) and buffer.is_floating_point() and buffer.numel():
             yield path.replace("_orig_mod.", ""), largest_magnitude(buffer.detach())
 
 
-def uses_compiled_code() -> bool:
-    """Whether torch.compile has compiled anything in this process."""
+def has_compiled_code() -> bool:
+    """Returns whether torch.compile has compiled anything in this process."""
     utils: Any = sys.modules.get("torch._dynamo.utils")
     return bool(utils is not None and utils.counters["stats"])
 
 
 @contextmanager
-def attention_seen(see: Callable[[Tensor, Tensor, bool, float | None], None]) -> Iterator[None]:
-    """Calls `see` with queries, keys, causal and scale of each F.scaled_dot_product_attention that is trained."""
+def observe_attention(observe: Callable[[Tensor, Tensor, bool, float | None], None]) -> Iterator[None]:
+    """Calls `observe` for each F.scaled_dot_product_attention that needs gradients, with its queries, keys, causal
+    flag and scale.
+    """
     attend = F.scaled_dot_product_attention
 
-    def attend_and_see(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
+    def attend_and_observe(query: Tensor, key: Tensor, *arguments: Any, **named: Any) -> Tensor:
         if torch.is_grad_enabled() and query.requires_grad and query.ndim == key.ndim == 4:
             # value, attn_mask, dropout_p, is_causal
             causal = arguments[3] if len(arguments) > 3 else named.get("is_causal", False)
-            see(query, key, bool(causal), named.get("scale"))
+            observe(query, key, bool(causal), named.get("scale"))
         return attend(query, key, *arguments, **named)
 
-    F.scaled_dot_product_attention = attend_and_see
+    F.scaled_dot_product_attention = attend_and_observe
     try:
         yield
     finally:

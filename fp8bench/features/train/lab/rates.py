@@ -1,4 +1,6 @@
-"""Learning rates and loss scales step by step, and the groups of parameters with separate rates or clipping."""
+"""Learning rates and loss scales by step. Also divides parameters into groups with separate rates or separate
+clipping.
+"""
 
 from __future__ import annotations
 
@@ -21,149 +23,175 @@ from torch.optim.lr_scheduler import (
 )
 
 from fp8bench.features.train.lab.low_precision import Tensors
-from fp8bench.features.train.request import LARGEST_LOSS_SCALE, TrainerSettings, parse_schedule
+from fp8bench.features.train.request import MAX_LOSS_SCALE, TrainerSettings, parse_schedule
 from fp8bench.units import number_of
 
-# The final share of the steps in which wsd decreases the rate.
-_WSD_FALLS = 0.2
-# Bad validations in a row before plateau halves the rate.
+# The wsd schedule decreases the rate during this last share of the steps.
+_WSD_DECAY_SHARE = 0.2
+# The plateau schedule halves the rate after more than this many validations in a row without progress.
 PATIENCE = 2
 
 
 class RateSchedule:
-    """The share of the full learning rate in each step: a scheduler of torch on a separate optimizer with a rate of
-    1."""
+    """Computes which share of the full learning rate each step has. For this it schedules a separate optimizer whose
+    full rate is 1.
+    """
 
     def __init__(self, settings: TrainerSettings, steps: int) -> None:
-        # Run a scheduler of torch on one empty parameter, to get its share of the rate.
-        name, keys = parse_schedule(settings.schedule)
+        # A torch scheduler changes the rate of an optimizer, so it gets an optimizer with one empty parameter.
+        schedule_name, keys = parse_schedule(settings.schedule)
         self._optimizer = SGD([torch.empty(0)], lr=1.0)
-        self._scheduler = _scheduler(self._optimizer, name, keys["warmup"], keys.get("floor", 0.0), steps)
+        self._scheduler = _make_scheduler(self._optimizer, schedule_name, keys["warmup"], keys.get("floor", 0.0), steps)
         self._plateau: ReduceLROnPlateau | None = None
-        if name == "plateau":
+        if schedule_name == "plateau":
             self._plateau = ReduceLROnPlateau(self._optimizer, factor=0.5, patience=PATIENCE, min_lr=keys["floor"])
 
-    def share(self, step: int) -> float:
-        """Returns the share in a step, counted from 0. Steps are in order; a repeated step gets the last share."""
+    def rate_share(self, step: int) -> float:
+        """Returns the share of the full rate in a step, counted from 0. Steps have to be asked for in order. A step
+        that is repeated gets the share of the latest step.
+        """
         while self._scheduler.last_epoch < step:
-            self._optimizer.step()  # which changes nothing; torch warns where a schedule is ahead of its optimizer
+            self._optimizer.step()  # this changes no weight, but torch warns if a scheduler steps before its optimizer
             self._scheduler.step()
         return float(self._optimizer.param_groups[0]["lr"])
 
-    def see_held_out(self, loss: float) -> None:
-        """Records a held-out loss, from which plateau lowers the rate."""
+    def record_held_out(self, loss: float) -> None:
+        """Records a held-out loss. The plateau schedule lowers the rate by these losses."""
         if self._plateau is not None:
             self._plateau.step(loss)
 
-    def memory(self) -> list[float]:
+    def get_state(self) -> list[float]:
         plateau = self._plateau
         best, bad = (math.inf, 0) if plateau is None else (float(plateau.best), plateau.num_bad_epochs)
-        return [float(self._scheduler.last_epoch), self.share(0), best, bad]
+        return [float(self._scheduler.last_epoch), self.rate_share(0), best, bad]
 
-    def recall(self, memory: Sequence[float]) -> None:
-        step, share, best, bad = memory
-        self.share(int(step))
-        self._optimizer.param_groups[0]["lr"] = share
+    def set_state(self, state: Sequence[float]) -> None:
+        step, rate_share, best, bad = state
+        self.rate_share(int(step))
+        self._optimizer.param_groups[0]["lr"] = rate_share
         if self._plateau is not None:
             self._plateau.best, self._plateau.num_bad_epochs = best, int(bad)
 
 
-def _scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: int) -> LRScheduler:
-    """Returns a linear warm-up, then the schedule named; one-cycle has its own warm-up, from 1/25 along a cosine."""
+def _make_scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: int) -> LRScheduler:
+    """Returns a scheduler with a linear warm-up, followed by the named schedule. The one-cycle schedule has its usual
+    warm-up instead, which rises from 1/25 of the rate along a cosine.
+    """
     if name == "one-cycle" and warmup * steps > 1:
         final = 1 / (25 * floor) if floor else math.inf
         return OneCycleLR(
             optimizer, 1.0, total_steps=steps, pct_start=warmup, final_div_factor=final, cycle_momentum=False
         )
-    rising = 0 if name == "one-cycle" else round(warmup * steps)
-    falling = max(1, steps - 1 - rising)
+    warmup_steps = 0 if name == "one-cycle" else round(warmup * steps)
+    decay_steps = max(1, steps - 1 - warmup_steps)
     schedule: LRScheduler
     if name in ("cosine", "one-cycle"):
-        schedule = CosineAnnealingLR(optimizer, falling, floor)
+        schedule = CosineAnnealingLR(optimizer, decay_steps, floor)
     elif name == "linear":
-        schedule = LinearLR(optimizer, 1.0, floor, falling)
+        schedule = LinearLR(optimizer, 1.0, floor, decay_steps)
     elif name == "wsd":
-        last = max(1, min(round(_WSD_FALLS * steps), steps - rising))
-        schedule = LambdaLR(optimizer, lambda step: min(1.0, floor + (1 - floor) * (steps - 1 - rising - step) / last))
+        final_steps = max(1, min(round(_WSD_DECAY_SHARE * steps), steps - warmup_steps))
+        schedule = LambdaLR(
+            optimizer, lambda step: min(1.0, floor + (1 - floor) * (steps - 1 - warmup_steps - step) / final_steps)
+        )
     elif name == "inverse-sqrt":
-        schedule = LambdaLR(optimizer, lambda step: max(floor, math.sqrt(max(1, rising) / (rising + step + 1))))
+        schedule = LambdaLR(
+            optimizer, lambda step: max(floor, math.sqrt(max(1, warmup_steps) / (warmup_steps + step + 1)))
+        )
     else:
         schedule = ConstantLR(optimizer, 1.0)
-    if not rising:
+    if not warmup_steps:
         return schedule
-    # The first step has a rate above 0: a step at 0 would change nothing.
-    rise = LinearLR(optimizer, 1 / rising, 1.0, rising - 1)
-    return SequentialLR(optimizer, [rise, schedule], [rising])
+    # The first step has a rate above 0, because a step at a rate of 0 changes nothing.
+    warmup_schedule = LinearLR(optimizer, 1 / warmup_steps, 1.0, warmup_steps - 1)
+    return SequentialLR(optimizer, [warmup_schedule, schedule], [warmup_steps])
 
 
-def kind_of(name: str, dimensions: int) -> str:
-    """Returns a parameter's kind, as --rates names it: 'embedding', 'head', 'norm' (one dimension) or 'layer'."""
-    first = name.partition(".")[0]
-    if first in ("embedding", "positions", "head"):
-        return "head" if first == "head" else "embedding"
+def find_parameter_kind(name: str, dimensions: int) -> str:
+    """Returns the kind of a parameter as --rates names it: 'embedding', 'head', 'norm' (fewer than two dimensions) or
+    'layer'.
+    """
+    first_part = name.partition(".")[0]
+    if first_part in ("embedding", "positions", "head"):
+        return "head" if first_part == "head" else "embedding"
     return "norm" if dimensions < 2 else "layer"
 
 
-# Words of a matrix's path that name its kind of layer; without one it belongs to an mlp.
-_LAYERS = {"attn": "attn", "first": "conv", "second": "conv"}
+# Parts of a matrix's path that show its kind of layer. A matrix with none of these parts belongs to an mlp.
+_KINDS_BY_PART = {"attn": "attn", "first": "conv", "second": "conv"}
 
 
-def _layer_kind(name: str, dimensions: int) -> str:
-    """Like kind_of, but with the kind of layer in place of 'layer'."""
-    kind = kind_of(name, dimensions)
-    return kind if kind != "layer" else next((_LAYERS[word] for word in name.split(".") if word in _LAYERS), "mlp")
+def _find_layer_kind(name: str, dimensions: int) -> str:
+    """Returns the kind of a parameter. Unlike `find_parameter_kind`, it tells kinds of layers apart: 'attn', 'conv'
+    or 'mlp' instead of 'layer'.
+    """
+    kind = find_parameter_kind(name, dimensions)
+    return (
+        kind
+        if kind != "layer"
+        else next((_KINDS_BY_PART[word] for word in name.split(".") if word in _KINDS_BY_PART), "mlp")
+    )
 
 
-def factor_of(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
-    """Returns a parameter's rate factor: longest matching path prefix wins, then the kind of layer, then the kind of
-    parameter."""
-    factors = dict(rates)
-    prefixes = [key for key in factors if name == key or name.startswith(f"{key}.")]
+def find_rate_factor(name: str, dimensions: int, rates: tuple[tuple[str, float], ...]) -> float:
+    """Returns the factor by which `rates` multiplies a parameter's learning rate. An entry for the parameter's path
+    counts first, and among these the longest prefix. Then an entry for its kind of layer counts, and then one for its
+    kind of parameter.
+    """
+    factor_by_name = dict(rates)
+    prefixes = [key for key in factor_by_name if name == key or name.startswith(f"{key}.")]
     if prefixes:
-        return factors[max(prefixes, key=len)]
-    return factors.get(_layer_kind(name, dimensions), factors.get(kind_of(name, dimensions), 1.0))
+        return factor_by_name[max(prefixes, key=len)]
+    return factor_by_name.get(
+        _find_layer_kind(name, dimensions), factor_by_name.get(find_parameter_kind(name, dimensions), 1.0)
+    )
 
 
-def group_of(name: str, dimensions: int, group: str) -> str:
-    """Returns the name of the gradients that are clipped together with this one; `group` is '' for all."""
+def find_clip_group(name: str, dimensions: int, group: str) -> str:
+    """Returns the name of the group of gradients with which a parameter's gradient is clipped; '' if all gradients
+    are clipped together.
+    """
     if group == "kind":
-        return _layer_kind(name, dimensions)
+        return _find_layer_kind(name, dimensions)
     if group == "block":
-        words = name.split(".")
-        return ".".join(words[:2]) if words[0] == "blocks" else words[0]
+        path_parts = name.split(".")
+        return ".".join(path_parts[:2]) if path_parts[0] == "blocks" else path_parts[0]
     return name if group == "tensor" else ""
 
 
-# A dynamic loss scale begins with the first, is never below the second, and doubles after this many steps.
-_FIRST, _LEAST, GROWTH = 2.0**16, 1.0, 200
+# A dynamic loss scale begins at the first value, is never below the second, and doubles after 200 steps without an
+# overflow.
+_FIRST_SCALE, _MIN_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 200
 
 
 @dataclass
 class LossScale:
-    """A loss scale: fixed, or `dynamic`: halved at an overflow, and doubled after 200 steps without one."""
+    """The factor by which a loss is multiplied before backward. It is fixed or, if `dynamic`, halved at an overflow
+    and doubled after 200 steps without an overflow.
+    """
 
     scale: float
     dynamic: bool = False
     good_steps: int = 0
 
-    def see(self, finite: bool) -> None:
+    def adapt(self, finite: bool) -> None:
         if not self.dynamic:
             return
         # The count restarts at each overflow, as GradScaler's does.
         self.good_steps = self.good_steps + 1 if finite else 0
         if not finite:
-            self.scale = max(_LEAST, self.scale / 2)
-        elif self.good_steps == GROWTH:
-            self.scale, self.good_steps = min(LARGEST_LOSS_SCALE, self.scale * 2), 0
+            self.scale = max(_MIN_SCALE, self.scale / 2)
+        elif self.good_steps == GROWTH_STEPS:
+            self.scale, self.good_steps = min(MAX_LOSS_SCALE, self.scale * 2), 0
 
 
-def loss_scale_of(settings: TrainerSettings, scale_of_precision: float) -> LossScale:
-    word = settings.loss_scale
-    if word == "dynamic":
-        return LossScale(_FIRST, dynamic=True)
-    return LossScale(scale_of_precision if word == "auto" else number_of(word))
+def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossScale:
+    setting = settings.loss_scale
+    if setting == "dynamic":
+        return LossScale(_FIRST_SCALE, dynamic=True)
+    return LossScale(precision_scale if setting == "auto" else number_of(setting))
 
 
-def joint(norms: Tensors) -> Tensor:
+def join_norms(norms: Tensors) -> Tensor:
     norm: Tensor = torch.linalg.vector_norm(torch.stack(list(norms)))
     return norm

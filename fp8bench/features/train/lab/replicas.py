@@ -1,58 +1,59 @@
-"""Compares the weights of a model's replicas on several ranks, without a collective that a rank could miss."""
+"""Compares the weights of a model's replicas on several ranks. This uses no collective operation, which would wait
+forever for a rank that does not take part.
+"""
 
 from __future__ import annotations
 
 import math
 from typing import Any
 
-import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.own_ranks import make_store
+from fp8bench.features.train.lab.own_ranks import Ranks, count_ranks, make_store
 from fp8bench.features.train.lab.readings import Number
 
 
 class Replicas:
-    """In every watched step each rank leaves a sum over its weights in the process group's store. Rank 0 reads those of
-    the watched step before from all ranks, the others that of rank 0. Nothing waits: what is not there is not
-    compared."""
+    """Compares sums of the weights of all ranks. In every watched step, each rank puts its sum into the process
+    group's store. Rank 0 reads the sums that all ranks stored in the previous watched step, and every other rank
+    reads the sum of rank 0. No rank waits, and a missing sum is not compared.
+    """
 
     def __init__(self, module: nn.Module) -> None:
-        group = torch.distributed
-        several = group.is_available() and group.is_initialized() and group.get_world_size() > 1
-        sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
-        self._store: Any = make_store() if several and not sharded else None
+        is_sharded = any(hasattr(parameter, "full_tensor") for parameter in module.parameters())
+        self._store: Any = make_store() if count_ranks() > 1 and not is_sharded else None
         if self._store is not None:
-            self._rank = group.get_rank()
-            self._partners = [0] if self._rank else list(range(1, group.get_world_size()))
+            self._rank = Ranks.get_rank()
+            self._partners = [0] if self._rank else list(range(1, count_ranks()))
         self._sums: list[tuple[int, float]] = []
-        self._were_equal: set[int] = set()
+        self._once_equal: set[int] = set()
 
-    def figures(self, step: int, weights: Tensor) -> dict[tuple[str, str], Number]:
-        """Returns the number of ranks whose weights were equal to this rank's and no longer are, under the first one.
-        Ranks that hold different parts of a model never were equal."""
+    def list_figures(self, step: int, weights: Tensor) -> dict[tuple[str, str], Number]:
+        """Returns how many ranks now have other weights than this rank, under the name of the first such rank. Ranks
+        that hold different parts of a model are not counted, because their weights were never equal.
+        """
         if self._store is None:
             return {}
-        apart = [rank for rank in self._partners if self._is_apart(rank)] if self._sums else []
+        diverged = [rank for rank in self._partners if self._has_diverged(rank)] if self._sums else []
         self._sums.append((step, float(weights)))
         self._store.set(_key(step, self._rank), repr(self._sums[-1][1]))
-        # Other ranks may still read the sum of the step before.
-        if len(self._sums) > _KEPT:
+        # The latest sums stay in the store, because other ranks may still have to read them.
+        if len(self._sums) > _STORED_STEPS:
             self._store.delete_key(_key(self._sums.pop(0)[0], self._rank))
-        return {("replicas_apart", f"rank {apart[0]}"): float(len(apart))} if apart else {}
+        return {("replicas_apart", f"rank {diverged[0]}"): float(len(diverged))} if diverged else {}
 
-    def _is_apart(self, rank: int) -> bool:
+    def _has_diverged(self, rank: int) -> bool:
         step, weights = self._sums[-1]
         if not self._store.check([_key(step, rank)]):
             return False
         if math.isclose(float(self._store.get(_key(step, rank))), weights, rel_tol=_ROUNDING):
-            self._were_equal.add(rank)
+            self._once_equal.add(rank)
             return False
-        return rank in self._were_equal
+        return rank in self._once_equal
 
 
-# Steps whose sums stay in the store; and what two devices may round differently.
-_KEPT, _ROUNDING = 4, 1e-7
+# How many steps the sums stay in the store, and the relative difference that rounding on two devices may cause.
+_STORED_STEPS, _ROUNDING = 4, 1e-7
 
 
 def _key(step: int, rank: int) -> str:

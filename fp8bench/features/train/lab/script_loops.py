@@ -1,4 +1,6 @@
-"""The loops of a script that was not written to be watched: finds what each optimizer trains at its first step."""
+"""Watches the loops of a script that does not call fp8bench. When an optimizer takes its first step, this module
+finds the model that the optimizer trains.
+"""
 
 from __future__ import annotations
 
@@ -14,38 +16,38 @@ import torch
 from torch import nn
 
 from fp8bench.errors import Fp8benchError
-from fp8bench.features.train.api import complain_of, watch
-from fp8bench.features.train.lab.loop_figures import parameters_of, without_wrappers
+from fp8bench.features.train.api import print_events, watch
+from fp8bench.features.train.lab.loop_figures import list_parameters, unwrap_module
 from fp8bench.features.train.lab.own_loop import OwnLoop
 from fp8bench.features.train.values import Lines, StepRow
-from fp8bench.jobs.report_files import Pages, report_of, short_path
+from fp8bench.jobs.report_files import Pages, short_path, write_named_report
 from fp8bench.report.words.naming import many
 
-Say = Callable[[str], None]
+PrintLine = Callable[[str], None]
 
 
 class ScriptLoops:
-    """Watches each optimizer from its second step on, in a separate stream."""
+    """Watches each optimizer of a script from its second step on. Each optimizer has a separate stream."""
 
-    def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], say: Say) -> None:
-        """`stream` is the first loop's file; pages are written to the reports of `store`."""
-        self._stream, self._store, self._options, self._say = stream, store, options, say
+    def __init__(self, stream: Path, store: Path, options: Mapping[str, Any], print_line: PrintLine) -> None:
+        """`stream` is the file of the first loop. Pages are written into the folder of reports in `store`."""
+        self._stream, self._store, self._options, self._print_line = stream, store, options, print_line
         self._optimizers: weakref.WeakSet[torch.optim.Optimizer] = weakref.WeakSet()
-        self._loops: list[_Watched] = []
+        self._loops: list[_WatchedLoop] = []
 
-    def see_step(self, optimizer: torch.optim.Optimizer) -> None:
-        """Begins to watch an optimizer that takes its first step."""
+    def watch_optimizer(self, optimizer: torch.optim.Optimizer) -> None:
+        """Begins to watch an optimizer when it takes its first step."""
         if optimizer in self._optimizers:
             return
         self._optimizers.add(optimizer)
-        parameters = set(map(id, parameters_of(optimizer)))
+        parameters = set(map(id, list_parameters(optimizer)))
         for loop in self._loops:
             if not parameters <= loop.parameters:
                 continue
-            # An optimizer inside another one, as of ZeroRedundancyOptimizer, steps along with it.
+            # An optimizer inside a larger one steps along with it, as in ZeroRedundancyOptimizer.
             if loop.watched.is_updating:
                 return
-            # A new optimizer of the same parameters, as for a second phase, takes over.
+            # A new optimizer of the same parameters replaces the old one, as in a second phase of training.
             loop.stack.close()
         self._watch(optimizer)
 
@@ -55,32 +57,36 @@ class ScriptLoops:
             loop.stack.close()
 
     def report(self) -> None:
-        """Says where the streams are, and the command that shows them."""
-        for loop in self._loops[:_REPORTED]:
+        """Prints for each stream where its page is, or the command that would write the page."""
+        for loop in self._loops[:_MAX_REPORTED]:
             path = short_path(loop.path)
             if loop.steps:
                 shown = _write_page(loop.path, self._store) or f"fp8bench report {path}"
-                self._say(f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {shown}")
+                self._print_line(f"{many(loop.steps, 'step')} of {loop.title}, watched from the second on: {shown}")
             else:
-                self._say(f"no loss of {loop.title} was seen: {path} has no steps. {_LINE}")
-        if len(self._loops) > _REPORTED:
-            self._say(f"{len(self._loops) - _REPORTED} more streams are in {short_path(self._stream.parent)}")
+                self._print_line(f"no loss of {loop.title} was seen: {path} has no steps. {_ADVICE}")
+        if len(self._loops) > _MAX_REPORTED:
+            self._print_line(
+                f"{len(self._loops) - _MAX_REPORTED} more streams are in {short_path(self._stream.parent)}"
+            )
 
     def _watch(self, optimizer: torch.optim.Optimizer) -> None:
         kind = type(optimizer).__name__
         if _uses_deepspeed(optimizer):
-            words = "DeepSpeed keeps parameters in partitions that no module holds, so that they cannot be watched"
-            self._say(f"{words}. Run the script with DDP or FSDP2 instead, to watch it")
+            reason = "DeepSpeed keeps parameters in partitions that no module holds, so that they cannot be watched"
+            self._print_line(f"{reason}. Run the script with DDP or FSDP2 instead, to watch it")
             return
         module = find_module(optimizer)
         if module is None:
-            count = many(len(parameters_of(optimizer)), "tensor")
-            self._say(f"{kind} is not watched: no module of torch holds the {count} that it changes. {_LINE}")
+            tensor_words = many(len(list_parameters(optimizer)), "tensor")
+            self._print_line(
+                f"{kind} is not watched: no module of torch holds the {tensor_words} that it changes. {_ADVICE}"
+            )
             return
         number = len(self._loops) + 1
         path = self._stream if number == 1 else self._stream.with_name(f"{self._stream.stem}.{number}.jsonl")
-        title = f"{type(without_wrappers(module)[0]).__name__} by {kind}"
-        loop = _Watched(path, title, frozenset(map(id, parameters_of(optimizer))))
+        title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
+        loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
         watched = watch(
             module,
             optimizer,
@@ -93,16 +99,18 @@ class ScriptLoops:
         loop.watched = loop.stack.enter_context(watched)
         loop.watched.begin_in_step()
         self._loops.append(loop)
-        self._say(f"watching {loop.title} from its second step on: {short_path(path)}")
+        self._print_line(f"watching {loop.title} from its second step on: {short_path(path)}")
 
 
-# A script may train a model per fold, each with an optimizer.
-_REPORTED = 4
-_LINE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
+# A script may train many models, such as one per fold: only this many are reported.
+_MAX_REPORTED = 4
+_ADVICE = "Add a line before its loop, and indent the loop: with fp8bench.watch(model, optimizer):"
 
 
-class _Watched:
-    """A loop with its stream; `steps` is 1 more than the last step that has a row, `parameters` are identities."""
+class _WatchedLoop:
+    """A watched loop with its stream. `steps` counts the steps up to the last one with a row. `parameters` are the
+    ids of the parameters that the loop trains.
+    """
 
     watched: OwnLoop
 
@@ -112,61 +120,62 @@ class _Watched:
 
     def see(self, lines: Lines) -> None:
         self.steps = max([self.steps, *(line.step + 1 for line in lines if isinstance(line, StepRow))])
-        complain_of(lines)
+        print_events(lines)
 
 
 def _write_page(stream: Path, store: Path) -> str:
-    """Writes the stream's page, and returns its path; '' if it cannot be written."""
+    """Writes a stream's page and returns its path; '' if it cannot be written."""
     with suppress(Fp8benchError):
-        return short_path(report_of([str(stream)], store, Pages()))
+        return short_path(write_named_report([str(stream)], store, Pages()))
     return ""
 
 
 def find_module(optimizer: torch.optim.Optimizer) -> nn.Module | None:
-    """Returns the outermost module that holds all parameters of an optimizer, without those of the other optimizers."""
-    trained = set(map(id, parameters_of(optimizer)))
-    modules: list[nn.Module] = _instances(nn.Module)
-    others = set[int]()
-    for other in _instances(torch.optim.Optimizer):
-        # Wrappers of an optimizer have its parameters.
+    """Returns the outermost module that holds all parameters of an optimizer, but no parameters of other optimizers."""
+    trained = set(map(id, list_parameters(optimizer)))
+    modules: list[nn.Module] = _list_instances(nn.Module)
+    other_parameters = set[int]()
+    for other in _list_instances(torch.optim.Optimizer):
+        # A wrapper around an optimizer has the same parameters.
         with suppress(AttributeError):
-            parameters = set(map(id, parameters_of(other)))
-            others |= parameters - trained
-    # 1. The smallest module that holds all.
-    held = {module: set(map(id, module.parameters())) for module in modules}
-    holders = [module for module, parameters in held.items() if parameters >= trained]
+            parameters = set(map(id, list_parameters(other)))
+            other_parameters |= parameters - trained
+    # 1. Find the smallest module that holds all parameters.
+    parameters_by_module = {module: set(map(id, module.parameters())) for module in modules}
+    holders = [module for module, parameters in parameters_by_module.items() if parameters >= trained]
     if not holders:
         return None
-    found = min(holders, key=lambda module: sum(1 for _ in module.modules()))
-    # 2. Its parents, unless they hold parameters of other optimizers. A list of layers is never called.
-    while parents := [module for module in holders if any(child is found for child in module.children())]:
-        parent = min(parents, key=lambda module: len(held[module]))
-        is_called = type(found).forward is not nn.Module.forward
-        if is_called and (held[parent] & others or _is_lightning(parent)):
+    module_found = min(holders, key=lambda module: sum(1 for _ in module.modules()))
+    # 2. Go on to its parents, unless they hold parameters of other optimizers. Always go on from a list of layers,
+    # because a list is never called.
+    while parents := [module for module in holders if any(child is module_found for child in module.children())]:
+        parent = min(parents, key=lambda module: len(parameters_by_module[module]))
+        is_called = type(module_found).forward is not nn.Module.forward
+        if is_called and (parameters_by_module[parent] & other_parameters or _is_lightning(parent)):
             break
-        found = parent
-    return found
+        module_found = parent
+    return module_found
 
 
 def find_scaler(optimizer: torch.optim.Optimizer) -> Any:
-    """Returns the GradScaler whose step calls the optimizer's, or None."""
-    scalers = _instances(torch.amp.GradScaler)
+    """Returns the GradScaler whose step calls this optimizer's step, or None."""
+    scalers = _list_instances(torch.amp.GradScaler)
     return next((scaler for scaler in scalers if id(optimizer) in scaler._per_optimizer_states), None)
 
 
-def _instances(kind: type) -> list[Any]:
-    # isinstance would ask lazy modules and weak proxies for their class.
-    found = [thing for thing in gc.get_objects() if issubclass(type(thing), kind)]
-    return list({id(thing): thing for thing in found}.values())
+def _list_instances(kind: type) -> list[Any]:
+    # isinstance would read `__class__` of lazy modules and weak proxies, which runs their code.
+    instances = [instance for instance in gc.get_objects() if issubclass(type(instance), kind)]
+    return list({id(instance): instance for instance in instances}.values())
 
 
 def _is_lightning(module: nn.Module) -> bool:
-    """Whether it is a LightningModule, whose forward is mostly not called in a training."""
+    """Returns whether a module is a LightningModule. A training rarely calls the forward of such a module."""
     return any(base.__name__ == "LightningModule" for base in type(module).__mro__)
 
 
 def _uses_deepspeed(optimizer: torch.optim.Optimizer) -> bool:
     if "deepspeed" not in sys.modules:
         return False
-    things: Iterable[Any] = [optimizer, *_instances(nn.Module)]
-    return any(type(thing).__module__.partition(".")[0] == "deepspeed" for thing in things)
+    objects: Iterable[Any] = [optimizer, *_list_instances(nn.Module)]
+    return any(type(instance).__module__.partition(".")[0] == "deepspeed" for instance in objects)

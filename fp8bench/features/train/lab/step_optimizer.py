@@ -1,10 +1,11 @@
-"""StepOptimizer updates an arm's weights by optimizers of torch: listed ones by name, or a user's. HighAccumulation
-wraps any torch optimizer for weights in low precision: gradients add up in high precision, updates are applied in low.
+"""StepOptimizer updates an arm's weights by an optimizer of torch: one that is listed by name, or a user's.
+HighAccumulation wraps any torch optimizer for weights in low precision. Gradients add up in high precision, but the
+updates are applied in low precision.
 
     optimizer = fp8bench.HighAccumulation(model.parameters(), lambda masters: torch.optim.SGD(masters, lr=0.1))
 
-Each parameter has a float32 master, which the inner optimizer updates. The gradient of each micro-batch is added to the
-master's float32 gradient as soon as it is there; `step` lets the optimizer change the masters, rounds their updates,
+Each parameter has a float32 master, which the inner optimizer updates. As soon as the gradient of a micro-batch is
+there, it is added to the master's float32 gradient. `step` lets the optimizer change the masters, rounds their updates,
 and copies the masters to the parameters in their dtypes.
 """
 
@@ -20,19 +21,19 @@ from torch import Tensor, nn
 from torch.optim import SGD, Adafactor, AdamW, Optimizer
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.loop_figures import parameters_of
+from fp8bench.features.train.lab.loop_figures import list_parameters
 from fp8bench.features.train.lab.low_precision import (
-    MASTERS,
+    WEIGHTS_BY_MASTER,
     Gradients,
     LowGradients,
     Parameters,
     Tensors,
     Weights,
-    rounded_update,
-    state_storages,
+    make_state_storages,
+    make_update_rounding,
 )
-from fp8bench.features.train.lab.rates import factor_of, group_of, kind_of
-from fp8bench.features.train.request import NOT_STEPPED, TrainerSettings, clip_of, parse_optimizer
+from fp8bench.features.train.lab.rates import find_clip_group, find_parameter_kind, find_rate_factor
+from fp8bench.features.train.request import UNSUPPORTED_OPTIMIZERS, TrainerSettings, parse_clip, parse_optimizer
 from fp8bench.features.train.values import State
 from fp8bench.nn.moments import Storage, split_into_buckets
 from fp8bench.protocols import Operand
@@ -40,22 +41,25 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 
-def seed_of(purpose: str, *numbers: int) -> int:
-    """Returns a seed of 32 bits, the most that a CPU generator takes, different for each purpose and numbers."""
-    words = "/".join((purpose, *map(str, numbers)))
-    return int.from_bytes(hashlib.sha256(words.encode()).digest()[:4], "big")
+def derive_seed(purpose: str, *numbers: int) -> int:
+    """Returns a seed that differs for every purpose and numbers. It has 32 bits, because a CPU generator takes no
+    more.
+    """
+    text = "/".join((purpose, *map(str, numbers)))
+    return int.from_bytes(hashlib.sha256(text.encode()).digest()[:4], "big")
 
 
-# Fused optimizers divide gradients and skip a step on the device, so that the host need not wait.
-_LISTED: Mapping[str, Callable[..., Optimizer]] = {
+# Fused optimizers divide gradients and skip a step on the device, and the host need not wait.
+_LISTED_OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "adamw": partial(AdamW, fused=True),
     "sgd": partial(SGD, fused=True),
     "adafactor": Adafactor,
 }
-# At most this many weights are updated at a time, because they are copied to compute their updates. Weights in low
-# precision are restored for an update, so for them it is at most this fraction of the model at a time.
-_MOST_ELEMENTS, _LOW_PARTS = 1 << 24, 16
-# How reports name the states that torch's optimizers keep for a parameter.
+# A bucket has at most the first number of weights, because measuring an update takes a copy of them. If gradients or
+# states are stored in low precision, they are restored for an update. A model is then divided into at least the
+# second number of buckets.
+_MAX_ELEMENTS, _LOW_PRECISION_BUCKETS = 1 << 24, 16
+# The names that reports give to the states of torch's optimizers.
 _STATE_NAMES = {
     "exp_avg": "first moment",
     "momentum_buffer": "first moment",
@@ -68,10 +72,12 @@ _STATE_NAMES = {
 
 
 class Bucket:
-    """Parameters and the optimizer that updates them. Gradients are in the `holders`: the parameters, or the masters of
-    a HighAccumulation. All are divided like the model's parameter at `place`; in a user's optimizer (None) each
-    separately, and parameters without a gradient are unchanged. States with a parameter's shape are kept in the
-    `storages` between steps."""
+    """Parameters that are updated together, and their optimizer. `holders` have the gradients: the parameters
+    themselves, or the masters of a HighAccumulation. `place` is the number of a parameter of the model: all gradients
+    of the bucket are divided by the divisor of that parameter. A user's optimizer has no `place`. Each of its
+    gradients is divided by the divisor of its own parameter, and parameters without a gradient do not change. Between
+    steps, the `storages` hold those optimizer states that have a parameter's shape.
+    """
 
     def __init__(
         self,
@@ -86,8 +92,9 @@ class Bucket:
         self._stored: dict[tuple[Tensor, str], Operand] = {}
 
     def begin_states(self) -> None:
-        """Lets torch create its states now, by a step of zeros at a rate of 0; it changes no weight and is not
-        counted."""
+        """Makes torch create the optimizer's states now. For this the optimizer takes a step with zero gradients and
+        a rate of 0, which changes no weight and is not counted.
+        """
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         (group,) = self.optimizer.param_groups
@@ -104,7 +111,7 @@ class Bucket:
 
     def restore_states(self) -> None:
         for (parameter, name), operand in self._stored.items():
-            self.optimizer.state[parameter][name] = self._storage(name).restore(operand)
+            self.optimizer.state[parameter][name] = self._find_storage(name).restore(operand)
 
     def store_states(self) -> None:
         if self._storages is None:
@@ -112,26 +119,28 @@ class Bucket:
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
                 if isinstance(value, Tensor) and value.shape == parameter.shape and value.ndim:
-                    self._stored[parameter, name] = self._storage(name).keep(state.pop(name))
+                    self._stored[parameter, name] = self._find_storage(name).keep(state.pop(name))
 
-    def _storage(self, name: str) -> Storage:
+    def _find_storage(self, name: str) -> Storage:
         assert self._storages is not None
         return self._storages[_STATE_NAMES.get(name) == "second moment"]
 
-    def update(self, share: float, divisors: Tensors, skip: Tensor) -> bool:
-        """Takes the optimizer's step at a share of its rates, unless `skip` is 1; returns False if it was skipped."""
+    def update(self, rate_share: float, divisors: Tensors, is_skipped: Tensor) -> bool:
+        """Takes a step of the optimizer, with all rates multiplied by `rate_share`. Changes nothing if `is_skipped`
+        is 1. Returns False if the optimizer's step was not called.
+        """
         optimizer, groups = self.optimizer, self.optimizer.param_groups
-        # Set a share of the rates for this step only; a user's schedule sets them as well.
+        # The share applies to this step only, because a user's schedule also changes the rates.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
-            group["lr"] = rate * share
+            group["lr"] = rate * rate_share
         try:
             if self.place is not None and groups[0].get("fused"):  # divides and skips on the device
-                optimizer.grad_scale, optimizer.found_inf = divisors[self.place], skip  # type: ignore[attr-defined]
+                optimizer.grad_scale, optimizer.found_inf = divisors[self.place], is_skipped  # type: ignore[attr-defined]
                 optimizer.step()
                 del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
                 return True
-            if bool(skip):
+            if bool(is_skipped):
                 return False
             if self.place is not None:
                 divisors = [divisors[self.place]] * len(self.holders)
@@ -144,27 +153,29 @@ class Bucket:
             for group, rate in zip(groups, rates, strict=True):
                 group["lr"] = rate
 
-    def states(self) -> Iterator[tuple[str, list[Tensor]]]:
-        """All tensors of the optimizer's states, by torch's names."""
+    def list_states(self) -> Iterator[tuple[str, list[Tensor]]]:
+        """Yields all tensors of the optimizer's states, each with the name that torch gives it."""
         for state in self.optimizer.state.values():
             yield from ((name, [value]) for name, value in state.items() if isinstance(value, Tensor))
         yield from ((name, operand.tensors) for (_, name), operand in self._stored.items())
 
-    def memory(self) -> State:
-        order = {parameter: number for number, parameter in enumerate(self.holders)}
-        stored = {f"{order[parameter]}/{name}": operand.tensors for (parameter, name), operand in self._stored.items()}
+    def get_state(self) -> State:
+        numbers = {parameter: number for number, parameter in enumerate(self.holders)}
+        stored = {
+            f"{numbers[parameter]}/{name}": operand.tensors for (parameter, name), operand in self._stored.items()
+        }
         return {"torch": self.optimizer.state_dict(), "stored": stored}
 
-    def recall(self, memory: Mapping[str, Any]) -> None:
-        self.optimizer.load_state_dict(memory["torch"])
-        for key, tensors in memory["stored"].items():
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        self.optimizer.load_state_dict(state["torch"])
+        for key, tensors in state["stored"].items():
             number, _, name = key.partition("/")
             parameter = self.holders[int(number)]
             self._stored[parameter, name] = Operand(*(tensor.to(parameter.device) for tensor in tensors))
 
 
 class StepOptimizer:
-    """Updates weights. Norms are those of the last step, in the order of `parameters`: those that it updates."""
+    """Updates an arm's weights. Its norms are those of the last step, one for each of `parameters`."""
 
     def __init__(
         self,
@@ -179,7 +190,7 @@ class StepOptimizer:
         self.parameters, self._buckets = dict(parameters), buckets
         self.gradients, self.weights = gradients, weights
         self._rate, self._schedule = rate, schedule
-        self._round_updates = rounded_update(updates)
+        self._round_updates = make_update_rounding(updates)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for parameter in parameters.values():
             zero = parameter.new_zeros((), dtype=torch.float32)
@@ -187,41 +198,41 @@ class StepOptimizer:
 
     @property
     def rate(self) -> float:
-        """Returns the full learning rate; for a user's optimizer that of its first group, as its schedule has set
-        it."""
+        """Returns the full learning rate. For a user's optimizer, returns the current rate of its first group."""
         return float(self._buckets[0].optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate
 
     @torch.no_grad()
-    def step(self, share: float, divisors: Tensors, skip: Tensor, measured: bool = True) -> None:
-        """Updates by the gradients divided by `divisors`, one per parameter, at a share of the rate. If `skip` is 1
-        nothing changes. The size of updates is only computed if `measured`, which takes a copy of the weights, and is 0
-        otherwise."""
-        self.weights.raise_precision()
-        stepped = True
-        # Bucket by bucket, so that only one of them is copied, restored and rounded at a time.
+    def step(self, rate_share: float, divisors: Tensors, skip: Tensor, is_measured: bool = True) -> None:
+        """Updates the weights, with the learning rate multiplied by `rate_share`. Each gradient is divided by its
+        entry in `divisors`. If `skip` is 1 nothing changes. With `is_measured`, the size of updates is computed,
+        which takes a copy of the weights. Otherwise this size is 0.
+        """
+        self.weights.load_high_precision()
+        has_stepped = True
+        # Copying, restoring and rounding only one bucket at a time limits the memory.
         for bucket in self._buckets:
-            copied = bucket.parameters if measured or self._round_updates else []
-            copies = [parameter.detach().clone() for parameter in copied]
+            measured_parameters = bucket.parameters if is_measured or self._round_updates else []
+            copies = [parameter.detach().clone() for parameter in measured_parameters]
             if bucket.place is not None:
-                self.gradients.give(bucket.holders)
+                self.gradients.restore_gradients(bucket.holders)
             bucket.restore_states()
-            stepped = bucket.update(share, divisors, skip)
+            has_stepped = bucket.update(rate_share, divisors, skip)
             if self._round_updates is not None:
                 self._round_updates(copies, bucket.parameters)
             bucket.store_states()
-            self.gradients.take_back(bucket.holders)
-            self.weights.round(bucket.parameters)
-            sizes = torch._foreach_norm(bucket.parameters)
-            moved = [torch.zeros_like(size) for size in sizes]
+            self.gradients.free_gradients(bucket.holders)
+            self.weights.round_weights(bucket.parameters)
+            weight_norms = torch._foreach_norm(bucket.parameters)
+            change_norms = [torch.zeros_like(size) for size in weight_norms]
             if copies:
                 torch._foreach_sub_(copies, bucket.parameters)
-                moved = list(torch._foreach_norm(copies))
-            for parameter, change, size in zip(bucket.parameters, moved, sizes, strict=True):
+                change_norms = list(torch._foreach_norm(copies))
+            for parameter, change, size in zip(bucket.parameters, change_norms, weight_norms, strict=True):
                 self._norms[parameter] = change.to(torch.float32), size.to(torch.float32)
-        # A skipped step does not count for the schedule either.
-        if self._schedule is not None and stepped:
+        # A skipped step does not count for the schedule.
+        if self._schedule is not None and has_stepped:
             self._schedule.step()
-        self.gradients.end()
+        self.gradients.finish_step()
 
     @property
     def update_norms(self) -> list[Tensor]:
@@ -232,69 +243,85 @@ class StepOptimizer:
         return [size for _, size in self._norms.values()]
 
     def stored_tensors(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that stay in memory between two steps, by purpose."""
+        """Returns all tensors that are in memory between two steps, by purpose."""
         by_name: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
         for bucket in self._buckets:
-            for name, tensors in bucket.states():
+            for name, tensors in bucket.list_states():
                 by_name.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
         states = {name: tensors for name, tensors in by_name.items() if tensors}
         return {"weights": self.weights.stored_tensors(), "gradients": self.gradients.stored_tensors(), **states}
 
-    def memory(self) -> State:
-        """Returns the state that the next step depends on. Gradients are computed again, but their scales are not."""
+    def get_state(self) -> State:
+        """Returns the state on which the next step depends. Gradients are not part of it, because the next step
+        computes them. The scales of stored gradients are part of it.
+        """
         schedule = {} if self._schedule is None else self._schedule.state_dict()
-        buckets = [bucket.memory() for bucket in self._buckets]
-        weights, gradients = self.weights.stored_tensors(), self.gradients.memory()
+        buckets = [bucket.get_state() for bucket in self._buckets]
+        weights, gradients = self.weights.stored_tensors(), self.gradients.list_scale_shares()
         return {"weights": weights, "gradients": gradients, "buckets": buckets, "schedule": schedule}
 
     @torch.no_grad()
-    def recall(self, memory: Mapping[str, Any]) -> None:
-        for tensors, name in ((self.weights.stored_tensors(), "weights"), (self.gradients.memory(), "gradients")):
-            for tensor, values in zip(tensors, memory[name], strict=True):
+    def set_state(self, state: Mapping[str, Any]) -> None:
+        for tensors, name in (
+            (self.weights.stored_tensors(), "weights"),
+            (self.gradients.list_scale_shares(), "gradients"),
+        ):
+            for tensor, values in zip(tensors, state[name], strict=True):
                 tensor.copy_(values)
-        for bucket, values in zip(self._buckets, memory["buckets"], strict=True):
-            bucket.recall(values)
+        for bucket, values in zip(self._buckets, state["buckets"], strict=True):
+            bucket.set_state(values)
         if self._schedule is not None:
-            self._schedule.load_state_dict(memory["schedule"])
+            self._schedule.load_state_dict(state["schedule"])
 
 
 def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> StepOptimizer:
-    """Returns the optimizer that --optimizer names, in buckets of parameters with the same rate, weight decay and
-    clipping."""
-    trained, fmt = list(parameters.values()), settings.gradients
-    parts = 1 if settings.parallel == "zero" else settings.micro_batches  # an owner receives their mean, once
-    gradients = Gradients(trained) if fmt == "fp32" else LowGradients(trained, parts, fmt == "fp8")
-    layers = [parameter for name, parameter in parameters.items() if kind_of(name, parameter.ndim) == "layer"]
+    """Returns the optimizer that --optimizer names. All parameters of one of its buckets have the same rate, weight
+    decay and clipping.
+    """
+    trained_parameters, fmt = list(parameters.values()), settings.gradients
+    # with ZeRO a rank receives one mean of all micro-batches
+    gradient_parts = 1 if settings.parallel == "zero" else settings.micro_batches
+    gradients = (
+        Gradients(trained_parameters)
+        if fmt == "fp32"
+        else LowGradients(trained_parameters, gradient_parts, fmt == "fp8")
+    )
+    layers = [
+        parameter for name, parameter in parameters.items() if find_parameter_kind(name, parameter.ndim) == "layer"
+    ]
     name, keys = parse_optimizer(settings.optimizer)
     decay = float(keys.get("weight_decay", 0.0))
-    _, clip_group = clip_of(settings.clip)
+    _, clip_group = parse_clip(settings.clip)
     by_group: dict[tuple[float, float, str], list[int]] = {}
-    for place, (path, parameter) in enumerate(parameters.items()):
-        factor = factor_of(path, parameter.ndim, settings.rates)
-        group = group_of(path, parameter.ndim, clip_group)
-        by_group.setdefault((factor, decay if parameter.ndim > 1 else 0.0, group), []).append(place)
-    most = _MOST_ELEMENTS
+    for number, (path, parameter) in enumerate(parameters.items()):
+        factor = find_rate_factor(path, parameter.ndim, settings.rates)
+        group = find_clip_group(path, parameter.ndim, clip_group)
+        by_group.setdefault((factor, decay if parameter.ndim > 1 else 0.0, group), []).append(number)
+    max_elements = _MAX_ELEMENTS
     if (settings.optimizer_states, settings.gradients) != ("fp32", "fp32"):
-        most = min(most, sum(parameter.numel() for parameter in trained) // _LOW_PARTS)
+        max_elements = min(
+            max_elements, sum(parameter.numel() for parameter in trained_parameters) // _LOW_PRECISION_BUCKETS
+        )
     buckets = []
-    for (factor, bucket_decay, _), places in by_group.items():
-        if "weight_decay" in keys:  # norms and biases do not decay
+    for (factor, bucket_decay, _), numbers in by_group.items():
+        if "weight_decay" in keys:  # norms and biases have no weight decay
             keys["weight_decay"] = bucket_decay
-        for part in split_into_buckets([trained[place].numel() for place in places], most):
-            tensors = [trained[place] for place in places[part]]
-            optimizer = _named_optimizer(name, tensors, settings.rate * factor, keys)
-            storages = state_storages(settings.optimizer_states)
-            bucket = Bucket(optimizer, tensors, tensors, places[part][0], storages)
-            if name in _LISTED:
+        for part in split_into_buckets([trained_parameters[number].numel() for number in numbers], max_elements):
+            tensors = [trained_parameters[number] for number in numbers[part]]
+            optimizer = _make_named_optimizer(name, tensors, settings.rate * factor, keys)
+            storages = make_state_storages(settings.optimizer_states)
+            bucket = Bucket(optimizer, tensors, tensors, numbers[part][0], storages)
+            if name in _LISTED_OPTIMIZERS:
                 bucket.begin_states()
             buckets.append(bucket)
-    weights = MASTERS[settings.master](trained, layers)  # last: it frees the initial values of optimizers
+    # weights come last, because they free the initial values that optimizers need
+    weights = WEIGHTS_BY_MASTER[settings.master](trained_parameters, layers)
     return StepOptimizer(parameters, buckets, gradients, weights, settings.updates, settings.rate)
 
 
-def _named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[str, Any]) -> Optimizer:
-    if name in _LISTED:
-        return _LISTED[name](parameters, lr=rate, **keys)
+def _make_named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[str, Any]) -> Optimizer:
+    if name in _LISTED_OPTIMIZERS:
+        return _LISTED_OPTIMIZERS[name](parameters, lr=rate, **keys)
     try:
         optimizer = named(name)(parameters, lr=rate, **keys)
     except Exception as error:
@@ -305,8 +332,9 @@ def _named_optimizer(name: str, parameters: Tensors, rate: float, keys: Mapping[
 def wrap_own_optimizer(
     name: str, model: nn.Module, make: Callable[..., Any], schedule: Callable[..., Any] | None, updates: str = "fp32"
 ) -> StepOptimizer:
-    """Wraps the optimizer and schedule that the maker `name` gives. The host decides whether a step is skipped, which
-    waits for the device once more. Raises UsageError for unsupported optimizers."""
+    """Wraps the optimizer and the schedule that the user's function `name` returns. In every step, the host waits for
+    the device to learn whether the step is skipped. Raises UsageError for unsupported optimizers.
+    """
     try:
         optimizer = make(model)
         scheduler = schedule(optimizer) if schedule is not None else None
@@ -317,16 +345,16 @@ def wrap_own_optimizer(
         "torch.optim.SGD(model.parameters(), lr=0.1)."
     )
     optimizer = _check_optimizer(optimizer, f"{name}: its optimizer function", advice)
-    by_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
-    if scheduler is not None and (by_loss or not callable(getattr(scheduler, "step", None))):
+    needs_loss = isinstance(scheduler, torch.optim.lr_scheduler.ReduceLROnPlateau)
+    if scheduler is not None and (needs_loss or not callable(getattr(scheduler, "step", None))):
         raise UsageError(
             f"{name}: its schedule function returns {type(scheduler).__name__}. Give a function that takes the "
             "optimizer and returns a torch scheduler whose step() takes no argument."
         )
-    optimized = parameters_of(optimizer)
-    low, high = (getattr(optimizer, word, optimized) for word in ("trained", "masters"))
-    # A HighAccumulation updates masters, so gradients must be read there.
-    masters = dict(zip(map(id, low), high, strict=True))
+    optimizer_parameters = list_parameters(optimizer)
+    low_weights, high_weights = (getattr(optimizer, word, optimizer_parameters) for word in ("trained", "masters"))
+    # A HighAccumulation updates masters, so the masters have the gradients.
+    masters = dict(zip(map(id, low_weights), high_weights, strict=True))
     parameters = {path: parameter for path, parameter in model.named_parameters() if id(parameter) in masters}
     if len(parameters) < len(masters):
         raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
@@ -337,18 +365,22 @@ def wrap_own_optimizer(
 
 
 def _check_optimizer(optimizer: object, source: str, advice: str) -> Optimizer:
-    """Raises UsageError for an object that is not an optimizer, or cannot step with dense gradients computed once."""
+    """Returns the optimizer if it can be used. Raises UsageError if it is not a torch optimizer, or if it needs
+    sparse gradients or a closure.
+    """
     if not isinstance(optimizer, Optimizer):
         raise UsageError(f"{source} returns {type(optimizer).__name__}. {advice}")
     if isinstance(optimizer, torch.optim.LBFGS | torch.optim.SparseAdam):
         name = type(optimizer).__name__
-        raise UsageError(f"{source} returns {name}, which cannot be used: {NOT_STEPPED[name.lower()]}. Choose another.")
+        raise UsageError(
+            f"{source} returns {name}, which cannot be used: {UNSUPPORTED_OPTIMIZERS[name.lower()]}. Choose another."
+        )
     return optimizer
 
 
 class HighAccumulation(torch.optim.Optimizer):
-    """`trained` are the model's parameters and `masters` their float32 copies in the same order: clip and read the
-    gradients of `masters`.
+    """Lets a torch optimizer train weights in low precision. `trained` are the model's parameters and `masters` their
+    float32 copies in the same order: clip and read the gradients of `masters`.
 
     parameters: the model's
     make: a function of the copies that returns their optimizer
@@ -366,7 +398,7 @@ class HighAccumulation(torch.optim.Optimizer):
         self.trained = [parameter for parameter in parameters if parameter.requires_grad]
         self.masters = [nn.Parameter(parameter.detach().to(torch.float32, copy=True)) for parameter in self.trained]
         self._inner = make(self.masters)
-        self._round_updates = rounded_update(updates)
+        self._round_updates = make_update_rounding(updates)
         super().__init__(self.masters, {})
         self.param_groups, self.state = self._inner.param_groups, self._inner.state
         for parameter, master in zip(self.trained, self.masters, strict=True):

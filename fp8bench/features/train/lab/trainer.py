@@ -1,5 +1,6 @@
-"""Trains one arm of a seed: its state from step to step, its reaction to steps that were not finite, validations and
-checkpoints. The step itself is in features/train/step.py."""
+"""Trains one arm of a seed. This module keeps the arm's state from step to step, reacts to steps with NaN or
+infinity, and runs validations and checkpoints. The step itself is in features/train/step.py.
+"""
 
 from __future__ import annotations
 
@@ -11,13 +12,13 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from fp8bench.features.train.lab.checkpoint import frozen_in
-from fp8bench.features.train.lab.made import SILENT, BuiltInModel, MadeModel, WrapArithmetic
+from fp8bench.features.train.lab.arm_model import SILENT, ArmModel, BuiltInModel, WrapArithmetic
+from fp8bench.features.train.lab.checkpoint import list_frozen_weights
 from fp8bench.features.train.lab.own_model import OwnModel
-from fp8bench.features.train.lab.rates import RateSchedule, group_of, loss_scale_of
-from fp8bench.features.train.lab.together import digest_of
-from fp8bench.features.train.lab.watched_step import FaultyTensor, ModelWatch, not_finite_words
-from fp8bench.features.train.request import change_of, clip_of
+from fp8bench.features.train.lab.parallelism import digest_tensors
+from fp8bench.features.train.lab.rates import RateSchedule, find_clip_group, make_loss_scale
+from fp8bench.features.train.lab.watched_step import FaultyTensor, ModelWatch, describe_not_finite
+from fp8bench.features.train.request import parse_change, parse_clip
 from fp8bench.features.train.values import (
     NOT_FINITE,
     Arm,
@@ -34,63 +35,72 @@ from fp8bench.protocols import Operand, Phases, Role
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 
-# An arm stops after this many steps in a row that were not finite.
-_MOST_SKIPPED = 20
+# An arm stops after this many steps in a row with NaN or infinity.
+_MAX_SKIPPED = 20
 
 
 class CastState(NamedTuple):
-    """State that a step passes to the next, without weights and moments: scales of casts, statistics of the model."""
+    """State that one step passes to the next, besides weights and moments: the scales of casts, and the running
+    statistics of the model.
+    """
 
     arithmetics: dict[str, dict[str, Tensor]]
     statistics: dict[str, Tensor]
 
 
 class Trainer:
-    """Trains an arm of one seed; `step` is the next step, counted from 0."""
+    """Trains an arm of one seed. `step` is the number of the next step, counted from 0."""
 
     def __init__(
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
-        """`watch` is called with every cast."""
+        """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
         self.arm, self.task = arm, task
         self.precision = precisions.get(arm.precision)
         self.settings = settings = arm.merge_settings(task.settings)
-        self.step, self.stopped, self._skipped = 0, False, 0
-        self.made: MadeModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
-        self.model, self.together, self.arithmetics = self.made.model, self.made.together, self.made.arithmetics
-        self.optimizer = self.made.make_optimizer()
-        self.parameters = self.made.parameters
-        self.most_norm, clip_group = clip_of(settings.clip)
-        self.clip_groups = [group_of(name, parameter.ndim, clip_group) for name, parameter in self.parameters.items()]
+        self.step, self.stopped, self._steps_skipped = 0, False, 0
+        self.arm_model: ArmModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
+        self.model, self.parallelism, self.arithmetics = (
+            self.arm_model.model,
+            self.arm_model.parallelism,
+            self.arm_model.arithmetics,
+        )
+        self.optimizer = self.arm_model.make_optimizer()
+        self.parameters = self.arm_model.parameters
+        self.max_norm, clip_group = parse_clip(settings.clip)
+        self.clip_groups = [
+            find_clip_group(name, parameter.ndim, clip_group) for name, parameter in self.parameters.items()
+        ]
         self._schedule = RateSchedule(settings, task.steps)
-        self._lowered = 1.0  # share of all rates, which --on-nan lower-rate halves
-        self.loss_scale = loss_scale_of(settings, self.precision.loss_scale)
+        self._rate_factor = 1.0  # share of all rates, which --on-nan lower-rate halves
+        self.loss_scale = make_loss_scale(settings, self.precision.loss_scale)
         self.watch = ModelWatch(self.model, arm.name, task.seed, settings.compile == "no")
 
     @property
     def tokens(self) -> int:
-        return self.made.tokens
+        return self.arm_model.tokens
 
-    def state(self) -> ArmState:
-        count, sizes = self.made.parameter_count, []
-        for name, tensors in self._stored_tensors().items():
-            sizes.append((name, sum(tensor.nbytes for tensor in tensors) / count))
-        return ArmState(self.arm.name, count, self.tokens, tuple(sizes))
+    def describe(self) -> ArmState:
+        parameter_count, sizes = self.arm_model.parameter_count, []
+        for name, tensors in self._list_stored_tensors().items():
+            sizes.append((name, sum(tensor.nbytes for tensor in tensors) / parameter_count))
+        return ArmState(self.arm.name, parameter_count, self.tokens, tuple(sizes))
 
-    def _stored_tensors(self) -> dict[str, list[Tensor]]:
-        """Returns all tensors that stay in memory between two steps, by kind; those of casts appear with the first
-        cast."""
-        further = {
-            "casts": [*self._cast_tensors()],
+    def _list_stored_tensors(self) -> dict[str, list[Tensor]]:
+        """Returns all tensors that are in memory between two steps, by kind. Casts have no tensors before the first
+        cast.
+        """
+        other_tensors = {
+            "casts": [*self._list_cast_tensors()],
             "statistics": [*self.model.buffers()],
-            "frozen": frozen_in(self.model),
+            "frozen": list_frozen_weights(self.model),
         }
-        return self.optimizer.stored_tensors() | {name: tensors for name, tensors in further.items() if tensors}
+        return self.optimizer.stored_tensors() | {name: tensors for name, tensors in other_tensors.items() if tensors}
 
     def memory_roles(self) -> dict[MemoryRole, object]:
         tensors_of = self.optimizer.stored_tensors()
         moments = [tensors for name, tensors in tensors_of.items() if name not in ("weights", "gradients")]
-        weights = [*tensors_of["weights"], *frozen_in(self.model)]
+        weights = [*tensors_of["weights"], *list_frozen_weights(self.model)]
         return {
             MemoryRole.WEIGHTS: weights,
             MemoryRole.GRADIENTS: tensors_of["gradients"],
@@ -99,59 +109,67 @@ class Trainer:
 
     @property
     def are_scales_due(self) -> bool:
-        """Whether the next step renews scales from data. Stored ones last until the first renewal."""
-        every = self.settings.refresh_scales
-        return bool(every and self.step % every == 0 and (self.step or not self.settings.scales))
+        """Returns whether the next step computes new scales from data. Stored scales are used until the first
+        renewal."""
+        renewal_interval = self.settings.refresh_scales
+        return bool(renewal_interval and self.step % renewal_interval == 0 and (self.step or not self.settings.scales))
 
     @property
-    def change(self) -> tuple[str, int] | None:
-        """The precision that the arm changes to, and its first step in it; None if it does not change."""
-        word, share = change_of(self.settings.then)
-        return (word, max(1, round(share * self.task.steps))) if word else None
+    def precision_change(self) -> tuple[str, int] | None:
+        """Returns the second precision of the arm and its first step in it; None if the arm has one precision."""
+        precision, step_share = parse_change(self.settings.then)
+        return (precision, max(1, round(step_share * self.task.steps))) if precision else None
 
     def rate_share(self) -> float:
-        """Returns the share of the optimizer's rates in the next step. A user's schedule has changed those already."""
-        return self._lowered * (1.0 if self.made.has_own_rates else self._schedule.share(self.step))
+        """Returns the factor for the optimizer's learning rates in the next step: 1 for the full rates. A user's
+        schedule is not part of this factor, because it changes the rates in the optimizer itself.
+        """
+        return self._rate_factor * (1.0 if self.arm_model.has_own_rates else self._schedule.rate_share(self.step))
 
-    def end_step(
+    def finish_step(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Adapts the loss scale. After a step that was not finite, finds its first faulty tensor with `find`, and does
-        as --on-nan asks."""
-        self.loss_scale.see(not row.skipped)
+        """Adapts the loss scale. After a step with NaN or infinity, calls `find` to find the first faulty tensor, and
+        reacts as set by --on-nan.
+        """
+        self.loss_scale.adapt(not row.skipped)
         if row.skipped or not math.isfinite(row.parameter_norm):
             yield from self._handle_not_finite(row, casts, find)
-        self._skipped = self._skipped + 1 if row.skipped else 0
+        self._steps_skipped = self._steps_skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def weights_digest(self) -> tuple[int, tuple[str, ...]]:
-        """Returns a digest of the weights that all ranks share, and errors in what this rank received."""
-        with self.present(SILENT):
-            return digest_of(self.together.common(self.parameters)), self.together.faults()
+    def digest_weights(self) -> tuple[int, tuple[str, ...]]:
+        """Returns a digest of the weights that all ranks share. Also returns errors in the data that this rank
+        received.
+        """
+        with self.materialise(SILENT):
+            return digest_tensors(
+                self.parallelism.list_shared_parameters(self.parameters)
+            ), self.parallelism.find_faults()
 
-    def scales_digest(self) -> int:
-        """Returns a digest of the scales that come from earlier casts."""
-        return digest_of(tensor for tensor in self._cast_tensors() if tensor.dtype == torch.float32)
+    def digest_scales(self) -> int:
+        """Returns a digest of the scales that depend on earlier casts."""
+        return digest_tensors(tensor for tensor in self._list_cast_tensors() if tensor.dtype == torch.float32)
 
-    def _cast_tensors(self) -> Iterator[Tensor]:
-        """Yields the state of casts, which appears with the first cast."""
+    def _list_cast_tensors(self) -> Iterator[Tensor]:
+        """Yields the tensors that casts keep between steps. They exist from the first cast on."""
         for arithmetic in self.arithmetics.values():
             yield from arithmetic.memory().values()
 
-    def repeat(self, last: int) -> None:
-        """Lets an arm that is done repeat its last steps, from its current weights."""
-        # Energy windows need steps after the last one.
+    def prepare_repeat(self, step_count: int) -> None:
+        """Makes a finished arm ready to repeat its last `step_count` steps, starting with its current weights."""
+        # Measurements of energy and time need steps after the last one.
         if self.step == self.task.steps:
-            first = max(0, self.step - last)
-            self.made.repeat_steps(self.step - first)
-            self.step = first
+            first_step = max(0, self.step - step_count)
+            self.arm_model.repeat_steps(self.step - first_step)
+            self.step = first_step
 
     @contextmanager
-    def present(self, phase: Phases) -> Iterator[None]:
-        """Gives the model's parameters their values during the body."""
-        watch = self.made.watch_casts
-        with self.optimizer.weights.present(), self.together.present(phase):
-            if watch is not None:  # the role of weights that exist for one step would otherwise be unknown
+    def materialise(self, phase: Phases) -> Iterator[None]:
+        """Puts the weights into the model's parameters inside the `with` block."""
+        watch = self.arm_model.watch_casts
+        with self.optimizer.weights.materialise(), self.parallelism.materialise(phase):
+            if watch is not None:  # without this call, weights that exist for one step only would count under no role
                 for parameter in self.parameters.values():
                     watch(Operand(parameter), parameter, Role.WEIGHT, None)
             yield
@@ -159,107 +177,113 @@ class Trainer:
     def _handle_not_finite(
         self, row: StepRow, casts: CastState, find: Callable[[], FaultyTensor | None]
     ) -> Iterator[TrainingEvent]:
-        """Halves the loss scale, or finds the first faulty tensor and does as --on-nan asks."""
-        # A dynamic loss scale that was halved explains the overflow.
+        """Halves the loss scale if that explains the overflow. Otherwise finds the first faulty tensor and reacts as
+        set by --on-nan."""
+        # The loss is finite and the loss scale was just halved: the gradients overflowed because of the scale.
         if row.skipped and math.isfinite(row.loss) and self.loss_scale.scale < row.loss_scale:
-            self.recall_casts(CastState({}, casts.statistics))
+            self.restore_casts(CastState({}, casts.statistics))
             yield self.event("scale-halved", f"gradients overflowed under a loss scale of {row.loss_scale:g}")
             return
-        place = find()
-        layer, tensor, values = (place.layer, place.tensor, place.values) if place is not None else ("", "", ())
-        words = not_finite_words(place, row.loss, row.gradient_norm)
+        faulty = find()
+        layer, tensor, values = (faulty.layer, faulty.tensor, faulty.values) if faulty is not None else ("", "", ())
+        words = describe_not_finite(faulty, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
-        reason = self._stop_reason(row)
+        reason = self._explain_stop(row)
         if reason:
             self.stopped = True
             yield self.event("stopped", f"the arm is stopped: {reason}")
         elif self.settings.on_nan == "lower-rate":
-            self._lowered /= 2
-            yield self.event("rate-lowered", f"the learning rate is {self._lowered:g} of its setting from here on")
+            self._rate_factor /= 2
+            yield self.event("rate-lowered", f"the learning rate is {self._rate_factor:g} of its setting from here on")
 
-    def _stop_reason(self, row: StepRow) -> str:
-        """Returns why the arm stops after a step that was not finite; '' if it continues."""
+    def _explain_stop(self, row: StepRow) -> str:
+        """Returns the reason why the arm stops after a step with NaN or infinity; '' if it goes on."""
         if not math.isfinite(row.parameter_norm):
             return "its weights are not finite; resume from the last checkpoint"
-        if self._skipped + 1 == _MOST_SKIPPED:
-            return f"{_MOST_SKIPPED} steps in a row were not finite"
+        if self._steps_skipped + 1 == _MAX_SKIPPED:
+            return f"{_MAX_SKIPPED} steps in a row were not finite"
         return "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
 
     def event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self.task.seed, self.step, kind, words)
 
-    def remember_casts(self) -> CastState:
-        arithmetics = {name: _copy(arithmetic.memory()) for name, arithmetic in self.arithmetics.items()}
-        return CastState(arithmetics, _copy(dict(self.model.named_buffers())))
+    def copy_casts(self) -> CastState:
+        arithmetics = {name: _clone_tensors(arithmetic.memory()) for name, arithmetic in self.arithmetics.items()}
+        return CastState(arithmetics, _clone_tensors(dict(self.model.named_buffers())))
 
-    def recall_casts(self, casts: CastState) -> None:
-        """Takes over these tensors: the caller must not use them any more."""
+    def restore_casts(self, casts: CastState) -> None:
+        """Restores the state of casts. The trainer uses the given tensors from now on, so the caller must no longer
+        change them.
+        """
         for name, memory in casts.arithmetics.items():
             self.arithmetics[name].recall({key: tensor.to(self.task.facts.key) for key, tensor in memory.items()})
         for name, buffer in self.model.named_buffers():
             buffer.copy_(casts.statistics[name])
 
-    def validate(self, last: bool = False) -> tuple[StreamLine, ...]:
-        """Validates; `last` adds what only a finished training gets. The state of casts is restored, so that later
-        steps do not change."""
-        place, casts = (self.arm.name, self.task.seed, self.step), self.remember_casts()
+    def validate(self, is_last: bool = False) -> tuple[StreamLine, ...]:
+        """Returns the lines of a validation. `is_last` adds the lines of a finished training. Afterwards the state of
+        casts is restored, so that later steps do not depend on validations.
+        """
+        row_key, casts = (self.arm.name, self.task.seed, self.step), self.copy_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
-        self.made.renew_scales(False)
+        self.arm_model.renew_scales(False)
         try:
-            last = last or self.step == self.task.steps
-            with self.present(SILENT), torch.no_grad(), self.made.cached_weights.cast(SILENT):
-                looks = tuple(self.made.validate(place, last))
-                scores = tuple(self.made.scores.of(self.model)) if last else ()
-            for look in looks:
-                if look.of == "held-out":
-                    self._schedule.see_held_out(look.loss)
-            return *looks, *(StepFigure(*place, name, value) for name, value in scores)
+            is_last = is_last or self.step == self.task.steps
+            with self.materialise(SILENT), torch.no_grad(), self.arm_model.cached_weights.cast(SILENT):
+                losses = tuple(self.arm_model.validate(row_key, is_last))
+                scores = tuple(self.arm_model.scores.score_model(self.model)) if is_last else ()
+            for loss in losses:
+                if loss.of == "held-out":
+                    self._schedule.record_held_out(loss.loss)
+            return *losses, *(StepFigure(*row_key, name, value) for name, value in scores)
         finally:
             for module, mode in modes:
                 module.training = mode
-            # Validation casts, too: without restoring, delayed scales would depend on the times of validation.
-            self.recall_casts(casts)
+            # A validation casts, which would change delayed scales.
+            self.restore_casts(casts)
 
-    def memory(self) -> State:
+    def get_state(self) -> State:
         return {
             "step": self.step,
             "precision": self.arm.precision,
             "stopped": self.stopped,
             "loss_scale": [self.loss_scale.scale, self.loss_scale.good_steps],
-            "optimizer": self.optimizer.memory(),
-            "schedule": self._schedule.memory(),
-            "skipped": self._skipped,
-            "lowered": self._lowered,
-            "casts": self.remember_casts()._asdict(),
+            "optimizer": self.optimizer.get_state(),
+            "schedule": self._schedule.get_state(),
+            "skipped": self._steps_skipped,
+            "lowered": self._rate_factor,
+            "casts": self.copy_casts()._asdict(),
             "watched": dict(self.watch.scales),
         }
 
-    def recall(self, memory: State) -> None:
+    def set_state(self, memory: State) -> None:
         self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
-        # The memory of casts belongs to their precision, as does the loss scale; older checkpoints have one precision.
+        # The state of casts and the loss scale belong to one precision. Older checkpoints do not name this precision,
+        # because an arm had only one.
         same = memory.get("precision", self.arm.precision) == self.arm.precision
         if not same:
             memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
         else:
             self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
-        self._skipped, self._lowered = memory["skipped"], memory.get("lowered", 1.0)
-        self._schedule.recall(memory["schedule"])
-        self.optimizer.recall(memory["optimizer"])
-        self.recall_casts(CastState(**memory["casts"]))
+        self._steps_skipped, self._rate_factor = memory["skipped"], memory.get("lowered", 1.0)
+        self._schedule.set_state(memory["schedule"])
+        self.optimizer.set_state(memory["optimizer"])
+        self.restore_casts(CastState(**memory["casts"]))
         self.watch.scales = dict(memory["watched"])
 
 
 def change_precision(trainer: Trainer) -> Trainer:
-    """Returns a trainer of the arm in its later precision, with the same weights, moments and step; the same trainer if
-    it does not change now."""
-    if trainer.change is None or trainer.step < trainer.change[1]:
+    """Returns a trainer of the arm in its second precision, with the same weights, moments and step. Before the first
+    step in that precision, returns the given trainer.
+    """
+    if trainer.precision_change is None or trainer.step < trainer.precision_change[1]:
         return trainer
-    changed = Trainer(trainer.task, trainer.arm.changed(trainer.change[0]))
-    changed.recall(trainer.memory())
+    changed = Trainer(trainer.task, trainer.arm.with_precision(trainer.precision_change[0]))
+    changed.set_state(trainer.get_state())
     return changed
 
 
-def _copy(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
+def _clone_tensors(tensors: dict[str, Tensor]) -> dict[str, Tensor]:
     return {name: tensor.clone() for name, tensor in tensors.items()}

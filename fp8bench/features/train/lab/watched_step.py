@@ -1,8 +1,7 @@
-"""Watches a training through hooks that are attached only during watched steps, and makes the lines of those steps.
-
-Watching changes no number: it reads tensors that the step computes anyway, and draws no random numbers. A tensor is
-read once per step, in the first micro-batch, and not again when a block is recomputed. For a compiled module only the
-weights are read.
+"""Watches a training by hooks that exist only during watched steps, and makes the lines of these steps. Watching
+changes no number of the training: it reads tensors that the step computes anyway, and draws no random numbers. A
+tensor is read once per step, in the first micro-batch. It is not read again when a block is recomputed. In a compiled
+module only the weights are read.
 """
 
 from __future__ import annotations
@@ -18,44 +17,46 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.lab.loop_figures import gains_of, local, without_wrappers
+from fp8bench.features.train.lab.loop_figures import find_norm_gains, local_shard, unwrap_module
 from fp8bench.features.train.lab.own_casts import (
     LayerCast,
-    attention_seen,
-    declared_treatments,
     find_cast,
-    kept_scales,
-    unpack,
-    uses_compiled_code,
+    find_stored_scales,
+    find_treatments,
+    has_compiled_code,
+    observe_attention,
+    unpack_fp8,
 )
 from fp8bench.features.train.lab.readings import (
     Figures,
     Number,
     TensorCast,
-    attention_score,
-    batch_norm_drift,
-    begin_peak,
-    bytes_in_use,
-    cast_of,
-    embedding_spread,
-    figures_of,
-    largest_row,
-    read,
-    reading_of,
-    running_mean,
+    describe_cast,
+    find_running_mean,
+    make_reading,
+    max_attention_score,
+    measure_batch_norm_drift,
+    measure_embedding_spread,
+    measure_largest_row,
+    measure_peak_bytes,
+    measure_tensor,
+    read_figures,
+    reset_peak_memory,
 )
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.model import Params
 from fp8bench.nn.around import cast_to
-from fp8bench.nn.attention import Core, SelfAttention
+from fp8bench.nn.attention import AttentionCore, SelfAttention
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.whole_layers import WholeLayers
 from fp8bench.protocols import Arithmetic, Operand, Role, WatchedArithmetic
 
 
 class ModelWatch:
-    """The watched modules and parameters of one model. Only `scales` change from step to step."""
+    """The watched modules and parameters of one model. Only `scales` changes between steps: it has the scales of the
+    last readings.
+    """
 
     def __init__(
         self,
@@ -66,63 +67,70 @@ class ModelWatch:
         precision: str = "",
         eager: bool = False,
     ) -> None:
-        """Without `inside`, only weights are watched. With a `precision`, layers that are not ours are measured in its
-        recipe. `eager`: watched steps run compiled modules without compilation, so that these are watched inside."""
+        """Without `inside`, only weights are watched. With a `precision`, layers of other libraries are measured by
+        its recipe. `eager` means that watched steps run compiled modules without compilation, so that hooks inside
+        them run.
+        """
         self._arm, self._seed, self.is_eager = arm, seed, eager
         self.is_foreign = bool(precision)
-        self.treatments = declared_treatments(precision) if precision else {}
+        self.treatments = find_treatments(precision) if precision else {}
         self.scales: dict[str, float] = {}
         self.model = model
-        # Wrappers prepend a prefix to each path.
-        inner, prefix = without_wrappers(model)
-        hooked = reversed([*_eager_modules(model, "", eager)]) if inside else ()
+        # Wrappers such as DDP add a prefix to each path.
+        inner, prefix = unwrap_module(model)
+        hooked = reversed([*_list_modules(model, "", eager)]) if inside else ()
         self.modules = {module: path.removeprefix(prefix) for path, module in hooked}
         self.parameters = {path: parameter for path, parameter in inner.named_parameters() if parameter.requires_grad}
-        matrices = ((path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX)
+        matrices = (
+            (path, parameter) for path, parameter in self.parameters.items() if parameter.ndim >= _MATRIX_DIMENSIONS
+        )
         self.weights = {path.removesuffix(".weight"): parameter for path, parameter in matrices}
         self._tables = {path: module for path, module in inner.named_modules() if _is_embedding(path, module)}
         self.embeddings = {path for path in self.weights if path in self._tables or _is_embedding(path)}
-        self.gains = gains_of(inner)
+        self.gains = find_norm_gains(inner)
         self.device = next(iter(self.parameters.values())).device
 
-    def table(self, layer: str) -> Tensor:
-        """Returns an embedding's values as the model looks them up: rounded to its precision."""
+    def read_embedding(self, layer: str) -> Tensor:
+        """Returns an embedding's values as the model reads them: rounded to its precision."""
         own_arithmetic = getattr(self._tables.get(layer), "arithmetic", None)
         arithmetic = getattr(self.model, "around", {}).get(layer, own_arithmetic)
-        return cast_to(local(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
+        return cast_to(local_shard(self.weights[layer]).detach(), arithmetic, Role.WEIGHT)
 
     @contextmanager
-    def step(self, guard: Callable[[Hook], Hook] = lambda hook: hook) -> Iterator[WatchedStep]:
-        """Watches until it is left; `guard` wraps every hook, to handle its exceptions."""
+    def watch_step(self, guard: Callable[[Hook], Hook] = lambda hook: hook) -> Iterator[WatchedStep]:
+        """Watches a step inside the `with` block. `guard` wraps every hook to handle its exceptions."""
         with ExitStack() as stack:
             yield WatchedStep(self, stack, guard)
 
-    def lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
-        """The readings and figures of a watched step. Waits for the device once."""
-        numbers = iter(read([*watched.tensors.values(), *({"": number} for number in watched.named.values())]))
+    def make_lines(self, step: int, watched: WatchedStep) -> Iterator[StreamLine]:
+        """Yields the readings and figures of a watched step. This waits for the device once."""
+        numbers = iter(
+            read_figures([*watched.tensors.values(), *({"": number} for number in watched.figures.values())])
+        )
         for layer, role in watched.tensors:
-            yield self._reading(step, layer, role, next(numbers))
-        for name, layer in watched.named:
+            yield self._make_reading(step, layer, role, next(numbers))
+        for name, layer in watched.figures:
             yield StepFigure(self._arm, self._seed, step, name, next(numbers)[""], layer)
 
-    def _reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
+    def _make_reading(self, step: int, layer: str, role: str, numbers: Mapping[str, float]) -> LayerReading:
         key = f"{layer} {role}"
-        reading = reading_of(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
+        reading = make_reading(self._arm, self._seed, step, layer, role, numbers, self.scales.get(key))
         if "scale" in numbers or "octaves" in numbers:
             self.scales[key] = reading.scale
         return reading
 
 
-_MATRIX = 2
+_MATRIX_DIMENSIONS = 2
 Hook = Callable[..., Any]
-# Computes what a tensor was multiplied by: only needed for a faulty tensor.
-Scale = Callable[[], float]
+# A function that computes the factor applied to a tensor before rounding. It is only called for a faulty tensor.
+FindScale = Callable[[], float]
 
 
 @dataclass(frozen=True)
 class FaultyTensor:
-    """The first tensor that was not finite. `amax` is of its finite elements, `share` that of the others, `scale` what
-    it was multiplied by before rounding, None if it was not."""
+    """The first tensor with NaN or infinity. `share` is the fraction of elements that are not finite, and `amax` the
+    largest magnitude of the finite elements. `scale` is the factor that was applied before rounding, or None.
+    """
 
     layer: str
     tensor: str
@@ -132,7 +140,7 @@ class FaultyTensor:
     scale: float | None
 
     @property
-    def words(self) -> str:
+    def description(self) -> str:
         scaled = "" if self.scale is None else f", scaled by {self.scale:g}"
         return (
             f"the {self.tensor} of {self.layer}, in {self.direction}: {self.share:.3%} of it is not finite, the rest "
@@ -146,14 +154,14 @@ class FaultyTensor:
 
 
 class Finder:
-    """Checks tensors, waiting for each, until one is not finite."""
+    """Checks one tensor after the other until one is not finite. Each check waits for the device."""
 
     def __init__(self) -> None:
-        self.place: FaultyTensor | None = None
+        self.faulty_tensor: FaultyTensor | None = None
 
-    def see(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: Scale | None = None) -> None:
-        # The first faulty tensor is the cause; later ones are consequences.
-        if self.place is not None or not x.is_floating_point():
+    def check(self, layer: str, tensor: str, x: Tensor, backward: bool = False, scale: FindScale | None = None) -> None:
+        # The first faulty tensor is the cause of all later ones.
+        if self.faulty_tensor is not None or not x.is_floating_point():
             return
         values = x.detach().to(torch.float32)
         finite = values.isfinite()
@@ -161,160 +169,169 @@ class Finder:
             return
         amax = float(values[finite].abs().max()) if bool(finite.any()) else 0.0
         direction, share = "backward" if backward else "forward", 1 - float(finite.double().mean())
-        self.place = FaultyTensor(layer, tensor, direction, amax, share, scale and scale())
+        self.faulty_tensor = FaultyTensor(layer, tensor, direction, amax, share, scale and scale())
 
     @contextmanager
     def attach(self, model: nn.Module) -> Iterator[None]:
         with ExitStack() as stack:
             for name, parameter in model.named_parameters():
-                self.see(name, "parameter", parameter)
-                hook = partial(self._gradient, name, "gradient")
+                self.check(name, "parameter", parameter)
+                hook = partial(self._check_gradient, name, "gradient")
                 stack.callback(parameter.register_hook(hook).remove)  # type: ignore[no-untyped-call]
             for name, module in model.named_modules():
                 if name:
-                    stack.callback(module.register_forward_hook(partial(self._output, name)).remove)
+                    stack.callback(module.register_forward_hook(partial(self._check_output, name)).remove)
                 if isinstance(arithmetic := getattr(module, "arithmetic", None), Arithmetic):
-                    watched = WatchedArithmetic(arithmetic, partial(self._cast, name, arithmetic), turned=False)
+                    watched = WatchedArithmetic(arithmetic, partial(self._record_cast, name, arithmetic), turned=False)
                     module.arithmetic = watched
                     stack.callback(setattr, module, "arithmetic", arithmetic)
             yield
 
-    def _output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
+    def _check_output(self, name: str, module: nn.Module, inputs: Any, output: Any) -> None:
         if isinstance(output, Tensor):
-            self.see(name, "output", output)
+            self.check(name, "output", output)
             if output.requires_grad:
-                hook = partial(self._gradient, name, "gradient of the output")
+                hook = partial(self._check_gradient, name, "gradient of the output")
                 output.register_hook(hook)  # type: ignore[no-untyped-call]
 
-    def _gradient(self, name: str, tensor: str, gradient: Tensor) -> None:
-        self.see(name, tensor, gradient, backward=True)
+    def _check_gradient(self, name: str, tensor: str, gradient: Tensor) -> None:
+        self.check(name, tensor, gradient, backward=True)
 
-    def _cast(
+    def _record_cast(
         self, name: str, arithmetic: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
     ) -> None:
         assert source is not None
         backward = role is Role.GRADIENT
 
-        def scale() -> float:
-            (figures,) = read([figures_of(source, cast_of(arithmetic, operand, source, role))])
-            return reading_of("", 0, 0, name, role, figures, None).scale
+        def find_scale_now() -> float:
+            (figures,) = read_figures([measure_tensor(source, describe_cast(arithmetic, operand, source, role))])
+            return make_reading("", 0, 0, name, role, figures, None).scale
 
-        find_scale = None if arithmetic.plain else scale
-        self.see(name, role.value, source, backward, find_scale)
-        if self.place is None:
+        find_scale = None if arithmetic.plain else find_scale_now
+        self.check(name, role.value, source, backward, find_scale)
+        if self.faulty_tensor is None:
             rounded = arithmetic.restore(operand, torch.float32)
-            self.see(name, f"{role.value} after rounding", rounded, backward, find_scale)
+            self.check(name, f"{role.value} after rounding", rounded, backward, find_scale)
 
 
-def not_finite_words(place: FaultyTensor | None, loss: float, norm: float) -> str:
+def describe_not_finite(faulty: FaultyTensor | None, loss: float, norm: float) -> str:
     if math.isfinite(loss + norm):
         symptom = "the weights are not finite after an update"
     else:
         symptom = f"the loss is {loss:g}" if not math.isfinite(loss) else f"the norm of the gradients is {norm:g}"
-    if place is None:
+    if faulty is None:
         return f"{symptom}; repeated, the step was finite: it is not deterministic, or only a sum was too large"
-    return f"{symptom}; first came {place.words}"
+    return f"{symptom}; first came {faulty.description}"
 
 
 class WatchedStep:
-    """Collects figures until `stack` is unwound."""
+    """Collects the figures of one step, by hooks that exist until `stack` is closed."""
 
     def __init__(self, watch: ModelWatch, stack: ExitStack, guard: Callable[[Hook], Hook]) -> None:
         self._guard = guard
         self.tensors: dict[tuple[str, str], Figures] = {}
-        self.named: dict[tuple[str, str], Number] = {}
+        self.figures: dict[tuple[str, str], Number] = {}
         self._watch = watch
-        # The input that was read last, its version and cast: queries, keys and values share one.
+        # The latest input with its version, cast and figures. Queries, keys and values often share one input, which
+        # is then measured once.
         self._last_input: tuple[Tensor, int, LayerCast | None, Figures] | None = None
-        # The module that was entered last, whose attention it is.
-        self._inside = ""
-        begin_peak(watch.device)
+        # The path of the module that was called last. A call of attention belongs to this module.
+        self._current_module = ""
+        reset_peak_memory(watch.device)
         if watch.is_eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
         for module, path in watch.modules.items():
             self._attach(path, module, stack)
-        # A changed function would make compiled code compile again.
-        if watch.is_foreign and (watch.is_eager or not uses_compiled_code()):
-            stack.enter_context(attention_seen(guard(self._see_attention)))
+        # Replacing the attention function would make compiled code compile again.
+        if watch.is_foreign and (watch.is_eager or not has_compiled_code()):
+            stack.enter_context(observe_attention(guard(self._record_attention)))
 
-    def see_gradients(self, norms: Mapping[str, Tensor]) -> None:
-        """Records the norm of each matrix's gradient, of those by parameter."""
+    def record_gradients(self, norms: Mapping[str, Tensor]) -> None:
+        """Records the gradient norms of all matrices except embeddings. `norms` has the gradient norm of each
+        parameter, by path.
+        """
         for path, norm in norms.items():
             layer = path.removesuffix(".weight")
             if layer in self._watch.weights and layer not in self._watch.embeddings:
-                self.named["weight_gradient", layer] = norm
+                self.figures["weight_gradient", layer] = norm
 
     @torch.no_grad()
-    def see_update(self, moved: Mapping[str, Tensor], sizes: Mapping[str, Tensor]) -> None:
-        """Records an update of the weights: norms of the changes and of the weights, by parameter."""
-        self.named["memory", ""] = bytes_in_use(self._watch.device)
+    def record_update(self, change_norms: Mapping[str, Tensor], weight_norms: Mapping[str, Tensor]) -> None:
+        """Records the update of the weights. Both arguments hold a norm for each parameter: of its change, and of its
+        weights.
+        """
+        self.figures["memory", ""] = measure_peak_bytes(self._watch.device)
         modules = {path: module for module, path in self._watch.modules.items()}
         for layer, weight in self._watch.weights.items():
-            self._see(layer, Role.WEIGHT, local(weight), self._find_cast(modules.get(layer), Role.WEIGHT))
+            self._record_tensor(
+                layer, Role.WEIGHT, local_shard(weight), self._find_cast(modules.get(layer), Role.WEIGHT)
+            )
         if self._watch.is_foreign:
-            self.named |= {("kept_scale", path): value for path, value in kept_scales(self._watch.model)}
+            self.figures |= {("kept_scale", path): value for path, value in find_stored_scales(self._watch.model)}
         for layer in self._watch.embeddings:
-            table = self._watch.table(layer)
-            self.named["embedding_spread", layer] = embedding_spread(table)
-            self.named["largest_row", layer] = largest_row(table)
-        for path, norm in moved.items():
-            self.named["update_ratio", path.removesuffix(".weight")] = norm / sizes[path]
+            embedding_rows = self._watch.read_embedding(layer)
+            self.figures["embedding_spread", layer] = measure_embedding_spread(embedding_rows)
+            self.figures["largest_row", layer] = measure_largest_row(embedding_rows)
+        for path, norm in change_norms.items():
+            self.figures["update_ratio", path.removesuffix(".weight")] = norm / weight_norms[path]
         for path, gain in self._watch.gains.items():
-            shard = local(gain)
-            size = math.sqrt(max(shard.numel(), 1))
-            self.named["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / size
+            shard = local_shard(gain)
+            gain_size = math.sqrt(max(shard.numel(), 1))
+            self.figures["gain", path] = torch.linalg.vector_norm(shard, dtype=torch.float32) / gain_size
 
     def _attach(self, path: str, module: nn.Module, stack: ExitStack) -> None:
         arithmetic: object = getattr(module, "arithmetic", None)
         casts = isinstance(arithmetic, Arithmetic) and not isinstance(arithmetic, WholeLayers)
         if isinstance(arithmetic, Arithmetic) and casts:
             stack.callback(setattr, module, "arithmetic", arithmetic)
-            watched = WatchedArithmetic(arithmetic, partial(self._cast, path, arithmetic), turned=False)
+            watched = WatchedArithmetic(arithmetic, partial(self._record_cast, path, arithmetic), turned=False)
             setattr(module, "arithmetic", watched)  # noqa: B010 - a module declares no such thing
         if casts or _has_weights(module):
-            hook = self._guard(partial(self._see_output, path, not casts))
+            hook = self._guard(partial(self._record_output, path, not casts))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         elif self._watch.is_foreign:
-            stack.callback(module.register_forward_pre_hook(self._guard(partial(self._enter, path))).remove)
+            stack.callback(
+                module.register_forward_pre_hook(self._guard(partial(self._set_current_module, path))).remove
+            )
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
-            module.core = partial(self._see_scores, path, module.core)
-        if running_mean(module) is not None:
-            hook = self._guard(partial(self._see_norm, path))
+            module.core = partial(self._record_scores, path, module.core)
+        if find_running_mean(module) is not None:
+            hook = self._guard(partial(self._record_norm, path))
             stack.callback(module.register_forward_pre_hook(hook).remove)
 
-    def _cast(
+    def _record_cast(
         self, path: str, inner: Arithmetic, operand: Operand, source: Tensor | None, role: Role, _: Operand | None
     ) -> None:
         assert source is not None
-        self._see(path, role, source, lambda x: cast_of(inner, operand, x, role))
+        self._record_tensor(path, role, source, lambda x: describe_cast(inner, operand, x, role))
 
-    def _see_output(
+    def _record_output(
         self, path: str, both_sides: bool, module: nn.Module, inputs: tuple[Any, ...], named: Any, output: Any
     ) -> None:
-        """Records a layer's output; with `both_sides` also its input and the gradient of its output."""
-        # Layers of Transformer Engine may return their bias as well.
+        """Records a layer's output. With `both_sides`, also records its input and the gradient of its output."""
+        # Layers of Transformer Engine may return a tuple of output and bias.
         output = output[0] if isinstance(output, tuple) and output else output
         if not torch.is_grad_enabled() or not isinstance(output, Tensor):
             return
-        # A block that is recomputed passes twice.
-        if ("output_amax", path) not in self.named and output.is_floating_point():
-            self.named["output_amax", path] = largest_magnitude(local(output))
+        # A recomputed block calls its hooks twice.
+        if ("output_amax", path) not in self.figures and output.is_floating_point():
+            self.figures["output_amax", path] = largest_magnitude(local_shard(output))
         if not both_sides:
             return
-        first = next(filter(lambda value: isinstance(value, Tensor), (*inputs, *named.values())), None)
-        if first is not None:
-            self._see_input(path, first, self._find_cast(module, Role.INPUT))
+        first_input = next(filter(lambda value: isinstance(value, Tensor), (*inputs, *named.values())), None)
+        if first_input is not None:
+            self._record_input(path, first_input, self._find_cast(module, Role.INPUT))
         if output.requires_grad and output.numel() > 1:
-            see = partial(self._see, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
+            see = partial(self._record_tensor, path, Role.GRADIENT, cast=self._find_cast(module, Role.GRADIENT))
             output.register_hook(self._guard(see))  # type: ignore[no-untyped-call]
 
-    def _see_input(self, path: str, x: Tensor, cast: LayerCast | None) -> None:
-        last, key = self._last_input, (path, str(Role.INPUT))
-        if last is not None and last[0] is x and last[1:3] == (x._version, cast):
-            self.tensors.setdefault(key, last[3])
+    def _record_input(self, path: str, x: Tensor, cast: LayerCast | None) -> None:
+        last_input, key = self._last_input, (path, str(Role.INPUT))
+        if last_input is not None and last_input[0] is x and last_input[1:3] == (x._version, cast):
+            self.tensors.setdefault(key, last_input[3])
             return
-        self._see(path, Role.INPUT, x, cast)
+        self._record_tensor(path, Role.INPUT, x, cast)
         if key in self.tensors:
             self._last_input = (x, x._version, cast, self.tensors[key])
 
@@ -323,46 +340,51 @@ class WatchedStep:
             return None
         return find_cast(module, role, self._watch.treatments)
 
-    def _enter(self, path: str, *_: object) -> None:
-        self._inside = path
+    def _set_current_module(self, path: str, *_: object) -> None:
+        self._current_module = path
 
-    def _see_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
-        if ("attention_score", self._inside) not in self.named:
+    def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
+        if ("attention_score", self._current_module) not in self.figures:
             with torch.no_grad():
-                score = attention_score(q, k, causal)
+                score = max_attention_score(q, k, causal)
                 factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
-                self.named["attention_score", self._inside] = score * factor
+                self.figures["attention_score", self._current_module] = score * factor
 
-    def _see_scores(self, path: str, core: Core, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        if ("attention_score", path) not in self.named:
+    def _record_scores(self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        if ("attention_score", path) not in self.figures:
             with torch.no_grad():
-                self.named["attention_score", path] = attention_score(q, k, getattr(core, "causal", True))
-        return core(q, k, v)
+                self.figures["attention_score", path] = max_attention_score(
+                    q, k, getattr(compute_attention, "causal", True)
+                )
+        return compute_attention(q, k, v)
 
-    def _see_norm(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
-        mean, channels_last = running_mean(module), isinstance(module, BatchNorm)
-        if mean is not None and ("batch_norm_drift", path) not in self.named:
+    def _record_norm(self, path: str, module: nn.Module, inputs: tuple[Any, ...]) -> None:
+        mean, channels_last = find_running_mean(module), isinstance(module, BatchNorm)
+        if mean is not None and ("batch_norm_drift", path) not in self.figures:
             with torch.no_grad():
-                self.named["batch_norm_drift", path] = batch_norm_drift(inputs[0], mean, channels_last=channels_last)
+                self.figures["batch_norm_drift", path] = measure_batch_norm_drift(
+                    inputs[0], mean, channels_last=channels_last
+                )
 
-    def _see(
+    def _record_tensor(
         self, layer: str, role: str, x: Tensor, cast: Callable[[Tensor], TensorCast] | LayerCast | None = None
     ) -> None:
         if (layer, role) not in self.tensors and x.is_floating_point() and x.numel() > 1:
             with torch.no_grad():
-                x, kept_cast = unpack(local(x))
-                if isinstance(cast, LayerCast) and kept_cast is None:
-                    self.tensors[layer, str(role)] = cast.figures(x)
+                x, fp8_cast = unpack_fp8(local_shard(x))
+                if isinstance(cast, LayerCast) and fp8_cast is None:
+                    self.tensors[layer, str(role)] = cast.list_figures(x)
                     return
-                made_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
-                self.tensors[layer, str(role)] = figures_of(x, kept_cast or made_cast)
+                layer_cast = cast(x) if cast is not None and not isinstance(cast, LayerCast) else None
+                self.tensors[layer, str(role)] = measure_tensor(x, fp8_cast or layer_cast)
 
 
 def is_watched(step: int, stride: int) -> bool:
-    """Whether a step is watched: the first one, and a random one per stride, so that periodic effects are not
-    missed."""
-    number = step // stride
-    return step % stride == (random.Random(number).randrange(stride) if number else 0)
+    """Returns whether a step is watched: the first step of the training, and one random step of each further `stride`
+    steps. Random steps also show periodic effects.
+    """
+    window = step // stride
+    return step % stride == (random.Random(window).randrange(stride) if window else 0)
 
 
 def _is_embedding(path: str, module: nn.Module | None = None) -> bool:
@@ -370,13 +392,14 @@ def _is_embedding(path: str, module: nn.Module | None = None) -> bool:
 
 
 def _has_weights(module: nn.Module) -> bool:
-    return any(parameter.ndim >= _MATRIX for parameter in module.parameters(recurse=False))
+    return any(parameter.ndim >= _MATRIX_DIMENSIONS for parameter in module.parameters(recurse=False))
 
 
-def _eager_modules(module: nn.Module, path: str, compiled: bool) -> Iterator[tuple[str, nn.Module]]:
-    """Yields a module and those inside it; without `compiled` ones, whose hooks would not run."""
-    if not compiled and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
+def _list_modules(module: nn.Module, path: str, with_compiled: bool) -> Iterator[tuple[str, nn.Module]]:
+    """Yields a module and all modules inside it by path. Compiled modules, whose hooks would not run, are left out
+    unless `with_compiled`."""
+    if not with_compiled and (hasattr(module, "_orig_mod") or getattr(module, "_compiled_call_impl", None) is not None):
         return
     yield path, module
     for name, child in module.named_children():
-        yield from _eager_modules(child, f"{path}.{name}".lstrip("."), compiled)
+        yield from _list_modules(child, f"{path}.{name}".lstrip("."), with_compiled)

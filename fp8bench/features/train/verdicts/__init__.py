@@ -1,1 +1,1 @@
-"""How well each precision learns: verdicts, curves, speed to a loss, and other ways of delayed scaling."""
+"""Verdicts on how well each arm learns: loss curves, gaps over seeds, speed to the same loss, and scores."""

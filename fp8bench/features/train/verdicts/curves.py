@@ -1,10 +1,13 @@
-"""The curves of a training, what is compared of them, and the verdicts on pairs of seeds.
+"""The loss curves of a training, the figure that is compared, and the verdicts on pairs of seeds. The compared figure
+was declared in advance: the mean training loss over the last third of the steps.
 
-The compared figure was declared in advance: the mean training loss over the last third of the steps. Gaps are paired
-over seeds and judged by Student's t: the interval of 99% decides, that of 95% is shown. An interval spans those of the
-same training ended at any of its last ten steps, so that a verdict seldom depends on the last one. A verdict is two
-facts: whether there is a difference (the interval against 0), and whether it matters (against the margin). It is about
-a single arm: of a hundred arms that do not differ from their reference, at most one is called worse or better.
+Each seed of an arm is paired with the same seed of the reference. Gaps are judged over these pairs by Student's t:
+the 99% interval decides, and the 95% interval is shown. The training is also judged as if it had ended at each of its
+last ten steps. The intervals of all these ends are joined, so that a verdict seldom depends on the last step.
+
+A verdict has two parts. The interval against 0 shows whether there is a difference, and the interval against the
+margin shows whether the difference matters. A verdict is about a single arm: of a hundred arms that do not differ
+from their reference, at most one is called worse or better on average.
 """
 
 from __future__ import annotations
@@ -17,7 +20,7 @@ from dataclasses import dataclass, field, replace
 from enum import StrEnum
 from functools import cached_property
 
-from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.compare.interval import student_quantile
 from fp8bench.features.train.values import NOT_FINITE, Lines, StepRow, StreamLine, TrainingEvent, Validation
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
@@ -25,10 +28,12 @@ from fp8bench.report.panels import together
 HELD_OUT = "held-out"
 _TENTHS = 10
 _THIRDS = 3
-# An interval spans those at this many steps: the last one, and earlier ones within the last tenth.
-_ENDS = 10
-# A reference whose loss has fallen to this share of its first one has memorized its text, and gaps relative to it are
-# meaningless. For bytes that is 0.055 per token; text that was learned and not copied stays above 0.6.
+# An interval covers the intervals of trainings that end at this many different steps: the last step, and earlier ones
+# in the last tenth.
+_MAX_ENDS = 10
+# If the reference's loss has fallen to this share of its first loss, the model has memorised the text, and relative
+# gaps are meaningless. For bytes this share is a loss of 0.055 per token. Text that is learned but not memorised
+# stays above 0.6.
 _NEARLY_ZERO = 0.01
 _STOPPED = "stopped"
 
@@ -36,7 +41,7 @@ Key = tuple[str, int]
 
 
 class Void(StrEnum):
-    """Why a seed does not count for an arm."""
+    """The reason why a seed does not count for an arm."""
 
     NOT_FINISHED = "not finished"
     NOT_FINITE = "not finite"
@@ -47,7 +52,7 @@ class Void(StrEnum):
 
 @dataclass(frozen=True)
 class Curve:
-    """One arm in one seed: its rows in the order of steps; `steps` is the requested number."""
+    """One arm in one seed: its rows in the order of steps. `steps` is the number of steps that was requested."""
 
     steps: int
     rows: tuple[StepRow, ...] = ()
@@ -56,33 +61,52 @@ class Curve:
 
     @cached_property
     def losses(self) -> tuple[float, ...]:
-        """The loss of each step; NaN for a script's first one, which is over when watching begins."""
-        unwatched = min(1, self.rows[0].step) if self.rows else 0
-        return (*[math.nan] * unwatched, *(row.loss for row in self.rows))
+        """Returns the loss of each step. In a watched script, the loss of the first step is NaN, because watching
+        begins after that step.
+        """
+        unwatched_steps = min(1, self.rows[0].step) if self.rows else 0
+        return (*[math.nan] * unwatched_steps, *(row.loss for row in self.rows))
 
     @property
-    def whole(self) -> bool:
+    def is_complete(self) -> bool:
         return len(self.losses) == self.steps
 
     @property
     def endpoint(self) -> float:
-        """The mean final loss; NaN if a step of the last tenth is not finite, or the arm did not finish."""
-        end = self.losses[-last_of(self.steps) :]
-        return math.fsum(end) / len(end) if self.whole and all(map(math.isfinite, end)) else math.nan
+        """Returns the mean loss of the last tenth of the steps. It is NaN if one of these losses is not finite, or if
+        the arm did not finish.
+        """
+        last_losses = self.losses[-tail_length(self.steps) :]
+        return (
+            math.fsum(last_losses) / len(last_losses)
+            if self.is_complete and all(map(math.isfinite, last_losses))
+            else math.nan
+        )
 
     @property
     def fall(self) -> float:
-        """The fall of the loss from the first step to the endpoint, or on held-out text if more: a first batch may be
-        easy. NaN if void."""
+        """Returns the share by which the loss fell from the first step to the endpoint. Because the first batch may
+        be easy, returns the share by which the held-out loss fell if that is larger. Returns NaN if the endpoint is
+        not finite.
+        """
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
-        fell, first_look, last_look = 1 - self.endpoint / self.rows[0].loss, *map(self.held_out.get, (0, self.steps))
-        return max(fell, 1 - last_look / first_look) if first_look and last_look and math.isfinite(fell) else fell
+        fall, first_validation, last_validation = (
+            1 - self.endpoint / self.rows[0].loss,
+            *map(self.held_out.get, (0, self.steps)),
+        )
+        return (
+            max(fall, 1 - last_validation / first_validation)
+            if first_validation and last_validation and math.isfinite(fall)
+            else fall
+        )
 
     @property
     def blew_up(self) -> bool:
-        """Whether it ended with a value that is not finite. Recovered steps do not count, nor does a lost arm."""
-        if self.whole:
+        """Returns whether the arm ended with a loss that is not finite. An arm that recovered from such losses has
+        not blown up, nor has an arm whose process was lost.
+        """
+        if self.is_complete:
             return not math.isfinite(self.rows[-1].loss)
         return {_STOPPED, NOT_FINITE} <= self.events
 
@@ -90,38 +114,40 @@ class Curve:
 Curves = Mapping[Key, Curve]
 
 
-def last_of(steps: int) -> int:
+def tail_length(steps: int) -> int:
     return max(1, steps // _TENTHS)
 
 
-def curves_of(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
-    by_key = together(((line.arm, line.seed), line) for line in lines)
-    curves = {key: _curve(arm_lines, steps) for key, arm_lines in by_key.items()}
+def make_curves(lines: Iterable[StreamLine], steps: int) -> dict[Key, Curve]:
+    lines_by_arm_and_seed = together(((line.arm, line.seed), line) for line in lines)
+    curves = {key: _make_curve(arm_lines, steps) for key, arm_lines in lines_by_arm_and_seed.items()}
     return {key: curve for key, curve in curves.items() if curve.rows}
 
 
-def curves_of_arm(curves: Curves, arm: str) -> dict[int, Curve]:
-    """Returns the curves of an arm by seed."""
+def select_curves(curves: Curves, arm: str) -> dict[int, Curve]:
+    """Returns an arm's curves by seed."""
     return {seed: curve for (name, seed), curve in curves.items() if name == arm}
 
 
-def _curve(lines: Lines, steps: int) -> Curve:
-    """Makes a curve; the last of several lines for one step counts."""
+def _make_curve(lines: Lines, steps: int) -> Curve:
+    """Makes a curve from lines. If a step has several lines, the last one counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
-    looks = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
+    validations = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
     events = (line.kind for line in lines if isinstance(line, TrainingEvent))
     return Curve(
         steps,
         tuple(row for _, row in sorted(rows.items())),
-        {look.step: look.loss for look in looks},
+        {look.step: look.loss for look in validations},
         frozenset(events),
     )
 
 
 @dataclass(frozen=True)
 class Pair:
-    """One seed: the share by which the arm's mean loss over the last third of the steps exceeds its reference's.
-    `held_out` is None if a point is void. `earlier` are the gaps if the training had ended some steps before."""
+    """One seed of an arm and of its reference. `gap` is the share by which the arm's mean loss over the last third of
+    the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without such a text.
+    `earlier` holds the gaps that would result if the training had ended some steps earlier.
+    """
 
     seed: int
     gap: float
@@ -131,69 +157,77 @@ class Pair:
 
 
 def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
-    if not (reference.whole and arm.whole):
+    if not (reference.is_complete and arm.is_complete):
         return Void.NOT_FINISHED
-    # An endpoint that is not finite leaves nothing to compare, regardless of earlier steps.
-    old, new = reference.endpoint, arm.endpoint
-    if math.isnan(old) or math.isnan(new):
+    # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
+    reference_end, arm_end = reference.endpoint, arm.endpoint
+    if math.isnan(reference_end) or math.isnan(arm_end):
         return Void.NOT_FINITE
-    if old <= _NEARLY_ZERO * abs(reference.rows[0].loss):  # of a negative loss a share has the wrong sign
+    # a gap relative to a negative loss would have the wrong sign
+    if reference_end <= _NEARLY_ZERO * abs(reference.rows[0].loss):
         return Void.NEARLY_ZERO
     if reference.rows[-1].tokens != arm.rows[-1].tokens:
         return Void.OTHER_TOKENS
-    # A verdict spans these ends, so that no single last batch decides it.
-    ends = range(arm.steps - min(_ENDS - 1, arm.steps // _TENTHS), arm.steps + 1)
-    *earlier, gap = gaps_at(reference, arm, ends)
+    # Compute the gaps at all of these ends, so that no single last batch decides the verdict.
+    end_steps = range(arm.steps - min(_MAX_ENDS - 1, arm.steps // _TENTHS), arm.steps + 1)
+    *earlier, gap = measure_gaps(reference, arm, end_steps)
     if any(map(math.isnan, (*earlier, gap))):
         return Void.NEARLY_ZERO
     held_out, same_bits = _held_out_gap(reference, arm), reference.losses == arm.losses
     return Pair(seed, gap, held_out, same_bits, tuple(earlier))
 
 
-def gaps_at(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
-    """Returns the gap of the loss as if the training had ended after each of these numbers of steps, from the means
-    over the last third of them. Steps without a finite loss in both arms are left out. NaN without a share."""
+def measure_gaps(reference: Curve, arm: Curve, ends: Sequence[int]) -> list[float]:
+    """Returns a gap of the loss for each number of steps in `ends`, as if the training had ended there. A gap
+    compares the means over the last third of the steps. Steps are left out unless the losses of both arms are finite.
+    A gap is NaN if the reference's mean is not positive.
+    """
     pairs = list(zip(reference.losses, arm.losses, strict=False))
     gaps = []
     for end in ends:
-        gap = _gap_of_means(pairs[_late(end) : end]) if end <= len(pairs) else None
+        gap = _gap_of_means(pairs[_last_third_start(end) : end]) if end <= len(pairs) else None
         gaps.append(math.nan if gap is None else gap)
     return gaps
 
 
 def _gap_of_means(losses: Sequence[tuple[float, float]]) -> float | None:
-    """Returns the gap of (reference, arm) losses that are finite in both. None without a share."""
-    # Otherwise a step that one arm skipped would count only for the other.
-    both = [pair for pair in losses if math.isfinite(sum(pair))]
-    old, new = map(sum, zip(*both, strict=True)) if both else (0.0, 0.0)
-    return new / old - 1 if old > 0 else None
+    """Returns the gap between the mean losses of the reference and the arm. Pairs of losses that are not both finite
+    are left out. Returns None if the reference's mean is not positive.
+    """
+    # A step that one arm skipped must not count for the other arm.
+    finite_pairs = [pair for pair in losses if math.isfinite(sum(pair))]
+    reference_sum, arm_sum = map(sum, zip(*finite_pairs, strict=True)) if finite_pairs else (0.0, 0.0)
+    return arm_sum / reference_sum - 1 if reference_sum > 0 else None
 
 
-def _late(steps: int) -> int:
-    """Returns the first of the steps that are compared."""
+def _last_third_start(steps: int) -> int:
+    """Returns the first step of the last third, over which losses are compared."""
     return steps - max(1, steps // _THIRDS)
 
 
 def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
-    """Returns the gap of the means over all validations in the last third of the steps. None if the last one is not
-    finite."""
-    steps = sorted(step for step in reference.held_out.keys() & arm.held_out if step > _late(arm.steps))
-    looks = [(reference.held_out[step], arm.held_out[step]) for step in steps]
-    return _gap_of_means(looks) if looks and math.isfinite(sum(looks[-1])) else None
+    """Returns the gap of the mean held-out losses, over all validations in the last third of the steps. Returns None
+    if the loss of the last validation is not finite.
+    """
+    steps = sorted(step for step in reference.held_out.keys() & arm.held_out if step > _last_third_start(arm.steps))
+    losses = [(reference.held_out[step], arm.held_out[step]) for step in steps]
+    return _gap_of_means(losses) if losses and math.isfinite(sum(losses[-1])) else None
 
 
-LEAST_PAIRS = 5
-DECIDING, SHOWN = 0.99, 0.95
-# No verdict asks for more seeds than this.
-MOST_SEEDS = 1000
-# The proposed number of seeds decides with a probability of at least 80%, if gap and spread are as estimated: in 80 of
-# 100 cases chance moves the mean by no more than this.
-_POWER = statistics.NormalDist().inv_cdf(0.9)
+MIN_PAIRS = 5
+DECIDING_LEVEL, SHOWN_LEVEL = 0.99, 0.95
+# No verdict proposes more seeds than this.
+MAX_SEEDS = 1000
+# The proposed number of further seeds decides with a probability of at least 80%, if gap and deviation are as
+# estimated. In 80 of 100 cases, chance moves the mean by no more than this many standard errors.
+_POWER_QUANTILE = statistics.NormalDist().inv_cdf(0.9)
 
 
 class Learned(StrEnum):
-    """The verdict on an arm, in the order in which they are tried. Worse and better are certain differences, however
-    small; within noise, no difference is visible, and none beyond the margin."""
+    """The verdict on an arm, in the order in which verdicts are tried. Worse and better are certain differences,
+    however small. Within noise means that no difference is visible, and that the true difference is not beyond the
+    margin.
+    """
 
     DIVERGED = "diverged"
     DID_NOT_LEARN = "did not learn"
@@ -204,7 +238,7 @@ class Learned(StrEnum):
 
 
 class Matters(StrEnum):
-    """Whether a difference is beyond the margin: certainly, certainly not, or perhaps."""
+    """Whether a difference exceeds the margin: certainly, certainly not, or possibly."""
 
     YES = "yes"
     NO = "no"
@@ -212,7 +246,7 @@ class Matters(StrEnum):
 
 
 class Why(StrEnum):
-    """Why a comparison is inconclusive."""
+    """The reason why a comparison is inconclusive."""
 
     SAME_BITS = "in another precision every loss is the reference's, bit for bit"
     OTHER_RATE = "at another rate it has a lower loss"
@@ -225,8 +259,9 @@ class Why(StrEnum):
 
 @dataclass(frozen=True)
 class Gap:
-    """The share by which an arm's loss exceeds its reference's: the mean over pairs, with intervals if there are at
-    least two. `deviation` is the deviation between pairs that corresponds to the width of the deciding interval."""
+    """The share by which an arm's loss exceeds its reference's: the mean over pairs of seeds. With at least two pairs
+    there are intervals. `deviation` is the deviation between pairs that would give the deciding interval its width.
+    """
 
     point: float
     pairs: int
@@ -237,9 +272,10 @@ class Gap:
 
 @dataclass(frozen=True)
 class JudgedArm:
-    """The verdict on the pairs of one arm. `matters` is None if there are too few, or another reason rules out a
-    verdict. `more_seeds` would decide; None if that is unknown, or if further seeds would be void, too, for the reason
-    `void`."""
+    """The verdict on an arm's pairs of seeds. `matters` is None if there are too few pairs, or if a verdict is
+    impossible for another reason. `more_seeds` is the number of further seeds that would probably decide. It is None
+    if that number is unknown. It is also None if further seeds would not count either, for the reason `void`.
+    """
 
     learned: Learned
     gap: Gap | None = None
@@ -251,116 +287,139 @@ class JudgedArm:
 
     @property
     def is_tolerated(self) -> bool:
-        """Whether it is worse, but by less than the margin."""
+        """Returns whether the arm is worse by less than the margin."""
         return self.learned is Learned.WORSE and self.matters is Matters.NO
 
 
-# Reasons that further seeds would share.
-INCURABLE = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
+# Reasons for which further seeds would not count either.
+LASTING_VOIDS = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
 
 
-def gap_of(gaps: Sequence[float]) -> Gap | None:
+def mean_gap(gaps: Sequence[float]) -> Gap | None:
     if not gaps:
         return None
-    point, count = statistics.fmean(gaps), len(gaps)
-    if count == 1:
+    point, pair_count = statistics.fmean(gaps), len(gaps)
+    if pair_count == 1:
         return Gap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
-    deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (count - 1))
-    decides, shown = (_interval(point, deviation, count, level) for level in (DECIDING, SHOWN))
-    return Gap(point, count, deviation, decides, shown)
+    deviation = math.sqrt(math.fsum((gap - point) ** 2 for gap in gaps) / (pair_count - 1))
+    decides, shown = (_interval(point, deviation, pair_count, level) for level in (DECIDING_LEVEL, SHOWN_LEVEL))
+    return Gap(point, pair_count, deviation, decides, shown)
 
 
-def judge(pairs: Sequence[Pair], margin: float, looks: bool = True) -> JudgedArm:
-    """Returns the verdict on pairs, none of which diverged. Without `looks` there is no held-out text that must
-    agree."""
+def judge_pairs(pairs: Sequence[Pair], margin: float, has_held_out: bool = True) -> JudgedArm:
+    """Returns the verdict on the pairs of an arm. The arm must not have diverged. With `has_held_out`, held-out
+    losses must agree with the verdict.
+    """
     gap = _gap_over_ends(pairs)
-    held_out = gap_of([pair.held_out for pair in pairs if pair.held_out is not None])
+    held_out = mean_gap([pair.held_out for pair in pairs if pair.held_out is not None])
     open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
-    if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
-        return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=LEAST_PAIRS - len(pairs))
-    if looks and (held_out is None or held_out.decides is None or held_out.pairs < LEAST_PAIRS):
+    if gap is None or gap.decides is None or gap.pairs < MIN_PAIRS:
+        return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
+    if has_held_out and (held_out is None or held_out.decides is None or held_out.pairs < MIN_PAIRS):
         return replace(open_arm, why=Why.NO_HELD_OUT)
-    learned, matters = rule(gap.decides, margin), importance(gap.decides, margin)
+    learned, matters = classify_gap(gap.decides, margin), classify_importance(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=seeds_until(gap, margin))
-    if looks and held_out and held_out.decides and not _agrees(learned, matters, held_out.decides, margin):
+        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_seeds_needed(gap, margin))
+    if (
+        has_held_out
+        and held_out
+        and held_out.decides
+        and not _held_out_agrees(learned, matters, held_out.decides, margin)
+    ):
         return replace(open_arm, why=Why.DISAGREE)
     return replace(open_arm, learned=learned, matters=matters)
 
 
 def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
-    gap = gap_of([pair.gap for pair in pairs])
+    gap = mean_gap([pair.gap for pair in pairs])
     if gap is None or gap.decides is None or gap.shown is None:
         return gap
     by_end = zip(*(pair.earlier for pair in pairs), strict=True)
-    earlier = list(map(gap_of, by_end))
-    decides = _hull(gap.decides, [gap_before.decides for gap_before in earlier if gap_before and gap_before.decides])
-    shown = _hull(gap.shown, [gap_before.shown for gap_before in earlier if gap_before and gap_before.shown])
-    # The deviation that would give the hull's width, from which the number of seeds is estimated.
-    reach = (decides.high - decides.low) / 2
-    deviation = reach * math.sqrt(gap.pairs) / quantile(DECIDING, gap.pairs - 1)
+    earlier = list(map(mean_gap, by_end))
+    decides = _join_intervals(
+        gap.decides, [gap_before.decides for gap_before in earlier if gap_before and gap_before.decides]
+    )
+    shown = _join_intervals(gap.shown, [gap_before.shown for gap_before in earlier if gap_before and gap_before.shown])
+    # The deviation that corresponds to the wider interval. The number of further seeds is estimated from this
+    # deviation.
+    half_width = (decides.high - decides.low) / 2
+    deviation = half_width * math.sqrt(gap.pairs) / student_quantile(DECIDING_LEVEL, gap.pairs - 1)
     return replace(gap, deviation=deviation, decides=decides, shown=shown)
 
 
-def _hull(last: Interval, earlier: Sequence[Interval]) -> Interval:
-    every = [last, *earlier]
-    return replace(last, low=min(interval.low for interval in every), high=max(interval.high for interval in every))
+def _join_intervals(last: Interval, earlier: Sequence[Interval]) -> Interval:
+    all_intervals = [last, *earlier]
+    return replace(
+        last, low=min(interval.low for interval in all_intervals), high=max(interval.high for interval in all_intervals)
+    )
 
 
-def rule(interval: Interval, margin: float) -> Learned:
-    """Returns worse for an interval above 0, better below; one that includes 0 is within noise inside the margin, else
-    inconclusive."""
+def classify_gap(interval: Interval, margin: float) -> Learned:
+    """Returns worse for an interval above 0, and better for an interval below 0. Any other interval is within noise
+    if it is inside the margin, and inconclusive if it is not.
+    """
     if interval.low > 0:
         return Learned.WORSE
     if interval.high < 0:
         return Learned.BETTER
-    inside = importance(interval, margin) is Matters.NO
-    return Learned.WITHIN_NOISE if inside else Learned.INCONCLUSIVE
+    is_inside = classify_importance(interval, margin) is Matters.NO
+    return Learned.WITHIN_NOISE if is_inside else Learned.INCONCLUSIVE
 
 
-def importance(interval: Interval, margin: float) -> Matters:
+def classify_importance(interval: Interval, margin: float) -> Matters:
     if -margin <= interval.low and interval.high <= margin:
         return Matters.NO
     return Matters.YES if interval.low > margin or interval.high < -margin else Matters.OPEN
 
 
-def _agrees(learned: Learned, matters: Matters, held_out: Interval, margin: float) -> bool:
-    """Whether held-out text agrees: by its sign or, inside the margin, by not certainly being on the other side or
-    beyond the margin."""
+def _held_out_agrees(learned: Learned, matters: Matters, held_out: Interval, margin: float) -> bool:
+    """Returns whether the held-out gap agrees with a verdict. If the verdict's gap is beyond the margin, the held-out
+    gap must have the same sign. If the verdict's gap is inside the margin, the held-out gap must not be certainly
+    beyond it, or certainly have the opposite sign.
+    """
     sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Matters.NO:
         return sign * held_out.point > 0
-    opposite = sign > 0 > held_out.high or sign < 0 < held_out.low
-    return not opposite and importance(held_out, margin) is not Matters.YES
+    is_opposite = sign > 0 > held_out.high or sign < 0 < held_out.low
+    return not is_opposite and classify_importance(held_out, margin) is not Matters.YES
 
 
 def _interval(point: float, deviation: float, count: int, level: float) -> Interval:
-    reach = quantile(level, count - 1) * deviation / math.sqrt(count)
-    return Interval(point, point - reach, point + reach, level)
+    half_width = student_quantile(level, count - 1) * deviation / math.sqrt(count)
+    return Interval(point, point - half_width, point + half_width, level)
 
 
-def seeds_until(gap: Gap, margin: float) -> int | None:
-    """Returns the smallest number of further seeds that probably decides; None if too many are needed."""
+def count_seeds_needed(gap: Gap, margin: float) -> int | None:
+    """Returns the smallest number of further seeds that would probably decide. Returns None if more than 1000 would
+    be needed.
+    """
 
-    def decides(count: int) -> bool:
-        reach, moved = (value * gap.deviation / math.sqrt(count) for value in (quantile(DECIDING, count - 1), _POWER))
-        nearest, furthest = max(0.0, abs(gap.point) - moved), abs(gap.point) + moved
-        return nearest > reach or furthest <= margin - reach or 2 * reach <= margin
+    def is_decisive(count: int) -> bool:
+        half_width, chance_distance = (
+            value * gap.deviation / math.sqrt(count)
+            for value in (student_quantile(DECIDING_LEVEL, count - 1), _POWER_QUANTILE)
+        )
+        nearest, furthest = max(0.0, abs(gap.point) - chance_distance), abs(gap.point) + chance_distance
+        return nearest > half_width or furthest <= margin - half_width or 2 * half_width <= margin
 
-    # More seeds decide more, so the smallest number is found by bisection.
-    counts = range(max(gap.pairs + 1, LEAST_PAIRS), MOST_SEEDS + 1)
-    place = bisect_left(counts, True, key=decides)
-    return counts[place] - gap.pairs if place < len(counts) else None
+    # More seeds decide more cases, so the smallest number is found by bisection.
+    counts = range(max(gap.pairs + 1, MIN_PAIRS), MAX_SEEDS + 1)
+    index = bisect_left(counts, True, key=is_decisive)
+    return counts[index] - gap.pairs if index < len(counts) else None
 
 
 def smallest_effect(gap: Gap) -> float:
-    """Returns the gap that would probably have been called a difference, with as many pairs and the same deviation."""
-    return (quantile(DECIDING, gap.pairs - 1) + _POWER) * gap.deviation / math.sqrt(gap.pairs)
+    """Returns the smallest gap that this training would probably have detected, with its number of pairs and the
+    deviation between them.
+    """
+    return (student_quantile(DECIDING_LEVEL, gap.pairs - 1) + _POWER_QUANTILE) * gap.deviation / math.sqrt(gap.pairs)
 
 
-def bound_of_one(gap: float, chaos: float) -> Interval | None:
-    """Bounds a gap by the effect of one ulp in the same seed: Student's t with one degree of freedom. None if that had
-    no effect. Both share the reference's chance, which makes their ratio slightly narrower."""
-    reach = quantile(SHOWN, 1) * abs(chaos)
-    return Interval(gap, gap - reach, gap + reach, SHOWN) if reach else None
+def bound_single_gap(gap: float, chaos: float) -> Interval | None:
+    """Returns an interval of the gap of a single seed. It is derived from the effect of one ulp in that seed
+    (`chaos`), by Student's t with one degree of freedom. Returns None if one ulp had no effect. The reference occurs
+    in both differences, which makes the interval slightly too narrow.
+    """
+    half_width = student_quantile(SHOWN_LEVEL, 1) * abs(chaos)
+    return Interval(gap, gap - half_width, gap + half_width, SHOWN_LEVEL) if half_width else None

@@ -1,6 +1,5 @@
-"""The results of each arm of a training: the figures of its row, its energy, and verdicts on its scores.
-
-Scores are of tasks, of users' metrics, and losses after quantising; they are paired over seeds.
+"""The results of each arm of a training: the figures of its row, its energy, and the verdicts on its scores. Scores
+are the results of tasks and of users' metrics, and also losses after quantising. They are compared in pairs of seeds.
 """
 
 from __future__ import annotations
@@ -14,7 +13,7 @@ from functools import cached_property
 
 from fp8bench.analysis.energy import Range, energy_samples
 from fp8bench.features.train.request import TrainingRequest
-from fp8bench.features.train.tasks import CHANCES, ITEMS, METRIC, TASK
+from fp8bench.features.train.tasks import CHANCE_SCORES, ITEMS, METRIC_PREFIX, TASK_PREFIX
 from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     WIRE_BYTES,
@@ -30,22 +29,22 @@ from fp8bench.features.train.values import (
     Validation,
 )
 from fp8bench.features.train.verdicts.curves import (
-    DECIDING,
-    LEAST_PAIRS,
+    DECIDING_LEVEL,
+    MIN_PAIRS,
     Curve,
     Gap,
     JudgedArm,
     Key,
     Learned,
     Matters,
-    curves_of,
-    curves_of_arm,
-    gap_of,
-    importance,
-    rule,
-    seeds_until,
+    classify_gap,
+    classify_importance,
+    count_seeds_needed,
+    make_curves,
+    mean_gap,
+    select_curves,
 )
-from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts, verdicts_of
+from fp8bench.features.train.verdicts.verdicts import ArmVerdict, TrainingVerdicts, judge_training
 from fp8bench.model import EnergyUse, Interval
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Part, Text, Tone
@@ -55,11 +54,13 @@ from fp8bench.report.words.naming import many
 
 @dataclass(frozen=True)
 class ArmSummary:
-    """The results of one arm. Losses are means over seeds: `loss` over the last tenth of the steps, `held_out` after
-    the last one. `tokens_per_second` is by the median step of a native arm. Memory is that of the arm alone, for bands
-    the reference's, `device_peak_memory` what it would be if hardware stores the formats. `wire` is what a rank sends
-    per step, in bytes by operation and dtype. `events` is None for an arm without a step, `verdict` for the reference
-    and its bands."""
+    """The results of one arm. Losses are means over seeds: `loss` over the last tenth of the steps, and `held_out`
+    after the last step. `tokens_per_second` is computed from the median step of a native arm. Memory is measured
+    while no other arm is loaded. An arm that repeats the reference has the reference's memory. `device_peak_memory`
+    is the memory on hardware that stores the arm's formats. `wire` has the bytes that a rank sends per step, by
+    operation and dtype. `events` is None for an arm without a step. `verdict` is None for the reference and the arms
+    that repeat it.
+    """
 
     arm: Arm
     steps: int
@@ -76,13 +77,15 @@ class ArmSummary:
 
     @property
     def on_a_device(self) -> int | None:
-        """Bytes that hardware with the formats would need for an emulated arm."""
+        """Returns the bytes that an emulated arm would need on hardware with its formats; None for a native arm."""
         return None if self.arm.native else self.device_peak_memory
 
 
 @dataclass(frozen=True)
 class JudgedTraining:
-    """A training with everything derived from its lines, computed on demand. `summaries` are of every arm, in order."""
+    """A training with the results that are computed from its stored lines. Each result is computed when it is first
+    read. `summaries` has an entry for every arm, in the order of arms.
+    """
 
     kept: KeptTraining
 
@@ -99,118 +102,126 @@ class JudgedTraining:
         lines = self.kept.lines
         if self.training.is_watched:
             lines = tuple(map(_drop_time, lines))
-        return curves_of(lines, self.training.request.steps)
+        return make_curves(lines, self.training.request.steps)
 
     @cached_property
     def verdicts(self) -> TrainingVerdicts:
-        return verdicts_of(self.training, self.kept.lines, self.curves)
+        return judge_training(self.training, self.kept.lines, self.curves)
 
     @cached_property
     def summaries(self) -> tuple[ArmSummary, ...]:
-        return _summaries(self)
+        return _summarise_arms(self)
 
     @cached_property
     def scores(self) -> tuple[ScoreVerdict, ...]:
-        return verdicts_of_scores(self.kept, self.verdicts)
+        return judge_scores(self.kept, self.verdicts)
 
 
 def _drop_time(line: StreamLine) -> StreamLine:
-    """Returns a line whose speed is not compared, because what else ran next to a loop is unknown."""
+    """Returns a line without its time. The speeds of watched loops are not compared, because other programs may have
+    run next to them."""
     return replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
 
 
-def _summaries(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
-    stored, verdicts, curves = judged.kept, judged.verdicts, judged.curves
-    peaks = {line.arm: line.memory for line in stored.of(ArmCost) if line.memory is not None}
-    # A user's optimizer has its state only after its first step.
+def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
+    training, verdicts, curves = judged.kept, judged.verdicts, judged.curves
+    peaks = {line.arm: line.memory for line in training.select_lines(ArmCost) if line.memory is not None}
+    # A user's optimizer has no state before its first step.
     kept_bytes = {}
-    for line in stored.of(ArmCost):
-        if line.kept and stored.request.settings.make:
-            kept_bytes[line.arm] = sum(size for _, size in line.kept) / stored.training.parameters
-    reference = stored.training.arms[0].name
-    energies = {line.arm: energy_of(line.energy) for line in stored.of(ArmCost) if line.energy is not None}
-    events = Counter(event.arm for event in stored.of(TrainingEvent))
-    # A watched step has no time.
+    for line in training.select_lines(ArmCost):
+        if line.kept and training.request.settings.make:
+            kept_bytes[line.arm] = sum(size for _, size in line.kept) / training.training.parameters
+    reference = training.training.arms[0].name
+    energies = {
+        line.arm: summarise_energy(line.energy) for line in training.select_lines(ArmCost) if line.energy is not None
+    }
+    events = Counter(event.arm for event in training.select_lines(TrainingEvent))
+    # Watched steps have no time.
     paces = together(
-        (row.arm, row.seconds / row.tokens) for row in stored.of(StepRow) if row.seconds > 0 and row.tokens
+        (row.arm, row.seconds / row.tokens) for row in training.select_lines(StepRow) if row.seconds > 0 and row.tokens
     )
-    sizes = _first_by_arm(stored, BYTES_PER_PARAMETER)
-    wires = _first_by_arm(stored, WIRE_BYTES)
+    sizes = _first_values(training, BYTES_PER_PARAMETER)
+    wires = _first_values(training, WIRE_BYTES)
     summaries = []
-    for arm in stored.training.arms:
-        arm_curves = [*curves_of_arm(curves, arm.name).values()]
-        alone = reference if arm.is_band else arm.name  # a band alone costs as much as the reference
-        memory = peaks.get(alone)
+    for arm in training.training.arms:
+        arm_curves = [*select_curves(curves, arm.name).values()]
+        # arms that repeat the reference use as much memory as the reference
+        arm_alone = reference if arm.is_band else arm.name
+        memory = peaks.get(arm_alone)
         summary = ArmSummary(
             arm,
             steps=sum(len(curve.rows) for curve in arm_curves),
-            loss=mean_of([curve.endpoint for curve in arm_curves if curve.whole]),
-            held_out=mean_of([curve.held_out[curve.steps] for curve in arm_curves if curve.steps in curve.held_out]),
+            loss=mean_or_none([curve.endpoint for curve in arm_curves if curve.is_complete]),
+            held_out=mean_or_none(
+                [curve.held_out[curve.steps] for curve in arm_curves if curve.steps in curve.held_out]
+            ),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and arm.name in paces else None,
-            bytes_per_parameter=kept_bytes.get(alone, sum(sizes[arm.name].values()) if arm.name in sizes else None),
+            bytes_per_parameter=kept_bytes.get(arm_alone, sum(sizes[arm.name].values()) if arm.name in sizes else None),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
             wire=wires.get(arm.name, {}),
             energy=energies.get(arm.name),
             events=events[arm.name] if arm_curves else None,
-            verdict=verdicts.of(arm.name),
+            verdict=verdicts.find_verdict(arm.name),
         )
         summaries.append(summary)
     return tuple(summaries)
 
 
-def _first_by_arm(stored: KeptTraining, name: str) -> dict[str, dict[str, float]]:
-    """Returns a figure by layer, of each arm's first step that has it."""
-    # Later steps send and keep the same, so the first one is enough.
-    first: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
-    for figure in stored.of(StepFigure):
+def _first_values(stored: KeptTraining, name: str) -> dict[str, dict[str, float]]:
+    """Returns the values of a figure by arm and layer. They come from each arm's first step that has the figure."""
+    # Later steps have equal values.
+    first_by_arm: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
+    for figure in stored.select_lines(StepFigure):
         if figure.name == name:
-            at, values = first.setdefault(figure.arm, ((figure.seed, figure.step), {}))
+            at, values = first_by_arm.setdefault(figure.arm, ((figure.seed, figure.step), {}))
             if at == (figure.seed, figure.step):
                 values[figure.layer] = figure.value
-    return {arm: values for arm, (_, values) in first.items()}
+    return {arm: values for arm, (_, values) in first_by_arm.items()}
 
 
-def mean_of(values: Sequence[float]) -> float | None:
+def mean_or_none(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
-def figures_of(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    """Returns the figures of an arm. Gaps are of the last third of the steps; they have their interval of 95%,
-    'gap_deciding' that of 99%. A band is a figure of the arm that shows it."""
+def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, float | None]:
+    """Returns the figures of an arm by name. Gaps are over the last third of the steps, with their 95% interval;
+    'gap_deciding' has the 99% interval. For an arm that repeats the reference, there are differences from the
+    reference in place of gaps.
+    """
     verdict = summary.verdict
     energy = summary.energy
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
         "loss": summary.loss,
         "held_out": summary.held_out,
-        **gap_figures("gap", verdict.judged.gap if verdict else None),
-        **gap_figures("held_out_gap", verdict.judged.held_out if verdict else None),
+        **list_gap_figures("gap", verdict.judged.gap if verdict else None),
+        **list_gap_figures("held_out_gap", verdict.judged.held_out if verdict else None),
         "tokens_per_second": summary.tokens_per_second,
-        **_interval("speed_to_same_loss", speed),
+        **_interval_figures("speed_to_same_loss", speed),
         "bytes_per_parameter": summary.bytes_per_parameter,
         "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
         "joules_per_step": energy.joules.middle if energy and energy.joules else None,
         "events": summary.events,
-        **_band(summary.arm, verdicts),
+        **_band_figures(summary.arm, verdicts),
     }
 
 
-def gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
+def list_gap_figures(name: str, gap: Gap | None) -> dict[str, float | None]:
     if gap is None:
-        return {**_interval(name, None), **_interval(f"{name}_deciding", None), f"{name}_pairs": None}
-    ends = {**_interval(name, gap.shown), **_interval(f"{name}_deciding", gap.decides)}
-    return {**ends, name: gap.point, f"{name}_pairs": gap.pairs}
+        return {**_interval_figures(name, None), **_interval_figures(f"{name}_deciding", None), f"{name}_pairs": None}
+    intervals = {**_interval_figures(name, gap.shown), **_interval_figures(f"{name}_deciding", gap.decides)}
+    return {**intervals, name: gap.point, f"{name}_pairs": gap.pairs}
 
 
-def _interval(name: str, interval: Interval | None) -> dict[str, float | None]:
+def _interval_figures(name: str, interval: Interval | None) -> dict[str, float | None]:
     point, low, high = (interval.point, interval.low, interval.high) if interval else (None, None, None)
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
 
-def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
+def _band_figures(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
     if arm.role is ArmRole.REPEAT and verdicts.repeat_band is not None:
         return {"first_difference": verdicts.repeat_band.first, "largest_difference": verdicts.repeat_band.largest}
     return {}
@@ -218,13 +229,15 @@ def _band(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
 
 @dataclass(frozen=True)
 class TrainedEnergy:
-    """`joules` are those of a step, by its windows; `why` is the reason if they are missing."""
+    """The energy of a training step. `joules` is measured in windows of many steps. `why` is the reason if `joules`
+    is missing.
+    """
 
     joules: Range | None
     why: str = ""
 
 
-def energy_of(use: EnergyUse) -> TrainedEnergy:
+def summarise_energy(use: EnergyUse) -> TrainedEnergy:
     samples = energy_samples(use)
     if not samples:
         return TrainedEnergy(None, use.why or "no window was measured, for unknown reasons")
@@ -233,8 +246,9 @@ def energy_of(use: EnergyUse) -> TrainedEnergy:
 
 @dataclass(frozen=True)
 class ScoreVerdict:
-    """An arm's figure compared with the reference's, on average over seeds: `worse` is in points of a task, else a
-    share, paired over seeds, with the interval of 99%."""
+    """The verdict on an arm's score. The score and the reference's score are means over seeds. `worse` is the
+    difference, paired over seeds, with its 99% interval. For a task it is in points, otherwise it is a share.
+    """
 
     arm: str
     figure: str
@@ -248,109 +262,121 @@ class ScoreVerdict:
 
 
 # Values by seed.
-_Values = Mapping[int, float]
+_SeedValues = Mapping[int, float]
 _AT_CHANCE = "at chance, like the reference: it shows nothing about precisions"
 _IN_BF16 = "quantised:bf16"
 
 
-def verdicts_of_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
-    """Compares with the reference's scores; the reference's own quantised weights with these in bf16."""
+def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[ScoreVerdict, ...]:
+    """Compares the scores of arms with the reference's. Also compares the losses of the reference's quantised weights
+    with its loss in bf16.
+    """
     scores: dict[str, dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
-    for line in stored.of(StepFigure):
-        if line.name.startswith((TASK, METRIC)):
+    for line in stored.select_lines(StepFigure):
+        if line.name.startswith((TASK_PREFIX, METRIC_PREFIX)):
             scores[line.name][line.arm][line.seed] = line.value
     steps = stored.request.steps
-    for look in stored.of(Validation):
-        if look.of.startswith("quantised:") and look.step == steps:
-            scores[look.of][look.arm][look.seed] = look.loss
+    for validation in stored.select_lines(Validation):
+        if validation.of.startswith("quantised:") and validation.step == steps:
+            scores[validation.of][validation.arm][validation.seed] = validation.loss
     in_bf16 = dict(scores.get(_IN_BF16, {}))
-    base, request, scored = verdicts.reference, stored.request, []
+    reference, request, score_verdicts = verdicts.reference, stored.request, []
     for name, values in scores.items():
         for arm in stored.training.compared_arms:
-            if arm.name != base:
-                verdict = ScoreVerdict(arm.name, name, base)
-                scored.append(_verdict(request, verdict, values[arm.name], values[base]))
+            if arm.name != reference:
+                verdict = ScoreVerdict(arm.name, name, reference)
+                score_verdicts.append(_make_score_verdict(request, verdict, values[arm.name], values[reference]))
             elif name.startswith("quantised:") and name != _IN_BF16:
                 verdict = ScoreVerdict(arm.name, name, "itself in bf16")
-                scored.append(_verdict(request, verdict, values[arm.name], in_bf16.get(arm.name, {})))
-    return tuple(filter(None, scored))
+                score_verdicts.append(
+                    _make_score_verdict(request, verdict, values[arm.name], in_bf16.get(arm.name, {}))
+                )
+    return tuple(filter(None, score_verdicts))
 
 
-def _verdict(
-    request: TrainingRequest, verdict: ScoreVerdict, values: _Values, old_values: _Values
+def _make_score_verdict(
+    request: TrainingRequest, verdict: ScoreVerdict, values: _SeedValues, old_values: _SeedValues
 ) -> ScoreVerdict | None:
-    """Returns the verdict; None if no seed has both."""
-    both = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
-    pairs, name = [pair for pair in both if math.isfinite(sum(pair))], verdict.figure
+    """Returns the verdict on a score. None if no seed has a value of the arm and a value of the reference."""
+    value_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
+    pairs, name = [pair for pair in value_pairs if math.isfinite(sum(pair))], verdict.figure
     if not pairs:
         return None
     new, old = zip(*pairs, strict=True)
     verdict = replace(verdict, reference=math.fsum(old) / len(pairs), own=math.fsum(new) / len(pairs))
-    if name.startswith(TASK):
-        # No difference in this many questions bounds the true one: at 99% by 4.6 over their number.
-        floor = -math.log(1 - DECIDING) / (ITEMS * len(pairs))
-        chance = CHANCES[name.removeprefix(TASK).partition("@")[0]]
-        worse = _widen(gap_of([before - after for after, before in pairs]), floor)
+    if name.startswith(TASK_PREFIX):
+        # If none of this many questions shows a difference, the true difference is at most 4.6 divided by their
+        # number, with 99% confidence.
+        floor = -math.log(1 - DECIDING_LEVEL) / (ITEMS * len(pairs))
+        chance = CHANCE_SCORES[name.removeprefix(TASK_PREFIX).partition("@")[0]]
+        worse = _widen_gap(mean_gap([before - after for after, before in pairs]), floor)
         learned = _is_above(new, chance, floor) or _is_above(old, chance, floor)
         return _judge_score(verdict, worse, request.margin, at_chance=not learned)
     if min(old) <= 0:
-        return replace(verdict, word="open: there is no share of a reference that is not above 0")
-    sign = -1 if name.startswith(METRIC) and not _lower_is_better(request, name) else 1
-    return _judge_score(verdict, gap_of([sign * (after / before - 1) for after, before in pairs]), request.margin)
+        return replace(verdict, word="open: the reference is not above 0, so that no relative difference exists")
+    sign = -1 if name.startswith(METRIC_PREFIX) and not _lower_is_better(request, name) else 1
+    return _judge_score(verdict, mean_gap([sign * (after / before - 1) for after, before in pairs]), request.margin)
 
 
 def _is_above(scores: Sequence[float], chance: float, floor: float) -> bool:
-    """Whether the scores of all seeds together are certainly above chance."""
-    gap = _widen(gap_of([score - chance for score in scores]), floor)
+    """Returns whether the scores of all seeds together are certainly above chance."""
+    gap = _widen_gap(mean_gap([score - chance for score in scores]), floor)
     return gap is not None and gap.decides is not None and gap.decides.low > 0
 
 
 def _lower_is_better(request: TrainingRequest, name: str) -> bool:
-    figure = name.removeprefix(METRIC)
-    lower = [metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")]
-    return any(figure in (metric, f"{metric}.{figure.removeprefix(f'{metric}.')}") for metric in lower)
+    metric_name = name.removeprefix(METRIC_PREFIX)
+    lower_metrics = [metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")]
+    return any(
+        metric_name in (metric, f"{metric}.{metric_name.removeprefix(f'{metric}.')}") for metric in lower_metrics
+    )
 
 
-def _widen(gap: Gap | None, floor: float) -> Gap | None:
-    """Widens an interval to what this many questions resolve: no difference in them bounds that of all."""
+def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
+    """Returns the gap with an interval that reaches at least `floor` to each side. `floor` is the resolution of a
+    test with this many questions.
+    """
     if gap is None or gap.decides is None or gap.decides.high - gap.point >= floor:
         return gap
     return replace(gap, decides=Interval(gap.point, gap.point - floor, gap.point + floor, gap.decides.level))
 
 
 def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
-    verdict = replace(verdict, worse=gap, word=still_open(gap, margin))
-    if gap is None or gap.decides is None or gap.pairs < LEAST_PAIRS:
+    verdict = replace(verdict, worse=gap, word=describe_open_gap(gap, margin))
+    if gap is None or gap.decides is None or gap.pairs < MIN_PAIRS:
         return verdict
     if at_chance:
         return replace(verdict, word=_AT_CHANCE)
-    learned, matters = rule(gap.decides, margin), importance(gap.decides, margin)
+    learned, matters = classify_gap(gap.decides, margin), classify_importance(gap.decides, margin)
     verdict = replace(verdict, learned=learned, matters=matters)
     if learned is Learned.INCONCLUSIVE:
         return verdict
-    within = learned is Learned.WITHIN_NOISE
+    is_within_noise = learned is Learned.WITHIN_NOISE
     return replace(
-        verdict, word=learned.value if within else f"{learned}: {describe_importance(learned, matters, margin)}"
+        verdict,
+        word=learned.value if is_within_noise else f"{learned}: {describe_importance(learned, matters, margin)}",
     )
 
 
-def still_open(gap: Gap | None, bound: float) -> str:
-    """Returns 'open: 3 seeds of the 5 that are needed', or how many more would settle a share of `bound`."""
-    if gap is None or gap.pairs < LEAST_PAIRS:
-        return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {LEAST_PAIRS} that are needed"
-    count = seeds_until(gap, bound)
-    seeds = "an unknown number of more seeds" if count is None else many(count, "more seed")
+def describe_open_gap(gap: Gap | None, bound: float) -> str:
+    """Returns a text about an undecided gap, such as 'open: 3 seeds of the 5 that are needed'. If enough seeds were
+    trained, the text says how many further ones would decide about a share of `bound`.
+    """
+    if gap is None or gap.pairs < MIN_PAIRS:
+        return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {MIN_PAIRS} that are needed"
+    seed_count = count_seeds_needed(gap, bound)
+    seeds = "an unknown number of more seeds" if seed_count is None else many(seed_count, "more seed")
     return f"open: {seeds} would settle {100 * bound:g}%"
 
 
-_HOW: Mapping[Matters | None, str] = {Matters.NO: "inside", Matters.YES: "all of it beyond"}
+_IMPORTANCE_WORDS: Mapping[Matters | None, str] = {Matters.NO: "inside", Matters.YES: "all of it beyond"}
 
 
 def describe_importance(learned: Learned, matters: Matters | None, margin: float) -> str:
     """Returns the meaning of a difference, such as 'real, inside the 1% you tolerate'."""
-    limit = f"{100 * margin:.4g}%"
-    return f"real, {_HOW.get(matters, 'perhaps beyond')} " + (
-        f"the {limit} you tolerate" if learned is Learned.WORSE else f"the margin of {limit}"
+    margin_text = f"{100 * margin:.4g}%"
+    return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} " + (
+        f"the {margin_text} you tolerate" if learned is Learned.WORSE else f"the margin of {margin_text}"
     )
 
 
@@ -362,39 +388,46 @@ _TONES: Mapping[Learned | None, Tone] = {
 }
 
 
-def tone_of(verdict: JudgedArm | ScoreVerdict) -> Tone:
-    """Returns green if nothing is lost, red if something is, yellow if it is open or tolerated."""
+def find_tone(verdict: JudgedArm | ScoreVerdict) -> Tone:
+    """Returns the colour of a verdict: green if nothing is lost, red if something is lost, and yellow if that is
+    undecided or tolerated.
+    """
     tolerated = verdict.learned is Learned.WORSE and verdict.matters is Matters.NO
     return Tone.DOUBT if tolerated else _TONES.get(verdict.learned, Tone.DOUBT)
 
 
-def score_parts(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
-    cols: list[Col[ScoreVerdict]] = [
+def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
+    columns: list[Col[ScoreVerdict]] = [
         Col("arm", lambda verdict: verdict.arm),
         Col("figure", lambda verdict: verdict.figure),
-        Col("value", lambda verdict: verdict.own, show=_four),
+        Col("value", lambda verdict: verdict.own, show=_format_value),
         Col("against", lambda verdict: verdict.against),
-        Col("its value", lambda verdict: verdict.reference, show=_four),
-        Col("worse by", _worse, number=True, hint="points of a task, else a share; with the 99% interval over seeds"),
-        Col("verdict", lambda verdict: verdict.word, tone=tone_of),
+        Col("its value", lambda verdict: verdict.reference, show=_format_value),
+        Col(
+            "worse by",
+            _format_worse,
+            number=True,
+            hint="in points for tasks, in percent otherwise; with the 99% interval over seeds",
+        ),
+        Col("verdict", lambda verdict: verdict.word, tone=find_tone),
     ]
-    scored_tasks = {row.figure.removeprefix(TASK).partition("@")[0] for row in rows}
-    tasks = [task for task in CHANCES if task in scored_tasks]
-    chances = ", ".join(f"{task} {100 * CHANCES[task]:.3g}%" for task in tasks)
-    words = [Text(f"By chance alone answers are right in: {chances}.")] if tasks else []
-    scored = any(not row.figure.startswith("quantised:") for row in rows)
-    title = "Scores, and losses after quantising" if scored else "Losses after quantising"
+    scored_tasks = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
+    tasks = [task for task in CHANCE_SCORES if task in scored_tasks]
+    chances = ", ".join(f"{task} {100 * CHANCE_SCORES[task]:.3g}%" for task in tasks)
+    texts = [Text(f"By chance alone answers are right in: {chances}.")] if tasks else []
+    has_scores = any(not row.figure.startswith("quantised:") for row in rows)
+    title = "Scores, and losses after quantising" if has_scores else "Losses after quantising"
     if rows:
-        yield Part("scores", title, (table("scores", "", cols, rows), *words))
+        yield Part("scores", title, (table("scores", "", columns, rows), *texts))
 
 
-def _four(value: float) -> str:
+def _format_value(value: float) -> str:
     return f"{value:.4g}"
 
 
-def _worse(verdict: ScoreVerdict) -> str | None:
+def _format_worse(verdict: ScoreVerdict) -> str | None:
     if verdict.worse is None:
         return None
-    unit, ends = " points" if verdict.figure.startswith(TASK) else "%", verdict.worse.decides
-    span = f" [{100 * ends.low:+.2g}, {100 * ends.high:+.2g}]" if ends else ""
-    return f"{100 * verdict.worse.point:+.2g}{span}{unit}"
+    unit, interval = " points" if verdict.figure.startswith(TASK_PREFIX) else "%", verdict.worse.decides
+    interval_text = f" [{100 * interval.low:+.2g}, {100 * interval.high:+.2g}]" if interval else ""
+    return f"{100 * verdict.worse.point:+.2g}{interval_text}{unit}"

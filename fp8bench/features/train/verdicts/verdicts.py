@@ -1,5 +1,6 @@
-"""Verdicts on the arms of a training: how each learned compared with its reference, and how much sooner it reaches a
-loss."""
+"""Verdicts on the arms of a training: how well each arm learned compared with its reference, and how much sooner it
+reaches the same loss.
+"""
 
 from __future__ import annotations
 
@@ -11,12 +12,12 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from fp8bench.analysis.compare.interval import quantile
+from fp8bench.analysis.compare.interval import student_quantile
 from fp8bench.features.train.values import FALLBACK, Arm, ArmRole, Lines, StepRow, Training, Validation
 from fp8bench.features.train.verdicts.curves import (
-    INCURABLE,
-    LEAST_PAIRS,
-    SHOWN,
+    LASTING_VOIDS,
+    MIN_PAIRS,
+    SHOWN_LEVEL,
     Curve,
     Curves,
     JudgedArm,
@@ -24,29 +25,30 @@ from fp8bench.features.train.verdicts.curves import (
     Pair,
     Void,
     Why,
-    curves_of,
-    curves_of_arm,
-    gap_of,
-    judge,
-    last_of,
+    judge_pairs,
+    make_curves,
+    mean_gap,
     pair_curves,
+    select_curves,
+    tail_length,
 )
 from fp8bench.model import Interval
 from fp8bench.report.panels import together
 
-# 'No worse' only means something if an arm that lost this share of what the reference learned would be outside the
-# margin. A reference whose loss fell by less than the second share has only seen noise.
-_LOST = 0.1
-_LEAST_FALL = 0.1
-# Loss curves are fitted over the last two thirds of the steps: the logarithm of a third is the furthest back.
-_LEAST = -math.log(3)
-_LEAST_POINTS = 10
+# A verdict 'within noise' is only meaningful if losing a tenth of what the reference learned would exceed the margin.
+# If the reference's loss fell by less than the second share, it has learned too little.
+_LOST_SHARE = 0.1
+_MIN_FALL = 0.1
+# Loss curves are fitted from a third of the steps on, which is over the last two thirds.
+_MIN_LOG_STEP = -math.log(3)
+_MIN_POINTS = 10
 
 
 @dataclass(frozen=True)
 class ArmVerdict:
-    """The verdict on one arm, its pairs, and why other seeds have no pair. `speed` is None if it is unknown or
-    meaningless."""
+    """The verdict on one arm, with its pairs of seeds. For each seed without a pair there is a reason. `speed` is
+    None if it is unknown or meaningless.
+    """
 
     arm: Arm
     judged: JudgedArm
@@ -62,8 +64,10 @@ class ArmVerdict:
 
 @dataclass(frozen=True)
 class RepeatBand:
-    """The reference repeated with the same seed: the number of steps, the first that differs (None if all have the same
-    bits), and the largest gap of any step, infinite if a loss is not finite."""
+    """Compares the reference with a repetition of it under the same seed. Has the number of steps, the first step
+    whose loss differs (None if all losses are equal to the bit), and the largest gap of a step. That gap is infinite
+    if a loss is not finite.
+    """
 
     steps: int
     first: int | None
@@ -72,9 +76,11 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """The verdicts of a training. `falls` are those of the reference's loss by seed. Without `looks` there is no
-    held-out text, and only the training loss decides. `chaos` is the effect of one ulp in the first seed. `rates` is
-    the number of the reference's learning rates, whose best is compared with each arm's best."""
+    """The verdicts of a training. `falls` are the shares by which the reference's loss fell, by seed. If `looks` is
+    False, no text is held out, and only the training loss decides. `chaos` is the effect of one ulp in the first
+    seed. `rates` is the number of learning rates of the reference. With several rates, the reference at its best rate
+    is compared with each arm at the arm's best rate.
+    """
 
     reference: str
     margin: float
@@ -87,143 +93,152 @@ class TrainingVerdicts:
     chaos: Pair | None = None
     rates: int = 1
 
-    def of(self, name: str) -> ArmVerdict | None:
-        """Returns an arm's verdict; None for the reference and its bands."""
+    def find_verdict(self, name: str) -> ArmVerdict | None:
+        """Returns an arm's verdict. Returns None for the reference, its repeats, and its one-ulp arm."""
         return next((arm for arm in self.arms if arm.arm.name == name), None)
 
 
-def least_fall(margin: float) -> float:
-    """Returns the share by which the reference's loss must fall, so that losing a tenth of that is a gap above the
-    margin."""
-    return max(_LEAST_FALL, margin / (margin + _LOST))
+def min_fall(margin: float) -> float:
+    """Returns the share by which the reference's loss must fall. An arm that misses a tenth of such a fall has a gap
+    beyond the margin.
+    """
+    return max(_MIN_FALL, margin / (margin + _LOST_SHARE))
 
 
-def verdicts_of(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
-    """Computes the verdicts; `curves` are those of the lines, if the caller has them."""
+def judge_training(training: Training, lines: Lines, curves: Curves | None = None) -> TrainingVerdicts:
+    """Returns the verdicts of a training. `curves` are the loss curves of its lines. They are made here unless the
+    caller has them already.
+    """
     request = training.request
     seeds = tuple(range(request.seed, request.seed + request.seeds))
-    looks = not request.settings.make or any(isinstance(line, Validation) for line in lines)
-    curves = curves_of(lines, request.steps) if curves is None else curves
-    return verdicts_on(training.arms, curves, seeds, request.steps, request.margin, looks)
+    has_held_out = not request.settings.make or any(isinstance(line, Validation) for line in lines)
+    curves = make_curves(lines, request.steps) if curves is None else curves
+    return judge_arms(training.arms, curves, seeds, request.steps, request.margin, has_held_out)
 
 
-def verdicts_on(
-    all_arms: Sequence[Arm], curves: Curves, seeds: tuple[int, ...], steps: int, margin: float, looks: bool
+def judge_arms(
+    all_arms: Sequence[Arm], curves: Curves, seeds: tuple[int, ...], steps: int, margin: float, has_held_out: bool
 ) -> TrainingVerdicts:
-    """Like `verdicts_of`, from curves of any origin."""
+    """Returns the verdicts of arms from their curves."""
     by_role = together((arm.role, arm) for arm in all_arms if not arm.skip)
-    base = by_role[ArmRole.REFERENCE][0]
-    at_rates = [base, *by_role.get(ArmRole.OTHER_RATE, ())]
-    reference = _best(at_rates, curves, seeds)
-    base_curves = {seed: curves.get((base.name, seed), Curve(steps)) for seed in seeds}
+    base_arm = by_role[ArmRole.REFERENCE][0]
+    reference_rates = [base_arm, *by_role.get(ArmRole.OTHER_RATE, ())]
+    reference = _find_best_arm(reference_rates, curves, seeds)
+    base_curves = {seed: curves.get((base_arm.name, seed), Curve(steps)) for seed in seeds}
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
-    least = least_fall(margin)
-    learned = not any(curve.blew_up or curve.fall < least for curve in best_curves.values())
-    # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first.
+    required_fall = min_fall(margin)
+    has_learned = not any(curve.blew_up or curve.fall < required_fall for curve in best_curves.values())
+    # 1. The effect of chance on the reference: nondeterminism in every seed, chaos in the first seed.
     chaos: list[Pair] = []
     for arm in by_role.get(ArmRole.CHAOS, ()):
-        chaos += _pairs(base_curves, arm, curves)[0]
+        chaos += _pair_seeds(base_curves, arm, curves)[0]
     repeats: list[tuple[Curve, Curve]] = []
     for arm in by_role.get(ArmRole.REPEAT, ()):
-        repeats += [(base_curves[seed], curve) for seed, curve in curves_of_arm(curves, arm.name).items()]
-    # 2. Compare each candidate with the reference at its best rate; of several rates only the best keeps its verdict.
+        repeats += [(base_curves[seed], curve) for seed, curve in select_curves(curves, arm.name).items()]
+    # 2. Compare each candidate with the reference at the reference's best rate. If a candidate has several rates,
+    # only the best one keeps its verdict.
     candidates = by_role.get(ArmRole.CANDIDATE, [])
-    verdicts = [_arm_verdict(reference, arm, best_curves, curves, margin, learned, looks) for arm in candidates]
+    verdicts = [
+        _judge_arm(reference, arm, best_curves, curves, margin, has_learned, has_held_out) for arm in candidates
+    ]
     return TrainingVerdicts(
         reference.name,
         margin,
         seeds,
-        least,
+        required_fall,
         {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
         tuple(verdicts)
-        if len(at_rates) == 1
-        else tuple(_at_best_rate(arm_verdict, candidates, curves) for arm_verdict in verdicts),
-        _repeat_band(repeats) if repeats else None,
-        looks,
+        if len(reference_rates) == 1
+        else tuple(_keep_best_rate(arm_verdict, candidates, curves) for arm_verdict in verdicts),
+        _compare_repeats(repeats) if repeats else None,
+        has_held_out,
         chaos[0] if chaos else None,
-        len(at_rates),
+        len(reference_rates),
     )
 
 
-def _best(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
-    """Returns the arm with the lowest mean endpoint; the first one if no arm has an endpoint in every seed."""
+def _find_best_arm(arms: Sequence[Arm], curves: Curves, seeds: Iterable[int]) -> Arm:
+    """Returns the arm with the lowest mean endpoint. Arms without an endpoint in some seed do not count. Returns the
+    first arm if none counts.
+    """
 
-    def mean(arm: Arm) -> float:
-        ends = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
-        end = math.fsum(ends) / len(ends)
+    def mean_endpoint(arm: Arm) -> float:
+        endpoints = [curves[arm.name, seed].endpoint if (arm.name, seed) in curves else math.nan for seed in seeds]
+        end = math.fsum(endpoints) / len(endpoints)
         return end if math.isfinite(end) else math.inf
 
-    return min(arms, key=mean)
+    return min(arms, key=mean_endpoint)
 
 
-def _at_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
-    """Keeps only the verdict at the best of an arm's rates: the others become inconclusive."""
+def _keep_best_rate(verdict: ArmVerdict, arms: Sequence[Arm], curves: Curves) -> ArmVerdict:
+    """Returns the verdict unchanged if the arm has the best of its rates. Otherwise returns an inconclusive verdict."""
 
-    def without_rate(arm: Arm) -> tuple[object, ...]:
+    def describe_without_rate(arm: Arm) -> tuple[object, ...]:
         return arm.precision, *(pair for pair in arm.settings if pair[0] != "rate")
 
-    same_but_rate = [arm for arm in arms if without_rate(arm) == without_rate(verdict.arm)]
-    names = {arm.name for arm in same_but_rate}
+    arms_at_rates = [arm for arm in arms if describe_without_rate(arm) == describe_without_rate(verdict.arm)]
+    names = {arm.name for arm in arms_at_rates}
     seeds = {seed for name, seed in curves if name in names}
-    if len(same_but_rate) < 2 or not seeds or verdict.judged.learned is Learned.DIVERGED:
+    if len(arms_at_rates) < 2 or not seeds or verdict.judged.learned is Learned.DIVERGED:
         return verdict
-    if _best(same_but_rate, curves, seeds) is verdict.arm:
+    if _find_best_arm(arms_at_rates, curves, seeds) is verdict.arm:
         return verdict
     judged = replace(verdict.judged, learned=Learned.INCONCLUSIVE, why=Why.OTHER_RATE, more_seeds=None, matters=None)
     return replace(verdict, judged=judged, speed=None)
 
 
-def _arm_verdict(
+def _judge_arm(
     reference: Arm,
     arm: Arm,
-    base: Mapping[int, Curve],
+    base_curves: Mapping[int, Curve],
     curves: Curves,
     margin: float,
-    learned: bool,
-    looks: bool,
+    has_learned: bool,
+    has_held_out: bool,
 ) -> ArmVerdict:
-    """Returns an arm's verdict; `base` are the reference's curves by seed."""
-    pairs, voids = _pairs(base, arm, curves)
-    least = least_fall(margin)
+    """Returns an arm's verdict. `base_curves` has the curves of the reference by seed."""
+    pairs, voids = _pair_seeds(base_curves, arm, curves)
+    required_fall = min_fall(margin)
     diverged = tuple(
         seed
-        for seed, curve in base.items()
-        if (ended := curves.get((arm.name, seed))) is not None
+        for seed, curve in base_curves.items()
+        if (arm_curve := curves.get((arm.name, seed))) is not None
         and not curve.blew_up
-        and (ended.blew_up or (ended.fall <= 0 and curve.fall >= least))  # no lower than it began
+        and (arm_curve.blew_up or (arm_curve.fall <= 0 and curve.fall >= required_fall))  # its loss did not fall
     )
-    # Divergence and a reference that did not learn override the pairs.
-    judged = judge(pairs, margin, looks)
+    # If an arm diverged, or the reference did not learn, the verdict on pairs does not count.
+    judged = judge_pairs(pairs, margin, has_held_out)
     void = Counter(reason for _, reason in voids).most_common(1)[0][0] if voids else None
-    if judged.why is Why.FEW_PAIRS and void in INCURABLE:
+    if judged.why is Why.FEW_PAIRS and void in LASTING_VOIDS:
         judged = replace(judged, more_seeds=None, void=void)
-    fell_back = any(FALLBACK in curve.events for curve in curves_of_arm(curves, arm.name).values())
+    fell_back = any(FALLBACK in curve.events for curve in select_curves(curves, arm.name).values())
     same_bits = bool(pairs) and all(pair.same_bits for pair in pairs) and arm.precision != reference.precision
     if diverged:
         judged = JudgedArm(Learned.DIVERGED, judged.gap, judged.held_out)
-    elif not learned:
+    elif not has_learned:
         judged = JudgedArm(Learned.DID_NOT_LEARN)
     elif fell_back or same_bits:
         reason = Why.FALLBACK if fell_back else Why.SAME_BITS
         judged = replace(judged, learned=Learned.INCONCLUSIVE, why=reason, more_seeds=None, matters=None)
-        learned = False
+        has_learned = False
     speed = None
-    if learned and not diverged and arm.native and reference.native:
-        speed = adjusted_speed([(base[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
+    if has_learned and not diverged and arm.native and reference.native:
+        speed = measure_speed([(base_curves[pair.seed], curves[arm.name, pair.seed]) for pair in pairs])
     return ArmVerdict(arm, judged, pairs, voids, diverged, speed)
 
 
-def _pairs(
-    base: Mapping[int, Curve], arm: Arm, curves: Curves
+def _pair_seeds(
+    base_curves: Mapping[int, Curve], arm: Arm, curves: Curves
 ) -> tuple[tuple[Pair, ...], tuple[tuple[int, Void], ...]]:
-    """Returns the arm's pairs, and the seeds without one. Seeds in which the reference has the same losses count
-    once."""
+    """Returns the arm's pairs with the reference. Also returns the seeds that have no pair. If the reference has
+    equal losses in several seeds, only one of them counts.
+    """
     pairs: list[Pair] = []
     voids: list[tuple[int, Void]] = []
     losses_met: set[tuple[float, ...]] = set()
-    for seed, reference in base.items():
+    for seed, reference in base_curves.items():
         pair = pair_curves(reference, curves.get((arm.name, seed), Curve(reference.steps)), seed)
-        # Two equal seeds are one observation: counting both would narrow the interval.
+        # Two seeds with equal losses are one observation: counting both would narrow the interval.
         if reference.losses in losses_met:
             pair = Void.COPY if isinstance(pair, Pair) else pair
         if isinstance(pair, Pair):
@@ -234,91 +249,105 @@ def _pairs(
     return tuple(pairs), tuple(voids)
 
 
-def _repeat_band(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
+def _compare_repeats(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
     both: list[tuple[StepRow, StepRow]] = []
     for reference, repeat in repeats:
         both += zip(reference.rows, repeat.rows, strict=False)
-    first = next((old.step for old, new in both if old.loss != new.loss), None)
+    first_difference = next((old.step for old, new in both if old.loss != new.loss), None)
     gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
-    return RepeatBand(len(both), first, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0))
+    return RepeatBand(
+        len(both), first_difference, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
+    )
 
 
 @dataclass(frozen=True)
 class AdjustedSpeed:
-    """How much sooner an arm reaches a loss, above 1 for faster: `raw` by the time of steps, `adjusted` to the same
-    loss (docs/watching.md). `bounded`: it is at most this fast, as its reference passed its last loss within a third of
-    the steps. None if the better loss no longer certainly falls."""
+    """How many times as fast an arm is as its reference. `raw` compares the time of steps. `adjusted` compares the
+    time to the same loss (docs/watching.md). It is None if the better one of the two losses may no longer fall.
+    `bounded` means that the arm is at most this fast: the reference reached the arm's last loss within a third of the
+    steps.
+    """
 
     raw: Interval
     adjusted: Interval | None
     bounded: bool = False
 
 
-def adjusted_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
-    """Returns the speed from `pairs` of (reference, arm), one per seed. None for fewer than five that were timed."""
-    timed = [(pair, log) for pair in pairs if (log := _log_speed(*pair)) is not None]
-    if len(timed) < LEAST_PAIRS:
+def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
+    """Returns the speed from pairs of curves (reference, arm), one pair per seed. Returns None if fewer than five
+    pairs were timed.
+    """
+    timed_pairs = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
+    if len(timed_pairs) < MIN_PAIRS:
         return None
-    curves, speeds = [pair for pair, _ in timed], [log for _, log in timed]
-    # Logarithms of ratios: half and twice as fast are equally far from 1.
-    pace = gap_of(speeds)
-    assert pace is not None and pace.shown is not None
-    raw, steps = _exp(pace.shown), log_steps(curves)
+    curves, speeds = [pair for pair, _ in timed_pairs], [log for _, log in timed_pairs]
+    # Logarithms of ratios, because half and twice as fast are equally far from 1.
+    step_speed = mean_gap(speeds)
+    assert step_speed is not None and step_speed.shown is not None
+    raw, steps = _exponentiate(step_speed.shown), measure_log_steps(curves)
     if steps is None:
         return AdjustedSpeed(raw, None)
-    point = pace.point + max(steps, _LEAST)
-    if steps < _LEAST:
-        return AdjustedSpeed(raw, _exp(Interval(point, -math.inf, point, SHOWN)), bounded=True)
-    without_one = [
-        max(log, _LEAST)
+    point = step_speed.point + max(steps, _MIN_LOG_STEP)
+    if steps < _MIN_LOG_STEP:
+        return AdjustedSpeed(raw, _exponentiate(Interval(point, -math.inf, point, SHOWN_LEVEL)), bounded=True)
+    log_steps_without = [
+        max(log, _MIN_LOG_STEP)
         for seed in range(len(curves))
-        if (log := log_steps(curves[:seed] + curves[seed + 1 :])) is not None
+        if (log := measure_log_steps(curves[:seed] + curves[seed + 1 :])) is not None
     ]
-    if len(without_one) < len(curves):
+    if len(log_steps_without) < len(curves):
         return AdjustedSpeed(raw, None)
-    without_seed = [statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(without_one)]
-    return AdjustedSpeed(raw, _jackknife(point, without_seed))
+    estimates = [
+        statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(log_steps_without)
+    ]
+    return AdjustedSpeed(raw, _jackknife(point, estimates))
 
 
 def _jackknife(point: float, estimates: Sequence[float]) -> Interval:
     error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
-    reach = quantile(SHOWN, len(estimates) - 1) * error
-    return _exp(Interval(point, point - reach, point + reach, SHOWN))
+    half_width = student_quantile(SHOWN_LEVEL, len(estimates) - 1) * error
+    return _exponentiate(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL))
 
 
-def log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
-    """Returns the logarithm of how many times fewer steps the arm takes; minus infinity for less than a third as many.
-    None if the better loss does not fall, or was not recorded that far back."""
-    rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
-    better, sign = (1, -1.0) if rise < 0 else (0, 1.0)
-    place = _place_above([pair[better].losses for pair in pairs], sign * rise)
-    return None if place is None or (sign < 0 and place < _LEAST) else sign * place
+def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
+    """Returns the logarithm of a ratio: the steps that the reference takes to reach the same loss as the arm, divided
+    by the arm's steps. Returns minus infinity if the ratio is less than a third. Returns None if the better loss does
+    not fall, or was not recorded that far back.
+    """
+    loss_rise = statistics.fmean(arm.endpoint - reference.endpoint for reference, arm in pairs)
+    better, sign = (1, -1.0) if loss_rise < 0 else (0, 1.0)
+    log_step = _find_log_step([pair[better].losses for pair in pairs], sign * loss_rise)
+    return None if log_step is None or (sign < 0 and log_step < _MIN_LOG_STEP) else sign * log_step
 
 
-def _place_above(curves: Sequence[Sequence[float]], rise: float) -> float | None:
-    """Returns the logarithm of the step at which the mean of curves was `rise` above its endpoint, over the endpoint's
-    step. Minus infinity if that is before the last two thirds; None if losses there do not fall throughout."""
+def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float | None:
+    """Finds the step at which the mean of the curves was `loss_rise` above its endpoint. Returns the logarithm of
+    this step divided by the step of the endpoint. Returns minus infinity if this step is before the last two thirds
+    of the training, and None if losses there do not fall throughout.
+    """
     steps = len(curves[0])
-    places = np.log(np.arange(1, steps + 1) / (steps - (last_of(steps) - 1) / 2))
+    log_steps = np.log(np.arange(1, steps + 1) / (steps - (tail_length(steps) - 1) / 2))
     losses = np.array(curves).mean(axis=0)
-    fitted = (places >= _LEAST) & np.isfinite(losses)
-    if fitted.sum() < _LEAST_POINTS:
+    is_fitted = (log_steps >= _MIN_LOG_STEP) & np.isfinite(losses)
+    if is_fitted.sum() < _MIN_POINTS:
         return None
-    bend, slope, _ = (float(term) for term in np.polyfit(places[fitted], losses[fitted], 2))
-    if max(slope, slope + 2 * bend * _LEAST) >= 0:
-        # A parabola that turns up at its end would imply a loss that rises again.
-        bend, slope = 0.0, float(np.polyfit(places[fitted], losses[fitted], 1)[0])
+    curvature, slope, _ = (float(term) for term in np.polyfit(log_steps[is_fitted], losses[is_fitted], 2))
+    if max(slope, slope + 2 * curvature * _MIN_LOG_STEP) >= 0:
+        # A parabola that turns upwards at its end would mean that the loss rises again.
+        curvature, slope = 0.0, float(np.polyfit(log_steps[is_fitted], losses[is_fitted], 1)[0])
     if slope >= 0:
         return None
-    if rise > _LEAST * (slope + bend * _LEAST):
+    if loss_rise > _MIN_LOG_STEP * (slope + curvature * _MIN_LOG_STEP):
         return -math.inf
-    # The root of bend x^2 + slope x = rise near 0, in a form that also works for a bend of 0.
-    root = math.sqrt(max(0.0, slope * slope + 4 * bend * rise))
-    return -2 * rise / (root - slope)
+    # The root near 0 of bend x^2 + slope x = rise. This form also works if bend is 0.
+    root = math.sqrt(max(0.0, slope * slope + 4 * curvature * loss_rise))
+    return -2 * loss_rise / (root - slope)
 
 
-def _log_speed(reference: Curve, arm: Curve) -> float | None:
-    """Returns the median over steps that were timed in both arms; None if none was."""
+def _measure_log_speed(reference: Curve, arm: Curve) -> float | None:
+    """Returns the logarithm of the arm's speed relative to the reference: the median over the steps that were timed
+    in both. Returns None if there is no such step.
+    """
     logs = [
         math.log(new.tokens / new.seconds * old.seconds / old.tokens)
         for old, new in zip(reference.rows, arm.rows, strict=True)
@@ -327,6 +356,6 @@ def _log_speed(reference: Curve, arm: Curve) -> float | None:
     return statistics.median(logs) if logs else None
 
 
-def _exp(logs: Interval) -> Interval:
+def _exponentiate(logs: Interval) -> Interval:
     point, low, high = (math.exp(min(700.0, max(-700.0, value))) for value in (logs.point, logs.low, logs.high))
     return Interval(point, low, high, logs.level)

@@ -1,4 +1,4 @@
-"""Draws any chart."""
+"""Draws a chart of any class."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ from fp8bench.report.page.drawing.plots import draw_lines, draw_scatter
 from fp8bench.report.page.drawing.rows import draw_bars, draw_stacks
 from fp8bench.report.page.drawing.sheet import Sheet
 
-# The drawing function of each class of charts; it returns the height, or 0 if there is nothing to draw.
-_DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
+# For each class of charts, the function that draws it. The function returns the height of the chart, or 0 if there is
+# nothing to draw.
+_DRAW_FUNCTIONS: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
     Bars: draw_bars,
     Scatter: draw_scatter,
     Stacks: draw_stacks,
@@ -21,12 +22,12 @@ _DRAWN_BY: dict[type[AnyChart], Callable[[Sheet, Any], float]] = {
 
 def draw_on(sheet: Sheet, chart: AnyChart) -> float:
     """Draws the chart, and returns its height."""
-    end = _DRAWN_BY[type(chart)](sheet, chart)
-    if not end:
-        sheet.text(0, 14, "Nothing to draw: no value here has a place on the axis.", "quiet")
-    return end or 28.0
+    height = _DRAW_FUNCTIONS[type(chart)](sheet, chart)
+    if not height:
+        sheet.add_text(0, 14, "Nothing to draw: the axis can show none of the values.", "quiet")
+    return height or 28.0
 
 
-def draw(chart: AnyChart) -> str:
+def draw_svg(chart: AnyChart) -> str:
     sheet = Sheet(chart)
-    return sheet.svg(draw_on(sheet, chart))
+    return sheet.to_svg(draw_on(sheet, chart))

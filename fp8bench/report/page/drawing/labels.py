@@ -1,78 +1,81 @@
-"""Places texts next to the marks of a chart, as many as fit."""
+"""Writes texts next to the marks of a chart, as many as fit without overlap."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fp8bench.report.page.drawing.scale import LABELS, cut_to_room
+from fp8bench.report.page.drawing.scale import MAX_LABELS, cut_to_room
 from fp8bench.report.page.drawing.sheet import Sheet
 
-# Longer labels are shortened in the middle.
-_LABEL_ROOM = 190.0
+# A label that is wider than this, in pixels, is shortened in the middle.
+_MAX_LABEL_WIDTH = 190.0
 
 
 @dataclass(frozen=True)
 class Box:
-    """A rectangle in pixels of the sheet, with y pointing down."""
+    """A rectangle in pixels of the sheet. y points down."""
 
     left: float
     top: float
     right: float
     bottom: float
 
-    def meets(self, box: Box) -> bool:
-        is_aside = self.left >= box.right or box.left >= self.right
-        return not is_aside and self.top < box.bottom and box.top < self.bottom
+    def overlaps(self, box: Box) -> bool:
+        is_beside = self.left >= box.right or box.left >= self.right
+        return not is_beside and self.top < box.bottom and box.top < self.bottom
 
-    def holds(self, box: Box) -> bool:
-        within_width = self.left <= box.left and box.right <= self.right
-        return within_width and self.top <= box.top and box.bottom <= self.bottom
-
-
-# A text's box, its anchor, and the position of the anchor.
-Spot = tuple[Box, str, float]
+    def contains(self, box: Box) -> bool:
+        fits_width = self.left <= box.left and box.right <= self.right
+        return fits_width and self.top <= box.top and box.bottom <= self.bottom
 
 
-def write_beside(
+# The box of a text, its anchor (start, middle or end), and the x position of the anchor.
+TextPosition = tuple[Box, str, float]
+
+
+def write_labels(
     sheet: Sheet,
     texts: Iterable[tuple[float, float, str, str]],
-    taken: list[Box],
+    occupied: list[Box],
     frames: Sequence[Box],
-    boxes_at: Callable[[float, float, float, float], Iterable[Spot]],
+    find_boxes: Callable[[float, float, float, float], Iterable[TextPosition]],
 ) -> None:
-    """Writes texts (x, y, text, style) next to their positions, as many as fit."""
-    written = 0
+    """Writes texts (x, y, text, style) near their positions, as many as fit without overlap.
+
+    `find_boxes` proposes boxes for a text. The text is written in the first box that is free and lies within a frame.
+    """
+    num_written = 0
     for x, y, label, style in texts:
-        if written == LABELS:
+        if num_written == MAX_LABELS:
             return
-        text = cut_to_room(label, _LABEL_ROOM, sheet.size)
+        text = cut_to_room(label, _MAX_LABEL_WIDTH, sheet.font_size)
         if not text:
             continue
-        for box, anchor, place in boxes_at(x, y, sheet.measure(text), sheet.size):
-            is_inside = any(frame.holds(box) for frame in frames)
-            if is_inside and not any(map(box.meets, taken)):
-                taken.append(box)
-                sheet.text(place, (box.top + box.bottom) / 2, text, style, anchor=anchor)
-                written += 1
+        for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):
+            is_inside = any(frame.contains(box) for frame in frames)
+            if is_inside and not any(map(box.overlaps, occupied)):
+                occupied.append(box)
+                sheet.add_text(anchor_x, (box.top + box.bottom) / 2, text, style, anchor=anchor)
+                num_written += 1
                 break
 
 
-def boxes_over(x: float, y: float, wide: float, size: float) -> Iterable[Spot]:
-    """Returns boxes for a label: above a mark, higher, and below it."""
-    half = size * 0.6
+def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
+    """Yields boxes for a label: above the mark, up to four lines higher, then below it."""
+    half_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
         middle = y + lines * size * 1.25
-        top = middle - half
-        bottom = middle + half
-        yield Box(x - wide / 2, top, x + wide / 2, bottom), "middle", x
-        yield Box(x, top, x + wide, bottom), "start", x
-        yield Box(x - wide, top, x, bottom), "end", x
+        top = middle - half_height
+        bottom = middle + half_height
+        yield Box(x - width / 2, top, x + width / 2, bottom), "middle", x
+        yield Box(x, top, x + width, bottom), "start", x
+        yield Box(x - width, top, x, bottom), "end", x
 
 
-def boxes_around(x: float, y: float, wide: float, size: float) -> Iterable[Spot]:
-    half = size * 0.6
-    yield Box(x + 9, y - half, x + 9 + wide, y + half), "start", x + 9
-    yield Box(x - 9 - wide, y - half, x - 9, y + half), "end", x - 9
+def boxes_around(x: float, y: float, width: float, size: float) -> Iterable[TextPosition]:
+    half_height = size * 0.6
+    yield Box(x + 9, y - half_height, x + 9 + width, y + half_height), "start", x + 9
+    yield Box(x - 9 - width, y - half_height, x - 9, y + half_height), "end", x - 9
     for middle in (y - 15, y + 15):
-        yield Box(x - wide / 2, middle - half, x + wide / 2, middle + half), "middle", x
+        yield Box(x - width / 2, middle - half_height, x + width / 2, middle + half_height), "middle", x

@@ -1,7 +1,7 @@
-"""Charts as files for slides and papers, drawn by matplotlib like on the page, in its light colours.
+"""Draws charts as picture files for slides and papers, by matplotlib, in the light colours of the page.
 
-A sheet collects the shapes, and the page's styles determine their look. Only --plots imports this module, and with it
-matplotlib.
+A sheet collects the shapes of a chart. The style sheets of the page determine their colours and lines. Only --plots
+imports this module, because it needs matplotlib.
 """
 
 from __future__ import annotations
@@ -24,148 +24,172 @@ from matplotlib.transforms import Affine2D
 
 from fp8bench.report.elements import AnyChart
 from fp8bench.report.page.drawing.draw import draw_on
-from fp8bench.report.page.drawing.scale import FORBIDDEN
-from fp8bench.report.page.drawing.sheet import Line, Sheet, Steps, along_lines, outline
+from fp8bench.report.page.drawing.scale import FORBIDDEN_CHARACTERS
+from fp8bench.report.page.drawing.sheet import Line, PathCommands, Sheet, line_commands, shape_outline
 
-# Pixels of the sheet, points of a font or line, and pixels of a file, in an inch.
-_PIXELS = 96.0
-_POINTS = 72.0
-_DOTS = 192.0
-_EDGE = 20.0
-_TITLE = 17.0
-_SMALL = 12.0
-_LINE = 17.0
-# Texts stay texts, fonts are embedded as journals require, and output is reproducible.
+# How many pixels of the sheet, points of a font or line, and pixels of the file make an inch.
+_PIXELS_PER_INCH = 96.0
+_POINTS_PER_INCH = 72.0
+_FILE_PIXELS_PER_INCH = 192.0
+_MARGIN = 20.0
+_TITLE_SIZE = 17.0
+_DESCRIPTION_SIZE = 12.0
+_LINE_HEIGHT = 17.0
+# These settings of matplotlib keep texts as texts, embed fonts as journals require, and make files reproducible.
 _SETTINGS: dict[Any, Any] = {
     "svg.fonttype": "none",
     "pdf.fonttype": 42,
     "svg.hashsalt": "fp8bench",
     "path.simplify": False,
 }
-_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
-# Each format's metadata key for a description, and dates, which would change the bytes.
-_DESCRIBED_BY = {"png": "Description", "svg": "Description", "pdf": "Subject"}
+_MATPLOTLIB_CODES = {"M": [Path.MOVETO], "L": [Path.LINETO], "C": [Path.CURVE4] * 3, "z": [Path.CLOSEPOLY]}
+# For each format, the metadata key of a description, and the keys of dates, which are left out because they would
+# make files differ.
+_DESCRIPTION_KEYS = {"png": "Description", "svg": "Description", "pdf": "Subject"}
 _NO_DATES: dict[str, dict[str, None]] = {"png": {}, "svg": {"Date": None}, "pdf": {"CreationDate": None}}
-_BOLD_FROM = 550
+_MIN_BOLD_WEIGHT = 550
 
 Style = Mapping[str, str]
 
 
-def picture(chart: AnyChart, page_title: str, form: str) -> bytes:
-    """Returns the chart as a file in that format, with its title above and its description below."""
+def draw_picture(chart: AnyChart, page_title: str, file_format: str) -> bytes:
+    """Returns the bytes of a picture file: the chart, with its title above and its description below."""
     sheet = _PictureSheet(chart)
     with matplotlib.rc_context(), warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # characters missing from the font are boxes
-        # A user's matplotlibrc must not affect the file.
+        warnings.simplefilter("ignore")  # matplotlib warns of characters that the font lacks, and draws boxes for them
+        # The settings of a user's matplotlibrc must not affect the file.
         matplotlib.rcdefaults()
         matplotlib.rcParams.update(_SETTINGS)
-        figure = sheet.figure(draw_on(sheet, chart), chart.title)
-        titles = {"Title": f"{chart.title} ({page_title})", _DESCRIBED_BY[form]: sheet.description}
+        figure = sheet.to_figure(draw_on(sheet, chart), chart.title)
+        titles = {"Title": f"{chart.title} ({page_title})", _DESCRIPTION_KEYS[file_format]: sheet.description}
         file = BytesIO()
-        metadata = {key: _plain(text) for key, text in titles.items()} | _NO_DATES[form]
-        figure.savefig(file, format=form, dpi=_DOTS, metadata=metadata)
+        metadata = {key: _printable_line(text) for key, text in titles.items()} | _NO_DATES[file_format]
+        figure.savefig(file, format=file_format, dpi=_FILE_PIXELS_PER_INCH, metadata=metadata)
     return file.getvalue()
 
 
 class _PictureSheet(Sheet):
-    """Collects what matplotlib draws, in the sheet's pixels."""
+    """Collects shapes and texts, in pixels of the sheet, and draws them with matplotlib."""
 
     def __init__(self, chart: AnyChart) -> None:
         super().__init__(chart)
-        self._shapes: list[tuple[int, Steps, Style]] = []
+        self._shapes: list[tuple[int, PathCommands, Style]] = []
         self._texts: list[tuple[float, float, str, dict[str, Any]]] = []
 
-    def lines(self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False) -> None:
-        self._shapes.append((layer, along_lines(lines, closed), looks("path", style)))
+    def add_lines(
+        self, style: str, lines: Sequence[Line], layer: int = 1, hint: str = "", closed: bool = False
+    ) -> None:
+        self._shapes.append((layer, line_commands(lines, closed), css_properties("path", style)))
 
-    def dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: str = "") -> None:
-        steps = []
-        for command, numbers in outline(shape, size):
-            shifts = itertools.cycle((x, y))
-            steps.append((command, [number + shift for number, shift in zip(numbers, shifts, strict=False)]))
-        self._shapes.append((2, steps, looks("path", style)))
+    def add_dot(self, style: str, shape: str, x: float, y: float, size: float = 8.0, hint: str = "") -> None:
+        path_commands = []
+        for command, coordinates in shape_outline(shape, size):
+            offsets = itertools.cycle((x, y))
+            path_commands.append(
+                (command, [coordinate + offset for coordinate, offset in zip(coordinates, offsets, strict=False)])
+            )
+        self._shapes.append((2, path_commands, css_properties("path", style)))
 
-    def text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
-        look = looks("text", style)
+    def add_text(self, x: float, y: float, text: str, style: str = "", anchor: str = "start") -> None:
+        look = css_properties("text", style)
         options = {
             "color": look["fill"],
-            "fontweight": "bold" if int(look.get("font-weight", 400)) >= _BOLD_FROM else "normal",
-            "fontsize": self.size,
+            "fontweight": "bold" if int(look.get("font-weight", 400)) >= _MIN_BOLD_WEIGHT else "normal",
+            "fontsize": self.font_size,
             "ha": {"start": "left", "middle": "center", "end": "right"}[anchor],
         }
-        self._texts.append((x, y + 0.36 * self.size, text, options))
+        self._texts.append((x, y + 0.36 * self.font_size, text, options))
 
-    def figure(self, height: float, title: str) -> Figure:
+    def to_figure(self, height: float, title: str) -> Figure:
         # 1. Make room for the title above the chart and the description below it.
-        wide = self.width + 2 * _EDGE
-        heading = textwrap.wrap(_plain(title), int(self.width / (0.62 * _TITLE)))
-        words = textwrap.wrap(_plain(self.description), int(self.width / (0.55 * _SMALL)))
-        top = _EDGE + 1.4 * _TITLE * len(heading) + 8
-        high = top + height + 12 + _LINE * len(words) + _EDGE
-        figure = Figure(figsize=(wide / _PIXELS, high / _PIXELS), facecolor=looks("path", "")["--raised"])
-        place = Affine2D().translate(_EDGE, top).scale(1 / wide, -1 / high).translate(0, 1) + figure.transFigure
-        # 2. Draw shapes, then texts.
+        figure_width = self.width + 2 * _MARGIN
+        title_lines = textwrap.wrap(_printable_line(title), int(self.width / (0.62 * _TITLE_SIZE)))
+        description_lines = textwrap.wrap(
+            _printable_line(self.description), int(self.width / (0.55 * _DESCRIPTION_SIZE))
+        )
+        top = _MARGIN + 1.4 * _TITLE_SIZE * len(title_lines) + 8
+        figure_height = top + height + 12 + _LINE_HEIGHT * len(description_lines) + _MARGIN
+        figure = Figure(
+            figsize=(figure_width / _PIXELS_PER_INCH, figure_height / _PIXELS_PER_INCH),
+            facecolor=css_properties("path", "")["--raised"],
+        )
+        transform = (
+            Affine2D().translate(_MARGIN, top).scale(1 / figure_width, -1 / figure_height).translate(0, 1)
+            + figure.transFigure
+        )
+        # 2. Draw all shapes, then all texts.
         for layer, steps, look in self._shapes:
-            if (patch := _patch(steps, look)) is not None:
-                patch.set(transform=place, zorder=layer)
+            if (patch := _make_patch(steps, look)) is not None:
+                patch.set(transform=transform, zorder=layer)
                 figure.add_artist(patch)
         texts = list(self._texts)
-        bold = {"color": looks("text", "")["fill"], "fontsize": _TITLE, "fontweight": "bold"}
-        texts += [(0.0, 1.4 * _TITLE * (n + 0.7) + _EDGE - top, line, bold) for n, line in enumerate(heading)]
-        quiet = {"color": looks("text", "quiet")["fill"], "fontsize": _SMALL}
-        texts += [(0.0, height + 12 + _LINE * (n + 0.7), line, quiet) for n, line in enumerate(words)]
+        title_options = {"color": css_properties("text", "")["fill"], "fontsize": _TITLE_SIZE, "fontweight": "bold"}
+        texts += [
+            (0.0, 1.4 * _TITLE_SIZE * (n + 0.7) + _MARGIN - top, line, title_options)
+            for n, line in enumerate(title_lines)
+        ]
+        description_options = {"color": css_properties("text", "quiet")["fill"], "fontsize": _DESCRIPTION_SIZE}
+        texts += [
+            (0.0, height + 12 + _LINE_HEIGHT * (n + 0.7), line, description_options)
+            for n, line in enumerate(description_lines)
+        ]
         for x, y, text, options in texts:
-            artist = figure.text(x, y, _plain(text), transform=place, zorder=3, va="baseline", **options)
-            # A dollar sign in a name does not start a formula.
-            artist.set(parse_math=False, rotation_mode="anchor", fontsize=options["fontsize"] * _POINTS / _PIXELS)
+            artist = figure.text(x, y, _printable_line(text), transform=transform, zorder=3, va="baseline", **options)
+            # A dollar sign in a name must not start a formula.
+            artist.set(
+                parse_math=False,
+                rotation_mode="anchor",
+                fontsize=options["fontsize"] * _POINTS_PER_INCH / _PIXELS_PER_INCH,
+            )
         return figure
 
 
-def _patch(steps: Steps, look: Style) -> PathPatch | None:
-    """Returns a patch; None if it is invisible."""
-    face = _color(look, "fill")
-    edge = _color(look, "stroke")
-    if not (face[1] or edge[1]):
+def _make_patch(steps: PathCommands, look: Style) -> PathPatch | None:
+    """Returns a matplotlib patch for a path, or None if neither the area nor the line of the path is visible."""
+    fill = _color_and_opacity(look, "fill")
+    stroke = _color_and_opacity(look, "stroke")
+    if not (fill[1] or stroke[1]):
         return None
     points: list[tuple[float, float]] = []
     codes: list[Any] = []
-    for command, numbers in steps:
-        pairs = list(zip(numbers[::2], numbers[1::2], strict=True))
-        if command == "L" and pairs == points[-1:]:  # a dot made of round line ends, which matplotlib would omit
-            pairs = [(numbers[0] + 0.01, numbers[1])]
+    for command, coordinates in steps:
+        pairs = list(zip(coordinates[::2], coordinates[1::2], strict=True))
+        # matplotlib would omit a line of zero length, which is a dot of round line ends
+        if command == "L" and pairs == points[-1:]:
+            pairs = [(coordinates[0] + 0.01, coordinates[1])]
         points += pairs or [points[0]]
-        codes += _CODES[command]
-    width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS / _PIXELS
-    cap = {"square": "projecting"}.get(look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt"))
+        codes += _MATPLOTLIB_CODES[command]
+    width = float(look.get("stroke-width", "1").removesuffix("px")) * _POINTS_PER_INCH / _PIXELS_PER_INCH
+    cap_style = {"square": "projecting"}.get(look.get("stroke-linecap", "butt"), look.get("stroke-linecap", "butt"))
     return PathPatch(
         Path(points, codes),
-        facecolor=face,
-        edgecolor=edge,
-        linewidth=width if edge[1] else 0.0,
-        capstyle=cap,
+        facecolor=fill,
+        edgecolor=stroke,
+        linewidth=width if stroke[1] else 0.0,
+        capstyle=cap_style,
         joinstyle="round",
-        snap=False if cap == "round" else None,
+        snap=False if cap_style == "round" else None,
     )
 
 
-def _color(look: Style, name: str) -> tuple[str, float]:
+def _color_and_opacity(look: Style, name: str) -> tuple[str, float]:
     color = look.get(name, "none")
     return ("#ffffff", 0.0) if color == "none" else (color, float(look.get(f"{name}-opacity", "1")))
 
 
-def _plain(text: str) -> str:
-    """Returns one line of characters that fonts, XML and metadata can represent."""
-    return " ".join(FORBIDDEN.sub("\N{REPLACEMENT CHARACTER}", text).split())
+def _printable_line(text: str) -> str:
+    """Returns the text on one line, without characters that fonts, XML or metadata cannot represent."""
+    return " ".join(FORBIDDEN_CHARACTERS.sub("\N{REPLACEMENT CHARACTER}", text).split())
 
 
 @cache
-def looks(kind: str, classes: str) -> Style:
-    """Returns the properties that the page's light styles give a path or text with these classes."""
+def css_properties(kind: str, classes: str) -> Style:
+    """Returns the CSS properties that a path or text with these classes has in the page's light theme."""
     look: dict[str, str] = {}
-    for names, properties in sorted(_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
+    for names, properties in sorted(_css_rules(), key=lambda rule: len(rule[0] - {":root", "path", "text"})):
         if names <= {":root", kind, *classes.split()}:
             look |= properties
-    # Variables may refer to others.
+    # Replace CSS variables by their values, which may contain further variables.
     while variable_texts := {name: text for name, text in look.items() if "var(" in text}:
         for name, text in variable_texts.items():
             values = [look[variable] for variable in re.findall(r"--[\w-]+", text) if variable in look]
@@ -174,8 +198,10 @@ def looks(kind: str, classes: str) -> Style:
 
 
 @cache
-def _rules() -> Sequence[tuple[frozenset[str], Style]]:
-    """Returns the unconditional rules of both stylesheets for the page and drawings, by tag and class."""
+def _css_rules() -> Sequence[tuple[frozenset[str], Style]]:
+    """Returns the CSS rules of both style sheets as (tags and classes, properties). Rules in @media blocks are left
+    out.
+    """
     page = files("fp8bench.report.page")
     text = page.joinpath("style.css").read_text("utf-8") + page.joinpath("drawing", "charts.css").read_text("utf-8")
     text = re.sub(r"/\*.*?\*/|@[^{;]+\{(?:[^{}]*\{[^{}]*\})*[^{}]*\}", "", text, flags=re.DOTALL)
@@ -187,9 +213,12 @@ def _rules() -> Sequence[tuple[frozenset[str], Style]]:
 
 
 def _parse_selectors(selectors: str) -> Iterator[frozenset[str]]:
-    """Yields ':root' or '.drawing .a.b' as names, with ':is(.a, .b)' as alternatives; skips other selectors."""
+    """Yields the tags and classes of each selector, as for ':root' or '.drawing .a.b'. Other selectors are skipped.
+
+    A selector ':is(.a, .b)' gives one result for each alternative.
+    """
     for selector in re.split(r",(?![^(]*\))", selectors):
-        # Only rules for drawings on the page apply to a picture.
+        # Only the page's rules for drawings apply to a picture.
         name = selector.strip().removeprefix(".drawing ")
         if name == ":root":
             yield frozenset({name})

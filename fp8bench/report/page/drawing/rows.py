@@ -1,4 +1,4 @@
-"""Charts of rows that share an axis, with labels to their left: bars and stacks of parts."""
+"""Draws charts whose rows share an axis and have labels on their left: bars, and stacked parts."""
 
 from __future__ import annotations
 
@@ -11,31 +11,33 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.report.elements import Bars, Mark, Stacks
 from fp8bench.report.page.drawing.scale import (
-    BARS,
-    ROWS,
-    SERIES,
+    MAX_BARS,
+    MAX_ROWS,
+    MAX_SERIES,
     Scale,
     cut_to_room,
-    drawable,
-    ends,
     fit_scale,
+    interval_ends,
+    is_drawable,
     make_hint,
     mark_hint,
     show_number,
-    write_value,
+    show_value,
 )
 from fp8bench.report.page.drawing.sheet import Sheet
 
-_LABELS_SHARE = 0.4
+_MAX_LABEL_SHARE = 0.4
 _LABEL_GAP = 14.0
-# Between a shape and its value.
-_GAP = 8.0
-# Between texts along an axis.
-_APART_TEXTS = 10.0
+# The gap between a shape and the value next to it, in pixels.
+_VALUE_GAP = 8.0
+# The smallest gap between texts along an axis, in pixels.
+_TEXT_GAP = 10.0
 
 
 class Rows(NamedTuple):
-    """Rows of one height, by their upper ends; their shapes begin at `left` and end at the sheet's right side."""
+    """The positions of rows in pixels. Has the upper end of each row, the height of all rows, and the left end of the
+    shapes in them. `bottom` is the lower end of the last row.
+    """
 
     tops: list[float]
     height: float
@@ -44,237 +46,255 @@ class Rows(NamedTuple):
 
 
 def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], height: float, top: float = 0.0) -> Rows:
-    """Writes headings and labels, and returns where the rows are, each of that `height`."""
-    headed = any(heading for heading, _ in groups)
-    # Longer labels would leave no room for the bars.
-    room = _LABELS_SHARE * sheet.width
+    """Writes the headings and labels of rows, and returns the positions of the rows. Each row has the given height."""
+    has_headings = any(heading for heading, _ in groups)
+    # Cut longer labels, because they would leave no room for bars.
+    max_label_width = _MAX_LABEL_SHARE * sheet.width
     texts: list[str] = []
     for _, labels in groups:
-        texts += [cut_to_room(label, room, sheet.size) for label in labels]
-    widest = max(map(sheet.measure, texts), default=0.0)
-    left = widest + _LABEL_GAP
+        texts += [cut_to_room(label, max_label_width, sheet.font_size) for label in labels]
+    label_width = max(map(sheet.measure_text, texts), default=0.0)
+    left = label_width + _LABEL_GAP
     tops: list[float] = []
     y = top
-    for number, (heading, group) in enumerate(groups):
-        if headed:
-            y += 10.0 if number else 0.0
-            sheet.text(0, y + 10, cut_to_room(heading, sheet.width, sheet.size, bold=True), "heading")
+    for index, (heading, group) in enumerate(groups):
+        if has_headings:
+            y += 10.0 if index else 0.0
+            sheet.add_text(0, y + 10, cut_to_room(heading, sheet.width, sheet.font_size, bold=True), "heading")
             y += 26.0
         for _ in group:
-            sheet.text(left - _LABEL_GAP, y + height / 2, texts[len(tops)], "label", anchor="end")
+            sheet.add_text(left - _LABEL_GAP, y + height / 2, texts[len(tops)], "label", anchor="end")
             tops.append(y)
             y += height
     return Rows(tops, height, left, y)
 
 
 def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: float) -> float:
-    """Draws the ticks and the title of an axis below a plot, and its grid behind it; returns the lower end."""
-    places = [(scale.at(value), text) for value, text in scale.ticks(7)]
-    if places:
-        sheet.lines("grid", [[(x, top), (x, bottom)] for x, _ in places], layer=0)
-    along(sheet, places, bottom + 13)
-    text = cut_to_room(title, scale.end - scale.start, sheet.size)
-    sheet.text((scale.start + scale.end) / 2, bottom + 34, text, "quiet", anchor="middle")
+    """Draws the grid behind a plot, and the ticks and title of its axis below it. Returns the lower end in pixels."""
+    tick_texts = [(scale.to_pixels(value), text) for value, text in scale.ticks(7)]
+    if tick_texts:
+        sheet.add_lines("grid", [[(x, top), (x, bottom)] for x, _ in tick_texts], layer=0)
+    write_along_axis(sheet, tick_texts, bottom + 13)
+    text = cut_to_room(title, scale.end - scale.start, sheet.font_size)
+    sheet.add_text((scale.start + scale.end) / 2, bottom + 34, text, "quiet", anchor="middle")
     return bottom + 46
 
 
-def along(sheet: Sheet, places: Sequence[tuple[float, str]], y: float) -> None:
-    """Writes texts along an axis, skipping those that would overlap the previous one."""
-    end = -math.inf
-    for x, text in sorted(places):
-        half = sheet.measure(text) / 2
-        if x - half >= end + _APART_TEXTS:
-            sheet.text(min(max(x, half), sheet.width - half), y, text, "tick", anchor="middle")
-            end = x + half
+def write_along_axis(sheet: Sheet, texts: Sequence[tuple[float, str]], y: float) -> None:
+    """Writes texts along an axis, and skips a text that would overlap the previous one."""
+    previous_end = -math.inf
+    for x, text in sorted(texts):
+        half_width = sheet.measure_text(text) / 2
+        if x - half_width >= previous_end + _TEXT_GAP:
+            sheet.add_text(min(max(x, half_width), sheet.width - half_width), y, text, "tick", anchor="middle")
+            previous_end = x + half_width
 
 
-def legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
-    """Draws (shape or 'box', class, text) side by side, in as many lines as needed; returns the lower end."""
+def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float) -> float:
+    """Draws entries of (shape or 'box', CSS class, text) in as many lines as needed. Returns the lower end."""
     x = 0.0
-    most = sheet.width / 3
+    max_text_width = sheet.width / 3
     for shape, style, label in entries:
-        text = cut_to_room(label, most, sheet.size)
-        wide = 18 + sheet.measure(text)
-        # The next line of the legend.
-        if x and x + wide > sheet.width:
+        text = cut_to_room(label, max_text_width, sheet.font_size)
+        entry_width = 18 + sheet.measure_text(text)
+        # Continue on the next line if the entry does not fit.
+        if x and x + entry_width > sheet.width:
             x = 0.0
             y = y + 20
         if shape == "box":
-            sheet.box(style, x + 1, y + 3, 11, 11)
+            sheet.add_box(style, x + 1, y + 3, 11, 11)
         else:
-            sheet.dot(style, shape, x + 6.5, y + 8.5)
-        sheet.text(x + 18, y + 8.5, text)
-        x += wide + 18
+            sheet.add_dot(style, shape, x + 6.5, y + 8.5)
+        sheet.add_text(x + 18, y + 8.5, text)
+        x += entry_width + 18
     return y + 30 if entries else y
 
 
-_THICK = 14.0
-# The height of a stroke for a single value below a bar.
-_STROKES = 10.0
-_CAP = 3.5
-# The width of a bar that ends where it starts.
-_THINNEST = 2.0
+_BAR_HEIGHT = 14.0
+# The height of the stroke that shows a single sample below a bar.
+_STROKE_HEIGHT = 10.0
+_CAP_HEIGHT = 3.5
+# The least width of a bar, so that a bar whose value is 1 is visible.
+_MIN_BAR_WIDTH = 2.0
 
 
 def draw_bars(sheet: Sheet, chart: Bars) -> float:
-    # 1. Choose the bars, and name them by group.
+    # 1. Choose the bars to draw, by group.
     marks: list[Mark] = []
     labels = []
     num_hidden = 0
     for heading, marks_of_group in chart.groups:
-        placed = [mark for mark in marks_of_group if drawable(mark.value, log=True)]
-        drawn = placed[: BARS - len(marks)]
-        num_hidden += len(marks_of_group) - len(drawn)
-        if drawn:
-            labels.append((heading, [mark.label for mark in drawn]))
-            marks += drawn
-    sheet.omit(num_hidden)
+        drawable_marks = [mark for mark in marks_of_group if is_drawable(mark.value, log=True)]
+        drawn_marks = drawable_marks[: MAX_BARS - len(marks)]
+        num_hidden += len(marks_of_group) - len(drawn_marks)
+        if drawn_marks:
+            labels.append((heading, [mark.label for mark in drawn_marks]))
+            marks += drawn_marks
+    sheet.note_missing_values(num_hidden)
     if not marks:
         return 0.0
-    # 2. Draw each in its row, and the line from which all begin.
-    strokes = _STROKES * any(mark.samples for mark in marks)
-    rows = arrange_rows(sheet, labels, strokes + 28.0)
-    scale = _scale(chart, marks, sheet, rows.left)
-    end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
-    x = scale.at(1.0)
+    # 2. Draw each bar in its row, and the line at 1x, where all bars begin.
+    stroke_height = _STROKE_HEIGHT * any(mark.samples for mark in marks)
+    rows = arrange_rows(sheet, labels, stroke_height + 28.0)
+    scale = _ratio_scale(chart, marks, sheet, rows.left)
+    lower_end = draw_axis_below(sheet, scale, chart.axis.title, 0.0, rows.bottom + 4)
+    x = scale.to_pixels(1.0)
     for mark, top in zip(marks, rows.tops, strict=True):
-        _bar(sheet, chart, mark, top, rows.height, scale)
-    sheet.lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.tops])
-    return end
+        _draw_bar(sheet, chart, mark, top, rows.height, scale)
+    sheet.add_lines("axis", [[(x, top), (x, top + rows.height)] for top in rows.tops])
+    return lower_end
 
 
-def _scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
-    """Returns a logarithmic scale for ratios, so that 2x and 0.5x are equally far from 1x."""
+def _ratio_scale(chart: Bars, marks: list[Mark], sheet: Sheet, left: float) -> Scale:
+    """Returns a logarithmic scale of ratios, on which 2x and 0.5x are equally far from 1x."""
     values = [1.0]
-    room_below = room_above = 0.0  # for the values left and right of bars
+    room_below = room_above = 0.0  # room for the values that are written next to bars
     for mark in marks:
-        values += [mark.value, *ends(mark, log=True), *_samples(mark)]
-        room = sheet.measure(write_value(mark.value, chart.axis)) + _GAP
+        values += [mark.value, *interval_ends(mark, log=True), *_drawable_samples(mark)]
+        value_width = sheet.measure_text(show_value(mark.value, chart.axis)) + _VALUE_GAP
         if mark.value < 1:
-            room_below = max(room_below, room + 2)
+            room_below = max(room_below, value_width + 2)
         else:
-            room_above = max(room_above, room + 2)
+            room_above = max(room_above, value_width + 2)
     return fit_scale(values, left + room_below + 2, sheet.width - room_above - 2, log=True, unit=chart.axis.unit)
 
 
-def _samples(mark: Mark) -> list[float]:
-    return [value for value in mark.samples if drawable(value, log=True)]
+def _drawable_samples(mark: Mark) -> list[float]:
+    return [value for value in mark.samples if is_drawable(value, log=True)]
 
 
-def _bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, scale: Scale) -> None:
+def _draw_bar(sheet: Sheet, chart: Bars, mark: Mark, top: float, height: float, scale: Scale) -> None:
     style = mark.tone.value
-    sheet.box("mark band", 0, top, sheet.width, height, layer=1, hint=mark_hint(mark, chart.axis))
+    sheet.add_box("mark band", 0, top, sheet.width, height, layer=1, hint=mark_hint(mark, chart.axis))
     y = top + height / 2
-    places = [scale.at(value) for value in _samples(mark)]
-    if places:
-        # Centre bar and strokes together in the row.
-        y -= _STROKES / 2
-        start = y + _THICK / 2 + 2
-        sheet.lines(f"samples {style}", [[(x, start), (x, start + _STROKES)] for x in places])
-    origin = scale.at(1.0)
-    end = scale.at(mark.value)
-    is_below = mark.value < 1
-    # Even a case that is exactly as fast as the reference must be visible.
-    thick = max(_THINNEST, abs(end - origin))
-    sheet.box(f"bar {style}", origin - thick if is_below else origin, y - _THICK / 2, thick, _THICK)
-    reach = [origin, end, *(scale.at(value) for value in ends(mark, log=True))]
-    if len(reach) == 4:
-        low, high = reach[2:]
-        caps = [[(x, y - _CAP), (x, y + _CAP)] for x in (low, high)]
-        sheet.lines("whisker", [[(low, y), (high, y)], *caps])
-    x = min(reach) - _GAP if is_below else max(reach) + _GAP
-    sheet.text(x, y, write_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_below else "start")
+    sample_pixels = [scale.to_pixels(value) for value in _drawable_samples(mark)]
+    if sample_pixels:
+        # Centre the bar and its strokes together in the row.
+        y -= _STROKE_HEIGHT / 2
+        start = y + _BAR_HEIGHT / 2 + 2
+        sheet.add_lines(f"samples {style}", [[(x, start), (x, start + _STROKE_HEIGHT)] for x in sample_pixels])
+    origin = scale.to_pixels(1.0)
+    end = scale.to_pixels(mark.value)
+    is_slower = mark.value < 1
+    # The bar of a case that is exactly as fast as the reference must also be visible.
+    bar_width = max(_MIN_BAR_WIDTH, abs(end - origin))
+    sheet.add_box(
+        f"bar {style}", origin - bar_width if is_slower else origin, y - _BAR_HEIGHT / 2, bar_width, _BAR_HEIGHT
+    )
+    ends = [origin, end, *(scale.to_pixels(value) for value in interval_ends(mark, log=True))]
+    if len(ends) == 4:
+        low, high = ends[2:]
+        caps = [[(x, y - _CAP_HEIGHT), (x, y + _CAP_HEIGHT)] for x in (low, high)]
+        sheet.add_lines("whisker", [[(low, y), (high, y)], *caps])
+    x = min(ends) - _VALUE_GAP if is_slower else max(ends) + _VALUE_GAP
+    sheet.add_text(x, y, show_value(mark.value, chart.axis), f"value {style}", anchor="end" if is_slower else "start")
 
 
-_STACKED = 18.0
-# Smaller shares have no text.
-_LEAST_SHARE = 0.03
-# Parts drawn as what remains of the whole.
-_RESTS = ("other", "the rest")
+_STACK_HEIGHT = 18.0
+# A part is drawn without text if its share is smaller than this.
+_MIN_SHARE_WITH_TEXT = 0.03
+# Parts with these names are what remains of a total, and are drawn in grey.
+_REMAINDER_PARTS = ("other", "the rest")
 
 
 class _Stack(NamedTuple):
-    """A row of parts: their numbers and values in sequence, and their sum."""
+    """A row of stacked parts: the index and value of each part in sequence, and the sum of the values."""
 
     label: str
     pieces: Sequence[tuple[int, float]]
     total: float
 
 
-# Phases of products first: most charts have no others.
-_PHASES = ("matmul", "cast", "attention", "optimizer", "elementwise", "accumulation", "data", "communication")
+# Each of these phases has its own colour. Phases of matrix products come first, because most charts only have those.
+_PHASES_WITH_COLOR = (
+    "matmul",
+    "cast",
+    "attention",
+    "optimizer",
+    "elementwise",
+    "accumulation",
+    "data",
+    "communication",
+)
 
 
 def draw_stacks(sheet: Sheet, chart: Stacks) -> float:
-    # 1. Choose the rows that have something to draw.
+    # 1. Choose the rows that have a value to draw.
     rows = []
-    for number, (label, values) in enumerate(chart.rows):
-        pieces = chart.pieces[number] if chart.pieces else enumerate(values)
-        drawn = [(part, value) for part, value in pieces if drawable(value, log=True)]
-        if drawn:
-            rows.append(_Stack(label, drawn, sum(value for _, value in drawn)))
-    rows = rows[:ROWS]
-    sheet.omit(len(chart.rows) - len(rows))
+    for index, (label, values) in enumerate(chart.rows):
+        pieces = chart.pieces[index] if chart.pieces else enumerate(values)
+        drawn_pieces = [(part, value) for part, value in pieces if is_drawable(value, log=True)]
+        if drawn_pieces:
+            rows.append(_Stack(label, drawn_pieces, sum(value for _, value in drawn_pieces)))
+    rows = rows[:MAX_ROWS]
+    sheet.note_missing_values(len(chart.rows) - len(rows))
     if not rows:
         return 0.0
-    # 2. Write the legend and the labels.
-    styles = _styles(chart)
+    # 2. Write the legend and the labels of rows.
+    styles = _part_classes(chart)
     unit = chart.axis.unit
-    entries = [("box", styles[part], chart.parts[part]) for part in chart.present]
-    top = legend(sheet, entries, 0.0)
-    places = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
-    # 3. Draw each row, with its sum unless a timeline or shares make that obvious.
+    entries = [("box", styles[part], chart.parts[part]) for part in chart.nonzero_parts]
+    top = draw_legend(sheet, entries, 0.0)
+    row_positions = arrange_rows(sheet, [("", [row.label for row in rows])], 30.0, top)
+    # 3. Draw each row, and write the sum of its parts next to it. Timelines and rows of shares get no sum.
     totals = ["" if chart.pieces or unit == "%" else show_number(row.total, unit) for row in rows]
-    room = max(map(sheet.measure, totals)) + _GAP
-    scale = Scale(0.0, max(row.total for row in rows), places.left, sheet.width - room, unit=unit)
-    for row, row_top, text in zip(rows, places.tops, totals, strict=True):
-        middle = row_top + places.height / 2
-        _stack(sheet, chart, styles, row, middle, scale)
-        sheet.text(scale.at(row.total) + _GAP, middle, text, "value")
-    return draw_axis_below(sheet, scale, chart.axis.title, top, places.bottom + 4)
+    total_width = max(map(sheet.measure_text, totals)) + _VALUE_GAP
+    scale = Scale(0.0, max(row.total for row in rows), row_positions.left, sheet.width - total_width, unit=unit)
+    for row, row_top, text in zip(rows, row_positions.tops, totals, strict=True):
+        middle = row_top + row_positions.height / 2
+        _draw_stack(sheet, chart, styles, row, middle, scale)
+        sheet.add_text(scale.to_pixels(row.total) + _VALUE_GAP, middle, text, "value")
+    return draw_axis_below(sheet, scale, chart.axis.title, top, row_positions.bottom + 4)
 
 
-def _styles(chart: Stacks) -> list[str]:
-    """Returns the class of each part: a phase has the same one in all charts, by its first word; other parts get the
-    remaining ones in order."""
+def _part_classes(chart: Stacks) -> list[str]:
+    """Returns the CSS class of each part, which determines its colour.
+
+    The first word of a part may be the name of a phase. A phase has the same colour in all charts. Other parts get
+    the free colours in order.
+    """
     phases = [part.partition(" ")[0] for part in chart.parts]
-    unused = (number for number in count() if number >= len(_PHASES) or _PHASES[number] not in phases)
+    free_colors = (
+        color_number
+        for color_number in count()
+        if color_number >= len(_PHASES_WITH_COLOR) or _PHASES_WITH_COLOR[color_number] not in phases
+    )
     styles = []
     for part, phase in zip(chart.parts, phases, strict=True):
-        if part in _RESTS:
+        if part in _REMAINDER_PARTS:
             styles.append("rest")
         else:
-            number = _PHASES.index(phase) if phase in _PHASES else next(unused)
-            styles.append(f"part s{number % SERIES + 1}")
+            color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
+            styles.append(f"part s{color_number % MAX_SERIES + 1}")
     return styles
 
 
-def _stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:
-    """Draws each part of a row as one shape, which in a timeline has many pieces."""
+def _draw_stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:
+    """Draws each part of a row as one shape. In a timeline a part has a rectangle for each of its pieces."""
     start = 0.0
-    spans: dict[int, list[tuple[float, float]]] = {}
+    edges_by_part: dict[int, list[tuple[float, float]]] = {}
     sums = defaultdict[int, float](float)
     for part, value in row.pieces:
-        spans.setdefault(part, []).append((scale.at(start), scale.at(start + value)))
+        edges_by_part.setdefault(part, []).append((scale.to_pixels(start), scale.to_pixels(start + value)))
         sums[part] += value
         start += value
-    top = middle - _STACKED / 2
+    top = middle - _STACK_HEIGHT / 2
     unit = chart.axis.unit
-    bottom = top + _STACKED
-    for part, sides in spans.items():
+    bottom = top + _STACK_HEIGHT
+    for part, edges in edges_by_part.items():
         name = chart.parts[part]
-        share = sums[part] / start
-        words = show_number(sums[part], unit)
-        words += "" if unit == "%" else f" ({units.percent(share)})"
-        words += f" in {len(sides)} pieces" if len(sides) > 1 else ""
-        # All pieces of a part are one shape with one hint, so that keyboard users reach it once.
-        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in sides]
+        part_share = sums[part] / start
+        value_text = show_number(sums[part], unit)
+        value_text += "" if unit == "%" else f" ({units.percent(part_share)})"
+        value_text += f" in {len(edges)} pieces" if len(edges) > 1 else ""
+        # All pieces of a part form one shape with one hint, so that the tab key stops once at the part.
+        boxes = [[(x, top), (end, top), (end, bottom), (x, bottom)] for x, end in edges]
         style = f"mark {styles[part]}" + " piece" * bool(chart.pieces)
-        sheet.lines(style, boxes, hint=make_hint(f"{row.label}, {name}", words), closed=True)
+        sheet.add_lines(style, boxes, hint=make_hint(f"{row.label}, {name}", value_text), closed=True)
         if chart.pieces:
             continue
-        x, end = sides[0]
-        text = units.percent(share, 0)
-        is_wide = share >= _LEAST_SHARE and sheet.measure(text, bold=True) + 6 <= end - x
-        if name not in _RESTS and is_wide:
-            sheet.text((x + end) / 2, middle, text, "inside", anchor="middle")
+        x, end = edges[0]
+        text = units.percent(part_share, 0)
+        fits_text = part_share >= _MIN_SHARE_WITH_TEXT and sheet.measure_text(text, bold=True) + 6 <= end - x
+        if name not in _REMAINDER_PARTS and fits_text:
+            sheet.add_text((x + end) / 2, middle, text, "inside", anchor="middle")

@@ -1,7 +1,7 @@
-"""Maps values to pixels: scales with readable ticks, limits on what is drawn, and texts.
+"""Maps values to pixels: scales with readable ticks, limits on the number of shapes, and texts with their widths.
 
-Everything else is in the table below a chart. The page uses the reader's font, so widths are those of a wide font
-(DejaVu Sans).
+If something is not drawn, the table below the chart has it. A reader's browser chooses the font, so text widths are
+those of DejaVu Sans, a wide font.
 """
 
 from __future__ import annotations
@@ -17,19 +17,20 @@ from itertools import accumulate
 from fp8bench import units
 from fp8bench.report.elements import ChartAxis, ChartPoint, Mark
 
-# Values closer than this, relative to their size, count as equal: ticks between them would look the same.
-_ALIKE = 1e-9
-_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
-_STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
-# The smallest range of an axis of ratios: small differences must not look large.
-_LEAST_RATIO = 1.1
-# Smaller numbers without a unit are errors, and read better as 8.0e-04.
+# Values count as equal if their relative difference is smaller than this, because ticks between them would look the
+# same.
+_EQUALITY_TOLERANCE = 1e-9
+_TICK_STEPS = (1.0, 2.0, 2.5, 5.0, 10.0)
+_TICK_STRIDES = (1, 2, 3, 5, 10, 20, 25, 50, 100, 200, 500, 1000, 2000, 5000)
+# An axis of ratios covers at least this range, so that small differences do not look large.
+_MIN_RATIO_RANGE = 1.1
+# A number without a unit below this is an error. It reads better with an exponent, as 8.0e-04.
 _EXPONENT_BELOW = 0.01
 
 
 @dataclass(frozen=True)
 class Scale:
-    """Maps `low` to pixel `start`, and `high` to `end`."""
+    """A linear or logarithmic axis that maps the value `low` to the pixel `start`, and `high` to `end`."""
 
     low: float
     high: float
@@ -38,44 +39,44 @@ class Scale:
     log: bool = False
     unit: str = ""
 
-    def at(self, value: float) -> float:
+    def to_pixels(self, value: float) -> float:
         value = min(max(value, self.low), self.high)
-        share = value - self.low
-        length = self.high - self.low
+        distance = value - self.low
+        range_size = self.high - self.low
         if self.log:
-            # If the quotient overflows, use a difference of logarithms.
+            # Use a difference of logarithms if the quotient overflows.
             quotient = value / self.low
-            share = math.log(quotient) if quotient < math.inf else math.log(value) - math.log(self.low)
-            length = math.log(self.high) - math.log(self.low)
-        return self.start + share / length * (self.end - self.start)
+            distance = math.log(quotient) if quotient < math.inf else math.log(value) - math.log(self.low)
+            range_size = math.log(self.high) - math.log(self.low)
+        return self.start + distance / range_size * (self.end - self.start)
 
-    def ticks(self, most: int) -> list[tuple[float, str]]:
-        values = _log_ticks(self.low, self.high, most, self.unit) if self.log else []
+    def ticks(self, max_ticks: int) -> list[tuple[float, str]]:
+        values = _log_ticks(self.low, self.high, max_ticks, self.unit) if self.log else []
         if len(values) < 2:
-            values = _linear_ticks(self.low, self.high, most, self.unit)
-        return list(zip(values, _texts(values, self.unit, self.log), strict=True))
+            values = _linear_ticks(self.low, self.high, max_ticks, self.unit)
+        return list(zip(values, _format_ticks(values, self.unit, self.log), strict=True))
 
 
 def fit_scale(
-    values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", pad: float = 0.0
+    values: Iterable[float], start: float, end: float, log: bool = False, unit: str = "", margin_share: float = 0.0
 ) -> Scale:
-    """Returns a scale for these values, with the share `pad` of the whole as margin on either side."""
-    ordered = sorted(values) or [1.0]
-    low = ordered[0]
-    high = ordered[-1]
-    size = max(abs(low), abs(high))
+    """Returns a scale that includes all values. `margin_share` of the range is added at either end."""
+    sorted_values = sorted(values) or [1.0]
+    low = sorted_values[0]
+    high = sorted_values[-1]
+    magnitude = max(abs(low), abs(high))
     if log:
         middle = (math.log(high) + math.log(low)) / 2
-        half = (math.log(high) - math.log(low)) / 2
-        least = math.log(_LEAST_RATIO) if unit == "x" else 1e-6
-        half = max(half, least) * (1 + 2 * pad)
-        low = _exp_within_bounds(middle - half)
-        high = _exp_within_bounds(middle + half)
-    elif high - low > max(_ALIKE * size, 1e-290):
-        low, high = low - pad * (high - low), high + pad * (high - low)
-    elif size > 1e-289:
-        low = low - size / 10
-        high = high + size / 10
+        half_range = (math.log(high) - math.log(low)) / 2
+        min_half_range = math.log(_MIN_RATIO_RANGE) if unit == "x" else 1e-6
+        half_range = max(half_range, min_half_range) * (1 + 2 * margin_share)
+        low = _exp_within_bounds(middle - half_range)
+        high = _exp_within_bounds(middle + half_range)
+    elif high - low > max(_EQUALITY_TOLERANCE * magnitude, 1e-290):
+        low, high = low - margin_share * (high - low), high + margin_share * (high - low)
+    elif magnitude > 1e-289:
+        low = low - magnitude / 10
+        high = high + magnitude / 10
     else:
         low = 0.0
         high = 1.0
@@ -86,7 +87,7 @@ def _exp_within_bounds(logarithm: float) -> float:
     return math.exp(min(max(logarithm, -700.0), 700.0))
 
 
-def write_value(value: float, axis: ChartAxis) -> str:
+def show_value(value: float, axis: ChartAxis) -> str:
     if axis.show is not None:
         return axis.show(value)
     return show_number(value, axis.unit)
@@ -94,134 +95,147 @@ def write_value(value: float, axis: ChartAxis) -> str:
 
 def show_number(value: float, unit: str) -> str:
     if unit == "%":
-        return _plain(units.significant(value)) + "%"
+        return _strip_zeros(units.significant(value)) + "%"
     if unit:
         return units.describe(value, unit)
     if value and abs(value) < _EXPONENT_BELOW:
         return units.relative_error(value)
     if abs(value) < 1e18:
         return units.count(value)
-    return _plain(units.significant(value))
+    return _strip_zeros(units.significant(value))
 
 
-def _linear_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    rough = (high - low) / max(1, most)
-    if unit == "B" and rough >= 1:
-        # Sizes are read in powers of two.
-        step = 2.0 ** math.ceil(math.log2(rough))
+def _linear_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
+    min_step = (high - low) / max(1, max_ticks)
+    if unit == "B" and min_step >= 1:
+        # Ticks of bytes are powers of two.
+        step = 2.0 ** math.ceil(math.log2(min_step))
     else:
-        power = 10.0 ** math.floor(math.log10(rough))
-        step = next(factor * power for factor in _STEPS if factor * power >= rough * (1 - _ALIKE))
-    first = math.ceil(low / step - 1e-6)
-    last = math.floor(high / step + 1e-6)
-    return [number * step for number in range(first, last + 1)]
+        power = 10.0 ** math.floor(math.log10(min_step))
+        step = next(factor * power for factor in _TICK_STEPS if factor * power >= min_step * (1 - _EQUALITY_TOLERANCE))
+    first_multiple = math.ceil(low / step - 1e-6)
+    last_multiple = math.floor(high / step + 1e-6)
+    return [multiple * step for multiple in range(first_multiple, last_multiple + 1)]
 
 
-def _log_ticks(low: float, high: float, most: int, unit: str) -> list[float]:
-    """Returns powers of two for ratios near 1, otherwise 1-2-5 or powers of ten; none if that gives too few."""
-    first = math.log10(low)
-    last = math.log10(high)
-    # The number of doublings along the axis decides the ticks.
-    octaves = (last - first) / math.log10(2)
-    if unit == "x" and octaves <= 3.2 and low > 0.2:
-        if octaves >= 1.3:
+def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float]:
+    """Returns ticks for a logarithmic axis, or none if linear ticks read better.
+
+    Ratios near 1 get powers of two. Other axes get 1, 2 and 5 times powers of ten, or powers of ten alone.
+    """
+    first_power = math.log10(low)
+    last_power = math.log10(high)
+    # how many times the value doubles from one end of the axis to the other
+    doublings = (last_power - first_power) / math.log10(2)
+    if unit == "x" and doublings <= 3.2 and low > 0.2:
+        if doublings >= 1.3:
             return _ratio_ticks(low, high)
         return []
-    # Less than a factor of five: linear ticks read better.
-    if last - first < 0.7:
+    # On an axis shorter than a factor of five, linear ticks read better.
+    if last_power - first_power < 0.7:
         return []
     ticks: list[float] = []
-    for power in range(math.floor(first), math.ceil(last) + 1):
+    for power in range(math.floor(first_power), math.ceil(last_power) + 1):
         ticks += [digit * 10.0**power for digit in (1, 2, 5)]
-    ticks = [value for value in ticks if low * (1 - _ALIKE) <= value <= high * (1 + _ALIKE)]
-    if len(ticks) <= most:
+    ticks = [value for value in ticks if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)]
+    if len(ticks) <= max_ticks:
         return ticks
-    # Too many: take every n-th power of ten.
-    rough = (last - first) / max(1, most)
-    stride = next(number for number in _STRIDES if number >= rough)
-    numbers = range(math.ceil(first / stride - 1e-9), math.floor(last / stride + 1e-9) + 1)
-    return [10.0 ** (number * stride) for number in numbers]
+    # There are too many ticks, so use every n-th power of ten.
+    min_stride = (last_power - first_power) / max(1, max_ticks)
+    stride = next(multiple for multiple in _TICK_STRIDES if multiple >= min_stride)
+    multiples = range(math.ceil(first_power / stride - 1e-9), math.floor(last_power / stride + 1e-9) + 1)
+    return [10.0 ** (multiple * stride) for multiple in multiples]
 
 
 def _ratio_ticks(low: float, high: float) -> list[float]:
-    """Returns powers of two, and from 0.75 up values between them."""
+    """Returns ticks for ratios. They are the powers of two, and from 0.75 on also the values halfway between two of
+    them.
+    """
     ticks: list[float] = []
     for power in range(math.floor(math.log2(low)), math.ceil(math.log2(high)) + 1):
-        between = 1.5 * 2.0**power
-        ticks += [2.0**power, between] if between >= 0.75 else [2.0**power]
+        middle_value = 1.5 * 2.0**power
+        ticks += [2.0**power, middle_value] if middle_value >= 0.75 else [2.0**power]
     return [value for value in ticks if low <= value <= high]
 
 
-def _texts(values: Sequence[float], unit: str, log: bool) -> list[str]:
-    """Formats the values with the fewest digits that distinguish them and are exact."""
-    size = max((abs(value) for value in values), default=0.0)
-    sizes = values if log else [size] * len(values)
-    exact = [_number(_tick(value, unit, 15, size)) for value, size in zip(values, sizes, strict=True)]
+def _format_ticks(values: Sequence[float], unit: str, log: bool) -> list[str]:
+    """Formats the values of ticks with as few digits as possible. The texts must still be exact and differ from each
+    other.
+    """
+    magnitude = max((abs(value) for value in values), default=0.0)
+    magnitudes = values if log else [magnitude] * len(values)
+    exact_values = [
+        _parse_number(_format_tick(value, unit, 15, magnitude))
+        for value, magnitude in zip(values, magnitudes, strict=True)
+    ]
     texts: list[str] = []
     for digits in range(2, 13):
-        texts = [_tick(value, unit, digits, size) for value, size in zip(values, sizes, strict=True)]
-        # Fewer digits may distinguish ticks but be wrong: 0.13x for 0.125x.
-        is_right = all(map(_is_close, map(_number, texts), exact))
-        if is_right and len(set(texts)) == len(texts):
+        texts = [
+            _format_tick(value, unit, digits, magnitude) for value, magnitude in zip(values, magnitudes, strict=True)
+        ]
+        # With fewer digits, ticks may differ from each other but be inexact, as 0.13x for 0.125x.
+        are_exact = all(
+            math.isclose(_parse_number(text), exact, rel_tol=1e-6)
+            for text, exact in zip(texts, exact_values, strict=True)
+        )
+        if are_exact and len(set(texts)) == len(texts):
             break
     return texts
 
 
-def _is_close(number: float, exact: float) -> bool:
-    return math.isclose(number, exact, rel_tol=1e-6)
-
-
-def _number(text: str) -> float:
+def _parse_number(text: str) -> float:
     match = re.match(r"-?[\d.]+(?:e[+-]?\d+)?", text)
     if match:
         return float(match.group())
     return 0.0
 
 
-def _tick(value: float, unit: str, digits: int, size: float) -> str:
+def _format_tick(value: float, unit: str, digits: int, magnitude: float) -> str:
     if unit in ("x", "%"):
-        return _plain(units.significant(value, digits)) + unit
-    if size and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(size) < 1e18)):
+        return _strip_zeros(units.significant(value, digits)) + unit
+    if magnitude and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(magnitude) < 1e18)):
         if value:
-            return _plain(f"{value:.{digits - 1}e}")
+            return _strip_zeros(f"{value:.{digits - 1}e}")
         return "0"
-    # The ticks of a linear axis share a unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
+    # All ticks of a linear axis have the same unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
     scales = units.scales_of("" if unit == units.RATIO else unit)
-    scale, name = next((scale for scale in scales if abs(size) >= scale[0] * (1 - _ALIKE)), scales[-1])
-    return f"{_plain(units.significant(value / scale, digits))} {name}".rstrip()
+    scale, name = next(
+        (scale for scale in scales if abs(magnitude) >= scale[0] * (1 - _EQUALITY_TOLERANCE)), scales[-1]
+    )
+    return f"{_strip_zeros(units.significant(value / scale, digits))} {name}".rstrip()
 
 
-def _plain(number: str) -> str:
-    """Removes trailing zeros: '2.50' -> '2.5', '1.00e-07' -> '1e-07'."""
-    number = re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", number)
-    return re.sub(r"\.(?=\D|$)", "", number)
+def _strip_zeros(number_text: str) -> str:
+    """Removes trailing zeros: '2.50' becomes '2.5', and '1.00e-07' becomes '1e-07'."""
+    number_text = re.sub(r"(\.\d*?)0+(?=\D|$)", r"\1", number_text)
+    return re.sub(r"\.(?=\D|$)", "", number_text)
 
 
-BARS = 25
-ROWS = 25
-PLACES = 200
-SERIES = 8
-LABELS = 12
-POINTS = 400
-# The maximum number of marks of lines that can be hovered and tabbed to.
-POINTED = 120
+MAX_BARS = 25
+MAX_ROWS = 25
+MAX_PLACES = 200
+MAX_SERIES = 8
+MAX_LABELS = 12
+MAX_POINTS = 400
+# At most this many marks of a line chart react to hovering and to the tab key.
+MAX_HOVERABLE_MARKS = 120
 
-# Beyond these, differences and steps between ticks overflow.
-_SMALLEST = 1e-300
-_LARGEST = 1e300
+# Values outside these bounds are not drawn, because their differences and the steps between ticks would overflow.
+_MIN_DRAWABLE = 1e-300
+_MAX_DRAWABLE = 1e300
 
 
-def drawable(value: float | None, log: bool = False) -> bool:
-    """Whether a value has a place on an axis: finite, not absurd, and above zero if the axis is logarithmic."""
-    if value is None or not math.isfinite(value) or abs(value) > _LARGEST:
+def is_drawable(value: float | None, log: bool = False) -> bool:
+    """Returns whether an axis can show a value: it is finite, not extreme, and positive if the axis is logarithmic."""
+    if value is None or not math.isfinite(value) or abs(value) > _MAX_DRAWABLE:
         return False
-    return value >= _SMALLEST or not log
+    return value >= _MIN_DRAWABLE or not log
 
 
 ELLIPSIS = "\u2026"
 
-# Widths in units of the font size; other letters are as wide as a digit.
-_WIDTHS = {
+# Widths of letters in units of the font size. A letter that is not listed is as wide as a digit.
+_LETTER_WIDTHS = {
     **dict.fromkeys("ijl'", 0.3),
     **dict.fromkeys(" .,:;/\\|IJ", 0.34),
     **dict.fromkeys("ft()[]r-!", 0.41),
@@ -232,81 +246,85 @@ _WIDTHS = {
     **dict.fromkeys("w=+<>#~^\u00d7\u00b1", 0.84),
     **dict.fromkeys("mMW%@\u2026\u2014", 1.0),
 }
-# All digits have the same width; most letters are close to that.
-_DIGIT = 0.64
-# Letters outside of ASCII, and those of East Asian scripts.
-_OTHER = 0.75
-_WIDE = 1.3
-# Bold letters are wider by this factor.
-_BOLD = 1.21
-# Control characters, halves of surrogate pairs and non-characters are forbidden in XML and HTML, even escaped. Marks
-# that reverse the order of letters would make a name read as another.
-FORBIDDEN = re.compile(
+# All digits have this width, and most letters are close to it.
+_DIGIT_WIDTH = 0.64
+# The widths of two kinds of letters: letters outside of ASCII, and East Asian letters.
+_OTHER_LETTER_WIDTH = 0.75
+_EAST_ASIAN_WIDTH = 1.3
+# Bold letters are wider than regular ones by this factor.
+_BOLD_FACTOR = 1.21
+# XML and HTML forbid control characters, halves of surrogate pairs and non-characters, even escaped. Marks that
+# reverse the order of letters would make one name look like another.
+FORBIDDEN_CHARACTERS = re.compile(
     "[\x00-\x08\x0b-\x1f\x7f-\x9f\u061c\u200e\u200f\u202a-\u202e\u2066-\u2069\ud800-\udfff\ufffe\uffff]"
 )
-_SPACES = re.compile(r"\s+")
+_SPACES_PATTERN = re.compile(r"\s+")
 
 
-def width(text: str, size: float, bold: bool = False) -> float:
-    wide = 0.0
+def text_width(text: str, font_size: float, bold: bool = False) -> float:
+    width = 0.0
     for letter in text:
-        if letter.isascii() or letter in _WIDTHS:
-            wide += _WIDTHS.get(letter, _DIGIT)
+        if letter.isascii() or letter in _LETTER_WIDTHS:
+            width += _LETTER_WIDTHS.get(letter, _DIGIT_WIDTH)
         elif not (unicodedata.combining(letter) or unicodedata.category(letter) in ("Cf", "Mn", "Me")):
-            wide += _WIDE if unicodedata.east_asian_width(letter) in "WF" else _OTHER
-    return wide * size * (_BOLD if bold else 1.0)
+            width += _EAST_ASIAN_WIDTH if unicodedata.east_asian_width(letter) in "WF" else _OTHER_LETTER_WIDTH
+    return width * font_size * (_BOLD_FACTOR if bold else 1.0)
 
 
-def cut_to_room(text: str, room: float, size: float, bold: bool = False) -> str:
-    """Returns one line of at most `room` pixels, shortened in the middle, because ends distinguish names."""
-    text = _SPACES.sub(" ", text).strip()
-    if width(text, size, bold) <= room + 0.01:
+def cut_to_room(text: str, max_width: float, font_size: float, bold: bool = False) -> str:
+    """Returns the text on one line of at most `max_width` pixels. A long text is cut in the middle, because both ends
+    matter.
+    """
+    text = _SPACES_PATTERN.sub(" ", text).strip()
+    if text_width(text, font_size, bold) <= max_width + 0.01:
         return text
-    room = max(0.0, room - width(ELLIPSIS, size, bold))
-    num_last = _fitting(text[::-1], room / 2, size, bold)
-    # Both ends are kept: the first letters name the suite, the last ones the size.
-    end = text[len(text) - num_last :]
-    num_first = _fitting(text, room - width(end, size, bold), size, bold)
-    return text[:num_first].rstrip() + ELLIPSIS + end.lstrip()
+    max_width = max(0.0, max_width - text_width(ELLIPSIS, font_size, bold))
+    num_last = _count_fitting_letters(text[::-1], max_width / 2, font_size, bold)
+    # A name often begins with the suite and ends with the size.
+    kept_end = text[len(text) - num_last :]
+    num_first = _count_fitting_letters(text, max_width - text_width(kept_end, font_size, bold), font_size, bold)
+    return text[:num_first].rstrip() + ELLIPSIS + kept_end.lstrip()
 
 
-def _fitting(text: str, room: float, size: float, bold: bool) -> int:
-    widths = (width(letter, size, bold) for letter in text)
-    return sum(end <= room for end in accumulate(widths))
+def _count_fitting_letters(text: str, max_width: float, font_size: float, bold: bool) -> int:
+    widths = (text_width(letter, font_size, bold) for letter in text)
+    return sum(end <= max_width for end in accumulate(widths))
 
 
 def escape(text: str) -> str:
-    """Escapes a text for XML and HTML, between tags and in quotes; line ends survive in an attribute."""
-    # XML forbids these even as character references: a parser would reject the whole drawing.
-    clean = FORBIDDEN.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
-    return html.escape(clean, quote=True).replace("\n", "&#10;")
+    """Escapes a text for XML and HTML, for use between tags and in quoted attributes. Line ends are kept."""
+    # XML forbids these characters even as references, and a parser would reject the whole drawing.
+    allowed_text = FORBIDDEN_CHARACTERS.sub("\ufffd", text.replace("\r\n", "\n").replace("\r", "\n"))
+    return html.escape(allowed_text, quote=True).replace("\n", "&#10;")
 
 
-def ends(mark: Mark, log: bool = False) -> list[float]:
-    return _drawable_ends((mark.low, mark.high), log)
+def interval_ends(mark: Mark, log: bool = False) -> list[float]:
+    return _sort_drawable((mark.low, mark.high), log)
 
 
 def x_ends(point: ChartPoint) -> list[float]:
-    return _drawable_ends((point.x_low, point.x_high), False)
+    return _sort_drawable((point.x_low, point.x_high), False)
 
 
-def _drawable_ends(bounds: Sequence[float | None], log: bool) -> list[float]:
-    """Returns both bounds, the lower first; nothing if either cannot be drawn."""
-    ends = [value for value in bounds if value is not None and drawable(value, log)]
-    if len(ends) == 2:
-        return sorted(ends)
+def _sort_drawable(bounds: Sequence[float | None], log: bool) -> list[float]:
+    """Returns the two bounds with the lower one first, or an empty list if one of them cannot be drawn."""
+    drawable_bounds = [value for value in bounds if value is not None and is_drawable(value, log)]
+    if len(drawable_bounds) == 2:
+        return sorted(drawable_bounds)
     return []
 
 
 def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> str:
-    """Returns 'name, label: 0.512x [0.508x, 0.515x]', followed by the mark's hint on another line."""
-    text = write_value(mark.value, axis)
-    if interval := ends(mark):
-        text += f" [{', '.join(write_value(end, axis) for end in interval)}]"
+    """Returns the hint of a mark as 'name, label: 0.512x [0.508x, 0.515x]'. The mark's own hint follows on a second
+    line.
+    """
+    text = show_value(mark.value, axis)
+    if interval := interval_ends(mark):
+        text += f" [{', '.join(show_value(end, axis) for end in interval)}]"
     return make_hint(", ".join(dict.fromkeys(filter(None, (*names, mark.label)))), text, mark.hint)
 
 
-def make_hint(name: str, value: str, words: str = "") -> str:
-    """Returns the description of a mark: a line for screen readers, then what hovering shows as well."""
+def make_hint(name: str, value: str, details: str = "") -> str:
+    """Returns the hint of a mark. Screen readers read its first line, and hovering shows the details as well."""
     line = f"{name}: {value}" if name else value
-    return line if words in ("", line) else f"{line}\n{words}"
+    return line if details in ("", line) else f"{line}\n{details}"

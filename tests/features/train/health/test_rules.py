@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from fp8bench.features.train.health import health, steps
-from fp8bench.features.train.health.health import REST, RULES, Health
+from fp8bench.features.train.health.health import QUIET_STEPS, RULES, Health
 from fp8bench.features.train.health.steps import HealthRule
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import (
@@ -79,7 +79,7 @@ def updates(share: Callable[[int], float]) -> Iterator[StreamLine]:
 
 def alarms(lines: Iterable[StreamLine], *arms: Arm) -> list[tuple[str, int]]:
     """The rules and steps of the alarms."""
-    events = Health(arms or (ARM,)).see(lines)
+    events = Health(arms or (ARM,)).find_alarms(lines)
     assert all(event.kind == "alarm" and event.words and event.words[-1] != "." for event in events)
     return [(event.rule, event.step) for event in events]
 
@@ -323,12 +323,12 @@ def test_rules_find_more_than_one_kind(name: str, lines: Callable[[], Iterable[S
 
 
 @for_each(("changes", "words", "remedy"), [
-    ({}, "are the reference's, so that its arithmetic is suspected", "this layer in bf16"),
+    ({}, "equal the reference's, so that the arithmetic is suspected", "this layer in bf16"),
     ({"rate": 5e-4}, "its rate is 0.5 times as large", "the reference's rate"),
     ({"clipped": 0.4}, "clipping takes 40% more of its gradients", "the reference's rate"),
     ({"loss_scale": 256.0}, "its loss scale is 256 times as large", "the reference's rate"),
     ({"tokens": 512}, "its number of tokens per step is 0.5 times as large", "the reference's rate"),
-    ({"shuffled": 7}, "its batches are others, or in another order", "the reference's rate"),
+    ({"shuffled": 7}, "its batches or their order differ", "the reference's rate"),
 ])  # fmt: skip
 def test_a_gap_is_explained_by_settings_before_arithmetic(changes: dict[str, Any], words: str, remedy: str) -> None:
     """Both arms have the losses of the same batches, the second one 4% more, unless its batches are shuffled."""
@@ -337,7 +337,7 @@ def test_a_gap_is_explained_by_settings_before_arithmetic(changes: dict[str, Any
     for step in range(60):
         lines += [replace(ROW, step=step, loss=3 + noise[step])]
         lines += [replace(ROW, arm="fp8", step=step, loss=1.04 * (3 + noise[step + shift]), **changes)]
-    (event,) = Health((ARM, replace(FP8, precision="fp8"))).see(lines)
+    (event,) = Health((ARM, replace(FP8, precision="fp8"))).find_alarms(lines)
     assert event.words.endswith((words, words + ": the losses do not rise and fall together"))
     assert remedy in event.remedy or (not changes and not shift and event.remedy == "a lower learning rate")
 
@@ -350,7 +350,9 @@ def test_a_stale_history_is_the_cause() -> None:
             9, "input", lag=lambda number: 0.3 * number, amax=lambda number: 2 ** (0.3 * number), scale=scale
         )
         return [
-            event for event in Health((FP8,)).see(replace(line, arm="fp8") for line in lines) if event.rule == "lag"
+            event
+            for event in Health((FP8,)).find_alarms(replace(line, arm="fp8") for line in lines)
+            if event.rule == "lag"
         ]
 
     (stale,) = grown(lambda _: 256.0)
@@ -374,7 +376,7 @@ def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
     """Texts give constants as numbers or shares, counting the judged line or not."""
     assert {rule.name for rule in RULES} == set(ILL) and len(set(ILL)) == len(RULES)
     for rule in RULES:
-        assert rule.remedies and rule.because(), rule.name
+        assert rule.remedies and rule.rationale(), rule.name
         numbers = {float(number) for number in re.findall(r"(?<![\w.])-?\d+(?:\.\d+)?", rule.alarms_at)}
         missing = {
             name: value
@@ -385,7 +387,7 @@ def test_every_rule_has_an_illness_and_texts_with_its_constants() -> None:
 
 
 # Constants that texts do not name as numbers; and counts of lines before the one that is judged.
-UNSAID, COUNTS = ("falling", "exact"), ("keep", "again")
+UNSAID, COUNTS = ("falling_factor", "exact_db"), ("window", "repeated_steps")
 
 
 def constants_of(rule: type[HealthRule[Any]]) -> dict[str, float]:
@@ -432,14 +434,14 @@ def test_a_layer_that_is_slow_on_purpose_raises_no_alarm() -> None:
     assert alarms(lines) == [("layer-stands-still", 30)]
     for factor in (0.02, 0.0):
         slow = TrainerSettings(rates=(("layer", factor),))
-        assert not Health((ARM,), slow).see(updates(lambda number, factor=factor: factor))
+        assert not Health((ARM,), slow).find_alarms(updates(lambda number, factor=factor: factor))
 
 
 def test_a_gap_is_to_the_reference_at_the_arms_rate() -> None:
     rate = (("rate", 4e-3),)
     arms = ARM, Arm("bf16 rate=0.004", "bf16", ArmRole.OTHER_RATE, rate), Arm("fp8", "fp8", settings=rate)
     for other, count in ((0.039, 0), (0.01, 1)):
-        events = Health(arms).see(gap(0.04, **{arms[1].name: other}))
+        events = Health(arms).find_alarms(gap(0.04, **{arms[1].name: other}))
         assert len(events) == count
         assert all(f"behind that of {arms[1].name} over" in event.words for event in events)
 
@@ -462,15 +464,15 @@ def test_large_updates_alarm_before_a_jump_and_not_after_it() -> None:
 def test_an_episode_is_one_alarm() -> None:
     long = rows(100, loss=lambda step: math.nan if 10 <= step < 90 else 3.0)
     assert alarms(long) == [("not-finite", 10)]
-    twice = rows(200, loss=lambda step: math.inf if step in (10, 11 + REST, 13 + 2 * REST) else 3.0)
-    assert [step for _, step in alarms(twice)] == [10, 11 + REST, 13 + 2 * REST]
+    twice = rows(200, loss=lambda step: math.inf if step in (10, 11 + QUIET_STEPS, 13 + 2 * QUIET_STEPS) else 3.0)
+    assert [step for _, step in alarms(twice)] == [10, 11 + QUIET_STEPS, 13 + 2 * QUIET_STEPS]
 
 
 def test_tensors_of_one_step_share_an_alarm() -> None:
     lines = [replace(READING, layer=f"blocks.{layer}", not_finite=1.0) for layer in range(3)]
-    (event,) = Health((ARM,)).see(lines)
+    (event,) = Health((ARM,)).find_alarms(lines)
     assert (event.layer, event.tensor) == ("blocks.0", "gradient")
-    assert event.words == "100.00% of blocks.0's gradient is infinite or no number, and 2 tensors more"
+    assert event.words == "100.00% of blocks.0's gradient is infinite or NaN, and 2 tensors more"
 
 
 def test_arms_and_seeds_are_apart() -> None:
@@ -485,9 +487,9 @@ def test_events_in_the_stream_raise_no_alarm() -> None:
     """After a resume, stored lines are read again together with their alarms."""
     health = Health((ARM,))
     lines = list(rows(80, gradient_norm=lambda step: 18.0 if step == 60 else 1.0))
-    first = health.see(lines[:70])
-    assert Health((ARM,)).see([*lines[:70], *first]) == first
-    assert not health.see([*first, *lines[70:]])
+    first = health.find_alarms(lines[:70])
+    assert Health((ARM,)).find_alarms([*lines[:70], *first]) == first
+    assert not health.find_alarms([*first, *lines[70:]])
 
 
 def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -496,7 +498,7 @@ def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
     class LossOfTwo(HealthRule[StepRow]):
         name, remedies = "loss-of-two", ()
 
-        def see(self, line: StepRow) -> str:
+        def read_line(self, line: StepRow) -> str:
             return "the loss is 2" if line.loss == 2 else ""
 
     monkeypatch.setattr(health, "RULES", steps.RULES)
@@ -505,7 +507,9 @@ def test_a_rule_is_one_class(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def test_a_remedy_changes_something() -> None:
     def remedy(arm: Arm) -> str:
-        (event,) = Health((arm,)).see(replace(line, arm=arm.name) for line in readings(9, lag=lambda at: 0.3 * at))
+        (event,) = Health((arm,)).find_alarms(
+            replace(line, arm=arm.name) for line in readings(9, lag=lambda at: 0.3 * at)
+        )
         return event.remedy
 
     assert "margin" in remedy(FP8)

@@ -16,5 +16,5 @@ def _tiny() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setitem(SIZES, TINY, GPTConfig(256, 32, 1, 2, 2, 64, batch=2, sequence=16))
         patch.setitem(SIZES, TINY_TIED, replace(SIZES[TINY], tied=True))
-        patch.setattr(evaluate, "_TOKENS", LOOKED_AT)
+        patch.setattr(evaluate, "_VALIDATED_TOKENS", LOOKED_AT)
         yield

@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.features.train import step
 from fp8bench.features.train.lab import evaluate
-from fp8bench.features.train.lab.together import DataParallel, FullySharded
+from fp8bench.features.train.lab.parallelism import DataParallel, FullySharded
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
@@ -29,13 +29,13 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     if planted == plants.SEED:
         task = replace(task, seed=1)
     if planted == plants.SCALES:  # every largest magnitude that this rank received
-        largest: Any = DataParallel._over_ranks
-        DataParallel._over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
+        largest: Any = DataParallel._largest_over_ranks
+        DataParallel._largest_over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
     if planted == plants.TEXT:
         task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
     _init(self, task, arm, *more)
     if planted == plants.SHARE:
-        self.together.share = 0
+        self.parallelism.part_number = 0
     if planted == plants.WEIGHTS:
         _move(self)
     if planted == plants.AVERAGE:
@@ -50,25 +50,25 @@ def _move(trainer: Trainer) -> None:
 
 def _spoil_average(trainer: Trainer) -> None:
     """In one step the rank uses its local gradients as the average."""
-    together: Any = trainer.together
+    together: Any = trainer.parallelism
     if isinstance(together, FullySharded):
         scattered = together._group.own_part
 
         def kept(every: torch.Tensor) -> torch.Tensor:
             whole = scattered(every)
-            return every[together.share] * together.shares if trainer.step == plants.KILLED_AT else whole
+            return every[together.part_number] * together.part_count if trainer.step == plants.KILLED_AT else whole
 
         together._group.own_part = kept
         return
-    average = together.average
+    average = together.average_gradients
 
     def forgotten(gradients: Any, phase: Any) -> None:
-        own = [gradient.clone() for gradient in gradients.fill()]
+        own = [gradient.clone() for gradient in gradients.fill_missing()]
         average(gradients, phase)
         if trainer.step == plants.KILLED_AT:
-            torch._foreach_copy_(gradients.fill(), own)
+            torch._foreach_copy_(gradients.fill_missing(), own)
 
-    together.average = forgotten
+    together.average_gradients = forgotten
 
 
 def _advanced(trainer: Trainer, *arguments: Any, **named: Any) -> Iterator[StreamLine]:
@@ -85,6 +85,6 @@ def _advanced(trainer: Trainer, *arguments: Any, **named: Any) -> Iterator[Strea
 SIZES.setdefault(TINY, plants.SIZE)
 SIZES.setdefault(TINY_TIED, replace(plants.SIZE, tied=True))
 if "RANK" in os.environ:
-    evaluate._TOKENS = plants.LOOKED_AT
+    evaluate._VALIDATED_TOKENS = plants.LOOKED_AT
     Trainer.__init__ = _planted_init  # type: ignore[method-assign]
     step.advance = _advanced

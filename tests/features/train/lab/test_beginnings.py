@@ -12,10 +12,10 @@ from torch import nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
-from fp8bench.features.train.beginnings import started_from
+from fp8bench.features.train.beginnings import resolve_start
 from fp8bench.features.train.kind import KIND, newest_checkpoint
 from fp8bench.features.train.lab import checkpoint
-from fp8bench.features.train.lab.checkpoint import take_file
+from fp8bench.features.train.lab.checkpoint import load_state_dict_file
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.measure.handle import LocalWorker
@@ -56,7 +56,7 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
     kept = job.train(beginning(f"{base.training.id}:fp8"), store, NotedTraining(), "")
     newest = newest_checkpoint(Path(base.path))
     assert kept.finished and newest is not None and kept.training.request.settings.start == f"{newest[0]}::fp8"
-    assert checkpoint.weights(str(newest[0]), "fp8")
+    assert checkpoint.read_weights(str(newest[0]), "fp8")
     assert job.resume(KIND.files(store)[0], store, NotedTraining())[0] is False
     short = job.train(replace(request, keep=10), store, NotedTraining(), "")
     for asked, why in (
@@ -66,7 +66,7 @@ def test_a_training_that_begins_with_another_one(store: Path, monkeypatch: pytes
         (beginning(short.training.id), "it has no checkpoint: 6 steps, --keep 10"),
     ):
         with pytest.raises(Exception, match=why):
-            started_from(asked, store)
+            resolve_start(asked, store)
 
 
 def kept(path: Path, state: object) -> str:
@@ -119,21 +119,21 @@ def test_an_unfit_file_is_refused_with_what_it_has(corpus: Corpus, tmp_path: Pat
     )
     for start, words in cases:
         with pytest.raises(UsageError, match=words):
-            take_file(model, start)
+            load_state_dict_file(model, start)
     assert all(torch.equal(tensor, state[key]) for key, tensor in model.state_dict().items())
 
 
 def test_a_file_whose_weights_are_not_tied_is_refused_by_a_model_whose_are(corpus: Corpus, tmp_path: Path) -> None:
     tied, untied = (model_of(lab_of(task_of(corpus, "bf16", model=name))) for name in (TINY_TIED, TINY))
-    take_file(tied, kept(tmp_path / "tied", tied.state_dict()))
+    load_state_dict_file(tied, kept(tmp_path / "tied", tied.state_dict()))
     without_head = {name: tensor for name, tensor in tied.state_dict().items() if name != "head.weight"}
-    take_file(tied, kept(tmp_path / "without", without_head))
+    load_state_dict_file(tied, kept(tmp_path / "without", without_head))
     with pytest.raises(UsageError, match="embedding is the same tensor as another one in this model"):
-        take_file(tied, kept(tmp_path / "untied", untied.state_dict()))
+        load_state_dict_file(tied, kept(tmp_path / "untied", untied.state_dict()))
 
 
 def test_a_request_has_the_digest_of_its_file(tmp_path: Path) -> None:
     start = kept(tmp_path / "weights.pt", {})
     asked = TrainingRequest(settings=TrainerSettings(start=str(tmp_path / "weights.pt")))
-    assert started_from(asked, tmp_path).settings.start == start
-    assert started_from(started_from(asked, tmp_path), tmp_path).settings.start == start
+    assert resolve_start(asked, tmp_path).settings.start == start
+    assert resolve_start(resolve_start(asked, tmp_path), tmp_path).settings.start == start

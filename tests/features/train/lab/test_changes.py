@@ -48,7 +48,7 @@ def test_an_arm_goes_on_in_its_later_precision_from_the_same_weights_and_moments
     lab = lab_of(task_of(corpus, then, "fp8", "bf16", steps=10, rate=0.01))
     before = lab.advance("fp8", 6)
     assert rows(lab.advance("then", 6)) == [replace(row, arm="then") for row in rows(before)]
-    moments = lab._trainers["then"].optimizer.memory()
+    moments = lab._trainers["then"].optimizer.get_state()
     later = lab.advance("then", 1)
     # A trainer that was in bf16 from the beginning, given the weights of the sixth step, has the same loss.
     fresh = lab._trainers["bf16"]
@@ -61,7 +61,7 @@ def test_an_arm_goes_on_in_its_later_precision_from_the_same_weights_and_moments
     assert [line.words for line in later if isinstance(line, TrainingEvent)] == [
         "then is trained in bf16 from step 6 on"
     ]
-    assert moments.keys() == lab._trainers["then"].optimizer.memory().keys()
+    assert moments.keys() == lab._trainers["then"].optimizer.get_state().keys()
     assert len(rows(lab.advance("then", 9))) == 3 and lab._trainers["then"].arm.precision == "bf16"
 
 
@@ -77,5 +77,5 @@ def test_a_change_of_precision_is_no_illness_of_a_scale(changes: bool) -> None:
 
     event = TrainingEvent("fp8", 0, 60, COVERAGE, "fp8 is trained in bf16 from step 60 on")
     lines = [*readings(0, 1000.0), *([event] if changes else []), *readings(60, 1.0)]
-    alarms = {alarm.rule for alarm in health.see(lines)}
+    alarms = {alarm.rule for alarm in health.find_alarms(lines)}
     assert ("scale-falls" in alarms) is not changes

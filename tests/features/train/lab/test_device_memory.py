@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 
-from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab.lab import Lab, NotFinite, hardware_of_arm
+from fp8bench.features.train.arms import MSAMP_LEVELS
+from fp8bench.features.train.lab.lab import Lab, NotFinite, find_hardware
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.step import advance
 from fp8bench.features.train.values import Arm, ArmCost
@@ -21,7 +21,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.protocols import Arithmetic, MemoryMeter
 from fp8bench.registry import devices, precisions
 from fp8bench.worker.device_layout import DeviceLedger
-from fp8bench.worker.memory_pass import PreparedMemory, _second_step
+from fp8bench.worker.memory_pass import PreparedMemory, _measure_second_step
 from tests.counts import for_each, sampled
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, task_of
@@ -34,7 +34,7 @@ SAVED = (MemoryRole.ACTIVATIONS, MemoryRole.LOW_ACTIVATIONS, MemoryRole.LOW_WEIG
 
 
 def cost_of(corpus: Corpus, arm: Arm | str, lab: Lab | None = None, **settings: Any) -> ArmCost:
-    return (lab or Lab(Settings())).alone(task_of(corpus, arm, **settings))
+    return (lab or Lab(Settings())).measure_memory(task_of(corpus, arm, **settings))
 
 
 def memory_of(corpus: Corpus, arm: Arm | str, **settings: Any) -> MemoryUse:
@@ -69,7 +69,7 @@ def test_what_lies_at_the_highest_point_is_what_autograd_keeps(arm: str, corpus:
     trainer = Trainer(task_of(corpus, arm, batch=256), Arm(arm, arm))
     list(advance(trainer))
     assert sum(roles.get(role, 0) for role in SAVED) == pytest.approx(saved_for_backward(trainer), abs=64)
-    count = trainer.state().parameters
+    count = trainer.describe().parameters
     assert roles[MemoryRole.WEIGHTS] == 4 * count and roles[MemoryRole.OPTIMIZER] == pytest.approx(8 * count, abs=64)
 
 
@@ -88,7 +88,7 @@ def test_what_is_kept_between_two_steps(corpus: Corpus) -> None:
 
 def test_states_in_low_precision_take_less_memory_in_a_small_model_too(corpus: Corpus) -> None:
     """Restored states are a small part of the model, and copies for measuring do not count."""
-    low, plain = (memory_of(corpus, arm, model="nano", batch=2) for arm in (LEVELS["msamp-o2"], "bf16"))
+    low, plain = (memory_of(corpus, arm, model="nano", batch=2) for arm in (MSAMP_LEVELS["msamp-o2"], "bf16"))
     assert low.on_device is not None and low.on_device < 0.9 * plain.peak
     count = 1.0e6
     assert dict(low.roles)["optimizer"] < 3.3 * count and dict(plain.roles).get("workspace", 0) < count
@@ -123,8 +123,8 @@ def test_against_codes_in_memory(mode: str, states: tuple[tuple[str, str], ...],
 
         return prepare
 
-    _second_step(make, device, meter, None)  # one-time allocations of the process exist by then
-    course = _second_step(make, device, meter, None).course
+    _measure_second_step(make, device, meter, None)  # one-time allocations of the process exist by then
+    course = _measure_second_step(make, device, meter, None).course
     assert course is not None
     derived = memory_of(corpus, task.arms[0])
     assert derived.on_device == course.on_device and derived.on_device < derived.peak
@@ -148,4 +148,4 @@ def test_what_hardware_would_hold_is_unknown(arm: str, settings: dict[str, str],
     memory = memory_of(corpus, arm, **settings)
     assert memory.on_device is None and memory.off_device.startswith(why)
     of_ranks = replace(task_of(corpus, "fp8"), facts=replace(CPU, ranks=2))
-    assert hardware_of_arm(of_ranks).why == "of several ranks nobody derives it"
+    assert find_hardware(of_ranks).why == "it is not derived for several ranks"

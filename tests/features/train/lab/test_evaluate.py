@@ -20,8 +20,8 @@ from torch import Tensor
 from fp8bench.errors import UsageError
 from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGESTS, Evaluation, Scores, TokenWindows, metric_values
-from fp8bench.features.train.lab.together import Alone
+from fp8bench.features.train.lab.evaluate import DIGEST_MODULUS, Evaluation, Scores, TokenWindows, measure_metric
+from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.request import TASKS, TrainerSettings
 from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingText, Validation
 from fp8bench.nn.arithmetics import PlainArithmetic
@@ -49,16 +49,16 @@ def text(tmp_path: Path) -> TrainingText:
 
 
 def made(text: TrainingText) -> tuple[LanguageModel, Evaluation]:
-    config = replace(models.config_of(SETTINGS, text.vocabulary), width=32, hidden=32)
+    config = replace(models.make_config(SETTINGS, text.vocabulary), width=32, hidden=32)
     plain = PlainArithmetic(torch.float32)
     torch.manual_seed(0)
-    model = models.built(SETTINGS, config, lambda name: plain, plain.carrier)
-    return model, Evaluation(text, config, models.layers_of("gpt", config), CPU, Alone().share_scales)
+    model = models.build_model(SETTINGS, config, lambda name: plain, plain.carrier)
+    return model, Evaluation(text, config, models.list_layers("gpt", config), CPU, SingleRank().share_scales)
 
 
 @torch.no_grad()
 def looks(model: LanguageModel, evaluation: Evaluation, last: bool = True) -> dict[str, Validation]:
-    return {look.of: look for look in evaluation.look(model, WHO, last=last)}
+    return {look.of: look for look in evaluation.measure_losses(model, WHO, is_last=last)}
 
 
 @torch.no_grad()
@@ -95,9 +95,9 @@ def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingT
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
     assert by_kind == looks(model, evaluation)
-    config, plain = replace(models.config_of(SETTINGS, 258), width=32, hidden=32), PlainArithmetic(torch.float32)
+    config, plain = replace(models.make_config(SETTINGS, 258), width=32, hidden=32), PlainArithmetic(torch.float32)
     low = precisions.get(mode).arithmetic(CPU)
-    quantised = models.built(SETTINGS, config, lambda name: plain if name == "head" else low, plain.carrier)
+    quantised = models.build_model(SETTINGS, config, lambda name: plain if name == "head" else low, plain.carrier)
     quantised.load_state_dict(model.state_dict())
     wanted = looks(quantised, evaluation, last=False)["held-out"]
     assert by_kind[f"quantised:{mode}"].loss == wanted.loss != by_kind["held-out"].loss
@@ -156,7 +156,7 @@ def test_draws_are_fixed_for_good(span: TokenSpan) -> None:
 @for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
     """Windows do not overlap; with as many as fit, they cover all but less than a window."""
-    batches = TokenWindows(span, 8, "cpu", 1000).in_order(4, most)
+    batches = TokenWindows(span, 8, "cpu", 1000).spread_windows(4, most)
     starts = torch.cat([tokens[:, 0] for tokens, _ in batches]).tolist()
     assert len(starts) == min(most, 74) and starts[0] == 100
     assert all(after - before >= 8 for before, after in pairwise(starts))
@@ -175,8 +175,8 @@ def test_digests_of_parts_come_to_that_of_the_step(span: TokenSpan) -> None:
     windows = TokenWindows(span, 8, "cpu", 1000)
     whole = windows.digest(5, 3, 0, 8)
     for count in (2, 4, 8):
-        assert sum(windows.digest(5, 3, part, 8 // count) for part in range(count)) % DIGESTS == whole
-    assert 2 * windows.digest(5, 3, 0, 4) % DIGESTS != whole
+        assert sum(windows.digest(5, 3, part, 8 // count) for part in range(count)) % DIGEST_MODULUS == whole
+    assert 2 * windows.digest(5, 3, 0, 4) % DIGEST_MODULUS != whole
     other = TokenWindows(TokenSpan(span.path, 101, 700), 8, "cpu", 1000)
     assert len({whole, windows.digest(6, 3, 0, 8), windows.digest(5, 4, 0, 8), other.digest(5, 3, 0, 8)}) == 4
 
@@ -194,7 +194,7 @@ def task(corpus: Corpus, tmp_path: Path) -> SeedTask:
 
 
 def figures(task: SeedTask, predict: Callable[[Tensor], Tensor]) -> dict[str, float]:
-    return dict(Scores(task, TrainerSettings(tasks=TASKS), [], CONFIG).on_tasks(predict))
+    return dict(Scores(task, TrainerSettings(tasks=TASKS), [], CONFIG).score_tasks(predict))
 
 
 def test_a_model_that_learnt_nothing_scores_at_chance(task: SeedTask) -> None:
@@ -275,11 +275,11 @@ def test_a_metric_gets_the_model_and_the_held_out_batches(tmp_path: Path) -> Non
         "def fails(model, held_out):\n    raise KeyError('no answer')\n"
     )
     held_out = [torch.ones(2), 3.5]
-    assert dict(metric_values(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
-    scores = dict(metric_values(f"{file}:g", SimpleNamespace(), held_out))
+    assert dict(measure_metric(f"{file}:f=lower", lambda x: x.sum(), held_out)) == {f"metric:{file}:f": 2.0}
+    scores = dict(measure_metric(f"{file}:g", SimpleNamespace(), held_out))
     assert scores == {f"metric:{file}:g.a": 1.0, f"metric:{file}:g.b": 3.5}
     for name in ("words", "fails"):
         with pytest.raises(UsageError, match="returned no figure"):
-            list(metric_values(f"{file}:{name}", None, held_out))
+            list(measure_metric(f"{file}:{name}", None, held_out))
     with pytest.raises(UsageError, match="has no 'h'"):
-        list(metric_values(f"{file}:h", None, held_out))
+        list(measure_metric(f"{file}:h", None, held_out))

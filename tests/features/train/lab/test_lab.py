@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.arms import MSAMP_LEVELS
 from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab, NotFinite
 from fp8bench.features.train.lab.watched_step import Finder
@@ -56,9 +56,9 @@ def test_products_in_another_precision_are_reported(corpus: Corpus, monkeypatch:
 
 def test_o3_of_ms_amp_trains_as_o2_does(corpus: Corpus) -> None:
     """Losses are equal bit for bit: casting a weight that is already FP8 under a power of two changes nothing."""
-    arms = [Arm(name, level.precision, settings=level.settings) for name, level in LEVELS.items()]
+    arms = [Arm(name, level.precision, settings=level.settings) for name, level in MSAMP_LEVELS.items()]
     lab = lab_of(task_of(corpus, "bf16", *arms, batch=2))
-    plain, o1, o2, o3 = (losses(lab, name, 6) for name in ("bf16", *LEVELS))
+    plain, o1, o2, o3 = (losses(lab, name, 6) for name in ("bf16", *MSAMP_LEVELS))
     assert o2 == o3 != o1 and o1 == pytest.approx(plain, rel=0.02)
 
 
@@ -195,7 +195,7 @@ def test_lower_rate_halves_the_rate_and_survives_a_checkpoint(corpus: Corpus) ->
     (row,), (_, lowered) = rows(lines := lab.advance("fp16", 1)), events(lines)
     trainer.loss_scale.scale = 1024.0
     resumed = lab_of(task)
-    resumed._trainers["fp16"].recall(trainer.memory())
+    resumed._trainers["fp16"].set_state(trainer.get_state())
     after = [rows(some.advance("fp16", 1))[0] for some in (lab, resumed)]
     assert lowered.kind == "rate-lowered" and row.update_ratio == 0
     assert [step.rate for step in after] == [row.rate / 2] * 2 and after[0].update_ratio > 0
@@ -217,7 +217,7 @@ def test_overflowing_gradients_are_found_in_backward(corpus: Corpus) -> None:
 
 def test_a_dynamic_scale_comes_down_by_itself(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
     """No policy is applied, no step is repeated, and training goes on."""
-    monkeypatch.setattr(rates, "GROWTH", 3)
+    monkeypatch.setattr(rates, "GROWTH_STEPS", 3)
     lab = lab_of(task_of(corpus, "fp16", loss_scale="dynamic", steps=30))
     lab._trainers["fp16"].loss_scale.scale = 2.0**32
     lines = lab.advance("fp16", 30)
@@ -244,12 +244,12 @@ def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
     lab = lab_of(task_of(corpus, "fp8-delayed:history=4", "nvfp4", rate=1e-30))
     for arm in ("fp8-delayed:history=4", "nvfp4"):
         trainer = lab._trainers[arm]
-        before = trainer.remember_casts()
+        before = trainer.copy_casts()
         lab.advance(arm, 1)
-        after = trainer.remember_casts().arithmetics
+        after = trainer.copy_casts().arithmetics
         trainer.step = 0
         assert find_faulty_tensor(trainer, 1.0, before) is None
-        again = trainer.remember_casts().arithmetics
+        again = trainer.copy_casts().arithmetics
         assert after.keys() == again.keys() and any(after.values())
         for name, kept in after.items():
             assert all(torch.equal(tensor, again[name][key]) for key, tensor in kept.items()), name
@@ -265,10 +265,10 @@ def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
         layer(x, SilentPhases())
         with finder.attach(nn.ModuleDict({"layer": layer})):
             layer(lost, SilentPhases())
-        place = finder.place
+        place = finder.faulty_tensor
         assert place is not None and (place.layer, place.tensor, place.direction) == ("layer", "input", "forward")
         assert (place.amax, place.share) == (2.0, 1 / 1024) and place.scale == pytest.approx(scale)
-        assert "the input of layer, in forward: 0.098% of it is not finite" in place.words
+        assert "the input of layer, in forward: 0.098% of it is not finite" in place.description
         assert layer.arithmetic is own, "nothing stays attached"
 
 
@@ -277,9 +277,9 @@ def test_a_skipped_step_leaves_running_statistics(corpus: Corpus) -> None:
     trainer = lab._trainers["fp16"]
     lab.advance("fp16", 1)
     spoil(lab, "fp16", "blocks.0.first.weight", 1e7)
-    before = trainer.remember_casts().statistics
+    before = trainer.copy_casts().statistics
     lines = lab.advance("fp16", 1)
     assert rows(lines)[0].skipped and events(lines)[0].layer.startswith("blocks.0.first")
-    after = trainer.remember_casts().statistics
+    after = trainer.copy_casts().statistics
     assert any("running" in name for name in before)
     assert all(torch.equal(tensor, after[name]) for name, tensor in before.items())

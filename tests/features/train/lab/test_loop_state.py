@@ -22,12 +22,12 @@ def test_batches_are_compared_with_the_last_hundred() -> None:
     numbers = [*range(20), *random.Random(0).choices(range(130), k=300), 7, 7, 7]
     memory, new, cycled, again, period = BatchMemory(), 0, 0, 0, 0
     for step, number in enumerate(numbers):
-        memory.take_inputs((torch.full((4, 3), float(number)),))
+        memory.add_inputs((torch.full((4, 3), float(number)),))
         earlier = numbers[max(0, step - 100) : step][::-1]
         age = earlier.index(number) + 1 if number in earlier else 0
         new, cycled, again = new + (not age), cycled + 1 if age else 0, again + 1 if age == 1 else 0
         period = max(period, age) if age else 0
-        figures = {name: float(value) for (name, _), value in memory.figures().items()}
+        figures = {name: float(value) for (name, _), value in memory.list_figures().items()}
         expected = {"inputs_new": new, "inputs_cycled": cycled, "inputs_again": again, "inputs_period": period}
         assert figures == {**expected, "condition_again": 0.0, "examples": 4.0}
     assert again == 2
@@ -37,8 +37,8 @@ def count_conditions(times: list[list[int]], fixed_inputs: bool = False) -> list
     memory = BatchMemory()
     counts = []
     for step, time in enumerate(times):
-        memory.take_inputs((torch.full((4, 5), float(not fixed_inputs and step)), torch.tensor(time)))
-        counts.append(float(memory.figures()["condition_again", ""]))
+        memory.add_inputs((torch.full((4, 5), float(not fixed_inputs and step)), torch.tensor(time)))
+        counts.append(float(memory.list_figures()["condition_again", ""]))
     return counts
 
 
@@ -54,20 +54,20 @@ def test_a_condition_that_stays_is_counted_while_inputs_change() -> None:
 def test_targets_that_stay_are_counted_while_inputs_change() -> None:
     noise, memory, counts = torch.arange(12.0).reshape(4, 3), BatchMemory(), []
     for step, target in enumerate([noise + 1, noise, noise, noise, noise.new_zeros(4, 3), noise.new_zeros(4, 3)]):
-        memory.take_inputs((torch.full((4, 3), float(step)),), watched=True)
-        memory.see_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
+        memory.add_inputs((torch.full((4, 3), float(step)),), is_watched=True)
+        memory.compare_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
         # A further micro-batch, or a closure that is called again, does not count.
-        memory.see_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
-        counts.append(float(memory.figures()["targets_again", ""]))
+        memory.compare_targets(2 * F.mse_loss(torch.ones(4, 3, requires_grad=True), target))
+        counts.append(float(memory.list_figures()["targets_again", ""]))
     assert counts == [0, 0, 1, 2, 0, 0]
 
 
 def shifts(labels: list[torch.Tensor]) -> list[float]:
     memory, values = BatchMemory(), []
     for step, batch in enumerate(labels):
-        memory.take_inputs((torch.full((len(batch), 2), float(step)),), watched=True)
-        memory.see_targets(F.cross_entropy(torch.ones(len(batch), 10, requires_grad=True), batch))
-        values += [float(value) for (name, _), value in memory.figures().items() if name == "label_shift"]
+        memory.add_inputs((torch.full((len(batch), 2), float(step)),), is_watched=True)
+        memory.compare_targets(F.cross_entropy(torch.ones(len(batch), 10, requires_grad=True), batch))
+        values += [float(value) for (name, _), value in memory.list_figures().items() if name == "label_shift"]
     return values
 
 
@@ -104,7 +104,7 @@ def test_zeroed_moments_are_found_and_loaded_ones_are_not() -> None:
 
 
 def parts_in_eval(model: nn.Module, state: LoopState) -> dict[tuple[str, str], float]:
-    return {key: float(value) for key, value in state.figures(dict(model.named_parameters())).items()}
+    return {key: float(value) for key, value in state.list_figures(dict(model.named_parameters())).items()}
 
 
 def test_parts_that_change_to_eval_mode_are_counted() -> None:
@@ -130,8 +130,8 @@ def test_steps_without_a_gradient_are_counted() -> None:
     for step in range(6):
         optimizer.zero_grad()
         (model(torch.ones(1, 2)) if step % 3 == 0 else model[0](torch.ones(1, 2))).sum().backward()
-        state.update_begins(optimizer)
-        counts.append(state.figures(dict(model.named_parameters())).get(("steps_without_gradient", "1"), 0))
+        state.begin_update(optimizer)
+        counts.append(state.list_figures(dict(model.named_parameters())).get(("steps_without_gradient", "1"), 0))
     assert counts == [0, 1, 2, 0, 1, 2]
 
 
@@ -147,7 +147,7 @@ def two_ranks() -> Iterator[tuple[Replicas, Replicas]]:
     # Another loop in the same process group has other weights at the same steps.
     other_loop._rank = 1
     for step in range(0, 60, 10):
-        other_loop.figures(step, torch.tensor(-1.0))
+        other_loop.list_figures(step, torch.tensor(-1.0))
     yield first, second
     distributed.destroy_process_group()
 
@@ -158,7 +158,10 @@ def test_replicas_that_part_are_found(two_ranks: tuple[Replicas, Replicas]) -> N
     for step in range(0, 60, 10):
         weights = float(step), float(step) if step < 30 else step + 0.5
         found.append(
-            [replicas.figures(step, torch.tensor(value)) for replicas, value in zip(two_ranks, weights, strict=True)]
+            [
+                replicas.list_figures(step, torch.tensor(value))
+                for replicas, value in zip(two_ranks, weights, strict=True)
+            ]
         )
     apart = [{("replicas_apart", "rank 1"): 1.0}, {("replicas_apart", "rank 0"): 1.0}]
     assert found == [[{}, {}]] * 4 + [apart] * 2
@@ -167,8 +170,8 @@ def test_replicas_that_part_are_found(two_ranks: tuple[Replicas, Replicas]) -> N
 def test_parts_of_a_model_are_no_replicas(two_ranks: tuple[Replicas, Replicas]) -> None:
     for step in range(0, 60, 10):
         for number, replicas in enumerate(two_ranks):
-            assert replicas.figures(step, torch.tensor(step + 0.5 * number)) == {}
+            assert replicas.list_figures(step, torch.tensor(step + 0.5 * number)) == {}
 
 
 def test_a_rank_that_is_missing_is_not_waited_for(two_ranks: tuple[Replicas, Replicas]) -> None:
-    assert [two_ranks[0].figures(step, torch.tensor(1.0)) for step in range(20)] == [{}] * 20
+    assert [two_ranks[0].list_figures(step, torch.tensor(1.0)) for step in range(20)] == [{}] * 20

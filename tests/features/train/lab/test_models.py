@@ -32,12 +32,12 @@ def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> Non
         return PLAIN
 
     settings = TrainerSettings(arch=arch, batch=2, sequence=32)
-    models.check(settings)
-    config = replace(models.config_of(settings, 200), width=32, hidden=32)
+    models.check_settings(settings)
+    config = replace(models.make_config(settings, 200), width=32, hidden=32)
     torch.manual_seed(0)
-    model = models.built(settings, config, choose, PLAIN.carrier)
-    assert asked == [layer.name for layer in models.layers_of(arch, config)]
-    assert [layer.name for layer in models.layers_of(arch, config) if layer.high] == ["head"]
+    model = models.build_model(settings, config, choose, PLAIN.carrier)
+    assert asked == [layer.name for layer in models.list_layers(arch, config)]
+    assert [layer.name for layer in models.list_layers(arch, config) if layer.high] == ["head"]
     tokens = torch.randint(200, (2, 33))
     optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
     losses = []
@@ -60,21 +60,21 @@ def test_sizes_are_the_models_own_and_those_of_the_text() -> None:
         ("gpt2-124m", 60000, 60032),
     )
     for model, vocabulary, own in rows:
-        assert models.config_of(TrainerSettings(model=model), vocabulary).vocabulary == own
-    usual, given = (models.config_of(TrainerSettings(sequence=length, batch=length), 256) for length in (0, 320))
+        assert models.make_config(TrainerSettings(model=model), vocabulary).vocabulary == own
+    usual, given = (models.make_config(TrainerSettings(sequence=length, batch=length), 256) for length in (0, 320))
     assert (usual.batch, usual.sequence) == (SIZES["nano"].batch, SIZES["nano"].sequence)
-    built = models.built(TrainerSettings(), given, lambda name: PLAIN, PLAIN.carrier)
+    built = models.build_model(TrainerSettings(), given, lambda name: PLAIN, PLAIN.carrier)
     assert dict(built.named_parameters())["positions"].shape == (320, 192)
 
 
 def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
     tied = {
-        (arch, model): models.config_of(TrainerSettings(arch=arch, model=model), 256).tied
+        (arch, model): models.make_config(TrainerSettings(arch=arch, model=model), 256).tied
         for arch in ARCHITECTURES
         for model in ("nano", "gpt2-124m")
     }
     assert {pair for pair, is_tied in tied.items() if is_tied} == {("gpt", "gpt2-124m"), ("moe", "gpt2-124m")}
-    models.check(TrainerSettings(model="nano", rates=(("head", 2.0),)))
+    models.check_settings(TrainerSettings(model="nano", rates=(("head", 2.0),)))
 
 
 @for_each(
@@ -92,7 +92,7 @@ def test_heads_of_gpts_are_tied_where_their_size_is() -> None:
 )
 def test_what_cannot_be_trained_is_refused(settings: dict[str, Any], words: str) -> None:
     with pytest.raises(UnknownName if "nanno" in settings.values() else UsageError, match=words):
-        models.check(TrainerSettings(**settings))
+        models.check_settings(TrainerSettings(**settings))
 
 
 TE = replace(H200, packages=(("transformer_engine", "2.13.0"), ("transformer-engine", "2.13.0")))
@@ -122,5 +122,5 @@ def test_what_a_device_has_for_a_model(
     device: DeviceFacts, mode: str, settings: dict[str, Any], level: Level, words: str
 ) -> None:
     asked = TrainerSettings(**settings)
-    support = models.support(asked, models.config_of(asked, 256), precisions.get(mode), device)
+    support = models.find_support(asked, models.make_config(asked, 256), precisions.get(mode), device)
     assert support.level is level and words in support.reason, support.reason

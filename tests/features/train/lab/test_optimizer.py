@@ -17,17 +17,17 @@ from torch import Tensor, nn
 
 import fp8bench
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.arms import MSAMP_LEVELS
 from fp8bench.features.train.lab import rates
-from fp8bench.features.train.lab.low_precision import AutomaticScale, stochastic_bf16
-from fp8bench.features.train.lab.models import check
+from fp8bench.features.train.lab.low_precision import AutomaticScale, round_to_bf16_randomly
+from fp8bench.features.train.lab.models import check_settings
 from fp8bench.features.train.lab.rates import (
     LossScale,
     RateSchedule,
-    factor_of,
-    group_of,
-    joint,
-    loss_scale_of,
+    find_clip_group,
+    find_rate_factor,
+    join_norms,
+    make_loss_scale,
 )
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer, wrap_own_optimizer
 from fp8bench.features.train.request import SCHEDULES, TrainerSettings
@@ -89,7 +89,7 @@ def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, 
     """Tensors have a float32 scale from the start. A skipped step changes nothing."""
     optimizer, own = made(**settings)
     count, names = sum(weight.numel() for weight in own), ("weights", "gradients", "first moment", "second moment")
-    with optimizer.weights.present():
+    with optimizer.weights.materialise():
         start = values_of(own)
         for number in range(2):
             assert all(weight.isfinite().all() for weight in own)
@@ -105,7 +105,7 @@ def test_bytes_of_what_is_kept(settings: dict[str, Any], bytes_each: tuple[int, 
         assert all(map(torch.equal, moved, own)) and not any(map(float, optimizer.update_norms))
     if "master" in settings:
         assert not any(weight.untyped_storage().nbytes() for weight in own), "nothing lies there between two steps"
-        with optimizer.weights.present():
+        with optimizer.weights.materialise():
             assert all(map(torch.equal, moved, own))
             scaled = [weight * 2.0 ** (15 - math.frexp(float(weight.abs().max()))[1]) for weight in moved]
             assert all(torch.equal(weight, weight.half().float()) for weight in scaled), "of fp16 under a power of two"
@@ -115,18 +115,18 @@ def test_weights_of_ms_amps_o3_are_fp8_in_passes_and_fp16_in_updates() -> None:
     """Bytes a weight follow the published table: 11, 6 (62.5% less than 16), and 7 for a layer."""
     count, layer = sum(math.prod(shape) for shape in SHAPES.values()), math.prod(SHAPES["blocks.0.mlp.up.weight"])
     sizes = {}
-    for name, level in LEVELS.items():
+    for name, level in MSAMP_LEVELS.items():
         optimizer, own = made(**dict(level.settings))
-        with optimizer.weights.present():
+        with optimizer.weights.materialise():
             backward(optimizer, own, gradients(0))
             step(optimizer)
         kept = optimizer.stored_tensors()
         sizes[name] = sum(part.nbytes for word in kept if word != "steps" for part in kept[word] if part.ndim)
     assert sizes == {"msamp-o1": 11 * count, "msamp-o2": 6 * count, "msamp-o3": 6 * count + layer}
 
-    with optimizer.weights.present():
+    with optimizer.weights.materialise():
         passes = values_of(own)
-        optimizer.weights.raise_precision()
+        optimizer.weights.load_high_precision()
         masters = values_of(own)
     assert list(map(torch.equal, passes, masters)) == [True, True, False, True]
     scale = 2.0 ** math.floor(math.log2(448 / float(masters[2].abs().max())))
@@ -149,7 +149,7 @@ def test_gradients_are_rounded_with_every_micro_batch(kind: str) -> None:
         else:
             scale = E4M3.largest / (2 * first.abs().max())
             wanted = rounded(second + rounded(first, scale), scale)
-        torch.testing.assert_close(optimizer.gradients.of([weight])[0], wanted, rtol=1e-6, atol=0)
+        torch.testing.assert_close(optimizer.gradients.get_gradients([weight])[0], wanted, rtol=1e-6, atol=0)
         assert weight.grad is None
 
 
@@ -159,19 +159,19 @@ def test_an_automatic_scale_backs_off_and_comes_back() -> None:
     fresh = torch.randn(100, 1000, generator=torch.Generator().manual_seed(0))
     scale = AutomaticScale(like, micro_batches=2)
     for largest, wanted in ((2.0, 1.0), (8.0, 0.5), (8.0, 0.25)):
-        scale.add(fresh, first=True)
+        scale.add(fresh, is_first=True)
         later = torch.zeros_like(fresh)
         later[0, :2] = largest * fresh.abs().max()  # two of 100,000 twice: above the allowed share of the total
         later[1, 0] = later[0, 0]
-        scale.add(later, first=False)
-        scale.end()
+        scale.add(later, is_first=False)
+        scale.finish_step()
         assert float(scale.share) == wanted
-    scale.add(fresh, first=True)
+    scale.add(fresh, is_first=True)
     for _ in range(1000):
-        scale.end()
+        scale.finish_step()
     assert float(scale.share) == pytest.approx(0.5, rel=1e-3)
-    scale.add(torch.full_like(fresh, math.inf), first=True)
-    scale.end()
+    scale.add(torch.full_like(fresh, math.inf), is_first=True)
+    scale.finish_step()
     assert bool(scale.restore().isnan().all()) and float(scale.share) == pytest.approx(0.5, rel=1e-3)
 
 
@@ -183,15 +183,15 @@ def test_stochastic_rounding_keeps_the_mean_and_what_bf16_has() -> None:
     drawn = torch.Generator().manual_seed(0)
     for value in (1.0 + 2.0**-9, -3.0 - 2.0**-8, 1e-30 * (1 + 2.0**-10), 7.3):
         x = torch.full((200_000,), value)
-        rounded = stochastic_bf16(x, drawn).to(torch.float64)
+        rounded = round_to_bf16_randomly(x, drawn).to(torch.float64)
         bits = x[:1].view(torch.int32) & ~0xFFFF
         low, high = (float(word.view(torch.float32)) for word in (bits, bits + (1 << 16)))
         assert set(rounded.tolist()) <= {low, high}
         exact = (float(x[0]) - low) / (high - low)
         assert float((rounded == high).double().mean()) == pytest.approx(exact, abs=0.005)
     same = torch.randn(1000).bfloat16()
-    assert torch.equal(stochastic_bf16(same.float(), drawn), same)
-    odd = stochastic_bf16(torch.tensor([math.inf, -math.inf, math.nan]), drawn)
+    assert torch.equal(round_to_bf16_randomly(same.float(), drawn), same)
+    odd = round_to_bf16_randomly(torch.tensor([math.inf, -math.inf, math.nan]), drawn)
     assert odd[0] == math.inf and odd[1] == -math.inf and bool(odd[2].isnan())
 
 
@@ -215,7 +215,7 @@ def test_a_step_that_is_not_measured_changes_weights_alike(settings: dict[str, A
     weights = []
     for measured in (True, False):
         optimizer, own = made(**settings)
-        with optimizer.weights.present():
+        with optimizer.weights.materialise():
             backward(optimizer, own, gradients(0))
             optimizer.step(1.0, [torch.tensor(1.0)] * len(SHAPES), torch.tensor(0.0), measured)
             weights.append(values_of(own))
@@ -272,7 +272,9 @@ def test_norms_are_those_of_updates_and_weights() -> None:
     optimizer, own = made()
     before, some = values_of(own), gradients(0)
     backward(optimizer, own, some)
-    assert float(joint(optimizer.gradients.norms())) == pytest.approx(float(joint([part.norm() for part in some])))
+    assert float(join_norms(optimizer.gradients.norms())) == pytest.approx(
+        float(join_norms([part.norm() for part in some]))
+    )
     step(optimizer)
     moved = [(weight.detach() - old).norm() for weight, old in zip(own, before, strict=True)]
     torch.testing.assert_close(optimizer.update_norms, moved)
@@ -352,7 +354,7 @@ def test_own_optimizers_that_cannot_be_stepped() -> None:
 
 def shares(steps: int, schedule: str) -> list[float]:
     rate_schedule = RateSchedule(TrainerSettings(schedule=schedule), steps)
-    return [rate_schedule.share(step) for step in range(steps)]
+    return [rate_schedule.rate_share(step) for step in range(steps)]
 
 
 def by_torch(steps: int, make: Callable[[torch.optim.Optimizer], Any]) -> list[float]:
@@ -413,41 +415,41 @@ def test_plateau_halves_after_three_bad_losses_and_is_resumed() -> None:
     settings = TrainerSettings(schedule="plateau:warmup=0")
     schedule, seen = RateSchedule(settings, 100), []
     for step, loss in enumerate(losses):
-        schedule.share(step)
-        schedule.see_held_out(loss)
-        memory, schedule = schedule.memory(), RateSchedule(settings, 100)
-        schedule.recall(memory)
-        seen.append(schedule.share(step))
+        schedule.rate_share(step)
+        schedule.record_held_out(loss)
+        memory, schedule = schedule.get_state(), RateSchedule(settings, 100)
+        schedule.set_state(memory)
+        seen.append(schedule.rate_share(step))
     assert seen == [1.0] * 4 + [0.5] * 4 + [0.25] * 3 + [0.125] * 3 + [0.1] * 4
 
 
 def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "GROWTH", 3)
+    monkeypatch.setattr(rates, "GROWTH_STEPS", 3)
     scaler = torch.amp.GradScaler("cpu", growth_interval=3)
     weight = nn.Parameter(torch.ones(1))
     optimizer = torch.optim.SGD([weight], lr=0.0)
-    own = loss_scale_of(TrainerSettings(loss_scale="dynamic"), 1.0)
+    own = make_loss_scale(TrainerSettings(loss_scale="dynamic"), 1.0)
     for overflow in (0, 0, 0, 1, 0, 1, 1, 0, 0, 0, 0, 0):
         optimizer.zero_grad()
         scaler.scale((weight * (torch.inf if overflow else 1.0)).sum()).backward()  # type: ignore[no-untyped-call]
         scaler.step(optimizer)
         scaler.update()
-        own.see(not overflow)
+        own.adapt(not overflow)
         assert own.scale == pytest.approx(scaler.get_scale())
 
 
 def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "GROWTH", 2)
+    monkeypatch.setattr(rates, "GROWTH_STEPS", 2)
     scale = LossScale(2.0**31, dynamic=True)
     seen = []
     for finite in (True, False, True, True, True, True, True, True):
-        scale.see(finite)
+        scale.adapt(finite)
         seen.append(scale.scale / 2**30)
     assert seen == [2, 1, 1, 2, 2, 4, 4, 4]
-    low, fixed = LossScale(2.0, dynamic=True), loss_scale_of(TrainerSettings(), 1024.0)
+    low, fixed = LossScale(2.0, dynamic=True), make_loss_scale(TrainerSettings(), 1024.0)
     for _ in range(3):
-        low.see(False)
-        fixed.see(False)
+        low.adapt(False)
+        fixed.adapt(False)
     assert (low.scale, fixed.scale) == (1.0, 1024.0)
 
 
@@ -465,8 +467,8 @@ def test_the_longest_name_gives_the_rate() -> None:
         ("head.weight", 2): 1.0,
         ("embedding", 2): 1.0,
     }
-    assert {key: factor_of(*key, factors) for key in wanted} == wanted
-    check(TrainerSettings(rates=factors))
+    assert {key: find_rate_factor(*key, factors) for key in wanted} == wanted
+    check_settings(TrainerSettings(rates=factors))
 
 
 def test_groups_of_clipping() -> None:
@@ -485,7 +487,7 @@ def test_groups_of_clipping() -> None:
         "": [""] * 7,
         "tensor": [name for name, _ in names],
     }.items():
-        assert [group_of(*name, by) for name in names] == wanted
+        assert [find_clip_group(*name, by) for name in names] == wanted
 
 
 @for_each("groups", ["aaaa", "abab", "abcd"])
@@ -499,11 +501,11 @@ def test_each_group_is_clipped_as_torch_clips_it(groups: str) -> None:
         together = [own for own, name in zip(parameters, groups, strict=True) if name == group]
         torch.nn.utils.clip_grad_norm_(together, 1.0)
     norms = [gradient.norm() * 4 for gradient in some]
-    divisors, shrunk = clip(norms, joint(norms) / 4, 4.0, 1.0, groups)
+    divisors, shrunk = clip(norms, join_norms(norms) / 4, 4.0, 1.0, groups)
     for parameter, gradient, divisor in zip(parameters, some, divisors, strict=True):
         torch.testing.assert_close(gradient / divisor, parameter.grad, rtol=1e-5, atol=1e-7)
-    after = joint([own.grad.norm() for own in parameters if own.grad is not None])
-    assert float(shrunk) == pytest.approx(float(joint([own.norm() for own in some]) / after), rel=1e-5)
+    after = join_norms([own.grad.norm() for own in parameters if own.grad is not None])
+    assert float(shrunk) == pytest.approx(float(join_norms([own.norm() for own in some]) / after), rel=1e-5)
 
 
 def accumulating(updates: str = "fp8", make: Any = SGD) -> tuple[nn.Linear, Any]:

@@ -12,8 +12,8 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 import fp8bench
-from fp8bench.features.train.lab.own_casts import declared_treatments, find_cast, unpack
-from fp8bench.features.train.lab.readings import figures_of
+from fp8bench.features.train.lab.own_casts import find_cast, find_treatments, unpack_fp8
+from fp8bench.features.train.lab.readings import measure_tensor
 from fp8bench.features.train.values import LayerReading, StepFigure, StreamLine
 from fp8bench.protocols import Role
 from tests.counts import for_each
@@ -111,8 +111,8 @@ def test_real_scales_of_transformer_engine_are_read() -> None:
         cast = find_cast(layer, role, {})
         assert cast is not None
         result = cast.cast(x)
-        assert result.scale is not None and float(result.scale) == scale and result.left is not None
-        assert int((result.left.abs() < x.abs() * 0.9).sum()) == saturated + int(role is not Role.GRADIENT)
+        assert result.scale is not None and float(result.scale) == scale and result.rounded is not None
+        assert int((result.rounded.abs() < x.abs() * 0.9).sum()) == saturated + int(role is not Role.GRADIENT)
     lines = watched(nn.Sequential(layer, nn.Flatten(0), nn.Linear(4, 1), nn.Flatten(0)), "fp32", x)
     assert reading(lines, "0", "input").scale == 64 and reading(lines, "0", "input").saturated == 0.25
 
@@ -123,7 +123,7 @@ def test_real_scales_of_transformer_engine_are_read() -> None:
     codes = torch.zeros(2, 2).as_subclass(Codes)
     codes._data = torch.tensor([[1.0, 2.0], [448.0, 0.0]]).to(torch.float8_e4m3fn).view(torch.uint8)
     codes._scale_inv = torch.tensor([0.5])
-    plain, kept = unpack(codes)
+    plain, kept = unpack_fp8(codes)
     assert plain.tolist() == [[0.5, 1.0], [224.0, 0.0]] and kept is not None and float(kept.scale or 0) == 2
 
 
@@ -132,9 +132,9 @@ def test_large_tensors_are_rounded_by_a_sample() -> None:
     x = torch.randn(2048, 64) * torch.logspace(-6, 0, 2048)[:, None]
     x[1] = 50.0
     layer = nn.Linear(64, 4)
-    found = find_cast(layer, Role.INPUT, declared_treatments("fp8"))
+    found = find_cast(layer, Role.INPUT, find_treatments("fp8"))
     assert found is not None
-    sampled, whole = found.figures(x), figures_of(x, found.cast(x))
+    sampled, whole = found.list_figures(x), measure_tensor(x, found.cast(x))
     assert sampled["count"] == whole["count"] and float(sampled["scale"]) == float(whole["scale"])
     assert float(sampled["vanished"]) == pytest.approx(float(whole["vanished"]), rel=0.05) and whole["vanished"] > 0
 
@@ -160,8 +160,8 @@ def test_torchaos_layers_are_read_without_a_declaration(recipe: str) -> None:
     )  # fmt: skip
     found = find_cast(model[0], Role.INPUT, {})
     assert found is not None
-    assert torch.allclose(found.cast(x).left, real.to_original_precision(), rtol=1e-6)  # type: ignore[arg-type]
-    values, kept = unpack(real)
+    assert torch.allclose(found.cast(x).rounded, real.to_original_precision(), rtol=1e-6)  # type: ignore[arg-type]
+    values, kept = unpack_fp8(real)
     assert torch.equal(values, real.to_original_precision())
     assert (kept is not None and kept.scale is not None) == (recipe == "tensorwise")
     gradient = find_cast(model[0], Role.GRADIENT, {})

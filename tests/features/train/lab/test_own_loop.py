@@ -18,8 +18,8 @@ from torch.nn import functional as F
 import fp8bench
 from fp8bench.errors import StoreError, UnknownName, UsageError
 from fp8bench.features.train.lab import readings, watched_step
-from fp8bench.features.train.lab.loop_figures import data_figures, fingerprint_of, predictions_of
-from fp8bench.features.train.lab.own_loop import OwnLoop, loss_of, unwrap_optimizer
+from fp8bench.features.train.lab.loop_figures import compute_fingerprint, measure_inputs, measure_predictions
+from fp8bench.features.train.lab.own_loop import OwnLoop, find_loss, unwrap_optimizer
 from fp8bench.features.train.lab.watched_step import is_watched
 from fp8bench.features.train.values import (
     GRADIENTS_LEFT,
@@ -235,8 +235,10 @@ def test_a_loss_that_nobody_can_find_is_said() -> None:
     assert [row.step for row in of(StepRow, lines)] == [1]
     assert {line.step for line in of(LayerReading, lines)} == {0, 1}
     loss = torch.tensor(2.0)
-    assert loss_of(loss) is loss and loss_of((loss, torch.ones(3))) is loss and loss_of({"loss": loss}) is loss
-    assert loss_of(torch.ones(3)) is None and loss_of({"logits": loss}) is None and loss_of(torch.tensor(1)) is None
+    assert find_loss(loss) is loss and find_loss((loss, torch.ones(3))) is loss and find_loss({"loss": loss}) is loss
+    assert (
+        find_loss(torch.ones(3)) is None and find_loss({"logits": loss}) is None and find_loss(torch.tensor(1)) is None
+    )
 
 
 def test_bad_options_are_refused() -> None:
@@ -329,10 +331,10 @@ def test_predictions_of_a_cross_entropy() -> None:
     }
     images = F.cross_entropy(logits.t()[None, :, :, None], targets[None, :, None])
     for root in (loss, loss * 1024 / 4, (loss / 2).to(torch.float64), images):
-        assert {name: float(value) for name, value in predictions_of(root).items()} == pytest.approx(expected)
+        assert {name: float(value) for name, value in measure_predictions(root).items()} == pytest.approx(expected)
     squares = F.mse_loss(logits, logits.detach() + 1), loss + logits.square().mean()
     for root in (logits.sum(), torch.tensor(1.0), *squares):
-        assert predictions_of(root) == {}
+        assert measure_predictions(root) == {}
 
 
 @for_each("copies", [0, 1, 3, 15])
@@ -342,7 +344,7 @@ def test_copies_in_a_batch_are_counted(copies: int) -> None:
         drawn[1 : copies + 1] = drawn[0]
         x = drawn[torch.randperm(16)]
         twins = sum(any(bool((x[a] == x[b]).all()) for b in range(16) if a != b) for a in range(16)) / 16
-        figures = data_figures(({"input_ids": x},))
+        figures = measure_inputs(({"input_ids": x},))
         assert float(figures["duplicates"]) == twins == ((copies + 1) / 16 if copies else 0.0)
         values = x.double()
         assert float(figures["input_mean"]) == pytest.approx(float(values.mean()))
@@ -354,10 +356,10 @@ def test_different_inputs_have_different_fingerprints() -> None:
     x = torch.randn(64, 3000)
     same, changed = x.clone(), x.clone()
     changed[5] += 1e-3
-    assert fingerprint_of((x,)) == fingerprint_of(({"x": same},)) and fingerprint_of((x,))[1] == 64
-    assert fingerprint_of((x,))[0] != fingerprint_of((changed,))[0]
-    assert fingerprint_of((words(4, 5),))[0] != fingerprint_of((words(4, 5).flip(0),))[0]
-    assert fingerprint_of(("no tensor",)) == (None, 0)
+    assert compute_fingerprint((x,)) == compute_fingerprint(({"x": same},)) and compute_fingerprint((x,))[1] == 64
+    assert compute_fingerprint((x,))[0] != compute_fingerprint((changed,))[0]
+    assert compute_fingerprint((words(4, 5),))[0] != compute_fingerprint((words(4, 5).flip(0),))[0]
+    assert compute_fingerprint(("no tensor",)) == (None, 0)
 
 
 @for_each("stride", [1, 2, 10])
@@ -510,7 +512,7 @@ def test_a_fault_ends_watching_and_a_users_error_ends_the_loop(monkeypatch: pyte
 
     plain = Net()
     expected = trained(plain, adam(plain.parameters()), 4)
-    for place in ("_take_inputs", "_read_gradients", "_end_step", "_end_backward", "_tell"):
+    for place in ("_record_inputs", "_read_gradients", "_end_step", "_end_backward", "_pass_lines"):
         with monkeypatch.context() as changed:
             changed.setattr(OwnLoop, place, fail)
             losses, lines = watched(4)
@@ -557,13 +559,13 @@ class SharedInput(nn.Module):
 def test_an_input_that_layers_share_is_read_once(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.manual_seed(0)
     model, read = SharedInput(), list[Tensor]()
-    figures_of = readings.figures_of
+    figures_of = readings.measure_tensor
 
     def note(x: Tensor, cast: Any = None) -> Any:
         read.append(x)
         return figures_of(x, cast)
 
-    monkeypatch.setattr(watched_step, "figures_of", note)
+    monkeypatch.setattr(watched_step, "measure_tensor", note)
     lines = list[StreamLine]()
     optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
     x = torch.randn(8, 4)

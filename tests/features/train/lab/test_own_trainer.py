@@ -19,11 +19,18 @@ from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.own_model import OwnBatches, OwnModel
 from fp8bench.features.train.request import TrainerSettings
-from fp8bench.features.train.run import no_text
-from fp8bench.features.train.values import Arm, ArmRole, LayerReading, SeedTask, StreamLine, Validation
+from fp8bench.features.train.values import (
+    Arm,
+    ArmRole,
+    LayerReading,
+    SeedTask,
+    StreamLine,
+    Validation,
+    make_empty_text,
+)
 from fp8bench.model.raw import Settings
 from fp8bench.nn.own_model import parse_given
-from fp8bench.workloads.model import LIVE, MADE
+from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.features.train.lab.labs import lab_of, restarted, rows
@@ -103,15 +110,15 @@ MAKERS: dict[str, Callable[[], object]] = {
 @pytest.fixture(autouse=True)
 def _makers(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     for name, make in {**MAKERS, **{name: make for name, (make, _) in WRONG.items()}}.items():
-        monkeypatch.setitem(LIVE, name, make)
+        monkeypatch.setitem(LIVE_MODELS, name, make)
     yield
-    MADE.clear()
+    LOADED_MODELS.clear()
 
 
 def task_of(name: str, *modes: str, steps: int = 12, seed: int = 0, **settings: Any) -> SeedTask:
     own = replace(TrainerSettings(make=name), **settings)
     arms = tuple(Arm(mode, mode) for mode in modes)
-    return SeedTask(seed, arms, own, steps, 4, no_text(own.make), CPU)
+    return SeedTask(seed, arms, own, steps, 4, make_empty_text("own"), CPU)
 
 
 def trained(task: SeedTask, arm: str) -> list[StreamLine]:
@@ -120,7 +127,7 @@ def trained(task: SeedTask, arm: str) -> list[StreamLine]:
 
 def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float]:
     """The losses of the same loop written by hand, with the same draws."""
-    from fp8bench.features.train.lab.step_optimizer import seed_of
+    from fp8bench.features.train.lab.step_optimizer import derive_seed
     from fp8bench.nn.own_model import seed_generators
 
     with seed_generators(seed, CPU):
@@ -130,8 +137,8 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
     optimizer = given.optimizer(given.model)
     schedule = given.schedule(optimizer)
     for step in range(steps):
-        x, y = batches.at(step)
-        with seed_generators(seed_of("step", seed, step, 0), CPU):
+        x, y = batches.read(step)
+        with seed_generators(derive_seed("step", seed, step, 0), CPU):
             optimizer.zero_grad()
             loss = given.model(x, y)
             loss.backward()
@@ -217,10 +224,10 @@ def test_a_model_that_changes_its_input_changes_no_batch() -> None:
 
 def test_epochs_are_shuffled_anew_and_batches_read_in_any_order() -> None:
     with_seed = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
-    read = [with_seed.at(place)[0] for place in range(11)]
+    read = [with_seed.read(place)[0] for place in range(11)]
     again = OwnBatches("own", parse_given("own", MAKERS["loader"]()), 3, CPU)
     for place in (9, 2, 10, 0):
-        assert torch.equal(again.at(place)[0], read[place])
+        assert torch.equal(again.read(place)[0], read[place])
     assert not torch.equal(read[0], read[5])
     first = torch.cat(read[:5]).sort(0).values
     assert torch.equal(first, torch.cat(read[5:10]).sort(0).values)
@@ -250,11 +257,11 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
     "iterator": (lambda: (Net(), iter([pairs(0, 0)] * 20)), "can be read only once"),
     "changing": (_changing, "batch 0 is different when"),
     "failing": (lambda: (Net(), _failing), r"batch 1 cannot be read: RuntimeError: the disk is gone"),
-    "empty": (lambda: {"model": Net(), "batches": []}, "give no first one: there is none"),
+    "empty": (lambda: {"model": Net(), "batches": []}, "first of its batches cannot be read: there is none"),
     "frozen": (_frozen, "no parameter of its model requires"),
     "half": (lambda: (Net().bfloat16(), pairs), "is bfloat16. Make it float32"),
     "word": (lambda: {"model": Net(), "batches": pairs, "optimiser": sgd}, "optimiser.*Did you mean.*optimizer"),
-    "schedule": (lambda: {"model": Net(), "batches": pairs, "schedule": halving}, "a schedule and no optimizer"),
+    "schedule": (lambda: {"model": Net(), "batches": pairs, "schedule": halving}, "a schedule without an optimizer"),
     "no-optimizer": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: 3}, "function returns int"),
     "others": (lambda: {"model": Net(), "batches": pairs, "optimizer": lambda m: sgd(Net())}, "not the model's"),
     "plateau": (
@@ -262,7 +269,10 @@ WRONG: dict[str, tuple[Callable[[], object], str]] = {
                  "schedule": torch.optim.lr_scheduler.ReduceLROnPlateau},
         "schedule function returns ReduceLROnPlateau",
     ),
-    "nothing": (lambda: (nn.Sequential(nn.LayerNorm(16)), torch.ones(2, 16)), "nothing of Sequential can be converted"),
+    "nothing": (
+        lambda: (nn.Sequential(nn.LayerNorm(16)), torch.ones(2, 16)),
+        "no layer of Sequential can be",
+    ),
     "shape": (lambda: (Net(), (torch.ones(2, 3), torch.zeros(2, dtype=torch.long))), "failed"),
 }  # fmt: skip
 
@@ -284,7 +294,7 @@ def test_frozen_weights_are_counted_once_and_have_neither_gradients_nor_moments(
     frozen = [weight.detach().clone() for weight in trainer.model.first.parameters()]
     lab.advance("bf16", 3)
     assert all(map(torch.equal, frozen, trainer.model.first.parameters()))
-    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._stored_tensors().items()}
+    sizes = {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in trainer._list_stored_tensors().items()}
     trained_bytes = 4 * sum(weight.numel() for weight in trainer.model.parameters() if weight.requires_grad)
     assert sizes["frozen"] == 4 * sum(weight.numel() for weight in frozen)
     assert {sizes[name] for name in ("weights", "gradients", "first moment", "second moment")} == {trained_bytes}

@@ -12,8 +12,8 @@ import pytest
 from fp8bench.errors import StoreError, WorkerError, WorkerFault
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.rank_lab import MERGES, MODULE
-from fp8bench.features.train.request import CUT, PARALLEL, WIRES
-from fp8bench.features.train.seed import lab_of as asked
+from fp8bench.features.train.request import CUTTING_PARALLEL, PARALLEL, WIRES
+from fp8bench.features.train.seed import call_lab as asked
 from fp8bench.features.train.values import (
     WIRE_BYTES,
     Arm,
@@ -122,14 +122,16 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     assert losses(whole["fp32"]) != losses(single["fp32"])  # otherwise nothing was shared
     # Scales are those of one rank's whole batch.
     mine, theirs = readings(whole["fp8"]), readings(single["fp8"])
-    near = 0.03 if parallel in CUT else 0.0  # where bfloat16 products are rounded before they are added
+    near = 0.03 if parallel in CUTTING_PARALLEL else 0.0  # where bfloat16 products are rounded before they are added
     for key, seen in mine.items():
         if key[1] != "gradient":
             whole_batch = theirs[key].amax, theirs[key].scale
             assert (seen.amax, seen.scale) == pytest.approx(whole_batch, rel=near, abs=0), key
     assert any(seen.least_scale == seen.largest_scale for seen in mine.values())
     for look, wanted in zip(looks["fp32"], lab.validate("fp32"), strict=True):
-        quantised = parallel in CUT and look.of.startswith("quantised")  # a shard of NVFP4 also has its own scale
+        quantised = parallel in CUTTING_PARALLEL and look.of.startswith(
+            "quantised"
+        )  # a shard of NVFP4 also has its own scale
         assert look.loss == pytest.approx(wanted.loss, rel=5e-3 if quantised else 1e-5), look.of
 
     assert_fresh_ranks_go_on(ranks, several, task, folder, rest)
@@ -176,7 +178,7 @@ def _timeless(lines: tuple[StreamLine, ...]) -> list[StreamLine]:
 def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: RanksWorker) -> None:
     """For example by seed, text, one bit of a weight, or gradients. Other faults are planted in test_ways.py."""
     text = "in step 0 rank 1 reads a different text than rank 0, or uses another seed"
-    weights = "after a slice the weights of rank 1 differ from those of rank 0"
+    weights = "the weights of rank 1 differ from those of rank 0"
     several = asked(ranks, 60)
     for seed, parallel, reason in (
         (planted.SEED, "ddp", text),
@@ -184,8 +186,8 @@ def test_ranks_that_do_not_train_the_same_are_found(corpus: Corpus, ranks: Ranks
         (planted.SHARE, "ddp", "in step 0 the ranks did not read each sequence of the batch"),
         (planted.WEIGHTS, "ddp", weights),
         (planted.AVERAGE, "ddp", weights),
-        (planted.AVERAGE, "fsdp", "in a slice rank 1 received gradients for its rows that are not the mean"),
-        (planted.SCALES, "ddp", "after a slice the scales of rank 1 differ from those of rank 0"),
+        (planted.AVERAGE, "fsdp", "rank 1 received gradients for its rows that are not the mean"),
+        (planted.SCALES, "ddp", "the scales of rank 1 differ from those of rank 0"),
     ):
         arm = "fp8-delayed" if seed == planted.SCALES else "fp32"
         several.begin(of_ranks(corpus, arm, seed=seed, parallel=parallel))

@@ -11,7 +11,7 @@ import torch
 
 from fp8bench.errors import RanksDisagree
 from fp8bench.features.train.lab.rank_lab import MERGES
-from fp8bench.features.train.lab.readings import TensorCast, figures_of, read, reading_of
+from fp8bench.features.train.lab.readings import TensorCast, make_reading, measure_tensor, read_figures
 from fp8bench.features.train.values import (
     ArmCost,
     LayerReading,
@@ -84,8 +84,8 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
 
     def reading(x: torch.Tensor) -> LayerReading:
         left = (x * scale).clamp(-448, 448).to(torch.float8_e4m3fn).float() / scale
-        (figures,) = read([figures_of(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
-        return reading_of("fp8", 0, 3, "a", "input", figures, 90.0)
+        (figures,) = read_figures([measure_tensor(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
+        return make_reading("fp8", 0, 3, "a", "input", figures, 90.0)
 
     both, whole = one(*map(reading, parts)), reading(torch.cat(parts))
     for name in ("amax", "smallest", "scale", "least_scale", "largest_scale", "lag", "drift"):
@@ -100,10 +100,10 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
 
 def test_memory_is_that_of_the_rank_that_takes_most_with_that_of_each() -> None:
     costs = [ArmCost("fp8", 0, memory=MemoryUse(peak)) for peak in (10, 30)]
-    most = merge_answers("alone", costs)
+    most = merge_answers("measure_memory", costs)
     assert most.memory.peak == 30 and [use.peak for use in most.memory.ranks] == [10, 30]
     silent = ArmCost("fp8", 0, why="nobody counts its memory")
-    assert merge_answers("alone", [costs[0], silent]) == silent
+    assert merge_answers("measure_memory", [costs[0], silent]) == silent
 
 
 def test_further_figures_looks_and_events() -> None:

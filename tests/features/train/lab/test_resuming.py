@@ -17,7 +17,7 @@ import pytest
 import torch
 
 from fp8bench.errors import StoreError
-from fp8bench.features.train.arms import LEVELS
+from fp8bench.features.train.arms import MSAMP_LEVELS
 from fp8bench.features.train.lab import rates
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.request import SCHEDULES
@@ -33,7 +33,7 @@ DRAWN = (("master", "bf16-stochastic"), ("dropout", 0.1))
 HALF = (("optimizer_states", "bf16"), ("gradients", "bf16"), ("dropout", 0.1), ("checkpointing", "blocks"))
 MODES = (
     "nvfp4", Arm("fp8lm", "fp8", settings=LOW), Arm("drawn", "bf16", settings=DRAWN),
-    Arm("o3", "fp8:scale=pow2", settings=LEVELS["msamp-o3"].settings),
+    Arm("o3", "fp8:scale=pow2", settings=MSAMP_LEVELS["msamp-o3"].settings),
     Arm("half", "fp8-delayed:history=3", settings=HALF), Arm("dynamic", "fp16", settings=(("loss_scale", "dynamic"),)),
     Arm("attention", "fp8-delayed:history=4", settings=(("attention", "rounded"),)),
     Arm("renewed", "fp8", settings=(("refresh_scales", 3),)),

@@ -95,7 +95,7 @@ def test_an_optimizer_inside_another_has_no_stream(tmp_path: Path) -> None:
     outer, inner = sgd(model.parameters()), sgd([model.weight])
     loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
     for optimizer in (outer, inner, outer):
-        loops.see_step(optimizer)
+        loops.watch_optimizer(optimizer)
     loops.close()
     assert len(said) == 1 and "Linear by SGD" in said[0] and [path.name for path in tmp_path.iterdir()] == ["s.jsonl"]
 
@@ -105,7 +105,7 @@ def test_a_second_phase_with_another_optimizer_has_its_own_stream(tmp_path: Path
     said: list[str] = []
     model = nn.Linear(2, 2)
     loops = ScriptLoops(tmp_path / "s.jsonl", tmp_path, {"stride": 1}, said.append)
-    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: loops.see_step(optimizer))
+    handle = register_optimizer_step_pre_hook(lambda optimizer, *_: loops.watch_optimizer(optimizer))
     for optimizer, steps in ((sgd(model.parameters()), 5), (torch.optim.Adam(model.parameters()), 4)):
         for _ in range(steps):
             optimizer.zero_grad()

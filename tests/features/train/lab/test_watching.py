@@ -17,13 +17,13 @@ from torch import Tensor, nn
 from fp8bench.features.train.lab import readings
 from fp8bench.features.train.lab.lab import Lab
 from fp8bench.features.train.lab.readings import (
-    attention_score,
-    batch_norm_drift,
-    cast_of,
-    embedding_spread,
-    figures_of,
-    read,
-    reading_of,
+    describe_cast,
+    make_reading,
+    max_attention_score,
+    measure_batch_norm_drift,
+    measure_embedding_spread,
+    measure_tensor,
+    read_figures,
 )
 from fp8bench.features.train.lab.watched_step import ModelWatch
 from fp8bench.features.train.values import Arm, LayerReading, StepFigure, StepRow, StreamLine
@@ -56,8 +56,8 @@ MODES = (
 
 def reading(arithmetic: Arithmetic, x: Tensor, role: Role, before: float | None = None) -> tuple[LayerReading, Tensor]:
     operand = arithmetic.cast(x, role)
-    (figures,) = read([figures_of(x, cast_of(arithmetic, operand, x, role))])
-    return reading_of("arm", 1, 2, "layer", role.value, figures, before), arithmetic.restore(operand, torch.float32)
+    (figures,) = read_figures([measure_tensor(x, describe_cast(arithmetic, operand, x, role))])
+    return make_reading("arm", 1, 2, "layer", role.value, figures, before), arithmetic.restore(operand, torch.float32)
 
 
 Array = NDArray[np.float64]
@@ -159,8 +159,8 @@ def test_readings_of_zeros_of_nothing_and_of_nan() -> None:
     zeros = check(arithmetic, torch.zeros(4, 8), Role.INPUT)
     assert (zeros.zeros, zeros.amax, zeros.smallest, zeros.lag, zeros.signal_to_noise) == (1, 0, 0, None, None)
     assert zeros.underflow == zeros.saturated == 0 and zeros.scale == 1
-    figures = read([figures_of(x) for x in (torch.zeros(0, 8), torch.full((2, 2), math.nan))])
-    nothing, lost = (reading_of("arm", 0, 0, "", "input", each, None) for each in figures)
+    figures = read_figures([measure_tensor(x) for x in (torch.zeros(0, 8), torch.full((2, 2), math.nan))])
+    nothing, lost = (make_reading("arm", 0, 0, "", "input", each, None) for each in figures)
     assert nothing.zeros == 0
     assert lost.not_finite == 1 and lost.amax == lost.smallest == 0 and math.isnan(lost.mean)
 
@@ -182,7 +182,7 @@ def test_the_path_for_gpus_gives_the_same(piece: int, monkeypatch: pytest.Monkey
     tensors.append(tensors[1].index_fill(1, torch.tensor([3]), math.inf))
     tensors.append(torch.cat([gaussian(30, 96).relu(), torch.zeros(30, 96), gaussian(5, 96)]))
     quick = [reading(arithmetic, x, Role.GRADIENT)[0] for x in tensors]
-    monkeypatch.setattr(readings, "reads_at_once", lambda x: False)
+    monkeypatch.setattr(readings, "is_read_at_once", lambda x: False)
     monkeypatch.setattr(readings, "_PIECE", piece)
     for x, before in zip(tensors, quick, strict=True):
         line, _ = reading(arithmetic, x, Role.GRADIENT)
@@ -217,13 +217,15 @@ class _Waits(OperatorWatch):
 
 @for_each("mode", ["bf16", "fp16", "fp8", "fp8-delayed", "fp8-rowwise", "fp8-block", "mxfp8", "nvfp4"])
 def test_on_a_gpu_nothing_waits_before_the_final_read(mode: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(readings, "reads_at_once", lambda x: False)
+    monkeypatch.setattr(readings, "is_read_at_once", lambda x: False)
     arithmetic = precisions.get(mode).arithmetic(CPU).layer("layer")
     for role, x in ((Role.WEIGHT, gaussian(32, 256)), (Role.GRADIENT, spread_out((32, 256)).to(arithmetic.carrier))):
-        cast = cast_of(arithmetic, arithmetic.cast(x, role), x, role)
+        cast = describe_cast(arithmetic, arithmetic.cast(x, role), x, role)
         with _Waits() as seen:
-            figures = figures_of(x, cast)
-        assert 15 < seen.operators < (95 if mode in CURRENT else 40) and read([figures])[0]["count"] == x.numel()
+            figures = measure_tensor(x, cast)
+        assert (
+            15 < seen.operators < (95 if mode in CURRENT else 40) and read_figures([figures])[0]["count"] == x.numel()
+        )
 
 
 def test_delayed_scales_have_lag_and_drift() -> None:
@@ -315,10 +317,10 @@ def small_model() -> nn.Module:
 def test_nothing_stays_attached_whatever_happens(corpus: Corpus) -> None:
     model = small_model()
     watch = ModelWatch(model)
-    with watch.step():
+    with watch.watch_step():
         assert hooks_of(model) == 3
     assert hooks_of(model) == 0
-    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch.step():
+    with pytest.raises(RuntimeError, match="shapes cannot be multiplied"), watch.watch_step():
         model(torch.zeros(3, 9))
     assert hooks_of(model) == 0
     compiled = nn.Sequential(small_model(), nn.Linear(1, 2))
@@ -342,13 +344,15 @@ def test_the_largest_attention_score(heads: int, key_heads: int, tokens: int, ca
     k[0, 1, -1] = 9 * q[0, heads // key_heads, 5]  # a key that only later queries may see
     scores = q[0] @ k[0].repeat_interleave(heads // key_heads, 0).transpose(-1, -2) / 4
     wanted = scores[:, torch.ones(tokens, tokens).tril().bool()] if causal else scores
-    assert float(attention_score(q, k, causal)) == pytest.approx(float(wanted.abs().max()), rel=1e-5)
+    assert float(max_attention_score(q, k, causal)) == pytest.approx(float(wanted.abs().max()), rel=1e-5)
 
 
 def test_batch_norms_and_embeddings() -> None:
     """A mean two deviations off; identical rows."""
     x = torch.randn(4000, 6) * 3 + 10
-    assert float(batch_norm_drift(x, x.mean(0) + 6, channels_last=False)) == pytest.approx(2, rel=0.05)
-    assert float(batch_norm_drift(x.view(40, 100, 6), x.mean(0), channels_last=True)) == pytest.approx(0, abs=1e-4)
-    assert float(embedding_spread(torch.ones(5, 8))) == 0
-    assert float(embedding_spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))) == 1
+    assert float(measure_batch_norm_drift(x, x.mean(0) + 6, channels_last=False)) == pytest.approx(2, rel=0.05)
+    assert float(measure_batch_norm_drift(x.view(40, 100, 6), x.mean(0), channels_last=True)) == pytest.approx(
+        0, abs=1e-4
+    )
+    assert float(measure_embedding_spread(torch.ones(5, 8))) == 0
+    assert float(measure_embedding_spread(torch.tensor([[1.0, 0.0], [-1.0, 0.0]]))) == 1

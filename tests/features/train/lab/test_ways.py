@@ -14,19 +14,19 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.arms import LEVELS
-from fp8bench.features.train.lab import together as ranks_together
+from fp8bench.features.train.arms import MSAMP_LEVELS
+from fp8bench.features.train.lab import parallelism as ranks_together
 from fp8bench.features.train.lab import ways
 from fp8bench.features.train.lab.low_precision import Gradients
-from fp8bench.features.train.lab.rates import joint
+from fp8bench.features.train.lab.parallelism import FullySharded, TensorParallel, digest_tensors
+from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer
-from fp8bench.features.train.lab.together import FullySharded, TensorParallel, digest_of
-from fp8bench.features.train.lab.ways import BF16Group, NotedGroup, SequenceParallel, ZeroTensors
+from fp8bench.features.train.lab.ways import BF16Group, SampledGroup, SequenceParallel, ZeroTensors
 from fp8bench.features.train.request import WIRES, TrainerSettings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
 from fp8bench.nn.parallel.exchanges import FP8Group, FP8Wire
-from fp8bench.nn.parallel.ways import cut_of
+from fp8bench.nn.parallel.ways import find_cut
 from fp8bench.nn.sizes import GPTConfig
 from fp8bench.protocols import SilentPhases
 from fp8bench.registry import precisions
@@ -42,19 +42,19 @@ PHASE = SilentPhases()
 
 # A stream in the arm's 16-bit type, and as codes.
 STREAMS = {
-    "fp32": type("Noted", (NotedGroup, ThreadedGroup), {}),
-    "bf16": type("NotedBF16", (NotedGroup, BF16Group, ThreadedGroup), {}),
-    "fp8": type("NotedFP8", (NotedGroup, FP8Group), {}),
+    "fp32": type("Noted", (SampledGroup, ThreadedGroup), {}),
+    "bf16": type("NotedBF16", (SampledGroup, BF16Group, ThreadedGroup), {}),
+    "fp8": type("NotedFP8", (SampledGroup, FP8Group), {}),
 }
 
 
 @pytest.fixture(autouse=True)
 def _on_boards(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert STREAMS.keys() == ways.STREAMS.keys() == set(WIRES)
+    assert STREAMS.keys() == ways.GROUPS_BY_WIRE.keys() == set(WIRES)
     monkeypatch.setattr(
         FP8Wire, "send", lambda wire, program, values, phase: on_board(wire.group, program(values, wire._rank))
     )
-    monkeypatch.setattr(ways, "STREAMS", dict(STREAMS))
+    monkeypatch.setattr(ways, "GROUPS_BY_WIRE", dict(STREAMS))
 
 
 def drawn(seed: int) -> list[Tensor]:
@@ -103,7 +103,7 @@ class Learnt(NamedTuple):
 def update(optimizer: StepOptimizer, norms: Callable[[list[Tensor]], list[Tensor]] = list) -> list[float]:
     own = [optimizer.gradients.norms()]
     optimizer.step(1.0, [torch.tensor(1.0)] * 99, torch.tensor(0.0))
-    return [float(joint(norms(each))) for each in (*own, optimizer.update_norms, optimizer.weight_norms)]
+    return [float(join_norms(norms(each))) for each in (*own, optimizer.update_norms, optimizer.weight_norms)]
 
 
 def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
@@ -114,10 +114,10 @@ def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
         optimizer.gradients.begin()
         for parameter, *parts in zip(own.values(), *(gradients(step, rank) for rank in range(ranks)), strict=True):
             parameter.grad = mean(parts, wire)
-        optimizer.gradients.accept()
-        with optimizer.weights.present():
+        optimizer.gradients.store_gradients()
+        with optimizer.weights.materialise():
             norms += update(optimizer)
-    with optimizer.weights.present():
+    with optimizer.weights.materialise():
         return Learnt([as_sent(parameter, wire) for parameter in own.values()], norms=norms)
 
 
@@ -131,21 +131,21 @@ def trained(
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
         together, wholes, norms = make(exchanges(place)), parameters(), list[float]()
-        optimizer = make_step_optimizer(together.own(wholes), TrainerSettings(rate=1e-2, **settings))
+        optimizer = make_step_optimizer(together.divide_parameters(wholes), TrainerSettings(rate=1e-2, **settings))
         sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.stored_tensors().items()}
         plant(together, place.number)
         for step in range(STEPS):
-            with optimizer.weights.present(), together.present(PHASE):
+            with optimizer.weights.materialise(), together.materialise(PHASE):
                 optimizer.gradients.begin()
                 for parameter, gradient in zip(wholes.values(), brings(step, place.number), strict=True):
                     parameter.grad = gradient
-                together.average(optimizer.gradients, PHASE)
+                together.average_gradients(optimizer.gradients, PHASE)
                 assert all(parameter.grad is None for parameter in wholes.values())
-                norms += update(optimizer, together.norms)
+                norms += update(optimizer, together.join_norms)
         assert not any(parameter.untyped_storage().nbytes() for parameter in wholes.values())
-        with optimizer.weights.present(), together.present(PHASE):
+        with optimizer.weights.materialise(), together.materialise(PHASE):
             weights = [parameter.detach().clone() for parameter in wholes.values()]
-            return Learnt(weights, " ".join(together.faults()), norms, sizes)
+            return Learnt(weights, " ".join(together.find_faults()), norms, sizes)
 
     return on_ranks(ranks, run)
 
@@ -163,7 +163,7 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
     """For any number of rows per message; norms count each row once."""
     wanted = alone(3, **settings)
     for most in (1 << 22, 100):
-        monkeypatch.setattr(ranks_together, "_MOST_SHARDED", most)
+        monkeypatch.setattr(ranks_together, "_MAX_SHARDED_ELEMENTS", most)
         ranks = trained(3, FullySharded, **settings)
         for learnt in ranks:
             assert not learnt.faults and learnt.norms == ranks[0].norms == pytest.approx(wanted.norms, rel=1e-6)
@@ -215,7 +215,8 @@ def test_a_digest_depends_on_the_place_of_values() -> None:
     """Otherwise a rank with two swapped rows would have the others' digest."""
     first, other = torch.randn(2, 3, 5)
     digests = [
-        digest_of(some) for some in ((first, other), (other, first), (first.flip(0), other), (first, other.roll(1)))
+        digest_tensors(some)
+        for some in ((first, other), (other, first), (first.flip(0), other), (first, other.roll(1)))
     ]
     assert len(set(digests)) == 4 and all(0 <= digest < 1 << 63 for digest in digests)
 
@@ -242,7 +243,7 @@ def test_owners_have_the_bits_of_one_process_that_rounds_what_travels(ranks: int
         {"optimizer": "adafactor"},
         {"gradients": "bf16"},
         {"gradients": "fp8", "micro_batches": 4, "parallel": "zero"},
-        *(dict(level.settings) for level in LEVELS.values()),
+        *(dict(level.settings) for level in MSAMP_LEVELS.values()),
     ],
     ids=str,
 )
@@ -261,26 +262,26 @@ def sends_double(wire: Any) -> None:
 
 def wrong_scale(together: ZeroTensors, rank: int) -> None:
     if rank == 1:
-        sends_double(together._owned.fp8)
+        sends_double(together._owned_tensors.fp8)
 
 
 def half_read(together: ZeroTensors, rank: int) -> None:
     """Rank 1 reads the gradients that it owns with half their scale."""
     if rank == 1:
-        own = together._owned.means
-        together._owned.means = lambda some, phase: [mean / 2 for mean in own(some, phase)]  # type: ignore[method-assign]
+        own = together._owned_tensors.average
+        together._owned_tensors.average = lambda some, phase: [mean / 2 for mean in own(some, phase)]  # type: ignore[method-assign]
 
 
 def misheard(together: ZeroTensors, rank: int) -> None:
     """Rank 1 receives one changed value of a weight that it does not own."""
     if rank == 1:
-        own = together._owned.put
+        own = together._owned_tensors.distribute
 
         def put(kept: Any, wholes: Any, phase: Any) -> None:
             own(kept, wholes, phase)
             wholes[0].view(-1)[0] *= 1.0625
 
-        together._owned.put = put  # type: ignore[method-assign]
+        together._owned_tensors.distribute = put  # type: ignore[method-assign]
 
 
 @for_each(
@@ -322,8 +323,8 @@ def norms_of(whole: GPT) -> list[Tensor]:
 
 def cut(place: Place) -> tuple[TensorParallel, GPT]:
     together, whole = TensorParallel(ThreadedGroup(place), CONFIG), model()
-    together.take(whole)
-    together.own(dict(whole.named_parameters()))
+    together.cut_model(whole)
+    together.divide_parameters(dict(whole.named_parameters()))
     return together, whole
 
 
@@ -334,8 +335,8 @@ def test_layers_keep_their_paths_and_norms_count_everything_once() -> None:
     def norms(place: Place) -> list[Tensor]:
         together, own = cut(place)
         parameters = dict(own.named_parameters())
-        assert list(parameters) == names and len(together.common(parameters)) == len(names) - 4
-        return together.norms(norms_of(own) * 2)
+        assert list(parameters) == names and len(together.list_shared_parameters(parameters)) == len(names) - 4
+        return together.join_norms(norms_of(own) * 2)
 
     for counted in on_ranks(2, norms):
         torch.testing.assert_close(torch.stack(counted), torch.cat([whole, whole]))
@@ -348,7 +349,7 @@ def test_scales_of_cut_tensors_alone_are_shared() -> None:
         arithmetic = precisions.get("fp8").arithmetic(CPU)
         names = ("blocks.0.attn.qkv", "blocks.0.mlp.down", "head")
         same = [cut(place)[0].share_scales(name, arithmetic) is arithmetic for name in names]
-        return same, float(cut(place)[0]._over_ranks(torch.tensor([1.0, float("nan")][place.number])))
+        return same, float(cut(place)[0]._largest_over_ranks(torch.tensor([1.0, float("nan")][place.number])))
 
     assert on_ranks(2, scales) == [([False, False, True], float("inf"))] * 2
 
@@ -369,16 +370,16 @@ def streamed(wire: str, plant: Callable[[Any, int], object] = lambda together, r
 
     def run(place: Place) -> StreamLearnt:
         together, own = SequenceParallel(ThreadedGroup(place), CONFIG, wire), model(SMALL)
-        together.take(own)
+        together.cut_model(own)
         named = dict(own.named_parameters())
-        gradients = Gradients(list(together.own(named).values()))
+        gradients = Gradients(list(together.divide_parameters(named).values()))
         plant(together, place.number)
-        with together.present(PHASE):
+        with together.materialise(PHASE):
             gradients.begin()
             loss = own(*batch(), PHASE)
             loss.backward()
-            together.average(gradients, PHASE)
-            return float(loss.detach()), dict(zip(named, gradients.fill(), strict=True)), together.faults()
+            together.average_gradients(gradients, PHASE)
+            return float(loss.detach()), dict(zip(named, gradients.fill_missing(), strict=True)), together.find_faults()
 
     return on_ranks(2, run)
 
@@ -394,7 +395,7 @@ def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: fl
         assert not faults and own == ranks[0][0] == pytest.approx(float(loss.detach()), rel=near / 10)
         for name, parameter in whole.named_parameters():
             assert parameter.grad is not None
-            how, wanted = cut_of(name, CONFIG), parameter.grad
+            how, wanted = find_cut(name, CONFIG), parameter.grad
             if how is None:
                 assert torch.equal(gradients[name], ranks[0][1][name]), name
             else:
@@ -416,7 +417,7 @@ def test_wrong_tokens_are_found_by_all_ranks_that_get_them(monkeypatch: pytest.M
         words = "received tokens of the stream that are not what all ranks sent"
         return {rank for rank, (_, _, faults) in enumerate(ranks) if words in faults}
 
-    assert found_by(streamed("fp8", lambda together, rank: rank and sends_double(together.stream.wire))) == {0, 1}
-    forgetful = type("NotedForgetful", (NotedGroup, planted(own_part=own_part_but_once)), {})
-    monkeypatch.setitem(ways.STREAMS, "fp32", forgetful)
+    assert found_by(streamed("fp8", lambda together, rank: rank and sends_double(together.token_group.wire))) == {0, 1}
+    forgetful = type("NotedForgetful", (SampledGroup, planted(own_part=own_part_but_once)), {})
+    monkeypatch.setitem(ways.GROUPS_BY_WIRE, "fp32", forgetful)
     assert found_by(streamed("fp32")) == {1}

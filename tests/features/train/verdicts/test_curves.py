@@ -19,15 +19,15 @@ from fp8bench.features.train.verdicts.curves import (
     Matters,
     Pair,
     Why,
-    bound_of_one,
-    gap_of,
-    importance,
-    judge,
+    bound_single_gap,
+    classify_gap,
+    classify_importance,
+    judge_pairs,
+    mean_gap,
     pair_curves,
-    rule,
     smallest_effect,
 )
-from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, verdicts_of
+from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
 from fp8bench.model import Interval
 from suites.verdicts import TRAINED, false_alarms, found, noises, same_at_every_end, speeds
 from tests.counts import for_each, sampled
@@ -47,15 +47,15 @@ def around(middle: float, scale: float = 1.0) -> list[float]:
 def test_intervals_are_those_of_a_t_test() -> None:
     """The oracle is scipy, at both levels."""
     gaps = [0.011, 0.004, -0.003, 0.02, 0.009, 0.001]
-    gap = gap_of(gaps)
+    gap = mean_gap(gaps)
     assert gap is not None and gap.decides is not None and gap.shown is not None
     for interval, level in ((gap.decides, 0.99), (gap.shown, 0.95)):
         known = scipy.stats.ttest_1samp(gaps, 0.0).confidence_interval(level)
         assert (interval.low, interval.high) == pytest.approx((known.low, known.high), rel=1e-9)
         assert (interval.point, interval.level) == (pytest.approx(statistics.fmean(gaps)), level)
-    single = gap_of([0.5])
+    single = mean_gap([0.5])
     assert single is not None and (single.point, single.decides, single.shown) == (0.5, None, None)
-    assert gap_of([]) is None
+    assert mean_gap([]) is None
 
 
 @for_each(
@@ -78,7 +78,7 @@ def test_intervals_are_those_of_a_t_test() -> None:
 def test_where_an_interval_lies(low: float, high: float, learned: Learned, matters: Matters) -> None:
     """Compared with 0 for whether there is a difference, and with the margin of 1% for whether it matters."""
     interval = Interval((low + high) / 2, low, high, 0.99)
-    assert (rule(interval, 0.01), importance(interval, 0.01)) == (learned, matters)
+    assert (classify_gap(interval, 0.01), classify_importance(interval, 0.01)) == (learned, matters)
 
 
 @for_each(
@@ -108,7 +108,7 @@ def test_where_an_interval_lies(low: float, high: float, learned: Learned, matte
     ],
 )
 def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
-    judged = judge(gaps, 0.01)
+    judged = judge_pairs(gaps, 0.01)
     assert (judged.why or judged.learned) is said
     assert (judged.learned is Learned.INCONCLUSIVE) == (judged.why is not None)
     assert said is not Why.FEW_PAIRS or judged.more_seeds == 5 - len(gaps)
@@ -116,9 +116,9 @@ def test_what_pairs_say(gaps: list[Pair], said: Learned | Why) -> None:
 
 def test_how_many_more_seeds() -> None:
     """None if the gap is so near the edge that a thousand seeds would not suffice."""
-    asked = [judge(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
+    asked = [judge_pairs(pairs(around(gap, 10)), 0.01).more_seeds or 0 for gap in (0.0, 0.012, 0.02, 0.025)]
     assert all(0 < seeds < 100 for seeds in asked) and asked == sorted(asked, reverse=True)
-    assert judge(pairs(around(0.0, 1000)), 0.01).more_seeds is None
+    assert judge_pairs(pairs(around(0.0, 1000)), 0.01).more_seeds is None
 
 
 CHAOS = Arm("bf16 one ulp", "bf16", ArmRole.CHAOS)
@@ -133,7 +133,7 @@ def verdicts_of_ends(*arms: Arm, **ends: Sequence[float]) -> tuple[TrainingVerdi
     for name, own in ends.items():
         for seed, loss in enumerate(own):
             lines += [*rows(name, seed, curve(100, loss)), held_out(name, seed, 99, loss + 0.1)]
-    verdicts = verdicts_of(training(*arms), lines)
+    verdicts = judge_training(training(*arms), lines)
     return verdicts, {said.arm.name: said.judged.learned for said in verdicts.arms}
 
 
@@ -166,7 +166,7 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
         "fp8 rate=0.0005": Learned.INCONCLUSIVE,
         "fp8 rate=0.002": Learned.DIVERGED,
     }
-    plain = verdicts_of(training(), lines({"fp8": [0.0] * 5}))
+    plain = judge_training(training(), lines({"fp8": [0.0] * 5}))
     assert (plain.reference, plain.rates) == (REFERENCE.name, 1)
 
 
@@ -183,7 +183,7 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
         arms = [min(ends[which::2], key=sum) for which in (0, 1)]
         both = [pair_curves(*(flat(own[seed]) for own in arms), seed) for seed in range(5)]
         counted = [pair for pair in both if isinstance(pair, Pair)]
-        wrong += judge(counted, 1e-9, looks=False).learned in (Learned.WORSE, Learned.BETTER)
+        wrong += judge_pairs(counted, 1e-9, has_held_out=False).learned in (Learned.WORSE, Learned.BETTER)
     assert wrong <= 0.02 * studies
 
 
@@ -203,10 +203,10 @@ def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -
 def test_one_seed_is_bounded_by_what_one_ulp_does_in_it(
     arms: tuple[Arm, ...], gaps: Mapping[str, list[float]], bound: str
 ) -> None:
-    verdicts = verdicts_of(training(*arms, seeds=len(gaps["fp8"])), lines(gaps))
+    verdicts = judge_training(training(*arms, seeds=len(gaps["fp8"])), lines(gaps))
     assert (verdicts.chaos is not None) == (CHAOS in arms)
     assert verdicts.chaos is None or verdicts.chaos.gap == pytest.approx(gaps[CHAOS.name][0])
-    assert bound in words.verdict(verdicts.arms[0], verdicts)
+    assert bound in words.describe_verdict(verdicts.arms[0], verdicts)
 
 
 def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
@@ -214,7 +214,7 @@ def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
     draw = np.random.default_rng(3)
     for effect in (0.0, 0.01):
         reference, arm, ulp = draw.normal(0, 0.003, (3, 40_000))
-        bounds = [bound_of_one(effect + a - r, u - r) for r, a, u in zip(reference, arm, ulp, strict=True)]
+        bounds = [bound_single_gap(effect + a - r, u - r) for r, a, u in zip(reference, arm, ulp, strict=True)]
         holds = np.mean([bound is not None and bound.low <= effect <= bound.high for bound in bounds])
         assert 0.95 <= holds <= 0.965
 
@@ -269,25 +269,27 @@ def test_speed_to_the_same_loss_holds_the_pace_that_was_planted(pace: float) -> 
 def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     """A gap of that size, drawn with the same deviation; half that size is mostly missed."""
     numbers = np.random.default_rng(0).normal(0.0, 0.004, (2000, 5))
-    sizes = [smallest_effect(gap) for row in numbers if (gap := gap_of(list(row))) is not None]
+    sizes = [smallest_effect(gap) for row in numbers if (gap := mean_gap(list(row))) is not None]
     effect = statistics.median(sizes)
 
     def share_found(size: float) -> float:
-        gaps = [gap_of(list(row + size)) for row in numbers]
+        gaps = [mean_gap(list(row + size)) for row in numbers]
         return sum(gap is not None and gap.decides is not None and gap.decides.low > 0 for gap in gaps) / len(gaps)
 
     assert 0.65 < share_found(effect) < 0.85 and share_found(effect / 2) < 0.5
-    learned = verdicts_of(training(), lines({"fp8": around(0.02)}))
-    assert words.effect(learned).startswith("a gap of 0.") and "another size" in words.effect(learned)
-    few = verdicts_of(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
-    assert words.effect(few).startswith("fewer than 5 seeds count (2), so that it is unknown")
+    learned = judge_training(training(), lines({"fp8": around(0.02)}))
+    assert words.describe_visible_gap(learned).startswith(
+        "a gap of 0."
+    ) and "another size" in words.describe_visible_gap(learned)
+    few = judge_training(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
+    assert words.describe_visible_gap(few).startswith("fewer than 5 seeds count (2), so that it is unknown")
 
 
 @for_each(("first", "whole"), [(0, True), (1, True), (2, False)])
 def test_a_script_is_watched_from_its_second_step_on(first: int, whole: bool) -> None:
     seen = tuple(rows("a", 0, [5.0, 4.0, 3.0, 2.0, 1.0]))[first:]
-    assert Curve(5, seen).whole is whole
-    assert not Curve(6, seen).whole
+    assert Curve(5, seen).is_complete is whole
+    assert not Curve(6, seen).is_complete
 
 
 def test_streams_of_scripts_have_the_gap_of_their_steps() -> None:

@@ -18,8 +18,8 @@ from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.summary import (
     ScoreVerdict,
     TrainedEnergy,
-    energy_of,
-    verdicts_of_scores,
+    judge_scores,
+    summarise_energy,
 )
 from tests.counts import for_each
 from tests.energies import TOO_FEW, use
@@ -27,9 +27,9 @@ from tests.learning_curves import judged, lines, training
 
 
 def test_joules_of_a_step_are_the_median_window_or_have_a_reason() -> None:
-    energy = energy_of(use([0.99, 1.0, 1.01]))
-    assert words.joules(energy) == "1.00 J [990 mJ, 1.01 J]" and energy.why == ""
-    assert energy_of(use([], why=TOO_FEW)) == TrainedEnergy(None, why=TOO_FEW)
+    energy = summarise_energy(use([0.99, 1.0, 1.01]))
+    assert words.format_joules(energy) == "1.00 J [990 mJ, 1.01 J]" and energy.why == ""
+    assert summarise_energy(use([], why=TOO_FEW)) == TrainedEnergy(None, why=TOO_FEW)
 
 
 def scored(name: str, reference: Sequence[float], own: Sequence[float]) -> Iterator[StreamLine]:
@@ -43,7 +43,7 @@ VERDICTS = judged(lines({"fp8": [0.0] * 5})).verdicts
 def score_verdicts(lines_told: Iterable[StreamLine], **settings: Any) -> tuple[ScoreVerdict, ...]:
     of = training()
     of = replace(of, request=replace(of.request, settings=TrainerSettings(**settings)))
-    return verdicts_of_scores(judged(lines_told, of).kept, VERDICTS)
+    return judge_scores(judged(lines_told, of).kept, VERDICTS)
 
 
 def answered(chance: random.Random, share: float) -> list[float]:

@@ -11,19 +11,28 @@ from dataclasses import replace
 import pytest
 
 from fp8bench.features.train import words
-from fp8bench.features.train.data import value_of
+from fp8bench.features.train.data import training_to_json
 from fp8bench.features.train.values import FALLBACK, Arm, StepRow, StreamLine, TrainingEvent, Validation
-from fp8bench.features.train.verdicts.curves import INCURABLE, Curve, Learned, Void, Why, curves_of, gap_of, last_of
+from fp8bench.features.train.verdicts.curves import (
+    LASTING_VOIDS,
+    Curve,
+    Learned,
+    Void,
+    Why,
+    make_curves,
+    mean_gap,
+    tail_length,
+)
 from fp8bench.features.train.verdicts.verdicts import (
     AdjustedSpeed,
     ArmVerdict,
     TrainingVerdicts,
-    adjusted_speed,
-    least_fall,
-    log_steps,
-    verdicts_of,
+    judge_training,
+    measure_log_steps,
+    measure_speed,
+    min_fall,
 )
-from fp8bench.features.train.view import find_answers, page_of
+from fp8bench.features.train.view import find_answers, render_answer
 from fp8bench.report.elements import Table, Tone
 from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE, REPEAT, curve, held_out, lines, rows
@@ -44,7 +53,7 @@ def judged(told: Lines | Sequence[float]) -> tuple[ArmVerdict, TrainingVerdicts]
     told = tuple(told)
     if all(isinstance(gap, float) for gap in told):
         told = lines({"fp8": told}) if told else ()  # type: ignore[arg-type,dict-item]
-    among = verdicts_of(of_arms(), told)  # type: ignore[arg-type]
+    among = judge_training(of_arms(), told)  # type: ignore[arg-type]
     return among.arms[0], among
 
 
@@ -64,11 +73,11 @@ def with_loss(told: Lines, loss: float, seed: int, *steps: int, arm: str = "fp8"
 
 def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
     """For a repeated step the last value counts."""
-    assert [last_of(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
+    assert [tail_length(steps) for steps in (1, 9, 10, 19, 20, 300)] == [1, 1, 1, 1, 2, 30]
     told = [*rows("a", 0, [9.0] * 18 + [2.0, 4.0]), *rows("a", 0, [8.0])]
-    whole = curves_of(told, 20)["a", 0]
-    assert (whole.endpoint, whole.rows[0].loss, whole.whole) == (3.0, 8.0, True)
-    assert math.isnan(curves_of(told[:19], 20)["a", 0].endpoint)
+    whole = make_curves(told, 20)["a", 0]
+    assert (whole.endpoint, whole.rows[0].loss, whole.is_complete) == (3.0, 8.0, True)
+    assert math.isnan(make_curves(told[:19], 20)["a", 0].endpoint)
 
 
 @for_each(
@@ -107,20 +116,20 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
 )
 def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str) -> None:
     own, among = judged(gaps)
-    assert own.judged.learned is learned and words.verdict(own, among).startswith(verdict)
+    assert own.judged.learned is learned and words.describe_verdict(own, among).startswith(verdict)
 
 
 def test_a_difference_that_is_tolerated_has_one_word_and_one_colour_everywhere() -> None:
     """It is worse in every output, yellow, and does not fail; a loss that is not surely tolerated is red and fails."""
     for gaps, matters, tone, failed in ((TOLERATED, "no", Tone.DOUBT, 0), (PERHAPS, "open", Tone.BAD, 1)):
         of = judged_training(lines({"fp8": gaps}))
-        row = value_of(of)["arms"]["fp8"]
+        row = training_to_json(of)["arms"]["fp8"]
         assert (row["verdict"], row["matters"]) == ("worse", matters) and row["words"].startswith("worse by +")
         (answer,) = find_answers(of.summaries, of.verdicts)
         assert (answer.verdict, answer.tone) == ("learns worse", tone)
-        (told, _) = (each for each in page_of(of).parts[0].elements if isinstance(each, Table))
+        (told, _) = (each for each in render_answer(of).parts[0].elements if isinstance(each, Table))
         assert [cell.tone for cell in told.rows[0] if cell.text == "learns worse"] == [tone]
-        assert len(list(words.failures(of, ("worse", "inconclusive")))) == failed
+        assert len(list(words.list_failures(of, ("worse", "inconclusive")))) == failed
 
 
 def test_an_interval_spans_those_of_the_last_steps() -> None:
@@ -128,7 +137,7 @@ def test_an_interval_spans_those_of_the_last_steps() -> None:
     told = changed(lines({"fp8": TOLERATED}), lambda row: replace(row, loss=row.loss * (1.1 if row.step == 94 else 1)))
     judged_arm = judged(told)[0]
     gap = judged_arm.judged.gap
-    ends = [gap_of([pair.earlier[place] for pair in judged_arm.pairs]) for place in range(-9, 0)]
+    ends = [mean_gap([pair.earlier[place] for pair in judged_arm.pairs]) for place in range(-9, 0)]
     highest = max(end.decides.high for end in ends if end and end.decides)
     assert gap is not None and gap.decides is not None and len(judged_arm.pairs[0].earlier) == 9
     assert gap.point == pytest.approx(0.0084 + 0.1 / 33, rel=0.02) and gap.decides.high >= highest
@@ -139,18 +148,18 @@ def test_what_a_command_may_fail_on() -> None:
     alarm = TrainingEvent("fp8", 2, 40, "alarm", "the gradient's norm is 9.1 times its median")
     of = judged_training((*lines({"fp8": WORSE}), alarm, TrainingEvent("fp8", 2, 41, "stopped", "")))
     own, among = judged(of.kept.lines)
-    assert list(words.failures(of, ("worse", "diverged"))) == [f"fp8: {words.verdict(own, among)}"]
-    assert list(words.failures(of, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
-    assert not list(words.failures(of, ("diverged", "inconclusive", "did-not-learn")))
+    assert list(words.list_failures(of, ("worse", "diverged"))) == [f"fp8: {words.describe_verdict(own, among)}"]
+    assert list(words.list_failures(of, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
+    assert not list(words.list_failures(of, ("diverged", "inconclusive", "did-not-learn")))
     assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
 
 
 def test_several_arms_say_what_their_level_means() -> None:
     other = replace(CANDIDATE, name="mxfp8")
-    among = verdicts_of(of_arms(CANDIDATE, other), lines({"fp8": WORSE, "mxfp8": SAME}))
+    among = judge_training(of_arms(CANDIDATE, other), lines({"fp8": WORSE, "mxfp8": SAME}))
     assert [own.judged.learned for own in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
-    assert "2 arms" in words.chance_of_all(among) and words.chance_of_all(judged(WORSE)[1]) == ""
-    skipped = verdicts_of(of_arms(CANDIDATE, replace(other, skip="no hardware")), lines({"fp8": WORSE}))
+    assert "2 arms" in words.describe_family_chance(among) and words.describe_family_chance(judged(WORSE)[1]) == ""
+    skipped = judge_training(of_arms(CANDIDATE, replace(other, skip="no hardware")), lines({"fp8": WORSE}))
     assert [own.arm.name for own in skipped.arms] == ["fp8"]
 
 
@@ -240,13 +249,13 @@ def test_what_does_not_compare(
     arm, among = judged(told)
     assert (arm.judged.why or arm.judged.learned, arm.diverged_in, arm.voids) == (own, diverged, voids)
     if own is Learned.DIVERGED:
-        assert words.verdict(arm, among).startswith("diverged in 1 of 5 seeds")
-        assert not any("not count" in note for note in words.notes(arm))
+        assert words.describe_verdict(arm, among).startswith("diverged in 1 of 5 seeds")
+        assert not any("not count" in note for note in words.list_void_seeds(arm))
     elif isinstance(own, Why):
-        assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.notes(arm))) == bool(voids)
+        assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.list_void_seeds(arm))) == bool(voids)
     if own is Why.FEW_PAIRS:  # no more seeds are requested if they would not count either
-        told_why, void = words.inconclusive(arm.judged), voids[0][1]
-        assert ("more would do" in told_why) == (void not in INCURABLE)
+        told_why, void = words.describe_inconclusive(arm.judged), voids[0][1]
+        assert ("more would do" in told_why) == (void not in LASTING_VOIDS)
         assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
     assert arm.speed is None
 
@@ -260,13 +269,13 @@ def test_what_does_not_compare(
     ids=lambda value: str(value)[:99],
 )
 def test_a_reference_that_did_not_learn_says_by_how_much(told: list[StreamLine], fell: str) -> None:
-    assert fell in words.verdict(*judged(told))
+    assert fell in words.describe_verdict(*judged(told))
 
 
 def test_an_arm_with_the_references_bits_may_take_no_effect() -> None:
     other = of_arms(Arm("bf16 clip=2.0", "bf16", settings=(("clip", 2.0),)))
-    same = verdicts_of(other, lines({"bf16 clip=2.0": [0.0] * 5}))
-    assert "does this arm take effect?" in words.verdict(same.arms[0], same)
+    same = judge_training(other, lines({"bf16 clip=2.0": [0.0] * 5}))
+    assert "does this arm take effect?" in words.describe_verdict(same.arms[0], same)
 
 
 def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> None:
@@ -279,8 +288,8 @@ def test_after_an_easy_first_batch_held_out_text_shows_what_was_learned() -> Non
 
 def test_how_far_a_reference_has_to_fall() -> None:
     """A tenth of the fall must exceed the margin: 5.5 to 4.95, and back by 0.055, is 1.1%."""
-    wide = least_fall(0.05)
-    assert least_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
+    wide = min_fall(0.05)
+    assert min_fall(0.01) == 0.1 and (0.1 * wide) / (1 - wide) == pytest.approx(0.05)
 
 
 def test_held_out_losses_are_compared_at_the_same_step() -> None:
@@ -302,7 +311,7 @@ def test_the_band_of_a_repeat() -> None:
     repeated = lines({REPEAT.name: [0.0]})
     same = judged(repeated)[1].repeat_band
     assert same is not None and (same.steps, same.first, same.largest) == (100, None, 0.0)
-    assert "nondeterminism is zero" in words.repeat_band(same)
+    assert "nondeterminism is zero" in words.describe_repeat(same)
     told = changed(
         repeated,
         lambda row: None if row.step >= 60 else replace(row, loss=row.loss * (1 + 0.001 * (row.step >= 20))),
@@ -310,15 +319,15 @@ def test_the_band_of_a_repeat() -> None:
     )
     other = judged(told)[1].repeat_band
     assert other is not None and (other.steps, other.first) == (60, 20)
-    assert words.repeat_band(other).startswith("the repeat differs from step 20 on, by at most 0.100%")
+    assert words.describe_repeat(other).startswith("the repeat differs from step 20 on, by at most 0.100%")
 
 
 def test_speed_to_the_same_loss() -> None:
     native = of_arms(replace(CANDIDATE, native=True))
-    speed = verdicts_of(native, lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
+    speed = judge_training(native, lines({"fp8": [1e-9] * 5}, seconds={"fp8": 0.005})).arms[0].speed
     assert speed is not None and speed.adjusted is not None
     assert (speed.raw.point, speed.adjusted.point) == (pytest.approx(2), pytest.approx(2))
-    assert words.speed(speed) == "2.000x [2.000x, 2.000x] (2.000x by steps)"
+    assert words.format_speed(speed) == "2.000x [2.000x, 2.000x] (2.000x by steps)"
     assert judged(SAME)[0].speed is None
 
 
@@ -335,14 +344,14 @@ def of(losses: Sequence[float], seconds: float = 0.01, tokens: int = 100) -> Cur
 
 
 def speed(*arms: Curve, reference: Curve | None = None) -> AdjustedSpeed:
-    speed = adjusted_speed([(reference or of(falling()), arms[seed % len(arms)]) for seed in range(SEEDS)])
+    speed = measure_speed([(reference or of(falling()), arms[seed % len(arms)]) for seed in range(SEEDS)])
     assert speed is not None
     return speed
 
 
 @for_each("pace", [0.5, 0.7, 0.95, 1.0, 1.05, 1.4])
 def test_steps_to_the_same_loss(pace: float) -> None:
-    steps = log_steps([(of(falling()), of(falling(pace)))])
+    steps = measure_log_steps([(of(falling()), of(falling(pace)))])
     assert steps is not None and math.exp(steps) == pytest.approx(pace, rel=0.02)
     arm = speed(of(falling(pace), seconds=0.005))
     assert arm.adjusted is not None and not arm.bounded
@@ -352,8 +361,8 @@ def test_steps_to_the_same_loss(pace: float) -> None:
 def test_noise_of_common_batches_cancels() -> None:
     draw = random.Random(0)
     losses = [loss * draw.gauss(1, 0.06) for loss in falling()]
-    assert log_steps([(of(losses), of(losses))]) == 0
-    steps = log_steps([(of(losses), of([loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]))])
+    assert measure_log_steps([(of(losses), of(losses))]) == 0
+    steps = measure_log_steps([(of(losses), of([loss * (1 + draw.gauss(0, 1e-4)) for loss in losses]))])
     assert steps is not None and abs(steps) < 0.005
 
 
@@ -361,19 +370,19 @@ def test_times_are_compared_with_the_reference() -> None:
     """With fewer than five seeds there is no speed."""
     arm = of(falling(), seconds=0.005)
     assert speed(arm).raw.point == pytest.approx(2)
-    assert adjusted_speed([(of(falling()), arm)] * 4) is None and words.speed(None) is None
+    assert measure_speed([(of(falling()), arm)] * 4) is None and words.format_speed(None) is None
 
 
 def test_far_worse_learning_gives_a_bound() -> None:
     stuck = speed(of([max(3.5, loss) for loss in falling()], 0.005))
     assert stuck.bounded and stuck.adjusted is not None and stuck.adjusted.point == pytest.approx(2 / 3)
-    assert words.speed(stuck) == "at most 0.667x (2.000x by steps)"
+    assert words.format_speed(stuck) == "at most 0.667x (2.000x by steps)"
 
 
 def test_a_loss_that_no_longer_falls_gives_no_steps() -> None:
     flat = [5.0] * 20 + [2.0] * (STEPS - 20)
     worse = speed(of([loss * 1.01 for loss in flat], 0.005), reference=of(flat))
-    assert worse.adjusted is None and (words.speed(worse) or "").startswith("unknown")
+    assert worse.adjusted is None and (words.format_speed(worse) or "").startswith("unknown")
 
 
 def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
@@ -382,7 +391,7 @@ def test_speed_is_in_tokens_and_by_steps_that_were_timed() -> None:
         row if row.step % 10 else replace(row, seconds=0.0 if row.step % 20 else 9.0) for row in of(falling()).rows
     )
     assert speed(Curve(STEPS, some)).raw.point == pytest.approx(1.0)
-    assert adjusted_speed([(of(falling()), of(falling(), 0.0))] * SEEDS) is None
+    assert measure_speed([(of(falling()), of(falling(), 0.0))] * SEEDS) is None
 
 
 def test_the_interval_is_over_seeds() -> None:

@@ -1,0 +1,221 @@
+"""An arm's model with its batches and losses. This module builds models of the built-in architectures. If ranks
+divide a model, it builds the part of one rank. A user's model is built in own_model.py.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from fp8bench.features.train.lab import models
+from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
+from fp8bench.features.train.lab.evaluate import DIGEST_MODULUS, Batch, Evaluation, Scores, TokenWindows
+from fp8bench.features.train.lab.parallelism import SingleRank
+from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, make_step_optimizer
+from fp8bench.features.train.lab.ways import make_parallelism
+from fp8bench.features.train.values import Arm, SeedTask, Validation
+from fp8bench.nn.around import set_around
+from fp8bench.nn.attention import EmulatedCore, SelfAttention
+from fp8bench.nn.compiling import Forward, compile_model
+from fp8bench.nn.gpt import LanguageModel
+from fp8bench.nn.unit_scaling import scale_to_unit
+from fp8bench.nn.whole_layers import CachedWeights
+from fp8bench.protocols import Arithmetic, Phases, ScaleBook, SilentPhases, WatchedArithmetic, key_of
+from fp8bench.protocols.arithmetic import Watch as WatchCasts
+from fp8bench.registry import precisions
+
+SILENT = SilentPhases()
+# A function that receives the name of a precision and its arithmetic, and returns the arithmetic to use.
+WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
+
+
+class ArmModel:
+    """A model in an arm's precision, with its batches, losses and scoring. The subclass BuiltInModel has the
+    architectures of models.py, and OwnModel the model of a user's function. `tokens` is the number of tokens per
+    step.
+    """
+
+    model: nn.Module
+    parallelism: SingleRank
+    scores: Scores
+    parameter_count: int
+    tokens: int
+
+    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
+        """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
+        self.task, self.arm, self.watch_casts = task, arm, watch
+        self.settings = arm.merge_settings(task.settings)
+        self.precision = precisions.get(arm.precision)
+        self.arithmetics: dict[str, Arithmetic] = {}
+        self.scale_books: list[ScaleBook] = []
+        self._wrap = wrap
+
+    def renew_scales(self, are_due: bool) -> None:
+        """Sets whether the following casts compute new scales from their data (`are_due`), or use the stored ones."""
+        for book in self.scale_books:
+            book.watching = are_due
+
+    def collect_parameters(self) -> None:
+        """Collects the trained parameters and the weights whose casts are reused. Called once the model exists."""
+        named = self.model.named_parameters()
+        self.parameters = {name: parameter for name, parameter in named if parameter.requires_grad}
+        self.cached_weights = CachedWeights(self.model)
+
+    def make_arithmetic(self, mode: str) -> Arithmetic:
+        arithmetic = precisions.get(mode).arithmetic(self.task.facts)
+        return arithmetic if self._wrap is None else self._wrap(mode, arithmetic)
+
+    def watch_arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
+        return arithmetic if self.watch_casts is None else WatchedArithmetic(arithmetic, self.watch_casts)
+
+    def make_optimizer(self) -> StepOptimizer:
+        return make_step_optimizer(self.parallelism.divide_parameters(self.parameters), self.settings)
+
+    @property
+    def has_own_rates(self) -> bool:
+        """Returns whether the optimizer is a user's. The built-in schedules do not change the rates of such an
+        optimizer.
+        """
+        return False
+
+    def read_batch(self, step: int, number: int) -> Any:
+        """Returns this rank's part of a micro-batch."""
+        raise NotImplementedError
+
+    def seed_batch(self, step: int, number: int) -> AbstractContextManager[None]:
+        """Seeds the random numbers of a micro-batch, such as those of dropout."""
+        # Ranks that divide a micro-batch read consecutive parts of it.
+        part_number = number * self.parallelism.part_count + self.parallelism.part_number
+        torch.manual_seed(derive_seed("step", self.task.seed, step, part_number))
+        return nullcontext()
+
+    def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
+        """Returns the loss of a batch. `watched` means that hooks on modules must run. The model then runs without
+        its compiled graph, which would skip the hooks.
+        """
+        raise NotImplementedError
+
+    def digest_batches(self, step: int) -> tuple[int, int]:
+        """Returns two digests of the tokens in a step: of those that this rank reads, and of those that all ranks
+        read.
+        """
+        raise NotImplementedError
+
+    def repeat_steps(self, count: int) -> None:
+        """Prepares the model to repeat the last `count` steps."""
+
+    def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
+        """Yields an arm's held-out losses at a step. `is_last` adds the losses of a finished training."""
+        raise NotImplementedError
+
+
+class BuiltInModel(ArmModel):
+    """A model of one of the architectures in models.py. Ranks divide its batch or its weights (see `parallelism`)."""
+
+    model: LanguageModel
+
+    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
+        super().__init__(task, arm, watch, wrap)
+        settings, facts = self.settings, task.facts
+        self._config = config = models.make_config(settings, task.text.vocabulary)
+        self._layers = models.list_layers(settings.arch, config)
+        self.parallelism = make_parallelism(settings, config, facts)
+        self.model = self._build()
+        self.parallelism.cut_model(self.model)
+        self.windows = TokenWindows(task.text.train, config.sequence, facts.key, config.vocabulary)
+        self._evaluation = Evaluation(task.text, config, self._layers, facts, self.parallelism.share_scales)
+        self.scores = Scores(task, settings, self._evaluation.held_out, config)
+        self.tokens = config.batch * config.sequence * settings.micro_batches
+        self.collect_parameters()
+        self._forward: Forward = self._compile() if settings.compile == "yes" else self.model
+
+    def _build(self) -> LanguageModel:
+        """Builds the model, with float32 weights drawn from the seed regardless of the precision."""
+        settings, facts, seed = self.settings, self.task.facts, self.task.seed
+        keys = dict(settings.precision_map)
+        part_number = self.parallelism.part_number
+        rounding_seed = (
+            f"{seed}/rank-{part_number}" if part_number else f"{seed}"
+        )  # each rank rounds at random independently
+        layers = {layer.name: layer for layer in self._layers}
+
+        def choose(name: str) -> Arithmetic:
+            key = key_of(layers[name], keys)
+            high_precision = self.precision.carried_by if layers[name].high else ""
+            mode = keys[key] if key is not None else high_precision or self.arm.precision
+            seeded = self.make_arithmetic(mode).layer(f"{rounding_seed}/{name}")
+            arithmetic = apply_scales(seeded, settings, mode, name, self.scale_books)
+            self.arithmetics[name] = watched = self.watch_arithmetic(self.parallelism.share_scales(name, arithmetic))
+            return watched
+
+        carrier = self.precision.arithmetic(facts).carrier
+        # All arms of a seed begin with the same float32 weights.
+        torch.manual_seed(derive_seed("weights", seed))
+        with torch.device(facts.key):
+            model = models.build_model(settings, self._config, choose, carrier)
+        # Unit scaling changes weights and layers, so it comes before everything that reads them.
+        if self.precision.unit_scaled:
+            scale_to_unit(model, self._config.sequence)
+        around = {
+            layer.name: key_of(layer, keys) for layer in models.list_elementwise_layers(settings.arch, self._config)
+        }
+        set_around(model, {name: self.make_arithmetic(keys[key]) for name, key in around.items() if key})
+        if settings.attention != "auto":
+            self._round_attention(model)
+        load_initial_weights(model, settings, self.arm, seed)
+        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
+        return model
+
+    def _round_attention(self, model: LanguageModel) -> None:
+        """Makes attention compute in the arm's precision. Each layer has separate scales."""
+        for path, module in model.named_modules():
+            if isinstance(module, SelfAttention):
+                prescaled = self.settings.attention == "prescaled"
+                module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), prescaled=prescaled)
+                for product_name, arithmetic in core.parts.items():
+                    name = f"{path}.core.{product_name}"
+                    core.parts[product_name] = self.arithmetics[name] = self.watch_arithmetic(
+                        self.parallelism.share_scales(name, arithmetic)
+                    )
+
+    def _compile(self) -> Forward:
+        """Compiles the model now, so that no timed step includes compilation."""
+        with self.cached_weights.cast(SILENT):
+            return compile_model(self.model, *self.read_batch(0, 0))
+
+    @property
+    def _rank_sequences(self) -> int:
+        """Returns the number of sequences of a micro-batch that this rank reads."""
+        return self._config.batch // self.parallelism.part_count
+
+    def read_batch(self, step: int, number: int) -> Batch:
+        part_number = number * self.parallelism.part_count + self.parallelism.part_number
+        return self.windows.draw(self.task.seed, step, part_number, self._rank_sequences)
+
+    def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
+        forward: Forward = self.model if watched else self._forward
+        tokens, targets = batch
+        return forward(tokens, targets, phase)
+
+    def digest_batches(self, step: int) -> tuple[int, int]:
+        digest, part_count, numbers = (
+            self.windows.digest,
+            self.parallelism.part_count,
+            range(self.settings.micro_batches),
+        )
+        part_numbers = [number * part_count + self.parallelism.part_number for number in numbers]
+        # The parent process adds up this digest over all ranks, and compares the sum with the digest of the whole
+        # step.
+        rank_sum = sum(digest(self.task.seed, step, part, self._rank_sequences) for part in part_numbers)
+        step_sum = sum(digest(self.task.seed, step, number, self._config.batch) for number in numbers)
+        return rank_sum % DIGEST_MODULUS, step_sum % DIGEST_MODULUS
+
+    def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
+        """Yields the held-out loss. `is_last` adds the losses by position, and the losses with weights that were
+        quantised after training.
+        """
+        yield from self._evaluation.measure_losses(self.model, row_key, is_last)

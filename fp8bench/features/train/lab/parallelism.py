@@ -1,0 +1,300 @@
+"""Several ranks that train one model: how they divide a batch or the model, and the data that each sends.
+
+Gradients are averaged after the last micro-batch, not during backward as in torch's DDP. DDP regroups gradients after
+its first step, so that a resumed training would add them up in another order.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import TypeVar
+
+import torch
+import torch.distributed as dist
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from fp8bench.features.train.lab.low_precision import Gradients, Parameters, Tensors, gradient_or_zeros
+from fp8bench.nn.gpt import GPT, LanguageModel
+from fp8bench.nn.moments import split_into_buckets
+from fp8bench.nn.parallel.exchanges import RankGroup
+from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
+from fp8bench.nn.parallel.tensor_parallel import share_blocks
+from fp8bench.nn.parallel.ways import find_cut
+from fp8bench.nn.sizes import GPTConfig
+from fp8bench.protocols import Arithmetic, Phases, Role, SilentPhases
+
+# At most this many gradient values are sent in one message.
+_MAX_SENT_ELEMENTS = 1 << 24
+# At most this many values of sharded weights or gradients are sent in one message. The number is lower, because a
+# full gradient is freed once it is sent.
+_MAX_SHARDED_ELEMENTS = 1 << 22
+_DIGESTED_ELEMENTS = 1 << 20
+# Two float32 sums of the same numbers in different orders may differ by rounding. Per rank, the difference is at most
+# this share of the sum of magnitudes, because torch adds blocks of fewer than 100 numbers and then adds in pairs.
+_ROUNDING = 2.0**-16
+
+T = TypeVar("T")
+
+
+class SingleRank:
+    """A training on one rank. Classes for several ranks override its methods. A batch is divided into `part_count`
+    parts, and this rank reads the part number `part_number`.
+    """
+
+    part_count = 1
+    part_number = rank = 0
+
+    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+        """Returns a layer's arithmetic, changed so that its scales depend on the largest magnitudes on all ranks."""
+        return arithmetic
+
+    def cut_model(self, model: LanguageModel) -> None:
+        """Reduces a model to the part that this rank computes."""
+
+    def divide_parameters(self, parameters: Parameters) -> Parameters:
+        """Returns the part of each parameter that this rank stores and updates."""
+        return parameters
+
+    @contextmanager
+    def materialise(self, phase: Phases) -> Iterator[None]:
+        """Puts the weights into the model's parameters inside the `with` block, which is a step or a validation."""
+        yield
+
+    def load_weights(self, phase: Phases) -> None:
+        """Puts updated weights into the model's parameters. Called inside the `with` block of `materialise`."""
+
+    def average_loss(self, loss: Tensor) -> Tensor:
+        """Returns the mean of a loss over all ranks."""
+        return loss
+
+    def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
+        """Averages gradients over all ranks, in place."""
+
+    def join_norms(self, norms: Tensors) -> list[Tensor]:
+        """Returns the norms of complete parameters, given the norms of this rank's parts in the same order."""
+        return list(norms)
+
+    def select_stored_values(self, values: Sequence[T]) -> list[T]:
+        """Returns the values of the parameters that this rank stores. `values` has one value per parameter."""
+        return list(values)
+
+    def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
+        """Returns the parameters that must be equal on all ranks."""
+        return list(parameters.values())
+
+    def find_faults(self) -> tuple[str, ...]:
+        """Returns the errors that were found since the last call in the data that this rank received."""
+        return ()
+
+
+class SeveralRanks(SingleRank):
+    """A group of several ranks that train one model."""
+
+    def __init__(self, group: RankGroup) -> None:
+        self._group, self.rank = group, group.rank
+
+    def _largest_over_ranks(self, amax: Tensor) -> Tensor:
+        """Returns the largest value of all ranks. Returns infinity if the value of any rank is NaN, because a maximum
+        may ignore NaN.
+        """
+        return self._group.max_over_ranks(torch.where(amax.isnan(), torch.inf, amax))
+
+
+class DataParallel(SeveralRanks):
+    """Every rank has all of the model, and reads an equal part of every micro-batch."""
+
+    def __init__(self, group: RankGroup) -> None:
+        super().__init__(group)
+        self.part_count, self.part_number = group.size, group.rank
+
+    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+        return use_group_scales(arithmetic, Role, self._largest_over_ranks)
+
+    def average_loss(self, loss: Tensor) -> Tensor:
+        return self._group.add_over_ranks(loss) / self.part_count
+
+    def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
+        # All ranks take part in every exchange, even a rank whose experts had no tokens.
+        all_gradients = gradients.fill_missing()
+        with phase.communication:
+            for bucket in split_into_buckets([tensor.numel() for tensor in all_gradients], _MAX_SENT_ELEMENTS):
+                tensors = all_gradients[bucket]
+                joined_gradients = torch.cat([tensor.reshape(-1) for tensor in tensors])
+                dist.all_reduce(joined_gradients, group=self._group.handle)
+                means = torch.split(joined_gradients / self.part_count, [tensor.numel() for tensor in tensors])
+                torch._foreach_copy_(tensors, [new.view_as(old) for new, old in zip(means, tensors, strict=True)])
+
+
+def digest_tensors(tensors: Iterable[Tensor]) -> int:
+    """Returns a digest of 63 bits that depends on every bit of float32 tensors and on the position of each value."""
+    total = position = 0
+    for tensor in tensors:
+        for chunk in torch.split(tensor.detach().reshape(-1), _DIGESTED_ELEMENTS):
+            positions = torch.arange(position, position + len(chunk), device=chunk.device)
+            total += int(((2 * positions + 1) * chunk.view(torch.int32)).sum())
+            position += len(chunk)
+    return total & ((1 << 63) - 1)
+
+
+class FullySharded(DataParallel):
+    """Every rank reads an equal part of every micro-batch, and stores and updates an equal number of rows of each
+    weight. Rows are padded with zeros if they cannot be divided equally. Full weights exist only during a step.
+    Unlike torch's fully_shard, this class does not divide modules or use DTensors. So a step casts every weight only
+    once, and checkpoints and AdamW's kernels work on ordinary tensors.
+    """
+
+    def divide_parameters(self, parameters: Parameters) -> Parameters:
+        self._full_weights = list(parameters.values())
+        self._weight_bytes = [weight.untyped_storage().nbytes() for weight in self._full_weights]
+        self._stored = [
+            nn.Parameter(self._rows_by_rank(weight.detach())[self.part_number].clone()) for weight in self._full_weights
+        ]
+        self._buckets = list(
+            split_into_buckets(
+                [parameter.numel() * self.part_count for parameter in self._stored], _MAX_SHARDED_ELEMENTS
+            )
+        )
+        self._has_wrong_gradient = torch.zeros((), dtype=torch.bool, device=self._full_weights[0].device)
+        self._free_weights()
+        return dict(zip(parameters, self._stored, strict=True))
+
+    def _rows_by_rank(self, tensor: Tensor) -> Tensor:
+        """Returns a view of a tensor's rows by rank: (ranks, rows per rank, ...). The tensor is padded with zeros."""
+        rows = -(-len(tensor) // self.part_count)
+        if padding_rows := rows * self.part_count - len(tensor):
+            tensor = F.pad(tensor, [0, 0] * (tensor.ndim - 1) + [0, padding_rows])
+        return tensor.view(self.part_count, rows, *tensor.shape[1:])
+
+    @contextmanager
+    def materialise(self, phase: Phases) -> Iterator[None]:
+        with phase.communication:
+            for weight, size in zip(self._full_weights, self._weight_bytes, strict=True):
+                weight.untyped_storage().resize_(size)
+        try:
+            self.load_weights(phase)
+            yield
+        finally:
+            self._free_weights()
+
+    def _free_weights(self) -> None:
+        for weight in self._full_weights:
+            weight.grad = None
+            weight.untyped_storage().resize_(0)
+
+    def load_weights(self, phase: Phases) -> None:
+        with phase.communication:
+            for bucket in self._buckets:
+                rows_kept = [parameter.detach().reshape(-1) for parameter in self._stored[bucket]]
+                pieces = torch.split(self._group.all_parts(torch.cat(rows_kept)), list(map(len, rows_kept)), 1)
+                for weight, rows in zip(self._full_weights[bucket], pieces, strict=True):
+                    weight.detach().copy_(rows.reshape(-1, *weight.shape[1:])[: len(weight)])
+
+    def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
+        """Gives each rank the mean gradient of its rows, and frees the gradients of full parameters."""
+        sums = []
+        with phase.communication:
+            for bucket in self._buckets:
+                rows_by_rank = torch.cat(
+                    [
+                        self._rows_by_rank(gradient_or_zeros(parameter)).flatten(1)
+                        for parameter in self._full_weights[bucket]
+                    ],
+                    1,
+                )
+                for parameter in self._full_weights[bucket]:
+                    parameter.grad = None
+                # The sums and magnitudes of rows are sent separately. They show later whether the rows arrived
+                # unchanged.
+                sums.append(torch.stack((rows_by_rank.sum(1), torch.linalg.vector_norm(rows_by_rank, 1, 1))))
+                rows_kept, mean_rows = self._stored[bucket], self._group.own_part(rows_by_rank) / self.part_count
+                for parameter, piece in zip(
+                    rows_kept, torch.split(mean_rows, [parameter.numel() for parameter in rows_kept]), strict=True
+                ):
+                    parameter.grad = piece.view_as(parameter)
+            self._check_gradients(torch.stack(sums))
+
+    def _check_gradients(self, sums: Tensor) -> None:
+        """Compares the sums of the rows that this rank received with sums that were sent separately. The ranks cannot
+        be compared with each other, because no two of them have the same rows.
+        """
+        # Float sums in a different order round differently. The magnitudes give a bound for the difference.
+        sums_over_ranks = self._group.add_over_ranks(sums)[:, :, self.part_number] / self.part_count
+        for bucket, (expected, magnitude) in zip(self._buckets, sums_over_ranks, strict=True):
+            received = torch.stack([gradient_or_zeros(parameter).sum() for parameter in self._stored[bucket]]).sum()
+            difference = (received - expected).abs()
+            self._has_wrong_gradient |= difference.isfinite() & (difference > _ROUNDING * self.part_count * magnitude)
+
+    def join_norms(self, norms: Tensors) -> list[Tensor]:
+        squares = self._group.add_over_ranks(torch.stack(list(norms)).to(torch.float64).square())
+        return list(squares.sqrt().to(torch.float32))
+
+    def find_faults(self) -> tuple[str, ...]:
+        """Returns errors in received gradients and in gathered weights. Must be called while the full weights are in
+        the parameters.
+        """
+        wrong, self._has_wrong_gradient = bool(self._has_wrong_gradient), torch.zeros_like(self._has_wrong_gradient)
+        gathered_rows = [self._rows_by_rank(weight.detach())[self.part_number] for weight in self._full_weights]
+        gathered, rows = map(_as_bits, gathered_rows), map(_as_bits, self._stored)
+        faults = (
+            (wrong, "received gradients for its rows that are not the mean of what all ranks sent"),
+            (not all(map(torch.equal, gathered, rows)), "does not find its own rows in the gathered weights"),
+        )
+        return tuple(text for is_wrong, text in faults if is_wrong)
+
+
+def _as_bits(tensor: Tensor) -> Tensor:
+    return tensor.detach().view(torch.int32)
+
+
+class TensorParallel(SeveralRanks):
+    """Each rank has some heads and hidden features of every block, and reads complete batches. Between the parts of a
+    block, all ranks have the same values, bit for bit. So a wrong sum on one rank is detected.
+    """
+
+    def __init__(self, group: RankGroup, config: GPTConfig) -> None:
+        super().__init__(group)
+        self._config = config
+
+    def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
+        """Makes the scales of divided tensors depend on all ranks. All other tensors are the same on every rank, so
+        their scales are too.
+        """
+        dimension = find_cut(f"{layer}.weight", self._config)
+        roles = cut_roles(dimension) if dimension is not None else tuple(Role) if ".core." in layer else ()
+        return use_group_scales(arithmetic, roles, self._largest_over_ranks) if roles else arithmetic
+
+    def cut_model(self, model: LanguageModel) -> None:
+        """Reduces the model to this rank's share of every block."""
+        assert isinstance(model, GPT)
+        share_blocks(model, self._config, self._group)
+
+    def divide_parameters(self, parameters: Parameters) -> Parameters:
+        self._is_cut = torch.tensor([find_cut(name, self._config) is not None for name in parameters])
+        return parameters
+
+    @contextmanager
+    def materialise(self, phase: Phases) -> Iterator[None]:
+        self._group.phase = phase
+        try:
+            yield
+        finally:
+            self._group.phase = SilentPhases()
+
+    def join_norms(self, norms: Tensors) -> list[Tensor]:
+        """Returns the norms of complete parameters from the norms of the ranks' parts. A parameter that is complete
+        on all ranks counts once.
+        """
+        local_norms = torch.stack(list(norms))
+        joint_norms = self._group.add_over_ranks(local_norms.to(torch.float64).square()).sqrt().to(torch.float32)
+        return list(
+            torch.where(
+                self._is_cut.to(local_norms.device).repeat(len(local_norms) // len(self._is_cut)),
+                joint_norms,
+                local_norms,
+            )
+        )
+
+    def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
+        return [parameter for parameter, cut in zip(parameters.values(), self._is_cut.tolist(), strict=True) if not cut]
