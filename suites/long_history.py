@@ -181,9 +181,8 @@ class Cost(NamedTuple):
 _MEASURED = """
 import resource, sys, time
 from pathlib import Path
-from functools import partial
 from fp8bench.store.figures.history import open_history
-from fp8bench.store.figures.steps import remembered_steps
+from fp8bench.analysis.steps.change_points import find_steps
 from fp8bench.registry import workloads
 from fp8bench.user_code import import_user_modules
 from fp8bench.analysis.steps.changes import find_changes_in_stretches
@@ -206,7 +205,7 @@ print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru
 """
 OPENED = "history = open_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
-found = find_changes_in_stretches(stretches(history), partial(remembered_steps, store))
+found = find_changes_in_stretches(stretches(history), find_steps)
 if not found.changes:
     sys.exit("no change was found")
 """
