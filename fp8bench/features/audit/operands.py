@@ -308,7 +308,7 @@ def find_nearest_mistake(
 def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
     # Each mistake is yielded with the operand that it produces. The kernel's result is then compared with products of
     # that operand.
-    yield "not-cast", "not cast (unchanged)", x.to(torch.float32)
+    yield "not-cast", "unchanged (not cast)", x.to(torch.float32)
     if treatment_promised.scaling is not None:
         for rounding in ROUNDINGS[treatment_promised.scaling.scale]:
             if rounding is not treatment_promised.scaling.rounding:
