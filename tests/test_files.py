@@ -397,3 +397,12 @@ def test_a_stream_of_the_callers_is_read_up_to_the_limit() -> None:
         into.flush()
         with pytest.raises(OSError, match="and at most 8 B are read"):
             read_file(Path(f"/dev/fd/{reading}"), 8)
+
+
+def test_content_that_is_nested_too_deeply_is_a_value_error_both_ways() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    for act in (lambda: files.parse_json("[" * 100_000), lambda: files.compact(deep)):
+        with pytest.raises(ValueError, match="nested too deeply"):
+            act()
