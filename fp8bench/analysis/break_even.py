@@ -65,8 +65,8 @@ class Crossing(NamedTuple):
 @dataclass(frozen=True)
 class BreakEven:
     """Where a precision is faster. `stretches` are ranges of sizes that cover all sizes from the smallest to the
-    largest measured one. `crossings` are the sizes between them. `within_noise` are the measured sizes whose speed-up
-    is within noise.
+    largest measured one. `crossings` are the sizes at which the precision becomes faster or slower. `within_noise`
+    are the measured sizes whose speed-up is within noise.
 
     `level` is the confidence level of the intervals. It is 0 if any interval is only the range of a few rounds.
     """
@@ -78,7 +78,7 @@ class BreakEven:
 
 
 def break_even(points: Sequence[SizedRatio]) -> BreakEven | None:
-    """Returns the ranges of sizes in which a precision is faster or slower, and the sizes between these ranges.
+    """Returns the ranges of sizes in which a precision is faster or slower, and the sizes at which this changes.
     Returns None for fewer than three sizes. Sizes must be distinct and ratios positive.
     """
     ordered = sorted(points)

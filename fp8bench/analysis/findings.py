@@ -403,7 +403,8 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
     if reruns is not None and interval.half_width <= reach_of_reruns(reruns) * (1 + _HALF_WIDTH_TOLERANCE):
         rerun_difference = units.percent(math.expm1(reach_of_reruns(reruns)))
         return (
-            f"{reruns.runs} earlier runs on this machine differed by up to {rerun_difference}: more rounds do not help"
+            f"runs on this machine may differ by {rerun_difference}, as {reruns.runs} earlier ones show: "
+            "more rounds do not help"
         )
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:

@@ -40,7 +40,7 @@ _LOW_SHARE_OF_CEILING, _LARGE_PRODUCT_SECONDS, _MIN_PRODUCT_SECONDS, _NEARER_RAT
 _MOVED_NUMBERS_RATIO = 2.0
 _COPY_OPERATORS = frozenset({"clone", "copy_", "_to_copy"})
 _MIN_EXTRA_COPIED_SHARE = 0.1
-_MIN_EXTRA_FP64_SHARE = 0.05
+_MIN_EXTRA_WIDE_SHARE = 0.05
 _MIN_EXTRA_SLEEP_SHARE = _MIN_EXTRA_THREADS_SHARE = 0.1
 # Threads that do the same work may take up to this many times as long on a busy machine.
 _BUSY_MACHINE_RATIO = 3.0
@@ -186,13 +186,15 @@ def _list_slots(timing: Timing | None) -> Sequence[SlotSample]:
 
 
 def _compare_threads(record: Record, reference: Record) -> Iterator[str]:
-    """Compares how much the process's other threads work, besides the thread that runs the steps."""
+    """Compares how much the process's other threads work, besides the thread that runs the steps. This is only
+    meaningful if torch has one thread.
+    """
     work, base_work = _measure_other_threads(record.timing), _measure_other_threads(reference.timing)
     if work is None or base_work is None:
         return
     if _is_far_above(work, base_work) or _is_far_above(base_work, work):
         base_words, words = units.seconds(max(base_work.seconds, 0.0)), units.seconds(max(work.seconds, 0.0))
-        yield f"has other threads that work for {base_words} a step, in this case for {words}"
+        yield f"has other threads that work for {base_words} a step, this case for {words}"
 
 
 class _ThreadWork(NamedTuple):
@@ -391,7 +393,7 @@ def _compare_moves(tape: Tape, base_tape: Tape) -> Iterator[str]:
     moved, base_moved = sum(by_dtype.values()), sum(base_by_dtype.values())
     share, base_share = by_dtype.get("fp64", 0.0) / (moved or 1), base_by_dtype.get("fp64", 0.0) / (base_moved or 1)
     yield from _describe_if_larger(
-        base_share, share, _MIN_EXTRA_FP64_SHARE, "moves {} of its numbers in fp64, this case {}"
+        base_share, share, _MIN_EXTRA_WIDE_SHARE, "moves {} of its numbers in fp64, this case {}"
     )
     # Compare how many numbers the copies of both steps read and write. Casts are copies.
     extra_copied = _count_moved_numbers(base_tape, _COPY_OPERATORS) - _count_moved_numbers(tape, _COPY_OPERATORS)
@@ -432,19 +434,19 @@ def _compare_widths(record: Record, tape: Tape, reference: Record, base_tape: Ta
     narrowest_bits = 64
     if reference.case.precision != UNTOUCHED:
         main_paths = [
-            path for path, flops in base_tape.by_path.items() if flops > _MIN_EXTRA_FP64_SHARE * base_tape.flops
+            path for path, flops in base_tape.by_path.items() if flops > _MIN_EXTRA_WIDE_SHARE * base_tape.flops
         ]
         narrowest_bits = min(map(operand_bits_of, main_paths), default=64)
     rotated, base_rotated = (
         product_work(counted_tape).rotations / max(counted_tape.flops, 1) for counted_tape in (tape, base_tape)
     )
     words = "multiplies {} of its FLOPs in its casts, this case {}"
-    yield from _describe_if_larger(base_rotated, rotated, _MIN_EXTRA_FP64_SHARE, words)
+    yield from _describe_if_larger(base_rotated, rotated, _MIN_EXTRA_WIDE_SHARE, words)
     words = f"multiplies {{}} of its FLOPs in more than {narrowest_bits} bits, this case {{}}"
     yield from _describe_if_larger(
         _compute_share_of_wider_products(base_tape, narrowest_bits),
         _compute_share_of_wider_products(tape, narrowest_bits),
-        _MIN_EXTRA_FP64_SHARE,
+        _MIN_EXTRA_WIDE_SHARE,
         words,
     )
 

@@ -132,7 +132,7 @@ def is_contended(timing: Timing, ratio: float = DISTURBED_RATIO) -> bool:
 
 def _was_preempted(slots: Sequence[SlotSample]) -> bool:
     """Returns whether other programs took a core in these slots. They did if the thread lost its core once per slot
-    on average, or if others' use of the core explains half of its delay.
+    on average, or if the hypervisor took at least half of the time that the thread was late.
 
     All slots are pooled, because stolen time is counted in steps of 10 ms, which may be longer than a slot.
     """
@@ -182,8 +182,8 @@ def collect_labels(
 def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
 ) -> tuple[Labelled, ...]:
-    """Returns the hard labels of a case, which are those that remove its verdict. The hard labels of a reference also
-    remove the verdicts of all cases compared with it.
+    """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove its
+    verdict. Those of a reference also remove the verdicts of all cases compared with it.
     """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),
@@ -376,8 +376,8 @@ def label_shared_device(watch: DeviceWatch | None) -> Iterator[Labelled]:
 def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     """Labels a device whose clock was reduced. The driver's reason bits and counters show why. Reductions by heat are
     throttling, as in 'hw-thermal, sw-thermal 12% of the time'. This label is hard if the hardware slowed itself down,
-    or if the heat did not come from a limit that is set in software. A power cap has a separate label with the clock
-    that it allows.
+    or if no limit in software explains the reductions by heat. A power cap has a separate label with the clock that
+    it allows.
     """
     if watch is None:
         return
@@ -387,7 +387,7 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
     )
     limited_shares = {name: share for name, share in share_by_reason.items() if share > MIN_THROTTLED_SHARE}
     unexplained_heat_share = limited_shares.get("thermal", 0.0) - share_by_reason.get("sw-thermal", 0.0)
-    is_hardware_limit = (
+    is_hard = (
         bool(reason_bits & HARDWARE or limited_shares.keys() & _HARDWARE_REASONS)
         or unexplained_heat_share > MIN_THROTTLED_SHARE
     )
@@ -402,7 +402,7 @@ def label_clock_limits(watch: DeviceWatch | None) -> Iterator[Labelled]:
         elif name not in CHOSEN:
             words.append(name)
     if words:
-        yield Labelled(Label.THROTTLED, ", ".join(words), is_hardware_limit)
+        yield Labelled(Label.THROTTLED, ", ".join(words), is_hard)
     if reason_bits & POWER_CAP or BITS[POWER_CAP] in limited_shares:
         has_clock = watch.sm_clock is not None and 0 < watch.sm_clock < math.inf
         yield Labelled(Label.POWER_CAPPED, f"SM clock {units.count(watch.sm_clock, 'Hz')}" if has_clock else "")

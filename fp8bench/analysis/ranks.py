@@ -70,7 +70,7 @@ UNPAIRED = Untold(units.NONE, "one rank alone and all ranks were not measured in
 
 
 def find_median_interval(values: Sequence[float]) -> Middle | Untold:
-    """Returns the median of the values with an interval that contains the true median with the probability
+    """Returns the median of the values with an interval that contains the true median with at least the probability
     CONFIDENCE. The ends of the interval are two of the values, so it needs no assumption about the distribution. With
     5 values they are the smallest and the largest (94%), with 8 values the second from either end (93%). Returns the
     reason if there are fewer values or any value is not finite.
@@ -142,7 +142,8 @@ def measure_communication(timing: Timing) -> float | None:
 
 
 def find_pareto_points(points: Sequence[tuple[float, float]]) -> tuple[int, ...]:
-    """Returns the indices of the (bytes, decibels) pairs for which no other pair has fewer bytes and more decibels.
+    """Returns the indices of the (bytes, decibels) pairs that are not dominated. A pair is dominated if another pair
+    is at least as good in bytes (fewer) and in decibels (more), and better in one of them.
 
     Bytes that agree in three digits count as equal, because they differ only by a few scales.
     """
@@ -185,8 +186,8 @@ def count_microbatches(record: Record) -> int | None:
 
 
 def measure_bubble(record: Record) -> Bubble | None:
-    """Returns the bubble of a pipeline as the median over the calls of all ranks. Returns None if the case is not a
-    pipeline.
+    """Returns the bubble of a pipeline: the median over calls, where each call counts the time of all ranks together.
+    Returns None if the case is not a pipeline.
     """
     microbatches = count_microbatches(record)
     if record.timing is None or microbatches is None:

@@ -25,8 +25,8 @@ Floats = NDArray[np.float64]
 Counts = NDArray[np.float32]
 
 RESAMPLE_COUNT = 2000
-# The best case needs at least this many rounds. A bootstrap interval of the minimum alone would be too narrow,
-# because a resample's minimum is never below the sample's.
+# The best case is the mean of at least this many rounds, if there are as many. A bootstrap interval of the minimum
+# alone would be too narrow, because a resample's minimum is never below the sample's.
 _MIN_FASTEST_ROUNDS = 3
 _FASTEST_DIVISOR = 4
 # A resample is searched only among the fastest rounds, increased by this many times the square root of their number.

@@ -175,7 +175,7 @@ def _is_padded(product: OperatorCount, reference: OperatorCount) -> bool:
     sides, reference_sides = _matrix_sides_of(product), _matrix_sides_of(reference)
     side_pairs = zip(sides, reference_sides, strict=False)
     return len(sides) == len(reference_sides) and all(
-        0 <= side - reference < _MAX_PADDING for side, reference in side_pairs
+        0 <= side - reference_side < _MAX_PADDING for side, reference_side in side_pairs
     )
 
 

@@ -418,17 +418,17 @@ def check_mean_of_ones(kind: Plain | InFP8, count: int, rank: int, size: int, de
     ones = torch.ones(count, device=device)
     if isinstance(kind, Plain):
         measured_values = kind(kind.make_payload(ones, size), size, nullcontext()).float()
-        expected_sums = torch.ones_like(measured_values)
+        expected_values = torch.ones_like(measured_values)
     else:
         simulated = kind.simulate_ranks([torch.ones(count) for _ in range(size)])
         new_collective = InFP8(kind.collective, kind.way, kind.scaling)
         measured_values = new_collective(ones, rank, size, nullcontext()).values.cpu()
-        expected_sums = simulated[rank].values
-    if not torch.equal(measured_values, expected_sums):
-        first_wrong_index = int((measured_values != expected_sums).nonzero()[0])
+        expected_values = simulated[rank].values
+    if not torch.equal(measured_values, expected_values):
+        first_wrong_index = int((measured_values != expected_values).nonzero()[0])
         raise SelfCheckFailed(
             f"the self-check of {kind.collective} over {size} ranks failed, so it was not timed: the mean of ones is "
-            f"{float(measured_values[first_wrong_index])!r} instead of {float(expected_sums[first_wrong_index])!r}"
+            f"{float(measured_values[first_wrong_index])!r} instead of {float(expected_values[first_wrong_index])!r}"
         )
 
 

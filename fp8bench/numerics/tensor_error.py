@@ -160,18 +160,20 @@ class TensorError:
 
     @property
     def saturation_percent(self) -> float | None:
-        """The percentage of magnitudes above the format's largest value times the scale, before any clamp."""
+        """The percentage of values whose magnitude is above the format's largest value times the scale, before any
+        clamp.
+        """
         return None if self.saturated is None else self._percent(self.saturated)
 
     @property
     def subnormal_percent(self) -> float | None:
-        """The percentage of non-zero magnitudes below the format's smallest normal value times the scale."""
+        """The percentage of values that are not zero and below the format's smallest normal value times the scale."""
         return None if self.subnormal is None else self._percent(self.subnormal)
 
     @property
     def not_finite_percent(self) -> float:
-        """The percentage of the finite values of x that are not finite in y. Examples are an fp16 infinity and the
-        NaN of a whole MX block.
+        """The percentage of values that are finite in x, but not in y. Examples are an fp16 infinity and the NaN of a
+        whole MX block.
         """
         return self._percent(self.lost)
 

@@ -289,7 +289,9 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
 
 
 def _find_runs_of_commit(commit: str, runs: Listing) -> ChosenRuns:
-    """Returns the runs of a commit, oldest first. A run is left out if the working tree had uncommitted changes."""
+    """Returns the runs of a commit, oldest first. A run is left out if its files differed from the commit, or if it
+    is unknown whether they did.
+    """
     candidate_files = [path for path in reversed(runs.all_files) if commit_prefix_of(path).startswith(commit[:8])]
     headers = {}
     for path in candidate_files:

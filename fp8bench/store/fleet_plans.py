@@ -172,7 +172,7 @@ def should_run(state: CellState, retry: bool) -> bool:
 
 
 def compute_cell_states(plan: FleetPlan, store: Path, except_cells: Collection[int] = ()) -> tuple[CellState, ...]:
-    """Returns the current state of every cell in the store, except those in `except_cells`."""
+    """Returns the current state of every cell of the plan in this store, except those in `except_cells`."""
     runs: dict[int, list[Run | str]] = {}
     for number, head in _iterate_plan_files(plan, store):
         runs.setdefault(number, []).append(head)

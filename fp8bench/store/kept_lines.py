@@ -278,7 +278,8 @@ def read_header(file_lines: FileLines, path: Path, key: str, make: Callable[[Any
 
 def process_lines(file_lines: FileLines, process_content: Callable[[Content], None], except_line: int = 0) -> list[str]:
     """Calls `process_content` with the content of every line of a file, except the line with the number
-    `except_line`. Returns a sentence for each line that `process_content` refuses.
+    `except_line`. Returns a sentence for each broken line and for each line that `process_content` refuses, then the
+    troubles of the file.
     """
     troubles = [(broken.number, broken.why) for broken in file_lines.broken if broken.number != except_line]
     for number, content in file_lines.lines:

@@ -288,8 +288,8 @@ def _cached_cells(kind: type[Workload], facts: DeviceFacts, data: str | None) ->
 
 
 def _find_data_identity(workload: Workload, case: Case) -> str | None:
-    """Returns the identity of the text that a case reads, or None. An axis named 'data' of a user's workload is not a
-    text.
+    """Returns the identity of the text that a case reads, or None. An axis named 'data' of a workload that reads no
+    text is something else.
     """
     return next((str(value) for name, value in case.params if workload.uses_corpus and name == "data"), None)
 

@@ -214,9 +214,7 @@ def _iterate_cells(workload: Workload, facts: DeviceFacts) -> Iterator[tuple[dic
 
 
 def _to_scalar(axis: Axis, text: str) -> Scalar:
-    """Returns an integer if the text is a number, so that graphs can use it as an axis. Returns other texts
-    unchanged.
-    """
+    """Returns an integer if the value is one, so that graphs can use it as an axis. Returns other texts unchanged."""
     (value,) = axis.values((text,))
     return value if isinstance(value, int) and not isinstance(value, bool) else text
 

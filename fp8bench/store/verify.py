@@ -113,7 +113,9 @@ def _check_surroundings(store: Path) -> Iterator[Fault]:
         for path in sorted(store.glob(pattern)):
             yield from _check_seal(path)
     for trouble in load_acks(store).troubles:
-        yield Fault(str(acks_path(store)), trouble, "Acknowledge the changes that alarm again, and delete the line")
+        yield Fault(
+            str(acks_path(store)), trouble, "Delete the line, and acknowledge again the changes that should not alarm"
+        )
 
 
 def _check_seal(path: Path) -> Iterator[Fault]:

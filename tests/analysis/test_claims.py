@@ -449,7 +449,7 @@ def test_products_in_pieces_in_fp64_and_in_casts() -> None:
 def test_other_threads_and_weights_that_no_step_casts() -> None:
     case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24))
     case, lead = _threaded(case, 1.0), _threaded(lead, 0.5)
-    why = "fp32 has other threads that work for 5.00 ms a step, in this case for 0 s"
+    why = "fp32 has other threads that work for 5.00 ms a step, this case for 0 s"
     assert told(case, lead) == {Label.HANDICAP: (why, False)}
     assert [*label_false_claims(case, lead, threads=2)] == []
     held = replace(case, products=Products(1, True, cast_before=2))

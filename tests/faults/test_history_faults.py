@@ -375,7 +375,7 @@ def elsewhere(workload: str) -> Run:
 
 
 DIFFER = "from commit 0a1b2c3d, so these are not its numbers"
-NAMELESS = "it does not name its machine, or by a name that cannot be a folder"
+NAMELESS = "it names no machine, or one whose name cannot be a folder"
 NOT_FILED: list[tuple[Run, str]] = [
     (grid_run(facts(commit=None, dirty=None)), "this was not measured in a git repository"),
     (grid_run(facts(None, commit_unknown="no, she said")), "git names no commit here (no, she said)"),

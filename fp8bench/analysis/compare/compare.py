@@ -137,8 +137,8 @@ def _withhold_disturbed_time(
 ) -> Comparison:
     """Makes a difference in time UNSURE if other programs may have caused it by disturbing one side.
 
-    A comparison with a p-value stays unchanged. It is based on the spread of many runs, which already includes
-    waiting for a core.
+    The time that steps waited for a core does not count for a comparison with a p-value, because the spread of many
+    runs already includes it. Such a comparison becomes UNSURE only if one side was busier.
     """
     waiting_factor = (
         max(_compute_waiting_factor(old), _compute_waiting_factor(new)) if comparison.p_value is None else 1.0

@@ -130,8 +130,8 @@ def judge_difference(difference: RunDifference) -> tuple[Direction, str]:
 
 
 class FigureChange(NamedTuple):
-    """The change of a figure from `before` to `after`. `ratio` is None if either value is 0. `p_value` is None for
-    exact values.
+    """The change of a figure from `before` to `after`. `ratio` is None if either value is 0 or not finite. `p_value`
+    is None for exact values.
     """
 
     direction: Direction

@@ -270,7 +270,7 @@ def _list_timings(side: Sequence[Sighting]) -> list[Timing]:
 
 def _reported_times(*sides: Sequence[Sighting]) -> tuple[float, float] | None:
     """Returns for each side the best-case seconds in the report of its run. For several runs, this is their geometric
-    mean.
+    mean. Returns None if a report has no best case.
     """
     side_means = []
     for side in sides:

@@ -375,7 +375,7 @@ def severity_sort_key(change: Change) -> tuple[object, ...]:
     return state_order.index(change.state), not change.is_worse, -rounded_size
 
 
-# A level may exceed the acknowledged level by this share, or by this many standard errors.
+# A level may be further off than the acknowledged level by this share, or by this many standard errors.
 _ACK_TOLERANCE = 0.02
 _ACK_TOLERANCE_ERRORS = 3.0
 # A level of zero is replaced by this value, because zero has no logarithm.
@@ -413,8 +413,9 @@ def make_ack(change: Change, when: str, because: str) -> Ack:
 
 
 def ack_covers(ack: Ack, change: Change) -> bool:
-    """Returns whether an acknowledgement covers this change. Both must have the same trend and overlapping ranges of
-    commits, and the new level must not be worse than the acknowledged one.
+    """Returns whether an acknowledgement covers this change. Both must have the same trend and direction and
+    overlapping ranges of commits. The new level must not be further from the old one than the acknowledged level was,
+    for changes to the better as well.
     """
     trend, comparison = change.trend, change.comparison
     assert comparison.before is not None and comparison.after is not None
@@ -429,13 +430,16 @@ def ack_covers(ack: Ack, change: Change) -> bool:
     )
     if (ack.series, ack.cell, ack.machine, ack.python, ack.version, ack.direction) != change_identity:
         return False
-    # 2. Require that the new level is not worse than the acknowledged one. Also require that the change does not
-    # begin at the acknowledged level, because it would then be a second change.
-    worse_sign = 1 if change.is_worse else -1
+    # 2. Require that the new level is not further off than the acknowledged one. Also require that the change does
+    # not begin at the acknowledged level, because it would then be a second change.
+    direction_sign = 1 if change.is_worse else -1
     tolerance = 0 if change.is_counted else max(_ACK_TOLERANCE, _ACK_TOLERANCE_ERRORS * change.error)
-    if worse_sign * (_log_of_level(comparison.after) - _log_of_level(ack.after)) > tolerance:
+    if direction_sign * (_log_of_level(comparison.after) - _log_of_level(ack.after)) > tolerance:
         return False
-    if worse_sign * (_log_of_level(comparison.before) - (_log_of_level(ack.before) + _log_of_level(ack.after)) / 2) > 0:
+    if (
+        direction_sign * (_log_of_level(comparison.before) - (_log_of_level(ack.before) + _log_of_level(ack.after)) / 2)
+        > 0
+    ):
         return False
     # 3. Require that one commit may have caused the change and the acknowledged one. If the trend lacks a commit of
     # the acknowledgement, the commit of the change takes its place.

@@ -228,11 +228,7 @@ def _expand_column(plain: object, key: str, count: int, sound: Callable[[object]
     if len(cells) > count:
         raise Malformed(f"{key!r} has {len(cells)} values for {count} combinations")
     invalid_cell = next(
-        (
-            summarize_samples
-            for summarize_samples in cells
-            if summarize_samples is not None and not sound(summarize_samples)
-        ),
+        (cell for cell in cells if cell is not None and not sound(cell)),
         None,
     )
     if invalid_cell is not None:

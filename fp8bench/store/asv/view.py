@@ -75,7 +75,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     reason = explain_outside_history(run)
     tracked = make_tracked_run(run) if not reason else None
     if tracked is None or not tracked.content.points:
-        no_machine_reason = "it does not name its machine, or by a name that cannot be a folder"
+        no_machine_reason = "it names no machine, or one whose name cannot be a folder"
         reason = reason or (tracked.content.why if tracked is not None else no_machine_reason)
         reason = reason or "none of its cases is in a declared grid"
         return f"history: {reason}; the run is stored, and asv's view is unchanged"
@@ -205,7 +205,7 @@ def fill_rows(file: ResultsFile, tracked: Sequence[TrackedRun]) -> ResultsFile:
     points = merge_commit_points(tracked)
     rows = dict(file.rows)
     for series in collect_series(tracked):
-        cells = {summarize_samples: point for (name, summarize_samples), point in points.items() if name == series.name}
+        cells = {cell: point for (name, cell), point in points.items() if name == series.name}
         if cells:
             rows[series.name] = _make_row(series, cells, tracked[-1].started_at, rows.get(series.name))
     return replace(file, rows=rows)
@@ -222,10 +222,7 @@ def _make_row(series: Series, points: Mapping[Cell, Point], started: int, previo
         previous_row = None
     has_samples = previous_row is not None and any(previous_row.samples)
     figures = figures_by_combination(previous_row) if previous_row is not None else {}
-    new_figures = {
-        tuple(map(repr, summarize_samples)): _make_figures(point, has_samples)
-        for summarize_samples, point in points.items()
-    }
+    new_figures = {tuple(map(repr, cell)): _make_figures(point, has_samples) for cell, point in points.items()}
     params = tuple(tuple(map(repr, values)) for values in series.params)
     duration = previous_row.duration if previous_row is not None else None
     return make_row(params, version, figures | new_figures, started, duration)

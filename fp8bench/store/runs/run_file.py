@@ -47,7 +47,7 @@ from fp8bench.store.kept_lines import (
     refuse_newer,
 )
 
-# The largest count of nanoseconds, bytes and other units that is still valid.
+# Counts of nanoseconds, bytes and other units are valid below this number.
 _MAX_COUNT = 1 << 62
 
 
@@ -120,8 +120,8 @@ def load_run_with_lines(path: Path) -> tuple[Run, FileLines]:
 
 
 def load_header(path: Path) -> Run:
-    """Reads a run without its records, from the first line of its file. If that line is not a header, reads the file
-    like load_run.
+    """Reads a run without its records, from the first line of its file. If that line is not a header, reads the whole
+    file. Raises StoreError like load_run.
     """
     try:
         with open_file(path) as file:
