@@ -110,9 +110,8 @@ def execute(
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Measures the missing groups of an interrupted run. Returns whether anything was measured, and the complete run.
-
-    `store` is used if the run's file is not in a store.
+    """Measures the missing groups of an interrupted run. Returns whether there were any, and the run, which is again
+    unfinished after another interrupt. `store` is used if the run's file is not in a store.
     """
     start = time.monotonic()
     run = load_run(path)
