@@ -151,7 +151,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         difference = find_difference(run, repeated.plan, repeated.devices, repeated.environment)
         if difference:
             raise UsageError(
-                f"the run {run.id} was measured under other conditions: {difference}. Restore these conditions."
+                f"the run {run.id} was measured under other conditions: {difference}. Measure under its conditions."
             )
         groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
         repeated = replace(repeated, plan=replace(repeated.plan, groups=groups))
