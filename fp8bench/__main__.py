@@ -6,8 +6,8 @@ import sys
 
 
 def run() -> int:
-    """Runs the command line and returns its exit code. An interrupt during imports or at shutdown also ends with exit
-    code 130, without a traceback.
+    """Runs the command line and returns its exit code. An interrupt during imports gives exit code 130, without a
+    traceback. An interrupt at shutdown is ignored.
     """
     code = 130
     with contextlib.suppress(KeyboardInterrupt):

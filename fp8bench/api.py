@@ -235,10 +235,10 @@ def resume(
     folder_of_runs = parse_folder("store", store)
     path = Path(run.path) if isinstance(run, model.Run) else find_run(str(run), folder_of_runs)
     with _choose_observer(observer, progress) as observing:
-        resumed, complete_run = resume_run(path, folder_of_runs, observing, command_line())
+        resumed, resulting_run = resume_run(path, folder_of_runs, observing, command_line())
     if resumed:
-        _write_outputs(complete_run, folder_of_runs, progress and observer is None, report)
-    return _to_frame_run(complete_run)
+        _write_outputs(resulting_run, folder_of_runs, progress and observer is None, report)
+    return _to_frame_run(resulting_run)
 
 
 def _to_frame_run(run: model.Run) -> Run:

@@ -31,7 +31,8 @@ LOCK_SECONDS = 60.0
 PARTIAL = ".partial"
 _PAUSE_SECONDS = 0.02
 _CHECKSUM_KEY = "sum"
-# These patterns match the end of a line with a checksum: first without a line number, then with one.
+# These patterns match the end of a line with a checksum: the first with or without a line number before it, the
+# second only with one.
 _CHECKSUM_FIELD = re.compile(rb',"sum":"([0-9a-f]{16})"}\r?$')
 _MAX_FIELD_BYTES = 40  # longer than any checksum field
 _NUMBERED_LINE_END = re.compile(rb',"line":(\d+),"sum":"([0-9a-f]{16})"}\r?$', re.MULTILINE)

@@ -110,9 +110,8 @@ def execute(
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
-    """Measures the missing groups of an interrupted run. Returns whether anything was measured, and the complete run.
-
-    `store` is used if the run's file is not in a store.
+    """Measures the missing groups of an interrupted run. Returns whether there were any, and the run, which is again
+    unfinished after another interrupt. `store` is used if the run's file is not in a store.
     """
     start = time.monotonic()
     run = load_run(path)
@@ -152,7 +151,7 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
         difference = find_difference(run, repeated.plan, repeated.devices, repeated.environment)
         if difference:
             raise UsageError(
-                f"the run {run.id} was measured under other conditions: {difference}. Restore these conditions."
+                f"the run {run.id} was measured under other conditions: {difference}. Measure under its conditions."
             )
         groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
         repeated = replace(repeated, plan=replace(repeated.plan, groups=groups))

@@ -253,8 +253,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _suggest_command(words: Sequence[str], error: Fp8benchError) -> Sequence[str]:
-    """Returns a command line to paste after an error: the corrected command line, or one that prints help. Returns an
-    empty list if neither fits.
+    """Returns a command line to paste after an error: the corrected command line, the one that the error names, or
+    one that prints help. Returns an empty sequence if none fits.
     """
     if error.nearest and (corrected := _correct_words(words, error.given, error.nearest)):
         return ("fp8bench", *corrected)
@@ -338,7 +338,7 @@ def _run_command(words: list[str]) -> int | Callable[[], int]:
         from fp8bench.cli.config_file import parse_with_config
 
         arguments = parse_with_config(parser, subparsers_by_name(parser)[arguments.command], words, arguments.config)
-    # 3. Print the help of a command that needs a subcommand.
+    # 3. Print the help if no command was given, or a command without its subcommand.
     arguments.words = words
     if arguments.command is None or getattr(arguments, "subcommand", "") is None:
         find_requested_parser(parser, arguments).print_help()

@@ -53,7 +53,7 @@ def parse_log_target(text: str) -> LogTarget:
 
 
 def parse_plan_or_all(text: str) -> Path | None:
-    """Returns the path of a plan's file, or None for '-', which stands for all plans."""
+    """Returns the path of a plan's file, or None for '-', which stands for all runs."""
     return None if text == "-" else path(text)
 
 

@@ -206,7 +206,9 @@ def tell(
 
 
 def import_renderers() -> None:
-    """Imports all modules that print a run and write its report. This is done while workers measure."""
+    """Imports all modules that print a run and write its report. This is done while workers import torch, before
+    anything is timed, so that it takes no time after the run.
+    """
     for name in ("fp8bench.jobs.after_run", "fp8bench.report.data.run", "fp8bench.report.terminal.run"):
         import_module(name)
     from fp8bench.report.page import html, section

@@ -234,7 +234,9 @@ class _LogLines:
 
 
 class GroupLines(_PlanProgress, _LogLines, SilentObserver):
-    """Observes a run without a terminal: prints a line after each group, and at least every 30 seconds."""
+    """Observes a run without a terminal: prints a line after each group if there are several, and at least every 30
+    seconds.
+    """
 
     def __init__(self, say: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         _LogLines.__init__(self, say, clock)

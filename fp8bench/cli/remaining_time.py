@@ -14,7 +14,7 @@ _SECONDS_BEFORE_GROUPS, _SECONDS_AFTER_GROUPS = 1.7, 0.5
 # Typical seconds for measuring ceilings, for the untimed passes of a group, and for its rounds. Rounds have a time
 # limit, and many groups are decided before it.
 _CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 2.5, 7.0
-# The ratio of a group's passes to its preparation, in time. It was 2 to 4 without compiling, and less with two
+# The ratio of a group's passes to its preparation, in time. It was 2 to 4 without compiling, and nearer to 2 with two
 # workers.
 _PASSES_PER_PREPARATION = 2.7
 # The share of a group's passes that is done when an activity begins.
@@ -28,7 +28,7 @@ _MIN_REMAINING_SHARE = 0.1
 @dataclass
 class _GroupTimes:
     """The times of a group. Has the starts of its preparation, rounds and passes, and the known or predicted seconds
-    of its rounds and passes. `learned_passes` has the seconds of the passes of earlier groups. It is None in the
+    of its rounds and passes. `learned_passes` has the mean seconds of the passes of earlier groups. It is None in the
     first group.
     """
 

@@ -61,9 +61,9 @@ def read_runs(chosen: ChosenRuns, observer: JobObserver) -> list[Run]:
 def _choose_machine(
     old_name: str, old: Sequence[Run], new_name: str, new: Sequence[Run], observer: JobObserver
 ) -> tuple[Sequence[Run], Sequence[Run]]:
-    """Returns the runs of one machine that both sides have. If there are several such machines, it is the one that
-    the newest run of the new side used. Raises UsageError if the sides have no machine in common. If each side has
-    only one machine, returns all runs.
+    """Returns the runs of one machine that both sides have. If there are several such machines, it is the one with
+    the newest run of the new side. Raises UsageError if the sides have no machine in common. But if each side has
+    only one machine, returns all runs, even if the two machines differ.
     """
     old_machines, new_machines = (dict.fromkeys(map(hardware_of, side)) for side in (old, new))
     if len(old_machines) == len(new_machines) == 1:

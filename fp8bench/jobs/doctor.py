@@ -159,7 +159,7 @@ def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> 
         yield from (f"{name:<14} {_describe_suite(name)}" for name in known_suites())
         return
     if subject == CEILINGS:
-        yield f"{subject}: {_describe_suite(subject)}. It has no axes; give `--devices` and `--threads`"
+        yield f"{subject}: {_describe_suite(subject)}. It has no axes, only `--devices` and `--threads`"
         return
     with ProcessWorker(Settings(imports=imports)) as worker:
         facts = worker.probe()

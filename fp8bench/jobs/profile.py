@@ -39,14 +39,14 @@ def profile_axes(
 ) -> tuple[tuple[str, tuple[str, ...]], ...]:
     if forward and optimizer != OPTIMIZERS[0]:
         raise UsageError("--forward has no optimizer step, so --optimizer would have no effect. Leave one out.")
-    request_fields = {
+    value_by_axis = {
         "make": target,
         "pass": "forward" if forward else "training",
         "optimizer": optimizer,
         "compile": "yes" if compiled else "no",
         "skip": ";".join(skip),
     }
-    return tuple((name, (value,)) for name, value in request_fields.items() if value)
+    return tuple((name, (value,)) for name, value in value_by_axis.items() if value)
 
 
 def check_function_name(target: str) -> str:

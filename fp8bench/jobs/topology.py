@@ -158,7 +158,7 @@ def count_links(matrix: list[str]) -> dict[str, int]:
 
 
 def link_rate(status: list[str]) -> float:
-    """Returns the summed rate of a GPU's active links, in GB/s. If GPUs differ, the smallest sum counts."""
+    """Returns the summed signal rate of a GPU's active links, in GB/s. If GPUs differ, the smallest sum counts."""
     sums: list[float] = []
     for line in status:
         if line.startswith("GPU "):

@@ -390,9 +390,9 @@ def _explain_unknown_cache(case: Case, facts: DeviceFacts) -> str:
 
 
 def _choose_reference(cases: Sequence[PlannedCase], is_named: bool) -> int:
-    """Returns the index of the reference. This is the first case if it is native or if the user named it
-    (`is_named`). Otherwise it is the case with the highest native precision, because an emulated reference has no
-    meaningful speed.
+    """Returns the index of the reference. This is the first case if it runs, and is native or named by the user
+    (`is_named`). Otherwise it is the highest precision of the native cases that run, because an emulated reference
+    has no meaningful speed, or of all cases that run if none of them is native.
     """
     if cases[0].runs and (is_named or cases[0].support.is_native):
         return 0

@@ -204,7 +204,7 @@ def _describe_scalings(groups: Sequence[Group], scalings: Mapping[Case, set[Tens
         if TensorScale.DELAYED in kinds:
             delayed[case.mode] = None
     if unscaled:
-        yield f"--static-scales has no effect on {', '.join(unscaled)}, whose tensors have no float32 scale"
+        yield f"--static-scales has no effect on {', '.join(unscaled)}, whose tensors have no float32 scale each"
     if layerless:
         yield f"--static-scales has no effect on suite {', '.join(layerless)}, which has no layers with scales"
     if delayed:

@@ -36,7 +36,8 @@ class Standing(StrEnum):
 # The reasons of these labels are left out here. They are long and equal for many cases, so other parts of the report
 # show them once.
 _LABELS_WITH_LONG_REASONS = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# The statuses of certain verdicts. For these verdicts, the words do not begin with "perhaps".
+# The status of each verdict that is certain unless a label casts doubt on it. Only with such a label, its words begin
+# with "perhaps".
 CERTAIN_STANDINGS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
 # The tone of a status. Other statuses are grey, because they are doubtful or not about speed.
 _STANDING_TONES = {

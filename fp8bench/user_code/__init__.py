@@ -25,8 +25,8 @@ def import_user_modules(names: Iterable[str], watched: Sequence[Switch] = ()) ->
     """Imports modules, or files ending in .py, that register a user's workloads, precisions or devices.
 
     Their output goes to stderr. A module that leaves one of the `watched` switches changed is refused. Such a switch
-    would affect all later measurements, in this process and in processes that it starts. By default, all switches of
-    the process are watched.
+    would affect all later measurements, in this process and in processes that it starts. By default, the switches of
+    the process are watched. Switches that are `set_by_imports` of harmless packages are not.
     """
     for registry in (workloads, precisions, devices):
         # register fp8bench's names first, so that a duplicate name of the user is refused, and not fp8bench's own

@@ -182,7 +182,7 @@ def _clock_and_signal_switches() -> Iterator[Switch]:
             name,
             usual=f"time.{name}",
             bends=partial(_is_replaced_clock, name),
-            mend="end the program that replaces clocks of this process",
+            mend="end what replaces the clocks of this process",
         )
     for number in _HANDLED_SIGNALS:
         yield Switch(

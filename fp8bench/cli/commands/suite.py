@@ -152,9 +152,9 @@ def run(arguments: argparse.Namespace) -> int:
                 write_plan(cells, file)
             except OSError as error:
                 raise UsageError(f"--write-plan {file} could not be written ({error.strerror}).") from None
-            num_cells = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
+            cells_text = "1 cell" if len(cells.cells) == 1 else f"{len(cells.cells)} cells"
             command = f"fp8bench suite --plan {file} --cell 0"
-            complain(f"plan {cells.id}: {num_cells} in {file}; one of them: {command}")
+            complain(f"plan {cells.id}: {cells_text} in {file}; one of them: {command}")
         return EXIT_OK
     # 4. Measure once or in several sessions. While workers import torch, this process imports its own modules.
     if arguments.sessions.runs == 1:
@@ -246,7 +246,7 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
-    """Returns how long energy windows or sustained turns will take, or '' if that is unknown.
+    """Returns how long energy windows or sustained turns will take, or '' if there are none or if that is unknown.
 
     The time of energy windows is predicted only for GPUs, because a CPU's counters are unknown until the device is
     opened.

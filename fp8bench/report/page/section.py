@@ -181,10 +181,10 @@ def _page_subtitle(material: Material) -> str:
         origin = join_parts(show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine"))
         return origin or "the header of the run's file is lost"
     labels = [entry.label for entry in material.entries]
-    num_runs = many(len(labels), "run")
+    runs_text = many(len(labels), "run")
     if len(labels) > _MAX_LABELS:
         labels[_MAX_LABELS:] = [f"{len(labels) - _MAX_LABELS} more"]
-    return join_parts(num_runs, "; ".join(labels), separator=": ")
+    return join_parts(runs_text, "; ".join(labels), separator=": ")
 
 
 MAX_LABEL_LENGTH = 40

@@ -49,9 +49,8 @@ _OLD_VERSION_LEGEND = "old version: the work or the method has changed since, an
 
 
 def changes_page(search_result: Found, store: str, with_closed: bool = False, store_options: str = "") -> Page:
-    """Returns the page of all open changes. `with_closed` adds acknowledged, reverted and outdated changes.
-
-    `store_options` are the options with which another command finds the same store.
+    """Returns the page of all open and contradicted changes. `with_closed` adds acknowledged, reverted and outdated
+    changes. `store_options` are the options with which another command finds the same store.
     """
     # Name the machine only if the history has several machines.
     has_machines = (

@@ -60,8 +60,8 @@ def trends_page(
     `skipped` counts the runs that were left out, by reason. `store_options` are the options with which another
     command finds the same store.
     """
-    num_series = count_noun(len(endings), "series", "series")
-    counts = f"{num_series}, {count_noun(num_runs, 'run')} of {count_noun(num_commits, 'commit')}"
+    series_text = count_noun(len(endings), "series", "series")
+    counts = f"{series_text}, {count_noun(num_runs, 'run')} of {count_noun(num_commits, 'commit')}"
     cols: Cols[Ending] = [
         Col("series", "trend.name"),
         Col("points", "points", show=str),

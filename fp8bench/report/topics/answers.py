@@ -185,7 +185,7 @@ def _describe_accuracy(cases: Cases) -> str:
 
 def _describe_callable_accuracy(cases: Cases) -> str:
     """Returns how much the results of a user's function differ from those of the reference and from float64 results.
-    Returns '' if unknown.
+    Of several cases, the one with the largest difference counts. Returns '' if no case has a difference.
 
     An example: 'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
     """
@@ -240,7 +240,7 @@ def explain_speed(case: NamedCase) -> str:
     """Returns the reason for the speed of a case, as 'matmul saves 10.4 ms (2.7x), attention costs 8.1 ms (3.7x
     slower): they nearly cancel'.
 
-    Returns '' for an emulated case, and for a case whose verdict was removed by a label.
+    Returns '' for an emulated case, and for a case whose verdict was removed by a label other than launch-bound.
     """
     finding = case.finding
     if finding is None or case.is_emulated:

@@ -81,9 +81,10 @@ def show_power_limits(result: Result) -> str:
 
 
 def ratio_to_reference(case: NamedCase) -> EnergyRatio | None:
-    """Returns the energy of a case divided by that of its reference, or None for the reference itself.
+    """Returns the energy of a case divided by that of its reference. Returns None for the reference itself, for
+    emulated cases, and if an energy is unknown.
 
-    If the case or its reference has a label that casts doubt, the ratio is unclear.
+    If the case or its reference has a label that makes energies unreliable, the ratio is unclear.
     """
     reference = case.reference_result
     if reference is None or reference.record is case.record:
@@ -116,7 +117,7 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
         ratio = ratio_to_reference(case)
         if ratio is not None and ratio.demand is Demand.UNCLEAR:
             doubts.append((f"energy unclear: {ratio.why}", case.mode))
-    return [(", ".join(modes), sentences) for sentences, modes in together(doubts).items()]
+    return [(", ".join(modes), doubt) for doubt, modes in together(doubts).items()]
 
 
 def _describe_missing(result: Result) -> Sentences:

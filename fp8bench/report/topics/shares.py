@@ -125,8 +125,8 @@ def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
 
 
 def shares_rows(parts: Sequence[StepShares]) -> Rows:
-    """Returns a CSV row for each part of a case, the longest part first. Seconds are estimates: the part's share of
-    the best case.
+    """Returns a CSV row for each part of a case, the longest part first and the unattributed rest last. Seconds are
+    estimates: the part's share of the best case.
     """
     rows = []
     for part in parts:
@@ -158,7 +158,7 @@ def _panel_shares(title: str, suite: str, cases: Sequence[tuple[NamedCase, StepS
     captions = f"{title}: a step by kind of work", f"{title}: the modules that take most"
     for shares in shares_tables(named_cases, captions):
         yield replace(shares, name=f"share-{shares.name}-{suite}")
-    yield from bullet_list(join_remarks((case.name, parts.remarks) for case, parts in cases), Tone.DOUBT)
+    yield from bullet_list(join_remarks(((case.name, parts.remarks) for case, parts in cases), ", ".join), Tone.DOUBT)
 
 
 _LAYER_KINDS = {

@@ -85,7 +85,7 @@ def _setting_elements(taped: Sequence[Taped]) -> Elements:
 
 
 class _Counts(NamedTuple):
-    """A row of the table of counts. `value` is the recorded step or the counts of one phase, as shown by the row."""
+    """A row of the table of counts. `value` is the recorded step."""
 
     case: Taped
     value: Tape

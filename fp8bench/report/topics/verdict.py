@@ -90,8 +90,8 @@ def warn_of_load(entry: Entry) -> Texts:
 
 
 def describe_load_warning(entry: Entry) -> str:
-    """Returns a warning if other programs were running and no interval includes the spread between runs. Otherwise
-    returns ''.
+    """Returns a warning if other programs were running and some interval does not include the spread between runs.
+    Otherwise returns ''.
     """
     load = describe_load(entry.run)
     if load and any(_lacks_other_runs(case) for case in list_cases(entry.panels)):

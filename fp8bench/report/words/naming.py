@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from datetime import UTC, datetime
 
 from fp8bench import units
@@ -206,14 +206,16 @@ def join_words(words: Iterable[str], max_words: int = 5) -> str:
     return " and ".join(filter(None, (", ".join(listed[:-1]), *listed[-1:])))
 
 
-def join_remarks(remarks_by_name: Iterable[tuple[str, Iterable[str]]]) -> Iterator[str]:
+def join_remarks(
+    remarks_by_name: Iterable[tuple[str, Iterable[str]]], join: Callable[[Iterable[str]], str] = join_words
+) -> Iterator[str]:
     """Yields each distinct remark with the names to which it applies, as 'bf16 and fp8: 3 calls were not counted'."""
     names_by_remark: dict[str, list[str]] = {}
     for name, remarks in remarks_by_name:
         for remark in remarks:
             names_by_remark.setdefault(remark, []).append(name)
     for remark, names in names_by_remark.items():
-        yield f"{join_words(names)}: {remark}"
+        yield f"{join(names)}: {remark}"
 
 
 _PHASE_WORDS = {

@@ -341,7 +341,7 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     whiskers: list[list[Point]] = []
     for point, (_, y) in zip(points, positions, strict=True):
         if interval := x_ends(point):
-            whiskers.append([(frame.x.to_pixels(lower_end), y) for lower_end in interval])
+            whiskers.append([(frame.x.to_pixels(bound), y) for bound in interval])
     if whiskers:
         sheet.add_lines("whisker", whiskers)
     for point, (x, y) in zip(points, positions, strict=True):
