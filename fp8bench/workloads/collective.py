@@ -188,8 +188,7 @@ class Collective(Workload):
         from fp8bench.numerics.collectives import Plain
 
         if setup.case.precision == "fp8" and setup.params.get("fp8") == "fp8_ring":
-            return "a rank must receive one hop before it knows what to send at the next, so the exchange has to "
-            "wait"
+            return "a rank must receive one hop before it knows what to send at the next, so the exchange has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind
