@@ -60,8 +60,8 @@ class PlainArithmetic(Arithmetic):
 
 @dataclass(eq=False)
 class EmulatedArithmetic(Arithmetic):
-    """Emulates a precision: rounds values with `quantise` and multiplies them in float32. The results are exact, but
-    the speed is not that of the precision.
+    """Emulates a precision: rounds values with `quantise` and multiplies them in float32. The results are those of
+    the precision, but the speed is not.
     """
 
     carrier: torch.dtype

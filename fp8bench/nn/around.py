@@ -77,8 +77,8 @@ def set_around(model: Any, arithmetics: Mapping[str, Arithmetic]) -> None:
 
 
 def make_rounded_forward(module: nn.Module, arithmetic: Arithmetic) -> Callable[..., Any]:
-    """Returns a forward pass for an embedding or a norm that computes in an arithmetic and returns the
-    input's dtype.
+    """Returns a forward pass for an embedding or a norm that computes in an arithmetic and returns the usual dtype.
+    That is the input's dtype, or the parameters' dtype if the input is not floating-point.
     """
     # The copy shares its tensors with the module. It keeps this forward pass when the module's own is replaced.
     module_copy = copy.copy(module)

@@ -143,8 +143,9 @@ class EmulatedCore:
 
     Queries and keys are cast along the head width, probabilities and values along the keys, with the precision's
     scales. Sums, mask and softmax are fp32. Scores have no scale, because a kernel computes them tile by tile and
-    cannot know their largest magnitude. So scores beyond the format's range saturate. For the same reason results
-    depend on where the factor 1 / sqrt(head width) is applied: to the scores or, if `prescaled`, to the queries.
+    cannot know their largest magnitude. So scores beyond the format's range are lost: they saturate, or in fp16
+    become infinite. For the same reason results depend on where the factor 1 / sqrt(head width) is applied: to the
+    scores or, if `prescaled`, to the queries.
 
     A value's scale may depend on later tokens. Backward rounds nothing: gradients stay fp32 and pass each rounding
     unchanged.

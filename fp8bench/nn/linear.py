@@ -349,8 +349,9 @@ def grouped_linear(
     """Multiplies the rows of x (T, I) by transposed weights (O, I), which gives (T, O). The first sizes[0] rows are
     multiplied by the first weight, and so on.
 
-    `ends` (int32 on the device) are the rows at which the parts end. Inputs, outputs and the rows of parts must be
-    multiples of the arithmetic's `groups`. `operands` are those of weights that were already cast.
+    `ends` (int32 on the device) are the rows at which the parts end. Inputs and outputs must be multiples of the
+    arithmetic's `groups`, and the rows of parts of its `part_rows` (plain products need only `groups`). `operands`
+    are those of weights that were already cast.
     """
     return _GroupedProduct.apply(x.to(arithmetic.carrier), arithmetic, phase, sizes, ends, operands, *weights)  # type: ignore[no-untyped-call]
 

@@ -78,10 +78,10 @@ def _classify_batch(batch: Any) -> dict[str, Any]:
     """Returns the second result of a user's function under its name. The name is 'batches' for a function, and for an
     iterable that is neither a tensor nor a container. For anything else it is 'batch'.
     """
-    is_iterable = callable(batch) or (
+    has_several = callable(batch) or (
         isinstance(batch, Iterable) and not isinstance(batch, Tensor | Mapping | list | tuple)
     )
-    return {"batches" if is_iterable else "batch": batch}
+    return {"batches" if has_several else "batch": batch}
 
 
 def _make_given(name: str, seed: int, **parts: Any) -> Given:

@@ -65,7 +65,7 @@ class FeedForward(nn.Module):
 
 class NormedFeedForward(nn.Module):
     """RMS norm, up product, activation and down product. A backend may compute norm and up product as one layer. With
-    `both_products` it computes all four as one layer.
+    `both_products` it may compute all four as one layer.
     """
 
     def __init__(self, width: int, hidden: int, gated: bool, choose: Choose, both_products: bool) -> None:

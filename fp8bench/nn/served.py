@@ -325,8 +325,8 @@ def step_bytes(model: ServedShape, arm: ServedArm, batch: int, context: int, exp
 
 
 def estimate_min_memory(model: ServedShape, batch: int, context: int) -> float:
-    """Returns a lower bound of the memory in bytes: half a byte for each number of weights and cache, and two bytes
-    for each number of the embedding.
+    """Returns a lower bound of the memory in bytes: half a byte for each number of the blocks' weights and of the
+    cache, and two bytes for each number of the embedding.
     """
     cache_numbers = 2.0 * model.layers * batch * context * model.key_heads * model.head_width
     return 2.0 * model.weights("embedding") + 0.5 * (model.weights("blocks") + cache_numbers)

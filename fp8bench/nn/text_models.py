@@ -69,7 +69,7 @@ class CausalBlock(ResidualBlock):
 
 def convolve_causally(convolution: Convolution, x: Tensor, phase: Phases) -> Tensor:
     """Returns a causal 3x3 convolution of (batch, lines, positions, channels), in which each position reads only
-    earlier ones.
+    itself and earlier ones.
     """
     shifted = F.pad(x, (0, 0, 1, 0, 1, 0)).contiguous()
     return convolution(shifted, phase)[:, :-1, :-1]

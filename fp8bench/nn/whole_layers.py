@@ -1,8 +1,8 @@
 """Layers of other libraries, each of which casts and multiplies in one call. Also: weights that are cast once for
 many passes.
 
-A library's layer has no separate cast or product. As in Transformer Engine, its weights are cast once for all
-micro-batches of a step.
+A library's layer has no separate cast or product. The weights of fp8bench's own layers can be cast once for all
+micro-batches of a step, as in Transformer Engine.
 """
 
 from __future__ import annotations

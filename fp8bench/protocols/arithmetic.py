@@ -209,7 +209,8 @@ class Arithmetic(ABC):
     def turn(self, operand: Operand, source: Tensor, role: Role) -> Operand:
         """Returns the operand with its dimensions swapped, for a product that sums over the other dimension.
 
-        `source` may be missing unless `keeps_source`. Without it, the operand has one scale for all values.
+        If `keeps_source` is False, `source` may be missing, and any scale of the operand is one number for all its
+        values.
         """
         if self.keeps_source:
             return self.cast_transpose(source.t(), role)

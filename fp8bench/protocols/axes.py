@@ -155,8 +155,8 @@ CACHE = Axis.choice(
     ROTATING,
     quiet=True,
 )
-# To flush the last cache, this many times its size is written. Once is not enough, because caches need not replace
-# their oldest lines first.
+# To flush the last cache, this many times its size is written. The states of cache=rotating shall together fill this
+# many times its size. Once is not enough, because caches need not replace their oldest lines first.
 CACHE_FLUSH_FACTOR = 2
 # Axes that every workload has. The worker applies them, and workloads never see them.
 COMMON_AXES = (CACHE,)

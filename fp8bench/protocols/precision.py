@@ -36,9 +36,9 @@ class Precision(ABC):
     rank. `loss_scale` multiplies the loss of a training step, for formats whose gradients would underflow.
     `carried_by` names the precision of values between products, and is '' for this one.
 
-    `takes_backend` is whether libraries other than torch can multiply in it. `backend` is the one that was chosen,
-    or None for any. A precision that is not `listed` belongs to one workload. With `unit_scaled` the whole model is
-    scaled by constants that follow from its shapes, so that its casts need no scales.
+    `takes_backend` is whether libraries other than torch can multiply in it. `backend` is the one that was chosen, or
+    None for any. A precision that is not `listed` belongs to certain workloads only. With `unit_scaled` the whole
+    model is scaled by constants that follow from its shapes, so that its casts need no scales.
     """
 
     listed: ClassVar[bool] = True

@@ -199,9 +199,10 @@ class Workload(ABC):
     calls casts and products separately. With `unit_scales`, the model can be unit-scaled. `loads` describes what
     `load` copies, or is ''.
 
-    A workload that is not `listed` has a separate command. `least_ranks` is the least number of processes. If a
-    report shows the time of a step's parts, `part_ends` is the phase that ends each part. With `examined`, only a
-    worker knows which cases and layers are possible. So the worker is asked (`examine`) before measuring.
+    A workload that is not `listed` has a separate command, or needs several processes. `least_ranks` is the least
+    number of processes. If a report shows the time of a step's parts, `part_ends` is the phase that ends each part.
+    With `examined`, only a worker knows which cases and layers are possible. So the worker is asked (`examine`)
+    before measuring.
 
     With `own_paths`, the operations of a step depend on its numbers, so that precisions may do different work.
     `numbers_ignore` are axes that change no number of a step. `not_on_device` explains why the memory of emulated cases

@@ -162,7 +162,9 @@ def parse_shape(text: str) -> str:
 
 
 def _replace_by_copy(operation: Callable[[], Tensor], source: Tensor) -> Callable[[], object]:
-    """Returns `operation`. If `operation` would return the source itself, returns a copy of the source instead."""
+    """Returns `operation`. If `operation` would return the source itself, returns a function that copies the source
+    instead.
+    """
     # A cast to the same dtype would take no time, while other casts read and write memory.
     return source.clone if operation().data_ptr() == source.data_ptr() else operation
 

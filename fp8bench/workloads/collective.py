@@ -162,15 +162,15 @@ class Collective(Workload):
 
         state = self.prepare(setup)
         elements = int(setup.case.param("elements"))
-        bus_share = bus_factor(str(setup.case.param("collective")), state.size)
+        bus_ratio = bus_factor(str(setup.case.param("collective")), state.size)
         logical_bytes = float(_ELEMENT_BYTES * elements)
         if isinstance(state.kind, InFP8):
             counter = SentBytes(state.size)
             state.kind(state.given, state.rank, state.size, SilentPhases().communication, counter)
-            return Transfer(logical_bytes, float(elements), counter.bytes, bus_share, counted=True)
+            return Transfer(logical_bytes, float(elements), counter.bytes, bus_ratio, counted=True)
         sent_bytes = state.kind.count_sent_bytes(state.given, state.size)
         return Transfer(
-            logical_bytes, float(elements * state.given.element_size()), sent_bytes, bus_share, counted=False
+            logical_bytes, float(elements * state.given.element_size()), sent_bytes, bus_ratio, counted=False
         )
 
     def sent_by(self, case: Case) -> Params:
@@ -188,8 +188,7 @@ class Collective(Workload):
         from fp8bench.numerics.collectives import Plain
 
         if setup.case.precision == "fp8" and setup.params.get("fp8") == "fp8_ring":
-            return "a rank must receive one hop before it knows what to send at the next, so the exchange has to "
-            "wait"
+            return "a rank must receive one hop before it knows what to send at the next, so the exchange has to wait"
         state = self.prepare(setup)
         a = torch.randn(512, 512, device=setup.facts.key)
         kind = state.kind

@@ -228,7 +228,7 @@ class Gemm(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Compares the product with two fp64 products: that of the unrounded operands and that of the cast operands.
-        It uses as many rows as the time allows.
+        It uses as many rows as a fixed number of FLOPs allows.
         """
         import torch
 

@@ -94,7 +94,7 @@ class Learning(shared.TrainingWorkload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Divides the mean loss by the mean loss of the reference with the same weights and batches. If any loss is
-        infinite, so is the ratio.
+        not finite, the mean loss counts as infinite.
         """
         case = setup.case
         facts = setup.facts

@@ -32,7 +32,7 @@ INPUT_COUNTS = {
 _GPT2_OPERATIONS = ("layer_norm", "gelu", "softmax", "residual", "cross_entropy")
 # Operations whose backward pass reads no gradient of that shape. A residual sum passes its gradient on, and the
 # gradient of a loss is a single number.
-OPERATIONS_WITHOUT_GRADIENT = ("residual", "cross_entropy")
+OPERATIONS_NOT_READING_GRADIENT = ("residual", "cross_entropy")
 
 
 @workloads.register("norm_act")
@@ -73,7 +73,7 @@ class NormAct(LayerWorkload):
         tokens, width = read_integers(params, "tokens", "width")
         tensors = INPUT_COUNTS[str(params["operation"])]
         counted_tensors = tensors + (
-            shared.is_training(params) and params["operation"] not in OPERATIONS_WITHOUT_GRADIENT
+            shared.is_training(params) and params["operation"] not in OPERATIONS_NOT_READING_GRADIENT
         )
         return Work(bytes=4.0 * counted_tensors * tokens * width, least_memory=2.0 * tensors * tokens * width)
 

@@ -18,8 +18,8 @@ if TYPE_CHECKING:
     from fp8bench.nn.moments import Bucket, Storage
     from fp8bench.numerics.distributions import GradientSource
 
-# A bucket has this many elements. Its moments are restored and cast together. In fp32 that is 256 MiB of moments,
-# which is enough for long phases.
+# A bucket has at most this many elements, unless a single tensor has more. Its moments are restored and cast
+# together. In fp32 that is 256 MiB of moments, which is enough for long phases.
 BUCKET_ELEMENTS = 1 << 25
 # The initial moments are like those after this many steps.
 EARLIER_STEPS = 1000

@@ -113,13 +113,13 @@ class StepWire(OperatorWatch):  # type: ignore[no-untyped-call]
         if name not in _OPERATIONS:
             raise NotCounted(f"the bytes of {name} cannot be counted: add it to _OPERATIONS in nn/parallel/wire.py")
         operation, position = _OPERATIONS[name]
-        sent_fraction = _RING_FACTORS[operation](_count_ranks(args))
+        sent_factor = _RING_FACTORS[operation](_count_ranks(args))
         if name == "c10d::alltoall_base_" and args[4]:  # rows that a rank keeps are not sent
-            sent_fraction = 1 - args[4][self._rank] / max(1, sum(args[4]))
+            sent_factor = 1 - args[4][self._rank] / max(1, sum(args[4]))
         for tensor in tree_leaves(args[position]):
             key = operation, str(tensor.dtype).removeprefix("torch.")
             self._calls[key] += 1
-            self._bytes[key] += tensor.numel() * tensor.element_size() * sent_fraction
+            self._bytes[key] += tensor.numel() * tensor.element_size() * sent_factor
 
 
 def _count_ranks(args: Sequence[Any]) -> int:
