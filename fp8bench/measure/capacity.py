@@ -65,7 +65,7 @@ class Search:
 
     def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
         """Tries numbers until the largest number that fits is known: the next larger number was tried and does not
-        fit.
+        fit. Also ends if `top` fits, or if 1 does not.
         """
         number: int | None = self.start
         while number is not None:

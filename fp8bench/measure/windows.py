@@ -312,7 +312,8 @@ class WindowPass:
 
     def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """Runs the case before its window, so that clocks and power belong to this case. Before a turn (a long
-        window), it runs until the device has settled. Before other windows, it runs for a fixed time.
+        window), it runs until the device has settled, or for half a turn if the device reports neither clock nor
+        temperature. Before other windows, it runs for a fixed time.
         """
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
