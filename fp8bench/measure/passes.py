@@ -88,8 +88,8 @@ class CaseOutcome:
     def fail(self, reason: str, cause: WorkerError) -> None:
         self.failure = reason
         failed_rank = cause.rank if isinstance(cause.rank, FailedRank) else None
-        # Only if the worker was lost, the detail stays empty. From this, a gate distinguishes a fault of the case from
-        # a fault of the machine.
+        # If the worker was lost or hung, the detail stays empty. From this, a gate distinguishes a fault of the case
+        # from a fault of the machine.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed_rank)
 
     def add_detail(self, reason: str) -> None:

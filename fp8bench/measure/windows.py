@@ -330,7 +330,7 @@ def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     if arm.cache_mode == ROTATING:
         return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")
     if static_scales is not None and static_scales.refresh:
-        return RawReplay(why="its scales are renewed every few steps")
+        return RawReplay(why="its scales are renewed after a number of steps")
     max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
     replay: RawReplay = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(
         arm.key, phase, max_bytes
