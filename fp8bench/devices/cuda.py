@@ -257,6 +257,6 @@ class Cuda(Gpu):
     def retried(self, index: int) -> int | None:
         import torch
 
-        # the counter is missing until torch has allocated something
+        # the counter is missing until torch has initialised CUDA
         retries = torch.cuda.memory_stats(index).get("num_alloc_retries")
         return None if retries is None else int(retries)

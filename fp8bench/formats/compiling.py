@@ -26,7 +26,7 @@ if TYPE_CHECKING:
 
 
 # Inductor's options for one GPU launch of several independent kernels, whatever their sizes. The kernels share no
-# memory, so Inductor's limit on shared memory does not matter.
+# memory, so Inductor's limit on peak memory does not matter.
 ONE_LAUNCH: Mapping[str, object] = {
     "combo_kernels": True,
     "combo_kernel_allow_mixed_sizes": 2,
@@ -109,7 +109,7 @@ _GENERATED_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] 
 @dataclass(frozen=True)
 class Compiled:
     """A compiled kernel, called with the arguments of its definition. `bits` is the width of its vectors, or 0 if
-    torch knows only one width.
+    there was no choice of widths.
     """
 
     run: Callable[..., object]

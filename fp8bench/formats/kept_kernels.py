@@ -1,8 +1,8 @@
 """Stores compiled CPU kernels and loads them without importing torch's compiler, which takes seconds.
 
 torch compiles a kernel into C++ libraries and a Python function that calls them. A file stores the paths of the
-libraries and the text of the function. Its name contains everything that determines the kernel. A file is ignored if
-it has changed or if another user could have written it. The kernel is then compiled again.
+libraries and the text of the function. Its name is a digest of everything that determines the kernel. A file is ignored
+if it has changed or if another user could have written it. The kernel is then compiled again.
 """
 
 from __future__ import annotations

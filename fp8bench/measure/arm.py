@@ -292,8 +292,8 @@ class MeasuredArm:
             self,
             WorkerFault(
                 "LeftRunning",
-                f"{len(running_threads)} threads or processes of preparing it still run after its state was freed "
-                f"({shown_names})",
+                f"{len(running_threads)} threads or processes that its preparation started still run after its state "
+                f"was freed ({shown_names})",
             ),
         )
 

@@ -65,7 +65,7 @@ class Search:
 
     def run(self, attempt: Callable[[int], BatchAttempt]) -> None:
         """Tries numbers until the largest number that fits is known: the next larger number was tried and does not
-        fit.
+        fit. Also ends if `top` fits, or if 1 does not.
         """
         number: int | None = self.start
         while number is not None:
@@ -73,16 +73,16 @@ class Search:
             number = self._choose_next()
 
     def _choose_next(self) -> int | None:
-        largest, smallest = self.largest_fitting, self.smallest_failing
-        if smallest is None:
-            assert largest is not None
-            return self._choose_larger(largest.number) if largest.number < self.top else None
-        fitting_number = largest.number if largest is not None else 0
-        if smallest.number - fitting_number <= 1:
+        fitting, failing = self.largest_fitting, self.smallest_failing
+        if failing is None:
+            assert fitting is not None
+            return self._choose_larger(fitting.number) if fitting.number < self.top else None
+        fitting_number = fitting.number if fitting is not None else 0
+        if failing.number - fitting_number <= 1:
             return None
         prediction = self._predict_largest()
-        if prediction is None or prediction >= smallest.number or self._prediction_count >= _MAX_PREDICTIONS:
-            return (fitting_number + smallest.number) // 2
+        if prediction is None or prediction >= failing.number or self._prediction_count >= _MAX_PREDICTIONS:
+            return (fitting_number + failing.number) // 2
         self._prediction_count += 1
         return max(prediction, fitting_number + 1)
 

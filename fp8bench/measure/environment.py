@@ -103,8 +103,8 @@ def _read_file(path: str) -> str | None:
 
 
 def _read_commit(folder: Path) -> dict[str, Scalar | None]:
-    """Returns the commit of a folder's repository, the date of the commit (ms since 1970), and whether the running
-    code differs from the commit.
+    """Returns the commit of a folder's repository, the author date of the commit (ms since 1970), and whether the
+    running code differs from the commit.
 
     The facts are None without a working tree or a commit. Untracked files do not count as a difference, because a
     user's suite need not be committed.

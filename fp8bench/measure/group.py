@@ -1,8 +1,8 @@
 """Measures one group of cases: times them in rounds, runs the untimed passes, and returns their records.
 
 A case that fails gets a failed record, and the other cases go on. If the worker is lost, the group starts again
-without the case that ended it. If memory is too small for all cases, each is measured with the reference only. A case
-for which even this needs too much memory is measured alone (label `unpaired`).
+without the case that ended it. If memory is too small for all cases together, each is measured with the reference
+only. A case for which even this needs too much memory is measured alone (label `unpaired`).
 """
 
 from __future__ import annotations
@@ -48,8 +48,9 @@ class Method:
 
     `ceilings` are keyed by device. `warm_up_seconds` limits how long a device may take to settle; 0 skips the
     warm-up. `lost` maps a device that no longer answers to the reason; all groups share it. `tapes` and `shares` turn
-    on passes that observe operators. If `tapes_apart` is true, they run in a worker that times nothing. `looks_again`
-    checks steps again after their timing, and measures whether their memory grows. A `brisk` group takes about 10 s
+    on passes that observe operators. Shares are measured in a worker that times nothing any more. Tapes are recorded
+    there too, unless `tapes_apart` is false. `looks_again` checks steps again after their timing, and measures
+    whether their memory grows. A `brisk` group takes about 10 s
     on a GPU. Its passes with a profiler run in the worker that times nothing, so that no worker restarts. `errors`
     collects numerical errors, so that brisk groups measure equal ones only once.
     """
@@ -78,8 +79,8 @@ class Method:
 class GroupMeasurement:
     """Measures one group by `run`.
 
-    `_untimed_worker` never times steps. `_second_worker` is idle while the first worker times steps. It measures
-    errors while the first worker prepares, and memory during the other passes.
+    `_untimed_worker` times nothing any more (in the last group it may be the first worker). `_second_worker` is idle
+    while the first times steps. It measures errors while the first prepares, and memory during the other passes.
     """
 
     _group: Group
@@ -464,7 +465,7 @@ class GroupMeasurement:
     def _record_failure(self, failure: ArmFailed) -> None:
         cause = failure.cause
         if not ran_out_of_memory(cause):
-            self._worker.restart()  # after a CUDA error nothing in that process works any more
+            self._worker.restart()  # after an error on a GPU nothing in that process works any more
         self._find_outcome(failure.arm).fail(OUT_OF_MEMORY if ran_out_of_memory(cause) else str(cause), cause)
         if not ran_out_of_memory(cause) and failure.arm.facts.accelerated:
             self._check_device(failure.arm)

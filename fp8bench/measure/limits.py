@@ -17,8 +17,8 @@ COMPILE_SECONDS = 300.0
 
 @dataclass(frozen=True)
 class Limits:
-    """Time limits in seconds for the requests of a case. If the user gave a `case_timeout`, it replaces all of them
-    except `for_compiling`.
+    """Time limits in seconds for the requests of a case. If the user gave a `case_timeout`, it replaces all of them,
+    but the time for compiling quantisers is added to it.
     """
 
     case_timeout: float | None = None
@@ -34,8 +34,8 @@ class Limits:
         )
 
     def for_compiling(self, work: Work, count: int) -> float:
-        """Returns the seconds to wait while `count` quantisers and a step are compiled. The user's limit does not
-        apply here.
+        """Returns the seconds to wait while `count` quantisers are compiled and a step runs for the first time. The
+        user's limit does not apply to the compiling, but only to the step.
         """
         return COMPILE_SECONDS * count + self.for_first_step(work)
 

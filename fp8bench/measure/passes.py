@@ -88,8 +88,8 @@ class CaseOutcome:
     def fail(self, reason: str, cause: WorkerError) -> None:
         self.failure = reason
         failed_rank = cause.rank if isinstance(cause.rank, FailedRank) else None
-        # Only if the worker was lost, the detail stays empty. From this, a gate distinguishes a fault of the case from
-        # a fault of the machine.
+        # If the worker was lost or hung, the detail stays empty. From this, a gate distinguishes a fault of the case
+        # from a fault of the machine.
         self.note(detail=(cause.trace or str(cause)) if isinstance(cause, WorkerFault) else "", failed_rank=failed_rank)
 
     def add_detail(self, reason: str) -> None:
@@ -193,7 +193,8 @@ class Passes:
     def measure_errors(
         self, outcomes: Sequence[CaseOutcome], known_errors: dict[str, tuple[Measurement, ...]] | None = None
     ) -> None:
-        """Measures numerical errors. A case fails if its errors cannot be measured or are not finite.
+        """Measures numerical errors. A case fails if its errors are not finite, or if measuring them raises an error.
+        If the suite has a reason for giving none, only the reason is stored.
 
         A lack of memory does not fail a case, because the reference in fp64 may need more memory than the step.
         `known_errors` collects the errors of a run, so that cases with the same numbers are measured once.

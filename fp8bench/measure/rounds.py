@@ -285,7 +285,7 @@ class ReplayPass:
             loaded = _data_loaded_by_host(arm)
             return f"its states rotate, and {loaded} would have to be loaded between the steps of a replay"
         if static_scales is not None and static_scales.refresh:
-            return "its scales are renewed every few steps, which only the host counts"
+            return "its scales are renewed after a number of steps, which only the host counts"
         try:
             return str(worker.within(arm.limits.for_first_step(arm.planned.work)).capture(arm.key))
         except WorkerError as cause:

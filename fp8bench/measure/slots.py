@@ -18,10 +18,11 @@ from fp8bench.protocols.axes import COLD
 
 SLOT_SECONDS = 8e-3
 REPEAT_BELOW_SECONDS = 4e-3
-# The calls of a slot on an accelerator. The device's queue is empty at first, so kernels of the first call wait for
-# the host. Later calls find the queue as full as the host can keep it.
+# The least calls of a slot on an accelerator. The device's queue is empty at first, so kernels of the first call wait
+# for the host. Later calls find the queue as full as the host can keep it.
 DEVICE_CALLS = 3
-# The calls of a slot with a cold cache. There are few, because flushing some megabytes takes longer than most steps.
+# The most calls of a slot with a cold cache. There are few, because flushing some megabytes takes longer than most
+# steps.
 COLD_CALLS = 4
 # The longest time for which a device is kept busy. A queue holds about 1,024 launches of some 5 us each. When the
 # queue is full the host waits, so a longer time gains nothing.

@@ -312,7 +312,8 @@ class WindowPass:
 
     def _settle(self, arm: MeasuredArm, worker: Worker, turn_seconds: float) -> Settling | None:
         """Runs the case before its window, so that clocks and power belong to this case. Before a turn (a long
-        window), it runs until the device has settled. Before other windows, it runs for a fixed time.
+        window), it runs until the device has settled, or for half a turn if the device reports neither clock nor
+        temperature. Before other windows, it runs for a fixed time.
         """
         if turn_seconds:
             settler = Settler(self._meter.device, self._rule.settling_seconds, self._clock)
@@ -329,7 +330,7 @@ def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     if arm.cache_mode == ROTATING:
         return RawReplay(why="its states rotate, and a repeated phase would find its data in the caches")
     if static_scales is not None and static_scales.refresh:
-        return RawReplay(why="its scales are renewed every few steps")
+        return RawReplay(why="its scales are renewed after a number of steps")
     max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
     replay: RawReplay = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(
         arm.key, phase, max_bytes

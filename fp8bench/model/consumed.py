@@ -151,7 +151,8 @@ class Emulating:
 @dataclass(frozen=True)
 class EmulationEnd:
     """A note in a trace of memory: an emulation has ended. Instead of the blocks at the `replaced` addresses, a real
-    device would hold smaller ones. All other blocks of the emulation that still exist count as memory from now on.
+    device would hold the memory of notes `Laid`. All other blocks of the emulation that still exist count as memory
+    from now on.
     """
 
     replaced: tuple[int, ...] = ()
@@ -160,7 +161,8 @@ class EmulationEnd:
 @dataclass(frozen=True)
 class Laid:
     """A note in a trace of memory: from here on, a real device would hold `size` more bytes, until a note `Lifted`
-    with the same key. If an address is given, the device would hold them as long as the block at that address exists.
+    with the same key. If an address is given, it would hold the existing block at that address until then, even if
+    the block is released earlier.
     """
 
     key: int
@@ -254,7 +256,8 @@ class Capacity:
 COUNTERS = frozenset({"counter", "rapl"})
 # The fewest changes of an energy counter within a window.
 LEAST_INTERVALS = 10
-# These words end the reason why a window has no energy, if the energy counter changed too rarely.
+# Words in the reason why a window has no energy, if the energy counter changed too rarely. Reasons are recognised by
+# them.
 TICK_INTERVALS = "tick interval(s) of the energy counter"
 # The bits of nvmlClocksEventReason*, which older drivers call nvmlClocksThrottleReason*.
 BITS: dict[int, str] = {

@@ -17,8 +17,8 @@ def stamp(moment: str) -> str:
 
 
 def safe(text: str) -> str:
-    """Returns a text that is safe as part of a path. Unsafe letters become _. If the text was changed, a digest is
-    added, so that different texts give different names even if letter case is ignored.
+    """Returns a text that is safe as part of a path. Unsafe letters become _. If the text was changed, or
+    has capital letters, a digest is added. So different texts give different names even if letter case is ignored.
     """
     short_name = _shorten(text, 80)
     return short_name if short_name == text.lower() else f"{short_name}-{_make_short_digest(text)}"

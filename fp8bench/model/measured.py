@@ -142,8 +142,8 @@ class Products:
     the kernels of torch's attention. `wide` means that native products received values of their formats in wider
     dtypes, and no codes. `looks_like` is the precision that the numbers of a product show if the product did not keep
     to the case's precision, else ''. `kernels` are the kernels of products in a profiled step, if there was one.
-    `given` are the tensors of a step. `cast_before` counts weights in the case's formats that no step casts, and that
-    the state does not name as weights.
+    `given` are the tensors of a step. `cast_before` counts weights in the case's formats that no step casts, and to
+    which the state gives no role.
     """
 
     count: int
@@ -266,8 +266,8 @@ class SlotSample:
 class Timing:
     """All raw samples of one arm (a case that is timed in rounds).
 
-    `entries` counts how often a step enters each phase. `varying` means that this count differed from step to step,
-    so that each phase has a single cell. `eager` is the reason why quantisers that could be compiled ran as separate
+    `entries` counts how often a step enters each phase. `varying` means that the marks of steps differed, so that
+    each phase has a single cell. `eager` is the reason why quantisers that could be compiled ran as separate
     operations, or ''. `fused` means that some quantisers ran compiled. `vector_bits` are the widths of their vectors,
     on a CPU that has several widths.
     """

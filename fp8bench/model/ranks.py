@@ -24,8 +24,8 @@ MARK = "FP8BENCH_RANKS"
 
 
 def ranks_in_words(ranks: int, kind: str) -> str:
-    """Returns the number of ranks and the library by which they communicate, such as '2 gloo'. Numbers of different
-    libraries cannot be compared."""
+    """Returns the number of ranks and the library by which they communicate, such as '2 gloo'. Figures for which
+    this text differs cannot be compared."""
     return f"{ranks} {BACKENDS.get(kind, 'gloo')}"
 
 

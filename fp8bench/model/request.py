@@ -347,7 +347,7 @@ class Request:
             )
         if self.counters and not self.isolation:
             raise UsageError(
-                "--counters replaces the allocator in a separate worker process, and --no-isolation has none. Omit one."
+                "--counters preloads a library into a separate worker process, and --no-isolation has none. Omit one."
             )
         if self.energy_of == PHASE_ENERGY and not self.energy:
             raise UsageError("--energy phases measures energy, but --no-energy does not. Omit one.")

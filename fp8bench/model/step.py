@@ -55,7 +55,7 @@ class PhaseCount:
 class Tape:
     """The operators of one step, and their sums by phase.
 
-    `unwritten` counts tensors that were made in the step, and then read or returned, although no operator wrote to
+    `unwritten` counts tensors that were made in the step, and then read or left behind, although no operator wrote to
     them. A kernel outside of torch must have written them. `fused` names a compiled function that ran, or ''. Its
     operators are listed as they run without a compiler.
     """

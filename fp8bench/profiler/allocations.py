@@ -200,7 +200,7 @@ class _DevicePeakFinder:
             case Emulating():
                 self._emulation_blocks, self.has_notes = {}, True
             case EmulationEnd():
-                self._end_allocation(event.replaced)
+                self._end_emulation(event.replaced)
             case Laid() if not event.address:
                 self._layouts[event.key] = _DeviceBlock(event.size)
                 self._current_bytes += event.size
@@ -225,7 +225,7 @@ class _DevicePeakFinder:
         else:
             self._emulation_blocks[change.address] = block
 
-    def _end_allocation(self, replaced: Sequence[int]) -> None:
+    def _end_emulation(self, replaced: Sequence[int]) -> None:
         for address, block in (self._emulation_blocks or {}).items():
             if self._held.get(address) is block and address not in replaced:
                 block.counts = True

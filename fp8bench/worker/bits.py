@@ -73,7 +73,7 @@ def replace_numbers(tensor: Any, seed: int) -> Iterator[None]:
     """Replaces a tensor's numbers during the body. Restores its whole memory afterwards, because other tensors may
     use the same memory.
 
-    Floating-point numbers become random numbers between the smallest and the largest one. Integers are drawn from the
+    Floating-point numbers become random numbers between the smallest and the largest one. Others are drawn from the
     existing ones. Infinities and NaN remain, because a mask needs its infinities.
     """
     with restore_afterwards(tensor):

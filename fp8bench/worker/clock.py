@@ -348,6 +348,6 @@ def require_agreeing_clocks(clocks: Mapping[str, Callable[[], float]]) -> Iterat
         ):
             raise ClocksDisagree(
                 f"{name} counted {clock_duration * 1e-9:.6f} s where the hardware's clock counted "
-                f"{most_duration * 1e-9:.6f} s: a program has replaced a clock of this process, or sets the system's "
-                "clock. Such times mean nothing: end that program, and measure again."
+                f"{most_duration * 1e-9:.6f} s: code has replaced a clock of this process, or a program sets the "
+                "system's clock. Such times mean nothing: end that, and measure again."
             )

@@ -80,7 +80,7 @@ class DeviceLedger:
     def mark_emulation(self) -> Iterator[list[int]]:
         """Notes that tensors which the body allocates belong to an emulation. Hardware would not have them.
 
-        Yields a list. The body appends the addresses of those tensors that would be smaller on the hardware.
+        Yields a list. The body appends the addresses of those tensors that the hardware's own memory replaces.
         """
         self.seen = True
         replaced: list[int] = []

@@ -479,16 +479,17 @@ def _divide_step(step: RawStep, count: int) -> RawStep:
 
 
 def _compute_missing_in_call(call_seconds: float, step: RawStep) -> float:
-    """Returns by how much a call's time exceeds the time between its step's stamps, beyond the time that the clock
-    may take.
+    """Returns by how much a call's time differs from the time between its step's stamps, beyond the time that the
+    clock may take.
     """
     allowed_seconds = max(_CALL_SECONDS + _MARK_SECONDS * len(step.codes), _CALL_SHARE * call_seconds)
     return abs(call_seconds - sum(step.intervals_ns) * 1e-9) - allowed_seconds
 
 
 def _compute_missing_in_slot(wall_seconds: float, untimed_seconds: float, steps: Sequence[RawStep]) -> float:
-    """Returns by how much a slot's time exceeds the sum of its stamped and untimed parts, beyond the allowed time. An
-    accelerator may be late or idle for a while, but not for most of a slot.
+    """Returns by how much a slot's time differs from its stamped and untimed parts, beyond the allowed time: the
+    stamped parts are longer than the slot, or both together are shorter. An accelerator may be late or idle for a
+    while, but not for most of a slot.
     """
     stamped_seconds = sum(step.seconds for step in steps)
     allowed_seconds = max(_SLOT_SECONDS + _CALL_SECONDS * len(steps), _SLOT_SHARE * wall_seconds)

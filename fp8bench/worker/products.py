@@ -79,9 +79,8 @@ def inspect_products(workload: Workload, make_setup: Callable[[], Setup], facts:
 
 
 class _HeldWeights:
-    """Finds tensors of a state that have the format of the case before any step: they are the right operand of a
-    product, and no step writes them. Excluded are the parameters of a model, and tensors whose role the state
-    declares.
+    """Finds tensors of a state that have a format of the case, are the right operand of a product, and are written by
+    no step. Excluded are the parameters of a model, and tensors whose role the state declares.
     """
 
     def __init__(self, state: object, formats: Sequence[Format]) -> None:

@@ -51,8 +51,8 @@ def restore_switches(known_values: Sequence[Any] | None = None) -> Iterator[Sequ
 
 @contextlib.contextmanager
 def precision_scope(precision: Precision) -> Iterator[None]:
-    """Sets the switches of a precision during the body. A precision must restore what it sets. This is tested for
-    fp8bench's precisions, but not for a user's.
+    """Sets the switches of a precision during the body. A precision must restore what it sets. This is checked here
+    for a user's precision. For fp8bench's precisions, tests check it.
     """
     is_fp8bench = type(precision).__module__.startswith("fp8bench.")
     with contextlib.nullcontext() if is_fp8bench else restore_switches(), precision.scope():

@@ -1,5 +1,5 @@
 """Records the operators of an untimed step, and how much of the step's time each part takes, in a worker that times
-nothing.
+nothing else.
 
 The tape lists the operators of a step. For the tape, compiled functions run uncompiled, because the operators in a
 fused kernel are invisible. On a CPU, time shares are measured by timing each operator call. On a GPU the host does

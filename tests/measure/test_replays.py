@@ -113,7 +113,7 @@ def test_steps_that_are_not_captured_have_a_reason() -> None:
             LOADING,
             "its states rotate, and its batches would have to be loaded between the steps of a replay",
         ),
-        (RENEWED, "its scales are renewed every few steps, which only the host counts"),
+        (RENEWED, "its scales are renewed after a number of steps, which only the host counts"),
     ):
         found, worker = replayed({untried.planned.case.mode: lasting(1)}, untried)
         assert [*found.values()] == [Replays(None, why)]

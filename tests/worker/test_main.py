@@ -272,7 +272,7 @@ def record_of(run: Run, how: str, precision: str) -> Record:
             ),
             ("write", "StepPrinted: a step printed 15 bytes past Python's own stdout"),
             ("thread", "LeftRunning: a step left 1 running (stayer)"),
-            ("prefetch", "of preparing it still run after its state was freed (stayer"),
+            ("prefetch", "that its preparation started still run after its state was freed (stayer"),
             ("nan", "its numbers are not finite: some_error is nan"),
             ("spoil", "after its steps: the parameters are not finite"),
             ("stale", "an answer to 'slot' belongs to another request (number 1, not "),

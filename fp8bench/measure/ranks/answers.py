@@ -220,8 +220,8 @@ def find_rank_behind(states: Sequence[RankState]) -> RankState:
 
 
 def find_culprit(states: Sequence[RankState]) -> RankState:
-    """Returns the rank that failed first: its process ended by an error, or it raised an error that no other rank
-    causes. Otherwise returns the rank that is furthest behind.
+    """Returns the rank that failed first: its process ended without being a victim of other ranks, or it raised an
+    error that no other rank causes. Otherwise returns the rank that is furthest behind.
     """
     rank_behind = find_rank_behind(states)
     ended_ranks = [state for state in states if state.ended]

@@ -379,7 +379,9 @@ def _describe_device(call: Callable[..., Any], handle: Any) -> ListedDevice:
 
 
 def _is_split_by_mig(call: Callable[..., Any], handle: Any) -> bool:
-    """Returns whether the device is split by MIG. Raises NoReading if the driver does not report it."""
+    """Returns whether the device is split by MIG. False if the device or its driver does not support MIG. Raises
+    NoReading if it is unknown for another reason.
+    """
     try:
         return bool(call("nvmlDeviceGetMigMode", handle)[0])
     except NoReading as failure:

@@ -35,7 +35,8 @@ class Domain:
 
 
 def list_domains(root: Path = RAPL_FOLDER, cpuinfo: Path = _CPUINFO) -> tuple[Domain, ...]:
-    """Lists the processor packages, and memory that is counted separately. Raises NoReading without a package.
+    """Lists the processor packages, and memory that is counted separately. Raises NoReading without a package,
+    or if a counter cannot be read.
 
     No energy is counted twice. So four names are left out: 'core' and 'uncore' are parts of their package, 'psys'
     contains the packages, and intel-rapl-mmio repeats them.

@@ -83,12 +83,12 @@ class StartLine:
                 opened.fileno(), ranks * _COUNT_BYTES
             )  # all ranks set the same size, which keeps existing contents
         with (folder / _START_LINE_FILE).open("r+b") as opened:
-            self._count_repetitions = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
+            self._arrival_counts = memoryview(mmap.mmap(opened.fileno(), ranks * _COUNT_BYTES)).cast("q")
         self._rank = rank
         self._wait_seconds = wait_seconds
 
     def meet(self) -> None:
-        arrival_counts = self._count_repetitions
+        arrival_counts = self._arrival_counts
         count_here = arrival_counts[self._rank] = arrival_counts[self._rank] + 1
         start = time.monotonic()
         while min(arrival_counts) < count_here:

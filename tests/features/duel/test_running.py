@@ -112,7 +112,7 @@ def test_a_fault_fails_the_case_on_its_side(error: Exception, why: str, request_
     ("bad", "why", "restarts"),
     [
         (Script(memory=2000), "out of memory next to the other side", 0),
-        (Script(threads_left=("loader",)), "1 threads or processes of preparing it still run", 1),
+        (Script(threads_left=("loader",)), "1 threads or processes that its preparation started still run", 1),
         (Script(wrong="weights are nan"), "weights are nan", 1),
         (broken("slot", at=10), "", 1),  # in the second session, after eight slots of the stored first session
     ],
