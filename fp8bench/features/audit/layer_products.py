@@ -149,7 +149,7 @@ class LayerProduct:
 
     def compute_cast_gradients(self, gradient: Tensor, promised: PromisedCasts) -> dict[str, Tensor]:
         """Returns the gradients of the input and weight of a linear layer, computed with all operands cast. Returns
-        none for convolutions.
+        {} for convolutions and for transformers' Conv1D, which is a linear layer too.
         """
         if self.kind in (CONV1D, CONV2D):
             return {}

@@ -216,7 +216,7 @@ def find_value_range(operand: Rounded) -> tuple[Tensor, Tensor]:
     return low, high
 
 
-# The block sides in use. If no block side divides a matrix, the next larger one is assumed.
+# The block sides in use. If blocks do not fill a matrix evenly, the next larger side is assumed.
 _BLOCK_SIDES = (1, 16, 32, 64, 128)
 
 

@@ -1,6 +1,6 @@
 """Computes the expected results of a kernel, and finds the mistake that explains a wrong result.
 
-A product passes if every element is a correctly rounded sum of the promised operands, in any order of summation.
+A product passes if every element is the correctly rounded sum of the promised products, in any order of summation.
 Otherwise the mistake that explains every element is named. A result that no mistake explains is compared with the
 error of the emulation on the same data: a far larger error is wrong, and a far smaller one shows a wider precision.
 
@@ -61,8 +61,8 @@ _MIN_RESULTS = 64
 _MIN_GAIN, _GAIN_STANDARD_ERRORS, _INDEPENDENT_SHARE = 1e-3, 6.0, 0.05
 # A mean gain is only checked if sums have at least this many effective terms.
 _MIN_TERMS = 8.0
-# Sums in fewer bits than the first number are failures: Hopper's FP8 products have 14. Below the second number, the
-# result is not a sum of the operands.
+# If the error of a result cannot be judged, sums in fewer bits than the first number are failures: Hopper's FP8
+# products have 14. Below the second number, the result is not a sum of products of the operands.
 _SHORT_SUM_BITS, _MIN_SUM_BITS = 13, 6
 # At most this many terms of sums in Hopper's units are simulated, one by one, which takes about a second.
 _SIMULATED_TERMS = 1 << 25
@@ -280,10 +280,10 @@ class ExpectedProduct:
         standard_error = math.sqrt(
             max(float((differences - regressors @ coefficients).square().mean() * inverse[0, 0]), 0.0)
         )
-        gain, independence = float(coefficients[0]), float(inverse[0, 0] * gram[0, 0])
+        gain, variance_inflation = float(coefficients[0]), float(inverse[0, 0] * gram[0, 0])
         is_certain = (
             len(differences) >= _MIN_RESULTS
-            and independence <= 1 / _INDEPENDENT_SHARE
+            and variance_inflation <= 1 / _INDEPENDENT_SHARE
             and abs(gain) > max(_MIN_GAIN, _GAIN_STANDARD_ERRORS * standard_error)
         )
         return f"results are {abs(gain):.2%} too {'large' if gain > 0 else 'small'} on average" if is_certain else ""
@@ -464,7 +464,7 @@ def _mean_square_distance(result: Tensor, expected: Tensor) -> float:
 
 def find_unusable(result: Tensor, shape: tuple[int, ...], finite: bool = True) -> AuditFinding | None:
     if tuple(result.shape) != shape:
-        gives, expected = ("x".join(map(str, sides)) or "one number" for sides in (result.shape, shape))
+        gives, expected = ("x".join(map(str, sides)) or "[] (one number)" for sides in (result.shape, shape))
         return make_failure("shape", f"the result has the shape {gives}; expected {expected}")
     if result.dtype not in _RESULT_DTYPES:
         return make_failure("dtype", f"the result is {result.dtype}; expected float32, bfloat16 or float16")

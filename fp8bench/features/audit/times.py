@@ -90,7 +90,8 @@ def iterate_shortest_times(
     ceilings: Ceilings, precision: str, shape: Shape, flops: int, moved_bytes: int, device: str
 ) -> Iterator[tuple[float, str]]:
     """Yields the shortest plausible seconds of a call, with a description of the limit: once for its bytes, and once
-    for its FLOPs. The limits are the best measured copy and product of this device, or otherwise torch's speed now.
+    for its FLOPs. A limit follows from torch's speed now, or from the best measured copy (in any cache) or product
+    (in this precision or a wider one) of this device, if that is faster.
     """
     rank, rates = precisions.get(precision).rank, [rate for rate in ceilings.rates if rate.limit is Limit.PRODUCT]
     product_limits = [(Limit.PRODUCT, rate.precision) for rate in rates if precisions.get(rate.precision).rank <= rank]

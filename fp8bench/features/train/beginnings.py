@@ -227,9 +227,9 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
     if not request.settings.start:
         return request
     if (file := find_start_file(request.settings.start)) is not None:
+        # A file is stored with its digest, so that a resumed training can verify it.
         return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_file(file)}"))
     training_name, _, arm_name = request.settings.start.partition(":")
-    # A file is stored with its digest, so that a resumed training can verify it.
     path = find_training(training_name, store)
     training, checkpoint = load_training_header(path), newest_checkpoint(path)
     trained_settings, arm = training.request.settings, arm_name or training.arms[0].name

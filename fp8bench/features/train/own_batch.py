@@ -42,8 +42,8 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
             return BatchAttempt(batch, False, None, "memory ran out")
         if cost.memory is None:
             raise NoSearch(cost.why)
-        failing_batch = cost.memory.peak - limit
-        reason = f"tensors need {size(failing_batch)} more" if failing_batch > 0 else ""
+        excess_bytes = cost.memory.peak - limit
+        reason = f"tensors need {size(excess_bytes)} more" if excess_bytes > 0 else ""
         return BatchAttempt(batch, not reason, cost.memory.peak, reason)
 
     def time_steps(batch: int, times: int) -> tuple[int, list[float]]:

@@ -109,7 +109,7 @@ def _is_change(value: object) -> bool:
 
 
 def parse_clip(clip: float | str) -> tuple[float, str]:
-    """Returns the largest norm in `--clip`, and the kind of groups that are clipped separately; '' for one of all."""
+    """Returns the largest norm in `--clip`, and the kind of groups that are clipped separately ('' for none)."""
     max_norm, _, group = str(clip).partition("/")
     return number_of(max_norm), group
 

@@ -77,7 +77,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
 def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, KeptTraining]:
     """Continues a training from its last resume point. Also returns whether anything was trained: a finished training
     is returned unchanged, with False. Raises UsageError if a file is missing. Also raises it if machine, software,
-    commit or text have changed, because losses would differ.
+    commit, text or arms have changed, because losses would differ.
     """
     stored = load_training(path)
     if stored.finished:

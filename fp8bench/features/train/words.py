@@ -59,7 +59,7 @@ def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
     if arm.role is ArmRole.CHAOS and verdicts.chaos is not None:
         return f"{_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
     is_best = arm.name == verdicts.reference and verdicts.rates > 1
-    return f"{_ROLE_WORDS[arm.role]}{' at its is_best rate, with which arms are compared' if is_best else ''}"
+    return f"{_ROLE_WORDS[arm.role]}{' at its best rate, with which arms are compared' if is_best else ''}"
 
 
 def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:

@@ -94,8 +94,8 @@ class Health:
         return WatchedArm(arm.name, reference, min_rate_factor)
 
     def _is_new(self, rule: HealthRule[Any], line: StreamLine) -> bool:
-        """Returns whether an alarm starts a new episode. It does if, in the last 50 steps, the rule has not alarmed
-        about this tensor, and the rule named by its `until` has not alarmed at all.
+        """Returns whether an alarm starts a new episode. It does if, in the last 50 steps, the rule has found nothing
+        about this tensor, and the rule named by its `until` has found nothing about the step.
         """
         seed, arm = line.seed, rule.arm.name
         key = seed, arm, rule.name, *_find_tensor(line)

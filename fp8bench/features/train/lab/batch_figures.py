@@ -42,7 +42,7 @@ class BatchMemory:
     def __init__(self) -> None:
         self._steps, self._examples = 0, 0
         self._unread_fingerprints: list[_Fingerprints] = []
-        # For each of the last 100 different batches, by fingerprint: the last step that had it.
+        # For each batch of the last 100 steps, by fingerprint: the last step that had it.
         self._last_steps: dict[float, int] = {}
         # Five numbers, in the order of the names. In how many steps in a row the batch was that of the previous step.
         # In how many steps in a row it was any of the last 100 batches. The largest distance to such a batch, in

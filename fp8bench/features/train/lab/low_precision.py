@@ -155,7 +155,7 @@ class AutomaticScale:
     """Stores a gradient in E4M3. All micro-batches of a step use one scale, as all devices do in FP8-LM. To choose
     the scale, the step's largest value is estimated: it is the first micro-batch's largest value times the number of
     micro-batches. The scale maps this estimate to `share` of the format's largest value. If too many values of a step
-    saturate, `share` is halved. Every other step moves it slowly back to 1. A gradient that is not finite is restored
+    saturate, `share` is halved. All other steps move it slowly back to 1. A gradient that is not finite is restored
     as NaN.
     """
 

@@ -57,8 +57,8 @@ class OwnLoop:
         precision: str = "fp32",
         eager: bool = False,
     ) -> None:
-        """`tokens` is the number of tokens in a step. `scaler` is a GradScaler whose scale is recorded. Layers that
-        do not compute in FP8 are measured by the recipe of `precision`. `eager` means that watched steps run without
+        """`tokens` is the number of tokens in a step. `scaler` is a GradScaler whose scale is recorded. Layers whose
+        own casts are unknown are measured by the recipe of `precision`. `eager` means that watched steps run without
         compilation.
         """
         if stride < 1:

@@ -90,7 +90,7 @@ class OwnModel(ArmModel):
 
     def _find_multiples(self) -> tuple[int, int]:
         """Returns the numbers of which the sides of native products must be multiples. Returns (1, 1) if products are
-        emulated.
+        emulated, or on a CPU.
         """
         facts, names = self.task.facts, (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]

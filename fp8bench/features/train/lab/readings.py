@@ -290,7 +290,7 @@ def make_reading(
     ratio = scale / scale_before if scale_before else 0.0
     drift = abs(math.log2(ratio)) if 0 < ratio < math.inf else None
     has_block_scales = bool(figures.get("largest_step"))
-    has_exact_scale = (
+    has_own_scale = (
         "own_scale" in figures and finite == count
     )  # a scale that was computed from finite values lets no value saturate
     return LayerReading(
@@ -310,7 +310,7 @@ def make_reading(
         _find_lag(figures.get("fullest", amax * scale / figures.get("largest", math.inf))),
         drift,
         figures.get("vanished", 0) / count,
-        0.0 if has_exact_scale else figures.get("saturated", 0) / count,
+        0.0 if has_own_scale else figures.get("saturated", 0) / count,
         _signal_to_noise(figures),
         (count - figures["kept"]) / count,
     )

@@ -67,9 +67,9 @@ class ModelWatch:
         precision: str = "",
         eager: bool = False,
     ) -> None:
-        """Without `inside`, only weights are watched. With a `precision`, layers of other libraries are measured by
-        its recipe. `eager` means that watched steps run compiled modules without compilation, so that hooks inside
-        them run.
+        """Without `inside`, only weights are watched. With a `precision`, layers that are not fp8bench's are measured
+        by its recipe, unless their own casts are known. `eager` means that watched steps run compiled modules without
+        compilation, so that hooks inside them run.
         """
         self._arm, self._seed, self.is_eager = arm, seed, eager
         self.is_foreign = bool(precision)

@@ -145,8 +145,9 @@ def _make_curve(lines: Lines, steps: int) -> Curve:
 @dataclass(frozen=True)
 class Pair:
     """One seed of an arm and of its reference. `gap` is the share by which the arm's mean loss over the last third of
-    the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without such a text.
-    `earlier` holds the gaps that would result if the training had ended some steps earlier.
+    the steps exceeds the reference's. `held_out` is the same gap on held-out text; None without such a text, or if
+    its last loss is not finite. `earlier` holds the gaps that would result if the training had ended some steps
+    earlier.
     """
 
     seed: int
@@ -374,9 +375,9 @@ def classify_importance(interval: Interval, margin: float) -> Matters:
 
 
 def _held_out_agrees(learned: Learned, matters: Matters, held_out: Interval, margin: float) -> bool:
-    """Returns whether the held-out gap agrees with a verdict. If the verdict's gap is beyond the margin, the held-out
-    gap must have the same sign. If the verdict's gap is inside the margin, the held-out gap must not be certainly
-    beyond it, or certainly have the opposite sign.
+    """Returns whether the held-out gap agrees with a verdict. If the verdict's gap is certainly inside the margin,
+    the held-out gap must not be certainly beyond it, or certainly have the opposite sign. Otherwise the held-out gap
+    must have the same sign.
     """
     sign = {Learned.WORSE: 1, Learned.BETTER: -1}.get(learned, 0)
     if matters is not Matters.NO:
@@ -391,8 +392,8 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
 
 
 def count_seeds_needed(gap: Gap, margin: float) -> int | None:
-    """Returns the smallest number of further seeds that would probably decide. Returns None if more than 1000 would
-    be needed.
+    """Returns the smallest number of further seeds that would probably decide. Returns None if more than 1000 seeds
+    in all would be needed.
     """
 
     def is_decisive(count: int) -> bool:
@@ -419,7 +420,8 @@ def smallest_effect(gap: Gap) -> float:
 def bound_single_gap(gap: float, chaos: float) -> Interval | None:
     """Returns an interval of the gap of a single seed. It is derived from the effect of one ulp in that seed
     (`chaos`), by Student's t with one degree of freedom. Returns None if one ulp had no effect. The reference occurs
-    in both differences, which makes the interval slightly too narrow.
+    in both differences, so that their ratio varies slightly less than Student's t, and the interval is slightly too
+    wide.
     """
     half_width = student_quantile(SHOWN_LEVEL, 1) * abs(chaos)
     return Interval(gap, gap - half_width, gap + half_width, SHOWN_LEVEL) if half_width else None

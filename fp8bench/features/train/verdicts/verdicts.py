@@ -339,7 +339,7 @@ def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float
         return None
     if loss_rise > _MIN_LOG_STEP * (slope + curvature * _MIN_LOG_STEP):
         return -math.inf
-    # The root near 0 of bend x^2 + slope x = rise. This form also works if bend is 0.
+    # The root near 0 of curvature x^2 + slope x = loss_rise. This form also works if curvature is 0.
     root = math.sqrt(max(0.0, slope * slope + 4 * curvature * loss_rise))
     return -2 * loss_rise / (root - slope)
 
