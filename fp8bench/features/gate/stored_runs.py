@@ -53,7 +53,7 @@ from fp8bench.user_code import import_user_modules
 ConfirmCallback = Callable[[Sequence[Comparison]], SecondLook]
 # The sessions of second duels, by commit and case. Each further duel adds its sessions.
 SessionPool = dict[tuple[str, str], CaseResult]
-# The most duels of a suspect, if the configuration has no budget.
+# Suspects are measured again at most this many times.
 MAX_LOOKS = 4
 
 
