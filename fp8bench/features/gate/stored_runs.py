@@ -194,7 +194,7 @@ def duel_suspects(
 
 
 def add_earlier_sessions(result: CaseResult, commit: str, pool: SessionPool) -> CaseResult:
-    """Adds the sessions of earlier duels to the begin of a result, and stores all sessions for the next duel."""
+    """Adds the sessions of earlier duels before those of a result, and stores all sessions for the next duel."""
     key = commit, result.after.case.id
     if result.is_measured and key in pool:
         result = replace(result, sessions=(*pool[key].sessions, *result.sessions))

@@ -216,7 +216,7 @@ _MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The outcome at the begin of a comment. If several apply, the first one in this order is shown."""
+    """The outcome at the beginning of a comment. If several apply, the first one in this order is shown."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"
