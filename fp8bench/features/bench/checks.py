@@ -99,7 +99,7 @@ def _refuse_caching(
         return
     if measure_difference(in_place_results, copy_results) > max(
         _STALE_DIFFERENCE, 2 * measure_difference(repeated_results, copy_results)
-    ):  # differ by more than unrelated random results do
+    ):  # they differ by more than the callable's results differ by chance
         raise UsageError(
             f"{target} remembers earlier inputs: it returns old results for new numbers in the same memory, "
             "so repeated calls would do less work. Remove its cache."

@@ -121,7 +121,7 @@ class SessionArms:
         for arm in arms:
             # All arms make equally many calls: a minimum over more calls would be lower for that reason alone.
             arm.calls = min(measured_arm.calls for measured_arm in arms)
-            # A different process runs before each slot, so that caches are cold and the core may have changed.
+            # A different process runs before each slot, so caches are cold and the core may have changed.
             # Discard the first call of short steps.
             arm.discard = 1 if arm.step_seconds < DISCARD_BELOW_SECONDS else 0
 
@@ -378,11 +378,11 @@ def _measure_all_sessions(
     runner = CaseRunner(pair, request.seed, progress, Limits(request.case_timeout))
     for number in range(sessions):
         progress.doing("starting workers")
-        restart_seconds = time.monotonic()
+        restart_start = time.monotonic()
         restart_workers(pair, request.seed, number)
         # Half of the workers were running before the first session, so the time of its restart counts twice. The
         # budget must also cover the restarts of later sessions.
-        later_starts = (time.monotonic() - restart_seconds) * (1 if number else 2) * (sessions - 1 - number)
+        later_starts = (time.monotonic() - restart_start) * (1 if number else 2) * (sessions - 1 - number)
         for position, case in enumerate(cases):
             progress.done = number * len(cases) + position
             is_active, remaining = case.is_active, (sessions - number) * len(cases) - position

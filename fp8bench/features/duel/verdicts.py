@@ -225,9 +225,9 @@ class _NameAssignments:
     def __init__(
         self, logs: NDArray[np.float64], is_after: NDArray[np.bool_], sizes: Sequence[tuple[int, int]]
     ) -> None:
-        self._compute_logs = logs
+        self._logs = logs
         self._is_after = is_after
-        self._measure_all_sessions = np.split(
+        self._sessions = np.split(
             np.arange(len(logs)), np.cumsum([count_a + count_b for count_a, count_b in sizes])[:-1]
         )
         assignment_count = math.prod(math.comb(count_a + count_b, count_b) for count_a, count_b in sizes)
@@ -262,7 +262,7 @@ class _NameAssignments:
         """
         shift, low, high = self.shift, -math.inf, math.inf
         if self.finest <= 1 - level:
-            reach = 2 * float(np.ptp(self._compute_logs)) + abs(shift) + _NEGLIGIBLE_SHIFT
+            reach = 2 * float(np.ptp(self._logs)) + abs(shift) + _NEGLIGIBLE_SHIFT
             low, high = (self._find_bound(shift, outside, 1 - level) for outside in (-reach, reach))
         return Interval(math.exp(shift), math.exp(low), math.exp(high), level)
 
@@ -297,9 +297,9 @@ class _NameAssignments:
         return shift / self.error if self.error else math.inf if shift else 0.0
 
     def _measure_distances(self, shift: float) -> tuple[NDArray[np.float64], float]:
-        logs = self._compute_logs - shift * self._is_after
+        logs = self._logs - shift * self._is_after
         # the median of a session is the same for every assignment of names
-        for places in self._measure_all_sessions:
+        for places in self._sessions:
             logs[places] -= np.median(logs[places])
         means_a, means_b = (_mean_of_fastest(logs[places]) for places in (self._before, self._after))
         return means_b - means_a, float(

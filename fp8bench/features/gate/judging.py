@@ -5,8 +5,8 @@ worse by more than chance explains among all judged figures. The gate fails for 
 measurement in a fresh process (the second look) confirms it.
 
 Between stored runs, a confirmed slow-down below 10% is still no failure, because clocks, neighbours and drivers
-change from run to run. There is one exception: if enough cases were compared, they show how far an unchanged case may
-move.
+change from run to run. It is a failure only if there are enough runs to know their spread. Between too few runs the
+noise of a case is unknown. But most cases have not changed, and how far they moved shows how far any case may move.
 
 The gate does not pass if it would not notice a slow-down of a time by its threshold: then it ends with exit code 4.
 Other undecided figures are only listed, because otherwise no build would ever pass.

@@ -53,7 +53,7 @@ from fp8bench.user_code import import_user_modules
 ConfirmCallback = Callable[[Sequence[Comparison]], SecondLook]
 # The sessions of second duels, by commit and case. Each further duel adds its sessions.
 SessionPool = dict[tuple[str, str], CaseResult]
-# The most duels of a suspect, if the configuration has no budget.
+# Suspects are measured again at most this many times.
 MAX_LOOKS = 4
 
 
@@ -194,7 +194,7 @@ def duel_suspects(
 
 
 def add_earlier_sessions(result: CaseResult, commit: str, pool: SessionPool) -> CaseResult:
-    """Adds the sessions of earlier duels to the begin of a result, and stores all sessions for the next duel."""
+    """Adds the sessions of earlier duels before those of a result, and stores all sessions for the next duel."""
     key = commit, result.after.case.id
     if result.is_measured and key in pool:
         result = replace(result, sessions=(*pool[key].sessions, *result.sessions))

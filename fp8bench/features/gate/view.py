@@ -32,7 +32,7 @@ from fp8bench.report.panels import together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.words.naming import many, shorten_line
 
-# The JUnit element of each outcome. Undecided figures count as errors, so that they do not pass.
+# The JUnit element of each outcome. Figures that block the gate undecided are errors. Outcomes without an element pass.
 _JUNIT_TAGS = {
     GateOutcome.REGRESSION: "failure",
     GateOutcome.FAILED: "error",
@@ -216,7 +216,7 @@ _MAX_COMMENT_ROWS, _MAX_COMMENT_REASONS = 7, 3
 
 
 class ReviewStatus(StrEnum):
-    """The outcome at the begin of a comment. If several apply, the first one in this order is shown."""
+    """The outcome at the beginning of a comment. If several apply, the first one in this order is shown."""
 
     QUALITY = "quality blocked"
     REGRESSION = "regression"

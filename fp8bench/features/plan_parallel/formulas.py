@@ -192,8 +192,8 @@ _BF16_BYTES, _FP8_BYTES = 2, 1
 # The number of RLHF's models that are not trained: the reference and the reward model. They store only the copy of
 # the weights that products read.
 _FROZEN_MODELS = 2
-# Bytes per logit in memory. A loss usually has bf16 logits, and fp32 copies of the logits, of their logarithms and of
-# their gradient. Eager code has one more copy. A compiled loss has only the logit and its gradient in bf16.
+# Bytes per logit in memory. A loss usually has the logits in bf16 and in fp32, and their logarithms and
+# gradient: 12 in all. Eager code has one more copy. A compiled loss has only the logit and its gradient in bf16.
 _LOGIT_BYTES, _EAGER_LOGIT_BYTES, _FUSED_LOGIT_BYTES = 12, 16, 4
 
 
@@ -253,7 +253,7 @@ def _gathered_bytes(model: DecoderModel, layout: ParallelLayout, states: StateBy
     if layout.shards * layout.context == 1:
         return states.resident * stage_weights
     # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
-    # full gradients of one block twice: in bf16, and in the dtype in which they are added up.
+    # full gradients of one block twice: in bf16, and in the format in which they are sent.
     return (
         2 * states.resident * model.block + _BF16_BYTES * model.ends + (_BF16_BYTES + states.gradient) * model.block
     ) / layout.tensor

@@ -1,4 +1,4 @@
-"""Checks the harness on this machine within a minute: rounding, verdicts and phases. Each check can fail."""
+"""Checks the harness on this machine in about a minute: rounding, verdicts and phases. Each check can fail."""
 
 from __future__ import annotations
 
