@@ -183,7 +183,7 @@ def collect_hard_labels(
     timing: Timing, watch: DeviceWatch | None, aa: Interval | None, device: str
 ) -> tuple[Labelled, ...]:
     """Returns the hard labels that follow from the samples, the A/A interval and the clock of a case. They remove its
-    verdict. Those of a reference also remove the verdicts of all cases compared with it.
+    verdict. The labels of a reference also remove the verdicts of all cases compared with it.
     """
     labels = [
         *_label_failed_aa(aa, timing.num_rounds),

@@ -70,7 +70,7 @@ CLASSES = (A100, L40S, H100, B200, RTX5090, MI300X, MI350X, CPU)
 
 def nvidia_class(capability: tuple[int, int]) -> DeviceClass:
     """Returns NVIDIA's class for a compute capability: the newest listed class with the same major version that is
-    not newer. If there is none, returns a new class.
+    not newer. Otherwise returns a new class.
     """
     listed = [kind for kind in CLASSES if kind.capability and kind.capability[0] == capability[0]]
     older_classes = [kind for kind in listed if kind.capability and kind.capability <= capability]

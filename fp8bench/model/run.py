@@ -275,7 +275,7 @@ READ_BY_TORCH = (
 )  # fmt: skip
 # Environment variables that lower the precision of products, whatever the precision of the case is.
 LOWERING = ("NVIDIA_TF32_OVERRIDE", "ONEDNN_DEFAULT_FPMATH_MODE")
-# Names in the environment of a run: the begin of the name of a switch, and the fact that lists changed switches.
+# Names in the environment of a run: the beginning of the name of a switch, and the fact that lists changed switches.
 SWITCH = "switch "
 SWITCHES_SET = "switches_set"
 # The name of the fact how many cores other processes used when a run began.

@@ -145,7 +145,7 @@ class Bench(UntimedPasses):
             make_state = partial(self._make_stepped_state, workload, case, facts)
             first_state = make_state()
             states = make_rotation(first_state, make_state, facts, device) if cache_mode == ROTATING else (first_state,)
-            # On a GPU, the end of one phase and the begin of the next may have a common time stamp if no kernel is
+            # On a GPU, the end of one phase and the beginning of the next may have a common time stamp if no kernel is
             # launched between them. This is not used for a user's suite or model, whose kernels may be invisible to
             # torch. It is not used for compiled models either, because their first call must be like the timed ones.
             is_compiled = dict(case.params).get("compile", "no") != "no"

@@ -43,7 +43,7 @@ class Marker:
 
 @dataclass(slots=True, eq=False)
 class SharingMarker(Marker):
-    """A marker that needs fewer time stamps. It takes none at the begin of its phase if the stamp at the end of the
+    """A marker that needs fewer time stamps. It takes none at the beginning of its phase if the stamp at the end of the
     previous phase can be shared.
     """
 

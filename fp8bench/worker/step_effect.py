@@ -441,7 +441,7 @@ def _are_same_sums(sums: Any, other_sums: Any, least_change: float) -> bool:
 
 
 class Beginning:
-    """The contents of a state's memory, and the positions of its random generators, at the begin of every slot."""
+    """The contents of a state's memory, and the positions of its random generators, at the beginning of every slot."""
 
     def __init__(self, state: object, memories: Mapping[int, list[Any]] | None) -> None:
         self._state, self._is_known = state, memories is not None

@@ -52,8 +52,7 @@ class EarlyExits(LayerWorkload):
     """
 
     name = "early_exit"
-    summary = "rows leave a stack of blocks when a head is confident; exits are the same in all precisions, or each "
-    "has its own"
+    summary = "rows leave a stack of blocks when a head is confident; all precisions share exits, or each has its own"
     linear_layers = True
     own_paths = True
     layer_kinds = ("up", "down")

@@ -246,7 +246,7 @@ def describe_expected_time(plan: Plan, request: Request) -> str:
 
 
 def _describe_energy_time(plan: Plan, request: Request) -> str:
-    """Returns how long energy windows or sustained turns will take, or '' if there are none or if that is unknown.
+    """Returns how long energy windows or sustained turns will take, or '' without any, or if that is unknown.
 
     The time of energy windows is predicted only for GPUs, because a CPU's counters are unknown until the device is
     opened.

@@ -61,7 +61,7 @@ class Meter(AbstractContextManager["Meter"]):
         self._idle: Energy | Unavailable | None = None
         self._clock, self._timeout, self._hung = clock, timeout, hung
         self.source: Source | None = None
-        self.read_power_limits()  # the power limit at the begin of the run
+        self.read_power_limits()  # the power limit at the beginning of the run
         for source in sources:
             try:
                 self.source = self._try_source(source)

@@ -1,4 +1,4 @@
-"""Words the verdict on each precision in plain sentences.
+"""The verdict on each precision in plain sentences.
 
 Only a certain verdict is stated as a fact. An uncertain verdict has 'perhaps' or 'cannot tell', with labels and
 reasons. A speed is how many times as fast a case is: above 1x is faster.
