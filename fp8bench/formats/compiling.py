@@ -108,7 +108,7 @@ _GENERATED_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] 
 
 @dataclass(frozen=True)
 class Compiled:
-    """A compiled kernel, called with the arguments of its definition. `bits` is the width of its vectors, 0 by default."""
+    """A compiled kernel, called with the arguments of its definition. `bits` is the width of its vectors."""
 
     run: Callable[..., object]
     bits: int = 0
