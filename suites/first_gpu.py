@@ -4,6 +4,8 @@
 seconds are computed from their plans, and steps that do not fit are named and left out. FOLDER/first_gpu.tar.gz has
 all files after each step; `--archive` continues from it on another machine.
 
+A bare machine needs torchao besides torch and Triton. The steps of tests also need pytest, hypothesis and ml_dtypes.
+
 Steps are in the order of their value, cheap ones first. Each ends within 10 minutes, and leaves files in the folder:
 NAME.state.json, its output, and its rows. The next call continues after any interruption: a finished step is not
 repeated (except with `--again NAME`), and an interrupted run or training is resumed. At the end, FOLDER/table.md has

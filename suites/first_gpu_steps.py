@@ -377,6 +377,9 @@ LATER_STEPS = (
         Line("gpt2-124m step, fp8 over bf16, times as fast", ratio("time", "bf16", "fp8"), speed=True),
         Line("the same, replayed as one launch", ratio("replay_time", "bf16", "fp8"), speed=True),
         Line("marks of a step, % of it", marker_share, high=0.5), rows=("replays by a CUDA graph",)),
+    _suite(
+        "compiled-whole", "fp8bench suite transformer --brisk --set size=gpt-350m --set compile=yes --dtypes "
+        "native:bf16,fp8", 400, rows=("`compile=yes`",)),
     FirstStep("ceilings", "fp8bench suite ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
         "ceilings (`suite ceilings`), the roofline by them",)),
     FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (

@@ -114,18 +114,17 @@ def test_what_is_open_comes_first_and_all_of_it_ends_in_time(
 ) -> None:
     go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     names = [name for name, _ in programme.begun]
-    assert names[:5] == ["probe", "conform", "casts", "forward", "model"] and programme.now <= 520
+    assert names[:6] == ["probe", "conform", "casts", "forward", "model", "model-compiled"] and programme.now <= 520
     for name, limit in programme.begun:
         computed = seconds_of(step_named(name), STARTED_H200)
         assert computed <= limit and (name in ("probe", "conform") or limit <= max(60, 2 * computed))
     printed = capsys.readouterr().out
     left_out = [step.name for step in BRISK_STEPS if step.name not in names]
-    assert "model-compiled" in left_out
-    assert all(f"{name}: left out, it takes " in printed for name in left_out)
+    assert left_out and all(f"{name}: left out, it takes " in printed for name in left_out)
 
 
 def step_named(name: str) -> StepFiles:
-    return StepFiles(next(step for step in BRISK_STEPS if step.name == name), Path("/nowhere"))
+    return StepFiles(next(step for step in STEPS if step.name == name), Path("/nowhere"))
 
 
 def test_an_archive_after_each_step_takes_a_second_call_on(
@@ -142,7 +141,8 @@ def test_an_archive_after_each_step_takes_a_second_call_on(
     second = Programme(elsewhere, STARTED_H200)
     monkeypatch.setattr(first_gpu, "take", second.take)
     go(BRISK_STEPS, elsewhere, 520.0, clock=second.clock)
-    assert second.begun[0][0] == "model-compiled" and {name for name, _ in second.begun}.isdisjoint(done)
+    left_out = [step.name for step in BRISK_STEPS if step.name not in done]
+    assert second.begun[0][0] == left_out[0] and {name for name, _ in second.begun}.isdisjoint(done)
     with pytest.raises(SystemExit, match="holds steps already"):
         unpack(programme.folder / ARCHIVE, elsewhere)
     (tmp_path / "third").mkdir()
@@ -226,7 +226,8 @@ def test_groups_on_a_virtual_clock_end_within_the_computed_seconds(name: str, mo
 
 def test_compiling_and_slow_cards_cost_what_they_cost() -> None:
     compiled, eager = (seconds_of(step_named(name), STARTED_H200) for name in ("model-compiled", "model"))
-    assert compiled - eager > 4 * 45 and compiled < 9 * 60
+    assert compiled - eager > 60
+    assert seconds_of(step_named("compiled-whole"), STARTED_H200) > compiled
     slow = probe_of(L4)
     assert seconds_of(step_named("forward"), slow) > seconds_of(step_named("forward"), STARTED_H200)
     assert clock_of(L4).copy == 0.3e12 and clock_of(gpu("NVIDIA H100 80GB HBM3", (9, 0))).copy == 3e12

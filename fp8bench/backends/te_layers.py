@@ -67,6 +67,7 @@ class TransformerEngine(Backend):
     caches_weights = True
     refuses: ClassVar[Mapping[tuple[str, Scalar], str]] = {
         ("compile", "yes"): "te's layers do not become one graph with others: choose compile=no",
+        ("compile", "blocks"): "te's layers do not become one graph with others: choose compile=no",
         ("checkpointing", "blocks"): "te's histories would count a recomputed block twice: choose checkpointing=no",
     }
 

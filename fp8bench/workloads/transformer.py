@@ -52,10 +52,11 @@ COMPILE_SECONDS = 600.0
 class Transformer(shared.TrainingWorkload):
     """Times a training step with every phase. It is the main workload of this tool.
 
-    With compile=yes forward and backward are one graph each. Their fused operations cannot be distinguished, so their
-    time is unattributed. Other phases stay. With weights=cached a step casts each weight once, before its
-    micro-batches. With weights=recast each micro-batch casts weights where it multiplies. With checkpointing=blocks
-    phases include recomputation. FLOPs do not include it, so that throughputs can be compared.
+    With compile=yes forward and backward are one graph each, and with compile=blocks each block is. Fused operations
+    cannot be distinguished, so the time of both passes is unattributed. Other phases stay. With weights=cached a step
+    casts each weight once, before its micro-batches. With weights=recast each micro-batch casts weights where it
+    multiplies. With checkpointing=blocks phases include recomputation. FLOPs do not include it, so that throughputs
+    can be compared.
     """
 
     name = "transformer"
@@ -87,9 +88,11 @@ class Transformer(shared.TrainingWorkload):
             ),
             Axis.choice(
                 "compile",
-                "yes: torch.compile, forward and backward without phases (unattributed)",
+                "yes: torch.compile, forward and backward without phases (unattributed); blocks: only the blocks, "
+                "as one graph for all of them, which compiles faster",
                 "no",
                 "yes",
+                "blocks",
             ),
             Axis.choice("attention", "torch's kernel for attention; auto: torch chooses", "auto", *shared.BACKENDS),
             Axis.choice(
@@ -146,7 +149,7 @@ class Transformer(shared.TrainingWorkload):
         config = SIZES[str(params["size"])]
         # In fp32: the weights, two moments, the gradients, and the logits of one micro-batch.
         least_bytes = 16.0 * config.weights + 4.0 * int(params["batch"]) * length * config.vocabulary
-        compile_seconds = COMPILE_SECONDS if _read_choice(params, "compile") == "yes" else 0.0
+        compile_seconds = COMPILE_SECONDS if _is_compiled(params) else 0.0
         flops = config.step_flops(sequences, length)
         extra_bytes = 0.0
         if _read_choice(params, "models") == "rlhf":
@@ -205,7 +208,7 @@ class Transformer(shared.TrainingWorkload):
     def scales_refused(self, params: Scalars, rule: StaticScales) -> str:
         if _read_choice(params, "models") == "rlhf":
             return "RLHF trains two models, each with its own scales: choose models=actor"
-        if _read_choice(params, "compile") == "no" or (not rule.refresh and rule.bound is None):
+        if not _is_compiled(params) or (not rule.refresh and rule.bound is None):
             return ""
         return "scales cannot be renewed in a compiled graph: choose compile=no, or static scales without renewal"
 
@@ -229,7 +232,7 @@ class Transformer(shared.TrainingWorkload):
     def _check_product_support(self, params: Scalars, precision: Precision, facts: DeviceFacts) -> Support:
         # 1. A compiled graph cannot update the history of delayed scales.
         support = precision.support(facts)
-        if support.level is not Level.REFUSED and precision.remembers and _read_choice(params, "compile") == "yes":
+        if support.level is not Level.REFUSED and precision.remembers and _is_compiled(params):
             return refused(
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
                 "or a dtype that casts from the tensor alone, like fp8"
@@ -252,7 +255,7 @@ class Transformer(shared.TrainingWorkload):
         # 3. Check that sizes are multiples of what native products need. The number of tokens is one of these sizes.
         multiple = precision.multiples[0]
         tokens = int(params["batch"]) * int(params["sequence"])
-        if support.is_native and _read_choice(params, "compile") == "yes":
+        if support.is_native and _is_compiled(params):
             reason = shared.explain_uncompilable(precision, SIZES[str(params["size"])], tokens)
             if reason:
                 return refused(reason)
@@ -326,11 +329,7 @@ class Transformer(shared.TrainingWorkload):
         )
         with attention.StoredScores() as score_counter:
             loss, gradients = self._compute_first_gradients(setup)
-        figures = (
-            {}
-            if _read_choice(setup.params, "compile") == "yes"
-            else {"scores_bytes": float(score_counter.largest_bytes)}
-        )
+        figures = {} if _is_compiled(setup.params) else {"scores_bytes": float(score_counter.largest_bytes)}
         if _read_choice(setup.params, "models") == "rlhf":
             four_models = self._make_four_models(setup)
             four_models.step(SilentPhases())  # the first step creates the moments
@@ -391,6 +390,10 @@ def _read_choice(params: Scalars, name: str) -> str:
     return str(params.get(name, DEFAULT_CHOICES[name]))
 
 
+def _is_compiled(params: Scalars) -> bool:
+    return _read_choice(params, "compile") != "no"
+
+
 def _count_frozen_bytes(params: Scalars) -> float:
     """Returns a lower bound of the bytes that the two untrained models of RLHF need, without scales."""
     return 2.0 * SIZES[str(params["size"])].weights * WEIGHT_FORMATS[_read_choice(params, "frozen")].bits / 8
@@ -431,12 +434,13 @@ def _compile_forward(setup: Setup, model: GPT) -> Forward:
     """Returns the model, or a compiled function of it. It is compiled now, on other text, so that no timed step is.
     While static scales are calibrated, nothing is compiled, because these scales change from cast to cast.
     """
-    if (setup.scales is not None and setup.scales.watching) or _read_choice(setup.params, "compile") == "no":
+    if (setup.scales is not None and setup.scales.watching) or not _is_compiled(setup.params):
         return model
-    from fp8bench.nn.compiling import compile_model
+    from fp8bench.nn.compiling import compile_blocks, compile_model
 
+    compile_parts = compile_blocks if _read_choice(setup.params, "compile") == "blocks" else compile_model
     with _make_weight_cast(setup, model)(SilentPhases()):
-        return compile_model(model, *_make_loader(setup).next())
+        return compile_parts(model, *_make_loader(setup).next())
 
 
 def _make_loader(setup: Setup) -> TokenLoader:

@@ -408,8 +408,10 @@ COMPILING = pytest.mark.filterwarnings("ignore::DeprecationWarning", "ignore:dyn
 @pytest.mark.slow
 @COMPILING
 @pytest.mark.skipif(not (which("g++") or which("clang++")), reason="torch.compile needs a C++ compiler on a processor")
-def test_compiled_steps_train_as_eager_ones(corpus: Corpus) -> None:
-    eager, fused = (setup_for(corpus, compile=word, size="tiny-flat", checkpointing="blocks") for word in ("no", "yes"))
+@for_each("compiled", ["yes", "blocks"])
+def test_compiled_steps_train_as_eager_ones(corpus: Corpus, compiled: str) -> None:
+    size = "tiny-flat" if compiled == "yes" else "tiny"
+    eager, fused = (setup_for(corpus, compile=word, size=size, checkpointing="blocks") for word in ("no", compiled))
     state, before = Transformer().prepare(fused), graphs()
     for number in range(2):
         Transformer().step(state, SilentPhases())
@@ -435,14 +437,17 @@ def test_a_model_that_was_not_compiled_is_no_compiled_model(corpus: Corpus, monk
 @COMPILING
 @for_each("checkpointing", ["no", "blocks"])
 @for_each("weights", ["cached", "recast"])
+@for_each("compiled", ["yes", "blocks"])
 def test_compiled_low_precision_is_one_graph_in_all_steps(
-    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str
+    corpus: Corpus, monkeypatch: pytest.MonkeyPatch, weights: str, checkpointing: str, compiled: str
 ) -> None:
     """Cached weights are inputs, cast in each step; traced alone the bits equal the eager step's."""
     monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
-    words = {"size": "tiny-flat", "checkpointing": checkpointing, "weights": weights}
-    eager, fused = (setup_for(corpus, "fp8", compile=word, **words) for word in ("no", "yes"))
+    words = {"size": "tiny-flat" if compiled == "yes" else "tiny", "checkpointing": checkpointing, "weights": weights}
+    eager, fused = (setup_for(corpus, "fp8", compile=word, **words) for word in ("no", compiled))
+    at_first = graphs()
     state, before = Transformer().prepare(fused), graphs()
+    assert before == at_first + 1, "both blocks share a graph"
     for _ in range(3):
         Transformer().step(state, SilentPhases())
     assert graphs() == before > 0
@@ -458,6 +463,28 @@ def test_compiled_low_precision_is_one_graph_in_all_steps(
                 layer.operands[0].data.zero_()
             loss = state.forward(*state.loader.next(), SilentPhases())
         assert float(loss) == pytest.approx(math.log(TINY.vocabulary), rel=1e-6), "the graph has constant weights"
+
+
+@pytest.mark.slow
+@COMPILING
+def test_each_kind_of_block_has_its_own_graph(corpus: Corpus, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two kinds in three blocks: the last one keeps its products in high precision."""
+    monkeypatch.setattr(torch, "compile", partial(torch.compile, backend="aot_eager"))
+    monkeypatch.setitem(SIZES, "tiny", replace(TINY, layers=3))
+    eager, fused = (
+        replace(
+            setup_for(corpus, "fp8", compile=word),
+            layers={"blocks.2": precisions.get("bf16").arithmetic(CPU)},
+        )
+        for word in ("no", "blocks")
+    )
+    at_first = graphs()
+    state = Transformer().prepare(fused)
+    assert graphs() == at_first + 2
+    Transformer().step(state, SilentPhases())
+    assert graphs() == at_first + 2
+    for expected, weight in zip(stepped(eager).parameters, state.parameters, strict=True):
+        assert torch.equal(expected, weight)
 
 
 @pytest.mark.slow

@@ -16,9 +16,8 @@ from fp8bench.report.panels import Result, phase_seconds
 
 _GIGATOKEN, _SECONDS_PER_HOUR = 1e9, 3600.0
 _METHOD_TEXT = (
-    "Steps with the own batch were timed one case after the other, not in rounds, so a few percent mean nothing. The "
-    "last column is computed: every case takes this number of tokens a step, in micro-batches of its own "
-    "batch, with one update."
+    "Each case was timed alone at its own batch, not in rounds with the others, so a few percent mean nothing. The "
+    "last column is computed: every case takes this number of tokens in a step, in micro-batches, with one update."
 )
 
 

@@ -23,8 +23,8 @@ from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, phase_sort_key, phase_words
 
 COMPILED_REMARK = (
-    "With compile=yes the forward and the backward pass are one graph each, in which casts and products are fused, so "
-    "their time cannot be split and counts as other."
+    "In compiled steps the forward and the backward pass are fused graphs of casts and products, so their time cannot "
+    "be split and counts as other."
 )
 
 
@@ -115,7 +115,7 @@ def _phase_notes(title: str, cases: Cases) -> Texts:
         floor_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
         yield Text(f"{title}: too short to measure ({floor_text}): {phases_text}.", Tone.DOUBT)
     # Readers would look for the phases of a compiled graph, so explain why it has none.
-    if any(("compile", "yes") in case.record.case.params for case in cases):
+    if any(dict(case.record.case.params).get("compile", "no") != "no" for case in cases):
         yield Text(COMPILED_REMARK)
 
 
