@@ -28,6 +28,7 @@ from fp8bench.errors import UsageError
 # new files.
 SCHEMA = 1
 _ONLY_INTEGERS = {int}
+_PLAIN_TYPES = frozenset({int, str, bool, type(None)})
 _ONLY_LISTS = {list}
 # The types whose values often repeat within a run, so that equal values share one object, and the largest number of
 # shared objects of a type.
@@ -44,10 +45,16 @@ class Malformed(ValueError):
 
 def encode(value: Any) -> Any:
     """Returns a value as JSON values. Infinity and NaN, which JSON lacks, become strings."""
+    kind = type(value)
+    # Most values are plain numbers and strings.
+    if kind in _PLAIN_TYPES:
+        return value
+    if kind is float:
+        return value if math.isfinite(value) else str(value)
     if isinstance(value, str):
         return str.__str__(value)  # a MetricSpec is a string too: store its name
-    if dataclasses.is_dataclass(value) and not isinstance(value, type):
-        return {field.name: encode(getattr(value, field.name)) for field in dataclasses.fields(value)}
+    if dataclasses.is_dataclass(kind):
+        return {name: encode(getattr(value, name)) for name in _list_field_names(kind)}
     if isinstance(value, Enum):
         return value.value
     if isinstance(value, tuple | list):
@@ -59,6 +66,11 @@ def encode(value: Any) -> Any:
     if isinstance(value, float) and not math.isfinite(value):
         return str(value)
     return value
+
+
+@cache
+def _list_field_names(kind: type) -> tuple[str, ...]:
+    return tuple(field.name for field in dataclasses.fields(kind))
 
 
 def decode(kind: type[T], plain: Any) -> T:

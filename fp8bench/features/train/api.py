@@ -296,11 +296,13 @@ def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:
     except OSError as error:
         raise StoreError(f"{path} cannot be made ({error.strerror}). Give another file.") from None
 
+    encoder = json.JSONEncoder(separators=(",", ":"), allow_nan=False)
+
     def keep(lines: Lines) -> None:
         nonlocal file
         if file is None:
             return
-        text = "".join(json.dumps(line_to_json(line), separators=(",", ":"), allow_nan=False) + "\n" for line in lines)
+        text = "".join(encoder.encode(line_to_json(line)) + "\n" for line in lines)
         try:
             append(file, text, sync=False)  # the text survives the end of the process, without waiting for the disk
         except OSError as error:

@@ -29,7 +29,7 @@ from fp8bench.features.train.lab.loop_state import LoopState
 from fp8bench.features.train.lab.own_ranks import Ranks
 from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.readings import Figures, dense_values, read_figures
-from fp8bench.features.train.lab.replicas import Replicas
+from fp8bench.features.train.lab.replicas import Replicas, digest_weights
 from fp8bench.features.train.lab.watched_step import ModelWatch, WatchedStep, is_watched
 from fp8bench.features.train.values import UNSEEN, Lines, StepFigure, StepRow, TrainingEvent, Validation
 
@@ -290,10 +290,8 @@ class OwnLoop:
         if self._watched_step is not None:
             trained = self._trained_parameters
             self._weights_before = [local_shard(parameter).detach().clone() for parameter in trained.values()]
-            sums = torch.stack([tensor.sum(dtype=torch.float64) for tensor in self._weights_before])
-            digest = (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
-            self._watched_step.figures["weights_before", ""] = digest
-            self._watched_step.figures |= self._replicas.list_figures(self._step, digest)
+            self._watched_step.figures["weights_before", ""] = digest_weights(self._weights_before)
+            self._watched_step.figures |= self._replicas.list_figures(self._step, self._weights_before)
             matrices = {path: weight.grad for path, weight in trained.items() if weight.ndim > 1}
             self._record_gradients({path: gradient for path, gradient in matrices.items() if gradient is not None})
 

@@ -5,8 +5,10 @@ forever for a rank that does not take part.
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from fp8bench.features.train.lab.own_ranks import Ranks, count_ranks, make_store
@@ -28,14 +30,14 @@ class Replicas:
         self._sums: list[tuple[int, float]] = []
         self._once_equal: set[int] = set()
 
-    def list_figures(self, step: int, weights: Tensor) -> dict[tuple[str, str], Number]:
+    def list_figures(self, step: int, weights: Sequence[Tensor]) -> dict[tuple[str, str], Number]:
         """Returns how many ranks now have other weights than this rank, under the name of the first such rank. Ranks
         that hold different parts of a model are not counted, because their weights were never equal.
         """
         if self._store is None:
             return {}
         diverged = [rank for rank in self._partners if self._has_diverged(rank)] if self._sums else []
-        self._sums.append((step, float(weights)))
+        self._sums.append((step, float(_sum_weights(weights))))
         self._store.set(_key(step, self._rank), repr(self._sums[-1][1]))
         # The latest sums stay in the store, because other ranks may still have to read them.
         if len(self._sums) > _STORED_STEPS:
@@ -54,6 +56,28 @@ class Replicas:
 
 # How many steps the sums stay in the store, and the relative difference that rounding on two devices may cause.
 _STORED_STEPS, _ROUNDING = 4, 1e-7
+
+
+# The integers whose bits are those of a float of this many bytes.
+_BITS = {1: torch.int8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
+
+
+def digest_weights(weights: Sequence[Tensor]) -> Tensor:
+    """Returns a number that almost surely changes if any bit of the weights does. Integers are added several times as
+    fast as float64.
+    """
+    bits = [tensor.view(_BITS[tensor.element_size()]).sum(dtype=torch.int32) for tensor in weights]
+    return _weigh(torch.stack(bits))
+
+
+def _sum_weights(weights: Sequence[Tensor]) -> Tensor:
+    return _weigh(torch.stack([tensor.sum(dtype=torch.float64) for tensor in weights]))
+
+
+def _weigh(sums: Tensor) -> Tensor:
+    """Adds sums with a factor each, so that two exchanged tensors give another number."""
+    sums = sums.to(torch.float64)
+    return (sums * torch.arange(1, len(sums) + 1).to(sums)).sum()
 
 
 def _key(step: int, rank: int) -> str:

@@ -13,7 +13,7 @@ from torch.nn import functional as F
 import fp8bench
 from fp8bench.features.train.lab.batch_figures import BatchMemory
 from fp8bench.features.train.lab.loop_state import LoopState
-from fp8bench.features.train.lab.replicas import Replicas
+from fp8bench.features.train.lab.replicas import Replicas, digest_weights
 from fp8bench.features.train.values import MOMENTS_GONE, StepFigure, StreamLine
 
 
@@ -147,7 +147,7 @@ def two_ranks() -> Iterator[tuple[Replicas, Replicas]]:
     # Another loop in the same process group has other weights at the same steps.
     other_loop._rank = 1
     for step in range(0, 60, 10):
-        other_loop.list_figures(step, torch.tensor(-1.0))
+        other_loop.list_figures(step, [torch.tensor(-1.0)])
     yield first, second
     distributed.destroy_process_group()
 
@@ -159,7 +159,7 @@ def test_replicas_that_part_are_found(two_ranks: tuple[Replicas, Replicas]) -> N
         weights = float(step), float(step) if step < 30 else step + 0.5
         found.append(
             [
-                replicas.list_figures(step, torch.tensor(value))
+                replicas.list_figures(step, [torch.tensor(value)])
                 for replicas, value in zip(two_ranks, weights, strict=True)
             ]
         )
@@ -167,11 +167,22 @@ def test_replicas_that_part_are_found(two_ranks: tuple[Replicas, Replicas]) -> N
     assert found == [[{}, {}]] * 4 + [apart] * 2
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float64])
+def test_a_digest_shows_the_smallest_change_of_any_weight(dtype: torch.dtype) -> None:
+    weights = [torch.randn(300, 7, dtype=dtype), torch.randn(300, 7, dtype=dtype)]
+    digest = float(digest_weights(weights))
+    assert digest == float(digest_weights([weight.clone() for weight in weights]))
+    assert digest != float(digest_weights(weights[::-1]))
+    change = torch.nextafter(weights[1][5, 3], torch.tensor(9.0, dtype=dtype))
+    weights[1][5, 3] = change
+    assert digest != float(digest_weights(weights))
+
+
 def test_parts_of_a_model_are_no_replicas(two_ranks: tuple[Replicas, Replicas]) -> None:
     for step in range(0, 60, 10):
         for number, replicas in enumerate(two_ranks):
-            assert replicas.list_figures(step, torch.tensor(step + 0.5 * number)) == {}
+            assert replicas.list_figures(step, [torch.tensor(step + 0.5 * number)]) == {}
 
 
 def test_a_rank_that_is_missing_is_not_waited_for(two_ranks: tuple[Replicas, Replicas]) -> None:
-    assert [two_ranks[0].list_figures(step, torch.tensor(1.0)) for step in range(20)] == [{}] * 20
+    assert [two_ranks[0].list_figures(step, [torch.tensor(1.0)]) for step in range(20)] == [{}] * 20
