@@ -44,6 +44,8 @@ def add(parser: argparse.ArgumentParser) -> None:
         "run measured steps of compiled modules without compilation, to see their tensors; numbers differ slightly"
     )
     parser.add_argument("--eager", action="store_true", help=help_text)
+    help_text = "write the page there while the script runs, for a browser. A second optimizer gets FILE.2.html"
+    parser.add_argument("--live", type=types.path, metavar="FILE", help=help_text)
     help_text = "run a shell command for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
     parser.add_argument("--on-alarm", default="", metavar="COMMAND", help=help_text)
     add_common(parser, "--log", help="log curves during training to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
@@ -65,6 +67,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
         "precision": precisions.canonical(arguments.precision),
         "on_alarm": arguments.on_alarm,
         "log": tuple(map(str, arguments.log)),
+        "live": arguments.live and arguments.live.absolute(),
     }
     for target in arguments.log:
         check_target(target)
@@ -74,7 +77,7 @@ def run(arguments: argparse.Namespace) -> Callable[[], int]:
     rank = int(rank_text) if rank_text.isdecimal() else 0
     stream = arguments.stream.absolute() if arguments.stream else _choose_stream_file(arguments.store, path.stem, rank)
     if rank == 0:
-        check_files({"stream": stream})
+        check_files({"stream": stream, "live": arguments.live})
         if stream.exists():
             raise UsageError(f"{stream} exists, and streams are never overwritten. Give another --stream FILE.")
     store, script_arguments = arguments.store.absolute(), tuple(arguments.arguments)

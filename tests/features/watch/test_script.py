@@ -88,11 +88,14 @@ def test_a_signal_ends_the_script_as_ever_and_leaves_a_readable_stream(tmp_path:
 @pytest.mark.slow
 def test_each_optimizer_of_a_gan_has_its_stream(tmp_path: Path) -> None:
     """The generator's loss passes through the critic, but is not the critic's."""
-    watched = run(tmp_path, scripts.GAN, watch="--stream s.jsonl")
+    watched = run(tmp_path, scripts.GAN, watch="--stream s.jsonl --live page.html")
     critic, generator = zip(*[map(float, line.split()) for line in watched.stdout.splitlines()], strict=True)
     assert losses_of(tmp_path / "s.jsonl") == pytest.approx(critic[1:])
     assert losses_of(tmp_path / "s.2.jsonl") == pytest.approx(generator[1:])
     assert not lines_of(tmp_path / "s.jsonl", "event")
+    pages = [(tmp_path / name).read_text() for name in ("page.html", "page.2.html")]
+    # At the end, the pages no longer reload themselves.
+    assert all("How it learned" in page and 'http-equiv="refresh"' not in page for page in pages)
 
 
 @pytest.mark.slow
@@ -232,7 +235,8 @@ def test_only_the_first_rank_writes(tmp_path: Path, monkeypatch: pytest.MonkeyPa
     monkeypatch.setenv("RANK", rank)
     monkeypatch.setattr("fp8bench.features.watch.command.run_script", note)
     (tmp_path / "script.py").write_text("")
-    assert main(["watch", "--on-alarm", "true", "--log", "tensorboard:logs", "script.py"]) == 0
+    options = ["--on-alarm", "true", "--log", "tensorboard:logs", "--live", "page.html"]
+    assert main(["watch", *options, "script.py"]) == 0
     (script,) = scripts_run
     assert script.writes is writes and script.options["on_alarm"] == "true"
-    assert script.options["log"] == ("tensorboard:logs",)
+    assert script.options["log"] == ("tensorboard:logs",) and script.options["live"] == tmp_path / "page.html"

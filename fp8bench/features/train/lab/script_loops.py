@@ -84,7 +84,10 @@ class ScriptLoops:
             )
             return
         number = len(self._loops) + 1
-        path = self._stream if number == 1 else self._stream.with_name(f"{self._stream.stem}.{number}.jsonl")
+        path, live = self._stream, self._options.get("live")
+        if number > 1:
+            path = path.with_name(f"{path.stem}.{number}.jsonl")
+            live = live and live.with_name(f"{live.stem}.{number}{live.suffix}")
         title = f"{type(unwrap_module(module)[0]).__name__} by {kind}"
         loop = _WatchedLoop(path, title, frozenset(map(id, list_parameters(optimizer))))
         watched = watch(
@@ -92,9 +95,9 @@ class ScriptLoops:
             optimizer,
             path,
             told=loop.see,
-            name=self._stream.stem if number == 1 else f"{self._stream.stem}.{number}",
+            name=path.stem,
             scaler=find_scaler(optimizer),
-            **self._options,
+            **{**self._options, "live": live},
         )
         loop.watched = loop.stack.enter_context(watched)
         loop.watched.begin_in_step()
