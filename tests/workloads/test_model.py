@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import NotRepeatable, UnknownName, UsageError
-from fp8bench.model import Case, Scalar
+from fp8bench.model import Case, MemoryUse, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
@@ -219,6 +219,16 @@ def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     moved = [not torch.equal(*pair) for pair in zip(kept.parameters(), state.model.parameters(), strict=True)]
     assert all(moved) if name != "none" else not any(moved)
     assert all(one.grad is None for one in state.model.parameters())
+
+
+def test_memory_has_no_part_of_the_model_that_the_process_keeps() -> None:
+    """A step of SGD on one row needs the weights and their gradients, and hardly anything else."""
+    case = setup_of(lambda: (nn.Linear(256, 256), torch.randn(1, 256)), optimizer="sgd").case
+    parameters = 4 * (256 * 256 + 256)
+    for _ in range(2):
+        memory = Bench(Settings()).memory(case, CPU, leaks=False)
+        assert isinstance(memory, MemoryUse) and 2 * parameters <= memory.peak < 2.1 * parameters
+        assert "other" not in dict(memory.roles)
 
 
 def test_maps_and_filters_leave_layers_as_they_came() -> None:
