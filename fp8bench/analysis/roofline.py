@@ -229,8 +229,8 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
 
 
 def compute_gain(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
-    """Returns the possible and the actual speed-up of a precision. Returns None for emulated precisions, and if peaks
-    or counts are missing.
+    """Returns the possible and the actual speed-up of a precision. Returns None for emulated precisions, if peaks or
+    counts are missing, and if only the case marks its products.
     """
     ceilings, _ = roofs_of(record.ceiling)
     roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
@@ -246,6 +246,9 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     min_seconds, base_min_seconds = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
     if not base_min_seconds or not min_seconds or not seconds:
         return None
+    # A reference that is not split into phases has its products and all other work in one phase.
+    if _has_marked_products(product_roofs) and not _has_marked_products(base_product_roofs):
+        return None
     # 2. Find the casts that the precision adds.
     cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]
     product_kinds = {product_kind_of(path) for path, _ in (*flops_by_path, *base_flops_by_path)}
@@ -260,6 +263,10 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
         sum(product.count.bytes for product in product_roofs),
         all(steady for kind, steady in is_steady_by_kind.items() if kind in product_kinds),
     )
+
+
+def _has_marked_products(roofs: Sequence[PhaseRoof]) -> bool:
+    return any(roof.count.phase == Phase.GEMM for roof in roofs)
 
 
 def _list_flops_by_path(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:

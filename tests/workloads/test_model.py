@@ -55,6 +55,13 @@ class Net(nn.Module):
         return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5))  # type: ignore[no-any-return]
 
 
+class Mean(nn.Module):
+    """Gives one number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
+
+
 def make() -> Any:
     return Net(), torch.randn(8, 32), lambda y: y.abs().mean()
 
@@ -208,6 +215,11 @@ def test_steps_that_reach_other_weights_are_compared_whole() -> None:
     setup = setup_of(lambda: (Routed(), torch.full((1, 16), 1 + 2**-10), lambda y: y.sum()), "bf16")
     errors = Model().error(setup)
     assert "output_error" not in errors and errors["gradient_error"] > 0.3
+
+
+def test_a_forward_that_gives_only_the_loss_has_no_output_error() -> None:
+    errors = Model().error(setup_of(lambda: (nn.Sequential(Net(), nn.Flatten(0), Mean()), torch.randn(8, 32)), "bf16"))
+    assert errors.keys() == {"loss_error", "gradient_error"}
 
 
 @pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
