@@ -19,7 +19,14 @@ from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
-from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
+from fp8bench.report.case_status import (
+    CERTAIN_STANDINGS,
+    Standing,
+    find_standing,
+    speed_up,
+    standing_tone,
+    status_words,
+)
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import Entry
@@ -118,8 +125,16 @@ def next_commands(entry: Entry, store_options: str) -> Sentences:
 
 
 def _propose_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
-    run = entry.run
-    return propose_commands(list_cases(panels), run.command, bool(describe_load_warning(entry)), run.request.budget)
+    run, cases = entry.run, list_cases(panels)
+    # A decided verdict needs no second run, even if other programs were running.
+    under_load = bool(describe_load_warning(entry)) and not _is_decided(cases)
+    return propose_commands(cases, run.command, under_load, run.request.budget)
+
+
+def _is_decided(cases: Cases) -> bool:
+    """Returns whether these cases have certain verdicts, and no verdict in doubt."""
+    standings = {find_standing(case) for case in cases}
+    return bool(standings & {*CERTAIN_STANDINGS.values()}) and not standings & {Standing.DOUBTED, Standing.UNSURE}
 
 
 def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
@@ -145,6 +160,7 @@ def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
         find_answers(cases) if is_timed else (),
         warnings=warnings,
         doubts=_explain_doubts(panels, entry),
+        is_decided=_is_decided(cases),
         action=next(_propose_commands(panels, entry), ""),
         tables=tables,
     )
