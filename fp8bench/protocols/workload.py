@@ -243,7 +243,6 @@ class Workload(ABC):
         """Loads what the process keeps for all cases. It is called before the memory of a case is counted, so that no
         case contains it.
         """
-        return None
 
     @abstractmethod
     def prepare(self, setup: Setup) -> Any:
