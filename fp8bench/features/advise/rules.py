@@ -162,8 +162,6 @@ def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
 
 # A smaller saving of memory counts as none.
 _MIN_SAVING = 0.01
-_SAVED_ROLES = (MemoryRole.WEIGHTS, MemoryRole.OPTIMIZER, MemoryRole.ACTIVATIONS)
-_ADDED_ROLES = (MemoryRole.LOW_WEIGHTS, MemoryRole.LOW_ACTIVATIONS)
 
 
 def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
@@ -174,13 +172,13 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
         return "no memory was measured"
     share = pair.record.memory.peak / reference.memory.peak
     roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
-    # The ratio of peaks alone is hard to interpret. So also show which memory is smaller, unchanged or added.
-    texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "added": []}
-    for role in (*_SAVED_ROLES, *_ADDED_ROLES):
+    # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
+    texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "larger": []}
+    for role in MemoryRole:
         size, reference_size = roles.get(role, 0), reference_roles.get(role, 0)
-        change = "added" if role in _ADDED_ROLES else "smaller" if size < reference_size else "unchanged"
-        if size and (change != "unchanged" or role is not MemoryRole.ACTIVATIONS):
-            instead_text = f" instead of {units.size(reference_size)}" if change == "smaller" else ""
+        change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
+        if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
+            instead_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
             texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{instead_text})")
     details = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
     figure = f"{units.ratio(share)} of {reference.case.mode}'s peak{''.join(details)}"

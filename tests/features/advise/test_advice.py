@@ -124,14 +124,16 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     lead = record("bf16", BF16, reference=True, memory=before)
     found = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
     assert found.met is Met.NO and found.figure == (
-        "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); added: "
-        "low-precision copies of weights (10.0 MiB)"
+        "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); larger: "
+        "low-precision copies of weights (10.0 MiB instead of 0 B)"
     )
     # A saving is in activations, which are named too.
-    lead = record("bf16", BF16, reference=True, memory=replace(before, roles=(*before.roles, ("activations", 9 << 20))))
-    smaller = replace(after, peak=900 << 20, roles=(*after.roles, ("activations", 4 << 20)))
+    lead = record(
+        "bf16", BF16, reference=True, memory=replace(before, roles=(*before.roles, ("activations", 90 << 20)))
+    )
+    smaller = replace(after, peak=900 << 20, roles=(*after.roles, ("activations", 40 << 20)))
     saved = answer(advise([lead, record("fp8", FP8, memory=smaller)]), "memory")
-    assert "0.900x of bf16's peak; smaller: activations (4.00 MiB instead of 9.00 MiB); unch" in saved.figure
+    assert "0.900x of bf16's peak; smaller: activations (40.0 MiB instead of 90.0 MiB); unch" in saved.figure
     assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is Met.YES
     assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is Met.UNKNOWN
 
