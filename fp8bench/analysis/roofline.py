@@ -247,7 +247,8 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     if not base_min_seconds or not min_seconds or not seconds:
         return None
     # A reference that is not split into phases has its products and all other work in one phase.
-    if _has_marked_products(product_roofs) and not _has_marked_products(base_product_roofs):
+    marks = [Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)]
+    if marks == [True, False]:
         return None
     # 2. Find the casts that the precision adds.
     cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]
@@ -263,10 +264,6 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
         sum(product.count.bytes for product in product_roofs),
         all(steady for kind, steady in is_steady_by_kind.items() if kind in product_kinds),
     )
-
-
-def _has_marked_products(roofs: Sequence[PhaseRoof]) -> bool:
-    return any(roof.count.phase == Phase.GEMM for roof in roofs)
 
 
 def _list_flops_by_path(roofs: Sequence[PhaseRoof]) -> list[tuple[str, int]]:

@@ -174,7 +174,7 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
     roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
     # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
     texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "larger": []}
-    for role in MemoryRole:
+    for role in MemoryRole if roles and reference_roles else ():
         size, reference_size = roles.get(role, 0), reference_roles.get(role, 0)
         change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
         if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:

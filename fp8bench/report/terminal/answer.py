@@ -19,14 +19,7 @@ from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
-from fp8bench.report.case_status import (
-    CERTAIN_STANDINGS,
-    Standing,
-    find_standing,
-    speed_up,
-    standing_tone,
-    status_words,
-)
+from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import Entry
@@ -132,9 +125,8 @@ def _propose_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
 
 
 def _is_decided(cases: Cases) -> bool:
-    """Returns whether these cases have certain verdicts, and no verdict in doubt."""
-    standings = {find_standing(case) for case in cases}
-    return bool(standings & {*CERTAIN_STANDINGS.values()}) and not standings & {Standing.DOUBTED, Standing.UNSURE}
+    """Returns whether no verdict on these cases is missing or in doubt."""
+    return not {find_standing(case) for case in cases} & {Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED}
 
 
 def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:

@@ -259,14 +259,9 @@ def _gains_table(title: str, panel: Panel, case: NamedCase, finding: Finding) ->
         _GainRow(_NAME_OF_STEP_ROW, sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows))
     )
     speed_hint = "the reference's time over this, above 1x is faster"
-    unsplit_work = name_unsplit_work(case)
-
-    def name_phase(row: _GainRow) -> Field:
-        is_unsplit = bool(unsplit_work) and row.phase == UNATTRIBUTED
-        return Field(unsplit_work if is_unsplit else phase_words(row.phase), tone=row.tone)
-
+    special_names = {UNATTRIBUTED: name_unsplit_work(case)}
     cols: Cols[_GainRow] = [
-        Col("phase", name_phase),
+        Col("phase", lambda row: Field(special_names.get(row.phase) or phase_words(row.phase), tone=row.tone)),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
         Col("saved", "saving", show=_show_saving, unit="s", tone=attrgetter("tone")),

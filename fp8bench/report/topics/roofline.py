@@ -172,8 +172,6 @@ def roofline_section(material: Material) -> Elements:
                 cases.append((case, roofs))
         if cases:
             yield from _panel_roofline(title, panel, cases)
-        elif any(case.record.ceiling and case.record.ceiling.rates for case in panel.members):
-            yield from (Text(f"{title}: {source}") for source in cite_peaks(panel.members))
     hints = [explain_unknown_limits(entry.panels, entry.run) for entry in material.entries]
     yield from map(Text, filter(None, dict.fromkeys(hints)))
 

@@ -237,9 +237,8 @@ def name_unsplit_work(case: NamedCase) -> str:
     """Returns what the time outside of phases consists of, if the reference is a model of the user's own. Only its
     data, casts and optimizer are phases. Otherwise returns ''.
     """
-    if case.group.reference != UNTOUCHED:
-        return ""
-    return "forward" if dict(case.record.case.params).get("pass") == "forward" else "forward and backward"
+    unsplit_work = "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"
+    return unsplit_work if case.group.reference == UNTOUCHED else ""
 
 
 def phase_sort_key(phase: str) -> tuple[float, str]:
