@@ -106,7 +106,7 @@ def describe_load(run: Run) -> str:
     slot_count = sum(len(timing.slots) for timing in timings)
     disturbed_share = sum(count_disturbed_slots(timing, DISTURBED_RATIO) for timing in timings) / max(1, slot_count)
     if disturbed_share > _MIN_DISTURBED_SLOTS_SHARE:
-        words.append(f"they took the CPU in {units.percent(disturbed_share, 0)} of the slots")
+        words.append(f"{units.percent(disturbed_share, 0)} of the slots disturbed")
     is_loaded = load > max(threads, cores - threads) + _LOAD_MARGIN
     is_busy = busy >= max(_MIN_BUSY_CORES, _MIN_BUSY_CORES_SHARE * cores)
     return ", ".join(words) if is_loaded or is_busy or disturbed_share > _MIN_DISTURBED_SLOTS_SHARE else ""

@@ -229,8 +229,8 @@ def phase_roofs(record: Record, finding: Finding | None) -> tuple[PhaseRoof, ...
 
 
 def compute_gain(record: Record, finding: Finding, reference: Record, reference_finding: Finding) -> Gain | None:
-    """Returns the possible and the actual speed-up of a precision. Returns None for emulated precisions, and if peaks
-    or counts are missing.
+    """Returns the possible and the actual speed-up of a precision. Returns None for emulated precisions, if peaks or
+    counts are missing, and if only the case marks its products.
     """
     ceilings, _ = roofs_of(record.ceiling)
     roofs, base_roofs = phase_roofs(record, finding), phase_roofs(reference, reference_finding)
@@ -245,6 +245,10 @@ def compute_gain(record: Record, finding: Finding, reference: Record, reference_
     flops_by_path, base_flops_by_path = _list_flops_by_path(product_roofs), _list_flops_by_path(base_product_roofs)
     min_seconds, base_min_seconds = (ceilings.product_seconds(flops) for flops in (flops_by_path, base_flops_by_path))
     if not base_min_seconds or not min_seconds or not seconds:
+        return None
+    # A reference that is not split into phases has its products and all other work in one phase.
+    marks = [Phase.GEMM in {roof.count.phase for roof in part} for part in (product_roofs, base_product_roofs)]
+    if marks == [True, False]:
         return None
     # 2. Find the casts that the precision adds.
     cast_roofs = [roof for roof in roofs if roof.count.phase == Phase.CAST]

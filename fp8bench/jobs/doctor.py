@@ -136,8 +136,8 @@ def compiler_state(worker: Worker, facts: Sequence[DeviceFacts], limit: float) -
         try:
             states.append(f"{fact.key}: {worker.within(limit).compiler(fact)}")
         except WorkerHung:
-            advice = "the first run waits for it, as doctor --calibrate does"
-            states.append(f"{fact.key}: takes more than {limit:g} s, as when torch's cache has no kernel yet; {advice}")
+            advice = "The first run compiles them, or fp8bench doctor --calibrate does it now"
+            states.append(f"{fact.key}: kernels are probably not compiled yet (no answer in {limit:g} s). {advice}")
         except WorkerError as error:
             states.append(f"{fact.key}: compiling ended the worker: {error}")
     return "; ".join(states)

@@ -129,7 +129,9 @@ def call_model(model: nn.Module, positional: Any, named: Any) -> Any:
 
 
 class Outcome(NamedTuple):
-    """The results of one step: floating-point outputs in order, the loss, and gradients by parameter name."""
+    """The results of one step: floating-point outputs in order, without the loss; the loss; and gradients by parameter
+    name.
+    """
 
     outputs: tuple[Tensor, ...]
     loss: Tensor | None
@@ -239,10 +241,12 @@ class OwnModel:
         positional, named = self._make_arguments(batch)
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, positional, named)
-            outputs = tuple(tensor.detach() for _, tensor in tensors_in(output) if tensor.is_floating_point())
-            if not self.training:
+            loss = self._compute_loss(output, batch) if self.training else None
+            # A loss that forward returns has its own error, so it is no output.
+            tensors = [tensor for _, tensor in tensors_in(output) if tensor is not loss]
+            outputs = tuple(tensor.detach() for tensor in tensors if tensor.is_floating_point())
+            if loss is None:
                 return Outcome(outputs, None, {})
-            loss = self._compute_loss(output, batch)
             (loss * self._loss_scale).backward()  # type: ignore[no-untyped-call]
         # parameters without a gradient count as zero, because another copy's step may use them (experts without
         # tokens)

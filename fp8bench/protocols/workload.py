@@ -239,6 +239,11 @@ class Workload(ABC):
     def work(self, params: Mapping[str, Scalar]) -> Work:
         """Returns the operations, bytes and tokens of one step."""
 
+    def preload(self, setup: Setup) -> None:
+        """Loads what the process keeps for all cases. It is called before the memory of a case is counted, so that no
+        case contains it.
+        """
+
     @abstractmethod
     def prepare(self, setup: Setup) -> Any:
         """Makes the tensors and models of one case. They depend on the seed alone."""

@@ -57,7 +57,9 @@ def make_preparer(
     workload: Workload, make_setup: Callable[[], Setup], hardware: Hardware = NO_EMULATION
 ) -> MakePrepare:
     def make(report: ReportMemory | None, ledger: DeviceLedger | None) -> Callable[[], PreparedMemory]:
-        setup = make_setup() if ledger is None else hardware.wrap_setup(make_setup(), ledger)
+        setup = make_setup()
+        workload.preload(setup)
+        setup = setup if ledger is None else hardware.wrap_setup(setup, ledger)
         setup = setup if report is None else report_casts(setup, report)
 
         def prepare() -> PreparedMemory:

@@ -142,6 +142,9 @@ class Model(Workload):
             raise
         return ()
 
+    def preload(self, setup: Setup) -> None:
+        load_target_model(_read_target_name(setup), setup.seed, setup.facts)
+
     def prepare(self, setup: Setup) -> OwnModel:
         return _make_converted_model(setup)
 
@@ -265,10 +268,8 @@ def _copy_model(setup: Setup) -> Given:
     return copy_target_model(_read_target_name(setup), setup.seed, setup.facts)
 
 
-def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
-    """Returns a copy of the model, batch and loss that a user's function returns. The function is called once in each
-    process.
-    """
+def load_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
+    """Returns the model, batch and loss that a user's function returns. The function is called once in each process."""
     from fp8bench.nn.own_model import parse_given, seed_generators
 
     # Call the function once, because it may load files. So all cases start from the same numbers.
@@ -277,7 +278,12 @@ def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
             parts = parse_given(name, _call_target(name), seed)
         _refuse_parameters(name, parts)
         LOADED_MODELS[name, seed] = parts
-    parts = LOADED_MODELS[name, seed]
+    return LOADED_MODELS[name, seed]
+
+
+def copy_target_model(name: str, seed: int, facts: DeviceFacts) -> Given:
+    """Returns a copy of the model, batch and loss that a user's function returns."""
+    parts = load_target_model(name, seed, facts)
     try:
         model, batch, loss = copy.deepcopy((parts.model, parts.batch, parts.loss))
         return parts._replace(model=model.to(facts.key), batch=batch, loss=loss)

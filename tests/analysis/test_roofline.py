@@ -86,6 +86,16 @@ def test_amdahl_by_hand() -> None:
     assert gain.binds and compute_gain(emulated, third, lead, reference) is None
 
 
+def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
+    """The whole step of an untouched model is one phase, which is not the time of its products."""
+    (lead, reference), (case, finding), _ = results()
+    assert lead.tape is not None
+    whole = replace(lead.tape.phases[0], phase="unattributed")
+    lead = replace(lead, tape=replace(lead.tape, phases=(whole,)))
+    reference = replace(reference, phases=(("unattributed", reference.best_seconds or 0.0),))
+    assert compute_gain(case, finding, lead, reference) is None
+
+
 @for_each(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
 def test_a_ceiling_whose_runs_differ_bounds_no_gain(precision: str, binds: bool) -> None:
     rates = tuple(

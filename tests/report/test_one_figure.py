@@ -32,7 +32,7 @@ from tests.runs import render_whole, run_of
 SPEED = re.compile(r"\d*\.\d{2,}x")
 # The ends of an interval, one phase's speed-up, advice's gain, ticks of an axis, and the table of a chart's numbers.
 OF_PART = re.compile(
-    r"(?:could be|seen) [\d.]+x to [\d.]+x|\([\d.]+x(?: slower)?\)|which would be [\d.]+x|\[[\d.]+x, [\d.]+x\]"
+    r"(?:could be|seen) [\d.]+x to [\d.]+x|\([\d.]+x(?: slower)?\)|would be [\d.]+x|\[[\d.]+x, [\d.]+x\]"
     r'|<text class="tick".*?</text>|<summary [^>]*>The numbers.*?</details>'
 )
 SECONDS = re.compile(r"\d[\d.]* (?:ns|us|ms|s)\b")

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import NotRepeatable, UnknownName, UsageError
-from fp8bench.model import Case, Scalar
+from fp8bench.model import Case, MemoryUse, Scalar
 from fp8bench.model.raw import Settings
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
@@ -53,6 +53,13 @@ class Net(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         return self.down(nn.functional.dropout(torch.relu(self.up(x)), 0.5))  # type: ignore[no-any-return]
+
+
+class Mean(nn.Module):
+    """Gives one number."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x.mean()
 
 
 def make() -> Any:
@@ -210,6 +217,11 @@ def test_steps_that_reach_other_weights_are_compared_whole() -> None:
     assert "output_error" not in errors and errors["gradient_error"] > 0.3
 
 
+def test_a_forward_that_gives_only_the_loss_has_no_output_error() -> None:
+    errors = Model().error(setup_of(lambda: (nn.Sequential(Net(), nn.Flatten(0), Mean()), torch.randn(8, 32)), "bf16"))
+    assert errors.keys() == {"loss_error", "gradient_error"}
+
+
 @pytest.mark.parametrize("name", ["adamw", "sgd", "none"])
 def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     setup = setup_of(make, optimizer=name)
@@ -219,6 +231,16 @@ def test_an_optimizer_moves_the_weights_of_the_copy_alone(name: str) -> None:
     moved = [not torch.equal(*pair) for pair in zip(kept.parameters(), state.model.parameters(), strict=True)]
     assert all(moved) if name != "none" else not any(moved)
     assert all(one.grad is None for one in state.model.parameters())
+
+
+def test_memory_has_no_part_of_the_model_that_the_process_keeps() -> None:
+    """A step of SGD on one row needs the weights and their gradients, and hardly anything else."""
+    case = setup_of(lambda: (nn.Linear(256, 256), torch.randn(1, 256)), optimizer="sgd").case
+    parameters = 4 * (256 * 256 + 256)
+    for _ in range(2):
+        memory = Bench(Settings()).memory(case, CPU, leaks=False)
+        assert isinstance(memory, MemoryUse) and 2 * parameters <= memory.peak < 2.1 * parameters
+        assert "other" not in dict(memory.roles)
 
 
 def test_maps_and_filters_leave_layers_as_they_came() -> None:

@@ -163,7 +163,7 @@ def _describe_gain(pair: ComparedCase, answers: Answers) -> str:
     elif learns is not None and learns.met is Met.TOLERATED:
         sentence += f"; its loss is {learns.figure}"
     elif learns is not None:
-        sentence += f"; whether it still learns is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
+        sentence += f"; whether it learns as well is {learns.met}" + (f": {learns.measure}" if learns.measure else "")
     return sentence
 
 

@@ -25,11 +25,11 @@ from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
-from fp8bench.report.words.legend import LARGE, NOT_FINITE, error_word
+from fp8bench.report.words.legend import LARGE, MEMORY_WORDS, NOT_FINITE, error_word
 
 EMULATED = "emulated here: its time is the cost of emulation"
 _PRODUCT_PHASE = frozenset({Phase.GEMM})
-_ESTIMATED_NOTE = ", estimated from shares of the step"
+_ESTIMATED_NOTE = " (estimated from shares of the step)"
 _PRODUCT_AND_CAST_PHASES = frozenset({Phase.GEMM, Phase.CAST})
 
 
@@ -101,7 +101,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     if product_ratio is not None and product_ratio.high < 1:
         low, high = amdahl(share.low, product_ratio.high), amdahl(share.high, product_ratio.low)
         gain_bound = Interval(amdahl(share.point, product_ratio.point), low, high, product_ratio.level)
-        bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast, as here"))
+        bounds.append((gain_bound, f"with products {units.speed_up(1 / product_ratio.point)} as fast"))
         grounds.append(Ground(pair.row, f"its products alone are {show_gain(product_ratio.inverse)} as fast"))
     # 3. The bound with products that take no time never means "yes", because real products take time.
     gain_bound, condition = min(bounds, key=lambda bound: bound[0].point)
@@ -109,7 +109,7 @@ def _judge_product_share(pair: ComparedCase, basis: Basis) -> Reply | str:
     if met is Met.YES and len(bounds) == 1:
         share_sentence = f"products are {show_share(share)} of the step{_ESTIMATED_NOTE * pair.is_estimated}"
         return f"{share_sentence}, but the speed of low-precision products was not measured"
-    figure = f"{show_share(share)} of the step, which would be {show_gain(gain_bound)} {condition}"
+    figure = f"{show_share(share)} of the step; {condition}, the step would be {show_gain(gain_bound)} as fast"
     figure += _ESTIMATED_NOTE * pair.is_estimated
     return Reply(met, figure, tuple(grounds))
 
@@ -162,11 +162,6 @@ def _judge_coverage(pair: ComparedCase, basis: Basis) -> Reply | None:
 
 # A smaller saving of memory counts as none.
 _MIN_SAVING = 0.01
-_COPY_NAMES = {
-    MemoryRole.LOW_WEIGHTS: "low-precision copies of weights",
-    MemoryRole.LOW_ACTIVATIONS: "low-precision copies of activations",
-}
-_UNCHANGED_NAMES = {MemoryRole.WEIGHTS: "weights", MemoryRole.OPTIMIZER: "optimizer state"}
 
 
 def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
@@ -177,16 +172,16 @@ def _judge_memory(pair: ComparedCase, basis: Basis) -> Reply | str:
         return "no memory was measured"
     share = pair.record.memory.peak / reference.memory.peak
     roles, reference_roles = dict(pair.record.memory.roles), dict(reference.memory.roles)
-    # The ratio of peaks alone is hard to interpret. So also show which memory is unchanged, and which is added.
-    unchanged = [
-        f"{name} ({units.size(roles[role])})"
-        for role, name in _UNCHANGED_NAMES.items()
-        if roles.get(role) and roles[role] >= reference_roles.get(role, 0)
-    ]
-    copy_texts = [f"{name} ({units.size(roles[role])})" for role, name in _COPY_NAMES.items() if roles.get(role)]
-    unchanged_text = f"unchanged: {', '.join(unchanged)}" if unchanged else ""
-    details = "; ".join(filter(None, (unchanged_text, f"added: {', '.join(copy_texts)}" if copy_texts else "")))
-    figure = f"{units.ratio(share)} of {reference.case.mode}'s peak" + (f"; {details}" if details else "")
+    # The ratio of peaks alone is hard to interpret. So also show how each large part of the memory changes.
+    texts_by_change: dict[str, list[str]] = {"smaller": [], "unchanged": [], "larger": []}
+    for role in MemoryRole if roles and reference_roles else ():
+        size, reference_size = roles.get(role, 0), reference_roles.get(role, 0)
+        change = "unchanged" if size == reference_size else "smaller" if size < reference_size else "larger"
+        if max(size, reference_size) >= _MIN_SAVING * reference.memory.peak:
+            instead_text = "" if change == "unchanged" else f" instead of {units.size(reference_size)}"
+            texts_by_change[change].append(f"{MEMORY_WORDS[role]} ({units.size(size)}{instead_text})")
+    details = [f"; {change}: {', '.join(texts)}" for change, texts in texts_by_change.items() if texts]
+    figure = f"{units.ratio(share)} of {reference.case.mode}'s peak{''.join(details)}"
     grounds = (
         Ground(pair.row, f"peak {units.size(pair.record.memory.peak)}"),
         Ground(reference.case.id, f"peak {units.size(reference.memory.peak)}"),
@@ -201,8 +196,11 @@ def _judge_energy(pair: ComparedCase, basis: Basis) -> Reply | str:
     ratio = energy_ratio(pair.record, pair.reference, labels)
     if pair.is_emulated:
         return "emulated here: its joules are the cost of emulation"
+    if ratio is None and pair.record.energy is not None:
+        # Measuring again on this machine would give no energy either, so no command is proposed.
+        return Reply(Met.UNKNOWN, why_no_energy(pair.record))
     if ratio is None:
-        return why_no_energy(pair.record) if pair.record.energy is not None else "no energy was measured"
+        return "no energy was measured"
     met = {Demand.LESS: Met.YES, Demand.MORE: Met.NO, Demand.UNCLEAR: Met.UNCLEAR}[ratio.demand]
     interval_text = f"[{units.significant(ratio.low)}, {units.significant(ratio.high)}]"
     figure = f"{units.ratio(ratio.point)} {interval_text} of the joules of a step" + (
@@ -314,13 +312,11 @@ RULES = (
     AdviceRule("casts", Question.PAYS, "Do the products gain more than casts cost?", _judge_casts, "{again}"),
     # If only nn.Linear is converted, GPT-2 and ResNets gain nothing, and coverage of Mixtral is 18%.
     AdviceRule("coverage", Question.PAYS, "Can most of its products be converted?", _judge_coverage, ""),
-    AdviceRule(
-        "energy", Question.PAYS, "Does it save energy?", _judge_energy, "{again}, where a device tells its energy"
-    ),
+    AdviceRule("energy", Question.PAYS, "Does it save energy?", _judge_energy, "{again}"),
     # Training in FP8 keeps weights and optimizer state, and adds copies: published peaks are 1.00 times bf16's.
     AdviceRule("memory", Question.FITS, "Does it save memory?", _judge_memory, "{again}"),
     # A short training with one seed is inconclusive, because seeds differ as much as formats.
-    AdviceRule("learns", Question.LEARNS, "Does it still learn?", _judge_training, "{train}"),
+    AdviceRule("learns", Question.LEARNS, "Does it learn as well?", _judge_training, "{train}"),
     AdviceRule("errors", Question.LEARNS, "Are its errors small enough?", _judge_errors, "{again}"),
     # Published recipes keep heads, routers, first and last layers in high precision.
     AdviceRule("layers", Question.LEARNS, "Can all layers be low?", _judge_layers, "{study}"),

@@ -288,7 +288,10 @@ def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Ta
             tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN,
         ),
         _number_column(
-            "loss", "loss", _format_four_digits, "training loss, the mean over seeds and the last tenth of the steps"
+            "loss",
+            "loss",
+            _format_four_digits,
+            "training loss, the mean over seeds and the last tenth of the steps; a verdict compares the last third",
         ),
         _number_column("held-out", "held_out", _format_four_digits, "the loss on text that was never trained on"),
         _number_column(

@@ -118,8 +118,15 @@ def next_commands(entry: Entry, store_options: str) -> Sentences:
 
 
 def _propose_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
-    run = entry.run
-    return propose_commands(list_cases(panels), run.command, bool(describe_load_warning(entry)), run.request.budget)
+    run, cases = entry.run, list_cases(panels)
+    # A decided verdict needs no second run, even if other programs were running.
+    under_load = bool(describe_load_warning(entry)) and not _is_decided(cases)
+    return propose_commands(cases, run.command, under_load, run.request.budget)
+
+
+def _is_decided(cases: Cases) -> bool:
+    """Returns whether no verdict on these cases is missing or in doubt."""
+    return not {find_standing(case) for case in cases} & {Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED}
 
 
 def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
@@ -145,6 +152,7 @@ def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
         find_answers(cases) if is_timed else (),
         warnings=warnings,
         doubts=_explain_doubts(panels, entry),
+        is_decided=_is_decided(cases),
         action=next(_propose_commands(panels, entry), ""),
         tables=tables,
     )

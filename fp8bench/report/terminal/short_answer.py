@@ -43,20 +43,21 @@ def short_answer(
     *,
     warnings: Iterable[Text] = (),
     doubts: Iterable[str] = (),
+    is_decided: bool = False,
     action: str = "",
     tables: Iterable[Element] = (),
     closing_facts: Sequence[tuple[str, str]] = (),
 ) -> Part:
     """Returns the answer as one part of a page.
 
-    `doubts` are reasons for uncertainty. `action` is the command to run next, with its purpose. `closing_facts` are
-    pairs of a name and a value that are printed at the end.
+    `doubts` are reasons for uncertainty. If all verdicts are decided, they are only cautions. `action` is the command
+    to run next, with its purpose. `closing_facts` are pairs of a name and a value that are printed at the end.
     """
     elements: list[Element] = [*warnings]
     if answers:
         elements.append(_answer_table(question, answers))
     if reasons := "; ".join(dict.fromkeys(doubts)):
-        elements.append(Text(f"Why not sure: {reasons}", Tone.DOUBT))
+        elements.append(Text(f"{'Caution' if is_decided else 'Why not sure'}: {reasons}", Tone.DOUBT))
     if action:
         elements.append(Text(f"Do this: {action}"))
     elements += tables

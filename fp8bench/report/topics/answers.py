@@ -26,7 +26,7 @@ from fp8bench.report.panels import Cases, NamedCase, Panel, Result, median_value
 from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_to_reference
 from fp8bench.report.topics.memory import device_peak_ratio, peak_ratio
-from fp8bench.report.words.naming import common_tone, shorten_line
+from fp8bench.report.words.naming import common_tone, name_unsplit_work, shorten_line
 
 QUESTION = "Does low precision pay here?"
 QUESTION_OF_CALLABLES = "Is it faster, and as exact?"
@@ -249,7 +249,7 @@ def explain_speed(case: NamedCase) -> str:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
     reason = find_case_reason(case)
     if reason is not None:
-        return describe_reason(reason)
+        return describe_reason(reason, name_unsplit_work(case))
     return ""
 
 
@@ -267,8 +267,9 @@ def find_case_reason(case: NamedCase) -> Reason | None:
     return find_reason(finding.gains, short_phases)
 
 
-def describe_reason(reason: Reason) -> str:
-    changes_text = _describe_gains(reason.gains)
+def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
+    """Returns the reason for a step's speed. `unsplit_work` names the time outside of phases, if it has a name."""
+    changes_text = _describe_gains(reason.gains, unsplit_work)
     saved_seconds = reason.reference_seconds - reason.step_seconds
     match reason.cause:
         case Cause.CANCEL:
@@ -283,22 +284,23 @@ def describe_reason(reason: Reason) -> str:
             step_share = units.percent(first_gain.reference_seconds / reason.reference_seconds, 0)
             return f"{changes_text}: {_PHASE_NOUNS[first_gain.phase]} had only {step_share} of the step"
         case Cause.ONE_PHASE:
-            return f"{_describe_gains(reason.gains[:1])}, which is nearly all of the gain"
+            return f"{_describe_gains(reason.gains[:1], unsplit_work)}, which is nearly all of the gain"
         case _:
             return changes_text
 
 
-def _describe_gains(gains: Sequence[PhaseGain]) -> str:
+def _describe_gains(gains: Sequence[PhaseGain], unsplit_work: str) -> str:
     """Returns what phases save or cost, as 'matmul saves 10.4 ms (2.70x), attention costs 8.10 ms (3.70x slower),
     casts 2.30 ms'.
     """
     phrases = []
     previous_verb = ""
     for gain in gains:
-        noun = _PHASE_NOUNS[gain.phase]
+        noun = unsplit_work if unsplit_work and gain.phase == UNATTRIBUTED else _PHASE_NOUNS[gain.phase]
         verb = "save" if gain.saved_seconds > 0 else "cost"
         if verb != previous_verb:
-            noun += f" {verb}" if gain.phase == Phase.CAST else f" {verb}s"
+            is_plural = gain.phase == Phase.CAST or " and " in noun
+            noun += f" {verb}" if is_plural else f" {verb}s"
         phrases.append(f"{noun} {_describe_seconds(gain)}")
         previous_verb = verb
     return ", ".join(phrases)

@@ -20,7 +20,7 @@ from fp8bench.report.page.section import Material, panels_with_titles, section
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, phase_seconds, together
 from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
-from fp8bench.report.words.naming import join_words, phase_sort_key, phase_words
+from fp8bench.report.words.naming import join_words, name_unsplit_work, phase_sort_key, phase_words
 
 COMPILED_REMARK = (
     "In compiled steps the forward and the backward pass are fused graphs of casts and products, so their time cannot "
@@ -237,8 +237,9 @@ class _GainRow(NamedTuple):
 @section("gains", "Where it gains", 70)
 def gains_section(material: Material) -> Elements:
     """The time that each phase of a native precision saves (+) or costs (-) compared with the reference, from the same
-    rounds as the verdict: the phases sum to the step. Grey phases do not differ clearly. Runs of few rounds have no
-    intervals, and are left out.
+    rounds as the verdict: the phases sum to the step. Other tables scale the phases of a case to its speed-up, so
+    their times differ a little. Grey phases do not differ clearly. Runs of few rounds have no intervals, and are left
+    out.
     """
     tables: list[Table] = []
     for title, panel in panels_with_titles(material):
@@ -258,8 +259,9 @@ def _gains_table(title: str, panel: Panel, case: NamedCase, finding: Finding) ->
         _GainRow(_NAME_OF_STEP_ROW, sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows))
     )
     speed_hint = "the reference's time over this, above 1x is faster"
+    special_names = {UNATTRIBUTED: name_unsplit_work(case)}
     cols: Cols[_GainRow] = [
-        Col("phase", lambda row: Field(phase_words(row.phase), tone=row.tone)),
+        Col("phase", lambda row: Field(special_names.get(row.phase) or phase_words(row.phase), tone=row.tone)),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
         Col("saved", "saving", show=_show_saving, unit="s", tone=attrgetter("tone")),

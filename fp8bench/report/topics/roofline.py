@@ -30,8 +30,8 @@ _MAX_MEMORY_SHARE = 1.05
 
 
 def describe_bound(roof: PhaseRoof) -> str:
-    """Returns what limits a phase, as 'memory-bound'. Returns 'in cache' if the phase moves more bytes than memory
-    could, and '' if unknown.
+    """Returns what limits a phase, as 'memory-bound'. Returns 'served from cache' if the phase moves more bytes
+    than memory could, and '' if unknown.
     """
     if roof.bound is None:
         return ""
@@ -39,7 +39,7 @@ def describe_bound(roof: PhaseRoof) -> str:
         roof.bound is Bound.MEMORY and (roof.share_of_ceiling or roof.share_of_datasheet or 0.0) > _MAX_MEMORY_SHARE
     )
     if exceeds_memory:
-        return "in cache"
+        return "served from cache"
     return roof.bound.value
 
 
@@ -98,13 +98,9 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
     if ceiling.rates:
         # If repetitions of a measurement differ much, the real peak may be higher than the measured one.
         uncertain_rates = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
-        rates_text = join_words(f"{describe_rate(rate)} ({units.percent(rate.spread)})" for rate in uncertain_rates)
-        uncertainty_text = (
-            f"; not upper bounds, because repeated measurements differ too much: {rates_text}"
-            if uncertain_rates
-            else ""
-        )
-        yield f"Ceilings were measured here{uncertainty_text}."
+        rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in uncertain_rates)
+        uncertainty_text = f". Some may be higher, because repeated measurements differ: {rates_text}"
+        yield f"Ceilings were measured here{uncertainty_text if uncertain_rates else ''}."
     sheet = find_datasheet(ceiling.device)
     if sheet is not None:
         rates_text = sheet.cite("dense", "bandwidth")
@@ -127,14 +123,18 @@ def _describe_case_bounds(result: Result) -> str:
 
 
 def _show_share_of_peak(roof: PhaseRoof) -> str:
-    """Returns the share of its peak that a phase reaches, as ', at 71% of its ceiling'. Returns '' if no peak is
-    known.
+    """Returns the share of its peak that a phase reaches, as ', at 71% of its ceiling' or ', above its ceiling'.
+    Returns '' if no peak is known.
     """
-    if roof.share_of_ceiling is not None:
-        return f", at {units.percent(roof.share_of_ceiling, 0)} of its ceiling"
-    if roof.share_of_datasheet is not None:
-        return f", at {units.percent(roof.share_of_datasheet, 0)} of the datasheet's"
+    for share, peak in ((roof.share_of_ceiling, "its ceiling"), (roof.share_of_datasheet, "the datasheet's peak")):
+        if share is not None:
+            return f", above {peak}" if share > 1 else f", at {units.percent(share, 0)} of {peak}"
     return ""
+
+
+def _show_share(share: float) -> str:
+    """Returns a share of a peak as '71%', or 'above' for more than 100%, which a cache makes possible."""
+    return "above" if share > 1 else units.percent(share, 0)
 
 
 def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
@@ -172,8 +172,6 @@ def roofline_section(material: Material) -> Elements:
                 cases.append((case, roofs))
         if cases:
             yield from _panel_roofline(title, panel, cases)
-        elif any(case.record.ceiling and case.record.ceiling.rates for case in panel.members):
-            yield from (Text(f"{title}: {source}") for source in cite_peaks(panel.members))
     hints = [explain_unknown_limits(entry.panels, entry.run) for entry in material.entries]
     yield from map(Text, filter(None, dict.fromkeys(hints)))
 
@@ -183,7 +181,6 @@ def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, S
     yield from bullet_list(describe_gains(panel))
     yield from map(Text, cite_peaks([case for case, _ in cases]))
 
-    show_percent = partial(units.percent, decimals=0)
     bytes_hint = "counted bytes over the time: a cache may give more than memory"
     cols: Cols[CaseValue[PhaseRoof]] = [
         PRECISION_COLUMN,
@@ -195,13 +192,13 @@ def _panel_roofline(title: str, panel: Panel, cases: Sequence[tuple[NamedCase, S
         Col(
             "of ceiling",
             "value.share_of_ceiling",
-            show=show_percent,
+            show=_show_share,
             hint="time at the peaks measured here / measured time",
         ),
         Col(
             "of datasheet",
             "value.share_of_datasheet",
-            show=show_percent,
+            show=_show_share,
             hint="time at the datasheet's peaks / measured time",
         ),
         Col(
@@ -235,4 +232,6 @@ def describe_shape(rate: Rate) -> str:
 
 def describe_rate(rate: Rate) -> str:
     """Returns the name of a measured peak, as 'product bf16'."""
+    if rate.limit is Limit.TRIAD:
+        return "triad (adds two arrays)"
     return f"{rate.limit.value} {rate.precision}".strip()

@@ -38,7 +38,8 @@ MAX_MODULES = 20
 _LEGEND = (
     "shares come from a separate pass, which looks at every operator; times are estimates: share x best case",
     f"{UNATTRIBUTED}: between operators, on the host; view: no work, only the time of the call",
-    "cast: copies between floating-point dtypes; copy: all other copies; gather: reads by index",
+    "cast: all copies between floating-point dtypes (the phase cast is only those of operands)",
+    "copy: all other copies; gather: reads by index",
     "module: path in the model; the model's class for operators outside of its modules",
 )
 _CSV_COLUMNS = (
@@ -144,7 +145,8 @@ def shares_rows(parts: Sequence[StepShares]) -> Rows:
 @section("shares", "The parts of a step", 62)
 def shares_section(material: Material) -> Elements:
     """Shares come from a separate pass that looks at every operator of a step, or every kernel of a device; times are
-    estimates: these shares of the best case. Unattributed is time of the host between operators.
+    estimates: these shares of the best case. Cast is all copies between dtypes, the phase cast only those of operands.
+    Unattributed is time of the host between operators.
     """
     for title, panel in panels_with_titles(material):
         cases = [(case, make_step_shares(case.record, case.finding)) for case in panel.members]

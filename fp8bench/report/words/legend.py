@@ -63,8 +63,8 @@ VERDICT = (
     f"difference between the reference and its control), same if inside +-{units.percent(SAME, 0)}, else cannot tell"
 )
 RANGE_OF_ROUNDS = (
-    f"(low to high) is the range of the rounds, not a confidence interval: there were fewer than {LEAST_ROUNDS} "
-    "rounds, or other programs disturbed them"
+    f"(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "
+    f"{LEAST_ROUNDS} rounds, or other programs disturbed them"
 )
 BREAK_EVEN = (
     "The sizes at which a precision takes less time than its rival (bf16 for lower precisions, if it was measured, "
@@ -77,7 +77,7 @@ NO_VERDICT = (
     "a core was free, clocks differed, or a case does not do what it declares; also if that holds for its reference"
 )
 EMULATED = "emulated: the error is real; ignore time and memory, which are the cost of emulation"
-PHASES = "time of a step: shares of its total; other: time outside of all phases; -: no such phase"
+PHASES = "time of a step: shares of its total; other: time outside of all phases; -: no such phase, or a part of other"
 BELOW_FLOOR = f"<: too short for a share, below {BELOW_FLOOR_MARKERS} times the cost of marking it"
 
 DATA = (

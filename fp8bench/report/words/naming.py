@@ -11,10 +11,11 @@ from fp8bench import units
 from fp8bench.errors import UsageError
 from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Case, DeviceFacts, Phase, Record, Run, Scalar, Status
 from fp8bench.model.specs import METRICS
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import CACHE, COLD, HOT
 from fp8bench.registry import workloads
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import ResultGroup, describe_params, find_device
+from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find_device
 
 COMMIT_LETTERS = 8
 # Values of parameters that mean "off" or "torch decides". The second constant is the name of the parameter that holds
@@ -230,6 +231,14 @@ _PHASE_WORDS = {
 def phase_words(phase: str) -> str:
     """Returns the name of a phase for readers, as 'optimizer' for 'optimizer_step'. A custom phase keeps its name."""
     return _PHASE_WORDS.get(phase, phase.replace("_", " "))
+
+
+def name_unsplit_work(case: NamedCase) -> str:
+    """Returns what the time outside of phases consists of, if the reference is a model of the user's own. Only its
+    data, casts and optimizer are phases. Otherwise returns ''.
+    """
+    unsplit_work = "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"
+    return unsplit_work if case.group.reference == UNTOUCHED else ""
 
 
 def phase_sort_key(phase: str) -> tuple[float, str]:

@@ -71,6 +71,9 @@ def test_each_rule_gives_its_advice(rule: str, records: list[Record], wanted: Me
     assert met(rule, records) is wanted
 
 
+ESTIMATED = " (estimated from shares of the step)"
+
+
 def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     """Products take 60% of 10 ms there, and 40% of 7.5 ms with 10% casts: an estimate, so no bound."""
     looked = [
@@ -83,9 +86,9 @@ def test_a_model_as_it_came_has_shares_in_place_of_phases() -> None:
     amdahl, casts = answer(found, "amdahl"), answer(found, "casts")
     assert (amdahl.met, amdahl.figure) == (
         Met.YES,
-        "60% of the step, which would be 1.43x with products 2.00x as fast, as here, estimated from shares of the step",
+        "60% of the step; with products 2.00x as fast, the step would be 1.43x as fast" + ESTIMATED,
     )
-    assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x, estimated")
+    assert casts.met is Met.YES and casts.figure.startswith("products 2.00x, with casts 1.60x (estimated")
     unlooked = advise([lead, case])
     assert "--shares tells them" in answer(unlooked, "amdahl").figure and answer(unlooked, "casts").met is Met.UNKNOWN
 
@@ -121,9 +124,16 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
     lead = record("bf16", BF16, reference=True, memory=before)
     found = answer(advise([lead, record("fp8", FP8, memory=after)]), "memory")
     assert found.met is Met.NO and found.figure == (
-        "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); added: "
-        "low-precision copies of weights (10.0 MiB)"
+        "1.010x of bf16's peak; unchanged: weights (400 MiB), optimizer state (600 MiB); larger: "
+        "low-precision copies of weights (10.0 MiB instead of 0 B)"
     )
+    # A saving is in activations, which are named too.
+    lead = record(
+        "bf16", BF16, reference=True, memory=replace(before, roles=(*before.roles, ("activations", 90 << 20)))
+    )
+    smaller = replace(after, peak=900 << 20, roles=(*after.roles, ("activations", 40 << 20)))
+    saved = answer(advise([lead, record("fp8", FP8, memory=smaller)]), "memory")
+    assert "0.900x of bf16's peak; smaller: activations (40.0 MiB instead of 90.0 MiB); unch" in saved.figure
     assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is Met.YES
     assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is Met.UNKNOWN
 
@@ -344,7 +354,7 @@ def test_what_a_training_says_of_the_loss_decides() -> None:
     assert "real, inside the 1% you tolerate" in only(tolerated, ADOPT).sentence
     found = advise(group(fp8=FP8), training=trained(0.05))
     assert answer(found, "learns").met is Met.NO
-    assert "it does not learn as well; does it still learn: no, worse" in only(found, NOTHING).sentence
+    assert "it does not learn as well; does it learn as well: no, worse" in only(found, NOTHING).sentence
 
 
 @for_each(("count", "items"), [(3, 3), (5, 1)])

@@ -5,10 +5,12 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.analysis.phase_gains import find_reason
-from fp8bench.model import Finding, Interval, PhaseGain, Run, Verdict
+from fp8bench.model import Case, Finding, Interval, PhaseGain, Run, Verdict
 from fp8bench.report.panels import Panel, group_into_panels
 from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe_reason, propose_commands, verdict_rows
+from fp8bench.report.words.naming import name_unsplit_work
 from tests.counts import for_each
+from tests.materials import recased
 from tests.runs import judged, transformer
 from tests.told_before import Told, as_before
 
@@ -42,6 +44,18 @@ def test_reasons() -> Told:
         reason = find_reason([gain(phase, *both) for phase, both in {**times, "elementwise": (9, 9)}.items()])
         assert reason is not None
         yield claim, describe_reason(reason)
+
+
+def test_a_reference_without_phases_has_forward_and_backward_as_one() -> None:
+    def to_own_model(case: Case) -> Case:
+        return replace(case, precision="untouched") if case.precision == "fp32" else case
+
+    suite = judged((Verdict.FASTER, 0.5))
+    named = [group_into_panels(*made)[0].members[1] for made in (suite, recased(suite, to_own_model))]
+    assert [name_unsplit_work(case) for case in named] == ["", "forward and backward"]
+    reason = find_reason([gain("unattributed", 20, 40), gain("cast", 1, 0), gain("optimizer_step", 9, 9)])
+    assert reason is not None and "the rest of the step saves 20.0 ms" in describe_reason(reason)
+    assert "forward and backward save 20.0 ms (2.00x)" in describe_reason(reason, name_unsplit_work(named[1]))
 
 
 def unsettled(low: float, point: float, high: float, level: float = 0.99, **params: str) -> Panel:

@@ -54,3 +54,14 @@ def test_somebody_is_told_how_to_know_once_and_never_beside_a_roofline() -> None
     assert advice(made()) == "" and "doctor" not in render_whole(*made())
     bare = replace(run, records=tuple(replace(record, tape=None) for record in run.records))
     assert advice((bare, findings)) == ""
+
+
+def test_a_phase_above_its_ceiling_has_no_percentage() -> None:
+    """An optimizer ten times as fast as memory reads from a cache."""
+    run, findings = made()
+    first = run.records[0].case.id
+    fast = [(name, seconds / (10 if name == "optimizer_step" else 1)) for name, seconds in findings[first].phases]
+    run_and_findings = run, {**findings, first: replace(findings[first], phases=tuple(fast), best_seconds=0.08)}
+    (sentence, *_) = describe_bounds(group_into_panels(*run_and_findings)[0])
+    assert "served from cache in optimizer (" in sentence and "of the step, above its ceiling)" in sentence
+    assert "800%" not in sentence

@@ -25,7 +25,7 @@ from fp8bench.worker.main import main
 from fp8bench.worker.memory_pass import MakePrepare, PreparedMemory, ReportMemory, make_cast_watch, measure_step_memory
 from fp8bench.worker.step_guards import stdout_to_stderr
 from fp8bench.worker.switches import precision_scope, restore_switches
-from fp8bench.workloads.model import LOADED_MODELS
+from fp8bench.workloads.model import LOADED_MODELS, load_target_model
 
 if TYPE_CHECKING:
     from fp8bench.features.train.lab.trainer import Trainer
@@ -91,6 +91,9 @@ class Lab(Bench):
         """
         (arm,), device, hardware = task.arms, self._reset(task), find_hardware(task)
         with self._with_switches(precisions.get(arm.precision)):
+            # The process keeps a user's model for all arms, so load it before an arm's memory is counted.
+            if make := task.settings.make:
+                load_target_model(make, task.seed, task.facts)
             build = make_arm_builder(task, arm, hardware)
             memory_use, trainer = measure_step_memory(build, device, task.facts.index, leaks=False, hardware=hardware)
         if isinstance(memory_use, str):

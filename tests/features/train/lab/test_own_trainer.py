@@ -98,6 +98,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     ),
     "in-place": lambda: {"model": InPlace(), "batches": [pairs(0, 0), pairs(1, 0)], "held_out": [pairs(2, 0)]},
     "numpy": lambda: (Net(), from_numpy),
+    "large": lambda: (nn.Linear(256, 256), torch.randn(1, 256)),
     "half frozen": lambda: (half_frozen(), pairs),
     "plain": lambda: (
         nn.Linear(16, 4),
@@ -326,3 +327,10 @@ def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
     other = replace(task, settings=replace(task.settings, scales=(("fp8", "elsewhere", "input", 1.0),)))
     with pytest.raises(UsageError, match="scales for elsewhere, and none for first"):
         OwnModel(other, task.arms[1])
+
+
+def test_memory_has_no_part_of_the_model_that_the_process_keeps() -> None:
+    """Weights, gradients and two moments of AdamW, of which each has a number for each parameter."""
+    parameters = 4 * (256 * 256 + 256)
+    memory = Lab(Settings()).measure_memory(task_of("large", "untouched")).memory
+    assert memory is not None and 4 * parameters <= memory.peak < 4.3 * parameters
