@@ -158,6 +158,15 @@ def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -
 SUITE = adding_up("counting", 1000)
 
 
+def test_the_kernel_of_the_page_is_compared_and_tracked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "kernel.py").write_text(_blocks()[2])
+    assert main(["list", "./kernel.py"]) == 0
+    assert "the history keeps side=512 in bf16, mine" in unfolded(capsys.readouterr().out)
+    assert main(["suite", "./kernel.py", "--set", "side=64", "--rounds", "3", "--no-isolation", "--no-report"]) == 0
+    out = capsys.readouterr().out
+    assert "compared with bf16" in out and re.search(r"mine .* products 0\.\d+% off", out) and "fallback" not in out
+
+
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
 def test_text_that_a_file_prints_stays_out_of_stdout(
     way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
