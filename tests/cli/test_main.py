@@ -107,7 +107,7 @@ suite mlp --saturation-bound 1 | Add --static-scales N
 suite mlp --static-scales 2 --saturation-bound 100 | a percentage from 0 to below 100
 suite mlp --saturation-bound nan | a percentage from 0 to below 100
 suite mlp --dtypes bf16,mxfp8 --static-scales 2 | --static-scales would have no effect: no layer of
-suite gemm --dtypes fp8 --static-scales 2 | Add a dtype with such
+suite gemm --dtypes fp8 --static-scales 2 | Add a precision with such
 suite gemm --max-batch 1G | suite gemm has no batch axis. Suites with one: at
 suite mlp --max-batch | expected one argument
 suite mlp --max-batch lots | size like 2GiB, 512MB or 1.5G
