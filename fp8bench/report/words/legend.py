@@ -63,7 +63,7 @@ VERDICT = (
     f"difference between the reference and its control), same if inside +-{units.percent(SAME, 0)}, else cannot tell"
 )
 RANGE_OF_ROUNDS = (
-    "(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "
+    f"(low to high), or 'seen', is the range of the rounds, not a confidence interval: there were fewer than "
     f"{LEAST_ROUNDS} rounds, or other programs disturbed them"
 )
 BREAK_EVEN = (
