@@ -2,7 +2,7 @@
 
 A feature is a command or a group of commands that the core of fp8bench does not need. Its docstring is the command's
 help. Modules with fixed names extend the core: `command` adds a command line, `kind` adds a kind of result that is
-stored and shown, and `section` adds a section to the reports of runs.
+stored and shown, `section` adds a section to the reports of runs, and `glossary` explains names in `fp8bench list`.
 """
 
 from __future__ import annotations

@@ -184,7 +184,7 @@ class PrecisionRegistry(Registry[Precision]):
             )
         is_registered = word in self._leaves or word in self._aliases
         if level.removeprefix("torch.") in _FLOAT64_NAMES and not is_registered:
-            message = f"{word} is not a dtype to compare: all errors are already relative to fp64."
+            message = f"{word} is not a precision to compare: all errors are already relative to fp64."
             raise UsageError(f"{message} The usual reference is fp32.", word, "fp32")
         return super().canonical(word)
 
@@ -242,5 +242,5 @@ def _qualified_name(leaf: type) -> str:
 
 backends: Registry[Backend] = Registry("backend", "fp8bench.backends", Backend, ("name", "summary"))
 workloads: Registry[Workload] = Registry("suite", "fp8bench.workloads", Workload, ("name", "summary", "version"))
-precisions = PrecisionRegistry("dtype", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
+precisions = PrecisionRegistry("precision", "fp8bench.precisions", Precision, ("name", "summary", "rank"))
 devices: Registry[Device] = Registry("device", "fp8bench.devices", Device, ("kind",))

@@ -55,7 +55,7 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "diffusion": "dit sd unet",
         "cast": "quant quantize quantization",
     },
-    "dtype": {
+    "precision": {
         "fp32": "f32 float float32 single",
         "tf32": "tensorfloat32",
         "bf16": "amp autocast bfloat bfloat16 mixed",
@@ -75,13 +75,13 @@ _OTHER_NAMES: dict[str, dict[str, str]] = {
         "llama-1b": "llama llama2 llama3",
     },
     "run": {"last": "latest newest recent"},
-    "thing to list": {"suites": "benchmarks models workloads", "devices": "gpu gpus hardware", "dtypes": "formats"},
+    "thing to list": {"suites": "benchmarks models workloads", "devices": "gpu gpus hardware", "precisions": "formats"},
     "choice": {"product": "gemm matmul mm"},
 }
 # The command that lists the names of a kind. An error suggests it if no known name is similar.
 _EXPLAINING_COMMANDS = {
     "suite": "fp8bench list suites",
-    "dtype": "fp8bench list dtypes",
+    "precision": "fp8bench list precisions",
     "backend": "fp8bench list backends",
     "run": "fp8bench history list --runs",
     "device": "fp8bench doctor",

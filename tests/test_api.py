@@ -86,7 +86,7 @@ def test_values_of_options_may_be_one_text_or_many(value: object, texts: tuple[s
         ({"reference": 3}, "reference must be a dtype's name, got 3"),
         ({"data": 3}, "data must be a path, got 3"),
         ({"quick": "no"}, "quick must be True or False, got 'no'"),
-        ({"dtypes": ["fp9"]}, "unknown dtype 'fp9'"),
+        ({"dtypes": ["fp9"]}, "unknown precision 'fp9'"),
         ({"precision_map": {"mlp": "fp8"}}, "unknown layer of suite"),
         ({"suite": None}, "suite must be a suite's name, .* got None"),
         ({"store": ""}, "store cannot be ''"),  # would be the working directory

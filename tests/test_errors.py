@@ -18,8 +18,8 @@ def test_exit_codes_are_the_documented_ones() -> None:
 
 
 def test_an_unknown_name_gives_the_nearest_and_all_known() -> None:
-    error = UnknownName("dtype", "BF61", ["fp8", "bf16"])
-    assert str(error) == "unknown dtype 'BF61'. Did you mean 'bf16'? Known: bf16, fp8."
+    error = UnknownName("precision", "BF61", ["fp8", "bf16"])
+    assert str(error) == "unknown precision 'BF61'. Did you mean 'bf16'? Known: bf16, fp8."
     assert (error.given, error.known, error.nearest) == ("BF61", ["bf16", "fp8"], "bf16")
     assert str(UnknownName("layer kind", "x", [])) == "unknown layer kind 'x'. Known: none."
 

@@ -28,10 +28,6 @@ from tests.own_suites import adding_up, forgotten
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = (ROOT / "docs" / "user-suites.md").read_text()
 HISTORY = (ROOT / "docs" / "history.md").read_text()
-# The message of every run outside a repository.
-NO_HISTORY = (
-    "fp8bench: history: this was not measured in a git repository; the run is stored, and asv's view is unchanged\n"
-)
 
 
 def example() -> str:
@@ -94,7 +90,7 @@ def test_the_example_of_the_page_runs_as_it_stands(way: tuple[str, ...], tmp_pat
         stdin=subprocess.DEVNULL,
         env={**os.environ, "PYTHONPATH": str(ROOT), TAPE_VARIABLE: "recorded"},
     )
-    assert (done.returncode, unfolded(done.stderr)) == (0, NO_HISTORY)
+    assert (done.returncode, unfolded(done.stderr)) == (0, "")
     for word in ("routing", "experts 64", "bf16", "fp8", "cast", "matmul", "elementwise", "routing 0."):
         assert word in done.stdout
     (path,) = run_files(tmp_path / "kept")
@@ -162,6 +158,15 @@ def test_its_axes_are_listed(folder: Path, capsys: pytest.CaptureFixture[str]) -
 SUITE = adding_up("counting", 1000)
 
 
+def test_the_kernel_of_the_page_is_compared_and_tracked(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "kernel.py").write_text(_blocks()[2])
+    assert main(["list", "./kernel.py"]) == 0
+    assert "the history keeps side=512 in bf16, mine" in unfolded(capsys.readouterr().out)
+    assert main(["suite", "./kernel.py", "--set", "side=64", "--rounds", "3", "--no-isolation", "--no-report"]) == 0
+    out = capsys.readouterr().out
+    assert "compared with bf16" in out and re.search(r"mine .* products 0\.\d+% off", out) and "fallback" not in out
+
+
 @pytest.mark.parametrize("way", [["./mine.py"], ["counting", "--import", "mine"]], ids=["file", "module"])
 def test_text_that_a_file_prints_stays_out_of_stdout(
     way: list[str], folder: Path, capsys: pytest.CaptureFixture[str]
@@ -169,7 +174,7 @@ def test_text_that_a_file_prints_stays_out_of_stdout(
     (folder / "mine.py").write_text(f'print("a word of the file\'s own")\n{SUITE}')
     assert main(["suite", *way, "--dtypes", "fp32", "--rounds", "3", "--no-isolation", "--json", "--no-report"]) == 0
     shown = capsys.readouterr()
-    assert json.loads(shown.out) and unfolded(shown.err) == f"a word of the file's own\n{NO_HISTORY}"
+    assert json.loads(shown.out) and unfolded(shown.err) == "a word of the file's own\n"
 
 
 AS_GEMM = SUITE.replace('"counting"', '"gemm"')

@@ -238,16 +238,16 @@ def print_run(run: Run, arguments: argparse.Namespace) -> None:
 
 
 def in_store(run_or_store: Run | Path) -> str:
-    """Returns ' --store DIR', with which another command finds this store or the run's store. Returns '' for the
-    default store.
+    """Returns ' --store DIR', with which another command finds this store or the run's store, as the user named it.
+    Returns '' for the default store.
     """
     if isinstance(run_or_store, Path):
         return "" if run_or_store == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(run_or_store))}"
     store = store_of(Path(run_or_store.path))
     if store is None or store == Path(DEFAULT_STORE).resolve():
         return ""
-    shorter_path = min(os.path.relpath(store), str(store.absolute()), key=len)
-    return f" --store {shlex.quote(shorter_path)}"
+    given_path = next((folder for folder in Path(run_or_store.path).parents if folder.resolve() == store), store)
+    return f" --store {shlex.quote(str(given_path))}"
 
 
 def store_and_import_options(arguments: argparse.Namespace) -> str:

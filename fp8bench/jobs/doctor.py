@@ -172,7 +172,7 @@ def listing(subject: str, imports: tuple[str, ...], name: str | None = None) -> 
     elif subject == "backends":
         yield from (f"{name:<8} {backends.get(name).summary}" for name in backends.names())
         yield "precisions of each backend on this machine: fp8bench doctor"
-    elif subject == "dtypes":
+    elif subject == "precisions":
         yield from _list_dtypes(facts) if name is None else _describe_dtype(precisions.get(name), facts)
     else:
         device = next((fact for fact in facts if fact.accelerated), facts[0])
@@ -217,7 +217,7 @@ _MAX_LINE_WITH_SUMMARY = 58
 
 
 def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
-    """Yields a line for each dtype that shows how each device supports it. The lines fit into any terminal."""
+    """Yields a line for each precision that shows how each device supports it. The lines fit into any terminal."""
     for name in precision_names_by_rank():
         precision = precisions.get(name)
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
@@ -226,7 +226,7 @@ def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
         yield (
             f"{line}  {shorten_line(precision.summary, 78 - len(line))}" if len(line) < _MAX_LINE_WITH_SUMMARY else line
         )
-    yield "definition and options of a dtype: fp8bench list dtypes NAME"
+    yield "definition and options of a precision: fp8bench list precisions NAME"
 
 
 def _describe_dtype(precision: Precision, facts: tuple[DeviceFacts, ...]) -> Iterator[str]:

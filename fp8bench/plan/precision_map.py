@@ -150,7 +150,7 @@ def add_static_scales(groups: Sequence[Group], rule: StaticScales) -> tuple[tupl
         names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
             "--static-scales would have no effect: no layer of these suites and dtypes has one float32 scale a tensor. "
-            f"Add a dtype with such scales ({', '.join(names)}), or leave the option out."
+            f"Add a precision with such scales ({', '.join(names)}), or leave the option out."
         )
     if rule.source:
         _check_source(rule, scaled_cases)

@@ -24,10 +24,11 @@ from fp8bench.store.runs.listing import Listing, find_run, listing, remove_copie
 from fp8bench.store.runs.run_file import load_header, load_run_with_lines
 
 NO_REPOSITORY = "not measured in a git repository"
+OUTSIDE_REPOSITORY = f"this was {NO_REPOSITORY}"
 DIRTY = "the files differed from their commit"
 NO_COMMIT = "their commit or start is not valid"
 NO_MACHINE = "they do not name their machine"
-NO_TRACKED_CASE = "none of their cases is in a declared grid"
+NO_TRACKED_CASE = "the history tracks none of their cases"
 NAMED_FOR_OTHER_COMMIT = "their files are named for another commit; `fp8bench history verify` names them"
 DAMAGED = "some of their lines are damaged and were left out; `fp8bench history verify` names them"
 UNREADABLE = "they cannot be read; `fp8bench history verify` says why"
@@ -164,7 +165,7 @@ def explain_outside_history(run: Run) -> str:
         git_problem = run.environment.get("commit_unknown")
         if git_problem:
             return f"git names no commit here ({git_problem!s:.200})"
-        return "this was not measured in a git repository"
+        return OUTSIDE_REPOSITORY
     is_dirty = run.environment.get("dirty")
     if is_dirty is not False:
         difference = "differ" if is_dirty else "may differ (git does not report it)"

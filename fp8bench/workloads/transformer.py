@@ -235,7 +235,7 @@ class Transformer(shared.TrainingWorkload):
         if support.level is not Level.REFUSED and precision.remembers and _is_compiled(params):
             return refused(
                 f"{precision.mode} depends on earlier casts, which a compiled graph does not know: choose compile=no, "
-                "or a dtype that casts from the tensor alone, like fp8"
+                "or a precision that casts from the tensor alone, like fp8"
             )
         # 2. Check what the layers of a backend accept, and what they compute themselves.
         casts_every_micro_batch = (

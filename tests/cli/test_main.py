@@ -22,7 +22,7 @@ from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power
 from fp8bench.jobs import doctor, several_runs
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import Environment, Plan, Request, Run, Status
+from fp8bench.model import Environment, Label, Plan, Request, Run, Status
 from fp8bench.plan.make import check_names, make_plan
 from fp8bench.protocols import Observer
 from fp8bench.store.runs.listing import run_files
@@ -33,9 +33,6 @@ from tests.facts import CPU
 
 QUICK = ("--set", "shape=64", "--quick")
 DRY = ("suite", "gemm", "--dry-run", "--no-isolation")
-NO_HISTORY = (
-    "fp8bench: history: this was not measured in a git repository; the run is stored, and asv's view is unchanged\n"
-)
 
 
 @for_each("words", [[], ["--help"], ["suite", "--help"], ["--version"], ["list"], ["history"]])
@@ -66,7 +63,7 @@ suite gemm,_planted | unknown suite '_planted'
 list _planted | unknown thing to list '_planted'
 suite gemm, | the suite 'gemm,' has an empty name
 suite ./file | the suite './file' is a path
-suite gemm --dtypes fp8,bf61 | unknown dtype 'bf61'. Did you mean 'bf16'
+suite gemm --dtypes fp8,bf61 | unknown precision 'bf61'. Did you mean 'bf16'
 suite gemm --reference fp23 | Did you mean 'fp32'
 suite gemm --devices cpx | Did you mean 'cpu'
 suite gemm --devices cuda:77 | unknown device on this machine 'cuda:77'
@@ -100,7 +97,7 @@ suite transformer --precision-map mlp=fp8:histroy=3 | unknown option of dtype fp
 suite gemm --precision-map mlp=fp8 | Known: none
 suite transformer --precision-map mlp | is not of the form LAYER=DTYPE,LAYER=DTYPE
 suite transformer --precision-map '' | is not of the form LAYER=DTYPE,LAYER=DTYPE
-suite transformer --precision-map mlp=b=c | unknown dtype 'b=c'
+suite transformer --precision-map mlp=b=c | unknown precision 'b=c'
 suite transformer --precision-map mlp=fp8,mlp=bf16 | twice
 suite transformer --precision-map mlp=pf8 | Did you mean 'fp8'
 suite transformer --dtypes bf16 --precision-map mlp=fp8 | would have no effect
@@ -110,7 +107,7 @@ suite mlp --saturation-bound 1 | Add --static-scales N
 suite mlp --static-scales 2 --saturation-bound 100 | a percentage from 0 to below 100
 suite mlp --saturation-bound nan | a percentage from 0 to below 100
 suite mlp --dtypes bf16,mxfp8 --static-scales 2 | --static-scales would have no effect: no layer of
-suite gemm --dtypes fp8 --static-scales 2 | Add a dtype with such
+suite gemm --dtypes fp8 --static-scales 2 | Add a precision with such
 suite gemm --max-batch 1G | suite gemm has no batch axis. Suites with one: at
 suite mlp --max-batch | expected one argument
 suite mlp --max-batch lots | size like 2GiB, 512MB or 1.5G
@@ -139,7 +136,7 @@ suite transformer --store file | Choose another --store DIR
 suite gemm --import failing.py | importing 'failing.py' failed: ValueError: no (failing.py, line 1). Give
 suite gemm --import no_such_module | ModuleNotFoundError
 suite gemm --import nowhere.py | no such file
-list dtype | Did you mean 'dtypes'
+list precision | Did you mean 'precisions'
 list --import failing.py | failed: ValueError
 show abc | no run 'abc' in .fp8bench
 show | RUN
@@ -190,11 +187,19 @@ def test_sentences_on_stderr_end_where_the_terminal_does(
     assert fp8bench(*words) == (2, "", unfolded(folded))
 
 
+def test_labels_and_rules_are_explained(fp8bench: Say) -> None:
+    code, out, _ = fp8bench("list", "labels", "cross-run")
+    assert code == 0 and out.startswith("cross-run: the two sides") and "Remedy: " in out
+    assert {line.split(":")[0] for line in fp8bench("list", "labels")[1].splitlines()} >= set(Label)
+    assert "\nloss-back-up: Detects " in fp8bench("list", "rules")[1]
+    assert "unknown rule 'lagg'. Did you mean 'lag'?" in fp8bench("list", "rules", "lagg")[2]
+
+
 def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
     """In this process. The report's path is printed with the table, before the file exists."""
     code, table, err = unfolding(fp8bench)("suite", "gemm", *QUICK, "--no-isolation")
     (path,) = run_files(store)
-    assert (code, err) == (0, f"{NO_HISTORY}fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n")
+    assert (code, err) == (0, f"fp8bench: report: .fp8bench/reports/{path.stem}/report.html\n")
     run = load_run(path)
     assert run.finished and run.ok and not run.troubles
     assert {record.case.precision: record.status for record in run.records} == dict.fromkeys(
@@ -207,6 +212,7 @@ def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
         shown = " ".join(fp8bench("show", name)[1].split())
         page = f"Page: .fp8bench/reports/{path.stem}/report.html "
         assert page in shown and shown.replace(page, "") == " ".join(table.split())
+    assert "few-samples: fewer than" in fp8bench("show", "last", "--explain")[1]
 
 
 def test_a_dry_run_prints_the_plan_and_writes_no_run(

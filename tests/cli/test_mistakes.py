@@ -38,7 +38,7 @@ suite notes.txt | the suite 'notes.txt' is a path. Give a name, or a file that e
 suite net | the suite 'net' is a path | suite net.py
 suite net.py | net.py registers no suite | suite --help
 suite net.py:make | `fp8bench profile net.py:make` and `fp8bench train net.py:make` take models |
-suite gemm --dtypes float8 | unknown dtype 'float8'. Did you mean 'fp8'? | suite gemm --dtypes fp8
+suite gemm --dtypes float8 | unknown precision 'float8'. Did you mean 'fp8'? | suite gemm --dtypes fp8
 suite gemm --dtypes bf16,torch.float8_e4m3fn | Did you mean 'fp8-e4m3'? | suite gemm --dtypes bf16,fp8-e4m3
 suite gemm --dtypes half | Did you mean 'fp16'? | suite gemm --dtypes fp16
 suite gemm --dtypes bfloat16 | Did you mean 'bf16'? | suite gemm --dtypes bf16
@@ -47,7 +47,7 @@ suite gemm --dtypes e5m2 | Did you mean 'fp8-e5m2'? | suite gemm --dtypes fp8-e5
 suite gemm --dtypes int8 | Did you mean 'fp8'? | suite gemm --dtypes fp8
 suite gemm --dtypes mx | Did you mean 'mxfp8'? | suite gemm --dtypes mxfp8
 suite gemm --dtypes fp64 | all errors are already relative to fp64 | suite gemm --dtypes fp32
-suite gemm --dtypes nonsense | unknown dtype 'nonsense' | list dtypes
+suite gemm --dtypes nonsense | unknown precision 'nonsense' | list precisions
 suite gemm --dtype bf16 | Did you mean '--dtypes'? | suite gemm --dtypes bf16
 suite gemm --device gpu | Did you mean '--devices'? | suite gemm --devices gpu
 suite gemm --devices gpu | unknown device 'gpu'. Did you mean 'cuda'? | suite gemm --devices cuda

@@ -20,8 +20,8 @@ from tests.counts import for_each
 
 # Values of --dtypes, and text that the message must contain.
 MODES = [
-    ("fp9", "unknown dtype 'fp9'. Did you mean 'fp8'"),
-    ("float8_e4m3fn", "unknown dtype 'float8_e4m3fn'. Did you mean 'fp8-e4m3'?"),
+    ("fp9", "unknown precision 'fp9'. Did you mean 'fp8'"),
+    ("float8_e4m3fn", "unknown precision 'float8_e4m3fn'. Did you mean 'fp8-e4m3'?"),
     ("torch.half", "Did you mean 'fp16'?"),
     ("bfloat16", "Did you mean 'bf16'?"),
     ("fp64", "all errors are already relative to fp64. The usual reference is fp32"),

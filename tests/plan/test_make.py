@@ -244,7 +244,7 @@ def test_unknown_names_raise_with_the_nearest(request_: Request, nearest: str | 
     [
         (Request("gem"), "Did you mean 'gemm'"),
         (Request("gemm", dtypes=("bf61",)), "Did you mean 'bf16'"),
-        (Request("gemm", reference="x"), "unknown dtype 'x'"),
+        (Request("gemm", reference="x"), "unknown precision 'x'"),
         (Request("gemm", devices=("cpuu",)), "Did you mean 'cpu'"),
         (Request("gemm", axes=(("shap", ("64",)),)), "Did you mean 'shape'"),
         (Request("transformer", axes=(("size", ("nanno",)),)), "nearest is 'nano'"),

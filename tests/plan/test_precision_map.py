@@ -126,7 +126,7 @@ def test_suites_without_layers_are_named_among_those_that_have_some() -> None:
     plan = static_plan("mlp,gemm", "fp32", "fp8")
     assert plan.notes == ("--static-scales has no effect on suite gemm, which has no layers with scales",)
     assert {planned.case.workload for planned in cases_of(plan) if planned.case.static} == {"mlp"}
-    with pytest.raises(UsageError, match=r"Add a dtype with such scales \(.*fp8.*\), or leave the option out"):
+    with pytest.raises(UsageError, match=r"Add a precision with such scales \(.*fp8.*\), or leave the option out"):
         static_plan("gemm", "fp8")
 
 

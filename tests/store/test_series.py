@@ -234,7 +234,7 @@ FAULTS: dict[str, tuple[Workload, str]] = {
     "an alias": (tiny(dtypes=("fp32", "fp4")), "the dtype 'fp4' is an alias of nvfp4"),
     "another word for a mode": (tiny(dtypes=("fp8:gw=low",)), "the dtype 'fp8:gw=low' is an alias of fp8"),
     "a mode that cannot be": (tiny(dtypes=("fp8-delayed:history=0",)), "fp8-delayed: history cannot be '0'"),
-    "no such dtype": (tiny(dtypes=("fp33",)), "unknown dtype 'fp33'. Did you mean 'fp32'?"),
+    "no such dtype": (tiny(dtypes=("fp33",)), "unknown precision 'fp33'. Did you mean 'fp32'?"),
     "a dtype twice": (tiny(dtypes=("fp32", "fp32")), "its dtypes are fp32, fp32; give at least one, and each once"),
     "no dtype": (tiny(dtypes=()), "its dtypes are none; give at least one, and each once"),
 }  # fmt: skip

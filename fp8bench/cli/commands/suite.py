@@ -51,7 +51,7 @@ OUTPUT_OPTIONS = (
 )
 _RESUME_OPTIONS = {"--resume", "--store", *OUTPUT_OPTIONS}
 EXAMPLES = (
-    "fp8bench suite transformer --dtypes fp8,bf16  # beside fp32",
+    "fp8bench suite transformer --dtypes fp8,bf16  # with fp32 as the reference",
     "fp8bench suite gemm --set shape=1024 --quick  # does it run?",
 )
 FIRST_OPTIONS = (

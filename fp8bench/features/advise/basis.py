@@ -251,6 +251,7 @@ def _reported_seconds(finding: Finding | None, phases: Collection[str]) -> float
 class Basis:
     """A run with its findings, and other measurements on the same device. `served` holds those answers of `fp8bench
     infer` to which this run belongs. `least` is the smallest gain, as a share, that makes a precision worthwhile.
+    `store_options` are the options with which suggested commands find the run.
     """
 
     run: Run
@@ -259,6 +260,7 @@ class Basis:
     training: JudgedTraining | None = None
     least: float = 0.1
     served: tuple[ServingAnswer, ...] = ()
+    store_options: str = ""
 
     @cached_property
     def cases(self) -> tuple[ComparedCase, ...]:
@@ -311,7 +313,7 @@ class AdviceRule:
             return replace(answer, met=reply.met, figure=reply.figure, grounds=reply.grounds)
         # No command can measure the speed of an emulated precision.
         is_unmeasurable = pair.is_emulated and self.topic is not Question.LEARNS
-        measure = "" if is_unmeasurable else self.measure.format(**_command_parts(pair))
+        measure = "" if is_unmeasurable else self.measure.format(**_command_parts(pair, basis.store_options))
         return replace(answer, figure=reply, measure=measure)
 
 
@@ -320,9 +322,9 @@ def dtype_option(case: Case) -> str:
     return case.precision + (f" --precision-map {format_map(case.precision_map)}" if case.precision_map else "")
 
 
-def _command_parts(pair: ComparedCase) -> dict[str, str]:
-    """Returns the texts that replace {again}, {study} and {train} in the commands of rules. They depend on whether
-    the case is from a suite or from a user's model.
+def _command_parts(pair: ComparedCase, store: str) -> dict[str, str]:
+    """Returns the texts that replace {again}, {study}, {train} and {store} in the commands of rules. They depend on
+    whether the case is from a suite or from a user's model.
     """
     case, reference = pair.record.case, pair.reference.case.mode if pair.reference is not None else "bf16"
     params = dict(case.params)
@@ -330,15 +332,17 @@ def _command_parts(pair: ComparedCase) -> dict[str, str]:
     # Without a user's model, commands name the suite.
     if "make" not in params:
         return {
-            "again": f"fp8bench suite {case.workload} {dtypes_option}",
-            "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}",
-            "train": f"fp8bench train {dtypes_option} --seeds 5",
+            "again": f"fp8bench suite {case.workload} {dtypes_option}{store}",
+            "study": f"fp8bench sensitivity --dtype {case.precision} --reference {reference}{store}",
+            "train": f"fp8bench train {dtypes_option} --seeds 5{store}",
+            "store": store,
         }
     make, forward = params["make"], " --forward" * (params.get("pass") == "forward")
     return {
-        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_option(case)}",
-        "study": f"fp8bench sensitivity {make} --dtype {case.precision}",
-        "train": f"fp8bench train {make} {dtypes_option} --seeds 5",
+        "again": f"fp8bench profile {make}{forward} --dtypes {dtype_option(case)}{store}",
+        "study": f"fp8bench sensitivity {make} --dtype {case.precision}{store}",
+        "train": f"fp8bench train {make} {dtypes_option} --seeds 5{store}",
+        "store": store,
     }
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+from dataclasses import replace
 from functools import partial
 
 from fp8bench.cli import option_types as types
@@ -56,9 +57,7 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     from fp8bench.features.advise.view import render_page
 
     basis, notes = collect_basis(arguments.run, arguments.store, arguments.training, arguments.least / 100)
-    advice = advise(basis)
-    if (store := in_store(basis.run)) and any(answer.measure for answer in advice.answers):
-        notes.append(f"add{store} to the suggested commands, so that they find this run")
+    advice = advise(replace(basis, store_options=in_store(basis.run)))
     page = partial(render_page, advice, notes)
     value = {"schema": SCHEMA, **encode(advice)}
     return CommandResult(

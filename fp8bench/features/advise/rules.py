@@ -307,7 +307,7 @@ RULES = (
     AdviceRule("native", Question.PAYS, "Is it native on this device?", _judge_native, "fp8bench doctor"),
     # If products are a quarter of a step, products that are 1.6 times as fast gain 10%.
     AdviceRule("amdahl", Question.PAYS, "Do its products take enough of the step?", _judge_product_share,
-               "fp8bench suite ceilings, then {again}"),
+               "fp8bench suite ceilings{store}, then {again}"),
     # In publications, products gain 1.9 times if their operands are ready, and 1.4 times with casts.
     AdviceRule("casts", Question.PAYS, "Do the products gain more than casts cost?", _judge_casts, "{again}"),
     # If only nn.Linear is converted, GPT-2 and ResNets gain nothing, and coverage of Mixtral is 18%.

@@ -27,7 +27,10 @@ LEGEND = (
     "emulated cases have no speed",
     "yes favours the precision; not measured here: this machine has no figure, but the command would measure one",
 )
-_NO_ADVICE = "There is nothing to advise on: the run has only a reference."
+_NO_ADVICE = (
+    "There is nothing to advise on: the run has only a reference. Measure the same suite in more precisions: "
+    "--dtypes fp32,bf16,fp8."
+)
 Rows = Sequence[Sequence[RuleAnswer]]
 
 

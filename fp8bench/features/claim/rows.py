@@ -271,7 +271,7 @@ def _find_metric_spec(claim: Claim) -> MetricSpec | None:
     spec = spec_of(name)
     if name not in METRICS and not spec.description:
         names = [metric for metric in METRICS if "*" not in metric]
-        raise UnknownName("figure of a run", name, names, "speedup, sustained_speedup, and those of docs/reference.md")
+        raise UnknownName("figure of a run", name, names, "speedup, sustained_speedup, the metrics of show --csv -")
     return spec
 
 

@@ -273,7 +273,8 @@ def _describe_suggestion(study: Study) -> Iterator[Element]:
         if study.is_undecided:
             sentence = (
                 f"no map is suggested: every gap is within the noise of {_show_noise(study)}, so the study can neither "
-                f"rank layers nor compare {study.low} with {study.reference}; more --steps may help"
+                f"rank layers nor compare {study.low} with {study.reference}. Repeat it with more --steps, or compare "
+                "maps on fresh batches: fp8bench train with --precision-map LAYER=bf16 --seeds 5"
             )
         yield Text(sentence)
         return

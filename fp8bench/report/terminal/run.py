@@ -229,7 +229,7 @@ def _legend_lines(panels: Sequence[Panel], output: str = "answer") -> list[str]:
     if len(timed) < len(panels):
         lines.append(("answer all", TENSORS_LEGEND))
     used_labels = set(chain.from_iterable(case.labels for case in list_cases(timed)))
-    lines += [("notes all", explain_label(label)) for label in Label if label in used_labels]
+    lines += [("answer notes all", explain_label(label)) for label in Label if label in used_labels]
     return [line for outputs, line in lines if output in outputs.split()]
 
 

@@ -38,7 +38,7 @@ MAX_REASON_LENGTH = 300
 _MAX_PROPOSED_SECONDS = 900
 # With one of these options, a command measures a stored plan. So it cannot be repeated with more rounds.
 _OPTIONS_OF_A_STORED_PLAN = ("--plan", "--cell", "--resume")
-_OPTIONS_WITH_VALUE = ("--budget", "--rounds", "--seeds")
+_OPTIONS_WITH_VALUE = ("--budget", "--dtypes", "--rounds", "--seeds")
 # A run without --budget spends about this many seconds on each group.
 _DEFAULT_GROUP_SECONDS = 10
 _ERROR_SUBJECTS = {
@@ -329,12 +329,15 @@ def propose_commands(cases: Cases, command: str, under_load: bool = False, budge
 
 
 def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | None) -> Sentences:
-    # 1. Under load, propose to free the machine, because more rounds would not help.
-    if under_load:
+    # 1. Propose precisions to compare, or, under load, to free the machine, because more rounds would not help.
+    is_measuring = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
+    is_measuring = is_measuring and not any(f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN)
+    if is_measuring and cases and all(case.is_reference for case in cases):
+        yield f"name precisions to compare: {remove_option(command, '--dtypes')} --dtypes fp32,bf16,fp8"
+    elif under_load:
         full_command = remove_option(remove_option(command, "--quick"), "--rounds")
         yield f"free the machine, and measure again: {full_command}"
-    is_measuring = any(f"fp8bench {word} " in command for word in ("suite", BENCH))
-    if not is_measuring or any(f" {option}" in command for option in _OPTIONS_OF_A_STORED_PLAN):
+    if not is_measuring:
         return
     # 2. Propose more rounds for verdicts that are open.
     if not under_load:

@@ -49,9 +49,9 @@ def _error_size(metric: str, error: float) -> int:
 
 
 BEST_TIME = (
-    "best: time of an undisturbed step: for each stretch the mean of its fastest quarter of the rounds, summed up "
-    "(less than most single steps); for a case, the reference's best / its speed-up; spread: distance of the quartiles "
-    "/ median, over all calls; throughput: of the best case"
+    "best: time of an undisturbed step: for each stretch between marks of phases the mean of its fastest quarter of "
+    "the rounds, summed up (less than most single steps); for a case, the reference's best / its speed-up; spread: "
+    "distance of the quartiles / median, over all calls; throughput: of the best case"
 )
 CACHE = (
     "cache: content of the last cache when a call begins; hot (the default): as the previous call left it; cold: "
@@ -76,7 +76,10 @@ NO_VERDICT = (
     "no verdict: if identical code differed, the hardware throttled, the host limited the device, less than a fifth of "
     "a core was free, clocks differed, or a case does not do what it declares; also if that holds for its reference"
 )
-EMULATED = "emulated: the error is real; ignore time and memory, which are the cost of emulation"
+EMULATED = (
+    "emulated: the error is real; ignore time and memory, which are the cost of emulation; (est.): estimated for "
+    "hardware that has the format"
+)
 PHASES = "time of a step: shares of its total; other: time outside of all phases; -: no such phase, or a part of other"
 BELOW_FLOOR = f"<: too short for a share, below {BELOW_FLOOR_MARKERS} times the cost of marking it"
 
@@ -116,8 +119,8 @@ ENERGY_VERSUS = (
     "compared"
 )
 SPEED_UP = (
-    "speed-up: step time of the reference / that of the case, above 1x is faster; [low, high]: 99% interval, at least "
-    f"as wide as earlier runs differ; {RANGE_OF_ROUNDS}"
+    "speed-up: step time of the reference / that of the case, above 1x is faster; [low, high], or 'could be': 99% "
+    f"interval, at least as wide as earlier runs differ; {RANGE_OF_ROUNDS}"
 )
 
 

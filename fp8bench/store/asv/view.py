@@ -40,6 +40,7 @@ from fp8bench.store.asv.rows import (
     summarize_samples,
 )
 from fp8bench.store.commit_runs import (
+    OUTSIDE_REPOSITORY,
     TrackedRun,
     collect_series,
     explain_outside_history,
@@ -66,19 +67,22 @@ def results_folder(store: Path) -> Path:
 
 
 def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
-    """Updates asv's files for a run's commit, and returns a sentence that reports the result.
+    """Updates asv's files for a run's commit, and returns a sentence that reports the result. Returns '' outside a
+    repository if the store has no history and the run did not ask for one.
 
     Waits at most `timeout` seconds for other writers. Faults of the store are returned, not raised, because the run
     is stored and asv's files can be rebuilt.
     """
     # 1. Skip a run that adds nothing to the history.
     reason = explain_outside_history(run)
+    if reason == OUTSIDE_REPOSITORY and not run.request.grid and not results_folder(store).is_dir():
+        return ""
     tracked = make_tracked_run(run) if not reason else None
     if tracked is None or not tracked.content.points:
         no_machine_reason = "it names no machine, or one whose name cannot be a folder"
         reason = reason or (tracked.content.why if tracked is not None else no_machine_reason)
-        reason = reason or "none of its cases is in a declared grid"
-        return f"history: {reason}; the run is stored, and asv's view is unchanged"
+        reason = reason or "the history tracks none of its cases (--grid measures those that it tracks)"
+        return f"history: {reason}; the run is stored, but adds nothing to the history"
     # 2. Write the view. The run is already stored, so failures are only reported.
     try:
         renamed_files = write_commit(store, tracked, timeout)
@@ -98,7 +102,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     ]
     if tracked.content.others:
         verb = "stays" if tracked.content.others == 1 else "stay"
-        sentences.append(f"{tracked.content.others} outside the declared grids {verb} only in the run")
+        sentences.append(f"{tracked.content.others} that the history does not track {verb} only in the run")
     return "; ".join(sentences)
 
 

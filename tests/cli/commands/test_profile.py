@@ -152,7 +152,7 @@ WRONG = [
     (["{}:raises"], "fails: ValueError: no checkpoint here (makers.py, line"),
     (["nosuch:make"], "No module named 'nosuch'"),
     (["nosuch"], "is not a function. Give module:function"),
-    (["{}:make", "--dtypes", "nosuch"], "unknown dtype 'nosuch'"),
+    (["{}:make", "--dtypes", "nosuch"], "unknown precision 'nosuch'"),
     (["{}:make", "--skip", "nosuch"], "unknown layer of this model 'nosuch'"),
     (["{}:make", "--precision-map", "9=bf16"], "unknown layer of this model '9'"),
     (["{}:make", "--compile", "--dtypes", "fp8-delayed", "--json", "--csv", "-"], "would both print on stdout"),

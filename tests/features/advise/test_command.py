@@ -28,7 +28,7 @@ def test_commands_that_measure_more_need_the_store_of_the_run(store: Path, tmp_p
     for where in (store, tmp_path / "elsewhere"):
         keep(run(group(fp8=FP8)), where)
         _, out, _ = fp8bench("advise", "last", "--store", str(where))
-        assert ("add --store" in " ".join(out.split())) == (where != store)
+        assert (f"--dtypes bf16,fp8 --seeds 5 --store {where}" in " ".join(out.split())) == (where != store)
 
 
 @for_each(

@@ -107,7 +107,7 @@ def test_options_without_effect_on_a_declared_kernel_are_refused(kernels: str, w
         ("nowhere.py:f", 2, "no such file"),
         ("plain", 2, "is not a function"),
         ("torch.matmul", 2, "Write a colon before the function: torch:matmul"),
-        ("{}:crash --kind product --precision fp9", 2, "unknown dtype 'fp9'"),
+        ("{}:crash --kind product --precision fp9", 2, "unknown precision 'fp9'"),
         ("{}:crash --kind product --precision fp8-delayed", 2, "Audit it as fp8"),
         ("{}:crash --kind product --precision mxfp6 --takes codes", 2, "torch has no dtype for the codes of mxfp6"),
     ],

@@ -251,7 +251,7 @@ def dies_at_start(project: Path, python: Path, suite: Sequence[str]) -> None:
         (["gemm"], "choose from"),
         (["suite"], "NAME"),
         (["suite", "gem"], "Did you mean 'gemm'"),
-        (["suite", "gemm", "--dtypes", "fb8"], "unknown dtype 'fb8'"),
+        (["suite", "gemm", "--dtypes", "fb8"], "unknown precision 'fb8'"),
         (["suite", "gemm", "--against", "HEAD"], "needs a git repository"),
         (["suite", "gemm", "--sessions", "0"], "a whole number from 1"),
         (["suite", "gemm", "--pythona", "x"], "Did you mean '--python-a'"),

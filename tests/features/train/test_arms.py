@@ -137,7 +137,7 @@ def ranks(settings: TrainerSettings, count: int = 2, **changes: Any) -> dict[str
 
 
 REFUSED: dict[str, dict[str, Any]] = {
-    "unknown dtype 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
+    "unknown precision 'fb8'. Did you mean 'fp8'": {"dtypes": ("bf16", "fb8")},
     "bf16 has nothing to compare with": {"dtypes": ("bf16",)},
     "msamp-o2 is one of MS-AMP's levels": {"dtypes": ("msamp-o2",)},
     "msamp-o1 is one of MS-AMP's levels": {"dtypes": ("bf16", "msamp-o1"), "reference": "msamp-o1"},

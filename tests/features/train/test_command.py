@@ -208,7 +208,7 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
 
     candidate = arms("use_fp8: true\ntorch_compile: true").items() - arms("use_fp8: true").items()
     assert candidate == {("fp8", "")}
-    with pytest.raises(UsageError, match="choose --compile no, or a dtype without memory, like fp8"):
+    with pytest.raises(UsageError, match="choose --compile no, or a precision without memory, like fp8"):
         arms("use_fp8: true", "--compile", "yes")
 
 

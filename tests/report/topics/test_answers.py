@@ -103,6 +103,13 @@ def test_an_earlier_budget_is_replaced_and_a_quick_look_is_measured_in_full() ->
     assert not [*propose_commands(unsettled(0.97, 0.99, 1.01).members, f"{COMMAND} --budget 300", budget=300)]
 
 
+def test_a_reference_alone_gets_precisions_to_compare() -> None:
+    references = [case for case in unsettled(0.93, 0.96, 0.99).members if case.is_reference]
+    (proposal,) = propose_commands(references, COMMAND, under_load=True)
+    assert proposal == f"name precisions to compare: {COMMAND.replace('bf16', 'fp32,bf16,fp8')}"
+    assert not [*propose_commands([], COMMAND)]
+
+
 @for_each("command", ["fp8bench profile ./model.py:make", "fp8bench suite --plan plan.json --cell 0"])
 def test_only_a_suite_is_measured_again(command: str) -> None:
     assert not [*propose_commands(unsettled(0.93, 0.96, 0.99).members, command)]

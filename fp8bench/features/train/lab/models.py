@@ -251,8 +251,8 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
         return refused(f"--parallel {settings.parallel} cannot divide a library's layers, as of {precision.mode}")
     if settings.compile == "yes" and precision.remembers and support.level is not Level.REFUSED:
         return refused(
-            f"{precision.mode} rounds by earlier casts, unseen by a compiled graph: choose --compile no, or a dtype "
-            "without memory, like fp8"
+            f"{precision.mode} rounds by earlier casts, unseen by a compiled graph: choose --compile no, or a "
+            "precision without memory, like fp8"
         )
     if settings.make or support.level is not Level.NATIVE:
         return support
