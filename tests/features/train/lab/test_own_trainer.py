@@ -99,6 +99,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     "in-place": lambda: {"model": InPlace(), "batches": [pairs(0, 0), pairs(1, 0)], "held_out": [pairs(2, 0)]},
     "numpy": lambda: (Net(), from_numpy),
     "half frozen": lambda: (half_frozen(), pairs),
+    "targets": lambda: (nn.Linear(16, 4), pairs, lambda output, batch: F.cross_entropy(output, batch[1])),
     "plain": lambda: (
         nn.Linear(16, 4),
         lambda step, seed: (torch.randn(16, 16),),
@@ -156,7 +157,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
 
 
-@for_each("name", ["loader", "in-place", "numpy"])
+@for_each("name", ["loader", "in-place", "numpy", "targets"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
     """In fp32 the first loss is that of the untouched model, in fp8 another; a repeated task gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
