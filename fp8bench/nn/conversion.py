@@ -106,8 +106,8 @@ class Conversion:
         # name.
         if not self._arithmetics:
             raise UsageError(
-                f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.held)}). Give --dtypes "
-                "untouched to measure it unchanged, or build these layers from nn.Linear."
+                f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.held)}). `fp8bench "
+                "profile --dtypes untouched` measures it unchanged. To convert it, build these layers from nn.Linear."
             )
 
     @property
