@@ -228,7 +228,7 @@ def resume(
     The stored run defines what to measure, and how. Raises Fp8benchError if the conditions of measuring, for example
     the machine, have changed since.
 
-    run: the run, its id, a file's stem, a path, or 'last'
+    run: the run, its id, its name, a path, or 'last'
     """
     if isinstance(run, model.Run) and not run.path:
         raise UsageError(f"the run {run.id} was not stored. Give a stored run, its id, its file, or 'last'.")

@@ -91,7 +91,7 @@ class NotKept(StoreError):
 
 
 class RunNotFound(StoreError):
-    """No run has that id, file stem or path."""
+    """No run has that id, name or path."""
 
     def __init__(self, message: str, given: str = "", nearest: str | None = None) -> None:
         super().__init__(message, given, nearest, explaining_command("run").split())

@@ -241,7 +241,7 @@ LIES: tuple[Kernel, ...] = (
     Kernel("codes read as another format's", _FP8, lambda a, b: product(a, b) / 2, "fnuz", "vllm-project/vllm #45302"),
     Kernel("cast to a different format", _FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
            "other-precision", "ROCm/AMDMIGraphX #2533"),
-    Kernel("one scale a tensor for one a row", _ROWS, product, "too-good", "flashinfer-ai/flashinfer #3882"),
+    Kernel("one scale a tensor for one a row", _ROWS, product, "other-precision", "flashinfer-ai/flashinfer #3882"),
     Kernel("the codes of a byte exchanged", _MX4, _exchanged, "layout", "Comfy-Org/comfy-kitchen #41"),
     _remembering("results by address", _FP8, _by_address, "wrong-values", "gpu-mode/kernelbot #501"),
     _remembering("results by a few values", _FP8, _by_few_values,

@@ -179,7 +179,7 @@ def _explain_usage(parser: argparse.ArgumentParser, message: str) -> str:
 
 
 def _describe_missing_arguments(parser: argparse.ArgumentParser, *names: str) -> Iterator[str]:
-    """Yields the help of each missing argument, as 'RUN: an id, a file's stem, a path, or 'last''."""
+    """Yields the help of each missing argument, as 'RUN: an id, a name, a path, or 'last''."""
     formatter = parser._get_formatter()
     for action in parser._actions:
         option_names = set(action.option_strings) or {str(action.metavar or action.dest)}
@@ -268,8 +268,9 @@ def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> 
     """Returns the words of a command line with the wrong word replaced. Returns [] if no word contains the wrong
     word.
     """
-    previous_words: list[str] = []
-    for index, word in enumerate(words):
+    # Prefer a word that is the wrong one, or lists it, to an earlier word that contains it (file.py:int8).
+    for index in sorted(range(len(words)), key=lambda place: wrong_word not in re.split("[=,]", words[place])):
+        word, previous_words = words[index], words[:index]
         option, equals, value = word.partition("=")
         next_words = list(words[index + 1 :])
         if correct_word.endswith("=") and option == wrong_word:
@@ -280,7 +281,6 @@ def _correct_words(words: Sequence[str], wrong_word: str, correct_word: str) -> 
         pattern = re.compile(rf"(?<![\w.-]){re.escape(wrong_word)}(?![\w.-])")
         if pattern.search(word):
             return [*previous_words, pattern.sub(lambda _: correct_word, word, count=1), *next_words]
-        previous_words.append(word)
     return []
 
 
@@ -369,14 +369,14 @@ def check_working_directory() -> None:
 
 
 def import_user_code(arguments: argparse.Namespace) -> None:
+    # `python -m fp8bench` puts the working directory on the import path, but the script `fp8bench` does not.
+    working_directory = str(Path.cwd())
+    if "" not in sys.path and working_directory not in sys.path:
+        sys.path.insert(0, working_directory)
     if "imports" not in arguments:
         return
     from fp8bench.plan.asked_suites import suite_files
     from fp8bench.user_code import import_user_modules
 
-    # `python -m fp8bench` puts the working directory on the import path, but the script `fp8bench` does not.
-    working_directory = str(Path.cwd())
-    if "" not in sys.path and working_directory not in sys.path:
-        sys.path.insert(0, working_directory)
     suite_name = getattr(arguments, "suite", None) or getattr(arguments, "what", None) or ""
     import_user_modules((*arguments.imports, *suite_files(suite_name)))

@@ -18,7 +18,9 @@ from fp8bench.store.runs.run_file import load_run
 
 
 def compare_named_sides(old_name: str, new_name: str, store: Path, observer: JobObserver) -> Compared:
-    old, new = (read_runs(find_runs(name, store), observer) for name in (old_name, new_name))
+    # Find both sides before reading one, so that a missing file is not reported as a fault of the other.
+    chosen_sides = [find_runs(name, store) for name in (old_name, new_name)]
+    old, new = (read_runs(chosen, observer) for chosen in chosen_sides)
     return compare_runs(old_name, old, new_name, new, observer)
 
 

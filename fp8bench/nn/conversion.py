@@ -105,7 +105,10 @@ class Conversion:
         # 3. Refuse a conversion that converts nothing. It would report the carrier's figures under the precision's
         # name.
         if not self._arithmetics:
-            raise UsageError(f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.held)})")
+            raise UsageError(
+                f"no layer of {type(model).__name__} can be converted ({_list_reasons(self.held)}). `fp8bench "
+                "profile --dtypes untouched` measures it unchanged. To convert it, build these layers from nn.Linear."
+            )
 
     @property
     def converted_weights(self) -> tuple[ProductWeight, ...]:

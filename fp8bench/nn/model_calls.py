@@ -5,9 +5,10 @@ user.
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping
+from collections.abc import Callable, Iterable, Iterator, Mapping, MutableMapping, Sequence
 from copy import copy as shallow
 from dataclasses import fields, is_dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -19,7 +20,10 @@ from fp8bench.nn.around import widen_dtype
 # A function that returns the loss of an output. If it has two arguments, the second is the batch.
 Loss = Callable[..., Tensor]
 _MAX_ERROR_LENGTH = 300
-_WHAT_MAKE_RETURNS = "make() must return (model, batch), with a batch that forward accepts, or (model, batch, loss)"
+_WHAT_MAKE_RETURNS = (
+    "make() must return (model, batch) with a batch that forward accepts, or (model, batch, loss) with a batch whose "
+    "first or equally named parts forward accepts"
+)
 
 
 def tensors_in(value: Any, path: str = "") -> Iterator[tuple[str, Tensor]]:
@@ -71,14 +75,14 @@ def on_device(value: Any, device: torch.device | str, copy: bool = False) -> Any
     return move(value)
 
 
-def make_call(model: nn.Module, batch: Any) -> Callable[[], Any]:
+def make_call(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[], Any]:
     """Returns a function that runs the model's forward pass on a batch.
 
     A mapping is passed as keywords, and a tuple or list as positional arguments. A tensor is passed alone, and a pair
     (list, mapping) as positional arguments and keywords. Raises UsageError if forward does not accept the batch, or
     if a tensor is not on the model's device. The returned function raises UsageError if the model fails.
     """
-    positional, named = make_arguments(model, batch)
+    positional, named = make_arguments(model, batch, has_loss)
     model_device = next((parameter.device for parameter in model.parameters()), None)
     # Check devices before the call, because torch's message would not name the argument.
     for name, tensor in tensors_in(batch):
@@ -110,13 +114,14 @@ def shorten_error(error: BaseException) -> str:
 Arguments = tuple[tuple[Any, ...], dict[str, Any]]
 
 
-def make_arguments(model: nn.Module, batch: Any) -> Arguments:
-    return choose_call_style(model, batch)(batch)
+def make_arguments(model: nn.Module, batch: Any, has_loss: bool = False) -> Arguments:
+    return choose_call_style(model, batch, has_loss)(batch)
 
 
-def choose_call_style(model: nn.Module, batch: Any) -> Callable[[Any], Arguments]:
+def choose_call_style(model: nn.Module, batch: Any, has_loss: bool = False) -> Callable[[Any], Arguments]:
     """Returns a function that turns batches into arguments of the model's forward pass. All batches must have the
-    form of this one.
+    form of this one. With the user's loss, which gets the whole batch, forward may get a part of it: the first items
+    of a sequence, or the keywords that it accepts of a mapping.
 
     Raises UsageError if forward does not accept the batch.
     """
@@ -129,7 +134,7 @@ def choose_call_style(model: nn.Module, batch: Any) -> Callable[[Any], Arguments
         ) from None
     # Use the first way of passing the batch that forward's signature accepts.
     bind_error = ""
-    for call in _list_call_styles(batch, len(signature.parameters) == 1):
+    for call in _list_call_styles(batch, tuple(signature.parameters), has_loss):
         positional, named = call(batch)
         try:
             signature.bind(*positional, **named)
@@ -145,20 +150,28 @@ def choose_call_style(model: nn.Module, batch: Any) -> Callable[[Any], Arguments
     raise UsageError(f"forward of {_get_class_name(model)} takes ({parameter_names}): {problem}; {_WHAT_MAKE_RETURNS}")
 
 
-def _list_call_styles(batch: Any, takes_one: bool) -> Iterator[Callable[[Any], Arguments]]:
+def _list_call_styles(batch: Any, parameters: Sequence[str], has_loss: bool) -> Iterator[Callable[[Any], Arguments]]:
     if isinstance(batch, Tensor):
         yield lambda batch: ((batch,), {})
     elif isinstance(batch, Mapping):
         if all(isinstance(name, str) for name in batch):
             yield lambda named: ((), dict(named))
-        if takes_one:
+        accepted_names = [name for name in parameters if name in batch]
+        if has_loss and accepted_names:
+            yield lambda named: ((), {name: named[name] for name in accepted_names})
+        if len(parameters) == 1 and not accepted_names:
             yield lambda batch: ((batch,), {})
     elif isinstance(batch, list | tuple):
         # A pair of a sequence and a mapping means positional arguments and keywords.
-        is_pair = len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping)
-        yield (
-            (lambda pair: (tuple(pair[0]), dict(pair[1]))) if is_pair else (lambda positional: (tuple(positional), {}))
-        )
+        if len(batch) == 2 and isinstance(batch[0], list | tuple) and isinstance(batch[1], Mapping):
+            yield lambda pair: (tuple(pair[0]), dict(pair[1]))
+            return
+        for count in range(len(batch), -1 if has_loss else len(batch) - 1, -1):
+            yield partial(_take_first, count)
+
+
+def _take_first(count: int, batch: Sequence[Any]) -> Arguments:
+    return tuple(batch[:count]), {}
 
 
 def loss_of(model: nn.Module, batch: Any, output: Any, loss: Loss | None = None) -> tuple[Tensor, str]:

@@ -159,7 +159,7 @@ class OwnModel:
         params = setup.params
         self.model, batch, self._loss = parts[:3]
         self._batch = batch
-        self._make_arguments = choose_call_style(self.model, batch)
+        self._make_arguments = choose_call_style(self.model, batch, self._loss is not None)
         # Each step gets a copy of the batch, until a step has shown that it does not change the batch. Moving a batch
         # to a different device copies it anyway.
         self._copies = True

@@ -226,6 +226,8 @@ def find_commit(word: str, folder: Path) -> str | None:
 
 
 _COMMIT_PREFIX_PATTERN = re.compile(r"[0-9a-f]{4,40}")
+# A word that only git can resolve, such as HEAD~1.
+_REVISION_PATTERN = re.compile(r"HEAD|.+[~^]")
 
 
 class ChosenRuns(NamedTuple):
@@ -261,7 +263,7 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
     try:
         if Path(word).is_dir():
             return _find_newest_runs(Path(word))
-        is_single_run = word == "last" or is_no_folder(Path(word))
+        is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_no_folder(Path(word))
         runs = Listing(()) if is_single_run else listing(store)
     except (OSError, ValueError) as error:
         reason = error.strerror if isinstance(error, OSError) else str(error)
@@ -279,6 +281,8 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
         try:
             return ChosenRuns([find_run(word, store)])
         except RunNotFound as error:
+            if _REVISION_PATTERN.match(word):
+                raise RunNotFound(f"git has no commit {word!r:.80} here. `git log` lists the commits.") from None
             reason = str(error).rstrip(".")
             raise RunNotFound(f"{reason}, or a commit that was measured, or a store's folder.") from None
     chosen = _find_runs_of_commit(commit, runs)

@@ -49,7 +49,8 @@ def _import(name: str, watched_switches: Sequence[Switch]) -> None:
         raise
     except BaseException as error:  # a user's code may raise anything
         raise ImportFailed(
-            f"importing {name!r} failed: {own_words(error)}. Give a module's name, or the path of a Python file."
+            f"importing {name!r} failed: {own_words(error)}. Give a module, or the path of a Python file, that Python "
+            "can import."
         ) from error
     finally:
         changed_switches = restore_values(watched_switches, values_before)
@@ -118,22 +119,29 @@ def _list_files(name: str) -> list[Path]:
     return sorted(Path(file).parent.rglob("*.py")) if Path(file).name == "__init__.py" else [Path(file)]
 
 
+_PACKAGE_FOLDERS = {"site-packages", "dist-packages"}
+# A longer error is printed without its middle: only this many characters of its beginning and of its end.
+_SHOWN_LENGTH = 250
+
+
 def own_words(error: BaseException) -> str:
-    """Describes an error of a user's code in one line: its kind and text, and the user's line that led to it."""
-    text = " ".join(str(error).split())[:300].rstrip(".")
+    """Describes an error of a user's code in one line: its kind and text, and the last line of the user's own files
+    that led to it. Installed packages are not the user's.
+    """
+    text = " ".join(str(error).split()).rstrip(".")
+    if len(text) > 2 * _SHOWN_LENGTH:
+        text = f"{text[:_SHOWN_LENGTH]} ... {text[-_SHOWN_LENGTH:]}"
     error_kind = "" if isinstance(error, Fp8benchError) else type(error).__name__
     description = ": ".join(part for part in (error_kind, text) if part)
-    own_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(importlib.__file__).parent}{os.sep}", "<")
-    foreign_frames = [
-        summary
-        for summary in traceback.extract_tb(error.__traceback__)
-        if not summary.filename.startswith(own_prefixes)
-    ]
+    other_prefixes = (f"{Path(__file__).parents[1]}{os.sep}", f"{Path(os.__file__).parent}{os.sep}", "<")
     user_frames = [
-        other for other in foreign_frames if "site-packages" not in Path(other.filename).parts
-    ] or foreign_frames
+        frame
+        for frame in traceback.extract_tb(error.__traceback__)
+        if not frame.filename.startswith(other_prefixes)
+        and not _PACKAGE_FOLDERS.intersection(Path(frame.filename).parts)
+    ]
     return (
-        f"{description} ({Path(user_frames[0].filename).name}, line {user_frames[0].lineno})"
+        f"{description} ({Path(user_frames[-1].filename).name}, line {user_frames[-1].lineno})"
         if user_frames
         else description
     )
@@ -162,11 +170,18 @@ def _import_file(path: Path) -> None:
     check_file(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
+    # As in a script, modules beside the file are found first. They come last afterwards, because functions may import
+    # them later, but other modules must stay the same.
+    folder = str(path.parent)
+    sys.path.insert(0, folder)
     try:
         spec.loader.exec_module(module)
     except BaseException:
         del sys.modules[name]
         raise
+    finally:
+        sys.path.remove(folder)
+        sys.path.append(folder)
 
 
 def modules_under(folder: Path) -> tuple[str, ...]:
@@ -181,6 +196,6 @@ def modules_under(folder: Path) -> tuple[str, ...]:
             continue
         # Some modules, for example of torch, have no file, and name one that does not exist.
         path = Path(file).resolve() if Path(file).is_absolute() else Path()
-        if path.is_relative_to(top_folder) and not {"site-packages", "dist-packages"} & set(path.parts):
+        if path.is_relative_to(top_folder) and not _PACKAGE_FOLDERS.intersection(path.parts):
             module_names.append(name)
     return tuple(module_names)

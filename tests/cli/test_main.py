@@ -16,7 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import pipeline
-from fp8bench.cli.main import build_parser, main, subparsers_by_name
+from fp8bench.cli.main import build_parser, import_user_code, main, subparsers_by_name
 from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power
@@ -448,3 +448,12 @@ def test_a_deleted_working_directory_is_a_sentence(
     for words in (["suite", "gemm", "--quick"], ["list"], ["show", "last"]):
         assert main(words) == 2
         assert "the working directory has been deleted" in capsys.readouterr().err
+
+
+def test_modules_of_the_working_directory_are_found_by_any_command(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", [folder for folder in sys.path if folder])
+    monkeypatch.chdir(tmp_path)
+    import_user_code(argparse.Namespace())
+    assert sys.path[0] == str(tmp_path)

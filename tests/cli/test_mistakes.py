@@ -68,15 +68,18 @@ train --lr 0.1 | Did you mean '--rate'? | train --rate 0.1
 profile net.py | 'net.py' is not a function. Give module:function, or file.py:function. | profile --help
 audit '' | '' is not a function | audit --help
 audit net.py:make --precision bfloat16 | Did you mean 'bf16'? | audit net.py:make --precision bf16
+audit net.py:bfloat16 --precision bfloat16 | Did you mean 'bf16'? | audit net.py:bfloat16 --precision bf16
 audit net.py:make --kind gemm | invalid choice: 'gemm' | audit net.py:make --kind product
 duel gemm --quick | invalid choice: 'gemm' | duel suite gemm --quick
 duel suite gem | Did you mean 'gemm'? | duel suite gemm
 compare last | arguments are required: B | compare 'HEAD~1' HEAD
+compare notes.txt nope.jsonl | no such file: nope.jsonl | history list --runs
+compare HEAD~40000 HEAD | git has no commit 'HEAD~40000' here | history list --runs
 compare last last | have the run | compare --help
 gate last | 1 side was given. Give two | gate --help
 show 12345678 | no run '12345678' in .fp8bench | history list --runs
-show latest | Give an id, a file's stem, a path, or 'last' | show last
-report run.jsonl | no run 'run.jsonl' in .fp8bench | history list --runs
+show latest | Give an id, a run's name, a path, or 'last' | show last
+report run.jsonl | no such file: run.jsonl | history list --runs
 list workloads | Did you mean 'suites'? | list suites
 init --force | Known: those of `fp8bench init --help` |
 """

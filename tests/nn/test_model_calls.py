@@ -67,6 +67,15 @@ def test_a_batch_that_cannot_be_taken_is_asked_for_shortly(batch: Any, words: st
     assert len(str(caught.value)) < 400 and "\n" not in str(caught.value)
 
 
+@for_each("batch", [(X, 3), [X, 3, 4], {"x": X, "y": 3}, UserDict(x=X, y=3)], ids=lambda batch: type(batch).__name__)
+def test_with_a_loss_forward_gets_the_part_of_a_batch_that_it_accepts(batch: Any) -> None:
+    model = nn.Linear(4, 4)
+    model.forward = lambda x: x @ model.weight.t()  # type: ignore[method-assign]
+    assert torch.equal(make_call(model, batch, has_loss=True)(), model(X))
+    with pytest.raises(UsageError, match="whose first or equally named parts forward accepts"):
+        make_call(model, batch)
+
+
 def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None) -> tuple[Tensor, str]:
     model = Two(result)
     return loss_of(model, {"x": X}, make_call(model, X)(), own)

@@ -11,9 +11,11 @@ from pathlib import Path
 from types import ModuleType
 
 import pytest
+import torch
 
 from fp8bench.errors import ImportFailed
-from fp8bench.user_code import hash_user_code, import_user_modules, modules_under
+from fp8bench.user_code import hash_user_code, import_user_modules, modules_under, own_words
+from fp8bench.user_code.named import named
 from tests.counts import for_each
 from tests.own_suites import forgotten
 
@@ -170,3 +172,33 @@ def test_modules_of_a_folder_by_where_they_really_are(tmp_path: Path, monkeypatc
     monkeypatch.setattr(sys, "modules", modules)
     assert modules_under(top) == ("a_library", "a_library.part", "fp8bench_user_suite")
     assert modules_under(tmp_path / "link") == modules_under(top) and modules_under(tmp_path / "nowhere") == ()
+
+
+def test_a_file_imports_modules_of_its_folder_at_once_and_later(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "path", list(sys.path))
+    (tmp_path / "beside_the_file.py").write_text("x = 1\n")
+    (tmp_path / "imported_later.py").write_text("x = 2\n")
+    path = tmp_path / "with_siblings.py"
+    path.write_text("from beside_the_file import x\ndef later():\n    from imported_later import x\n    return x\n")
+    with forgotten(tmp_path):
+        first_path = sys.path[0]
+        assert named(f"{path}:later")() == 2
+        assert (sys.path[0], sys.path[-1]) == (first_path, str(tmp_path)), "other modules stay the same"
+
+
+def test_an_error_cites_the_last_line_of_the_users_file_and_both_ends_of_a_long_text(tmp_path: Path) -> None:
+    path = tmp_path / "fails_in_a_library.py"
+    path.write_text(
+        "import json, torch\ndef parse():\n    json.loads('{')\ndef call():\n    parse()\n"
+        "def forward():\n    torch.nn.Linear(2, 2)(torch.ones(3))\ndef fail():\n    raise ValueError('a' * 600 + 'b')\n"
+    )
+    for name, words in (("call", "line 3)"), ("forward", "line 7)"), ("fail", "aab (fails_in_a_library.py, line 9)")):
+        with pytest.raises(Exception) as caught:  # noqa: PT011 - any error of a library
+            named(f"{path}:{name}")()
+        assert own_words(caught.value).endswith(words) and len(own_words(caught.value)) < 600
+    with pytest.raises(TypeError) as caught_type_error:
+        torch.nn.Linear(2, 2)()
+    caught_type_error.value.__traceback__ = caught_type_error.value.__traceback__.tb_next  # type: ignore[union-attr]
+    assert "module.py" not in own_words(caught_type_error.value)

@@ -18,6 +18,7 @@ from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import precisions
 from fp8bench.worker.bench import Bench
 from fp8bench.workloads.model import LIVE_MODELS, LOADED_MODELS, Model
+from tests.counts import for_each
 from tests.facts import CPU
 
 Make = Callable[[], Any]
@@ -141,6 +142,16 @@ def test_a_model_may_change_its_batch() -> None:
     calm = Model().prepare(setup_of(make))
     calm.step(SilentPhases())
     assert not calm._copies, "a batch that nobody changes is copied once"
+
+
+@for_each("batch", [(torch.ones(4, 8), torch.zeros(4, 8)), {"input": torch.ones(4, 8), "1": torch.zeros(4, 8)}])
+def test_forward_gets_a_part_of_the_batch_and_the_loss_all_of_it(batch: Any) -> None:
+    def loss(output: Tensor, batch: Any) -> Tensor:
+        return (output - batch[1 if isinstance(batch, tuple) else "1"]).square().mean()
+
+    state = Model().prepare(setup_of(lambda: (nn.Linear(8, 8), batch, loss)))
+    state.step(SilentPhases())
+    assert state.loss_words == "the loss that make() gives"
 
 
 def test_another_draw_has_other_weights_and_the_same_batch() -> None:

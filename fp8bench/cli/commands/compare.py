@@ -24,7 +24,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "before",
         metavar="A",
         help=(
-            "runs (ids, files' stems, paths, 'last'), a commit, a store's folder, or a stream of fp8bench.watch; "
+            "runs (ids, names, paths, 'last'), a commit, a store's folder, or a stream of fp8bench.watch; "
             "several, separated by commas, are joined (streams as seeds)"
         ),
     )

@@ -19,7 +19,7 @@ def add(parser: argparse.ArgumentParser) -> None:
         "runs",
         nargs="+",
         metavar="RUN",
-        help="runs, or a training: ids, files' stems, paths or 'last'",
+        help="runs, or a training: ids, names, paths or 'last'",
     )
     add_common(parser, "--store", help="as in suite")
     add_common(parser, "--html", "--md", "--open")

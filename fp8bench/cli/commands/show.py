@@ -35,7 +35,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run, training or duel: its id, its file's stem or its path; 'last' is the newest run or training",
+        help="a run, training or duel: its id, its name or its path; 'last' is the newest run or training",
     )
     add_common(parser, "--store", help="as in suite")
     for table in _RUN_TABLES:

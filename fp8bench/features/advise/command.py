@@ -26,7 +26,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "run",
         metavar="RUN",
-        help="a run or a profile: an id, a file stem, a path, or 'last'",
+        help="a run or a profile: an id, a name, a path, or 'last'",
     )
     parser.add_argument(
         "--training",

@@ -265,9 +265,7 @@ def _sample_product(
     return a[rows], b[columns], ResultSample((len(a), len(b)), rows, columns)
 
 
-# The shapes that are tried, in this order, to find the smallest input that shows a failure.
-_SMALLER_SHAPES = _parse_shapes("1x1x16,2x2x32,4x4x32,8x8x64,16x16x128,32x32x128")
-# How often the slow search for mistakes runs at most for each kind of result.
+# How often the slow search for mistakes runs at most for each kind of result that has not failed.
 _SEARCH_LIMIT = 4
 NORMAL_DATA = "normal"
 # Failures after which no other check can judge the results, so the audit ends.
@@ -348,33 +346,27 @@ class Auditor:
                 reason = f"the call changed the memory of argument {index + 1}"
                 self.changed = self.add_input(audit_input, make_failure("input-changed", reason))
 
-    def find_sampled_failure(self, matrices: Matrices, results: dict[str, Tensor], rng: Random) -> AuditFinding | None:
-        """Judges some rows and columns of the results. Returns the first failure, or None."""
-        expected_results = self.subject.expected_results(matrices, rng)
-        self.tried += len(results)
-        verdicts = {
-            name: expected_results[name].judge(result, search_mistakes=False) for name, result in results.items()
-        }
-        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts.items() if bad.has_failed), None)
-
     def judge_results(
-        self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True
+        self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True, rng: Random | None = None
     ) -> dict[str, AuditFinding]:
-        expected_results, verdicts = self.subject.expected_results(matrices), {}
+        expected_results, verdicts = self.subject.expected_results(matrices, rng), {}
         for name, result in results.items():
             self.tried += 1
             verdicts[name] = expected_results[name].judge(
                 result, search_mistakes and self._searches[name] < _SEARCH_LIMIT
             )
+            if search_mistakes and verdicts[name].has_failed:
+                verdicts[name] = expected_results[name].judge(result)
             self._searches[name] += search_mistakes and verdicts[name].is_remark
         return verdicts
 
     def find_failure(
-        self, matrices: Matrices, results: dict[str, Tensor], search_mistakes: bool = True
+        self, matrices: Matrices, results: dict[str, Tensor], rng: Random | None = None, search_mistakes: bool = False
     ) -> AuditFinding | None:
-        """Judges all results. Returns the first failure, or None."""
-        verdicts = self.judge_results(matrices, results, search_mistakes).items()
-        return next((replace(bad, why=f"{name}: {bad.why}") for name, bad in verdicts if bad.has_failed), None)
+        """Judges all results, or with `rng` some rows and columns. Returns the first failure, or None."""
+        verdicts = self.judge_results(matrices, results, search_mistakes, rng).items()
+        prefix = "a sample of the " * (rng is not None)
+        return next((replace(bad, why=f"{prefix}{name}: {bad.why}") for name, bad in verdicts if bad.has_failed), None)
 
     def find_problems(self, audit_input: AuditInput) -> dict[str, AuditFinding]:
         """Calls the kernel on an input. Returns failures and remarks, each with the name of the result. A mistake is
@@ -400,24 +392,9 @@ class Auditor:
                 )
         return verdicts
 
-    def find_smallest_input(self, audit_input: AuditInput, name: str, code: str) -> AuditInput:
-        """Returns the smallest input on which the named result fails with `code`. This is `audit_input` if no smaller
-        input fails."""
-        for shape in map(self.round_up_shape, () if audit_input.how else _SMALLER_SHAPES):
-            smaller_input = AuditInput(audit_input.data, shape)
-            try:
-                verdict = self.find_problems(smaller_input).get(name)
-            except REFUSAL_ERRORS:  # a kernel may refuse small inputs
-                continue
-            except (WorkerHung, WorkerLost):  # the next call reports that the process is lost
-                break
-            if verdict is not None and verdict.code == code:
-                return smaller_input
-        return audit_input
-
     def make_finding(self, audit_input: AuditInput, name: str, verdict: AuditFinding) -> AuditFinding:
-        """Returns the finding for a verdict on the named result. For a failure, it names the smallest input that
-        shows the failure."""
+        """Returns the finding for a verdict on the named result. For a failure, it names the precision that the results
+        seem to have."""
         result_prefix = "" if name == "product" else f"{name}: "
         if verdict.is_remark or verdict.code in _UNUSABLE_CODES:
             return self.add_input(audit_input, replace(verdict, why=result_prefix + verdict.why))
@@ -427,8 +404,9 @@ class Auditor:
             self._readings[name] = describe_found_precision(
                 promised_precision, informative_data, partial(self._matches_precision, name)
             )
-        reason = f"{result_prefix}{verdict.why}. {self._readings[name]}"
-        return self.add_input(self.find_smallest_input(audit_input, name, verdict.code), replace(verdict, why=reason))
+        return self.add_input(
+            audit_input, replace(verdict, why=f"{result_prefix}{verdict.why}. {self._readings[name]}")
+        )
 
     def _matches_precision(self, name: str, precision: str, data: str) -> bool:
         """Returns whether the named result, on this kind of data, has the values that another precision gives."""
@@ -491,4 +469,6 @@ def run_checks(
             if any(finding.code in _UNUSABLE_CODES for finding in check_findings):
                 break
             auditor.has_right_numbers = all(finding.outcome is AuditOutcome.PASS for finding in check_findings)
-    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - start_seconds)
+    run_names = {finding.check for finding in findings}
+    not_run = tuple(check.name for check in checks if signature.kind in check.kinds and check.name not in run_names)
+    return Audit(target, signature, tuple(findings), auditor.tried, time.perf_counter() - start_seconds, (), not_run)

@@ -238,10 +238,6 @@ _LEGEND = (
 )
 
 
-def _group_by_check(audit: Audit) -> dict[str, list[AuditFinding]]:
-    return together((finding.check, finding) for finding in audit.findings)
-
-
 def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Page:
     signature = audit.signature
     precision = f" in {signature.precision}" * bool(signature.precision)
@@ -250,28 +246,33 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
     shown_findings = (
         [finding for finding in audit.findings if finding.code] if everything else failures[:_SHOWN_FAILURES]
     )
+    # The verdict has the reason of the first failure.
+    verdict_finding = next((finding for finding in failures if finding.outcome is audit.outcome), None)
+    shown_findings = [replace(found, why="") if found is verdict_finding else found for found in shown_findings]
     tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
         ("found", "what was found", _FINDINGS, shown_findings),
         ("layers", "layers", _LAYERS, audit.layers if everything or len(audit.layers) <= _SHOWN_LAYERS else ()),
     ]
     parts = (Part(name, words, (table(name, "", cols, rows),)) for name, words, cols, rows in tables if rows)
-    verdict_part = Part("verdict", "", tuple(_describe_verdict(audit, failures)))
+    verdict_part = Part("verdict", "", tuple(_describe_verdict(audit, verdict_finding)))
     return Page(title, "", (verdict_part, *parts), _LEGEND)
 
 
-def _describe_verdict(audit: Audit, failures: Sequence[AuditFinding]) -> Iterator[Text]:
-    outcome, checks = audit.outcome, _group_by_check(audit)
-    reason = next((f"{finding.code}: {finding.why}" for finding in failures if finding.outcome is outcome), "")
+def _describe_verdict(audit: Audit, verdict_finding: AuditFinding | None) -> Iterator[Text]:
+    outcome, checks = audit.outcome, together((finding.check, finding) for finding in audit.findings)
+    reason = f"{verdict_finding.code}: {verdict_finding.why}" if verdict_finding else ""
     low, flops = sum(layer.low for layer in audit.layers), sum(layer.flops for layer in audit.layers)
     flops_share = f", {audit.low_flops / flops:.0%} of the FLOPs of their products" if flops else ""
     passed_text = f"{len(checks)} checks found the results that {audit.signature.precision} gives"
     coverage = f"{low} of {len(audit.layers)} layers converted{flops_share}" if audit.layers else passed_text
     yield Text(f"{outcome.value}: {reason or coverage}", _OUTCOME_TONES[outcome])
-    if failures and audit.layers:
+    if verdict_finding and audit.layers:
         yield Text(coverage)
     yield Text(f"{units.whole(audit.tried)} results in {units.seconds(audit.seconds)}")
     if names := [name for name, findings in checks.items() if find_worst_outcome(findings) is AuditOutcome.PASS]:
         yield Text(f"right: {', '.join(names)}")
+    if audit.not_run:
+        yield Text(f"not run because of this failure: {', '.join(audit.not_run)}")
 
 
 def _format_percent(error: float) -> str:
@@ -281,7 +282,7 @@ def _format_percent(error: float) -> str:
 _FINDINGS: tuple[Col[AuditFinding], ...] = (
     Col("check", lambda finding: finding.check),
     Col("code", lambda finding: finding.code),
-    Col("smallest input", lambda finding: finding.input or units.NONE),
+    Col("input", lambda finding: finding.input or units.NONE),
     Col("error", lambda finding: finding.error, True, _format_percent),
     Col("expected", lambda finding: finding.expected, True, _format_percent),
     Col("why", lambda finding: finding.why, below=True),

@@ -341,7 +341,11 @@ class KernelHost:
         try:
             output = self._function(*arguments)
         except (Exception, SystemExit) as error:  # noqa: BLE001 - foreign code may raise anything
-            raise KernelRaised(own_words(error)) from None
+            reason = own_words(error)
+            # An error without a line of the function means that the function does not accept these arguments.
+            if isinstance(error, TypeError) and error.__traceback__ is not None and not error.__traceback__.tb_next:
+                reason += f". The audit calls it as f({', '.join('abcdef'[: len(arguments)])})"
+            raise KernelRaised(reason) from None
         if not isinstance(output, Tensor):
             raise KernelRaised(f"TypeError: the kernel returned {type(output).__name__}; expected a tensor")
         if is_lazy(type(output)):

@@ -197,7 +197,7 @@ class ModelCheck:
     def _call_model(self, batch: Any, handles: Sequence[RemovableHandle]) -> None:
         try:
             with torch.no_grad():
-                make_call(self.model, batch)()
+                make_call(self.model, batch, has_loss=True)()
         finally:
             for handle in handles:
                 handle.remove()

@@ -91,7 +91,7 @@ DATA: dict[str, DrawFunction | tuple[DrawFunction, DrawFunction]] = {
     "many octaves, one at a time": (_draw_many_octaves, _draw_one_hot),
     "one at a time of many octaves": (_draw_one_hot, _draw_many_octaves),
     # Every cast keeps +1 and -1 exactly, and their sums are large integers, so any difference comes from the summation.
-    "signs that lean": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
+    "ones and 10% minus ones": lambda m, k, random: torch.where(torch.rand(m, k, generator=random) < 0.1, -1.0, 1.0),
     "large": lambda rows, columns, random: _draw_normal(rows, columns, random) * 2.0**10,
     "small": lambda rows, columns, random: _draw_normal(rows, columns, random) * 2.0**-10,
     "tiles of different sizes": _draw_tiles,
@@ -271,7 +271,7 @@ _MISTAKEN_PRECISIONS = (
 )
 _FNUZ_FORMATS = {E4M3: E4M3FNUZ, E5M2: E5M2FNUZ}
 _TRUNCATION_BITS = 8
-_TAIL_LENGTHS = (16, 32, 64, 128)
+_TAIL_LENGTHS = (8, 16, 32, 64, 128)
 
 
 # A mistake: its code, its description, and the operand values that it produces.
@@ -294,15 +294,8 @@ def find_nearest_mistake(
     """Returns the code and description of the mistake whose result is nearest; None if its distance is not below
     `below`.
     """
-    smallest_distance, name = below, None
-    for code, description, tensor in mistakes:
-        mistake_distance = distance(tensor)
-        smallest_distance, name = (
-            (mistake_distance, (code, description))
-            if mistake_distance < smallest_distance
-            else (smallest_distance, name)
-        )
-    return name
+    nearest = min(((distance(tensor), code, description) for code, description, tensor in mistakes), default=None)
+    return nearest[1:] if nearest is not None and nearest[0] < below else None
 
 
 def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Treatment) -> Iterator[Mistake]:
@@ -323,7 +316,7 @@ def _iterate_cast_mistakes(x: Tensor, operand: Rounded, treatment_promised: Trea
             round_operand(x.t().contiguous(), treatment_promised).values.t(),
         )
     for description, treatment in _iterate_other_treatments(treatment_promised):
-        yield "other-precision", f"cast as in {description}", round_operand(x, treatment).values
+        yield "other-precision", description, round_operand(x, treatment).values
     # Formats with more than eight bits round too finely for truncation to show.
     if treatment_promised.fmt.bits <= _TRUNCATION_BITS:
         yield (
@@ -340,24 +333,30 @@ def _truncate(x: Tensor, fmt: Format) -> Tensor:
 
 def _iterate_other_treatments(promised: Treatment) -> Iterator[tuple[str, Treatment]]:
     # 1. The same format without scales, or the fnuz variant of the format.
-    candidates = [(f"{promised.fmt.name} without scales", replace(promised, scaling=None))]
+    candidates = [(f"cast as in {promised.fmt.name} without scales", replace(promised, scaling=None))]
     if promised.fmt in _FNUZ_FORMATS and (promised.scaling is None or promised.scaling.scale is None):
-        candidates.append((_FNUZ_FORMATS[promised.fmt].name, replace(promised, fmt=_FNUZ_FORMATS[promised.fmt])))
+        fnuz_format = _FNUZ_FORMATS[promised.fmt]
+        description = f"cast as in {fnuz_format.name}"
+        if fnuz_format.largest != promised.fmt.largest:
+            description = (
+                f"scaled to {fnuz_format.largest:g} instead of {promised.fmt.largest:g}, as in {fnuz_format.name}"
+            )
+        candidates.append((description, replace(promised, fmt=fnuz_format)))
     # 2. The casts of other precisions.
     for name in _MISTAKEN_PRECISIONS:
         recipe = getattr(precisions.get(name), "recipe", None)
-        candidates += [(name, treatment) for treatment in recipe.treatments] if isinstance(recipe, Recipe) else []
+        casts = recipe.treatments if isinstance(recipe, Recipe) else ()
+        candidates += [(f"cast as in {name}", cast) for cast in casts]
     # 3. Finer scales than promised.
     if promised.scaling is not None and promised.scaling.scale is None and promised.scaling != ROW:
-        candidates.append((f"{promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
+        candidates.append((f"cast as in {promised.fmt.name} with a scale a row", replace(promised, scaling=ROW)))
         for side in (64, 32, 16):
             scaling = Scaling(1, side, None, ScaleRounding.EXACT)
-            candidates.append(
-                (f"{promised.fmt.name} with a scale for each {side} of a row", replace(promised, scaling=scaling))
-            )
+            description = f"cast as in {promised.fmt.name} with a scale for each {side} of a row"
+            candidates.append((description, replace(promised, scaling=scaling)))
     if promised.scaling == NVFP4:
         candidates.append(
-            ("blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding)))
+            ("cast as in blocks of 16 x 16", replace(promised, scaling=Scaling(16, 16, NVFP4.scale, NVFP4.rounding)))
         )
     # 4. Yield each cast once, and never the promised one.
     yielded = [promised]
@@ -398,4 +397,4 @@ def _iterate_tail_mistakes(operand: Rounded) -> Iterator[Mistake]:
     for tail in sorted(tail_lengths - {0, columns}):
         values_without_tail = operand.values.clone()
         values_without_tail[:, columns - tail :] = 0
-        yield "tail", f"cut off: the last {tail} columns of the contraction are missing", values_without_tail
+        yield "tail", f"cut off: the last {tail} of K={columns} columns are not added", values_without_tail

@@ -25,6 +25,7 @@ from fp8bench.features.audit.operands import (
     iterate_mistakes,
     round_operand,
 )
+from fp8bench.features.audit.readings import describe_outliers
 from fp8bench.features.audit.values import AuditFinding, make_failure, make_remark
 from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.formats.recipes import HOPPER_SUM_BITS, Treatment
@@ -130,8 +131,7 @@ class ExpectedProduct:
         return error_finding if error_finding.has_failed else AuditFinding(error=error, expected=expected)
 
     def _is_error_random(self, shape: tuple[int, int]) -> bool:
-        """Returns whether the error of stochastic casts varies much by chance. It does if few results are judged, or
-        if few numbers are cast."""
+        """Returns whether the error of stochastic casts varies by chance: few results are judged or numbers cast."""
         return self.sample is not None or min(*shape, self.a.elements.shape[1]) < _DECODING_ROWS
 
     def _judge_overflow(self, result: Tensor, sums: ConformitySums, likely_result: Tensor) -> AuditFinding:
@@ -183,27 +183,26 @@ class ExpectedProduct:
             if search_mistakes and result.numel() >= _MIN_RESULTS
             else ("", "")
         )
-        if code or (gain and is_near):
-            return make_failure(code, reason) if code else make_failure("gain", gain)
-        # 5. Report the results that no rounding of the operands explains.
-        if not is_near and not self._is_lossless:
-            row, column = (int(place) for place in outliers.nonzero()[0])
-            if self.sample is not None:
-                row, column = int(self.sample.rows[row]), int(self.sample.columns[column])
-            location = f"{int(outliers.sum())} of {outliers.numel()} results, the first in row {row}, column {column}"
-            return make_failure(
-                "wrong-values", f"{location}, differ by more than any rounding of the operands explains"
-            )
+        if code:
+            return make_failure(code, reason)
+        # 5. Report the results that no rounding of the operands explains, or their mean.
+        if not self._is_lossless:
+            if not is_near:
+                places = [self.sample.rows, self.sample.columns] if self.sample else [*map(torch.arange, result.shape)]
+                return make_failure("wrong-values", describe_outliers(outliers, float64_result, sums.exact, places))
+            if gain:
+                return make_failure("gain", gain)
         # 6. Otherwise judge the error, and report in how many bits sums seem to be kept.
-        error_finding = judge_error(
-            self._measure_error(result), self._measure_error(sums.exact.to(result.dtype)), reason or gain
-        )
+        is_gain = bool(gain) and is_near
+        errors = self._measure_error(result), self._measure_error(sums.exact.to(result.dtype))
+        error_finding = judge_error(*errors, reason or gain)
         if sum_bits := self._count_sum_bits(float64_result, sums):
             is_allowed = error_finding.is_remark or (error_finding.error is None and sum_bits >= _SHORT_SUM_BITS)
-            return (make_remark if is_allowed else make_failure)(
-                "short-sums", f"sums or operands seem to be kept in {sum_bits} bits"
-            )
-        return error_finding
+            description = f"sums or operands seem to be kept in {sum_bits} bits"
+            if self._is_lossless:
+                description = "no cast changes this input, but sums seem to be kept in fewer bits than float32 has"
+            return (make_remark if is_allowed and not is_gain else make_failure)("short-sums", description)
+        return make_failure("gain", gain) if is_gain else error_finding
 
     def _matches_hopper_units(self, result: Tensor, sums: ConformitySums) -> bool:
         """Returns whether the result equals what Hopper's FP8 units give. It must agree bit by bit in as many rows as
@@ -323,7 +322,8 @@ class ExpectedProduct:
     def _iterate_guesses(self) -> Iterator[tuple[str, str, Tensor, Tensor]]:
         a, b = self.a.values, self.b.values
         first, second = list(iterate_mistakes(self.a)), list(iterate_mistakes(self.b))
-        second_operand_by_mistake = {(code, description): values for code, description, values in second}
+        # A precision may have several casts. Pair the first ones of both operands.
+        second_operand_by_mistake = {(code, description): values for code, description, values in reversed(second)}
         for code, description, values in first:
             if (code, description) in second_operand_by_mistake:
                 yield code, f"each operand is {description}", values, second_operand_by_mistake[code, description]

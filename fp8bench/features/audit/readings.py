@@ -1,8 +1,11 @@
-"""Finds the precision that a kernel seems to use when its results do not have the values of the promised precision."""
+"""Finds the precision that a kernel seems to use when its results do not have the values of the promised precision, and
+describes where results are wrong."""
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+
+from torch import Tensor
 
 from fp8bench.formats.recipes import Recipe, ScaleRounding
 from fp8bench.registry import precisions
@@ -61,7 +64,7 @@ def describe_found_precision(promised: str, data: Sequence[str], matches: Callab
     if not candidates:
         return f"{prefix}the results match no supported precision."
     if candidates[0] == promised:
-        return f"{prefix}this precision on ordinary data, but not on this input."
+        return f"{prefix}this precision on other inputs."
     return f"{prefix}{_describe_scales(candidates[0])}; give --precision {candidates[0]} to promise that."
 
 
@@ -73,3 +76,29 @@ def _describe_scales(precision: str) -> str:
         "" if scaling is None else _SCALE_DESCRIPTIONS.get(scaling.rounding, f"rounded by {scaling.rounding.value}")
     )
     return f"{precision}, whose scales are {description}" if description else precision
+
+
+# Wrong results have a common factor if their rest is smaller than this share.
+_FACTOR_REST = 0.01
+
+
+def describe_outliers(outliers: Tensor, result: Tensor, exact: Tensor, places: Sequence[Tensor]) -> str:
+    """Returns how many results are wrong, where they are, and their factor if they have one in common. `places` are
+    the rows and the columns of the results.
+    """
+    rows = _describe_lines("row", places[0], outliers.any(1))
+    columns = _describe_lines("column", places[1], outliers.any(0))
+    wrong, right = result[outliers], exact[outliers]
+    factor = (wrong @ right) / (right @ right)
+    has_factor = (wrong - factor * right).norm() < _FACTOR_REST * wrong.norm()
+    factor_text = f", where results are {factor:.3g} times the expected ones" if has_factor else ""
+    return (
+        f"{len(wrong)} of {outliers.numel()} results differ by more than any rounding of the operands explains, all in "
+        f"{rows} and {columns}{factor_text}"
+    )
+
+
+def _describe_lines(word: str, lines: Tensor, is_wrong: Tensor) -> str:
+    first, last = lines[is_wrong][[0, -1]].tolist()
+    text = f"{word} {last}" if first == last else f"{word}s {first} to {last}"
+    return f"{text} (the last)" if first > 0 and last == lines[-1] else text

@@ -82,7 +82,7 @@ def _check_relations(auditor: Auditor) -> Iterator[AuditFinding]:
     for description, change in _CHANGES[subject.kind].items():
         auditor.current = audit_input._replace(how=description)
         changed_inputs = (change(*matrices) for matrices in two_inputs)
-        if all(auditor.find_failure(changed, auditor.compute_results(changed), False) for changed in changed_inputs):
+        if all(auditor.find_failure(changed, auditor.compute_results(changed)) for changed in changed_inputs):
             yield make_failure("relation", f"{description}: the result does not change accordingly")
 
 
@@ -117,7 +117,7 @@ def _check_memory(auditor: Auditor) -> Iterator[AuditFinding]:
         yield from _first_of_each_code(
             make_failure(code, reason)
             for code, reason, matrices, results in repeated_calls
-            if auditor.find_failure(matrices, results)
+            if auditor.find_failure(matrices, results, search_mistakes=True)
         )
         yield from _check_small_calls(auditor)
 
@@ -213,7 +213,7 @@ def _check_small_calls(auditor: Auditor) -> Iterator[AuditFinding]:
     first_results = {slot: unpack_results(results) for _, slot, results in reversed(different)}
     different.sort(key=lambda row: _sum_differences(first_results[row[1]], unpack_results(row[2])), reverse=True)
     for call_number, slot, packed in different[:_JUDGED_RESULTS]:
-        if wrong := auditor.find_failure(matrices_by_slot[slot], unpack_results(packed), search_mistakes=False):
+        if wrong := auditor.find_failure(matrices_by_slot[slot], unpack_results(packed)):
             yield make_failure("differs", f"call {call_number} of {calls} on the same arguments: {wrong.why}")
             return
 
@@ -233,7 +233,7 @@ def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
         for slot, matrices in enumerate(two_inputs):
             auditor.send_arguments(subject.make_arguments(matrices), slot)
         for matrices, results in zip(two_inputs, subject.host.call_pair((0, 1), order), strict=True):
-            if wrong := auditor.find_failure(matrices, unpack_results(results), search_mistakes=False):
+            if wrong := auditor.find_failure(matrices, unpack_results(results)):
                 order_text = "the first" if order[0] == 0 else "the last"
                 yield make_failure(
                     "backward", f"two forward calls, then backward starting with {order_text} call: {wrong.why}"
@@ -244,7 +244,7 @@ def _check_backward(auditor: Auditor) -> Iterator[AuditFinding]:
 # The time limit of the check of sizes. An idle machine needs a few seconds. A busy machine may skip the largest
 # sizes, which come last.
 _SIZES_SECONDS = 40.0
-_TILE_DATA, _SIGN_DATA = "tiles of different sizes", "signs that lean"
+_TILE_DATA, _SIGN_DATA = "tiles of different sizes", "ones and 10% minus ones"
 # The contraction length from which bfloat16 cannot hold sums of +1 and -1.
 _LONG_CONTRACTION = 2000
 _RANDOM_SIZES = 4
@@ -265,7 +265,7 @@ def _check_sizes(auditor: Auditor) -> Iterator[AuditFinding]:
 
     def judge_input(audit_input: AuditInput) -> list[AuditFinding]:
         matrices = auditor.draw_matrices(audit_input)
-        failure = auditor.find_sampled_failure(matrices, auditor.compute_results(matrices), rng)
+        failure = auditor.find_failure(matrices, auditor.compute_results(matrices), rng)
         return [failure] if failure else []
 
     yield from _check_inputs(auditor, inputs, judge_input, _SIZES_SECONDS)
@@ -365,11 +365,8 @@ def _check_extremes(auditor: Auditor) -> Iterator[AuditFinding]:
     tall_shape = auditor.round_up_shape(auditor.subject.tall_shape)
     for audit_input, matrices in _iterate_extreme_inputs(auditor):
         auditor.current, results = audit_input, auditor.compute_results(matrices)
-        if audit_input.shape == tall_shape:
-            failure = auditor.find_sampled_failure(matrices, results, Random(auditor.seed))
-        else:
-            failure = auditor.find_failure(matrices, results, search_mistakes=False)
-        if failure:
+        rng = Random(auditor.seed) if audit_input.shape == tall_shape else None
+        if failure := auditor.find_failure(matrices, results, rng):
             yield failure
             return
 
@@ -395,8 +392,8 @@ def _iterate_extreme_inputs(auditor: Auditor) -> Iterator[tuple[AuditInput, Matr
         tall_matrix.view(-1, tall_matrix.shape[-1])[-1, -8:] *= 16
     yield first_input._replace(how="a row and a block of zeros in each argument"), sparse_matrices
     yield tall_input._replace(how="the largest numbers in the last rows"), tall_matrices
-    if "signs that lean" in subject.data_kinds:
-        sign_input = tall_input._replace(data="signs that lean")
+    if _SIGN_DATA in subject.data_kinds:
+        sign_input = tall_input._replace(data=_SIGN_DATA)
         yield sign_input, auditor.draw_matrices(sign_input)
 
 
@@ -442,7 +439,7 @@ def _check_strides(auditor: Auditor) -> Iterator[AuditFinding]:
         matrices, operand, change_layout = strided_calls[audit_input]
         arguments = subject.make_arguments(matrices)
         strided_arguments = _replace_operand(arguments, operand, change_layout(arguments[operand]))
-        failure = auditor.find_failure(matrices, auditor.call_kernel(strided_arguments), search_mistakes=False)
+        failure = auditor.find_failure(matrices, auditor.call_kernel(strided_arguments))
         return (
             [make_failure("strides", f"{audit_input.how}: the result does not belong to its values")] if failure else []
         )

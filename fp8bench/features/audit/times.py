@@ -210,7 +210,7 @@ def _time_calls(
     if auditor.has_right_numbers:
         for kind, call_index in _choose_calls(kinds, len(rounds), judged_calls, rng):
             results = unpack_results(host.read_timed_results(call_index))
-            if bad := auditor.find_sampled_failure(inputs[call_index], results, rng):
+            if bad := auditor.find_failure(inputs[call_index], results, rng):
                 reason = f"timed call {call_index // len(kinds) + 1}: {bad.why}"
                 failure = auditor.add_input(AuditInput(kind, shape), make_failure("timed-wrong", reason))
                 break

@@ -20,7 +20,7 @@ class AuditOutcome(StrEnum):
 @dataclass(frozen=True)
 class AuditFinding:
     """The result of one check. `code` is '' if there is nothing to report. A code with PASS is a remark. `input` is
-    the smallest input that shows the finding. `error` is the distance of the results from the exact product of the
+    the input that shows the finding. `error` is the distance of the results from the exact product of the
     inputs, and `expected` is the distance that the emulation has. Either is None if it does not apply.
     """
 
@@ -96,7 +96,7 @@ class CallWork:
 @dataclass(frozen=True)
 class Audit:
     """All findings on one callable and device. `tried` counts the judged results. Only audits of models have
-    `layers`."""
+    `layers`. `not_run` are the checks that a failure of an earlier check made useless."""
 
     target: str
     signature: Signature
@@ -104,6 +104,7 @@ class Audit:
     tried: int = 0
     seconds: float = 0.0
     layers: tuple[AuditedLayer, ...] = ()
+    not_run: tuple[str, ...] = ()
 
     @property
     def low_flops(self) -> int:

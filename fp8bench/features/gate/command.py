@@ -62,9 +62,7 @@ def add(parser: argparse.ArgumentParser) -> None:
     source_group.add_argument(
         "sides", nargs="*", metavar="A B", help="the old and the new side: runs, commits or stores, as in `compare`"
     )
-    source_group.add_argument(
-        "--duel", metavar="DUEL", help="judge a stored duel: an id, a file's stem, a path, or 'last'"
-    )
+    source_group.add_argument("--duel", metavar="DUEL", help="judge a stored duel: an id, a name, a path, or 'last'")
     source_group.add_argument(
         "--against",
         metavar="REV",

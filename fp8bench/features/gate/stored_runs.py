@@ -394,7 +394,7 @@ def duel_revision(question: DuelQuestion, request: Request, store: Path, observe
 def load_duel(name: str, store: Path, observer: JobObserver) -> GateSource:
     path = next(iter(DuelKind().files(store)), None) if name == "last" else DuelKind().find(name, store)
     if path is None:
-        raise RunNotFound(f"no duel {name!r:.200} in {store}. Give an id, a file's stem, a path, or 'last'.")
+        raise RunNotFound(f"no duel {name!r:.200} in {store}. Give an id, a duel's name, a path, or 'last'.")
     # 1. If the duel measured nothing, this is a problem. The duel's notes are shown in any case.
     duel = DuelKind().load(path)
     title = f"duel {duel.id}: {' against '.join(side.title or side.name for side in (duel.after, duel.before))}"

@@ -275,8 +275,10 @@ def find_run(word: str, store: Path) -> Path:
         names = ", ".join(path.stem for path in matches[:5])
         raise RunNotFound(f"{word!r} fits {len(matches)} runs ({names}). Give more of the name.")
     # 3. No run was found, so the error names the newest run.
+    if given_path.suffix == ".jsonl":
+        raise RunNotFound(f"no such file: {word:.200}.")
     newest_text = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
-    message = f"no run {word!r:.200} in {store}.{newest_text} Give an id, a file's stem, a path, or 'last'."
+    message = f"no run {word!r:.200} in {store}.{newest_text} Give an id, a run's name, a path, or 'last'."
     raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
 
 

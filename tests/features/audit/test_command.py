@@ -82,7 +82,7 @@ def test_a_kernel_that_breaks_its_promise_fails(kernels: str, fp8bench: Say) -> 
     told = json.loads(out)
     first = told["findings"][0]
     assert code == 1 and told["outcome"] == "FAIL"
-    assert (first["check"], first["code"], first["input"]) == ("numbers", "not-cast", "M=8 N=8 K=64, normal")
+    assert (first["check"], first["code"], first["input"]) == ("numbers", "not-cast", "M=64 N=96 K=256, normal")
     assert first["error"] < 0.1 * first["expected"]
 
 
@@ -98,6 +98,7 @@ def test_options_without_effect_on_a_declared_kernel_are_refused(kernels: str, w
     ("words", "code", "told"),
     [
         ("{}:crash --kind product --precision fp8", 4, "crashes"),
+        ("{}:three --kind product --precision fp8", 4, "The audit calls it as f(a, b)"),
         ("{}:leaves --kind product --precision fp8", 4, "raises: SystemExit"),
         ("{}:make --kind model", 1, "1 of 2 layers converted, 56% of the FLOPs"),
         ("{}:three --kind model", 2, "expected a model or (model, batch)"),

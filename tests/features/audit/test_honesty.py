@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import partial
+
 import pytest
 import torch
 from torch import Tensor
@@ -15,7 +17,7 @@ from fp8bench.features.audit.values import AuditOutcome
 from fp8bench.numerics.products import sum_like_hopper_units
 from fp8bench.user_code.named import signed
 from suites.audit import codes_of
-from suites.audit_kernels import Kernel, kernel
+from suites.audit_kernels import LARGEST, Kernel, kernel
 from suites.audit_lies import HONEST
 from tests.counts import for_each
 from tests.facts import CPU
@@ -85,3 +87,72 @@ def test_sums_of_hopper_are_excused_on_hopper_alone() -> None:
         verdict = ExpectedProduct(a, b, hopper=hopper).judge(sums)
         assert (verdict.code == "short-sums" and "Hopper" in verdict.why and verdict.is_remark) is hopper
     assert ExpectedProduct(a, b, hopper=True).judge(sums * (1 - 2.0**-7)).has_failed
+
+
+def cast(x: Tensor, largest: float = LARGEST) -> tuple[Tensor, Tensor]:
+    scale = x.float().abs().amax().clamp(min=1e-30) / largest
+    return (x.float() / scale).to(torch.float8_e4m3fn).float(), scale
+
+
+def multiply(a: Tensor, b: Tensor, largest: float = LARGEST, block: int = 1) -> Tensor:
+    (x, x_scale), (y, y_scale) = cast(a, largest), cast(b, largest)
+    columns = x.shape[1] // block * block
+    return ((x[:, :columns] @ y[:, :columns].t()) * (x_scale * y_scale)).to(a.dtype)
+
+
+def leave_last_column_unscaled(a: Tensor, b: Tensor) -> Tensor:
+    (x, x_scale), (y, y_scale) = cast(a), cast(b)
+    sums = x @ y.t()
+    sums[:, :-1] *= x_scale * y_scale
+    return sums.to(a.dtype)
+
+
+def repeat_a_column(a: Tensor, b: Tensor) -> Tensor:
+    result = multiply(a, b)
+    result[:, -1] = result[:, -2]
+    return result
+
+
+def sum_in_bf16(a: Tensor, b: Tensor) -> Tensor:
+    (x, x_scale), (y, y_scale) = cast(a), cast(b)
+    sums = torch.zeros(len(a), len(b), dtype=torch.bfloat16)
+    for start in range(0, x.shape[1], 32):
+        piece = slice(start, start + 32)
+        sums = (sums.float() + x[:, piece] @ y[:, piece].t()).bfloat16()
+    return (sums.float() * (x_scale * y_scale)).to(a.dtype)
+
+
+@for_each(
+    ("function", "precision", "given", "code", "sentences"),
+    [
+        (leave_last_column_unscaled, "fp8", AuditInput("normal", Shape(64, 96, 256)), "wrong-values",
+         ["64 of 6144 results", "all in rows 0 to 63 and column 95 (the last), where results are 1.21e+04 times"]),
+        (repeat_a_column, "fp8", AuditInput("normal", Shape(64, 96, 256)), "wrong-values",
+         [" of 6144 results", "all in rows 1 to 63 (the last) and column 95 (the last)."]),
+        (partial(multiply, block=32), "fp8", AuditInput("normal", Shape(64, 96, 200)), "tail",
+         ["the last 8 of K=200 columns are not added",
+          "Found: this precision on other inputs."]),
+        (partial(multiply, largest=240), "fp8", AuditInput("normal", Shape(64, 96, 256)), "other-precision",
+         ["each operand is scaled to 240 instead of 448, as in e4m3fnuz"]),
+        (sum_in_bf16, "fp8", AuditInput("ones and 10% minus ones", Shape(64, 96, 256)), "short-sums",
+         ["no cast changes this input, but sums seem to be kept in fewer bits than float32 has"]),
+    ],
+    ids=("no scale", "a column twice", "tail", "240", "sums in bf16"),
+)  # fmt: skip
+def test_a_finding_names_the_mistake_and_its_input(
+    function: object, precision: str, given: AuditInput, code: str, sentences: list[str]
+) -> None:
+    host = KernelHost(function, signed("product", precision), CPU)  # type: ignore[arg-type]
+    auditor = Auditor(ProductSubject(host, signed("product", precision), CPU), 0)
+    for columns in range(128, 449, 64) if code == "tail" else ():  # right results use up the search for mistakes
+        auditor.find_problems(given._replace(shape=Shape(64, 96, columns)))
+    (pair,) = auditor.find_problems(given).items()
+    finding = auditor.make_finding(given, *pair)
+    assert finding.code == code and all(sentence in finding.why for sentence in sentences)
+    assert finding.input == "M={} N={} K={}, {}".format(*given.shape, given.data) and finding.error == pair[1].error
+
+
+def test_checks_that_did_not_run_are_listed() -> None:
+    host = KernelHost(lambda a, b: a @ b.t(), signed("product", "fp8"), CPU)
+    audit = run_checks("", host, signed("product", "fp8"), CPU, 0, VALUE_CHECKS[:2])
+    assert [check.name for check in VALUE_CHECKS[:2]] == ["numbers", *audit.not_run]

@@ -144,7 +144,7 @@ class OwnModel(ArmModel):
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         if self.conversion is not None:
             self.conversion.phase = phase
-        positional, named = make_arguments(self.model, batch)
+        positional, named = make_arguments(self.model, batch, self.user_parts.loss is not None)
         output = call_model(self.model, positional, named)
         loss, self.loss_words = loss_of(self.model, batch, output, self.user_parts.loss)
         return loss

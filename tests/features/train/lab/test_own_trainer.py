@@ -100,6 +100,7 @@ MAKERS: dict[str, Callable[[], object]] = {
     "numpy": lambda: (Net(), from_numpy),
     "large": lambda: (nn.Linear(256, 256), torch.randn(1, 256)),
     "half frozen": lambda: (half_frozen(), pairs),
+    "targets": lambda: (nn.Linear(16, 4), pairs, lambda output, batch: F.cross_entropy(output, batch[1])),
     "plain": lambda: (
         nn.Linear(16, 4),
         lambda step, seed: (torch.randn(16, 16),),
@@ -157,7 +158,7 @@ def test_an_untouched_arm_is_the_loop_written_by_hand() -> None:
     assert [row.rate for row in lines] == pytest.approx([0.1] * 4 + [0.05] * 4 + [0.025] * 4)
 
 
-@for_each("name", ["loader", "in-place", "numpy"])
+@for_each("name", ["loader", "in-place", "numpy", "targets"])
 def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) -> None:
     """In fp32 the first loss is that of the untouched model, in fp8 another; a repeated task gives the same."""
     task = task_of(name, "untouched", "fp32", "fp8")
