@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fp8bench.analysis.labels import describe_load
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Run
 from fp8bench.report import topics
@@ -158,7 +159,8 @@ def report_page(material: Material) -> Page:
     """Returns the page of a report. The page does not depend on when or where it is rendered."""
     runs = [entry.run for entry in material.entries]
     command = "; ".join(run.command for run in runs)
-    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), command=command)
+    remark = "noisy" if any(map(describe_load, runs)) else ""
+    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), command=command, remark=remark)
 
 
 def _page_title(runs: Sequence[Run]) -> str:
