@@ -130,8 +130,7 @@ class _TitledCase(NamedTuple):
 _SPEEDUP_LEAD = (
     "Right of 1x is faster than the reference. Each stroke below a bar is one round (of the last session, if there "
     "were several): a difference is clear if the strokes of a precision lie apart from those of its reference. "
-    f"Whiskers are 99% intervals, with fewer than {LEAST_ROUNDS} rounds their range. Grey bars are in doubt, and "
-    "emulated cases have no speed."
+    f"Whiskers are 99% intervals, with fewer than {LEAST_ROUNDS} rounds their range. Emulated cases have no speed."
 )
 
 
