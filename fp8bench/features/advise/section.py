@@ -13,7 +13,7 @@ from fp8bench.report.elements import Element, Text, Tone
 from fp8bench.report.page.section import Material, section
 
 
-@section("advice", "When to use FP8", 68)
+@section("advice", "Which precision to use", 35)
 def advice_section(material: Material) -> Iterator[Element]:
     """Each question with this machine's figure and the row that it comes from; yes favours the lower precision. No
     figure from another machine is used. fp8bench advise RUN also uses the studies and trainings of the store."""
@@ -26,5 +26,5 @@ def advice_section(material: Material) -> Iterator[Element]:
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
         yield advice_items(advice)
-        for table in question_tables(advice, everything=True):
-            yield replace(table, name=f"{table.name}-{number}", folded=True)
+        for table in question_tables(advice, everything=False):
+            yield replace(table, name=f"{table.name}-{number}")
