@@ -182,7 +182,7 @@ def _page_subtitle(material: Material) -> str:
         commit = describe_commit(run)
         origin = join_parts(show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine"))
         return origin or "the header of the run's file is lost"
-    labels = [entry.label for entry in material.entries]
+    labels = [f"{entry.label} ({show_start(entry.run)[:10]})" for entry in material.entries]
     runs_text = many(len(labels), "run")
     if len(labels) > _MAX_LABELS:
         labels[_MAX_LABELS:] = [f"{len(labels) - _MAX_LABELS} more"]

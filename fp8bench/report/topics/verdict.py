@@ -218,6 +218,8 @@ def _verdict_lead(material: Material) -> str:
     if not speeds:
         return ""
     intervals = describe_intervals(cases)
+    if not material.is_single_run:
+        intervals = intervals.replace("of this run", "of its run")
     return join_parts(
         f"Speed {describe_comparison(panels)}. Above 1x is faster.",
         f"The range after the speed is {intervals}." if intervals else "",
