@@ -203,7 +203,7 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
     labels = [times.labels for times in comparisons if times.metric in TIME_METRICS and times.ratio is not None]
     shared_labels = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
     if shared_labels:
-        yield Text(f"all times: {', '.join(shared_labels)}")
+        yield Text(f"all times (best case, not the median): {', '.join(shared_labels)}")
 
     def direction_tone(comparison: Comparison) -> Tone:
         if comparison.failed:

@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
+from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, Cols, table
@@ -35,7 +36,7 @@ _NEW_SOURCE_TEXT = "new source"
 _CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
 _ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
 _LIST_LEGEND = (
-    "value: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
+    "median: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
     _CHANGE_LEGEND,
     "new version, new source: the work, the method or the source of joules changed, so earlier numbers do not compare",
     _ROUGH_LEGEND,
@@ -66,10 +67,10 @@ def trends_page(
         Col("series", "trend.name"),
         Col("points", "points", show=str),
         Col("last", lambda ending: ending.last.commit[:8]),
-        Col("value", lambda ending: _show_figure(ending.trend, ending.last), number=True),
+        Col("median", lambda ending: _show_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _show_change(ending.last, ending.before), number=True),
     ]
-    parts = []
+    parts = [Part("changed", "", (Text(_summarize_changes(endings)),))] if endings else []
     for machine, endings_of_machine in itertools.groupby(endings, key=lambda ending: describe_machine(ending.trend)):
         parts.append(Part("series", "", (table("series", machine, cols, endings_of_machine),)))
     if endings:
@@ -77,6 +78,27 @@ def trends_page(
         name = shlex.quote(endings[0].trend.name)
         parts.append(_next_command("show one series, commit by commit", f"fp8bench history show {name}{store_options}"))
     return Page(f"{store}: {counts}", "", (*parts, *_list_skipped_runs(skipped)), _LIST_LEGEND if endings else ())
+
+
+def _summarize_changes(endings: Sequence[Ending]) -> str:
+    """Returns how many series changed from the commit before, and which changed most.
+
+    An example: 'against the commit before, 1 of 8 series changed by more than 2%; the largest change:
+    gemm.Gemm.track_time(fp32, 512) +7.1%'.
+    """
+    ratios: dict[str, float] = {}
+    for ending in endings:
+        if (ratio := _change_ratio(ending.last, ending.before)) is not None:
+            ratios[ending.trend.name] = ratio
+    if not ratios:
+        return "nothing to compare yet: no series has comparable figures of two commits"
+    changed = {name: abs(math.log(ratio)) for name, ratio in ratios.items() if abs(ratio - 1) > SAME}
+    most = max(changed, key=lambda name: changed[name], default="")
+    most_text = f"; the largest change: {most} {units.change(ratios[most])}" if most else ""
+    return (
+        f"against the commit before, {len(changed)} of {count_noun(len(ratios), 'series', 'series')} changed by more "
+        f"than {units.percent(SAME, 0)}{most_text}"
+    )
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
@@ -212,14 +234,25 @@ def _show_change(figure: Figure, previous: Figure | None) -> str:
         return "new version"
     if figure.source != previous.source:
         return _NEW_SOURCE_TEXT
-    # The change has no ratio if the previous value is zero, or if either value is NaN or infinite.
-    if previous.value == 0 or not (math.isfinite(previous.value) and math.isfinite(figure.value)):
-        if figure.value == previous.value:
-            return units.change(1.0)
+    ratio = _change_ratio(figure, previous)
+    if ratio is None:
         return units.NONE
-    return (_SIGN_OF_ROUGH_FIGURE if figure.hasty or previous.hasty else "") + units.change(
-        figure.value / previous.value
-    )
+    return (_SIGN_OF_ROUGH_FIGURE if figure.hasty or previous.hasty else "") + units.change(ratio)
+
+
+def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
+    """Returns a value divided by the previous one, or None if they do not compare, or if the ratio is not a positive
+    number.
+    """
+    if previous is None or figure.value is None or previous.value is None:
+        return None
+    if (figure.version, figure.source) != (previous.version, previous.source):
+        return None
+    if figure.value == previous.value:
+        return 1.0
+    if not (math.isfinite(previous.value) and math.isfinite(figure.value)) or min(figure.value, previous.value) <= 0:
+        return None
+    return figure.value / previous.value
 
 
 class _FigureRow(NamedTuple):
