@@ -169,9 +169,7 @@ def _find_date(page: Path) -> str:
     """Returns when the run of a page began, as '2026-11-26 06:38'. Pages of streams do not have this time in their
     folder's name. For them, returns when the page was written.
     """
-    if (begin := show_begin(page.parent.name)) or not page.is_file():
-        return begin
-    return f"{datetime.fromtimestamp(page.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
+    return show_begin(page.parent.name) or f"{datetime.fromtimestamp(page.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
 
 
 def open_in_browser(page: Path) -> str:

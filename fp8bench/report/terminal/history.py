@@ -83,22 +83,16 @@ def trends_page(
 def _summarize_changes(endings: Sequence[Ending]) -> str:
     """Returns how many series changed from the commit before, and which changed most.
 
-    An example: 'against the commit before, 1 of 8 series changed by more than 2%; the largest change:
+    An example: '1 of 8 series with an earlier commit changed by more than 2%; the largest change:
     gemm.Gemm.track_time(fp32, 512) +7.1%'.
     """
-    ratios: dict[str, float] = {}
-    for ending in endings:
-        if (ratio := _change_ratio(ending.last, ending.before)) is not None:
-            ratios[ending.trend.name] = ratio
-    if not ratios:
-        return "nothing to compare yet: no series has comparable figures of two commits"
-    changed = {name: abs(math.log(ratio)) for name, ratio in ratios.items() if abs(ratio - 1) > SAME}
-    most = max(changed, key=lambda name: changed[name], default="")
-    most_text = f"; the largest change: {most} {units.change(ratios[most])}" if most else ""
-    return (
-        f"against the commit before, {len(changed)} of {count_noun(len(ratios), 'series', 'series')} changed by more "
-        f"than {units.percent(SAME, 0)}{most_text}"
-    )
+    ratios = {ending.trend.name: _change_ratio(ending.last, ending.before) for ending in endings}
+    sizes = {name: abs(math.log(ratio)) for name, ratio in ratios.items() if ratio is not None}
+    changed = [name for name, size in sizes.items() if size > math.log1p(SAME)]
+    series = f"{count_noun(len(sizes), 'series', 'series')} with an earlier commit"
+    largest = max(changed, key=lambda name: sizes[name], default="")
+    remark = f"; the largest change: {largest} {units.change(ratios[largest] or 1.0)}" if largest else ""
+    return f"{len(changed)} of {series} changed by more than {units.percent(SAME, 0)}{remark}"
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
