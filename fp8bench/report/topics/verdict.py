@@ -318,8 +318,8 @@ def _doubtful_labels(result: Result) -> list[Label]:
     """
     finding = result.finding
     doubts: list[Label] = []
-    # Labels are only shown if the verdict is not certain.
-    if finding is None or finding.doubtful or not finding.is_judged:
+    # Labels are only shown if there is a speed, and the verdict on it is not certain.
+    if not result.is_emulated and (finding is None or finding.doubtful or not finding.is_judged):
         withdrawing_labels = finding.hard if finding else ()
         doubts = [label for label in result.labels if label.casts_doubt and label not in withdrawing_labels]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
