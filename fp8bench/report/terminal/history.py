@@ -15,7 +15,6 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.metric import unit_of_series
-from fp8bench.analysis.verdicts import SAME
 from fp8bench.model import Conditions, Ending, Fault, Figure, Run, Status, Trend
 from fp8bench.model.specs import spec_of
 from fp8bench.report.columns import Col, Cols, table
@@ -32,6 +31,8 @@ _MAX_REASONS = 20
 # look equal.
 _MEDIAN_DIGITS = 4
 
+# The first line counts series whose median changed by more than this.
+_COUNTED_CHANGE = 0.02
 _NEW_SOURCE_TEXT = "new source"
 _CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
 _ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
@@ -88,11 +89,11 @@ def _summarize_changes(endings: Sequence[Ending]) -> str:
     """
     ratios = {ending.trend.name: _change_ratio(ending.last, ending.before) for ending in endings}
     sizes = {name: abs(math.log(ratio)) for name, ratio in ratios.items() if ratio is not None}
-    changed = [name for name, size in sizes.items() if size > math.log1p(SAME)]
+    changed = [name for name, size in sizes.items() if size > math.log1p(_COUNTED_CHANGE)]
     series = f"{count_noun(len(sizes), 'series', 'series')} with an earlier commit"
     largest = max(changed, key=lambda name: sizes[name], default="")
     remark = f"; the largest change: {largest} {units.change(ratios[largest] or 1.0)}" if largest else ""
-    return f"{len(changed)} of {series} changed by more than {units.percent(SAME, 0)}{remark}"
+    return f"{len(changed)} of {series} changed by more than {units.percent(_COUNTED_CHANGE, 0)}{remark}"
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
