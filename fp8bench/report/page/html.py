@@ -222,7 +222,8 @@ class ListedReport:
 
 
 def make_card(page: Page) -> Card:
-    elements = page.parts[0].elements if page.parts else ()
+    # A list or table has the answers. If there is none, the first text is the answer.
+    elements = sorted(page.parts[0].elements if page.parts else (), key=lambda element: isinstance(element, Text))
     answers = next(filter(None, map(_card_answers, elements)), ())
     command = page.command[:_MAX_COMMAND_LENGTH]
     return Card(page.kind, page.title, page.subtitle, command, answers[:_MAX_ANSWERS], page.remark)
@@ -230,7 +231,7 @@ def make_card(page: Page) -> Card:
 
 def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
     """Returns the verdict of each row of a table, the beginning of each sentence of a list up to a semicolon, or a
-    text. Bold texts are headings, and have no answer.
+    text.
     """
     match element:
         case Table():
@@ -240,7 +241,7 @@ def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
                 return ()
             pairs = [(row[column_numbers[0]].text, row[column_numbers[1]].text) for row in element.rows]
             return tuple(CardAnswer(about, word) for about, word in pairs if word not in ("", units.NONE))
-        case Text() if element.tone is not Tone.STRONG:
+        case Text():
             return (CardAnswer("", shorten_line(element.text, _MAX_ANSWER_LENGTH)),)
         case Items():
             clauses = [item.text.partition(";")[0] for item in element.items]
