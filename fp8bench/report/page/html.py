@@ -185,7 +185,6 @@ MAX_REPORTS = 500
 # These limits ensure that an escaped card fits into CARD_BYTES even if a report has many runs.
 _MAX_ANSWERS = 12
 _MAX_ANSWER_LENGTH = 240
-_MAX_COMMAND_LENGTH = 1000
 _CARD_TAG_PATTERN = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _TIME_IN_FOLDER_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
@@ -205,7 +204,6 @@ class Card:
     kind: str
     title: str
     subtitle: str
-    command: str
     answers: tuple[CardAnswer, ...]
     remark: str = ""
 
@@ -225,8 +223,7 @@ def make_card(page: Page) -> Card:
     # A list or table has the answers. If there is none, the first text is the answer.
     elements = sorted(page.parts[0].elements if page.parts else (), key=lambda element: isinstance(element, Text))
     answers = next(filter(None, map(_card_answers, elements)), ())
-    command = page.command[:_MAX_COMMAND_LENGTH]
-    return Card(page.kind, page.title, page.subtitle, command, answers[:_MAX_ANSWERS], page.remark)
+    return Card(page.kind, page.title, page.subtitle, answers[:_MAX_ANSWERS], page.remark)
 
 
 def _card_answers(element: Element) -> tuple[CardAnswer, ...]:

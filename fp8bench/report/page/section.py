@@ -158,9 +158,8 @@ _MAX_NAME_LENGTH = 60
 def report_page(material: Material) -> Page:
     """Returns the page of a report. The page does not depend on when or where it is rendered."""
     runs = [entry.run for entry in material.entries]
-    command = "; ".join(run.command for run in runs)
     remark = "noisy" if any(map(describe_load, runs)) else ""
-    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), command=command, remark=remark)
+    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), remark=remark)
 
 
 def _page_title(runs: Sequence[Run]) -> str:

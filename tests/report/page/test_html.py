@@ -157,7 +157,6 @@ PAGE_OF_RUN = Page(
     f"gemm {HOSTILE}",
     "2026-11-26 06:38 UTC, commit 08bd5754, box",
     (Part("verdict", "Verdict", (TOLD,)),),
-    command="fp8bench suite gemm",
 )
 
 
