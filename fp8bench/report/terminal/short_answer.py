@@ -33,8 +33,8 @@ def as_sentence(answer: Answer) -> Text:
     loss is 3.14% higher'. The reason begins a line.
     """
     verdict = ", ".join(filter(None, (answer.verdict, answer.figure)))
-    reason = f"\n{answer.reason}" if answer.reason else ""
-    return Text(f"{answer.name}: {'; '.join(filter(None, (verdict, *answer.costs, reason)))}", answer.tone)
+    sentence = f"{answer.name}: {'; '.join(filter(None, (verdict, *answer.costs)))}"
+    return Text(f"{sentence};\n{answer.reason}" if answer.reason else sentence, answer.tone)
 
 
 def short_answer(
