@@ -411,7 +411,8 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
         reasons.append("other programs took the CPU in most of them")
     if noise_floor is not None:
         reasons.append(f"noise floor {units.percent(noise_floor)} (A/A)")
-    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, verdicts.verdict_band(conclusion.aa))}"
+    band = verdicts.verdict_band(conclusion.aa)
+    return f"{', '.join(reasons)}: {_describe_visible_difference(interval, band, noise_floor or 0.0)}"
 
 
 # If the ratio is this many half-widths away from the band, its 99% interval is outside the band in nine of ten runs:
@@ -419,11 +420,14 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
 _HALF_WIDTHS_FOR_90_PERCENT = 1.5
 
 
-def _describe_visible_difference(interval: Interval, band: float) -> str:
-    """Describes the smallest difference that nine of ten runs would show if they have this much noise."""
+def _describe_visible_difference(interval: Interval, band: float, noise_floor: float) -> str:
+    """Describes the smallest difference that nine of ten runs would show if they have this much noise. It is at least
+    the noise floor.
+    """
     if math.isinf(interval.half_width):
         return "no difference would have been seen"
-    smallest_difference = math.expm1(math.log1p(band) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
+    visible = math.expm1(math.log1p(band) + _HALF_WIDTHS_FOR_90_PERCENT * interval.half_width)
+    smallest_difference = max(visible, noise_floor)
     return f"a difference of {units.percent(smallest_difference)} or more would have been seen"
 
 

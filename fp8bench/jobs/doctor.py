@@ -7,6 +7,7 @@ The functions yield lines, which the command line prints.
 from __future__ import annotations
 
 import os
+import textwrap
 from collections.abc import Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 
@@ -27,7 +28,6 @@ from fp8bench.plan.make import make_plan
 from fp8bench.plan.resolve import read_switches
 from fp8bench.protocols import Precision
 from fp8bench.registry import AUTO, backends, devices, precisions, workloads
-from fp8bench.report.words.naming import shorten_line
 from fp8bench.store.series import check_grid
 from fp8bench.units import seconds, size
 
@@ -212,8 +212,7 @@ def _describe_axes(name: str, facts: DeviceFacts) -> Iterator[str]:
     yield f"the history keeps {values} in {', '.join(grid.dtypes)} (--grid measures only these)"
 
 
-# Only a line that is shorter than this gets a summary at its end.
-_MAX_LINE_WITH_SUMMARY = 58
+_MAX_LINE_LENGTH = 78
 
 
 def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
@@ -222,10 +221,8 @@ def _list_dtypes(facts: tuple[DeviceFacts, ...]) -> Iterator[str]:
         precision = precisions.get(name)
         levels = ", ".join(f"{precision.support(fact).level} on {fact.key}" for fact in facts)
         alias_note = f"  (also {', '.join(_list_aliases(name))})" if _list_aliases(name) else ""
-        line = f"{name:<12} {levels}{alias_note}"
-        yield (
-            f"{line}  {shorten_line(precision.summary, 78 - len(line))}" if len(line) < _MAX_LINE_WITH_SUMMARY else line
-        )
+        yield f"{name:<12} {levels}{alias_note}"
+        yield from textwrap.wrap(precision.summary, _MAX_LINE_LENGTH, initial_indent="  ", subsequent_indent="  ")
     yield "definition and options of a precision: fp8bench list precisions NAME"
 
 

@@ -9,14 +9,18 @@ import os
 import webbrowser
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from datetime import UTC, datetime
 from pathlib import Path
 
+from fp8bench.analysis.compare.compare import compare
+from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.errors import UsageError
 from fp8bench.files import keeping, open_file, write_whole
 from fp8bench.jobs.earlier_runs import find_earlier_steps
 from fp8bench.jobs.kinds import K, Kind, find_results, join_results
 from fp8bench.model import Run
+from fp8bench.report.comparisons import comparison_page
 from fp8bench.report.data.plain import Rows, csv_text
 from fp8bench.report.data.run import run_rows
 from fp8bench.report.elements import Page
@@ -32,6 +36,8 @@ from fp8bench.report.page.html import (
 from fp8bench.report.page.html import render as as_html
 from fp8bench.report.page.markdown import render as as_markdown
 from fp8bench.report.page.section import make_material, report_page
+from fp8bench.report.panels import FindingsById
+from fp8bench.report.words.naming import show_start
 from fp8bench.store.runs.listing import load_stored_run, remove_copies, store_of
 
 PAGE = "report.html"
@@ -101,8 +107,22 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
     runs = [replace(run, path=_relative_to_store(run.path, store)) for run in runs]
     earlier_steps = find_earlier_steps(runs[0], store) if len(runs) == 1 else {}
     page = report_page(replace(make_material(runs, verdicts, store), earlier=earlier_steps))
+    if len(runs) == 2 and (comparison := _compare_two_runs(runs, verdicts)) is not None:
+        page = replace(page, parts=(*comparison.parts, *page.parts), facts=comparison.facts)
     rows = run_rows(list(zip(runs, verdicts, strict=True)))
     return _write_page(page, rows, report_folder(runs, store), pages)
+
+
+def _compare_two_runs(runs: Sequence[Run], verdicts: Sequence[FindingsById]) -> Page | None:
+    """Returns the page of `fp8bench compare`, the earlier run first. Returns None if the runs share no case."""
+    dated_runs = sorted(zip(runs, verdicts, strict=True), key=lambda pair: pair[0].started)
+    compared = compare(*(make_side(show_start(run), [(run, found)]) for run, found in dated_runs))
+    if not compared.comparisons:
+        return None
+    page = comparison_page(compared, with_reasons=True)
+    sides, comparison, *lists = page.parts
+    elements = (*comparison.elements, *sides.elements)
+    return replace(page, parts=(replace(comparison, title=page.title, elements=elements), *lists))
 
 
 def result_report_folder(name: str, store: Path) -> Path:
@@ -136,13 +156,20 @@ def _write_plots(page: Page, folder: Path, formats: Sequence[str]) -> None:
 
 
 def _make_index(reports: Path) -> Page:
-    dated_pages = sorted(((show_begin(path.parent.name), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
+    dated_pages = sorted(((_find_date(path), path) for path in reports.glob(f"*/{PAGE}")), reverse=True)
     listed = []
     for start, path in dated_pages[:MAX_REPORTS]:
         with contextlib.suppress(OSError), open_file(path) as file:
             if (card := read_card(file.read(CARD_BYTES).decode(errors="replace"))) is not None:
                 listed.append(ListedReport(card, path.parent.name, start))
     return index_page(listed, len(dated_pages) - len(listed))
+
+
+def _find_date(page: Path) -> str:
+    """Returns when the run of a page began, as '2026-11-26 06:38'. Pages of streams do not have this time in their
+    folder's name. For them, returns when the page was written.
+    """
+    return show_begin(page.parent.name) or f"{datetime.fromtimestamp(page.stat().st_mtime, UTC):%Y-%m-%d %H:%M}"
 
 
 def open_in_browser(page: Path) -> str:

@@ -78,7 +78,8 @@ def table(
 ) -> Table:
     """Makes a table with one row for each item.
 
-    If `required_headings` is given, other columns are left out if all their fields are empty or dashes.
+    A shared column is left out if all its fields are empty or dashes. If `required_headings` is given, so is every
+    other column that it does not name.
     """
     items = list(items)
     columns = []
@@ -89,7 +90,8 @@ def table(
         fields = [col.field(item) for item in items]
         # A column that has only dashes would push useful columns off a narrow terminal.
         is_empty = all(field.text in ("", units.NONE) for field in fields)
-        if required_headings is None or col.heading in required_headings or not is_empty:
+        is_required = not col.column.shared and (required_headings is None or col.heading in required_headings)
+        if is_required or not is_empty:
             columns.append(col.column)
             fields_by_column.append(fields)
     rows = tuple(zip(*fields_by_column, strict=True))

@@ -117,7 +117,10 @@ def explain_labels(comparisons: Iterable[Comparison]) -> list[str]:
     return [explain_label(label) for label in Label if label.value in labels]
 
 
-def comparison_page(compared: Compared, with_unchanged: bool = False) -> Page:
+def comparison_page(compared: Compared, with_unchanged: bool = False, with_reasons: bool = False) -> Page:
+    """Returns the page of a comparison. `with_unchanged` also lists memory, errors and counts that are the same.
+    `with_reasons` shows the reason for 'cannot tell' in each row instead of in a list.
+    """
     comparisons = compared.comparisons
     # 1. Show the counts, the reason if times have no verdict, and a row for each time and each changed figure.
     listed = [
@@ -131,13 +134,13 @@ def comparison_page(compared: Compared, with_unchanged: bool = False) -> Page:
         counts += f"; {num_hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
     elements: list[Element] = [Text(counts, Tone.STRONG), *_explain_missing_verdicts(compared)]
     if listed:
-        elements += _comparison_table(listed)
+        elements += _comparison_table(listed, with_reasons)
     parts = [Part("sides", *_describe_differences(compared)), Part("comparison", "", tuple(elements))]
     # 2. List uncertain figures, and figures that only one side has.
     unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure if comparison.why)
     lines_by_title = {
-        "cannot tell, because": [f"{reason} ({count})" for reason, count in reasons.items()],
+        "cannot tell, because": [f"{reason} ({count})" for reason, count in reasons.items() if not with_reasons],
         "only in A": list(compared.only_before),
         "only in B": list(compared.only_after),
     }
@@ -194,13 +197,13 @@ def _describe_differences(compared: Compared) -> tuple[str, tuple[Element, ...]]
     return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
 
 
-def _comparison_table(comparisons: Sequence[Comparison]) -> Elements:
+def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> Elements:
     """Yields a table with a row for each figure. A label that all times share is listed once, above the table."""
     # A label that all times share describes the machine, not a single case.
     labels = [times.labels for times in comparisons if times.metric in TIME_METRICS and times.ratio is not None]
     shared_labels = [label for label in labels[0] if label in set(labels[0]).intersection(*labels)] if labels else []
     if shared_labels:
-        yield Text(f"all times: {', '.join(shared_labels)}")
+        yield Text(f"all times (best case, not the median): {', '.join(shared_labels)}")
 
     def direction_tone(comparison: Comparison) -> Tone:
         if comparison.failed:
@@ -209,7 +212,7 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> Elements:
 
     def explain_no_direction(comparison: Comparison) -> str:
         has_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS
-        return comparison.why if has_reason else ""
+        return comparison.why if has_reason or with_reasons else ""
 
     def labels_of_case(comparison: Comparison) -> str | None:
         return ", ".join(label for label in comparison.labels if label not in shared_labels) or None
@@ -221,7 +224,7 @@ def _comparison_table(comparisons: Sequence[Comparison]) -> Elements:
         Col("B", lambda comparison: value(comparison, comparison.after), number=True),
         Col("change", lambda comparison: show_change(comparison.ratio)),
         Col("verdict", describe_direction, tone=direction_tone),
-        Col("why", explain_no_direction, below=True),
+        Col("why", explain_no_direction, below=True, when=any(map(explain_no_direction, comparisons))),
         Col("labels", labels_of_case, when=any(map(labels_of_case, comparisons))),
     ]
     yield table("comparisons", "", cols, comparisons)

@@ -263,8 +263,8 @@ class Part:
 class Page:
     """A whole report. `facts` are shown on one line under the title.
 
-    A list of reports shows the `kind` of a page, as 'run', and the `command` that measured the results. With
-    `refresh`, a browser loads the page again after that many seconds.
+    A list of reports shows the `kind` of a page, as 'run', and a `remark` on its answer, as 'noisy'. With `refresh`, a
+    browser loads the page again after that many seconds.
     """
 
     title: str
@@ -273,5 +273,5 @@ class Page:
     footer: Sequence[str] = ()
     facts: tuple[tuple[str, str], ...] = ()
     kind: str = "run"
-    command: str = ""
     refresh: int = 0
+    remark: str = ""

@@ -109,6 +109,13 @@ def test_one_odd_round_takes_a_verdict_away() -> None:
     )
 
 
+def test_a_difference_below_the_noise_floor_is_never_called_visible() -> None:
+    """The case's interval alone would show 7.0%."""
+    finding = against_ten(once(9_700_000, 10_300_000), once(9_000_000, 12_000_000))
+    assert finding.verdict is Verdict.UNSURE and finding.floor == pytest.approx(0.2)
+    assert finding.why == "24 rounds, noise floor 20.0% (A/A): a difference of 20.0% or more would have been seen"
+
+
 def test_a_reference_that_differs_from_its_control_widens_the_band() -> None:
     control = steady(10_150_000, ROUNDS)
     middle = 10e6 * math.sqrt(1.015)

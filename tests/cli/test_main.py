@@ -206,7 +206,7 @@ def test_a_suite_from_words_to_table(store: Path, fp8bench: Say) -> None:
         ("fp32", "bf16", "fp8"), Status.OK
     )
     assert all(record.timing and record.timing.num_rounds >= 4 for record in run.records)
-    for word in ("fp32", "bf16", "fp8", "no speed here", f"show {run.id}"):
+    for word in ("fp32", "bf16", "fp8", "speed unknown", f"show {run.id}"):
         assert word in table
     for name in ("last", run.id, path.stem, str(path)):
         shown = " ".join(fp8bench("show", name)[1].split())

@@ -57,6 +57,6 @@ def test_material_and_its_page_are_in_order_and_the_same_again() -> None:
     entries = make_material([first[0], second[0]], [first[1], second[1]]).entries
     assert [(entry.run, dict(entry.findings)) for entry in entries] == [first, second]
     names = [part.name for part in report_page(material(gemm())).parts]
-    assert names[:3] == ["verdict", "results", "speedup"] and names[-1] == "environment"
+    assert names[:3] == ["verdict", "results", "advice"] and names[-1] == "environment"
     assert names == [name for name in load_sections() if name in names]
     assert report_page(material(gemm(), judged())) == report_page(material(gemm(), judged()))

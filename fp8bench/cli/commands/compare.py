@@ -54,5 +54,5 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
         partial(comparison_page, compared),
         partial(comparison_document, compared),
         partial(comparison_rows, compared.comparisons),
-        whole=partial(comparison_page, compared, with_unchanged=True),
+        whole=partial(comparison_page, compared, with_unchanged=True, with_reasons=True),
     )

@@ -23,6 +23,7 @@ from fp8bench.features.train import words
 from fp8bench.features.train.verdicts.curves import Learned
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model import Interval, Label, Level, MemoryRole, Phase, Verdict
+from fp8bench.model.specs import spec_of
 from fp8bench.registry import precisions
 from fp8bench.report.panels import error_name
 from fp8bench.report.words.legend import LARGE, MEMORY_WORDS, NOT_FINITE, error_word
@@ -223,7 +224,8 @@ def _judge_errors(pair: ComparedCase, basis: Basis) -> Reply | str:
     for error in errors:
         size_word = error_word((error.metric, sample) for sample in error.samples)
         size_words.add(size_word)
-        figures.append(f"{size_word} {error_name(error)} ({units.relative_error(max(error.samples))})")
+        limit = units.relative_error(spec_of(error.metric).error_sizes[-1])
+        figures.append(f"{size_word} {error_name(error)} ({units.relative_error(max(error.samples))}, limit {limit})")
     sentence = ", ".join(figures)
     is_small_enough = not size_words & {LARGE, NOT_FINITE} and not pair.record.not_finite
     return Reply(Met.YES if is_small_enough else Met.NO, sentence, (Ground(pair.row, sentence),))

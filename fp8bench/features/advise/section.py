@@ -13,10 +13,10 @@ from fp8bench.report.elements import Element, Text, Tone
 from fp8bench.report.page.section import Material, section
 
 
-@section("advice", "When to use FP8", 68)
+@section("advice", "Which precision to use", 35)
 def advice_section(material: Material) -> Iterator[Element]:
-    """Each question with this machine's figure and the row that it comes from; yes favours the lower precision. No
-    figure from another machine is used. fp8bench advise RUN also uses the studies and trainings of the store."""
+    """Each question with this machine's figure; yes favours the lower precision. `fp8bench advise RUN --all` adds the
+    rows that the figures come from, and uses the studies and trainings of the store."""
     for number, entry in enumerate(material.entries):
         if entry.run.request.suite == BENCH:  # `bench` compares callables, not precisions
             continue
@@ -26,5 +26,5 @@ def advice_section(material: Material) -> Iterator[Element]:
         if entry.label:
             yield Text(entry.label, Tone.STRONG)
         yield advice_items(advice)
-        for table in question_tables(advice, everything=True):
-            yield replace(table, name=f"{table.name}-{number}", folded=True)
+        for table in question_tables(advice, everything=False):
+            yield replace(table, name=f"{table.name}-{number}")

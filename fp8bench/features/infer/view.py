@@ -97,7 +97,7 @@ def _judge_arm_times(time: ArmTimes) -> tuple[str, Tone, str]:
     # 1. Give no verdict to an arm without a line. Such an arm was emulated, refused or interrupted.
     if crossing is None:
         if time.why and not time.kernel:
-            return "no speed here", Tone.DOUBT, ""
+            return "speed unknown", Tone.DOUBT, ""
         return "not timed", Tone.DOUBT, time.why
     # 2. Collect objections. Some do not change the verdict.
     notes = [LABELS[Label(doubt)].meaning for doubt in time.doubts]

@@ -101,8 +101,8 @@ def _render_memory(stored: KeptTraining) -> Iterator[Element]:
         yield table("memory", f"Tensors {moment}, each arm alone in memory", columns, list(sizes))
 
 
-# At most this many points on a line, and at most this many arms whose tensors are drawn.
-_MAX_POINTS_PER_LINE, _MAX_DRAWN_ARMS = 30, 3
+# At most this many points on a line, arms whose tensors are drawn, and layers in a chart.
+_MAX_POINTS_PER_LINE, _MAX_DRAWN_ARMS, _MAX_DRAWN_LAYERS = 30, 3, 4
 # Figures of a reading: the name, a function that selects the worst value, a function that returns the value, and one
 # that formats it.
 _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
@@ -150,7 +150,7 @@ def draw_tensors(stored: KeptTraining) -> Iterator[Element]:
 
 
 def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> Iterator[Lines]:
-    """Yields a chart for each role of tensors, with a line for each layer. Layers that change most come first."""
+    """Yields a chart for each role of tensors, with a line for each of the layers that change most."""
     # Thirty points are enough to show a drift. The CSV has every reading.
     steps = sorted({reading.step for reading in readings})
     steps = sorted(
@@ -166,8 +166,8 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         if not layers:
             continue
         series = []
-        # Layers that change most come first, because a reader looks at few lines.
-        for layer in sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values())):
+        by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
+        for layer in by_change[:_MAX_DRAWN_LAYERS]:
             # Each line is centred at its median, because layers differ by many octaves.
             octaves, line_median = layers[layer], median(layers[layer].values())
             line_marks = [Mark("", octaves[step] - line_median) if step in octaves else None for step in steps]
@@ -175,8 +175,9 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         yield Lines(
             f"{name}-{role}s",
             f"{arm}: largest magnitudes of {role}s by layer",
-            "Watched steps, of several seeds those of the first: the largest magnitude, times its scale where it has "
-            "one, against the middle of its line. A scale that follows its tensor keeps the line flat.",
+            f"The {_MAX_DRAWN_LAYERS} layers that change most, in watched steps of the first seed: the largest "
+            "magnitude, times its scale where it has one, against the middle of its line. A scale that follows its "
+            "tensor keeps the line flat.",
             tuple(map(units.whole, steps)),
             ChartAxis("octaves from its middle"),
             tuple(series),
@@ -190,13 +191,13 @@ _MAX_CURVE_POINTS = 60
 
 
 def choose_ends(steps: int) -> tuple[int, ...]:
-    """Returns for each window of a curve how many steps are finished at its end. The last window ends with the last
-    step.
+    """Returns for each window of a curve how many steps are finished at its end: 1, multiples of a round number such as
+    5, and all steps.
     """
-    point_count = min(_MAX_CURVE_POINTS, steps)
-    return tuple(
-        sorted({1 + round(number * (steps - 1) / max(1, point_count - 1)) for number in range(point_count)} | {steps})
-    )
+    magnitude = 10 ** max(0, len(str(steps)) - 3)
+    strides = (digit * magnitude for digit in (1, 2, 5, 10, 20))
+    stride = next(stride for stride in strides if steps / stride <= _MAX_CURVE_POINTS)
+    return tuple(sorted({1, *range(stride, steps, stride), steps}))
 
 
 def draw_losses(judged: JudgedTraining) -> Iterator[Lines]:

@@ -105,7 +105,7 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
 def _describe_speed(summary: ArmSummary) -> str:
     speed = summary.verdict.speed if summary.verdict else None
     if not summary.arm.native:
-        return "no speed here (emulated)"
+        return "speed unknown (emulated)"
     return f"steps {units.ratio(speed.raw.point)} as fast" if speed is not None else ""
 
 
@@ -154,14 +154,18 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
     question = "Does it still learn?" if answers else "How it learned"
     own_batch = tuple(render_own_batches(judged))
+    health = Part("health", "What happened", tuple(_render_events(stored, most_events)))
+    # The alarms are the answer of a stream that is not compared with another stream.
+    has_verdict = bool(answers) or not training.is_watched
     parts = [
+        *([] if has_verdict else [health]),
         Part("verdict", question, (*answer, arms, *render_wire(judged))),
         *list_of("notes", "Notes", (*describe_chance(verdicts), *list_notes(judged))),
         *(() if training.is_watched else render_validations(stored)),
         *render_scores(judged.scores),
         *render_last_figures(judged),
         *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
-        Part("health", "What happened", tuple(_render_events(stored, most_events))),
+        *([health] if has_verdict else []),
         Part("ending", "", tuple(map(Text, _list_ending(stored)))),
     ]
     return Page(make_title(training), "", tuple(parts), _list_hints(arms), tuple(list_facts(training)))
@@ -437,7 +441,7 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
     yield from _warn_unfinished(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if not events:
-        yield Text("Nothing: no alarm, and all values were finite.")
+        yield Text("No alarm, and all values were finite.")
         return
     cols: list[Col[TrainingEvent]] = [
         Col("arm", attrgetter("arm")),
@@ -448,6 +452,8 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
         Col("words", attrgetter("words")),
         Col("what may help", attrgetter("remedy")),
     ]
+    noun = "alarm" if all(event.kind == "alarm" for event in events) else "event"
+    yield Text(f"{many(len(events), noun)}, the first in step {events[0].step}: {events[0].words}", Tone.BAD)
     yield table("events", "", cols, events[:most], main=True, required_headings=("arm", "step", "what"))
     if len(events) > most:
         yield Text(f"and {len(events) - most} more: the CSV has them")

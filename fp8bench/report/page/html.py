@@ -42,7 +42,7 @@ from fp8bench.report.elements import (
 from fp8bench.report.page.charts import numbers_table
 from fp8bench.report.page.drawing.draw import draw_svg
 from fp8bench.report.page.drawing.scale import FORBIDDEN_CHARACTERS
-from fp8bench.report.words.naming import many
+from fp8bench.report.words.naming import many, shorten_line
 
 if TYPE_CHECKING:
     import jinja2
@@ -185,14 +185,13 @@ MAX_REPORTS = 500
 # These limits ensure that an escaped card fits into CARD_BYTES even if a report has many runs.
 _MAX_ANSWERS = 12
 _MAX_ANSWER_LENGTH = 240
-_MAX_COMMAND_LENGTH = 1000
 _CARD_TAG_PATTERN = re.compile(r'<meta name="fp8bench" content="([^"]*)">')
 _TIME_IN_FOLDER_PATTERN = re.compile(r"(\d{4})(\d\d)(\d\d)T(\d\d)(\d\d)")
 
 
 @dataclass(frozen=True)
 class CardAnswer:
-    """A precision with its verdict. Without a precision, the text is the first sentence of the report."""
+    """A precision with its verdict. If `about` is '', the text has both, or is the first sentence of the report."""
 
     about: str
     word: str
@@ -205,13 +204,15 @@ class Card:
     kind: str
     title: str
     subtitle: str
-    command: str
     answers: tuple[CardAnswer, ...]
+    remark: str = ""
 
 
 @dataclass(frozen=True)
 class ListedReport:
-    """A card with the folder of its report, and the start of the report's run, as '2026-11-26 06:38', or ''."""
+    """A card with the folder of its report, and when its run began, as '2026-11-26 06:38'. If the folder's name does
+    not have this time, it is the time when the report was written.
+    """
 
     card: Card
     folder: str
@@ -219,13 +220,16 @@ class ListedReport:
 
 
 def make_card(page: Page) -> Card:
-    elements = page.parts[0].elements if page.parts else ()
+    # A list or table has the answers. If there is none, the first text is the answer.
+    elements = sorted(page.parts[0].elements if page.parts else (), key=lambda element: isinstance(element, Text))
     answers = next(filter(None, map(_card_answers, elements)), ())
-    return Card(page.kind, page.title, page.subtitle, page.command[:_MAX_COMMAND_LENGTH], answers[:_MAX_ANSWERS])
+    return Card(page.kind, page.title, page.subtitle, answers[:_MAX_ANSWERS], page.remark)
 
 
 def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
-    """Returns the verdict of each row of a table, or the first sentence of a text or list."""
+    """Returns the verdict of each row of a table, the beginning of each sentence of a list up to a semicolon, or a
+    text.
+    """
     match element:
         case Table():
             titles = ("case", "arm", "verdict")
@@ -235,9 +239,10 @@ def _card_answers(element: Element) -> tuple[CardAnswer, ...]:
             pairs = [(row[column_numbers[0]].text, row[column_numbers[1]].text) for row in element.rows]
             return tuple(CardAnswer(about, word) for about, word in pairs if word not in ("", units.NONE))
         case Text():
-            return (CardAnswer("", element.text[:_MAX_ANSWER_LENGTH]),)
+            return (CardAnswer("", shorten_line(element.text, _MAX_ANSWER_LENGTH)),)
         case Items():
-            return _card_answers(element.items[0])
+            clauses = [item.text.partition(";")[0] for item in element.items]
+            return tuple(CardAnswer("", shorten_line(clause, _MAX_ANSWER_LENGTH)) for clause in clauses)
     return ()
 
 
@@ -266,17 +271,18 @@ def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:
     def title_field(report: ListedReport) -> Field:
         return Field(report.card.title, link=f"{quote(report.folder)}/report.html")
 
-    def join_answers(report: ListedReport) -> str | None:
-        return ", ".join([f"{answer.about} {answer.word}".strip() for answer in report.card.answers]) or None
+    def join_answers(report: ListedReport) -> str:
+        text = "; ".join([f"{answer.about} {answer.word}".strip() for answer in report.card.answers]) or units.NONE
+        return f"{text} ({report.card.remark})" if report.card.remark else text
 
     cols: Cols[ListedReport] = [
-        Col("began (UTC)", lambda report: report.when or None),
+        Col("date (UTC)", "when"),
         Col("report", title_field),
         Col("of", "card.kind"),
         Col("answer", join_answers),
         Col("where", lambda report: report.card.subtitle.partition(" UTC, ")[2] or report.card.subtitle),
     ]
-    required = {"began (UTC)", "report"}
+    required = {"date (UTC)", "report"}
     elements: list[Element] = [
         table(
             "reports", many(len(listed_reports), "report"), cols, listed_reports, main=True, required_headings=required

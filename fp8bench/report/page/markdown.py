@@ -26,8 +26,8 @@ from fp8bench.report.elements import (
 )
 from fp8bench.report.page.charts import numbers_table
 
-# At most this many lines are visible before a reader unfolds the page. A block that does not fit is cut, and is
-# repeated in full in the folded part.
+# At most this many lines are visible before a reader unfolds the page. A list or table that does not fit continues in
+# the folded part.
 _MAX_VISIBLE_LINES = 25
 _MIN_LINES_OF_CUT_BLOCK = 5
 _BEGIN_DETAILS = "<details><summary>The rest of the report</summary>"
@@ -78,14 +78,18 @@ def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     part_starts = [index for index, block in enumerate(blocks[:num_visible]) if block.startswith("## ")]
     if len(part_starts) > 1 and not blocks[num_visible].startswith("## "):
         num_visible = part_starts[-1]
-    # 2. Fold the block that does not fit, together with its headings. If it is a list or table, its first lines are
-    # also visible.
+    # 2. If the block that does not fit is a list or table, divide it. The rest of a table has the header again.
+    # Otherwise fold the block, together with its headings.
+    block = blocks[num_visible]
+    num_lines = _MAX_VISIBLE_LINES - _count_lines(blocks[:num_visible]) - 3
+    if num_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):
+        lines = block.split("\n")
+        header = lines[:2] if block.startswith("| ") else []
+        rest = "\n".join([*header, *lines[num_lines:]])
+        return [*blocks[:num_visible], "\n".join(lines[:num_lines])], [rest, *blocks[num_visible + 1 :]]
     first_hidden = num_visible
     while first_hidden > 1 and blocks[first_hidden - 1].startswith("#"):
         first_hidden -= 1
-    lines = blocks[num_visible].split("\n")[: _MAX_VISIBLE_LINES - _count_lines(blocks[:num_visible]) - 3]
-    if len(lines) >= _MIN_LINES_OF_CUT_BLOCK and blocks[num_visible].startswith(("- ", "| ")):
-        return [*blocks[:num_visible], "\n".join(lines)], blocks[first_hidden:]
     return blocks[:first_hidden], blocks[first_hidden:]
 
 

@@ -16,6 +16,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any, TypeVar
 
+from fp8bench.analysis.labels import describe_load
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Run
 from fp8bench.report import topics
@@ -157,8 +158,8 @@ _MAX_NAME_LENGTH = 60
 def report_page(material: Material) -> Page:
     """Returns the page of a report. The page does not depend on when or where it is rendered."""
     runs = [entry.run for entry in material.entries]
-    command = "; ".join(run.command for run in runs)
-    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), command=command)
+    remark = "noisy" if any(map(describe_load, runs)) else ""
+    return Page(_page_title(runs), _page_subtitle(material), build_parts(material), remark=remark)
 
 
 def _page_title(runs: Sequence[Run]) -> str:
@@ -180,7 +181,7 @@ def _page_subtitle(material: Material) -> str:
         commit = describe_commit(run)
         origin = join_parts(show_start(run), f"commit {commit}" if commit else "", environment_fact(run, "machine"))
         return origin or "the header of the run's file is lost"
-    labels = [entry.label for entry in material.entries]
+    labels = [f"{entry.label} ({show_start(entry.run)[:10]})" for entry in material.entries]
     runs_text = many(len(labels), "run")
     if len(labels) > _MAX_LABELS:
         labels[_MAX_LABELS:] = [f"{len(labels) - _MAX_LABELS} more"]

@@ -14,33 +14,36 @@ from itertools import chain
 from operator import itemgetter
 
 from fp8bench import units
-from fp8bench.model import Label, Run
+from fp8bench.model import Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
-from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import Entry
-from fp8bench.report.panels import Cases, NamedCase, Panel, Result, describe_params, join_parts, list_cases
+from fp8bench.report.panels import Cases, NamedCase, Panel, describe_params, join_parts, list_cases
 from fp8bench.report.terminal.short_answer import short_answer
-from fp8bench.report.topics.answers import QUESTION, QUESTION_OF_CALLABLES, find_answers, propose_commands
+from fp8bench.report.topics.answers import QUESTION, QUESTION_OF_CALLABLES, find_answers
 from fp8bench.report.topics.break_even import break_even_table, list_swept_modes
 from fp8bench.report.topics.energy import explain_missing_energy, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables
 from fp8bench.report.topics.phases import phases_table
-from fp8bench.report.topics.ranks import CPU_REMARK, best_trade_offs, tables_with_rows, transfer_table
+from fp8bench.report.topics.ranks import best_trade_offs, tables_with_rows, transfer_table
 from fp8bench.report.topics.shares import describe_coverage, find_coverages
 from fp8bench.report.topics.speedup import describe_sustained_speed, sustained_table
 from fp8bench.report.topics.tensors import is_about_tensors, name_best_precisions, tensor_tables
-from fp8bench.report.topics.verdict import describe_load_warning, report_failures
-from fp8bench.report.words.legend import LABELS
+from fp8bench.report.topics.verdict import (
+    describe_comparison,
+    explain_doubts,
+    is_decided,
+    propose_next_commands,
+    report_failures,
+)
 from fp8bench.report.words.naming import (
     common_tone,
     describe_devices,
     join_words,
-    list_notes,
     many,
     usual_params,
 )
@@ -49,8 +52,6 @@ _FASTER_AND_SLOWER = frozenset({Standing.FASTER, Standing.SLOWER})
 _UNCERTAIN = frozenset({Standing.DOUBTED, Standing.UNSURE})
 # The table of speeds has at most this many rows. `show --all` and the page have all groups.
 _MAX_GROUPS = 16
-# The answer names at most this many reasons for doubt. `show --all` has all of them.
-_MAX_DOUBTS = 2
 # If a panel has more tensors than this, the answer names only the best precision of each width.
 _MAX_TENSORS = 2
 
@@ -111,22 +112,10 @@ def describe_storage(run_path: str, page_path: str) -> str:
 def next_commands(entry: Entry, store_options: str) -> Sentences:
     """Yields commands that could settle, change or explain an answer."""
     timed_panels = [panel for panel in entry.panels if not is_about_tensors(panel)]
-    yield from _propose_commands(timed_panels, entry)
+    yield from propose_next_commands(timed_panels, entry)
     has_speed = any(speed_up(case) is not None for case in list_cases(timed_panels))
     if has_speed and entry.run.request.suite != BENCH:
         yield f"get advice on what to run in which precision: fp8bench advise {entry.run.id}{store_options}"
-
-
-def _propose_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
-    run, cases = entry.run, list_cases(panels)
-    # A decided verdict needs no second run, even if other programs were running.
-    under_load = bool(describe_load_warning(entry)) and not _is_decided(cases)
-    return propose_commands(cases, run.command, under_load, run.request.budget)
-
-
-def _is_decided(cases: Cases) -> bool:
-    """Returns whether no verdict on these cases is missing or in doubt."""
-    return not {find_standing(case) for case in cases} & {Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED}
 
 
 def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
@@ -146,30 +135,18 @@ def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
     for panel in panels:
         warnings += describe_sustained_speed(panel)
         warnings += [state for state in describe_device_state(panel, entry.run) if state.tone is not Tone.PLAIN]
+    question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else QUESTION
+    comparison = describe_comparison(panels)
     return short_answer(
         _answer_heading(panels, entry.run),
-        _question_with_reference(panels),
+        f"{question} ({comparison})" if comparison else question,
         find_answers(cases) if is_timed else (),
         warnings=warnings,
-        doubts=_explain_doubts(panels, entry),
-        is_decided=_is_decided(cases),
-        action=next(_propose_commands(panels, entry), ""),
+        doubts=explain_doubts(panels, entry),
+        is_decided=is_decided(cases),
+        action=next(propose_next_commands(panels, entry), ""),
         tables=tables,
     )
-
-
-def _question_with_reference(panels: Sequence[Panel]) -> str:
-    question = QUESTION_OF_CALLABLES if panels[0].suite == BENCH else QUESTION
-    references = join_words(panel.reference for panel in panels if panel.reference)
-    floors = [case.finding.floor for case in list_cases(panels) if case.finding and case.finding.floor]
-    comparison = join_parts(
-        f"compared with {references}" if references else "",
-        f"identical code differed by up to {units.percent(max(floors))}" if floors else "",
-        separator="; ",
-    )
-    if comparison:
-        return f"{question} ({comparison})"
-    return question
 
 
 def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
@@ -247,61 +224,6 @@ def _requested_tables(panel: Panel) -> Iterator[Part]:
     ]
     if tables:
         yield Part("asked", "", tuple(tables))
-
-
-def _explain_doubts(panels: Sequence[Panel], entry: Entry) -> Sentences:
-    """Yields each reason why a verdict is missing or in doubt, with the precisions to which the reason applies."""
-    # 1. Name references that were not measured.
-    for panel in panels:
-        if not any(case.is_reference for case in panel.members):
-            yield f"no reference ({panel.reference or 'none planned'} was not measured)"
-            for case in panel.members:
-                # Failures are left out, because the answer has already listed them with their reasons.
-                if case.record.reason and find_standing(case) is not Standing.FAILED:
-                    yield f"{case.mode}: {case.record.reason}"
-    # 2. Name doubts about the whole run: the load of the machine, other runs that disturbed this run, and newer runs.
-    on_cpu = any(panel.device.startswith("cpu") for panel in panels)
-    load_warning = describe_load_warning(entry) if on_cpu else ""
-    if load_warning:
-        yield load_warning
-    if panels[0].suite == BENCH:
-        yield from list_notes(entry.run)
-    else:
-        yield from (note for note in entry.run.notes if note.startswith("run "))
-    if entry.run.request.ranks and on_cpu:
-        yield CPU_REMARK.removesuffix(".")
-    # 3. Name reasons of single cases, the most frequent first.
-    modes_by_reason: dict[str, list[str]] = {}
-    for case in list_cases(panels):
-        for reason in _case_doubts(case, bool(load_warning)):
-            modes_by_reason.setdefault(reason, []).append(case.mode)
-    reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
-    for reason in reasons[:_MAX_DOUBTS]:
-        yield f"{join_words(modes_by_reason[reason])}: {reason}"
-    if len(reasons) > _MAX_DOUBTS:
-        yield f"{many(len(reasons) - _MAX_DOUBTS, 'more reason')} in --all"
-
-
-def _case_doubts(result: Result, under_load: bool) -> Sentences:
-    """Yields the doubts about a case. With `under_load`, leaves out doubts that the load of the machine explains."""
-    finding = result.finding
-    if finding is None or result.is_emulated or not result.is_ok:
-        return
-    # The answer names the load once for the whole run.
-    is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
-    labels = (
-        [label for label in result.labels if label.casts_doubt] if find_standing(result) is Standing.DOUBTED else []
-    )
-    other_kinds = [label for label in labels if label in OF_ANOTHER_KIND]
-    if other_kinds:
-        meaning, _, remedy = LABELS[other_kinds[0]]
-        yield f"{result.reason(other_kinds[0]) or meaning}. Remedy: {remedy}"
-    elif not is_explained_by_load and finding.why:
-        yield finding.why
-    elif not is_explained_by_load and labels:
-        yield LABELS[labels[0]].meaning
-    if result.record.detail and result.best_seconds:
-        yield result.record.detail
 
 
 def _speed_table(panels: Sequence[Panel], is_timed: bool) -> Elements:

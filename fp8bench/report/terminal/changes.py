@@ -135,6 +135,7 @@ def _change_document(change: Change) -> dict[str, object]:
 
 def _summarize(search_result: Found) -> str:
     num_series = search_result.looked_at + search_result.counted
+    num_ignored = sum(search_result.left.values())
     if not num_series:
         return "no series was long enough to look for changes"
     worse = fewer = better = acknowledged = 0
@@ -149,6 +150,8 @@ def _summarize(search_result: Found) -> str:
         counts.append(f"{count_noun(fewer, 'count')} that went down")
     counts.append(count_noun(better, "improvement"))
     remark = f"; {count_noun(acknowledged, 'change')} acknowledged" if acknowledged else ""
+    if num_ignored:
+        remark += f"; {count_noun(num_ignored, 'series', 'series')} not looked at"
     return f"{join_words(counts)} in {count_noun(num_series, 'series', 'series')}{remark}"
 
 

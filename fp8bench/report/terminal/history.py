@@ -31,11 +31,13 @@ _MAX_REASONS = 20
 # look equal.
 _MEDIAN_DIGITS = 4
 
+# The first line counts series whose median changed by more than this.
+_COUNTED_CHANGE = 0.02
 _NEW_SOURCE_TEXT = "new source"
 _CHANGE_LEGEND = "change: against the commit before, without a verdict; less is better"
 _ROUGH_LEGEND = f"{_SIGN_OF_ROUGH_FIGURE}: from a --quick run or a few rounds: only a rough number"
 _LIST_LEGEND = (
-    "value: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
+    "median: the last commit's median over the rounds (or energy windows) of all its runs; lower is better everywhere",
     _CHANGE_LEGEND,
     "new version, new source: the work, the method or the source of joules changed, so earlier numbers do not compare",
     _ROUGH_LEGEND,
@@ -66,10 +68,10 @@ def trends_page(
         Col("series", "trend.name"),
         Col("points", "points", show=str),
         Col("last", lambda ending: ending.last.commit[:8]),
-        Col("value", lambda ending: _show_figure(ending.trend, ending.last), number=True),
+        Col("median", lambda ending: _show_figure(ending.trend, ending.last), number=True),
         Col("change", lambda ending: _show_change(ending.last, ending.before), number=True),
     ]
-    parts = []
+    parts = [Part("changed", "", (Text(_summarize_changes(endings)),))] if endings else []
     for machine, endings_of_machine in itertools.groupby(endings, key=lambda ending: describe_machine(ending.trend)):
         parts.append(Part("series", "", (table("series", machine, cols, endings_of_machine),)))
     if endings:
@@ -77,6 +79,21 @@ def trends_page(
         name = shlex.quote(endings[0].trend.name)
         parts.append(_next_command("show one series, commit by commit", f"fp8bench history show {name}{store_options}"))
     return Page(f"{store}: {counts}", "", (*parts, *_list_skipped_runs(skipped)), _LIST_LEGEND if endings else ())
+
+
+def _summarize_changes(endings: Sequence[Ending]) -> str:
+    """Returns how many series changed from the commit before, and which changed most.
+
+    An example: '1 of 8 series with an earlier commit changed by more than 2%; the largest change:
+    gemm.Gemm.track_time(fp32, 512) +7.1%'.
+    """
+    ratios = {ending.trend.name: _change_ratio(ending.last, ending.before) for ending in endings}
+    sizes = {name: abs(math.log(ratio)) for name, ratio in ratios.items() if ratio is not None}
+    changed = [name for name, size in sizes.items() if size > math.log1p(_COUNTED_CHANGE)]
+    series = f"{count_noun(len(sizes), 'series', 'series')} with an earlier commit"
+    largest = max(changed, key=lambda name: sizes[name], default="")
+    remark = f"; the largest change: {largest} {units.change(ratios[largest] or 1.0)}" if largest else ""
+    return f"{len(changed)} of {series} changed by more than {units.percent(_COUNTED_CHANGE, 0)}{remark}"
 
 
 def trend_page(trends: Sequence[Trend], description: str) -> Page:
@@ -212,14 +229,25 @@ def _show_change(figure: Figure, previous: Figure | None) -> str:
         return "new version"
     if figure.source != previous.source:
         return _NEW_SOURCE_TEXT
-    # The change has no ratio if the previous value is zero, or if either value is NaN or infinite.
-    if previous.value == 0 or not (math.isfinite(previous.value) and math.isfinite(figure.value)):
-        if figure.value == previous.value:
-            return units.change(1.0)
+    ratio = _change_ratio(figure, previous)
+    if ratio is None:
         return units.NONE
-    return (_SIGN_OF_ROUGH_FIGURE if figure.hasty or previous.hasty else "") + units.change(
-        figure.value / previous.value
-    )
+    return (_SIGN_OF_ROUGH_FIGURE if figure.hasty or previous.hasty else "") + units.change(ratio)
+
+
+def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
+    """Returns a value divided by the previous one, or None if they do not compare, or if the ratio is not a positive
+    number.
+    """
+    if previous is None or figure.value is None or previous.value is None:
+        return None
+    if (figure.version, figure.source) != (previous.version, previous.source):
+        return None
+    if figure.value == previous.value:
+        return 1.0
+    if not (math.isfinite(previous.value) and math.isfinite(figure.value)) or min(figure.value, previous.value) <= 0:
+        return None
+    return figure.value / previous.value
 
 
 class _FigureRow(NamedTuple):

@@ -30,10 +30,11 @@ class Answer:
 
 def as_sentence(answer: Answer) -> Text:
     """Returns the answer as a sentence, as 'fp8: learns worse, loss +3.1%, could be +2.9% to +3.3%; memory +1.4%; its
-    loss is 3.14% higher'.
+    loss is 3.14% higher'. The reason begins a line.
     """
     verdict = ", ".join(filter(None, (answer.verdict, answer.figure)))
-    return Text(f"{answer.name}: {'; '.join(filter(None, (verdict, *answer.costs, answer.reason)))}", answer.tone)
+    sentence = f"{answer.name}: {'; '.join(filter(None, (verdict, *answer.costs)))}"
+    return Text(f"{sentence};\n{answer.reason}" if answer.reason else sentence, answer.tone)
 
 
 def short_answer(

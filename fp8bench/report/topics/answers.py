@@ -154,7 +154,7 @@ def verdict_rows(panels: Sequence[Panel]) -> Iterator[tuple[str | float | None, 
 def verdict_word(result: Result) -> str:
     """Returns the verdict on a case in words that need no knowledge of this tool, as 'as fast' for 'same'."""
     word_by_standing = {
-        Standing.EMULATED: "no speed here",
+        Standing.EMULATED: "speed unknown",
         Standing.SAME: "as fast",
         Standing.UNTIMED: "not timed",
     }

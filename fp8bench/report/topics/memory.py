@@ -220,11 +220,7 @@ def capacity_tables(panel: Panel) -> Elements:
             DEVICE_MAX_BATCH.heading, _show_device_batch, number=True, hint=DEVICE_MAX_BATCH.description
         )
         cols.insert(4, device_batch_column)
-    # If all cases have the same setting, the table leaves out the column "group".
-    required_headings = {col.heading for col in cols} - {"group"}
-    capacity_table = table(
-        "capacity", batch_title(searches[0].value), cols, searches, required_headings=required_headings
-    )
+    capacity_table = table("capacity", batch_title(searches[0].value), cols, searches)
     yield add_figure_columns(capacity_table, [search.case for search in searches])
     yield from own_batch_table(make_own_batch(case, search) for case, search in searches)
     if any(search.case.is_emulated for search in searches):

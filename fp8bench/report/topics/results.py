@@ -184,7 +184,7 @@ def _explain_case(case: NamedCase) -> str:
     phrases += [case.finding.why if case.finding else "", *costs, f"labels: {labels}" if labels else ""]
     if case.is_ok:
         phrases.append(case.record.detail)
-    return shorten_line(join_parts(*phrases, separator="; "), MAX_REASON_LENGTH)
+    return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in phrases), separator="; ")
 
 
 def _detail_columns(cases: Cases) -> Iterator[Col[_TitledCase]]:

@@ -130,8 +130,8 @@ class _TitledCase(NamedTuple):
 _SPEEDUP_LEAD = (
     "Right of 1x is faster than the reference. Each stroke below a bar is one round (of the last session, if there "
     "were several): a difference is clear if the strokes of a precision lie apart from those of its reference. "
-    f"Whiskers are 99% intervals, with fewer than {LEAST_ROUNDS} rounds their range. Grey bars are in doubt, and "
-    "emulated cases have no speed."
+    f"Whiskers are 99% intervals, with fewer than {LEAST_ROUNDS} rounds their range. The "
+    "speed of emulated cases is unknown."
 )
 
 
@@ -241,7 +241,7 @@ def _error_chart(name: str, cases: Sequence[_TitledCase]) -> Scatter:
         ChartAxis(f"speed-up over {_name_reference(cases[0].case)}", "x"),
         ChartAxis(error_title, units.RATIO),
         points,
-        "emulated: no speed" if any(point.x is None for point in points) else "",
+        "speed unknown" if any(point.x is None for point in points) else "",
     )
 
 
@@ -252,7 +252,7 @@ def _error_point(row: _TitledCase, with_title: bool) -> ChartPoint:
     hint = f"error {units.relative_error(error)}"
     speed = _find_speed(case)
     if speed is None:
-        return ChartPoint(case.mode, label, None, error, standing_tone(case), f"{hint}; emulated: no speed")
+        return ChartPoint(case.mode, label, None, error, standing_tone(case), f"{hint}; speed unknown")
     hint = "; ".join([f"{units.speed_up(speed.point)}, {hint}", *describe_doubts(case)])
     return ChartPoint(
         case.mode, label, speed.point, error, standing_tone(case), hint, x_low=speed.low, x_high=speed.high

@@ -12,30 +12,36 @@ from collections.abc import Sequence
 from dataclasses import replace
 from itertools import chain
 
+from fp8bench import units
 from fp8bench.analysis.labels import describe_load
 from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
+from fp8bench.model.run import BENCH
+from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import (
-    CERTAIN_STANDINGS,
     Standing,
     describe_intervals,
     find_standing,
     speed_up,
 )
-from fp8bench.report.elements import Element, Elements, Items, Text, Texts, Tone, bullet_list
+from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import NamedCase, Panel, Result, join_parts, list_cases, together
+from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, list_cases, together
 from fp8bench.report.terminal.short_answer import as_sentence
-from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer
+from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, propose_commands
+from fp8bench.report.topics.ranks import CPU_REMARK
 from fp8bench.report.topics.tensors import is_about_tensors, name_best_precisions, timed_panels
 from fp8bench.report.words import legend
+from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import (
     count_statuses,
     describe_missing_records,
     join_words,
+    list_notes,
     many,
     name_setting,
     shorten_line,
+    show_start,
 )
 
 # A list has at most this many sentences of one kind. The table has every case.
@@ -79,8 +85,9 @@ def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
         modes = []
         for reason, names in reasons.items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
-        validity = "errors are not all finite" if is_broken else "its errors are real"
-        lines.append(f"emulated: {'; '.join(modes)}: {validity}; ignore time and memory (the cost of emulation)")
+        validity = "errors are not all finite" if is_broken else "errors are real"
+        costs = "the speed is unknown, and (est.) means estimated for hardware with this precision"
+        lines.append(f"emulated: {'; '.join(modes)}: {validity}, {costs}")
     return lines
 
 
@@ -108,6 +115,92 @@ def _lacks_other_runs(result: Result) -> bool:
     return has_no_other_run and record.case.device.startswith("cpu") and speed_up(result) is not None
 
 
+def describe_comparison(panels: Sequence[Panel]) -> str:
+    """Returns what precisions are compared with, as 'compared with fp32; identical code differed by up to 1.5%'."""
+    references = join_words(panel.reference for panel in panels if panel.reference)
+    floors = [case.finding.floor for case in list_cases(panels) if case.finding and case.finding.floor]
+    return join_parts(
+        f"compared with {references}" if references else "",
+        f"identical code differed by up to {units.percent(max(floors))}" if floors else "",
+        separator="; ",
+    )
+
+
+def propose_next_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
+    run, cases = entry.run, list_cases(panels)
+    # A decided verdict needs no second run, even if other programs were running.
+    under_load = bool(describe_load_warning(entry)) and not is_decided(cases)
+    return propose_commands(cases, run.command, under_load, run.request.budget)
+
+
+def is_decided(cases: Cases) -> bool:
+    """Returns whether no verdict on these cases is missing or in doubt."""
+    return not {find_standing(case) for case in cases} & {Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED}
+
+
+def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) -> Sentences:
+    """Yields each reason why a verdict is missing or in doubt, with the precisions to which the reason applies. Of the
+    reasons of single cases, only `max_reasons` are listed: `show --all` has all of them.
+    """
+    # 1. Name references that were not measured.
+    for panel in panels:
+        if not any(case.is_reference for case in panel.members):
+            yield f"no reference ({panel.reference or 'none planned'} was not measured)"
+            for case in panel.members:
+                # Failures are left out, because the answer has already listed them with their reasons.
+                if case.record.reason and find_standing(case) is not Standing.FAILED:
+                    yield f"{case.mode}: {case.record.reason}"
+    # 2. Name doubts about the whole run: the load of the machine, other runs that disturbed this run, and newer runs.
+    on_cpu = any(panel.device.startswith("cpu") for panel in panels)
+    load_warning = describe_load_warning(entry) if on_cpu else ""
+    if load_warning:
+        yield load_warning
+    if panels[0].suite == BENCH:
+        yield from list_notes(entry.run)
+    else:
+        yield from (note for note in entry.run.notes if note.startswith("run "))
+    if entry.run.request.ranks and on_cpu:
+        yield CPU_REMARK.removesuffix(".")
+    # 3. Name reasons of single cases, the most frequent first.
+    modes_by_reason: dict[str, list[str]] = {}
+    for case in list_cases(panels):
+        for reason in _case_doubts(case, bool(load_warning)):
+            modes_by_reason.setdefault(reason, []).append(case.mode)
+    num_cases = Counter(case.mode for case in list_cases(panels))
+    reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
+    for reason in reasons[:max_reasons]:
+        counts = Counter(modes_by_reason[reason]).items()
+        yield f"{join_words(_count_cases(mode, count, num_cases[mode]) for mode, count in counts)}: {reason}"
+    if len(reasons) > max_reasons:
+        yield f"{many(len(reasons) - max_reasons, 'more reason')} in --all"
+
+
+def _count_cases(mode: str, count: int, num_cases: int) -> str:
+    return mode if count == num_cases else f"{mode} in {count} of {num_cases} cases"
+
+
+def _case_doubts(result: Result, under_load: bool) -> Sentences:
+    """Yields the doubts about a case. With `under_load`, leaves out doubts that the load of the machine explains."""
+    finding = result.finding
+    if finding is None or result.is_emulated or not result.is_ok:
+        return
+    # The answer names the load once for the whole run.
+    is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
+    labels = (
+        [label for label in result.labels if label.casts_doubt] if find_standing(result) is Standing.DOUBTED else []
+    )
+    other_kinds = [label for label in labels if label in OF_ANOTHER_KIND]
+    if other_kinds:
+        meaning, _, remedy = LABELS[other_kinds[0]]
+        yield f"{result.reason(other_kinds[0]) or meaning}. Remedy: {remedy}"
+    elif not is_explained_by_load and finding.why:
+        yield finding.why
+    elif not is_explained_by_load and labels:
+        yield LABELS[labels[0]].meaning
+    if result.record.detail and result.best_seconds:
+        yield result.record.detail
+
+
 def warn_of_false_verdicts(entry: Entry) -> Texts:
     """If a run has several cases, yields how many false verdicts to expect, because each case is judged separately."""
     num_judged = sum(speed_up(case) is not None for case in list_cases(entry.panels))
@@ -126,14 +219,17 @@ def warn_of_false_verdicts(entry: Entry) -> Texts:
 
 
 def _verdict_lead(material: Material) -> str:
-    cases = list_cases(panel for _, panel in timed_panels(material))
+    panels = [panel for _, panel in timed_panels(material)]
+    cases = list_cases(panels)
     speeds = [speed for case in cases if (speed := speed_up(case))]
     if not speeds:
         return ""
     intervals = describe_intervals(cases)
+    if not material.is_single_run:
+        intervals = intervals.replace("of this run", "of its run")
     return join_parts(
-        "Speed against the reference: above 1x is faster.",
-        f"[low, high] is {intervals}." if intervals else "",
+        f"Speed {describe_comparison(panels)}. Above 1x is faster.",
+        f"The range after the speed is {intervals}." if intervals else "",
         f"{legend.RANGE_OF_ROUNDS}." if any(speed.level == 0 for speed in speeds) else "",
         separator=" ",
     )
@@ -148,26 +244,31 @@ def verdict_section(material: Material) -> Elements:
 
 
 def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
-    # 1. Report failures, and doubts about all verdicts.
     if not is_single_run:
-        yield Text(entry.label, Tone.STRONG)
+        yield Text(f"{entry.label}, {show_start(entry.run)}", Tone.STRONG)
     yield from report_failures(entry)
-    yield from warn_of_load(entry)
-    # 2. Write a sentence for each precision, timed suites first. The device is named only if there are several.
-    has_devices = len({panel.device for panel in entry.panels}) > 1
-    sentences: list[Text] = []
-    for panel in entry.panels:
-        if not is_about_tensors(panel):
-            sentences += compare_precisions(panel, panel.device if has_devices else "")
+    # 1. Write a sentence for each precision, timed suites first. The suite and the device are named only if there are
+    # several.
+    panels = [panel for panel in entry.panels if not is_about_tensors(panel)]
+    has_suites = len({panel.suite for panel in panels}) > 1
+    has_devices = len({panel.device for panel in panels}) > 1
+    answers: list[Text] = []
+    for panel in panels:
+        place = join_parts(panel.suite if has_suites else "", panel.device if has_devices else "", separator=" on ")
+        answers += compare_precisions(panel, place)
     for panel in filter(is_about_tensors, entry.panels):
-        sentences += map(Text, name_best_precisions(panel))
-    # 3. Name the cases without a verdict.
+        answers += map(Text, name_best_precisions(panel))
+    if answers:
+        yield Items(tuple(answers))
+    # 2. Propose a command. Then give the reasons for doubt, and name the cases without a verdict.
+    if action := next(propose_next_commands(panels, entry), ""):
+        yield Text(f"Do this: {action}")
     cases = list_cases(entry.panels)
-    skips = describe_cases_without_result(cases, Standing.SKIPPED, "skipped")
-    sentences += [Text(text, Tone.DOUBT) for text in (*describe_emulations(cases), *skips)]
-    sentences += warn_of_false_verdicts(entry)
-    if sentences:
-        yield Items(tuple(sentences))
+    doubts = [*explain_doubts(panels, entry, _MAX_SENTENCES)] if panels else []
+    doubts += describe_emulations(cases)
+    doubts += describe_cases_without_result(cases, Standing.SKIPPED, "skipped")
+    doubts += [warning.text for warning in warn_of_false_verdicts(entry)]
+    yield from bullet_list(doubts, Tone.DOUBT)
 
 
 def report_failures(entry: Entry) -> Elements:
@@ -184,30 +285,23 @@ def report_failures(entry: Entry) -> Elements:
         yield Text(f"Nothing was measured (cases: {count_statuses(entry.run)}).", Tone.STRONG)
 
 
-_COMPARED_STANDINGS = (*CERTAIN_STANDINGS.values(), Standing.DOUBTED, Standing.UNSURE, Standing.UNTIMED)
-_MAX_REASONS = 3
-
-
-def compare_precisions(panel: Panel, device: str = "") -> list[Text]:
-    """Returns a sentence for each precision of a panel. The sentence names `device` unless that is ''."""
-    device_suffix = f" on {device}" if device else ""
-    compared_cases = [case for case in panel.members if find_standing(case) in _COMPARED_STANDINGS]
+def compare_precisions(panel: Panel, place: str = "") -> list[Text]:
+    """Returns a sentence for each precision of a panel, as 'bf16: faster, 1.62x, could be 1.60x to 1.64x; memory
+    +1.1%'. Failed and skipped cases have none. The sentence names `place` unless it is ''.
+    """
+    compared_cases = [
+        case
+        for case in panel.members
+        if case.mode != panel.reference and find_standing(case) not in (Standing.FAILED, Standing.SKIPPED)
+    ]
     by_mode = together((case.mode, case) for case in compared_cases)
-    return [_compare_precision(panel, cases, device_suffix) for cases in by_mode.values()] or _describe_lone_reference(
-        panel, device_suffix
-    )
+    return [_compare_precision(cases, place) for cases in by_mode.values()] or _describe_lone_reference(panel, place)
 
 
-def _compare_precision(panel: Panel, cases: Sequence[NamedCase], device_suffix: str) -> Text:
-    """Returns 'bf16 against fp32 on gemm m=512: faster, 1.62x, could be 1.60x to 1.64x; memory +1.1%'."""
-    workload = f"{len(cases)} cases of {panel.suite}"
-    if len(cases) == 1:
-        workload = f"{panel.suite} {name_setting(cases[0].group)}".rstrip()
+def _compare_precision(cases: Sequence[NamedCase], place: str) -> Text:
     answer = find_answer(cases)
-    comparison = f"{answer.name} against {panel.reference or 'its reference'} on {workload}{device_suffix}"
-    sentence = as_sentence(replace(answer, name=comparison)).text
-    reasons = join_words(filter(None, map(_explain_missing_verdict, cases)), _MAX_REASONS)
-    return Text(join_parts(sentence + _describe_labels(cases), reasons, separator="; "), answer.tone)
+    verdict = f"{answer.verdict}{_describe_labels(cases)}"
+    return as_sentence(replace(answer, name=join_parts(answer.name, place, separator=" on "), verdict=verdict))
 
 
 def _describe_labels(results: Sequence[Result]) -> str:
@@ -231,26 +325,18 @@ def _doubtful_labels(result: Result) -> list[Label]:
     """
     finding = result.finding
     doubts: list[Label] = []
-    # Labels are only shown if the verdict is not certain.
-    if finding is None or finding.doubtful or not finding.is_judged:
+    # Labels are only shown if there is a speed, and the verdict on it is not certain.
+    if not result.is_emulated and (finding is None or finding.doubtful or not finding.is_judged):
         withdrawing_labels = finding.hard if finding else ()
         doubts = [label for label in result.labels if label.casts_doubt and label not in withdrawing_labels]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
 
 
-def _explain_missing_verdict(result: Result) -> str:
-    if find_standing(result) is Standing.UNSURE and result.finding:
-        return result.finding.why
-    if find_standing(result) is Standing.UNTIMED:
-        return result.record.detail
-    return ""
-
-
-def _describe_lone_reference(panel: Panel, device_suffix: str) -> list[Text]:
+def _describe_lone_reference(panel: Panel, place: str) -> list[Text]:
     num_timed = sum(
         find_standing(case) is Standing.REFERENCE and case.best_seconds is not None for case in panel.members
     )
     if not num_timed:
         return []
-    cases = f"{many(num_timed, 'case')} of {panel.suite}{device_suffix}"
+    cases = f"{many(num_timed, 'case')} of {place or panel.suite}"
     return [Text(f"only {panel.reference} was timed, in {cases}: there is nothing to compare it with")]

@@ -27,7 +27,8 @@ _TRADEMARKS_PATTERN = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
 
 
 def list_suites(run: Run) -> tuple[str, ...]:
-    return tuple(dict.fromkeys(case.workload for case in _list_cases(run)))
+    """Returns the names of a run's suites. A model of the user has the name 'net.py:make' instead of 'model'."""
+    return tuple(dict.fromkeys(str(dict(case.params).get("make", case.workload)) for case in _list_cases(run)))
 
 
 def list_devices(run: Run) -> tuple[str, ...]:

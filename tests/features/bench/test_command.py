@@ -51,7 +51,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert fp8bench("history", "list", "--runs")[1].count(" bench ") == 2  # as the command and as the suite
     assert fp8bench("report", run_id, "--html", "page.html")[0] == 0
     page = Path("page.html").read_text()
-    assert "mine.py:low" in page and "more exact)" in page and "When to use FP8" not in page
+    assert "mine.py:low" in page and "more exact)" in page and "Which precision to use" not in page
     code, _, err = fp8bench("advise", run_id)
     assert code == 2 and "compares callables, but advice is about precisions" in unfolded(err)
 

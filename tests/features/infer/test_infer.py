@@ -290,7 +290,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
     text = render(render_page(answer), 100, False, False)
     assert len(text.splitlines()) <= 16, text
     assert re.search(r"weights=int8 +pays up to a context of", text) and re.search("bf16 +slower +", text)
-    assert re.search(r"kv=fp8 +no speed here +at most \S+x by its bytes\s+same next token", text) and "KL" not in text
+    assert re.search(r"kv=fp8 +speed unknown +at most \S+x by its bytes\s+same next token", text) and "KL" not in text
     everything = render(render_page(answer, everything=True), 100, False, False)
     assert "(floor)" in everything and "KL" in everything
     assert "cached" in everything  # no read is faster than possible

@@ -82,7 +82,7 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
     first = write_seeds(tmp_path, "fp8", ALARM, *readings, *memory)[0]
     stream = first.rename(tmp_path / "steps.jsonl")
     page = render_page(JudgedTraining(load_loops([[stream]])))
-    assert page.parts[0].title == "How it learned"
+    assert [part.title for part in page.parts[:2]] == ["What happened", "How it learned"]
     flags = [mark.flag for mark in chart(page, "loss").series[0][1] if mark and mark.flag]
     assert flags == ["falls"]
     (_, octaves), *others = chart(page, "tensors-1-inputs").series

@@ -11,7 +11,7 @@ from pathlib import Path
 
 import fp8bench.report
 from fp8bench.jobs.report_files import INDEX, PAGE, Pages, _write_page
-from fp8bench.report.elements import Code, Column, Facts, Field, Page, Part, Table, Text, Tone
+from fp8bench.report.elements import Code, Column, Facts, Field, Items, Page, Part, Table, Text, Tone
 from fp8bench.report.page.html import CardAnswer, make_card, read_card, render
 from tests.counts import for_each
 from tests.pages import LONG, NUISANCES, SCRIPT, charts, hostile_page, whole_page
@@ -157,7 +157,6 @@ PAGE_OF_RUN = Page(
     f"gemm {HOSTILE}",
     "2026-11-26 06:38 UTC, commit 08bd5754, box",
     (Part("verdict", "Verdict", (TOLD,)),),
-    command="fp8bench suite gemm",
 )
 
 
@@ -182,7 +181,16 @@ def test_reports_are_listed_newest_first_and_link_to_their_pages(tmp_path: Path)
     for link in re.findall(r'<a href="(2026[^"]*)"', index):
         assert (tmp_path / link).is_file()
     assert "2026-11-26 06:00" in index
-    assert "bf16 slower, fp8 unsure" in index
+    assert "bf16 slower; fp8 unsure" in index
+
+
+def test_the_index_has_every_answer_and_a_date(tmp_path: Path) -> None:
+    """The folder of a stream has no time, so the index has the time when its page was written."""
+    answers = Items((Text("bf16: cannot tell, 0.99x; memory +1.1%;\nwhy"), Text("fp8: speed unknown; memory +2.2%")))
+    run = Page("gemm", "", (Part("verdict", "", (Text("cuda:0", Tone.STRONG), answers)),), remark="noisy")
+    index = reported(tmp_path, "watched-train-1", run)
+    assert "<td>bf16: cannot tell, 0.99x; fp8: speed unknown (noisy)</td>" in index
+    assert re.search(r'<th scope="row">20\d\d-\d\d-\d\d \d\d:\d\d</th>', index)
 
 
 def test_what_is_no_report_is_counted_and_nobodys_words_are_obeyed(tmp_path: Path) -> None:

@@ -105,7 +105,7 @@ def test_two_precisions_take_fourteen_lines() -> None:
     assert len(told) <= 14 and all(told), told
     assert told[0] == "transformer (nano, 2 x 96 tokens) on AMD EPYC 7B13, 1 thread, torch 2.13.0"
     assert [line for line in told if line.startswith("  fp16  cannot tell    0.976x, could be 0.949x to 1.00x  grad")]
-    assert [line for line in told if line.startswith("  fp8   no speed here  no hardware for FP8 ")]
+    assert [line for line in told if line.startswith("  fp8   speed unknown  no hardware for FP8 ")]
     assert "casts 2.30 ms: they nearly cancel" in " ".join(" ".join(told).split())
     assert [line.partition(":")[0] for line in told if not line.startswith(" ")][2:] == [
         "Why not sure",

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import replace
 
+from fp8bench.analysis.steps.changes import Found
 from fp8bench.model import Fault, Figure, Series, Trend
+from fp8bench.report.terminal.changes import changes_page
 from fp8bench.report.terminal.history import (
     asv_files_page,
     faults_page,
@@ -93,3 +96,10 @@ def test_pages_of_stores() -> Told:
     yield "nothing broken", render(faults_page([], 1, 1, "s"))
     yield "what was made", render(asv_files_page("s", 1, 7, 2, {"dirty": 1}))
     yield "what was taken in", render(merge_page("s: imported t", {"new runs": 2}))
+
+
+def test_the_headline_counts_series_that_were_not_looked_at() -> None:
+    found = Found((), 3, Counter({"fewer than 11 commits": 105}), counted=3)
+    assert changes_page(found, ".fp8bench").title == (
+        ".fp8bench: 0 regressions and 0 improvements in 6 series; 105 series not looked at"
+    )

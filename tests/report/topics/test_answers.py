@@ -130,5 +130,5 @@ def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
 
 def test_rows_of_verdicts_are_those_of_the_terminal() -> None:
     rows = [dict(zip(VERDICT_COLUMNS, row, strict=True)) for row in verdict_rows(group_into_panels(*transformer()))]
-    assert [(row["dtype"], row["verdict"]) for row in rows] == [("fp16", "cannot tell"), ("fp8", "no speed here")]
+    assert [(row["dtype"], row["verdict"]) for row in rows] == [("fp16", "cannot tell"), ("fp8", "speed unknown")]
     assert rows[0]["low"] < rows[0]["speed_up"] < rows[0]["high"] and rows[1]["speed_up"] is None
