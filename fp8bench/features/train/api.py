@@ -285,7 +285,7 @@ def print_events(lines: Lines) -> None:
     """
     for line in lines:
         if isinstance(line, TrainingEvent):
-            complain(line.sentence)
+            complain(line.describe(is_watched=True))
 
 
 def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:

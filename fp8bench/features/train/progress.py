@@ -72,7 +72,7 @@ class _ProgressObserver(TrainingObserver):
             if line.arm in self._arms:
                 self._arms[line.arm].read_line(line)
             if isinstance(line, TrainingEvent):
-                self.note(line.sentence)
+                self.note(line.describe())
 
     def note(self, sentence: str) -> None:
         self._print_line(sentence)
@@ -381,7 +381,8 @@ class AlarmCommand(_OutputObserver):
                 self._report_exit_code(process)
 
     def _run_command(self, alarm: TrainingEvent) -> None:
-        facts = {"ALARM": alarm.sentence, "RULE": alarm.rule, "ARM": alarm.arm, "STEP": str(alarm.step)}
+        is_watched = self._training is not None and self._training.is_watched
+        facts = {"ALARM": alarm.describe(is_watched), "RULE": alarm.rule, "ARM": alarm.arm, "STEP": str(alarm.step)}
         environment = {**os.environ, **{f"FP8BENCH_{name}": value for name, value in facts.items()}}
         try:
             process = subprocess.Popen(self._command, shell=True, stdin=subprocess.DEVNULL, env=environment)

@@ -125,7 +125,7 @@ def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if events:
         further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
-        yield Text(f"{events[0].sentence}{further_words}", Tone.BAD)
+        yield Text(f"{events[0].describe()}{further_words}", Tone.BAD)
     yield from (Text(trouble, Tone.DOUBT) for trouble in stored.troubles)
 
 

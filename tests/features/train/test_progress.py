@@ -76,7 +76,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     assert "about 1 min 30 s left" in last_board(screen)
     assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm\n", last_board(screen))
     goes_on(0, 15, alarm(12))
-    assert logged[1:] == said == [alarm(12).sentence]
+    assert logged[1:] == said == [alarm(12).describe()]
     assert "1 alarm, last in seed 0, step 12" in last_board(screen)
     goes_on(1, 5, *rows(1, 0, 5, ["fp8"]), replace(LOOK, arm="fp8", seed=1, step=5), seconds=1)
     assert re.fullmatch(r"seed 2/2, step 5/20, about .* left: fp8 \d\.\d{3}", logged[-1])
@@ -194,7 +194,7 @@ def test_a_command_runs_for_each_alarm(tmp_path: Path) -> None:
     with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.begun(training())
         observer.trained(0, 10, [row_of("fp8", 0, 5), alarm(0), LOOK])
-    assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).sentence}\n" and not said
+    assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).describe()}\n" and not said
     with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.trained(0, 10, [alarm(3)])
     assert len((tmp_path / "told").read_text().splitlines()) == 2

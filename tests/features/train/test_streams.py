@@ -134,7 +134,7 @@ def test_a_loop_has_a_live_page_and_tells_each_alarm(tmp_path: Path, capsys: pyt
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert len(told) == 1 and told[0].sentence in " ".join(capsys.readouterr().err.split())
+    assert len(told) == 1 and told[0].describe(is_watched=True) in " ".join(capsys.readouterr().err.split())
     assert "refresh" not in live.read_text() and told[0].rule in live.read_text()
     with pytest.raises(UsageError, match="Give a path"), fp8bench.watch(model, optimizer, live=live):
         pass

@@ -24,6 +24,8 @@ from fp8bench.protocols import Role
 # The number of newest losses and rates that rules read.
 _LOSS_WINDOW = 60
 _RATE_WINDOW = 30
+# A scale multiplies all losses equally. Losses that vary by more than this factor come from steps that are too large.
+_SCALED_RANGE = 2.0
 
 
 class LossRule(HealthRule[Any]):
@@ -78,7 +80,13 @@ class LossBackUp(LossRule):
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first_losses: list[float] = field(default_factory=list)
+    _first_step: int = 0
     _lowest_mean: float = math.inf
+
+    def read_line(self, line: StepRow | StepFigure) -> str:
+        if not self._losses:
+            self._first_step = line.step
+        return super().read_line(line)
 
     def judge(self, losses: list[float]) -> str:
         # The first losses are the level to which a collapsed training returns.
@@ -92,7 +100,10 @@ class LossBackUp(LossRule):
             return ""
         lowest, first_loss = min(last_losses), median(self._first_losses)
         if lowest > max(self._first_losses) + self.above_first * abs(first_loss):
-            return f"the loss has stayed above {lowest:.4g} for {self.high_losses} steps; it began at {first_loss:.4g}"
+            return (
+                f"the loss rose from {self._first_losses[0]:.4g} in step {self._first_step} to {lowest:.4g} or more in "
+                f"the last {self.high_losses} steps: first suspect the learning rate"
+            )
         # Compare the rise with what was learned. If half of that is lost, the training has collapsed, under any loss
         # function.
         learned_loss = first_loss - self._lowest_mean
@@ -126,6 +137,11 @@ class LossAboveGuessing(LossRule):
         f"their median is less than a tenth below that of the {loss_count} before"
     )
     remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
+    _is_steady: bool = True
+
+    @property
+    def current_remedies(self) -> tuple[Remedy, ...]:
+        return self.remedies if self._is_steady else (Remedy.LOWER_RATE, Remedy.LOOK_AT_LOOP)
 
     def judge(self, losses: list[float]) -> str:
         earlier_losses, last_losses = losses[-2 * self.loss_count : -self.loss_count], losses[-self.loss_count :]
@@ -134,8 +150,12 @@ class LossAboveGuessing(LossRule):
         loss = median(last_losses)
         if loss < self.falling_factor * median(earlier_losses):
             return ""
-        factor = loss / self._guessing_loss
-        return f"the loss stays at {loss:.4g}, {factor:.3g} times the loss of guessing: is it scaled, or a sum?"
+        self._is_steady = max(last_losses) < _SCALED_RANGE * min(last_losses)
+        question = "is it scaled, or a sum?" if self._is_steady else "first suspect the learning rate"
+        return (
+            f"the loss is {losses[-1]:.4g}, {losses[-1] / self._guessing_loss:.3g} times that of guessing "
+            f"({self._guessing_loss:.4g}): {question}"
+        )
 
 
 class LossLeaked(LossRule):
@@ -377,7 +397,9 @@ class LargeLogits(FigureRule):
             or (line.value >= self.jump_range and line.value > self.jump_factor * usual_range)
         ):
             return ""
-        return f"the logits of an example span {line.value:.4g}; {usual_range:.3g} was usual"
+        earlier_ranges = list(last)[:-1]
+        usual = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
+        return f"the logits of an example span {line.value:.4g}{usual}"
 
 
 class GradientsLeft(FigureRule):
