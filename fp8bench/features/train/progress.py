@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
@@ -56,7 +56,7 @@ class _ProgressObserver(TrainingObserver):
         self._clock = clock
         self._start = clock()
         self._done_at_start: float | None = None
-        self._number = 0
+        self._number = self._common_steps = 0
         self._arms: dict[str, ArmProgress] = {}
 
     def begun(self, training: Training) -> None:
@@ -73,9 +73,20 @@ class _ProgressObserver(TrainingObserver):
                 self._arms[line.arm].read_line(line)
             if isinstance(line, TrainingEvent):
                 self.note(line.describe())
+        self._align_losses()
 
     def note(self, sentence: str) -> None:
         self._print_line(sentence)
+
+    def _align_losses(self) -> None:
+        """Sets the loss of each arm to that of the last step that all running arms have done, because arms take
+        turns. An arm that ended early keeps its last loss.
+        """
+        arms = [now for now in self._arms.values() if now.losses]
+        self._common_steps = min((max(now.losses) for now in arms if not now.ended), default=0)
+        for now in arms:
+            now.loss = now.losses.get(self._common_steps, now.losses[max(now.losses)])
+            now.losses = {step: loss for step, loss in now.losses.items() if step >= self._common_steps or now.ended}
 
     @property
     def _arms_with_loss(self) -> list[ArmProgress]:
@@ -100,22 +111,26 @@ class _ProgressObserver(TrainingObserver):
 
 
 class TrainingLines(_ProgressObserver):
-    """Shows progress in logs and pipes, by a line after each validation."""
+    """Shows progress in logs and pipes, by a line once all arms have done a step with a validation."""
 
     def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(print_line, clock)
-        self._last_printed: tuple[int, int] | None = None
+        # Number of a seed, and of steps that were done: at the last line, and at the last validation of any arm.
+        self._last_printed = self._last_validated = (0, 0)
         self._printed_at = self._start
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
-        position = self._describe_position(number, step)
+        done = number, self._common_steps
+        position = self._describe_position(number, self._common_steps or step)
         # A line is written for new held-out losses, or after a long time without one.
-        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss)
-        has_validated = any(isinstance(line, Validation) for line in lines)
+        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss if not now.ended)
+        validations = [(number, line.step) for line in lines if isinstance(line, Validation)]
+        self._last_validated = max([self._last_validated, *validations])
+        has_validated = self._last_printed < self._last_validated <= done
         is_silent = self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
-        if losses and self._last_printed != (number, step) and (has_validated or is_silent):
-            self._last_printed, self._printed_at = (number, step), self._clock()
+        if losses and self._last_printed != done and (has_validated or is_silent):
+            self._last_printed, self._printed_at = done, self._clock()
             self._print_line(f"{position}: {losses}")
 
 
@@ -139,7 +154,7 @@ class TrainingBoard(_ProgressObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
-        position = self._describe_position(number, step)
+        position = self._describe_position(number, self._common_steps or step)
         # A terminal that is redrawn after each turn would flicker.
         if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
@@ -158,7 +173,7 @@ class TrainingBoard(_ProgressObserver):
 @dataclass
 class ArmProgress:
     """The progress of an arm in the current seed. `seconds` is the time of its last timed step, `alarms` the number
-    of its alarms in all seeds, and `ended` the reason why it ended early.
+    of its alarms in all seeds, and `ended` the reason why it ended early. `losses` has the newest losses by steps done.
     """
 
     arm: Arm
@@ -169,16 +184,18 @@ class ArmProgress:
     alarms: int = 0
     last_alarm: str = ""
     ended: str = ""
+    losses: dict[int, float] = field(default_factory=dict)
 
     def begin_seed(self) -> None:
-        self.loss = self.held_out = None
+        self.loss, self.held_out, self.losses = None, None, {}
         if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
         match line:
             case StepRow():
-                self.loss, self.tokens, self.seconds = line.loss, line.tokens, line.seconds or self.seconds
+                self.losses[line.step + 1] = line.loss
+                self.tokens, self.seconds = line.tokens, line.seconds or self.seconds
             case Validation(of="held-out"):
                 self.held_out = line.loss
             case TrainingEvent(kind="alarm"):
