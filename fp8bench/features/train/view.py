@@ -55,13 +55,14 @@ def render_answer(judged: JudgedTraining) -> Page:
     # Arms that repeat the reference have no verdict, and only the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
-    store = shlex.quote(str(Path(stored.path).parent.parent.parent))
+    store = _name_store(stored)
     spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
     different = {arm.judged.learned for arm in verdicts.arms} & {Learned.WORSE, Learned.BETTER, Learned.DIVERGED}
     is_enough = training.request.seeds >= MIN_PAIRS
     if training.request.settings.model == "nano" and hint and is_enough and not different:
         hint += ". In nano no recipe from fp8 to nvfp4 has been shown to differ (docs/train.md)"
+    size_advice = f". {words.SIZE_ADVICE}{hint}" if is_enough else ""
     title = make_title(training, list_changed_settings(training.request))
     answer_part = short_answer(
         f"{title} on {describe_devices([training.device])}: {spent_words}",
@@ -72,14 +73,17 @@ def render_answer(judged: JudgedTraining) -> Page:
         tables=(
             arms,
             *render_own_batches(judged),
-            Text(f"Smallest visible gap: {words.describe_visible_gap(verdicts)}{hint}"),
+            Text(f"Smallest visible gap: {words.describe_visible_gap(verdicts)}{size_advice}"),
         ),
-        closing_facts=(
-            ("Page", f"fp8bench report {training.id} --store {store}"),
-            ("More", f"fp8bench show {training.id} --store {store} --all"),
-        ),
+        closing_facts=(("More", f"fp8bench show {training.id}{store} --all"),),
     )
     return Page("", "", (answer_part,), _list_hints(arms))
+
+
+def _name_store(stored: KeptTraining) -> str:
+    """Returns ' --store DIR', with which another command finds the training. Returns '' for the default store."""
+    store = Path(stored.path).parent.parent.parent
+    return "" if store == Path(".fp8bench") else f" --store {shlex.quote(str(store))}"
 
 
 def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
@@ -94,10 +98,8 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
             answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif verdict is not None and verdict.judged.why is not Why.OTHER_RATE:
             costs = (_describe_speed(summary), _describe_memory(summary, peaks.get(verdicts.reference)))
-            verdict_word, reason = (
-                words.VERDICT_WORDS[verdict.judged.learned],
-                words.describe_verdict(verdict, verdicts),
-            )
+            verdict_word = words.VERDICT_WORDS[verdict.judged.learned]
+            reason = words.describe_verdict(verdict, verdicts).removeprefix(f"{verdict_word}: ")
             answers.append(Answer(arm.name, verdict_word, find_tone(verdict.judged), costs=costs, reason=reason))
     return answers
 
@@ -135,7 +137,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     """
     request, command = judged.request, judged.training.command
     if not judged.kept.finished:
-        return f"train the rest: fp8bench train --resume {judged.training.id} --store {store}"
+        return f"train the rest: fp8bench train --resume {judged.training.id}{store}"
     # All arms get as many seeds as the arm that needs most.
     further_seeds = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
     if not further_seeds or "fp8bench train" not in command:
@@ -278,9 +280,14 @@ def _number_column(
     return Col(heading, attrgetter(attribute), number=True, show=show, hint=hint)
 
 
+def _name_arm(summary: ArmSummary) -> str:
+    """Returns an arm's name. The loss of the arm with weights one ulp apart is no mean over all seeds."""
+    return f"{summary.arm.name} (first seed)" if summary.arm.role is ArmRole.CHAOS else summary.arm.name
+
+
 def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     columns: tuple[Col[ArmSummary], ...] = (
-        Col("arm", attrgetter("arm.name")),
+        Col("arm", _name_arm),
         Col(
             "how",
             lambda row: _describe_arithmetic(row.arm),
@@ -389,6 +396,7 @@ def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
         yield all_of
     if verdicts.arms:
         yield words.describe_visible_gap(verdicts)
+        yield words.SIZE_ADVICE
 
 
 def list_notes(judged: JudgedTraining) -> Iterator[str]:
@@ -454,6 +462,6 @@ def _list_ending(stored: KeptTraining) -> Iterator[str]:
     if stored.training.is_watched:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
         return
-    store = shlex.quote(str(Path(stored.path).parent.parent.parent))
+    store = _name_store(stored)
     yield f"stored in {stored.path}"
-    yield f"curves, tensors by layer and events: fp8bench report {stored.training.id} --store {store}"
+    yield f"curves, tensors by layer and events: fp8bench report {stored.training.id}{store}"

@@ -123,7 +123,7 @@ def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"no verdict: the reference did not learn ({describe_missing_fall(verdicts)})"
     if judged.learned is Learned.INCONCLUSIVE:
-        return f"inconclusive: {_describe_bound(arm, verdicts)}{describe_inconclusive(judged)}"
+        return f"{VERDICT_WORDS[judged.learned]}: {_describe_bound(arm, verdicts)}{describe_inconclusive(judged)}"
     assert judged.gap is not None and judged.gap.decides is not None
     interval = judged.gap.decides
     if judged.learned is Learned.WITHIN_NOISE:
@@ -220,10 +220,12 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
     sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
     most_pairs = max((gap.pairs for gap in gaps), default=0)
-    smallest = f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
     if sizes:
-        smallest = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
-    return f"{smallest}; none of this transfers to a model of another size"
+        return f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
+    return f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
+
+
+SIZE_ADVICE = "These verdicts hold for this size of model only: train the size that you will use"
 
 
 def describe_chaos(pair: Pair) -> str:

@@ -489,7 +489,8 @@ def test_tensors_of_one_step_share_an_alarm() -> None:
      "the gradient norm is 1e+15, 1e+15 times its median, at a loss of 3", None),
     (lambda: rows(60, gradient_norm=lambda step: 0.125 if step >= 40 else 1.0),
      "the gradient norm is 0.125 times that of the 20 steps before: a loss scale, a sum, or micro-batches?", None),
-    (lambda: figures("largest_row", (1.4, 1.5, 1.6, 2.9)), "the largest row of blocks.0 is 2.9 times as large as the median row, and once was 1.4 times",
+    (lambda: figures("largest_row", (1.4, 1.5, 1.6, 2.9)),
+     "the largest row of blocks.0 is 2.9 times as large as the median row, and once was 1.4 times",
      "a lower learning rate; look at how this layer is made: its gain, its momentum, whether anything reaches it"),
 ])  # fmt: skip
 def test_words_of_alarms(lines: Callable[[], Iterable[StreamLine]], words: str, remedies: str | None) -> None:
