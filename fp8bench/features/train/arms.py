@@ -25,6 +25,7 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest, fi
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import device_named
 from fp8bench.plan.precision_map import check_can_mix, check_keys
@@ -232,6 +233,8 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
     # A precision may have two spellings, such as 'fp8' and 'float8'.
     modes = list(dict.fromkeys(word if word in MSAMP_LEVELS else precisions.canonical(word) for word in request.dtypes))
     reference_modes = [mode for mode in modes if mode not in MSAMP_LEVELS]
+    if request.settings.make and len(modes) == 1 and not (request.sweep or request.reference):
+        modes, reference_modes = list(dict.fromkeys((UNTOUCHED, *modes))), [UNTOUCHED]
     if request.reference in MSAMP_LEVELS or not (reference_modes or request.reference):
         raise UsageError(
             f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."
