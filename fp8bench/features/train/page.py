@@ -351,8 +351,10 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     loss in the window is not finite.
     """
     window, means = tail_length(curve.steps), []
+    # A watched script has no loss of its first step, which must not make the first means unknown.
+    first_known = len(curve.losses) - len(curve.rows)
     for end in ends:
-        losses = curve.losses[max(0, end - window) : end] if end <= len(curve.losses) else ()
+        losses = curve.losses[max(first_known, end - window) : end] if end <= len(curve.losses) else ()
         means.append(fmean(losses) if losses and all(map(math.isfinite, losses)) else math.nan)
     return means
 

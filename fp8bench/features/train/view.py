@@ -153,7 +153,10 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
     arms = render_arms(judged.summaries, without=("how",) if training.is_watched else ())
     answers = find_answers(judged.summaries, verdicts)
-    answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
+    sentences = tuple(map(as_sentence, answers))
+    if training.is_watched and not answers:
+        sentences = tuple(words.describe_loops(judged))
+    answer = [Items(sentences)] if sentences else []
     question = "Does it still learn?" if answers else "How it learned"
     own_batch = tuple(render_own_batches(judged))
     parts = [
@@ -445,7 +448,7 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
         yield Text("Nothing: no alarm, and all values were finite.")
         return
     cols: list[Col[TrainingEvent]] = [
-        Col("arm", attrgetter("arm")),
+        *([Col("arm", attrgetter("arm"))] if len(stored.training.arms) > 1 else []),
         *([Col("seed", attrgetter("seed"), number=True, show=str)] if stored.request.seeds > 1 else []),
         Col("step", attrgetter("step"), number=True, show=str),
         Col("what", attrgetter("kind")),

@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 
 from fp8bench import units
-from fp8bench.features.train.values import ArmRole
+from fp8bench.features.train.values import ArmRole, LayerReading, StepRow
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
     JudgedArm,
@@ -23,6 +24,7 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining,
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
+from fp8bench.report.elements import Text, Tone
 from fp8bench.report.topics.shares import describe_coverage, list_unconverted_products
 from fp8bench.report.words.naming import join_words, many
 
@@ -256,6 +258,43 @@ def format_joules(used: TrainedEnergy | None) -> str | None:
     if used is None or used.joules is None:
         return None
     return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
+
+
+# Rules that find a training which does not learn.
+_FAILURE_RULES = {"loss-back-up", "loss-above-guessing", "not-finite"}
+
+
+def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
+    """Yields for each recorded loop how its loss changed, with its first alarm, and what its casts lose."""
+    for summary in judged.summaries:
+        name = summary.arm.name
+        rows = [row for row in judged.kept.select_lines(StepRow) if row.arm == name]
+        alarms = [alarm for alarm in judged.kept.alarms if alarm.arm == name]
+        first_loss, last_loss = rows[0].loss, rows[-1].loss if summary.loss is None else summary.loss
+        verb = "fell" if last_loss < first_loss else "rose" if last_loss > first_loss else "went"
+        has_failed = verb != "fell" and any(alarm.rule in _FAILURE_RULES for alarm in alarms)
+        failure = "this training failed: " if has_failed else ""
+        course = f"the loss {verb} from {first_loss:.4g} in step {rows[0].step} to {last_loss:.4g} at the end"
+        alarm_words = "no alarm"
+        if alarms:
+            alarm_words = f"{many(len(alarms), 'alarm')}, the first in step {alarms[0].step}: {alarms[0].words}"
+        tone = Tone.BAD if has_failed else Tone.DOUBT if alarms else Tone.GOOD
+        yield Text(f"{name}: {failure}{course}; {alarm_words}", tone)
+        readings = [reading for reading in judged.kept.select_lines(LayerReading) if reading.arm == name]
+        yield Text(f"{name}: {_describe_casts(readings)}")
+
+
+def _describe_casts(readings: Sequence[LayerReading]) -> str:
+    rounded = [reading for reading in readings if reading.signal_to_noise is not None]
+    if not rounded:
+        return "no cast to a low precision was measured; `--precision fp8` measures what FP8 would lose"
+    losses = []
+    for name, verb in (("underflow", "underflows"), ("saturated", "saturates")):
+        worst = max(rounded, key=attrgetter(name))
+        place = f"{worst.layer}'s {worst.role}, step {worst.step}"
+        share = getattr(worst, name)
+        losses.append(f"at most {units.percent(share)} of a tensor {verb} ({place})" if share else f"nothing {verb}")
+    return f"when cast, {' and '.join(losses)}"
 
 
 def _format_ratio(interval: Interval) -> str:
