@@ -62,7 +62,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     is_enough = training.request.seeds >= MIN_PAIRS
     if training.request.settings.model == "nano" and hint and is_enough and not different:
         hint += ". In nano no recipe from fp8 to nvfp4 has been shown to differ (docs/train.md)"
-    size_advice = f". {words.SIZE_ADVICE}{hint}" if is_enough else ""
+    size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if is_enough else ""
     title = make_title(training, list_changed_settings(training.request))
     answer_part = short_answer(
         f"{title} on {describe_devices([training.device])}: {spent_words}",

@@ -227,7 +227,7 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     return f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
 
 
-SIZE_ADVICE = "These verdicts hold for this size of model only: train the size that you will use"
+SIZE_ADVICE = "these verdicts hold for this size of model only: train the size that you will use"
 
 
 def describe_chaos(pair: Pair) -> str:

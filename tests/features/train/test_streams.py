@@ -71,6 +71,16 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
         load_loops([bf16, fp8[:1]])
 
 
+def test_joined_seeds_have_the_name_that_they_share(tmp_path: Path) -> None:
+    def write_loop(name: str) -> list[Path]:
+        losses = [line for line in lines(GAPS) if isinstance(line, StepRow) and (line.arm, line.seed) == ("bf16", 0)]
+        names = [f"{name}-{seed}" for seed in range(2)]
+        return [write(tmp_path / f"{one}.jsonl", [replace(row, arm=one) for row in losses]) for one in names]
+
+    loops = load_loops([write_loop("bf16"), write_loop("fp8")])
+    assert [arm.name for arm in loops.training.arms] == ["bf16", "fp8"]
+
+
 def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: Path) -> None:
     """Whatever its file is called: trainings also have files called steps.jsonl."""
     readings = [LayerReading("fp8", 0, step, "head", "input", 2.0**step, 0.0, 0.0, 1.0, 0.0) for step in (0, 10, 20)]
