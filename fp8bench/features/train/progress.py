@@ -125,7 +125,7 @@ class TrainingLines(_ProgressObserver):
         position = self._describe_position(number, self._common_steps or step)
         # A line is written for new held-out losses, or after a long time without one.
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss if not now.ended)
-        validations = [(number, line.step) for line in lines if isinstance(line, Validation)]
+        validations = [(number, line.step) for line in lines if isinstance(line, Validation) and line.step]
         self._last_validated = max([self._last_validated, *validations])
         has_validated = self._last_printed < self._last_validated <= done
         is_silent = self._clock() - self._printed_at >= _MAX_SILENT_SECONDS

@@ -248,7 +248,7 @@ def list_facts(training: Training) -> Iterator[tuple[str, str]]:
     yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
     if request.ranks is not None:
         yield "ranks", f"{request.ranks} by {request.settings.parallel}"
-    yield "text", training.text.identity
+    yield ("batches", request.settings.make) if request.settings.make else ("text", training.text.identity)
     if settings := list_changed_settings(request):
         yield "settings", settings
     yield "margin", units.percent(request.margin)
@@ -351,12 +351,16 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
     names = [arm.name for arm in arms if (arm.name, "loss") in values]
     columns = [Col("arm", str)]
     for figure in FIGURES.values():
-        if figure.heading:
-            get_value = partial(_get_value, values, figure.name)
+        get_value = partial(_get_value, values, figure.name)
+        # A column that says that nothing was clipped or scaled is left out.
+        if figure.heading and set(map(get_value, names)) != {_NEUTRAL_VALUES.get(figure.name)}:
             columns.append(Col(figure.heading, get_value, number=True, show=figure.show))
     if names:
         title = "In the last step of the first seed" if judged.request.seeds > 1 else "In the last step"
-        yield Part("last-step", title, (table("last-step", "", columns, names),))
+        yield Part("last-step", title, (table("last-step", "each arm", columns, names),))
+
+
+_NEUTRAL_VALUES = {"clipped": 0.0, "loss_scale": 1.0}
 
 
 def _get_value(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:

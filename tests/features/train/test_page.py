@@ -215,6 +215,15 @@ def test_the_loss_of_a_single_seed_is_marked() -> None:
     assert [row[0].text for row in shown.rows] == ["bf16", "bf16 again", "bf16 one ulp (first seed)"]
 
 
+def test_a_lag_is_shown_only_beyond_the_range() -> None:
+    """Below it, it says how much of the range is unused, such as -125 octaves of a tensor of tiny values."""
+    readings = [LayerReading("fp8", 0, 1, "head", role, 1.0, 0.0, 0.0, 1.0, 0.0) for role in ("input", "gradient")]
+    inside, beyond = (replace(reading, lag=lag) for reading, lag in zip(readings, (-125.69, 0.7), strict=True))
+    shown = element(render_page(judged((*LINES, inside, beyond), training(steps=STEPS))), "worst", Table)
+    octaves = [(row[1].text, row[3].text) for row in shown.rows if "octaves" in row[2].text]
+    assert octaves == [("gradient", "0.70")]
+
+
 def told(of: JudgedTraining) -> list[str]:
     return render(short_page(of), 100, explain=False).splitlines()
 

@@ -113,7 +113,7 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
 def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Path) -> None:
     """A script is watched from its second step on. What its casts lose is one sentence."""
     losses = [line for line in lines(GAPS) if isinstance(line, StepRow) and (line.arm, line.seed) == ("bf16", 0)]
-    rising = [replace(row, loss=4.0 + row.step) for row in losses[1:]]
+    rising = [replace(row, loss=4.0 + row.step, gradient_norm=1e9 if row.step in (5, 6) else 1.0) for row in losses[1:]]
     alarm = TrainingEvent("bf16", 0, 12, "alarm", "the loss rose", values=(("rule", "loss-back-up"),))
     cast = LayerReading("bf16", 0, 1, "head", "input", 1.0, 0.0, 0.0, 1.0, 0.0, underflow=0.25, signal_to_noise=30.0)
     page = render_page(JudgedTraining(load_loops([[write(tmp_path / "a.jsonl", [*rising, alarm, cast])]])))
@@ -123,6 +123,7 @@ def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Pa
         f"bf16: {failure}; 1 alarm, the first in step 12: the loss rose",
         "bf16: when cast, at most 25.0% of a tensor underflows (head's input, step 1) and nothing saturates",
     ]
+    assert chart(page, "gradient-norm-over-steps").description.endswith("two thirds; earlier values reach 1e+09.")
     drawn = chart(page, "loss").series[0][1]
     assert drawn[1] is not None and drawn[1].value == pytest.approx(5.5)
     plain = render_page(JudgedTraining(load_loops([[write(tmp_path / "b.jsonl", losses)]])))
