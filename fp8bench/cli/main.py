@@ -211,9 +211,7 @@ def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     assert isinstance(command, Parser)
     option, known = unknown[0].partition("=")[0], f"those of `{command.prog} --help`"
     if any(action.nargs == argparse.REMAINDER for action in command._actions):
-        script = next((word for word in words if word.endswith(".py")), "train.py")
-        value = next((word for word in words[words.index(unknown[0]) + 1 :][:1] if word != script), "")
-        known += f". Options of your script go after it: {command.prog} {script} {unknown[0]} {value}".rstrip()
+        known += f". Options of your script go after it: {command.prog} train.py {unknown[0]} VALUE"
     raise UnknownName("argument", option, _list_options(command), known)
 
 

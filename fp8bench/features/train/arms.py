@@ -230,11 +230,11 @@ def split_by_model(request: TrainingRequest) -> list[TrainingRequest]:
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
+    if request.settings.make and len(request.dtypes) == 1 and not (request.sweep or request.reference):
+        request = replace(request, dtypes=(UNTOUCHED, *request.dtypes))
     # A precision may have two spellings, such as 'fp8' and 'float8'.
     modes = list(dict.fromkeys(word if word in MSAMP_LEVELS else precisions.canonical(word) for word in request.dtypes))
     reference_modes = [mode for mode in modes if mode not in MSAMP_LEVELS]
-    if request.settings.make and len(modes) == 1 and not (request.sweep or request.reference):
-        modes, reference_modes = list(dict.fromkeys((UNTOUCHED, *modes))), [UNTOUCHED]
     if request.reference in MSAMP_LEVELS or not (reference_modes or request.reference):
         raise UsageError(
             f"{request.reference or modes[0]} is one of MS-AMP's levels. Add bf16 to --dtypes, or another --reference."

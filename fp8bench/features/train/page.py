@@ -103,22 +103,14 @@ def _render_memory(stored: KeptTraining) -> Iterator[Element]:
 
 # At most this many points on a line, and at most this many arms whose tensors are drawn.
 _MAX_POINTS_PER_LINE, _MAX_DRAWN_ARMS = 30, 3
-# A lag below this is caused by the rounding of a scale.
-_MIN_LAG = 0.005
-
-
-def _find_overflow(reading: LayerReading) -> float | None:
-    """Returns by how many octaves a tensor exceeds its format's range; None if all of it is inside."""
-    return reading.lag if reading.lag is not None and reading.lag >= _MIN_LAG else None
-
-
 # Figures of a reading: the name, a function that selects the worst value, a function that returns the value, and one
 # that formats it.
 _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),
     ("most saturated", max, lambda reading: reading.saturated, units.percent),
-    ("beyond the format's range, in octaves", max, _find_overflow, "{:.2f}".format),
+    # A negative lag says how much of the range is unused.
+    ("octaves beyond the range", max, lambda reading: reading.lag if (reading.lag or 0) > 0 else None, "{:.2f}".format),
 )
 
 
@@ -334,31 +326,25 @@ def _draw_figure(
     steps = sorted({step for _, step, _ in rows})
     ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))] if steps else []
     names = ["all arms"] if figure.shared else [arm.name for arm in arms]
-    settled = len(ends) // 3
-    series, early_values, settled_values = [], set[float](), set[float]()
+    series, distinct_values = [], set[float]()
     for name in names:
         # The rows of an arm are in the order of steps, so each point can take the rows between two ends.
         values = [(step, value) for arm, step, value in rows if figure.shared or arm == name]
         by_end = together((bisect_left(ends, step + 1), value) for step, value in sorted(values))
         points = [figure.pick(by_end[place]) if place in by_end else math.nan for place in range(len(ends))]
         series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
-        early_values.update(filter(math.isfinite, points[:settled]))
-        settled_values.update(filter(math.isfinite, points[settled:]))
-    if len(early_values | settled_values) > 1:
-        window = figure.window
-        caption = f"First seed, {window}." if several_seeds else f"{window[0].upper()}{window[1:]}."
-        if early_values and settled_values and max(early_values) > max(settled_values):
-            peak = units.size(max(early_values)) if figure.unit == "B" else figure.show(max(early_values))
-            caption += f" The axis fits the last two thirds; earlier values reach {peak}."
+        distinct_values.update(filter(math.isfinite, points))
+    if len(distinct_values) > 1:
+        window = f"First seed, {figure.window}" if several_seeds else f"{figure.window[0].upper()}{figure.window[1:]}"
         yield Lines(
             f"{figure.name.replace('_', '-')}-over-steps",
             figure.title[0].upper() + figure.title[1:],
-            caption,
+            f"{window}. The axis fits the last two thirds.",
             _format_steps(ends),
             ChartAxis(f"{figure.title}, by steps done", figure.unit),
             _drop_empty(series),
             folded=figure.folded,
-            settled=settled,
+            settled=len(ends) // 3,
         )
 
 

@@ -12,7 +12,7 @@ import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
@@ -65,7 +65,7 @@ class _ProgressObserver(TrainingObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if number != self._number:
-            self._number = number
+            self._number, self._common_steps = number, 0
             for now in self._arms.values():
                 now.begin_seed()
         for line in lines:
@@ -79,14 +79,14 @@ class _ProgressObserver(TrainingObserver):
         self._print_line(sentence)
 
     def _align_losses(self) -> None:
-        """Sets the loss of each arm to that of the last step that all running arms have done, because arms take
-        turns. An arm that ended early keeps its last loss.
+        """Takes over the newest loss of each running arm once all of them have done the same step, because arms take
+        turns.
         """
-        arms = [now for now in self._arms.values() if now.losses]
-        self._common_steps = min((max(now.losses) for now in arms if not now.ended), default=0)
-        for now in arms:
-            now.loss = now.losses.get(self._common_steps, now.losses[max(now.losses)])
-            now.losses = {step: loss for step, loss in now.losses.items() if step >= self._common_steps or now.ended}
+        running = [now for now in self._arms.values() if now.steps and not now.ended]
+        if len({now.steps for now in running}) == 1:
+            self._common_steps = running[0].steps
+            for now in running:
+                now.loss = now.newest_loss
 
     @property
     def _arms_with_loss(self) -> list[ArmProgress]:
@@ -115,22 +115,20 @@ class TrainingLines(_ProgressObserver):
 
     def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(print_line, clock)
-        # Number of a seed, and of steps that were done: at the last line, and at the last validation of any arm.
-        self._last_printed = self._last_validated = (0, 0)
+        self._last_printed: tuple[int, int] | None = None
         self._printed_at = self._start
+        self._has_validated = False
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
-        done = number, self._common_steps
-        position = self._describe_position(number, self._common_steps or step)
+        position = self._describe_position(number, step)
         # A line is written for new held-out losses, or after a long time without one.
         losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss if not now.ended)
-        validations = [(number, line.step) for line in lines if isinstance(line, Validation) and line.step]
-        self._last_validated = max([self._last_validated, *validations])
-        has_validated = self._last_printed < self._last_validated <= done
-        is_silent = self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
-        if losses and self._last_printed != done and (has_validated or is_silent):
-            self._last_printed, self._printed_at = done, self._clock()
+        self._has_validated |= any(isinstance(line, Validation) and line.step for line in lines)
+        is_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
+        is_new = step == self._common_steps and self._last_printed != (number, step)
+        if losses and is_new and is_due:
+            self._last_printed, self._printed_at, self._has_validated = (number, step), self._clock(), False
             self._print_line(f"{position}: {losses}")
 
 
@@ -173,7 +171,8 @@ class TrainingBoard(_ProgressObserver):
 @dataclass
 class ArmProgress:
     """The progress of an arm in the current seed. `seconds` is the time of its last timed step, `alarms` the number
-    of its alarms in all seeds, and `ended` the reason why it ended early. `losses` has the newest losses by steps done.
+    of its alarms in all seeds, and `ended` the reason why it ended early. `newest_loss` is
+    the loss after `steps`, and `loss` that of the last step that all arms have done.
     """
 
     arm: Arm
@@ -184,17 +183,18 @@ class ArmProgress:
     alarms: int = 0
     last_alarm: str = ""
     ended: str = ""
-    losses: dict[int, float] = field(default_factory=dict)
+    steps: int = 0
+    newest_loss: float | None = None
 
     def begin_seed(self) -> None:
-        self.loss, self.held_out, self.losses = None, None, {}
+        self.loss, self.held_out, self.steps = None, None, 0
         if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
         match line:
             case StepRow():
-                self.losses[line.step + 1] = line.loss
+                self.steps, self.newest_loss = line.step + 1, line.loss
                 self.tokens, self.seconds = line.tokens, line.seconds or self.seconds
             case Validation(of="held-out"):
                 self.held_out = line.loss

@@ -7,9 +7,9 @@ on the machine.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
-from itertools import takewhile
 from pathlib import Path
 
 from fp8bench.errors import RunNotFound, UsageError
@@ -117,6 +117,5 @@ def _name_loops(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Line
 
 
 def _join_names(names: Sequence[str]) -> str:
-    """Returns the common beginning of names: 'fp8' for 'fp8-0' and 'fp8-1'. If there is none, returns the first."""
-    equal_letters = takewhile(lambda letters: len(set(letters)) == 1, zip(*names, strict=False))
-    return "".join(letters[0] for letters in equal_letters).rstrip("-_.") or names[0]
+    """Returns the name of several seeds without their numbers, such as 'fp8' for 'fp8-0' and 'fp8-1'."""
+    return re.sub(r"[-_.]?\d+$", "", names[0]) if len(set(names)) > 1 else names[0]

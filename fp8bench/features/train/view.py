@@ -30,7 +30,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, Learned, Why
+from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, find_tone, render_scores
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
@@ -58,11 +58,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     store = _name_store(stored)
     spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
-    different = {arm.judged.learned for arm in verdicts.arms} & {Learned.WORSE, Learned.BETTER, Learned.DIVERGED}
-    is_enough = training.request.seeds >= MIN_PAIRS
-    if training.request.settings.model == "nano" and hint and is_enough and not different:
-        hint += ". In nano no recipe from fp8 to nvfp4 has been shown to differ (docs/train.md)"
-    size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if is_enough else ""
+    size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
     title = make_title(training, list_changed_settings(training.request))
     answer_part = short_answer(
         f"{title} on {describe_devices([training.device])}: {spent_words}",
@@ -351,16 +347,12 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
     names = [arm.name for arm in arms if (arm.name, "loss") in values]
     columns = [Col("arm", str)]
     for figure in FIGURES.values():
-        get_value = partial(_get_value, values, figure.name)
-        # A column that says that nothing was clipped or scaled is left out.
-        if figure.heading and set(map(get_value, names)) != {_NEUTRAL_VALUES.get(figure.name)}:
+        if figure.heading:
+            get_value = partial(_get_value, values, figure.name)
             columns.append(Col(figure.heading, get_value, number=True, show=figure.show))
     if names:
         title = "In the last step of the first seed" if judged.request.seeds > 1 else "In the last step"
         yield Part("last-step", title, (table("last-step", "each arm", columns, names),))
-
-
-_NEUTRAL_VALUES = {"clipped": 0.0, "loss_scale": 1.0}
 
 
 def _get_value(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:

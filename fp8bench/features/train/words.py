@@ -9,7 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
 from fp8bench import units
-from fp8bench.features.train.values import ArmRole, LayerReading, StepRow
+from fp8bench.features.train.values import ArmRole, LayerReading
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
     JudgedArm,
@@ -260,41 +260,25 @@ def format_joules(used: TrainedEnergy | None) -> str | None:
     return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
 
 
-# Rules that find a training which does not learn.
-_FAILURE_RULES = {"loss-back-up", "loss-above-guessing", "not-finite"}
-
-
 def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
     """Yields for each recorded loop how its loss changed, with its first alarm, and what its casts lose."""
-    for summary in judged.summaries:
-        name = summary.arm.name
-        rows = [row for row in judged.kept.select_lines(StepRow) if row.arm == name]
-        alarms = [alarm for alarm in judged.kept.alarms if alarm.arm == name]
-        first_loss, last_loss = rows[0].loss, rows[-1].loss if summary.loss is None else summary.loss
-        verb = "fell" if last_loss < first_loss else "rose" if last_loss > first_loss else "went"
-        has_failed = verb != "fell" and any(alarm.rule in _FAILURE_RULES for alarm in alarms)
-        failure = "this training failed: " if has_failed else ""
-        course = f"the loss {verb} from {first_loss:.4g} in step {rows[0].step} to {last_loss:.4g} at the end"
-        alarm_words = "no alarm"
-        if alarms:
-            alarm_words = f"{many(len(alarms), 'alarm')}, the first in step {alarms[0].step}: {alarms[0].words}"
-        tone = Tone.BAD if has_failed else Tone.DOUBT if alarms else Tone.GOOD
-        yield Text(f"{name}: {failure}{course}; {alarm_words}", tone)
-        readings = [reading for reading in judged.kept.select_lines(LayerReading) if reading.arm == name]
-        yield Text(f"{name}: {_describe_casts(readings)}")
-
-
-def _describe_casts(readings: Sequence[LayerReading]) -> str:
-    rounded = [reading for reading in readings if reading.signal_to_noise is not None]
-    if not rounded:
-        return "no cast to a low precision was measured; `--precision fp8` measures what FP8 would lose"
-    losses = []
-    for name, verb in (("underflow", "underflows"), ("saturated", "saturates")):
-        worst = max(rounded, key=attrgetter(name))
-        place = f"{worst.layer}'s {worst.role}, step {worst.step}"
-        share = getattr(worst, name)
-        losses.append(f"at most {units.percent(share)} of a tensor {verb} ({place})" if share else f"nothing {verb}")
-    return f"when cast, {' and '.join(losses)}"
+    for (name, seed), curve in judged.curves.items():
+        first, last = curve.rows[0], curve.rows[-1]
+        alarms = [alarm for alarm in judged.kept.alarms if (alarm.arm, alarm.seed) == (name, seed)]
+        alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
+        verb, tone = ("fell", Tone.PLAIN) if last.loss < first.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
+        yield Text(
+            f"{name}: the loss {verb} from {first.loss:.4g} in step {first.step} to {last.loss:.4g} in step "
+            f"{last.step}; {many(len(alarms), 'alarm')}{alarm_words}",
+            tone,
+        )
+    casts = [line for line in judged.kept.select_lines(LayerReading) if line.signal_to_noise is not None]
+    lost, saturated = (max(map(attrgetter(share), casts), default=0.0) for share in ("underflow", "saturated"))
+    yield Text(
+        f"casts: at most {units.percent(lost)} of a tensor underflows, and at most {units.percent(saturated)} saturates"
+        if casts
+        else "no cast was measured: `--precision fp8` measures what FP8 would lose"
+    )
 
 
 def _format_ratio(interval: Interval) -> str:

@@ -24,8 +24,6 @@ from fp8bench.protocols import Role
 # The number of newest losses and rates that rules read.
 _LOSS_WINDOW = 60
 _RATE_WINDOW = 30
-# A scale multiplies all losses equally. Losses that vary by more than this factor come from steps that are too large.
-_SCALED_RANGE = 2.0
 
 
 class LossRule(HealthRule[Any]):
@@ -80,13 +78,7 @@ class LossBackUp(LossRule):
     )
     remedies = (Remedy.LOWER_RATE, Remedy.CLIP_HARDER, Remedy.LOOK_AT_DATA)
     _first_losses: list[float] = field(default_factory=list)
-    _first_step: int = 0
     _lowest_mean: float = math.inf
-
-    def read_line(self, line: StepRow | StepFigure) -> str:
-        if not self._losses:
-            self._first_step = line.step
-        return super().read_line(line)
 
     def judge(self, losses: list[float]) -> str:
         # The first losses are the level to which a collapsed training returns.
@@ -101,8 +93,8 @@ class LossBackUp(LossRule):
         lowest, first_loss = min(last_losses), median(self._first_losses)
         if lowest > max(self._first_losses) + self.above_first * abs(first_loss):
             return (
-                f"the loss rose from {self._first_losses[0]:.4g} in step {self._first_step} to {lowest:.4g} or more in "
-                f"the last {self.high_losses} steps: first suspect the learning rate"
+                f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest:.4g} or more in "
+                f"the last {self.high_losses}: first suspect the learning rate"
             )
         # Compare the rise with what was learned. If half of that is lost, the training has collapsed, under any loss
         # function.
@@ -136,25 +128,17 @@ class LossAboveGuessing(LossRule):
         f"{loss_count} losses in a row are {guessing_factor:g} times the logarithm of the number of classes, and "
         f"their median is less than a tenth below that of the {loss_count} before"
     )
-    remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
-    _is_steady: bool = True
-
-    @property
-    def current_remedies(self) -> tuple[Remedy, ...]:
-        return self.remedies if self._is_steady else (Remedy.LOWER_RATE, Remedy.LOOK_AT_LOOP)
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_DATA)
 
     def judge(self, losses: list[float]) -> str:
         earlier_losses, last_losses = losses[-2 * self.loss_count : -self.loss_count], losses[-self.loss_count :]
         if len(earlier_losses) < self.loss_count or min(last_losses) < self.guessing_factor * self._guessing_loss:
             return ""
-        loss = median(last_losses)
-        if loss < self.falling_factor * median(earlier_losses):
+        if median(last_losses) < self.falling_factor * median(earlier_losses):
             return ""
-        self._is_steady = max(last_losses) < _SCALED_RANGE * min(last_losses)
-        question = "is it scaled, or a sum?" if self._is_steady else "first suspect the learning rate"
         return (
-            f"the loss is {losses[-1]:.4g}, {losses[-1] / self._guessing_loss:.3g} times that of guessing "
-            f"({self._guessing_loss:.4g}): {question}"
+            f"the loss is {losses[-1]:.4g}, {losses[-1] / self._guessing_loss:.3g} times that of guessing: is the "
+            "learning rate too high, or the loss a sum?"
         )
 
 

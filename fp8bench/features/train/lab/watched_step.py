@@ -290,9 +290,9 @@ class WatchedStep:
             hook = self._guard(partial(self._record_output, path, not casts))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
         if self._watch.is_foreign:
-            begin = self._guard(partial(self._begin_forward, path))
+            begin = self._guard(lambda *_: self._running_modules.append(path))
             stack.callback(module.register_forward_pre_hook(begin).remove)
-            end = self._guard(partial(self._end_forward, path))
+            end = self._guard(self._end_forward)
             stack.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
@@ -341,16 +341,12 @@ class WatchedStep:
             return None
         return find_cast(module, role, self._watch.treatments)
 
-    def _begin_forward(self, path: str, *_: object) -> None:
-        self._running_modules.append(path)
-
-    def _end_forward(self, path: str, *_: object) -> None:
-        # A step may begin to be watched inside a forward, whose beginning was not seen.
-        if self._running_modules[-1:] == [path]:
-            self._running_modules.pop()
+    def _end_forward(self, *_: object) -> None:
+        # The list is empty at the end of a forward in which the step began to be watched.
+        del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
-        path = self._running_modules[-1] if self._running_modules else ""
+        path = "".join(self._running_modules[-1:])
         if ("attention_score", path) not in self.figures:
             with torch.no_grad():
                 score = max_attention_score(q, k, causal)
