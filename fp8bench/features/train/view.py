@@ -155,9 +155,10 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     answer = [Items(sentences)] if sentences else []
     question = "Does it still learn?" if answers else "How it learned"
     own_batch = tuple(render_own_batches(judged))
+    size_advice = (words.SIZE_ADVICE,) if answers else ()
     parts = [
         Part("verdict", question, (*answer, arms, *render_wire(judged))),
-        *list_of("notes", "Notes", (*describe_chance(verdicts), *list_notes(judged))),
+        *list_of("notes", "Notes", (*describe_chance(verdicts), *size_advice, *list_notes(judged))),
         *(() if training.is_watched else render_validations(stored)),
         *render_scores(judged.scores),
         *render_last_figures(judged),
@@ -395,7 +396,6 @@ def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
         yield all_of
     if verdicts.arms:
         yield words.describe_visible_gap(verdicts)
-        yield words.SIZE_ADVICE
 
 
 def list_notes(judged: JudgedTraining) -> Iterator[str]:
