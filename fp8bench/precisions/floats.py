@@ -114,7 +114,10 @@ class Untouched(PlainPrecision):
 
     def support(self, facts: DeviceFacts) -> Support:
         """Refuses this precision. Only the workload `model` allows it, in its own `support`."""
-        return refused("untouched is a model of your own as it came, and only `fp8bench profile` has one")
+        return refused(
+            "untouched is your model unchanged, and no model was given. Give it: `fp8bench train net.py:make --dtypes "
+            "untouched,fp8`, or `fp8bench profile net.py:make`"
+        )
 
     @contextmanager
     def scope(self) -> Iterator[None]:

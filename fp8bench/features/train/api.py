@@ -228,7 +228,7 @@ def watch(
     stride: steps from one reading of the whole module to the next
     tokens: the tokens of a step, for tokens per second
     scaler: the GradScaler of the loop
-    precision: the precision of the training, for the advice of alarms; its recipe measures layers with unknown casts
+    precision: the precision of the training, or one that you consider: measures what casting each layer to it loses
     eager: whether watched steps run compiled modules without compilation, so that their layers are watched
     health: whether health rules read the lines; without them there are no alarms
     on_alarm: a function that receives each alarm, and whose exceptions end the loop; or a command to run for each
@@ -285,7 +285,7 @@ def print_events(lines: Lines) -> None:
     """
     for line in lines:
         if isinstance(line, TrainingEvent):
-            complain(line.sentence)
+            complain(line.describe(is_watched=True))
 
 
 def _append_to_file(path: Path, stack: ExitStack) -> Callable[[Lines], None]:

@@ -25,6 +25,7 @@ from fp8bench.features.train.request import TrainerSettings, TrainingRequest, fi
 from fp8bench.features.train.tasks import check_sequence
 from fp8bench.features.train.values import Arm, ArmCost, ArmRole, Training
 from fp8bench.model import DeviceFacts, Level, Params, Scalar
+from fp8bench.model.words import UNTOUCHED
 from fp8bench.nn.sizes import SIZES
 from fp8bench.plan.make import device_named
 from fp8bench.plan.precision_map import check_can_mix, check_keys
@@ -229,6 +230,8 @@ def split_by_model(request: TrainingRequest) -> list[TrainingRequest]:
 
 
 def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
+    if request.settings.make and len(request.dtypes) == 1 and not (request.sweep or request.reference):
+        request = replace(request, dtypes=(UNTOUCHED, *request.dtypes))
     # A precision may have two spellings, such as 'fp8' and 'float8'.
     modes = list(dict.fromkeys(word if word in MSAMP_LEVELS else precisions.canonical(word) for word in request.dtypes))
     reference_modes = [mode for mode in modes if mode not in MSAMP_LEVELS]

@@ -109,7 +109,8 @@ _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Ca
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),
     ("most saturated", max, lambda reading: reading.saturated, units.percent),
-    ("largest lag, in octaves", max, lambda reading: reading.lag, lambda value: f"{value:+.2f}"),
+    # A negative lag says how much of the range is unused.
+    ("octaves beyond the range", max, lambda reading: reading.lag if (reading.lag or 0) > 0 else None, "{:.2f}".format),
 )
 
 
@@ -335,10 +336,11 @@ def _draw_figure(
         series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
         distinct_values.update(filter(math.isfinite, points))
     if len(distinct_values) > 1:
+        window = f"First seed, {figure.window}" if several_seeds else f"{figure.window[0].upper()}{figure.window[1:]}"
         yield Lines(
             f"{figure.name.replace('_', '-')}-over-steps",
             figure.title[0].upper() + figure.title[1:],
-            f"First seed, {figure.window}." if several_seeds else f"{figure.window[0].upper()}{figure.window[1:]}.",
+            f"{window}. The axis fits the last two thirds.",
             _format_steps(ends),
             ChartAxis(f"{figure.title}, by steps done", figure.unit),
             _drop_empty(series),
@@ -352,8 +354,10 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     loss in the window is not finite.
     """
     window, means = tail_length(curve.steps), []
+    # A watched script has no loss of its first step, which must not make the first means unknown.
+    first_known = len(curve.losses) - len(curve.rows)
     for end in ends:
-        losses = curve.losses[max(0, end - window) : end] if end <= len(curve.losses) else ()
+        losses = curve.losses[max(first_known, end - window) : end] if end <= len(curve.losses) else ()
         means.append(fmean(losses) if losses and all(map(math.isfinite, losses)) else math.nan)
     return means
 

@@ -56,7 +56,7 @@ class _ProgressObserver(TrainingObserver):
         self._clock = clock
         self._start = clock()
         self._done_at_start: float | None = None
-        self._number = 0
+        self._number = self._common_steps = 0
         self._arms: dict[str, ArmProgress] = {}
 
     def begun(self, training: Training) -> None:
@@ -65,17 +65,28 @@ class _ProgressObserver(TrainingObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if number != self._number:
-            self._number = number
+            self._number, self._common_steps = number, 0
             for now in self._arms.values():
                 now.begin_seed()
         for line in lines:
             if line.arm in self._arms:
                 self._arms[line.arm].read_line(line)
             if isinstance(line, TrainingEvent):
-                self.note(line.sentence)
+                self.note(line.describe())
+        self._align_losses()
 
     def note(self, sentence: str) -> None:
         self._print_line(sentence)
+
+    def _align_losses(self) -> None:
+        """Takes over the newest loss of each running arm once all of them have done the same step, because arms take
+        turns.
+        """
+        running = [now for now in self._arms.values() if now.steps and not now.ended]
+        if len({now.steps for now in running}) == 1:
+            self._common_steps = running[0].steps
+            for now in running:
+                now.loss = now.newest_loss
 
     @property
     def _arms_with_loss(self) -> list[ArmProgress]:
@@ -100,22 +111,24 @@ class _ProgressObserver(TrainingObserver):
 
 
 class TrainingLines(_ProgressObserver):
-    """Shows progress in logs and pipes, by a line after each validation."""
+    """Shows progress in logs and pipes, by a line once all arms have done a step with a validation."""
 
     def __init__(self, print_line: Callable[[str], None], clock: Callable[[], float] = time.monotonic) -> None:
         super().__init__(print_line, clock)
         self._last_printed: tuple[int, int] | None = None
         self._printed_at = self._start
+        self._has_validated = False
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
         position = self._describe_position(number, step)
         # A line is written for new held-out losses, or after a long time without one.
-        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss)
-        has_validated = any(isinstance(line, Validation) for line in lines)
-        is_silent = self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
-        if losses and self._last_printed != (number, step) and (has_validated or is_silent):
-            self._last_printed, self._printed_at = (number, step), self._clock()
+        losses = ", ".join(f"{now.arm.name} {now.loss:.3f}" for now in self._arms_with_loss if not now.ended)
+        self._has_validated |= any(isinstance(line, Validation) and line.step for line in lines)
+        is_due = self._has_validated or self._clock() - self._printed_at >= _MAX_SILENT_SECONDS
+        is_new = step == self._common_steps and self._last_printed != (number, step)
+        if losses and is_new and is_due:
+            self._last_printed, self._printed_at, self._has_validated = (number, step), self._clock(), False
             self._print_line(f"{position}: {losses}")
 
 
@@ -139,7 +152,7 @@ class TrainingBoard(_ProgressObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         super().trained(number, step, lines)
-        position = self._describe_position(number, step)
+        position = self._describe_position(number, self._common_steps or step)
         # A terminal that is redrawn after each turn would flicker.
         if self._arms_with_loss and self._clock() - self._shown_at >= REDRAW_SECONDS:
             self._shown_at = self._clock()
@@ -158,7 +171,8 @@ class TrainingBoard(_ProgressObserver):
 @dataclass
 class ArmProgress:
     """The progress of an arm in the current seed. `seconds` is the time of its last timed step, `alarms` the number
-    of its alarms in all seeds, and `ended` the reason why it ended early.
+    of its alarms in all seeds, and `ended` the reason why it ended early. `newest_loss` is
+    the loss after `steps`, and `loss` that of the last step that all arms have done.
     """
 
     arm: Arm
@@ -169,16 +183,19 @@ class ArmProgress:
     alarms: int = 0
     last_alarm: str = ""
     ended: str = ""
+    steps: int = 0
+    newest_loss: float | None = None
 
     def begin_seed(self) -> None:
-        self.loss = self.held_out = None
+        self.loss, self.held_out, self.steps = None, None, 0
         if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
         match line:
             case StepRow():
-                self.loss, self.tokens, self.seconds = line.loss, line.tokens, line.seconds or self.seconds
+                self.steps, self.newest_loss = line.step + 1, line.loss
+                self.tokens, self.seconds = line.tokens, line.seconds or self.seconds
             case Validation(of="held-out"):
                 self.held_out = line.loss
             case TrainingEvent(kind="alarm"):
@@ -381,7 +398,8 @@ class AlarmCommand(_OutputObserver):
                 self._report_exit_code(process)
 
     def _run_command(self, alarm: TrainingEvent) -> None:
-        facts = {"ALARM": alarm.sentence, "RULE": alarm.rule, "ARM": alarm.arm, "STEP": str(alarm.step)}
+        is_watched = self._training is not None and self._training.is_watched
+        facts = {"ALARM": alarm.describe(is_watched), "RULE": alarm.rule, "ARM": alarm.arm, "STEP": str(alarm.step)}
         environment = {**os.environ, **{f"FP8BENCH_{name}": value for name, value in facts.items()}}
         try:
             process = subprocess.Popen(self._command, shell=True, stdin=subprocess.DEVNULL, env=environment)

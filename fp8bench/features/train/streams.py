@@ -7,6 +7,7 @@ on the machine.
 from __future__ import annotations
 
 import contextlib
+import re
 from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
@@ -106,10 +107,15 @@ def make_watched_training(
 
 def _name_loops(files: Sequence[Sequence[Path]], streams: Sequence[Sequence[Lines]]) -> list[str]:
     """Returns a different name for each loop. These are the loops' own names if all of them differ, and otherwise
-    their file names. File names get numbers if some of them are equal.
+    their file names. File names get numbers if some of them are equal. Several seeds have what their names share.
     """
-    stems = [paths[0].stem for paths in files]
-    for candidates in ([seeds[0][0].arm for seeds in streams], stems):
+    stems = [_join_names([path.stem for path in paths]) for paths in files]
+    for candidates in ([_join_names([seed_lines[0].arm for seed_lines in seeds]) for seeds in streams], stems):
         if len(set(candidates)) == len(candidates):
             return candidates
     return [f"{stem} {place}" for place, stem in enumerate(stems, 1)]
+
+
+def _join_names(names: Sequence[str]) -> str:
+    """Returns the name of several seeds without their numbers, such as 'fp8' for 'fp8-0' and 'fp8-1'."""
+    return re.sub(r"[-_.]?\d+$", "", names[0]) if len(set(names)) > 1 else names[0]

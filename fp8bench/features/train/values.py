@@ -286,13 +286,15 @@ class TrainingEvent(StreamLine):
         """Returns the layer and tensor, such as 'head output'; '' for an event of a complete step."""
         return f"{self.layer} {self.tensor}".strip()
 
-    @property
-    def sentence(self) -> str:
-        """Returns 'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'."""
-        source = f"{self.arm}, seed {self.seed}, step {self.step}" if self.arm else f"seed {self.seed}"
-        location = f" ({self.place})" if self.place else ""
-        advice = f". What may help: {self.remedy}" if self.remedy else ""
-        return f"{source}: {self.words}{location}{advice}"
+    def describe(self, is_watched: bool = False) -> str:
+        """Returns 'fp8, seed 0, step 57: the loss is nan (head output). What may help: a lower learning rate'. A
+        watched loop has no seed, and its text names none.
+        """
+        seed = "" if is_watched else f", seed {self.seed}"
+        source = f"{self.arm}{seed}, step {self.step}" if self.arm else f"seed {self.seed}"
+        text = f"{source}: {self.words}{f' ({self.place})' if self.place and self.layer not in self.words else ''}"
+        full_stop = "" if text.endswith("?") else "."
+        return f"{text}{full_stop} What may help: {self.remedy}" if self.remedy else text
 
     @property
     def rule(self) -> str:

@@ -30,7 +30,7 @@ from fp8bench.features.train.values import (
     TrainingEvent,
     Validation,
 )
-from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, Learned, Why
+from fp8bench.features.train.verdicts.curves import HELD_OUT, MIN_PAIRS, Why
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, find_tone, render_scores
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
@@ -55,13 +55,10 @@ def render_answer(judged: JudgedTraining) -> Page:
     # Arms that repeat the reference have no verdict, and only the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
-    store = shlex.quote(str(Path(stored.path).parent.parent.parent))
+    store = _name_store(stored)
     spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
-    different = {arm.judged.learned for arm in verdicts.arms} & {Learned.WORSE, Learned.BETTER, Learned.DIVERGED}
-    is_enough = training.request.seeds >= MIN_PAIRS
-    if training.request.settings.model == "nano" and hint and is_enough and not different:
-        hint += ". In nano no recipe from fp8 to nvfp4 has been shown to differ (docs/train.md)"
+    size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
     title = make_title(training, list_changed_settings(training.request))
     answer_part = short_answer(
         f"{title} on {describe_devices([training.device])}: {spent_words}",
@@ -72,14 +69,17 @@ def render_answer(judged: JudgedTraining) -> Page:
         tables=(
             arms,
             *render_own_batches(judged),
-            Text(f"Smallest visible gap: {words.describe_visible_gap(verdicts)}{hint}"),
+            Text(f"Smallest visible gap: {words.describe_visible_gap(verdicts)}{size_advice}"),
         ),
-        closing_facts=(
-            ("Page", f"fp8bench report {training.id} --store {store}"),
-            ("More", f"fp8bench show {training.id} --store {store} --all"),
-        ),
+        closing_facts=(("More", f"fp8bench show {training.id}{store} --all"),),
     )
     return Page("", "", (answer_part,), _list_hints(arms))
+
+
+def _name_store(stored: KeptTraining) -> str:
+    """Returns ' --store DIR', with which another command finds the training. Returns '' for the default store."""
+    store = Path(stored.path).parent.parent.parent
+    return "" if store == Path(".fp8bench") else f" --store {shlex.quote(str(store))}"
 
 
 def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) -> list[Answer]:
@@ -94,10 +94,8 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
             answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif verdict is not None and verdict.judged.why is not Why.OTHER_RATE:
             costs = (_describe_speed(summary), _describe_memory(summary, peaks.get(verdicts.reference)))
-            verdict_word, reason = (
-                words.VERDICT_WORDS[verdict.judged.learned],
-                words.describe_verdict(verdict, verdicts),
-            )
+            verdict_word = words.VERDICT_WORDS[verdict.judged.learned]
+            reason = words.describe_verdict(verdict, verdicts).removeprefix(f"{verdict_word}: ")
             answers.append(Answer(arm.name, verdict_word, find_tone(verdict.judged), costs=costs, reason=reason))
     return answers
 
@@ -125,7 +123,7 @@ def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if events:
         further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
-        yield Text(f"{events[0].sentence}{further_words}", Tone.BAD)
+        yield Text(f"{events[0].describe()}{further_words}", Tone.BAD)
     yield from (Text(trouble, Tone.DOUBT) for trouble in stored.troubles)
 
 
@@ -135,7 +133,7 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     """
     request, command = judged.request, judged.training.command
     if not judged.kept.finished:
-        return f"train the rest: fp8bench train --resume {judged.training.id} --store {store}"
+        return f"train the rest: fp8bench train --resume {judged.training.id}{store}"
     # All arms get as many seeds as the arm that needs most.
     further_seeds = max((arm.judged.more_seeds or 0 for arm in judged.verdicts.arms if not arm.arm.skip), default=0)
     if not further_seeds or "fp8bench train" not in command:
@@ -151,21 +149,21 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     training, stored, verdicts = judged.training, judged.kept, judged.verdicts
     arms = render_arms(judged.summaries, without=("how",) if training.is_watched else ())
     answers = find_answers(judged.summaries, verdicts)
-    answer = [Items(tuple(map(as_sentence, answers)))] if answers else []
+    sentences = tuple(map(as_sentence, answers))
+    if training.is_watched and not answers:
+        sentences = tuple(words.describe_loops(judged))
+    answer = [Items(sentences)] if sentences else []
     question = "Does it still learn?" if answers else "How it learned"
     own_batch = tuple(render_own_batches(judged))
-    health = Part("health", "What happened", tuple(_render_events(stored, most_events)))
-    # The alarms are the answer of a stream that is not compared with another stream.
-    has_verdict = bool(answers) or not training.is_watched
+    size_advice = (words.SIZE_ADVICE,) if answers else ()
     parts = [
-        *([] if has_verdict else [health]),
         Part("verdict", question, (*answer, arms, *render_wire(judged))),
-        *list_of("notes", "Notes", (*describe_chance(verdicts), *list_notes(judged))),
+        *list_of("notes", "Notes", (*describe_chance(verdicts), *size_advice, *list_notes(judged))),
         *(() if training.is_watched else render_validations(stored)),
         *render_scores(judged.scores),
         *render_last_figures(judged),
         *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
-        *([health] if has_verdict else []),
+        Part("health", "What happened", tuple(_render_events(stored, most_events))),
         Part("ending", "", tuple(map(Text, _list_ending(stored)))),
     ]
     return Page(make_title(training), "", tuple(parts), _list_hints(arms), tuple(list_facts(training)))
@@ -247,7 +245,7 @@ def list_facts(training: Training) -> Iterator[tuple[str, str]]:
     yield "steps", f"{units.whole(request.steps)} in {many(request.seeds, 'seed')}"
     if request.ranks is not None:
         yield "ranks", f"{request.ranks} by {request.settings.parallel}"
-    yield "text", training.text.identity
+    yield ("batches", request.settings.make) if request.settings.make else ("text", training.text.identity)
     if settings := list_changed_settings(request):
         yield "settings", settings
     yield "margin", units.percent(request.margin)
@@ -282,9 +280,14 @@ def _number_column(
     return Col(heading, attrgetter(attribute), number=True, show=show, hint=hint)
 
 
+def _name_arm(summary: ArmSummary) -> str:
+    """Returns an arm's name. The loss of the arm with weights one ulp apart is no mean over all seeds."""
+    return f"{summary.arm.name} (first seed)" if summary.arm.role is ArmRole.CHAOS else summary.arm.name
+
+
 def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     columns: tuple[Col[ArmSummary], ...] = (
-        Col("arm", attrgetter("arm.name")),
+        Col("arm", _name_arm),
         Col(
             "how",
             lambda row: _describe_arithmetic(row.arm),
@@ -353,7 +356,7 @@ def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
             columns.append(Col(figure.heading, get_value, number=True, show=figure.show))
     if names:
         title = "In the last step of the first seed" if judged.request.seeds > 1 else "In the last step"
-        yield Part("last-step", title, (table("last-step", "", columns, names),))
+        yield Part("last-step", title, (table("last-step", "each arm", columns, names),))
 
 
 def _get_value(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:
@@ -444,7 +447,7 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
         yield Text("No alarm, and all values were finite.")
         return
     cols: list[Col[TrainingEvent]] = [
-        Col("arm", attrgetter("arm")),
+        *([Col("arm", attrgetter("arm"))] if len(stored.training.arms) > 1 else []),
         *([Col("seed", attrgetter("seed"), number=True, show=str)] if stored.request.seeds > 1 else []),
         Col("step", attrgetter("step"), number=True, show=str),
         Col("what", attrgetter("kind")),
@@ -463,6 +466,6 @@ def _list_ending(stored: KeptTraining) -> Iterator[str]:
     if stored.training.is_watched:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
         return
-    store = shlex.quote(str(Path(stored.path).parent.parent.parent))
+    store = _name_store(stored)
     yield f"stored in {stored.path}"
-    yield f"curves, tensors by layer and events: fp8bench report {stored.training.id} --store {store}"
+    yield f"curves, tensors by layer and events: fp8bench report {stored.training.id}{store}"

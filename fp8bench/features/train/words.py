@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections.abc import Collection, Iterator, Sequence
+from operator import attrgetter
 
 from fp8bench import units
-from fp8bench.features.train.values import ArmRole
+from fp8bench.features.train.values import ArmRole, LayerReading
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
     JudgedArm,
@@ -23,6 +24,7 @@ from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining,
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
+from fp8bench.report.elements import Text, Tone
 from fp8bench.report.topics.shares import describe_coverage, list_unconverted_products
 from fp8bench.report.words.naming import join_words, many
 
@@ -123,7 +125,7 @@ def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     if judged.learned is Learned.DID_NOT_LEARN:
         return f"no verdict: the reference did not learn ({describe_missing_fall(verdicts)})"
     if judged.learned is Learned.INCONCLUSIVE:
-        return f"inconclusive: {_describe_bound(arm, verdicts)}{describe_inconclusive(judged)}"
+        return f"{VERDICT_WORDS[judged.learned]}: {_describe_bound(arm, verdicts)}{describe_inconclusive(judged)}"
     assert judged.gap is not None and judged.gap.decides is not None
     interval = judged.gap.decides
     if judged.learned is Learned.WITHIN_NOISE:
@@ -220,10 +222,12 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
     gaps = [arm.judged.gap for arm in verdicts.arms if arm.judged.gap is not None]
     sizes = [smallest_effect(gap) for gap in gaps if gap.pairs >= MIN_PAIRS]
     most_pairs = max((gap.pairs for gap in gaps), default=0)
-    smallest = f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
     if sizes:
-        smallest = f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
-    return f"{smallest}; none of this transfers to a model of another size"
+        return f"a gap of {100 * max(sizes):.2g}% or more would have shown in about three of four such trainings"
+    return f"fewer than {MIN_PAIRS} seeds count ({most_pairs}), so that it is unknown which gap would have shown"
+
+
+SIZE_ADVICE = "these verdicts hold for this size of model only: train the size that you will use"
 
 
 def describe_chaos(pair: Pair) -> str:
@@ -254,6 +258,27 @@ def format_joules(used: TrainedEnergy | None) -> str | None:
     if used is None or used.joules is None:
         return None
     return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
+
+
+def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
+    """Yields for each recorded loop how its loss changed, with its first alarm, and what its casts lose."""
+    for (name, seed), curve in judged.curves.items():
+        first, last = curve.rows[0], curve.rows[-1]
+        alarms = [alarm for alarm in judged.kept.alarms if (alarm.arm, alarm.seed) == (name, seed)]
+        alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
+        verb, tone = ("fell", Tone.PLAIN) if last.loss < first.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
+        yield Text(
+            f"{name}: the loss {verb} from {first.loss:.4g} in step {first.step} to {last.loss:.4g} in step "
+            f"{last.step}; {many(len(alarms), 'alarm')}{alarm_words}",
+            tone,
+        )
+    casts = [line for line in judged.kept.select_lines(LayerReading) if line.signal_to_noise is not None]
+    lost, saturated = (max(map(attrgetter(share), casts), default=0.0) for share in ("underflow", "saturated"))
+    yield Text(
+        f"casts: at most {units.percent(lost)} of a tensor underflows, and at most {units.percent(saturated)} saturates"
+        if casts
+        else "no cast was measured: `--precision fp8` measures what FP8 would lose"
+    )
 
 
 def _format_ratio(interval: Interval) -> str:

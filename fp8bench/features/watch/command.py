@@ -38,7 +38,10 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--stream", type=types.path, metavar="FILE", help=help_text)
     help_text = "measure all tensors in one of every N steps; default 10"
     parser.add_argument("--stride", type=types.whole(whole_number(1)), default=10, metavar="N", help=help_text)
-    help_text = "the precision of the training: layers that cast internally are measured in its recipe; default fp32"
+    help_text = (
+        "the precision in which the script trains, or that you consider, such as fp8: measures what casting each "
+        "layer to it loses; default fp32"
+    )
     parser.add_argument("--precision", default="fp32", metavar="PRECISION", help=help_text)
     help_text = (
         "run measured steps of compiled modules without compilation, to see their tensors; numbers differ slightly"

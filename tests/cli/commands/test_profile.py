@@ -180,8 +180,8 @@ def test_a_maker_that_ends_its_process(makers: str, store: Path, fp8bench: Say) 
     assert not [*store.rglob("*.jsonl")]
 
 
-def test_untouched_is_of_a_profile_alone(store: Path, fp8bench: Say) -> None:
+def test_untouched_needs_a_model(store: Path, fp8bench: Say) -> None:
     code, out, _ = fp8bench("suite", "gemm", "--dtypes", "untouched,bf16", "--dry-run")
-    assert code == 0 and "only `fp8bench profile` has one" in " ".join(out.split())
+    assert code == 0 and "no model was given. Give it: `fp8bench train" in " ".join(out.split())
     code, _, error = fp8bench("suite", "model")
     assert code == 2 and "expected module:function" in unfolded(error)

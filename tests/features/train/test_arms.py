@@ -132,6 +132,16 @@ def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
             make_arms(TrainingRequest(("bf16", "fp8-unit"), settings=TrainerSettings(**own)), CPU)
 
 
+def test_a_single_precision_of_an_own_model_is_compared_with_the_model_unchanged() -> None:
+    own = TrainingRequest(("fp8",), settings=TrainerSettings(make="net.py:make"))
+    arms = make_arms(own, CPU)
+    assert arms[0].name == "untouched" and arms[0].role is ArmRole.REFERENCE and arms[-1].name == "fp8"
+    with pytest.raises(UsageError, match="untouched has nothing to compare with"):
+        make_arms(replace(own, dtypes=("untouched",)), CPU)
+    with pytest.raises(UsageError, match=r"Give it: `fp8bench train net\.py:make"):
+        make_arms(TrainingRequest(("untouched", "fp8")), CPU)
+
+
 def ranks(settings: TrainerSettings, count: int = 2, **changes: Any) -> dict[str, Any]:
     return {"ranks": count, "settings": replace(settings, **changes)}
 

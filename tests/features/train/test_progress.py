@@ -76,7 +76,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     assert "about 1 min 30 s left" in last_board(screen)
     assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm\n", last_board(screen))
     goes_on(0, 15, alarm(12))
-    assert logged[1:] == said == [alarm(12).sentence]
+    assert logged[1:] == said == [alarm(12).describe()]
     assert "1 alarm, last in seed 0, step 12" in last_board(screen)
     goes_on(1, 5, *rows(1, 0, 5, ["fp8"]), replace(LOOK, arm="fp8", seed=1, step=5), seconds=1)
     assert re.fullmatch(r"seed 2/2, step 5/20, about .* left: fp8 \d\.\d{3}", logged[-1])
@@ -89,13 +89,29 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     assert "".join(lines_on_terminal(written)) == ""
 
 
+def test_losses_of_different_arms_are_of_the_same_step(clock: Clock) -> None:
+    """Arms take turns, and the line of a validation waits for the slowest. A new seed begins anew."""
+    logged = list[str]()
+    log = TrainingLines(logged.append, clock)
+    log.begun(training())
+    by_arm = {
+        arm: [replace(row_of(arm, 0, step), loss=float(step + 1)) for step in range(20)] for arm in ("bf16", "fp8")
+    }
+    for arm, first, last in (("fp8", 0, 5), ("bf16", 0, 5), ("bf16", 5, 10), ("fp8", 5, 10), ("fp8", 10, 15)):
+        log.trained(0, last, [*by_arm[arm][first:last], *([replace(LOOK, arm=arm)] if last == 10 else [])])
+    assert logged == ["seed 1/2, step 10/20: bf16 10.000, fp8 10.000"]
+    log.trained(0, 12, [by_arm["bf16"][10], by_arm["bf16"][11], TrainingEvent("bf16", 0, 12, "stopped", "by the user")])
+    log.trained(0, 15, [replace(LOOK, arm="fp8", step=15)])
+    assert logged[-1] == "seed 1/2, step 15/20: fp8 15.000"
+
+
 def test_the_time_left_is_of_the_rest_of_a_resumed_training(clock: Clock) -> None:
     said = list[str]()
     log = TrainingLines(said.append, clock)
     log.begun(training())
     clock.now += 60  # starting a worker
     for seed, step in ((0, 10), (0, 20), (1, 10), (1, 20)):
-        log.trained(seed, step, [row_of("fp8", seed, step), replace(LOOK, arm="fp8", seed=seed, step=step)])
+        log.trained(seed, step, [row_of("fp8", seed, step - 1), replace(LOOK, arm="fp8", seed=seed, step=step)])
         clock.now += 10
     left = [re.search("about (.*) left", line) for line in said]
     assert [found and found[1] for found in left] == [None, "20 s", "10 s", None]
@@ -178,7 +194,7 @@ def test_a_log_is_never_silent_for_long(clock: Clock) -> None:
     log = TrainingLines(said.append, clock)
     log.begun(training())
     for step in range(1, 11):
-        log.trained(0, step, [row_of("fp8", 0, step)])
+        log.trained(0, step, [row_of("fp8", 0, step - 1)])
         clock.now += 10
     assert [line.partition(", about")[0] for line in said] == [f"seed 1/2, step {step}/20" for step in (4, 7, 10)]
 
@@ -194,7 +210,7 @@ def test_a_command_runs_for_each_alarm(tmp_path: Path) -> None:
     with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.begun(training())
         observer.trained(0, 10, [row_of("fp8", 0, 5), alarm(0), LOOK])
-    assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).sentence}\n" and not said
+    assert (tmp_path / "told").read_text() == f"falls fp8 0 {alarm(0).describe()}\n" and not said
     with with_outputs(inner, tmp_path, None, on_alarm=command) as observer:
         observer.trained(0, 10, [alarm(3)])
     assert len((tmp_path / "told").read_text().splitlines()) == 2

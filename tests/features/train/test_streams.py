@@ -20,7 +20,7 @@ from fp8bench.features.train.page import render_page
 from fp8bench.features.train.streams import is_stream, load_loops
 from fp8bench.features.train.values import LayerReading, StepFigure, StepRow, StreamLine, TrainingEvent
 from fp8bench.features.train.verdicts.summary import JudgedTraining
-from fp8bench.report.elements import Lines, Page
+from fp8bench.report.elements import Items, Lines, Page
 from tests.learning_curves import judged, lines, training
 
 GAPS = {"fp8": [0.02, 0.03, 0.025, 0.02, 0.03]}
@@ -71,6 +71,16 @@ def test_streams_have_the_verdict_of_the_same_training_but_no_speed(
         load_loops([bf16, fp8[:1]])
 
 
+def test_joined_seeds_have_the_name_that_they_share(tmp_path: Path) -> None:
+    def write_loop(name: str) -> list[Path]:
+        losses = [line for line in lines(GAPS) if isinstance(line, StepRow) and (line.arm, line.seed) == ("bf16", 0)]
+        names = [f"{name}-{seed}" for seed in range(2)]
+        return [write(tmp_path / f"{one}.jsonl", [replace(row, arm=one) for row in losses]) for one in names]
+
+    loops = load_loops([write_loop("bf16"), write_loop("fp8")])
+    assert [arm.name for arm in loops.training.arms] == ["bf16", "fp8"]
+
+
 def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: Path) -> None:
     """Whatever its file is called: trainings also have files called steps.jsonl."""
     readings = [LayerReading("fp8", 0, step, "head", "input", 2.0**step, 0.0, 0.0, 1.0, 0.0) for step in (0, 10, 20)]
@@ -98,6 +108,26 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
     kept = writer.path
     assert is_stream(stream) and not is_stream(kept) and not is_stream(tmp_path) and not is_stream(tmp_path / "none")
     assert KIND.find(str(kept), store) == kept
+
+
+def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Path) -> None:
+    """A script is watched from its second step on. What its casts lose is one sentence."""
+    losses = [line for line in lines(GAPS) if isinstance(line, StepRow) and (line.arm, line.seed) == ("bf16", 0)]
+    rising = [replace(row, loss=4.0 + row.step, gradient_norm=1e9 if row.step in (5, 6) else 1.0) for row in losses[1:]]
+    alarm = TrainingEvent("bf16", 0, 12, "alarm", "the loss rose", values=(("rule", "loss-back-up"),))
+    cast = LayerReading("bf16", 0, 1, "head", "input", 1.0, 0.0, 0.0, 1.0, 0.0, underflow=0.25, signal_to_noise=30.0)
+    page = render_page(JudgedTraining(load_loops([[write(tmp_path / "a.jsonl", [*rising, alarm, cast])]])))
+    (sentences,) = (element for element in page.parts[0].elements if isinstance(element, Items))
+    assert [sentence.text for sentence in sentences.items] == [
+        "bf16: the loss rose from 5 in step 1 to 103 in step 99; 1 alarm, the first in step 12: the loss rose",
+        "casts: at most 25.0% of a tensor underflows, and at most 0.0% saturates",
+    ]
+    assert chart(page, "gradient-norm-over-steps").description.endswith("The axis fits the last two thirds.")
+    drawn = chart(page, "loss").series[0][1]
+    assert drawn[1] is not None and drawn[1].value == pytest.approx(5.5)
+    plain = render_page(JudgedTraining(load_loops([[write(tmp_path / "b.jsonl", losses)]])))
+    (sentences,) = (element for element in plain.parts[0].elements if isinstance(element, Items))
+    assert sentences.items[0].text.endswith("; 0 alarms") and sentences.items[1].text.startswith("no cast was measured")
 
 
 def test_a_loop_without_tokens_has_steps_a_second(tmp_path: Path) -> None:
@@ -134,7 +164,7 @@ def test_a_loop_has_a_live_page_and_tells_each_alarm(tmp_path: Path, capsys: pyt
 
     with pytest.raises(KeyboardInterrupt):
         train()
-    assert len(told) == 1 and told[0].sentence in " ".join(capsys.readouterr().err.split())
+    assert len(told) == 1 and told[0].describe(is_watched=True) in " ".join(capsys.readouterr().err.split())
     assert "refresh" not in live.read_text() and told[0].rule in live.read_text()
     with pytest.raises(UsageError, match="Give a path"), fp8bench.watch(model, optimizer, live=live):
         pass

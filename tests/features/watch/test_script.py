@@ -208,6 +208,7 @@ print([fold()() is None for _ in range(2)])
         (["--precision", "fp9", "script.py"], "fp8"),
         (["--stream", "script.py", "script.py"], "streams are never overwritten"),
         (["--stride", "0", "script.py"], "stride"),
+        (["--lr", "1", "script.py"], "go after it: fp8bench watch train.py --lr VALUE."),
     ],
 )
 def test_wrong_usage_ends_before_the_script(

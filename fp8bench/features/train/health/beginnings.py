@@ -96,7 +96,7 @@ class EmbeddingRow(FigureRule):
         f"the norm of the largest row, relative to that of the median row, is {growth_factor:g} times its minimum in "
         f"{window} readings"
     )
-    remedies = (Remedy.LOOK_AT_LAYER, Remedy.LOWER_RATE)
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LAYER)
 
     def judge(self, line: StepFigure, last_values: deque[float]) -> str:
         if not line.value > self.growth_factor * min(last_values):

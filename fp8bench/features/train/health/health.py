@@ -11,6 +11,7 @@ from fp8bench.features.train.health.steps import RULES, HealthRule, Remedy, Watc
 from fp8bench.features.train.request import TrainerSettings
 from fp8bench.features.train.values import COVERAGE, Arm, ArmRole, LayerReading, StepFigure, StreamLine, TrainingEvent
 from fp8bench.registry import precisions
+from fp8bench.report.words.naming import join_words
 
 # An episode ends once a rule has found nothing for this many steps. Then the rule may alarm again.
 QUIET_STEPS = 50
@@ -117,10 +118,8 @@ def _find_tensor(line: StreamLine) -> tuple[str, str]:
 
 
 def _merge_tensors(events: Sequence[TrainingEvent]) -> TrainingEvent:
-    event, count = events[0], len(events) - 1
-    if not count:
-        return event
-    return replace(event, words=f"{event.words}, and {count} tensor{'s' if count > 1 else ''} more")
+    event, places = events[0], [event.place for event in events[1:] if event.place]
+    return replace(event, words=f"{event.words}; also {join_words(places, 3)}") if places else event
 
 
 _HIGH_PRECISIONS = ("fp32", "bf16", "tf32")
@@ -131,6 +130,8 @@ def has_effect(remedy: Remedy, precision: str, settings: TrainerSettings, layer:
     # A remedy that the arm already uses would be useless advice.
     name, chosen = precision.partition(":")[0], precisions.get(precision).chosen
     match remedy:
+        case Remedy.LOOK_AT_LAYER:
+            return bool(layer)
         case Remedy.LAYER_IN_BF16:
             return bool(layer) and name not in _HIGH_PRECISIONS
         case Remedy.DYNAMIC_LOSS_SCALE:

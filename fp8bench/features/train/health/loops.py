@@ -92,7 +92,10 @@ class LossBackUp(LossRule):
             return ""
         lowest, first_loss = min(last_losses), median(self._first_losses)
         if lowest > max(self._first_losses) + self.above_first * abs(first_loss):
-            return f"the loss has stayed above {lowest:.4g} for {self.high_losses} steps; it began at {first_loss:.4g}"
+            return (
+                f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest:.4g} or more in "
+                f"the last {self.high_losses}: first suspect the learning rate"
+            )
         # Compare the rise with what was learned. If half of that is lost, the training has collapsed, under any loss
         # function.
         learned_loss = first_loss - self._lowest_mean
@@ -125,17 +128,18 @@ class LossAboveGuessing(LossRule):
         f"{loss_count} losses in a row are {guessing_factor:g} times the logarithm of the number of classes, and "
         f"their median is less than a tenth below that of the {loss_count} before"
     )
-    remedies = (Remedy.LOOK_AT_LOOP, Remedy.LOWER_RATE, Remedy.LOOK_AT_DATA)
+    remedies = (Remedy.LOWER_RATE, Remedy.LOOK_AT_LOOP, Remedy.LOOK_AT_DATA)
 
     def judge(self, losses: list[float]) -> str:
         earlier_losses, last_losses = losses[-2 * self.loss_count : -self.loss_count], losses[-self.loss_count :]
         if len(earlier_losses) < self.loss_count or min(last_losses) < self.guessing_factor * self._guessing_loss:
             return ""
-        loss = median(last_losses)
-        if loss < self.falling_factor * median(earlier_losses):
+        if median(last_losses) < self.falling_factor * median(earlier_losses):
             return ""
-        factor = loss / self._guessing_loss
-        return f"the loss stays at {loss:.4g}, {factor:.3g} times the loss of guessing: is it scaled, or a sum?"
+        return (
+            f"the loss is {losses[-1]:.4g}, {losses[-1] / self._guessing_loss:.3g} times that of guessing: is the "
+            "learning rate too high, or the loss a sum?"
+        )
 
 
 class LossLeaked(LossRule):
@@ -377,7 +381,9 @@ class LargeLogits(FigureRule):
             or (line.value >= self.jump_range and line.value > self.jump_factor * usual_range)
         ):
             return ""
-        return f"the logits of an example span {line.value:.4g}; {usual_range:.3g} was usual"
+        earlier_ranges = list(last)[:-1]
+        usual = f"; {median(earlier_ranges):.3g} was usual" if earlier_ranges else ""
+        return f"the logits of an example span {line.value:.4g}{usual}"
 
 
 class GradientsLeft(FigureRule):

@@ -107,6 +107,8 @@ class GradientSpike(HealthRule[StepRow]):
     """
 
     name = "gradient-norm-spike"
+    # While the loss has risen again, the alarm about that rise is enough.
+    until = "loss-back-up"
     window = 50
     multiples_window = 500
     min_steps = 20
@@ -150,7 +152,7 @@ class GradientSpike(HealthRule[StepRow]):
                 self.loss_factor * (max(self._losses) - usual_loss), self.lost_share * (self._first_loss - usual_loss)
             )
             if math.sqrt(multiple) > largest_multiple or is_loss_high:
-                return f"the gradient norm is {norm:.3g}, {multiple:.1f} times its median, at a loss of {loss:.4g}"
+                return f"the gradient norm is {norm:.3g}, {multiple:.3g} times its median, at a loss of {loss:.4g}"
         self._multiples.append(multiple)
         return ""
 
@@ -285,6 +287,7 @@ class GradientScale(HealthRule[StepRow]):
     """
 
     name = "gradient-scale"
+    until = "loss-back-up"
     new_steps = 3
     window = 20
     jump_octaves = 1.9
@@ -319,12 +322,11 @@ class GradientScale(HealthRule[StepRow]):
         # If the loss changed by a different factor, the cause is the model and not the scale.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
-        direction, with_loss = (
-            "larger" if norm_change > 0 else "smaller",
-            ", and so is the loss" if abs(loss_change) > 0.5 else "",
+        with_loss = ", and the loss has changed likewise" if abs(loss_change) > 0.5 else ""
+        return (
+            f"the gradient norm is {2**norm_change:.3g} times that of the {self.window} steps before{with_loss}: a "
+            "loss scale, a sum, or micro-batches?"
         )
-        factor = 2 ** abs(norm_change)
-        return f"gradients are {factor:.3g} times {direction}{with_loss}: a loss scale, a sum, or micro-batches?"
 
 
 class LossGap(HealthRule[StepRow]):

@@ -235,8 +235,8 @@ class WatchedStep:
         # The latest input with its version, cast and figures. Queries, keys and values often share one input, which
         # is then measured once.
         self._last_input: tuple[Tensor, int, LayerCast | None, Figures] | None = None
-        # The path of the module that was called last. A call of attention belongs to this module.
-        self._current_module = ""
+        # The paths of the modules whose forwards are running. A call of attention belongs to the last of them.
+        self._running_modules: list[str] = []
         reset_peak_memory(watch.device)
         if watch.is_eager:
             stack.enter_context(torch.compiler.set_stance("force_eager"))
@@ -289,10 +289,11 @@ class WatchedStep:
         if casts or _has_weights(module):
             hook = self._guard(partial(self._record_output, path, not casts))
             stack.callback(module.register_forward_hook(hook, with_kwargs=True).remove)
-        elif self._watch.is_foreign:
-            stack.callback(
-                module.register_forward_pre_hook(self._guard(partial(self._set_current_module, path))).remove
-            )
+        if self._watch.is_foreign:
+            begin = self._guard(lambda *_: self._running_modules.append(path))
+            stack.callback(module.register_forward_pre_hook(begin).remove)
+            end = self._guard(self._end_forward)
+            stack.callback(module.register_forward_hook(end, always_call=True).remove)
         if isinstance(module, SelfAttention):
             stack.callback(setattr, module, "core", module.core)
             module.core = partial(self._record_scores, path, module.core)
@@ -340,15 +341,17 @@ class WatchedStep:
             return None
         return find_cast(module, role, self._watch.treatments)
 
-    def _set_current_module(self, path: str, *_: object) -> None:
-        self._current_module = path
+    def _end_forward(self, *_: object) -> None:
+        # The list is empty at the end of a forward in which the step began to be watched.
+        del self._running_modules[-1:]
 
     def _record_attention(self, q: Tensor, k: Tensor, causal: bool, scale: float | None) -> None:
-        if ("attention_score", self._current_module) not in self.figures:
+        path = "".join(self._running_modules[-1:])
+        if ("attention_score", path) not in self.figures:
             with torch.no_grad():
                 score = max_attention_score(q, k, causal)
                 factor = 1.0 if scale is None else scale * math.sqrt(q.shape[-1])
-                self.figures["attention_score", self._current_module] = score * factor
+                self.figures["attention_score", path] = score * factor
 
     def _record_scores(self, path: str, compute_attention: AttentionCore, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if ("attention_score", path) not in self.figures:

@@ -472,7 +472,42 @@ def test_tensors_of_one_step_share_an_alarm() -> None:
     lines = [replace(READING, layer=f"blocks.{layer}", not_finite=1.0) for layer in range(3)]
     (event,) = Health((ARM,)).find_alarms(lines)
     assert (event.layer, event.tensor) == ("blocks.0", "gradient")
-    assert event.words == "100.00% of blocks.0's gradient is infinite or NaN, and 2 tensors more"
+    assert (
+        event.words == "100.00% of blocks.0's gradient is infinite or NaN; also blocks.1 gradient and blocks.2 gradient"
+    )
+
+
+@for_each(("lines", "words", "remedies"), [
+    (lambda: rows(60, loss=lambda step: 5.0 + step * (step % 4 + 1)),
+     "the loss rose from 5 in the first watched step to 13 or more in the last 5: first suspect the learning rate",
+     "a lower learning rate; clip gradients harder; look at the batches of these steps"),
+    (lambda: guessing(lambda step: 40.0 if step % 2 else 120.0),
+     "the loss is 40, 17.4 times that of guessing: is the learning rate too high, or the loss a sum?",
+     None),
+    (lambda: figures("logit_range", (310.0,)), "the logits of an example span 310", None),
+    (lambda: rows(30, loss=lambda step: 3.0, gradient_norm=lambda step: 1e15 if step == 25 else 1.0),
+     "the gradient norm is 1e+15, 1e+15 times its median, at a loss of 3", None),
+    (lambda: rows(60, gradient_norm=lambda step: 0.125 if step >= 40 else 1.0),
+     "the gradient norm is 0.125 times that of the 20 steps before: a loss scale, a sum, or micro-batches?", None),
+    (lambda: figures("largest_row", (1.4, 1.5, 1.6, 2.9)),
+     "the largest row of blocks.0 is 2.9 times as large as the median row, and once was 1.4 times",
+     "a lower learning rate; look at how this layer is made: its gain, its momentum, whether anything reaches it"),
+])  # fmt: skip
+def test_words_of_alarms(lines: Callable[[], Iterable[StreamLine]], words: str, remedies: str | None) -> None:
+    """They state what was seen, with readable numbers, and the likeliest remedy first."""
+    event = Health((ARM,)).find_alarms(lines())[0]
+    assert event.words == words
+    assert remedies is None or event.remedy == remedies
+
+
+def test_a_sentence_has_one_end_and_a_watched_loop_no_seed() -> None:
+    event = TrainingEvent("own", 0, 3, "alarm", "is it a sum?", remedy="a lower learning rate")
+    assert event.describe(is_watched=True) == "own, step 3: is it a sum? What may help: a lower learning rate"
+    assert (
+        replace(event, words="the loss is nan", layer="head")
+        .describe()
+        .startswith("own, seed 0, step 3: the loss is nan (head). What may help")
+    )
 
 
 def test_arms_and_seeds_are_apart() -> None:

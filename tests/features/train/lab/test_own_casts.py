@@ -34,11 +34,11 @@ class Attention(nn.Module):
     def __init__(self, width: int = 16) -> None:
         super().__init__()
         self.qkv, self.out = OwnLinear(width, 3 * width), nn.Linear(width, width)
-        self.conv = nn.Conv1d(width, width, 1)
+        self.conv, self.norm = nn.Conv1d(width, width, 1), nn.LayerNorm(3 * width)
         self.register_buffer("input_scale", torch.tensor([2.0, 8.0]))
 
     def forward(self, x: Tensor) -> Tensor:
-        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.qkv(x).chunk(3, -1))
+        q, k, v = (part.unflatten(-1, (2, -1)).transpose(1, 2) for part in self.norm(self.qkv(x)).chunk(3, -1))
         self.logits = (q @ k.transpose(-1, -2) / math.sqrt(q.shape[-1])).detach()
         x = self.out(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
         return self.conv(x.transpose(1, 2)).square().mean()  # type: ignore[no-any-return]
@@ -88,6 +88,7 @@ def test_any_recipe_can_be_declared(precision: str) -> None:
 
 
 def test_attention_logits_and_kept_scales_are_figures() -> None:
+    """A score belongs to the module whose forward is running, not to the norm that was called last."""
     model, x = Attention(), 3 * torch.randn(2, 8, 16)
     figures = {
         (line.name, line.layer): line.value for line in watched(model, "fp32", x) if isinstance(line, StepFigure)

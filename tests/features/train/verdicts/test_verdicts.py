@@ -95,23 +95,23 @@ def test_the_endpoint_is_the_mean_of_the_last_tenth() -> None:
             "better by -0.84% [-0.96%, -0.72%] (99%): real, inside the margin",
         ),
         (SAME, Learned.WITHIN_NOISE, "within noise: +0.00% [-0.33%, +0.33%] (99%), inside +-1%"),
-        ([0.001], Learned.INCONCLUSIVE, "inconclusive: 1 seed counts, fewer than 5: not finished"),
+        ([0.001], Learned.INCONCLUSIVE, "cannot tell: 1 seed counts, fewer than 5: not finished"),
         (
             [0.001, 0.002],
             Learned.INCONCLUSIVE,
-            "inconclusive: at most 0.79% worse (95%); 2 seeds count, fewer than 5: not",
+            "cannot tell: at most 0.79% worse (95%); 2 seeds count, fewer than 5: not",
         ),
         (
             [-0.030, -0.031],
             Learned.INCONCLUSIVE,
-            "inconclusive: at most 0% worse (95%); 2 seeds count, fewer than 5: not",
+            "cannot tell: at most 0% worse (95%); 2 seeds count, fewer than 5: not",
         ),
         (
             [0.0, 0.03, -0.03, 0.02, 0.0],
             Learned.INCONCLUSIVE,
-            "inconclusive: at most 5.2% worse, as +0.4% [-4.4%, +5.2%] (99%) is too wide to tell",
+            "cannot tell: at most 5.2% worse, as +0.4% [-4.4%, +5.2%] (99%) is too wide to tell",
         ),
-        ([], Learned.INCONCLUSIVE, "inconclusive: 0 seeds count, fewer than 5: not finished"),
+        ([], Learned.INCONCLUSIVE, "cannot tell: 0 seeds count, fewer than 5: not finished"),
     ],
 )
 def test_what_gaps_say(gaps: list[float], learned: Learned, verdict: str) -> None:
