@@ -318,6 +318,7 @@ def _conclude(record: Record, standard: _Standard) -> verdicts.Conclusion | None
         reach_of_reruns(record.reruns),
         record.sessions,
         held_up,
+        _range_of_reruns(record.reruns),
     )
 
 
@@ -375,6 +376,16 @@ def reach_of_reruns(reruns: Reruns | None) -> float:
     return min(student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MAX_REACH)
 
 
+def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
+    """Returns the lowest and highest ratio of the case in earlier runs, as logarithms. Without such runs, the lowest
+    is infinite.
+    """
+    # An edited file may contain any number.
+    if reruns is None or not -_MAX_REACH <= reruns.low <= reruns.high <= _MAX_REACH:
+        return math.inf, -math.inf
+    return reruns.low, reruns.high
+
+
 def _compute_noise_floor(aa: Interval | None, standard: _Standard) -> float | None:
     """Returns the noise floor, which is how much identical code differs. It is the larger of two differences: within
     these rounds, and between earlier runs.
@@ -406,6 +417,10 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
             f"runs on this machine may differ by {rerun_difference}, as {reruns.runs} earlier ones show: "
             "more rounds do not help"
         )
+    lowest, highest = _range_of_reruns(reruns)
+    if math.exp(lowest) <= interval.low or interval.high <= math.exp(highest):
+        speeds = f"{units.speed_up(math.exp(-highest))} to {units.speed_up(math.exp(-lowest))}"
+        return f"earlier runs of the case gave {speeds}: more rounds do not help"
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:
         reasons.append("other programs took the CPU in most of them")
