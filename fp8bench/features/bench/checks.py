@@ -16,6 +16,8 @@ from fp8bench.features.bench.calls import (
     CallInputs,
     describe_tensors,
     draw_inputs,
+    exceeds_rounding,
+    find_wrong_column,
     make_inputs,
     measure_difference,
     run_callable,
@@ -30,6 +32,8 @@ from fp8bench.worker.state_tensors import get_address, is_foreign
 _STALE_DIFFERENCE = 0.01
 # At another shape, the error may be this many times the error at the first shape, or at most this large.
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
+# A column with more than this share of a difference is named.
+_MOST = 0.9
 
 
 def examine(setup: Setup, target: str, against: str) -> list[str]:
@@ -47,6 +51,7 @@ def examine(setup: Setup, target: str, against: str) -> list[str]:
     _refuse_caching(target, inputs, results, against, expected)
     return [
         *_remark_on_randomness(setup, target, results),
+        *_remark_on_wrong_column(target, results, expected),
         *_remark_on_half_shapes(setup, target, against, measure_difference(results, expected)),
         *_remark_on_hidden_nan(setup, target, against),
     ]
@@ -125,6 +130,17 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
         if _list_shapes_and_dtypes(repeated_results) == _list_shapes_and_dtypes(results):
             difference_text = f"by {units.relative_error(measure_difference(repeated_results, results))}"
         yield f"{target} differs from itself {difference_text} when it is called again with equal inputs"
+
+
+def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
+    """Yields a remark if most of a difference that is no rounding is in one column."""
+    for result, expected_result in zip(results, expected, strict=True):
+        if result.dim() == 0 or not exceeds_rounding([result], [expected_result]):
+            continue
+        column, share = find_wrong_column(result, expected_result) or (0, 0.0)
+        if share > _MOST:
+            last = ", the last" if column == result.shape[-1] - 1 else ""
+            yield f"nearly all of the difference of {target} is in column {column} of {result.shape[-1]} (from 0{last})"
 
 
 def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:
