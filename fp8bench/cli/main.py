@@ -100,7 +100,8 @@ class Parser(argparse.ArgumentParser):
         if invalid_choice:
             wrong, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
             nearest = meant_name("choice", wrong, choices)
-            if len(choices) == 1:  # the user may leave out the only possible word, as `suite` in `duel suite gemm`
+            # The user may leave out the only possible word, as `suite` in `duel suite gemm`.
+            if len(choices) == 1 and wrong not in COMMANDS:
                 nearest = f"{choices[0]} {wrong}"
         example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."

@@ -44,7 +44,8 @@ def after_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable[[
     """
     store = store_of(Path(run.path)) or store
     try:
-        note(add_to_history(run, store))
+        if sentence := add_to_history(run, store):
+            note(sentence)
     except KeyboardInterrupt:
         note(
             f"history: interrupted while asv's view was updated; the run is stored in {run.path}, and "
@@ -72,7 +73,7 @@ def publish_run(run: Run, store: Path, outputs: RequestedOutputs, note: Callable
 
 def add_to_history(run: Run, store: Path, view: bool = True) -> str:
     """Adds the figures of a run to the history, and updates the files that asv shows. Returns a sentence about the
-    update.
+    update, or ''.
     """
     sentence = update_view(run, store) if view else ""
     cache_figures(store, Path(run.path))

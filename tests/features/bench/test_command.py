@@ -43,7 +43,7 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert re.search(r"equal to torch:matmul; as exact: both off float64 by \d\.\de-07; memory ", shown)
     assert re.search(r"; more exact: off float64 by \d\.\de-08, torch:matmul by \d\.\de-07", shown)
     assert "a NaN in the input does not reach the result of mine.py:clean, but does reach" in shown
-    assert "advise" not in out
+    assert "advise" not in out and "history" not in err and "asv" not in err
 
     run_id = re.findall(r"fp8bench show (\w+)", out)[0]
     assert fp8bench("show", run_id)[1] == out
