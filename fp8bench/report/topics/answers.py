@@ -13,6 +13,7 @@ from itertools import chain
 from operator import itemgetter
 
 from fp8bench import units
+from fp8bench.analysis.findings import ROUNDS_DO_NOT_HELP
 from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.errors import UsageError
@@ -345,7 +346,8 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
         unsure_cases = []
         for case in cases:
             withdrawing_labels = {*case.finding.hard} - {Label.CONTENDED} if case.finding else ()
-            if find_standing(case) is Standing.UNSURE and not withdrawing_labels:
+            is_hopeless = case.finding is not None and case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
+            if find_standing(case) is Standing.UNSURE and not withdrawing_labels and not is_hopeless:
                 unsure_cases.append(case)
         default_budget = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _propose_longer_run(unsure_cases, command, budget or default_budget)

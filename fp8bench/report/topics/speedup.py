@@ -234,11 +234,11 @@ def _error_chart(name: str, cases: Sequence[_TitledCase]) -> Scatter:
     errors_by_mode = together((point.series, point.y) for point in points)
     error_ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in errors_by_mode.items()]
     error_title = figure_words(cases[0].case.group.error_metric)
-    arm = "function" if cases[0].case.suite == BENCH else "precision"
+    arms = "of each function" if cases[0].case.suite == BENCH else "by precision"
     return Scatter(
         name,
         f"Speed-up against {error_title}: {join_words(titles)}",
-        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} of each {arm}: "
+        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} {arms}: "
         f"{join_words(error_ranges, 12)}.",
         ChartAxis(f"speed-up over {_name_reference(cases[0].case)}", "x"),
         ChartAxis(error_title, units.RATIO),

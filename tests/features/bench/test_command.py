@@ -106,6 +106,11 @@ WRONG = [
 ]
 
 
+def test_a_missing_reference_is_added_to_the_typed_command(fp8bench: Say, store: Path) -> None:
+    code, _, err = fp8bench("bench", "mine.py:product", "--shape", "8x8,8x8")
+    assert code == 2 and err.endswith("\n  fp8bench bench mine.py:product --shape 8x8,8x8 --against CALLABLE\n"), err
+
+
 @pytest.mark.parametrize(("words", "sentence"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
 def test_callables_that_cannot_be_compared_give_a_message(
     words: list[str], sentence: str, fp8bench: Say, store: Path
