@@ -397,7 +397,7 @@ class DetectionLimit:
 
     @property
     def smallest_text(self) -> str:
-        size_text = "none can be seen" if math.isinf(self.smallest) else units.change(1 + self.smallest)
+        size_text = "none detectable" if math.isinf(self.smallest) else units.change(1 + self.smallest)
         return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{size_text}"
 
 

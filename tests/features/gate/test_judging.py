@@ -416,7 +416,7 @@ def test_the_summary_names_the_worst_figure() -> None:
     assert summarize_limits((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summarize_limits(
         (blind, young)
     )
-    assert summarize_limits((young,)) == "none can be seen (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
+    assert summarize_limits((young,)) == "none detectable (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
 
 
 WIDE = Interval(1.0, 0.9, 1.11, 0.99)
