@@ -375,7 +375,8 @@ def reach_of_reruns(reruns: Reruns | None) -> float:
     # An edited file may contain any number.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
-    return min(student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MAX_REACH)
+    reach = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
+    return min(reach, max(0.0, reruns.max_reach), _MAX_REACH)
 
 
 def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:

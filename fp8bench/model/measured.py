@@ -351,13 +351,15 @@ class Reruns:
     cases.
 
     `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `low` and
-    `high` are the range of these logarithms in the case's `own` runs; None in files of older versions.
+    `high` are the range of these logarithms in the case's `own` runs; None in files of older versions. `max_reach` is
+    how far an interval may reach from its point.
     """
 
     spread: float
     freedom: int
     runs: int
     own: int | None = None
+    max_reach: float = math.inf
     low: float = math.inf
     high: float = -math.inf
 

@@ -32,6 +32,9 @@ MIN_COMPARISONS = 4
 _OTHER_CASES_WEIGHT = 2
 # The typical variance is this quantile of the cases' variances, weighted by comparisons.
 _VARIANCE_QUANTILE = 2 / 3
+# An interval reaches at most this many times as far as the widest runs of a case were apart. In the runs of
+# reports/coverage_zen4_202611, 99.5% of the intervals then hold the long run.
+_MAX_REACH_OF_WIDEST = 2.0
 # The machine was busy if other programs disturbed more than this share of the slots.
 _BUSY_SLOTS_SHARE = 0.2
 # Increase this when the same runs give different numbers.
@@ -85,9 +88,10 @@ def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | No
     prior_weight = min(_OTHER_CASES_WEIGHT, freedom)
     weight = case_runs.freedom + prior_weight
     count = case_runs.runs + sum(runs.runs for runs in other_cases)
-    return Reruns(
-        math.sqrt((case_runs.squares + prior_weight * _find_typical_variance(other_cases)) / weight), weight, count
-    )
+    spread = math.sqrt((case_runs.squares + prior_weight * _find_typical_variance(other_cases)) / weight)
+    # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
+    widest = max(runs.high - runs.low for runs in (case_runs, *other_cases) if runs.runs)
+    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest)
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:

@@ -130,6 +130,11 @@ def test_a_few_numbers_say_what_all_runs_say_unless_they_are_too_few() -> None:
     assert known_runs is not None and known_runs.spread == pytest.approx(0.02)
 
 
+def test_no_interval_reaches_much_farther_than_runs_were_apart() -> None:
+    two_speeds = learn_spread("new", {"wild": seen(0.0, 0.01, 0.4, 0.41, 0.41)})
+    assert two_speeds is not None and reach_of_reruns(two_speeds) == pytest.approx(0.82)
+
+
 def test_the_long_run_is_held() -> None:
     draw, held = np.random.default_rng(2), []
     for _ in range(300):
