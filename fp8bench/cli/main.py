@@ -106,10 +106,9 @@ class Parser(argparse.ArgumentParser):
                 nearest = f"{choices[0]} {wrong}"
         example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
         suggestion = shlex.split(example)
-        for action in self._actions:
-            # If only one option is missing, suggest the typed command with this option.
-            if action.option_strings and message.endswith(f"are required: {'/'.join(action.option_strings)}"):
-                suggestion = [*self.prog.split(), *self.typed, action.option_strings[-1], str(action.metavar)]
+        # If only an option is missing, suggest the typed command with this option.
+        if " are required: --" in message:
+            suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
         raise UsageError(explanation, wrong, nearest, suggestion)
 

@@ -178,20 +178,15 @@ def measure_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) ->
     return max(_measure_one_difference(*pair) for pair in zip(results, expected, strict=True))
 
 
-def exceeds_rounding(results: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
-    """Returns whether a result that is no integer differs from its expected one by more than rounding can. All of it,
+def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
+    """Returns whether a result that is no integer differs from the expected one by more than rounding can. All of it,
     or one of its columns, then differs by more than half of its size.
     """
-    for result, expected_result in zip(results, expected, strict=True):
-        if not (result.is_floating_point() or result.is_complex()):
-            continue
-        if _measure_one_difference(result, expected_result) > _LARGEST_ROUNDING:
-            return True
-        if result.numel() >= _MIN_ROWS * max(1, result.shape[-1:].numel()) and find_wrong_column(
-            result, expected_result
-        ):
-            return True
-    return False
+    if not (result.is_floating_point() or result.is_complex()):
+        return False
+    has_rows = result.dim() > 0 and result.numel() >= _MIN_ROWS * result.shape[-1]
+    is_far = _measure_one_difference(result, expected) > _LARGEST_ROUNDING
+    return is_far or (has_rows and find_wrong_column(result, expected) is not None)
 
 
 def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | None:
@@ -199,16 +194,14 @@ def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | N
     difference is less than half of the column's size, or of the size of a usual column.
     """
     result, expected = _widen_bytes(result), _widen_bytes(expected)
-    width = expected.shape[-1] if expected.dim() else 1
     squares, sizes = (
-        tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, width).sum(0)
+        tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, expected.shape[-1]).sum(0)
         for tensor in (result - expected, expected)
     )
     column = int(squares.argmax())
     size = max(float(sizes[column]), float(sizes.mean()))
-    if float(squares[column]) <= _LARGEST_ROUNDING**2 * size:
-        return None
-    return column, float(squares[column] / squares.sum())
+    is_wrong = float(squares[column]) > _LARGEST_ROUNDING**2 * size
+    return (column, float(squares[column] / squares.sum())) if is_wrong else None
 
 
 def _measure_one_difference(result: Tensor, expected: Tensor) -> float:

@@ -30,10 +30,10 @@ from fp8bench.worker.state_tensors import get_address, is_foreign
 # Results of different inputs differ by more than this. Results of equal inputs differ by less, even if the inputs are
 # at other addresses and summed in a different order.
 _STALE_DIFFERENCE = 0.01
-# At another shape, the error may be this many times the error at the first shape, or at most this large.
-_ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
 # A column with more than this share of a difference is named.
 _MOST = 0.9
+# At another shape, the error may be this many times the error at the first shape, or at most this large.
+_ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
 
 
 def examine(setup: Setup, target: str, against: str) -> list[str]:
@@ -133,14 +133,14 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
 
 
 def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
-    """Yields a remark if most of a difference that is no rounding is in one column."""
-    for result, expected_result in zip(results, expected, strict=True):
-        if result.dim() == 0 or not exceeds_rounding([result], [expected_result]):
+    """Yields a remark for each result in which a single column has nearly all of a difference that is no rounding."""
+    for result, other in zip(results, expected, strict=True):
+        if not (result.dim() and exceeds_rounding(result, other)):
             continue
-        column, share = find_wrong_column(result, expected_result) or (0, 0.0)
+        column, share = find_wrong_column(result, other) or (0, 0.0)
         if share > _MOST:
             last = ", the last" if column == result.shape[-1] - 1 else ""
-            yield f"nearly all of the difference of {target} is in column {column} of {result.shape[-1]} (from 0{last})"
+            yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last})"
 
 
 def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:

@@ -140,9 +140,8 @@ class Callables(Workload):
             expected = run_callable(against, make_inputs(setup))
             errors[DIFFERENCE_ERROR] = measure_difference(results, expected)
             # Results of random numbers differ from each other as much.
-            if exceeds_rounding(results, expected) and not (
-                exceeds_rounding(results, run_callable(setup.case.precision, make_inputs(setup)))
-                or exceeds_rounding(expected, run_callable(against, make_inputs(setup)))
-            ):
+            repeated = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
+            is_random = any(map(exceeds_rounding, [*results, *expected], [*repeated[0], *repeated[1]]))
+            if any(map(exceeds_rounding, results, expected)) and not is_random:
                 errors[BEYOND_ROUNDING_ERROR] = errors[DIFFERENCE_ERROR]
         return errors
