@@ -370,9 +370,9 @@ def _widen_interval(ratio: Interval, reach: float, earlier: tuple[float, float])
     """
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
-    point = math.log(ratio.point)
-    low, high = math.exp(min(point - reach, earlier[0])), math.exp(max(point + reach, earlier[1]))
-    return replace(ratio, low=min(ratio.low, low), high=max(ratio.high, high))
+    low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
+    lowest, highest = map(math.exp, earlier)
+    return replace(ratio, low=min(ratio.low, low, lowest), high=max(ratio.high, high, highest))
 
 
 def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:
