@@ -47,7 +47,7 @@ from fp8bench.measure.windows import window_rule_for
 from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Measurement, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.request import NVTX, PROFILERS
-from fp8bench.model.run import Cell
+from fp8bench.model.run import BENCH, Cell
 from fp8bench.model.stopping import is_brisk, rule_for
 from fp8bench.model.words import MEASURING_CEILINGS
 from fp8bench.plan.cells import make_cell, restrict_to_cell
@@ -125,7 +125,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
     with _prepare_run(run.request, store) as ready, Meters(run.request.energy) as meters:
         # Check that machine, versions and environment are the same: a run must not mix different conditions.
         facts = ready.timing.probe()
-        environment = gather(ready.timing.software(), __version__, run.request.threads, run.request.imports)
+        environment = gather(ready.timing.software(), __version__, run.request.threads, _list_user_code(run.request))
         plan = make_plan(run.request, facts, ready.text, has_reference_added(run.plan))
         plan = restrict_to_cell(plan, make_cell(run.plan.groups[0])) if run.cell else plan
         refuse_changed_conditions(run, plan, facts, environment)
@@ -335,6 +335,13 @@ def worker_for(request: Request, corpus: Corpus | None, begun: ProcessWorker | N
             worker.close()
 
 
+def _list_user_code(request: Request) -> tuple[str, ...]:
+    """Returns the modules and files whose code a run measures: imported ones, and those of callables."""
+    callables = (request.reference or "", *request.dtypes) if request.suite == BENCH else ()
+    files = (name.rpartition(":")[0] for name in callables)
+    return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
+
+
 def _open_run(
     request: Request, ready: RunResources, meters: Meters, command: str, folder: Path | None, compares: bool = True
 ) -> Run:
@@ -345,7 +352,7 @@ def _open_run(
     remarks = examine(plan, facts, worker, Limits(request.case_timeout))
     used_devices = {planned.case.device for group in plan for planned in group.cases if planned.runs}
     ready.wait_for_second()
-    environment = gather(worker.software(), __version__, request.threads, request.imports, folder=folder)
+    environment = gather(worker.software(), __version__, request.threads, _list_user_code(request), folder=folder)
     for fact in facts:
         # Leave out settings of devices that the run does not use: they would make equal runs look different.
         if fact.key in used_devices:

@@ -55,6 +55,8 @@ BELOW_FLOOR_MARKERS = 20
 _FINAL_LEVEL_AND_SAME = verdicts.FINAL_LEVEL, verdicts.SAME
 # Two half-widths of an interval count as equal if they differ by at most this relative tolerance.
 _HALF_WIDTH_TOLERANCE = 1e-9
+# The end of a reason for UNSURE if runs differ more than rounds.
+ROUNDS_DO_NOT_HELP = "more rounds do not help"
 # The largest half-width of an interval, as a logarithm. The exponential of a larger number could overflow.
 _MAX_REACH = 100.0
 
@@ -318,6 +320,7 @@ def _conclude(record: Record, standard: _Standard) -> verdicts.Conclusion | None
         reach_of_reruns(record.reruns),
         record.sessions,
         held_up,
+        _range_of_reruns(record.reruns),
     )
 
 
@@ -372,7 +375,18 @@ def reach_of_reruns(reruns: Reruns | None) -> float:
     # An edited file may contain any number.
     if reruns is None or reruns.freedom < 1 or not 0 <= reruns.spread < math.inf:
         return 0.0
-    return min(student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread, _MAX_REACH)
+    reach = student_quantile(verdicts.FINAL_LEVEL, reruns.freedom) * reruns.spread
+    return min(reach, max(0.0, reruns.max_reach), _MAX_REACH)
+
+
+def _range_of_reruns(reruns: Reruns | None) -> tuple[float, float]:
+    """Returns the lowest and highest ratio of the case in earlier runs, as logarithms. Without such runs, the lowest
+    is infinite.
+    """
+    # An edited file may contain any number.
+    if reruns is None or not -_MAX_REACH <= reruns.low <= reruns.high <= _MAX_REACH:
+        return math.inf, -math.inf
+    return reruns.low, reruns.high
 
 
 def _compute_noise_floor(aa: Interval | None, standard: _Standard) -> float | None:
@@ -404,8 +418,12 @@ def _explain_unsure(conclusion: verdicts.Conclusion, record: Record, noise_floor
         rerun_difference = units.percent(math.expm1(reach_of_reruns(reruns)))
         return (
             f"runs on this machine may differ by {rerun_difference}, as {reruns.runs} earlier ones show: "
-            "more rounds do not help"
+            f"{ROUNDS_DO_NOT_HELP}"
         )
+    lowest, highest = _range_of_reruns(reruns)
+    if math.exp(lowest) <= interval.low or interval.high <= math.exp(highest):
+        speeds = f"{units.speed_up(math.exp(-highest))} to {units.speed_up(math.exp(-lowest))}"
+        return f"earlier runs of the case gave {speeds}: {ROUNDS_DO_NOT_HELP}"
     reasons = [f"{rounds} rounds"]
     if interval.level == 0.0:
         reasons.append("other programs took the CPU in most of them")

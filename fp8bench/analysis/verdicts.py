@@ -309,12 +309,14 @@ def conclude(
     reach: float = 0.0,
     sessions: Sequence[Interval] = (),
     held_up: bool = False,
+    earlier: tuple[float, float] = (math.inf, -math.inf),
 ) -> Conclusion | None:
     """Returns the verdict on the samples of a native case, with its intervals. Returns None if the case has no rounds
     in common with its reference. Runs may differ more than rounds, so the ratio's interval extends at least `reach`
     from its point, as a logarithm. With ratios of earlier `sessions`, the interval contains all their intervals, and
     the point is the mean of all ratios. If other programs disturbed the fastest rounds (`held_up`), the interval also
-    contains the mean over all calls. Without a `reach`, such an interval is only a range, with level 0.
+    contains the mean over all calls. Without a `reach`, such an interval is only a range, with level 0. `earlier` is
+    the range of ratios in earlier runs, as logarithms, which the interval contains.
     """
     reference_timings = reference_timings_of(reference, control)
     rounds = find_common_rounds([case, *reference_timings])
@@ -329,7 +331,8 @@ def conclude(
         low, high = min(ratio.low, ratio_of_means.low), max(ratio.high, ratio_of_means.high)
         ratio = replace(ratio, low=low, high=high, level=level if reach else 0.0)
     valid_sessions = [session for session in sessions if 0 < session.low <= session.point <= session.high < math.inf]
-    ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), reach / math.sqrt(1 + len(valid_sessions)))
+    reach /= math.sqrt(1 + len(valid_sessions))
+    ratio = _widen_interval(_merge_intervals([*valid_sessions, ratio]), reach, earlier)
     # 3. Derive the verdict.
     verdict = decide_verdict(ratio, verdict_band(aa), same) if len(rounds) >= MIN_ROUNDS_FOR_VERDICT else Verdict.UNSURE
     if not mean_agrees(verdict, ratio, ratio_of_means):
@@ -361,14 +364,15 @@ def log_of_best_ratio(case: Timing, reference: Timing, control: Timing | None) -
     return math.log(case_seconds) - float(np.mean(np.log(seconds)))
 
 
-def _widen_interval(ratio: Interval, reach: float) -> Interval:
-    """Widens an interval so that it extends at least `reach` from its point, as a logarithm. A mere range of few
-    rounds is returned unchanged.
+def _widen_interval(ratio: Interval, reach: float, earlier: tuple[float, float]) -> Interval:
+    """Widens an interval so that it extends at least `reach` from its point, and contains the `earlier` range, both as
+    logarithms. A mere range of few rounds is returned unchanged.
     """
     if not ratio.level or not 0 < ratio.low <= ratio.high < math.inf:
         return ratio
     low, high = ratio.point * math.exp(-reach), ratio.point * math.exp(reach)
-    return replace(ratio, low=min(ratio.low, low), high=max(ratio.high, high))
+    lowest, highest = map(math.exp, earlier)
+    return replace(ratio, low=min(ratio.low, low, lowest), high=max(ratio.high, high, highest))
 
 
 def best_phases(timing: Timing, whole_steps: bool | None = None) -> tuple[tuple[str, float], ...]:

@@ -86,6 +86,7 @@ class Parser(argparse.ArgumentParser):
 
     examples: Sequence[str] = ()
     first_options = ""
+    typed: Sequence[str] = ()
 
     def __init__(self, *words: Any, **keywords: Any) -> None:
         super().__init__(*words, **keywords)
@@ -100,11 +101,20 @@ class Parser(argparse.ArgumentParser):
         if invalid_choice:
             wrong, choices = invalid_choice[2], invalid_choice[3].replace("'", "").split(", ")
             nearest = meant_name("choice", wrong, choices)
-            if len(choices) == 1:  # the user may leave out the only possible word, as `suite` in `duel suite gemm`
+            # The user may leave out the only possible word, as `suite` in `duel suite gemm`.
+            if len(choices) == 1 and wrong not in COMMANDS:
                 nearest = f"{choices[0]} {wrong}"
         example = "".join(self.examples[:1]).partition("  #")[0] if "arguments are required" in message else ""
+        suggestion = shlex.split(example)
+        # If only an option is missing, suggest the typed command with this option.
+        if " are required: --" in message:
+            suggestion = [*self.prog.split(), *self.typed, message.rpartition(" ")[2], "..."]
         explanation = f"{_explain_usage(self, message)} See `{self.prog} --help`."
-        raise UsageError(explanation, wrong, nearest, shlex.split(example))
+        raise UsageError(explanation, wrong, nearest, suggestion)
+
+    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+        self.typed = tuple(args or ())
+        return super().parse_known_args(args, namespace)
 
     def set_examples(self, examples: Sequence[str], options: str) -> None:
         self.examples, self.first_options = examples, options
@@ -204,6 +214,7 @@ def subparsers_by_name(parser: argparse.ArgumentParser) -> dict[str, argparse.Ar
 
 def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
     """Parses the words of a command line. For an unknown option, raises UnknownName in the name of its command."""
+    arguments: argparse.Namespace
     arguments, unknown = parser.parse_known_args(words)
     if not unknown:
         return arguments

@@ -350,12 +350,18 @@ class Reruns:
     """How much repeated runs of a case differ on this machine, estimated from `runs` earlier runs of this and other
     cases.
 
-    `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom.
+    `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `low` and
+    `high` are the range of these logarithms in the case's `own` runs; None in files of older versions. `max_reach` is
+    how far an interval may reach from its point.
     """
 
     spread: float
     freedom: int
     runs: int
+    own: int | None = None
+    max_reach: float = math.inf
+    low: float = math.inf
+    high: float = -math.inf
 
 
 @dataclass(frozen=True)

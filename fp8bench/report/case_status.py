@@ -6,11 +6,11 @@ A speed is the inverse of the ratio of times: 2x is twice as fast. An emulated c
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.model import Interval, Label, Level, Status, Verdict
+from fp8bench.model import Interval, Label, Level, Reruns, Status, Verdict
 from fp8bench.report.elements import Tone
 from fp8bench.report.panels import Result, join_parts
 from fp8bench.report.words.legend import LABELS
@@ -125,10 +125,10 @@ def show_bounds(speed: Interval) -> str:
 def describe_intervals(results: Iterable[Result]) -> str:
     """Describes what the intervals of these cases cover. Returns '' if no case has an interval.
 
-    An example: 'the 99% interval of any run, from 12 earlier runs, over 3 sessions', or 'the 99% interval of this
-    run'.
+    An example: 'the 99% interval of any run, from 3 earlier runs of the same case and commit, and of other cases,
+    over 3 sessions', or 'the 99% interval of this run'.
     """
-    earlier_runs = []
+    reruns = []
     session_counts = []
     has_interval_of_rounds = False
     for result in results:
@@ -138,13 +138,13 @@ def describe_intervals(results: Iterable[Result]) -> str:
             continue
         # An interval that earlier runs have widened covers the spread between runs as well.
         if speed.level and record.reruns is not None:
-            earlier_runs.append(record.reruns.runs)
+            reruns.append(record.reruns)
         elif speed.level:
             has_interval_of_rounds = True
         if record.sessions:
             session_counts.append(1 + len(record.sessions))
     interval_text = join_parts(
-        f"of any run, from {units.span(earlier_runs, '{:.0f}'.format)} earlier runs" if earlier_runs else "",
+        f"of any run, from {_describe_earlier_runs(reruns)}" if reruns else "",
         "of this run" if has_interval_of_rounds else "",
         separator=", else ",
     )
@@ -153,6 +153,18 @@ def describe_intervals(results: Iterable[Result]) -> str:
     return join_parts(
         interval_text, f"over {units.span(session_counts, '{:.0f}'.format)} sessions" if session_counts else ""
     )
+
+
+def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
+    """Describes the runs behind intervals. Files of older versions only have the number of all runs."""
+    own_counts = [each.own for each in reruns if each.own is not None]
+    if len(own_counts) < len(reruns):
+        return f"{units.span((each.runs for each in reruns), '{:.0f}'.format)} earlier runs"
+    if not any(own_counts):
+        return "earlier runs of other cases"
+    count = units.span(own_counts, "{:.0f}".format)
+    noun = "runs" if max(own_counts) > 1 else "run"
+    return f"{count} earlier {noun} of the same case and commit, and of other cases"
 
 
 def status_words(result: Result) -> str:

@@ -10,7 +10,7 @@ from typing import Any
 from fp8bench import units
 from fp8bench.analysis.compare.compare import Compared
 from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
-from fp8bench.analysis.compare.sides import Side
+from fp8bench.analysis.compare.sides import DifferingFact, Side
 from fp8bench.analysis.verdicts import FINAL_LEVEL, SAME
 from fp8bench.model import Comparison, Direction, Evidence, Interval, Label
 from fp8bench.model.codec import encode
@@ -131,7 +131,7 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     counts = count_directions(comparisons)
     if len(listed) < len(comparisons):
         num_hidden = len(comparisons) - len(listed)
-        counts += f"; {num_hidden} of them, memory, errors and counts that are the same on both sides, are not listed"
+        counts += f". Not listed: {num_hidden} that are the same on both sides (memory, errors and counts)"
     elements: list[Element] = [Text(counts, Tone.STRONG), *_explain_missing_verdicts(compared)]
     if listed:
         elements += _comparison_table(listed, with_reasons)
@@ -140,7 +140,9 @@ def comparison_page(compared: Compared, with_unchanged: bool = False, with_reaso
     unsure = [comparison for comparison in comparisons if comparison.direction is Direction.UNSURE]
     reasons = Counter(comparison.why for comparison in unsure if comparison.why)
     lines_by_title = {
-        "cannot tell, because": [f"{reason} ({count})" for reason, count in reasons.items() if not with_reasons],
+        "cannot tell, because": [
+            f"{reason} ({many(count, 'figure')})" for reason, count in reasons.items() if not with_reasons
+        ],
         "only in A": list(compared.only_before),
         "only in B": list(compared.only_after),
     }
@@ -190,10 +192,21 @@ def describe_side(side: Side) -> str:
     return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown_ids}){unfinished_text}"
 
 
+# The digest of imported code and of files with callables.
+CODE_FACT = "imports_sha256"
+
+
+def describe_difference(fact: DifferingFact, values: str) -> str:
+    """Returns a fact with its values on both sides. Digests of code have no readable values."""
+    if fact.name == CODE_FACT:
+        return "the code of your files changed"
+    return f"{fact.name}{values.format(f'{fact.before:.60}', f'{fact.after:.60}')}"
+
+
 def _describe_differences(compared: Compared) -> tuple[str, tuple[Element, ...]]:
     if not compared.differing:
         return "", (Text("measured on the same machine, with the same software and settings"),)
-    lines = (f"{fact.name}: {fact.before:.60} -> {fact.after:.60}" for fact in compared.differing)
+    lines = (describe_difference(fact, ": {} -> {}") for fact in compared.differing)
     return "what differs between the sides, apart from the commit", (Items(tuple(map(Text, lines))),)
 
 

@@ -24,7 +24,7 @@ from fp8bench.model import (
     Status,
 )
 from fp8bench.model.raw import QUANTISERS_VARIABLE
-from fp8bench.model.run import CONDITIONS, DEVICE_SETTINGS
+from fp8bench.model.run import BENCH, CONDITIONS, DEVICE_SETTINGS
 from fp8bench.model.specs import COUNTS, ENERGY, STEP, TIME, MetricSpec, time_of_phase
 from fp8bench.model.stopping import EMULATED_ROUNDS, LEAST_ROUNDS
 from fp8bench.protocols import Grid, Workload
@@ -142,6 +142,9 @@ def _explain_untracked_run(run: Run) -> str:
 
 
 def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunPoints:
+    if name == BENCH:
+        why = "the history does not follow bench; write a suite of your function (docs/user-suites.md)"
+        return RunPoints(others=len(records), why=why)
     if name not in workloads.names(hidden=True):
         return RunPoints(others=len(records), why=f"the suite {name} is unknown; --import its module")
     workload = workloads.get(name)

@@ -3,7 +3,8 @@
 Rounds of one run share processes, memory layout and time, so their noise does not show how much the next run will
 differ. On a machine with other users, a 99% interval computed from rounds contained the value of a long run in only
 58% of 96 runs. So an interval is made at least as wide as the differences between earlier runs, and as the noise of
-the rounds. Each run adds a few numbers per case to a file for its device, software and settings, and the next run
+the rounds. It also contains the ratios of all earlier runs of the case, because a case may have two speeds, of which
+one is rare. Each run adds a few numbers per case to a file for its device, software and settings, and the next run
 reads them.
 """
 
@@ -12,7 +13,7 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import astuple, dataclass, replace
 from pathlib import Path
 
 from fp8bench.analysis.labels import DISTURBED_RATIO, count_disturbed_slots
@@ -20,6 +21,7 @@ from fp8bench.analysis.verdicts import log_of_best_ratio
 from fp8bench.errors import StoreError
 from fp8bench.files import lock_folder, read_file, sealed_line, unsealed_line, write_whole
 from fp8bench.model import Level, Record, Reruns, Run, Timing
+from fp8bench.model.run import BENCH
 from fp8bench.store.ceilings import machine_file_name
 
 # A spread is computed from at least this many comparisons of runs.
@@ -30,25 +32,30 @@ MIN_COMPARISONS = 4
 _OTHER_CASES_WEIGHT = 2
 # The typical variance is this quantile of the cases' variances, weighted by comparisons.
 _VARIANCE_QUANTILE = 2 / 3
+# An interval reaches at most this many times as far as the widest runs of a case were apart. In the runs of
+# reports/coverage_zen4_202611, 99.5% of the intervals then hold the long run.
+_MAX_REACH_OF_WIDEST = 2.0
 # The machine was busy if other programs disturbed more than this share of the slots.
 _BUSY_SLOTS_SHARE = 0.2
 # Increase this when the same runs give different numbers.
-_VERSION = 1
+_VERSION = 2
 # Runs that differ in these facts are runs of different code, not reruns.
-_CODE_FACTS = ("commit", "fp8bench")
+_CODE_FACTS = ("commit", "imports_sha256", "fp8bench")
 # The suffix of keys for the A/A ratio, which is the time of the control over that of the reference.
 _AA_SUFFIX = ", A/A"
 
 
 @dataclass(frozen=True)
 class CaseRuns:
-    """The runs of one case: their number, the mean of the logarithms of their ratios, and the sum of squares around
-    this mean.
+    """The runs of one case: their number, the mean of the logarithms of their ratios, the sum of squares around this
+    mean, and the lowest and highest logarithm.
     """
 
     runs: int = 0
     mean: float = 0.0
     squares: float = 0.0
+    low: float = math.inf
+    high: float = -math.inf
 
     @property
     def freedom(self) -> int:
@@ -57,7 +64,8 @@ class CaseRuns:
     def add(self, log: float) -> CaseRuns:
         difference, runs = log - self.mean, self.runs + 1
         mean = self.mean + difference / runs
-        return CaseRuns(runs, mean, self.squares + difference * (log - mean))
+        squares = self.squares + difference * (log - mean)
+        return CaseRuns(runs, mean, squares, min(self.low, log), max(self.high, log))
 
 
 def is_busy(*timings: Timing) -> bool:
@@ -80,9 +88,10 @@ def learn_spread(case: str, runs_by_case: Mapping[str, CaseRuns]) -> Reruns | No
     prior_weight = min(_OTHER_CASES_WEIGHT, freedom)
     weight = case_runs.freedom + prior_weight
     count = case_runs.runs + sum(runs.runs for runs in other_cases)
-    return Reruns(
-        math.sqrt((case_runs.squares + prior_weight * _find_typical_variance(other_cases)) / weight), weight, count
-    )
+    spread = math.sqrt((case_runs.squares + prior_weight * _find_typical_variance(other_cases)) / weight)
+    # With few runs, Student's t would let an interval reach much farther than any two runs were apart.
+    widest = max(runs.high - runs.low for runs in (case_runs, *other_cases) if runs.runs)
+    return Reruns(spread, weight, count, max_reach=_MAX_REACH_OF_WIDEST * widest)
 
 
 def _find_typical_variance(cases: Sequence[CaseRuns]) -> float:
@@ -112,10 +121,21 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
         name = _rerun_key(record, records, run)
         is_aa, state = name.endswith(_AA_SUFFIX), name.rpartition("|")[2]
         same_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
+        if record.case.workload != BENCH:
+            # A user's callable may be anything, so its spread says nothing about the cases of fp8bench's suites.
+            same_kind = {case: runs for case, runs in same_kind.items() if not case.startswith(f"{BENCH}[")}
         same_state = {case: runs for case, runs in same_kind.items() if case.rpartition("|")[2] == state}
-        records_with_spread.append(
-            replace(record, reruns=learn_spread(name, same_state) or learn_spread(name, same_kind))
-        )
+        reruns = learn_spread(name, same_state) or learn_spread(name, same_kind)
+        if reruns is not None:
+            # On a busy machine and on a quiet one, the runs of this case count for the range.
+            own_runs = [runs for case, runs in same_kind.items() if case.rpartition("|")[0] == name.rpartition("|")[0]]
+            reruns = replace(
+                reruns,
+                own=sum(runs.runs for runs in own_runs),
+                low=min((runs.low for runs in own_runs), default=math.inf),
+                high=max((runs.high for runs in own_runs), default=-math.inf),
+            )
+        records_with_spread.append(replace(record, reruns=reruns))
     return tuple(records_with_spread)
 
 
@@ -132,7 +152,7 @@ def store_ratios(records: Sequence[Record], run: Run, store: Path) -> None:
         runs_by_case = _read_case_runs(path)
         for name, log in log_by_key.items():
             runs_by_case[name] = runs_by_case.get(name, CaseRuns()).add(log)
-        cases = {name: [runs.runs, runs.mean, runs.squares] for name, runs in runs_by_case.items()}
+        cases = {name: astuple(runs) for name, runs in runs_by_case.items()}
         write_whole(path, f"{sealed_line({'version': _VERSION, 'cases': cases})}\n")
 
 
@@ -182,6 +202,6 @@ def _read_case_runs(path: Path) -> dict[str, CaseRuns]:
         if content["version"] != _VERSION:
             return {}
         rows = content["cases"].items()
-        return {str(name): CaseRuns(int(runs), float(mean), float(squares)) for name, (runs, mean, squares) in rows}
+        return {str(name): CaseRuns(int(runs), *map(float, logs)) for name, (runs, *logs) in rows}
     except (OSError, ValueError, KeyError, TypeError, AttributeError, RecursionError):
         return {}

@@ -113,7 +113,9 @@ def hash_user_code(names: Iterable[str]) -> str | None:
 
 
 def _list_files(name: str) -> list[Path]:
-    file = getattr(sys.modules.get(user_module(name) if name.endswith(".py") else name), "__file__", None)
+    module = sys.modules.get(user_module(name) if name.endswith(".py") else name)
+    # A file that this process has not imported counts too.
+    file = getattr(module, "__file__", name)
     if not isinstance(file, str) or not Path(file).is_file():
         return []
     return sorted(Path(file).parent.rglob("*.py")) if Path(file).name == "__init__.py" else [Path(file)]

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from fp8bench.model import Finding, Interval, Label, Record, Status, Support, Verdict
+from fp8bench.model import Finding, Interval, Label, Record, Reruns, Status, Support, Verdict
 from fp8bench.model.words import REMARKS
 from fp8bench.report.case_status import Standing, describe_intervals, find_standing, speed_up, standing_tone
 from fp8bench.report.elements import Tone
@@ -56,6 +56,16 @@ def test_standing(case_result: Result, expected: Standing, tone: Tone) -> None:
 def test_a_range_of_several_sessions_is_their_hull_too(level: float, words: str) -> None:
     one = result(ratio=replace(HALF, level=level))
     assert describe_intervals([replace(one, record=replace(one.record, sessions=(HALF,)))]) == words
+
+
+@for_each(
+    ("own", "words"),
+    [(None, "12 earlier runs"), (2, "2 earlier runs of the same case and commit, and of other cases")],
+)
+def test_an_interval_names_the_runs_behind_it(own: int | None, words: str) -> None:
+    one = result(ratio=HALF)
+    known = replace(one, record=replace(one.record, reruns=Reruns(0.01, 9, 12, own)))
+    assert describe_intervals([known]) == f"the 99% interval of any run, from {words}"
 
 
 @for_each("label", sorted(set(Label) - REMARKS))

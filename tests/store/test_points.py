@@ -252,6 +252,8 @@ def test_suites_without_a_grid_are_counted_with_a_reason() -> None:
         others=1, why="the suite nosuch is unknown; --import its module"
     )
     assert extract_points(run([hidden])) == points.RunPoints(others=1, why="the suite _planted declares no grid")
+    kernel = replace(BF16, case=case("bf16", workload="bench"))
+    assert "write a suite of your function (docs/user-suites.md)" in extract_points(run([kernel])).why
     content = extract_points(run([unknown, BF16, hidden]))
     assert content.others == 2 and content.why and len(content.points) == len(content.series)
 

@@ -24,6 +24,10 @@ from fp8bench.workloads.model import is_exhausted
 
 # A relative change of inputs that float64 can represent and float32 cannot.
 _FLOAT64_CHANGE = 2.0**-30
+# No rounding changes a result by more than this share of its size.
+_LARGEST_ROUNDING = 0.5
+# The error of a column with fewer rows may be due to chance.
+_MIN_ROWS = 16
 
 
 class CallInputs(NamedTuple):
@@ -172,6 +176,32 @@ def measure_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) ->
     finite, or if their infinities are at different places.
     """
     return max(_measure_one_difference(*pair) for pair in zip(results, expected, strict=True))
+
+
+def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
+    """Returns whether a result that is no integer differs from the expected one by more than rounding can. All of it,
+    or one of its columns, then differs by more than half of its size.
+    """
+    if not (result.is_floating_point() or result.is_complex()):
+        return False
+    has_rows = result.dim() > 0 and result.numel() >= _MIN_ROWS * result.shape[-1]
+    is_far = _measure_one_difference(result, expected) > _LARGEST_ROUNDING
+    return is_far or (has_rows and find_wrong_column(result, expected) is not None)
+
+
+def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | None:
+    """Returns the column with the largest difference, and its share of the sum of squares. Returns None if its
+    difference is less than half of the column's size, or of the size of a usual column.
+    """
+    result, expected = _widen_bytes(result), _widen_bytes(expected)
+    squares, sizes = (
+        tensor.abs().double().square().nan_to_num(0.0, 0.0).reshape(-1, expected.shape[-1]).sum(0)
+        for tensor in (result - expected, expected)
+    )
+    column = int(squares.argmax())
+    size = max(float(sizes[column]), float(sizes.mean()))
+    is_wrong = float(squares[column]) > _LARGEST_ROUNDING**2 * size
+    return (column, float(squares[column] / squares.sum())) if is_wrong else None
 
 
 def _measure_one_difference(result: Tensor, expected: Tensor) -> float:

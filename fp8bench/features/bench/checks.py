@@ -16,6 +16,8 @@ from fp8bench.features.bench.calls import (
     CallInputs,
     describe_tensors,
     draw_inputs,
+    exceeds_rounding,
+    find_wrong_column,
     make_inputs,
     measure_difference,
     run_callable,
@@ -28,6 +30,8 @@ from fp8bench.worker.state_tensors import get_address, is_foreign
 # Results of different inputs differ by more than this. Results of equal inputs differ by less, even if the inputs are
 # at other addresses and summed in a different order.
 _STALE_DIFFERENCE = 0.01
+# A column with more than this share of a difference is named.
+_MOST = 0.9
 # At another shape, the error may be this many times the error at the first shape, or at most this large.
 _ERROR_FACTOR, _ERROR_LIMIT = 10.0, 0.01
 
@@ -47,6 +51,7 @@ def examine(setup: Setup, target: str, against: str) -> list[str]:
     _refuse_caching(target, inputs, results, against, expected)
     return [
         *_remark_on_randomness(setup, target, results),
+        *_remark_on_wrong_column(target, results, expected),
         *_remark_on_half_shapes(setup, target, against, measure_difference(results, expected)),
         *_remark_on_hidden_nan(setup, target, against),
     ]
@@ -125,6 +130,17 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
         if _list_shapes_and_dtypes(repeated_results) == _list_shapes_and_dtypes(results):
             difference_text = f"by {units.relative_error(measure_difference(repeated_results, results))}"
         yield f"{target} differs from itself {difference_text} when it is called again with equal inputs"
+
+
+def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
+    """Yields a remark for each result in which a single column has nearly all of a difference that is no rounding."""
+    for result, other in zip(results, expected, strict=True):
+        if not (result.dim() and exceeds_rounding(result, other)):
+            continue
+        column, share = find_wrong_column(result, other) or (0, 0.0)
+        if share > _MOST:
+            last = ", the last" if column == result.shape[-1] - 1 else ""
+            yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last})"
 
 
 def _remark_on_half_shapes(setup: Setup, target: str, against: str, usual_error: float) -> Iterator[str]:

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from pathlib import Path
 
 from fp8bench.cli.commands.suite import measure_and_print
 from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import check_outputs
+from fp8bench.errors import EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.bench.job import WORKLOAD_MODULE, check_targets, choose_axes
 from fp8bench.features.bench.values import DTYPES
+from fp8bench.model import Request, Run
 from fp8bench.model.run import BENCH
+from fp8bench.model.specs import BEYOND_ROUNDING_ERROR
+from fp8bench.protocols import Observer
 from fp8bench.protocols.axes import COLD, HOT, ROTATING
 
 _OUTPUT_OPTIONS = ("--explain", "--json", "--no-report")
@@ -26,7 +30,10 @@ def add(parser: argparse.ArgumentParser) -> None:
         "for each function whether it is faster, by how much, its errors against the reference and float64, "
         "and its memory."
     )
-    parser.epilog = "Exit codes: 0 fine, 2 wrong usage, 3 a case failed or nothing was measured, 130 interrupted."
+    parser.epilog = (
+        "Exit codes: 0 fine, 1 a result is wrong, 2 wrong usage, 3 a case failed or nothing was measured, "
+        "130 interrupted."
+    )
     add = parser.add_argument
     help_text = "the callables: file.py:function, or module:function like torch.nn.functional:silu"
     add("targets", metavar="CALLABLE", nargs="+", help=help_text)
@@ -74,4 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
         "dtypes": callables[1:],
     }
     request = make_request(argparse.Namespace(**{**option_values, "axes": axes}))
-    return measure_and_print(request, arguments, partial(execute, origin=BENCH))
+    runs: list[Run] = []
+
+    def execute_bench(request: Request, store: Path, observer: Observer, command: str) -> Run:
+        runs.append(execute(request, store, observer, command, origin=BENCH))
+        return runs[0]
+
+    code = measure_and_print(request, arguments, execute_bench)
+    is_wrong = any(record.measurement(BEYOND_ROUNDING_ERROR) for run in runs for record in run.records)
+    return EXIT_REGRESSION if is_wrong and code == EXIT_OK else code

@@ -15,7 +15,7 @@ from fp8bench.features.bench.values import AGAINST, DTYPE, DTYPES, INPUTS, SHAPE
 from fp8bench.formats.hardware import native, refused
 from fp8bench.model import DeviceFacts, Params, Scalars, Support, Work
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
+from fp8bench.model.specs import BEYOND_ROUNDING_ERROR, DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.nn.shared_precisions import PlainPrecision
 from fp8bench.protocols import Phases, Precision, Setup, Workload
 from fp8bench.protocols.axes import Axis, one_of
@@ -117,9 +117,16 @@ class Callables(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Measures how far the results are from the reference's results. If the reference can compute in float64,
-        also measures how far they are from its results in float64.
+        also measures how far they are from its results in float64. If the difference from the reference is no
+        rounding, it has a second name.
         """
-        from fp8bench.features.bench.calls import compute_exact_results, make_inputs, measure_difference, run_callable
+        from fp8bench.features.bench.calls import (
+            compute_exact_results,
+            exceeds_rounding,
+            make_inputs,
+            measure_difference,
+            run_callable,
+        )
 
         against = str(setup.params[AGAINST])
         results = run_callable(setup.case.precision, make_inputs(setup))
@@ -130,5 +137,11 @@ class Callables(Workload):
         exact = setup.shared(make_exact) if setup.shared is not None else make_exact()
         errors = {} if exact is None else {OUTPUT_ERROR: measure_difference(results, exact)}
         if setup.case.precision != against:
-            errors[DIFFERENCE_ERROR] = measure_difference(results, run_callable(against, make_inputs(setup)))
+            expected = run_callable(against, make_inputs(setup))
+            errors[DIFFERENCE_ERROR] = measure_difference(results, expected)
+            # Results of random numbers differ from each other as much.
+            repeated = [run_callable(name, make_inputs(setup)) for name in (setup.case.precision, against)]
+            is_random = any(map(exceeds_rounding, [*results, *expected], [*repeated[0], *repeated[1]]))
+            if any(map(exceeds_rounding, results, expected)) and not is_random:
+                errors[BEYOND_ROUNDING_ERROR] = errors[DIFFERENCE_ERROR]
         return errors

@@ -106,7 +106,8 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     values = [answered.as_value() for answered in answers]
     if len(answers) == 1:
         return CommandResult(answers, partial(render_answer, answers[0]), lambda: values, code=code)
-    return CommandResult(answers, partial(render_answers, answers), lambda: values, code=code)
+    file = arguments.what[0] if not is_catalogue and arguments.what[0].endswith(".toml") else ""
+    return CommandResult(answers, partial(render_answers, answers, file), lambda: values, code=code)
 
 
 def _exit_code(outcomes: Iterable[Answer | Standing]) -> int:

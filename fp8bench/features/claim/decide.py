@@ -81,6 +81,8 @@ def answer_from_run(claim: Claim, run: StoredRun) -> ClaimAnswer:
     runs = (reading.run,)
     if reading.why or reading.value is None or reading.low is None or reading.high is None:
         remedy = f"`fp8bench {claim.run}` {_ON_NATIVE_DEVICE if 'emulated' in reading.why else _WITH_MORE_ROUNDS}"
+        if "too few rounds" in reading.why and " --quick" in claim.run:
+            remedy = f"`fp8bench {claim.run.replace(' --quick', '')}`: remove --quick from `run` in the row"
         return ClaimAnswer(claim, Answer.CANNOT_TELL, reading.value, runs=runs, why=reading.why, remedy=remedy)
     if claim.published:
         return _compare_published(claim, run, reading)

@@ -195,9 +195,12 @@ def _read_speedup(metric: Metric, finding: Finding | None, run: Run) -> Reading:
     """Returns the speed-up with its interval. The interval is widened by the difference that this run shows between
     identical code.
     """
-    if metric.interval is None or finding is None or metric.interval.level == 0:
+    if metric.interval is None or finding is None:
         return Reading(None, run=run.id, why=metric.why or "too few rounds for an interval")
     speedup = metric.interval.inverse
+    if metric.interval.level == 0:
+        seen = f"too few rounds for an interval: they gave {speedup.low:.3g} x to {speedup.high:.3g} x"
+        return Reading(speedup.point, run=run.id, why=metric.why or seen)
     noise_factor = 1 + (finding.floor or 0.0)
     return Reading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor, run.id)
 

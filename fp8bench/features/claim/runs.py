@@ -26,12 +26,15 @@ from fp8bench.measure.environment import command_line
 from fp8bench.measure.handle import ProcessWorker, claim_process
 from fp8bench.model import DeviceFacts, Environment, Request, Run
 from fp8bench.model.raw import Settings
-from fp8bench.pipeline import execute, resume
+from fp8bench.model.stopping import BUDGET_SECONDS
+from fp8bench.pipeline import execute, plan_only, resume
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_header, load_run
 from fp8bench.units import clock
 
 _MAX_RUN_AGE = timedelta(days=7)
+# The workers of a run start within this time.
+_START_SECONDS = 10.0
 RunRequest = Request | TrainingRequest
 StoredRun = Run | KeptTraining
 RUN_ORIGIN = "claim"
@@ -82,14 +85,24 @@ class RunSource:
                 else:
                     missing[request] = max(claim.seconds, missing.get(request, 0.0))
         if missing:
-            seconds = clock(sum(missing.values()))
-            duration_text = f"about {seconds} on an idle machine" if all(missing.values()) else "for an unknown time"
+            longest = [seconds or self._estimate_longest(request) for request, seconds in missing.items()]
+            limit = "about" if all(missing.values()) else "up to"
+            duration_text = (
+                f"{limit} {clock(sum(longest))} on an idle machine" if all(longest) else "for an unknown time"
+            )
             run_count = "1 run" if len(missing) == 1 else f"{len(missing)} runs"
             self.observer.note(
                 f"measures {run_count}, {duration_text}, and reuses {len(reused)} of the last 7 days. "
                 "Ctrl-C keeps "
                 "finished runs, and the same command continues."
             )
+
+    def _estimate_longest(self, request: RunRequest) -> float:
+        """Returns how many seconds a run of usual steps takes at most. Returns 0 for a training, which has no limit."""
+        if not isinstance(request, Request):
+            return 0.0
+        plan, _ = plan_only(request, self.store)
+        return _START_SECONDS + 2 * BUDGET_SECONDS * len(plan.groups)
 
     def _make_request(self, claim: Claim) -> RunRequest:
         device = self._choose_device(claim)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shlex
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
@@ -71,11 +72,13 @@ def render_answer(answer: ClaimAnswer) -> Page:
     return Page(claim.sentence, "", (Part("answer", "", (facts,)),))
 
 
-def render_answers(answers: Sequence[ClaimAnswer]) -> Page:
+def render_answers(answers: Sequence[ClaimAnswer], file: str = "") -> Page:
+    """Lists the answers to claims of a `file`, or of the catalogue."""
     counts = Counter(answer.answer for answer in answers)
     summary = ", ".join(f"{count} {answer.value}" for answer, count in counts.items())
     rows = table("answers", "", _ANSWERS, answers)
-    hint = Text("`fp8bench claim ID` explains one answer.")
+    command = shlex.join(["fp8bench", "claim", *([file] if file else []), answers[0].claim.id])
+    hint = Text(f"`{command}` explains one answer.")
     return Page(f"{len(answers)} claims: {summary}", "", (Part("answers", "", (rows, hint)),))
 
 
@@ -83,9 +86,11 @@ def _explain_answer(answer: ClaimAnswer) -> str:
     """Returns the figure of an answer, or why it is missing. If the claim has a published figure, also returns the
     conditions of both measurements.
     """
-    if answer.answer is Answer.CANNOT_TELL or answer.value is None:
+    if answer.value is None:
         return answer.why
     figure = format_answer_figure(answer)
+    if answer.answer is Answer.CANNOT_TELL:
+        return f"{figure}; {answer.why}"
     return f"{figure}; published {describe_claimed(answer.claim)}; {answer.why}" if answer.claim.published else figure
 
 

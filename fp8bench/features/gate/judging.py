@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from enum import StrEnum
 
 from fp8bench import units
-from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS
+from fp8bench.analysis.compare.interval import MIN_CHANGE_OF_FEW_RUNS, MIN_DEGREES_OF_FREEDOM
 from fp8bench.errors import EXIT_BASELINE, EXIT_FAILED, EXIT_OK, EXIT_REGRESSION
 from fp8bench.features.gate.thresholds import Rules, Threshold, find_rule, find_threshold
 from fp8bench.model import Comparison, Direction, Evidence
+from fp8bench.model.run import BENCH
 from fp8bench.model.specs import COUNTS, RELATIVE, TIME
 from fp8bench.report.panels import together
 
@@ -36,8 +37,7 @@ MIN_CASES_FOR_SPREAD = 12
 # second look is not independent.
 CONFIRMING_DEVIATIONS = 3.0
 _NORMAL_QUARTILE = statistics.NormalDist().inv_cdf(0.75)
-# A correction: the smaller of the two quartile distances of n normal values is too small by this number over the root
-# of n.
+# The smaller of the two quartile distances of n normal values is too small by this number over the root of n.
 _QUARTILE_BIAS = 0.888
 
 
@@ -278,10 +278,12 @@ def _is_confirmed(figure: JudgedFigure, second: Comparison, rules: Rules) -> boo
     return exceeds_threshold(second, figure.threshold if is_same_metric else find_threshold(second, rules))
 
 
-def _suggest_decisive_duel(figure: JudgedFigure) -> str:
-    if figure.comparison.evidence is Evidence.PAIRED:
+def suggest_decisive_runs(change: Comparison) -> str:
+    if change.evidence is Evidence.PAIRED:
         return "more sessions of such a duel decide (--sessions)"
-    return f"`fp8bench duel suite {figure.comparison.suite} --against COMMIT` decides"
+    if change.suite == BENCH:
+        return f"{MIN_DEGREES_OF_FREEDOM + 2} runs in all decide: repeat `fp8bench bench` at both commits"
+    return f"`fp8bench duel suite {change.suite} --against {change.since[:8] or 'COMMIT'}` decides"
 
 
 def _is_ruled_out(figure: JudgedFigure, second: Comparison) -> bool:
@@ -313,10 +315,11 @@ def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> Judged
         if second_comparison.failed and second_comparison.case == case
     )
     second_comparison = next(failed_looks, None) or look.comparisons.get(figure.key)
+    suggestion = suggest_decisive_runs(figure.comparison)
     if second_comparison is None:
         reason = f"not measured again: {look.refused or 'the case was not among what could be'}"
         outcome = GateOutcome.REGRESSION if can_fail_without_confirmation(figure.comparison) else GateOutcome.SUSPECTED
-        reason += f"; {_suggest_decisive_duel(figure)}" if outcome is GateOutcome.SUSPECTED else ""
+        reason += f"; {suggestion}" if outcome is GateOutcome.SUSPECTED else ""
         return replace(figure, outcome=outcome, why=reason)
     # 2. A case that failed in the second look has no number to compare.
     if second_comparison.failed:
@@ -335,7 +338,7 @@ def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> Judged
         reason_note = f" ({second_comparison.why})" if second_comparison.why else ""
         return replace(
             figure,
-            why=f"{look.how}, it was neither confirmed nor ruled out{reason_note}: {_suggest_decisive_duel(figure)}",
+            why=f"{look.how}, it was neither confirmed nor ruled out{reason_note}: {suggestion}",
             again=second_comparison,
         )
     # 4. If both looks show the slow-down, the figure is a regression.
@@ -353,7 +356,7 @@ def _judge_again(figure: JudgedFigure, look: SecondLook, rules: Rules) -> Judged
     open_reason = second_comparison.why if is_far_off and second_comparison.why else too_weak_text
     return replace(
         figure,
-        why=f"{look.how}, it was so again; {open_reason}; {_suggest_decisive_duel(figure)}",
+        why=f"{look.how}, it was so again; {open_reason}; {suggestion}",
         again=second_comparison,
     )
 
@@ -394,7 +397,7 @@ class DetectionLimit:
 
     @property
     def smallest_text(self) -> str:
-        size_text = "none found" if math.isinf(self.smallest) else units.change(1 + self.smallest)
+        size_text = "none detectable" if math.isinf(self.smallest) else units.change(1 + self.smallest)
         return f"{'at least ' * bool(self.unknown and math.isfinite(self.smallest))}{size_text}"
 
 

@@ -28,6 +28,7 @@ from fp8bench.features.gate.judging import (
     is_from_few_runs,
     probability_by_chance,
     select_discoveries,
+    suggest_decisive_runs,
 )
 from fp8bench.features.gate.thresholds import Rules, Threshold, find_threshold
 from fp8bench.model import Comparison, Evidence, Noise
@@ -102,7 +103,8 @@ def _detection_limit(figure: JudgedFigure, p_limit: float, remeasurement: Remeas
         return replace(empty_limit, unknown=change.why or "too few processes for an interval (--sessions)")
     unknown = ""
     if is_from_few_runs(change) and figure.spread is None:
-        unknown = "too few runs and too few other figures to estimate the spread between runs"
+        decisive_runs = suggest_decisive_runs(change)
+        unknown = f"too few runs and other figures to estimate the spread between runs; {decisive_runs}"
     return replace(
         empty_limit, smallest=_smallest_detectable(_make_requirements(figure, p_limit, remeasurement)), unknown=unknown
     )

@@ -22,6 +22,7 @@ from fp8bench.features.duel.sides import OWN, PACKAGE, DuelQuestion
 from fp8bench.features.duel.values import CaseResult, Duel
 from fp8bench.features.duel.verdicts import compare_means, comparisons
 from fp8bench.features.gate.judging import (
+    TIME_METRICS,
     GateOutcome,
     GateVerdict,
     JudgedFigure,
@@ -39,11 +40,12 @@ from fp8bench.jobs.compare import compare_runs, read_runs
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.environment import command_line
 from fp8bench.model import Comparison, Direction, Evidence, Request, Run
-from fp8bench.model.specs import MEAN, RELATIVE, RELATIVE_MEAN, TIME
+from fp8bench.model.run import BENCH
+from fp8bench.model.specs import COUNTS, MEAN, RELATIVE, RELATIVE_MEAN, TIME
 from fp8bench.model.stopping import LEAST_ROUNDS, QUICK_ROUNDS
 from fp8bench.pipeline import measure_again
 from fp8bench.plan.resumable import refuse_code_of_others
-from fp8bench.report.comparisons import describe_side
+from fp8bench.report.comparisons import CODE_FACT, describe_difference, describe_side
 from fp8bench.report.panels import together
 from fp8bench.store.commit_runs import find_commit, find_runs
 from fp8bench.store.runs.listing import store_of
@@ -117,7 +119,8 @@ def judge_source(source: GateSource, rules: Rules, rerun: bool, observer: JobObs
     else:
         limits = detection_limits(figures, remeasurement)
     if not source.problem:
-        figures = mark_undetectable(_settle_suspects(figures, source, rules, rerun, observer), limits, source.lost)
+        settled_figures = _note_same_work(_settle_suspects(figures, source, rules, rerun, observer))
+        figures = mark_undetectable(settled_figures, limits, source.lost)
         changed_keys = {figure.key for figure in figures}
         newest_figures = mark_undetectable(
             judge_first_look([series.comparison for series in source.newest], rules), limits, source.lost
@@ -156,6 +159,22 @@ def _settle_suspects(
         if not look.adds_up:
             break
     return figures
+
+
+def _note_same_work(figures: Sequence[JudgedFigure]) -> list[JudgedFigure]:
+    """Adds to suspected times that the case does the same work on both sides, if its counts are equal."""
+    has_same_work: dict[str, bool] = {}
+    for figure in figures:
+        change = figure.comparison
+        if change.metric in COUNTS:
+            has_same_work[change.case] = has_same_work.get(change.case, True) and change.before == change.after
+    noted = list(figures)
+    for index, figure in enumerate(figures):
+        is_suspected_time = figure.outcome is GateOutcome.SUSPECTED and figure.comparison.metric in TIME_METRICS
+        if is_suspected_time and has_same_work.get(figure.comparison.case):
+            same_work = "its operators and bytes are the same in both, so memory or the machine may differ"
+            noted[index] = replace(figure, why="; ".join(filter(None, (same_work, figure.why))))
+    return noted
 
 
 def duel_suspects(
@@ -244,7 +263,8 @@ def remeasure_cases(run: Run, cases: Collection[str], store: Path, observer: Job
         return None, str(error).rstrip(".")
     if not rerun.finished:
         raise KeyboardInterrupt
-    observer.note(add_to_history(rerun, run_store))
+    if sentence := add_to_history(rerun, run_store):
+        observer.note(sentence)
     return rerun, ""
 
 
@@ -292,7 +312,7 @@ def compare_sides(name_a: str, name_b: str, store: Path, observer: JobObserver) 
         if _commit_to_duel(comparison_of_sides, comparison_of_sides.after.runs[-1]) is not None
         else Remeasurement.AGAIN
     )
-    notes = [f"{fact.name} was {fact.before:.60} and is {fact.after:.60}" for fact in comparison_of_sides.differing]
+    notes = [describe_difference(fact, " was {} and is {}") for fact in comparison_of_sides.differing]
     for change, cases in (("is gone", comparison_of_sides.only_before), ("is new", comparison_of_sides.only_after)):
         notes += [f"{case} {change}" for case in cases[:_MAX_LISTED_CASES]]
         if cases[_MAX_LISTED_CASES:]:
@@ -369,7 +389,10 @@ def _commit_to_duel(compared: Compared, newest: Run) -> str | None:
     different torch.
     """
     head = find_commit("HEAD", Path())
-    if head is None or newest.environment.get("commit") != head or compared.differing:
+    # A duel of `bench` measures the callables of both commits.
+    if any(fact.name != CODE_FACT or newest.request.suite != BENCH for fact in compared.differing):
+        return None
+    if head is None or newest.environment.get("commit") != head:
         return None
     commit, *other_commits = {run.environment.get("commit") for run in compared.before.runs}
     are_commits_clean = all(run.environment.get("dirty") is False for run in compared.before.runs)
@@ -380,8 +403,8 @@ def duel_revision(question: DuelQuestion, request: Request, store: Path, observe
     sessions = question.sessions or sessions_of(request)
     time_factor = second_look_time_factor(request, sessions) * (1 if request.budget is not None else MAX_LOOKS)
     observer.note(
-        "gate: the time left is that of the first look; measuring suspects again may take up to "
-        f"{time_factor:.3g} times as long as the first look"
+        "gate: the time shown is that of the first measurement. If something seems worse, it is measured again, "
+        f"which may take up to {time_factor:.3g} times as long"
     )
     start = time.monotonic()
     duel = run_duel(question, request, store, observer)

@@ -155,7 +155,9 @@ def render_page(verdict: GateVerdict) -> Page:
     if verdict.problem:
         parts.append(Part("problem", "Why", (Text(verdict.problem, Tone.BAD),)))
     reasons = Counter(figure.why for figure in verdict.of(GateOutcome.OPEN) if figure.why)
-    parts += list_of("open", "Cannot tell (not blocking), because", (f"{why} ({n})" for why, n in reasons.items()))
+    parts += list_of(
+        "open", "Cannot tell (not blocking), because", (f"{why} ({many(n, 'figure')})" for why, n in reasons.items())
+    )
     parts += list_of("notes", "Notes", (f"- {note}" for note in verdict.notes[:MAX_ROWS]))
     if not parts:
         parts.append(Part("fine", "Everything else", (Text("Nothing is worse, and nothing better."),)))
@@ -228,9 +230,9 @@ class ReviewStatus(StrEnum):
 
 
 # For each status: its exit code, and the text after it in the headline. {threshold} is the largest threshold of a
-# time.
+# time, and {quality} what blocks the change.
 CODE_AND_TEXT_BY_STATUS = {
-    ReviewStatus.QUALITY: (EXIT_REGRESSION, ": numbers became worse, or a case fails on head alone"),
+    ReviewStatus.QUALITY: (EXIT_REGRESSION, ": {quality}"),
     ReviewStatus.REGRESSION: (EXIT_REGRESSION, ": head is worse than base beyond a threshold"),
     ReviewStatus.INFRASTRUCTURE: (EXIT_FAILED, ": the change could not be measured, and may be good or bad"),
     ReviewStatus.MISMATCH: (EXIT_BASELINE, ": base and head do not do the same work, so that figures do not compare"),
@@ -247,10 +249,12 @@ class Review:
     status: ReviewStatus
     whys: tuple[str, ...] = ()
     threshold: str = ""
+    quality: str = ""
 
     @property
     def headline(self) -> str:
-        return f"{self.status}{CODE_AND_TEXT_BY_STATUS[self.status][1].format(threshold=self.threshold)}"
+        text = CODE_AND_TEXT_BY_STATUS[self.status][1]
+        return f"{self.status}{text.format(threshold=self.threshold, quality=self.quality)}"
 
 
 def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
@@ -288,7 +292,10 @@ def review_duel(verdict: GateVerdict, duel: Duel) -> Review:
         reasons_by_status[status] += [f"{_summarize_change(figure)}: {figure.why}" for figure in verdict.of(outcome)]
     # The statuses are ordered by their importance. The first one that has a reason is chosen.
     status = next((status for status, reasons in reasons_by_status.items() if reasons), ReviewStatus.PASS)
-    return Review(status, tuple(reasons_by_status[status]), _show_largest_threshold(verdict))
+    failed_text = "a case fails on head alone" if ReviewStatus.QUALITY in unequal_status.values() else ""
+    is_worse = any(spec_of(figure.comparison.metric).of_workload for figure in verdict.of(GateOutcome.REGRESSION))
+    quality = " and ".join(filter(None, ("numbers became worse" * is_worse, failed_text)))
+    return Review(status, tuple(reasons_by_status[status]), _show_largest_threshold(verdict), quality)
 
 
 def _show_largest_threshold(verdict: GateVerdict) -> str:

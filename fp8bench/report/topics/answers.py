@@ -13,15 +13,16 @@ from itertools import chain
 from operator import itemgetter
 
 from fp8bench import units
+from fp8bench.analysis.findings import ROUNDS_DO_NOT_HELP
 from fp8bench.analysis.phase_gains import Cause, Reason, find_reason
 from fp8bench.analysis.verdicts import BAND, SAME
 from fp8bench.errors import UsageError
 from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verdict
 from fp8bench.model.run import BENCH
-from fp8bench.model.specs import DIFFERENCE_ERROR, OUTPUT_ERROR
+from fp8bench.model.specs import BEYOND_ROUNDING_ERROR, DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
 from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
-from fp8bench.report.elements import Sentences
+from fp8bench.report.elements import Sentences, Tone
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, median_value, together
 from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_to_reference
@@ -80,12 +81,13 @@ def find_answer(cases: Cases) -> Answer:
     else:
         speed_text = _explain_emulation(cases)
     accuracy = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
+    is_wrong = any(case.record.measurement(BEYOND_ROUNDING_ERROR) for case in cases)
     # The answer has a reason only if all cases have the same reason.
     reasons = {explain_speed(case) or case.record.reason for case in cases}
     return Answer(
         cases[0].mode,
-        _describe_verdicts(cases),
-        common_tone(map(standing_tone, cases)),
+        f"{'WRONG, ' * is_wrong}{_describe_verdicts(cases)}",
+        Tone.BAD if is_wrong else common_tone(map(standing_tone, cases)),
         speed_text,
         (accuracy, _describe_memory(cases), _describe_energy(cases)),
         shorten_line(reasons.pop(), MAX_REASON_LENGTH) if len(reasons) == 1 else "",
@@ -187,7 +189,7 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     """Returns how much the results of a user's function differ from those of the reference and from float64 results.
     The case with the largest difference counts. Returns '' if no case has a difference.
 
-    An example: 'differs from torch:matmul by 2.9e-03; off float64 by 2.9e-03 (torch:matmul 2.9e-07, more exact)'.
+    An example: 'differs from torch:matmul by 2.9e-03; less exact: off float64 by 2.9e-03, torch:matmul by 2.9e-07'.
     """
     # 1. Compare the callable with the results of the reference.
     differences = []
@@ -200,6 +202,10 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     largest, case = max(differences, key=itemgetter(0))
     mode = case.group.reference
     reference = case.reference_result
+    if case.record.measurement(BEYOND_ROUNDING_ERROR):
+        if largest < 0.5:
+            return f"a column differs from {mode} by more than half of its size, which no rounding does"
+        return f"it differs from {mode} by {largest:.3g} times the size of the result, which no rounding does"
     show_error = units.relative_error
     prefix = "up to " if len(differences) > 1 else ""
     difference_text = f"differs from {mode} by {prefix}{show_error(largest)}" if largest else f"equal to {mode}"
@@ -209,10 +215,10 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     if error is None or reference_error is None:
         return f"{difference_text}; its error is unknown: {mode} does not compute in float64"
     if max(error, reference_error) <= _EQUAL_ERROR_RATIO * min(error, reference_error):
-        return f"{difference_text}; both off float64 by {show_error(error)}"
-    comparative = "less" if error < reference_error else "more"
-    reference_text = f"{mode} {show_error(reference_error)}, {comparative} exact"
-    return f"{difference_text}; off float64 by {show_error(error)} ({reference_text})"
+        return f"{difference_text}; as exact: both off float64 by {show_error(error)}"
+    comparative = "more" if error < reference_error else "less"
+    errors_text = f"off float64 by {show_error(error)}, {mode} by {show_error(reference_error)}"
+    return f"{difference_text}; {comparative} exact: {errors_text}"
 
 
 def _describe_memory(cases: Cases) -> str:
@@ -345,7 +351,8 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
         unsure_cases = []
         for case in cases:
             withdrawing_labels = {*case.finding.hard} - {Label.CONTENDED} if case.finding else ()
-            if find_standing(case) is Standing.UNSURE and not withdrawing_labels:
+            is_hopeless = case.finding is not None and case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
+            if find_standing(case) is Standing.UNSURE and not withdrawing_labels and not is_hopeless:
                 unsure_cases.append(case)
         default_budget = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _propose_longer_run(unsure_cases, command, budget or default_budget)

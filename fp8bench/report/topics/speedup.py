@@ -14,6 +14,7 @@ from typing import NamedTuple
 from fp8bench import units
 from fp8bench.analysis.samples import Sustained, step_samples, sustained_figures, sustained_ratio
 from fp8bench.model import Interval
+from fp8bench.model.run import BENCH
 from fp8bench.model.stopping import LEAST_ROUNDS
 from fp8bench.report.case_status import (
     Standing,
@@ -233,10 +234,11 @@ def _error_chart(name: str, cases: Sequence[_TitledCase]) -> Scatter:
     errors_by_mode = together((point.series, point.y) for point in points)
     error_ranges = [f"{mode} {units.span(errors, units.relative_error)}" for mode, errors in errors_by_mode.items()]
     error_title = figure_words(cases[0].case.group.error_metric)
+    arms = "of each function" if cases[0].case.suite == BENCH else "by precision"
     return Scatter(
         name,
         f"Speed-up against {error_title}: {join_words(titles)}",
-        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} by precision: "
+        f"{many(len(cases), 'case')}. Lower points are more exact. The {error_title} {arms}: "
         f"{join_words(error_ranges, 12)}.",
         ChartAxis(f"speed-up over {_name_reference(cases[0].case)}", "x"),
         ChartAxis(error_title, units.RATIO),

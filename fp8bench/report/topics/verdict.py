@@ -197,6 +197,8 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
         yield finding.why
     elif not is_explained_by_load and labels:
         yield LABELS[labels[0]].meaning
+    elif not under_load and Label.CONTENDED in result.labels:
+        yield LABELS[Label.CONTENDED].meaning
     if result.record.detail and result.best_seconds:
         yield result.record.detail
 

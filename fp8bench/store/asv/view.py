@@ -17,6 +17,7 @@ from pathlib import Path
 from fp8bench.errors import AsvFileError, Fp8benchError, StoreError
 from fp8bench.files import LOCK_SECONDS, PARTIAL, lock_folder
 from fp8bench.model import Cell, Point, Run, Series, Status
+from fp8bench.model.run import BENCH
 from fp8bench.store.asv.files import (
     ResultsFile,
     load_benchmarks,
@@ -67,13 +68,15 @@ def results_folder(store: Path) -> Path:
 
 
 def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
-    """Updates asv's files for a run's commit, and returns a sentence that reports the result. Returns '' outside a
-    repository if the store has no history and the run did not ask for one.
+    """Updates asv's files for a run's commit, and returns a sentence that reports the result. Returns '' for `bench`,
+    and outside a repository if the store has no history and the run did not ask for one.
 
     Waits at most `timeout` seconds for other writers. Faults of the store are returned, not raised, because the run
     is stored and asv's files can be rebuilt.
     """
     # 1. Skip a run that adds nothing to the history.
+    if run.request.suite == BENCH:
+        return ""
     reason = explain_outside_history(run)
     if reason == OUTSIDE_REPOSITORY and not run.request.grid and not results_folder(store).is_dir():
         return ""

@@ -13,6 +13,7 @@ from fp8bench.model import Verdict
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.user_code import user_module
 from tests.commands import Say, unfolded
+from tests.counts import for_each
 from tests.features.bench.callables import SOURCE
 
 
@@ -37,12 +38,12 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert user_module("mine.py") not in sys.modules, "imported in the parent"
     assert "bench (shape 64x32,32x64, against torch:matmul) on " in shown
     assert "Is it faster, and as exact? (compared with torch:matmul; identical code differed by up to " in shown
-    far = r"differs from torch:matmul by 2\.\de-03; off float64 by 2\.\de-03 "
-    assert re.search(rf"{far}\(torch:matmul \d\.\de-07, more exact\); memory ", shown)
-    assert re.search(r"equal to torch:matmul; both off float64 by \d\.\de-07; memory ", shown)
-    assert re.search(r"off float64 by \d\.\de-08 \(torch:matmul \d\.\de-07, less exact\)", shown)
+    far = r"differs from torch:matmul by 2\.\de-03; less exact: off float64 by 2\.\de-03, "
+    assert re.search(rf"{far}torch:matmul by \d\.\de-07; memory ", shown)
+    assert re.search(r"equal to torch:matmul; as exact: both off float64 by \d\.\de-07; memory ", shown)
+    assert re.search(r"; more exact: off float64 by \d\.\de-08, torch:matmul by \d\.\de-07", shown)
     assert "a NaN in the input does not reach the result of mine.py:clean, but does reach" in shown
-    assert "advise" not in out
+    assert "advise" not in out and "history" not in err and "asv" not in err
 
     run_id = re.findall(r"fp8bench show (\w+)", out)[0]
     assert fp8bench("show", run_id)[1] == out
@@ -51,7 +52,8 @@ def test_a_comparison_is_a_run_like_any_other(fp8bench: Say, store: Path) -> Non
     assert fp8bench("history", "list", "--runs")[1].count(" bench ") == 2  # as the command and as the suite
     assert fp8bench("report", run_id, "--html", "page.html")[0] == 0
     page = Path("page.html").read_text()
-    assert "mine.py:low" in page and "more exact)" in page and "Which precision to use" not in page
+    assert "mine.py:low" in page and "more exact: off" in page and "Which precision to use" not in page
+    assert "output error of each function" in page
     code, _, err = fp8bench("advise", run_id)
     assert code == 2 and "compares callables, but advice is about precisions" in unfolded(err)
 
@@ -62,6 +64,24 @@ def test_an_answer_without_float64_mentions_it(fp8bench: Say, store: Path) -> No
     assert code == 0, err
     equal = "equal to mine.py:refuses_fp64; its error is unknown: mine.py:refuses_fp64 does not compute in float64"
     assert equal in " ".join(out.split()), out
+
+
+@for_each(
+    ("size", "words"),
+    [(100.0, "times the size of the result, which no rounding"), (2.0, "a column differs from torch:matmul by more")],
+)
+def test_a_wrong_result_is_called_wrong(size: float, words: str, fp8bench: Say, store: Path) -> None:
+    Path("mine.py").write_text(
+        f"SIZE = {size}\n{SOURCE}\n\ndef wrong(a, b):\n    c = a @ b\n    c[:, -1] *= SIZE\n    return c\n"
+    )
+    options = ("--against", "torch:matmul", "--shape", "64x32,32x64", "--quick", "--no-report")
+    code, out, err = fp8bench("bench", "mine.py:low", "mine.py:wrong", *options)
+    shown = " ".join(out.split())
+    assert code == 1, err
+    assert "mine.py:wrong WRONG, " in shown and words in shown
+    assert "mine.py:wrong is wrong in column 63 of 64 (from 0, the last)" in shown
+    assert shown.count("WRONG") == 1
+    assert fp8bench("bench", "mine.py:low", "mine.py:drops", *options)[0] == 0, "random numbers are not wrong"
 
 
 def test_several_shapes_make_a_table(fp8bench: Say, store: Path) -> None:
@@ -86,6 +106,11 @@ WRONG = [
 ]
 
 
+def test_a_missing_reference_is_added_to_the_typed_command(fp8bench: Say, store: Path) -> None:
+    code, _, err = fp8bench("bench", "mine.py:product", "--shape", "8x8,8x8")
+    assert code == 2 and err.endswith("\n  fp8bench bench mine.py:product --shape 8x8,8x8 --against ...\n"), err
+
+
 @pytest.mark.parametrize(("words", "sentence"), WRONG, ids=[" ".join(words) for words, _ in WRONG])
 def test_callables_that_cannot_be_compared_give_a_message(
     words: list[str], sentence: str, fp8bench: Say, store: Path
@@ -104,7 +129,7 @@ def test_a_planted_cost_is_decided_and_a_twin_is_no_faster(fp8bench: Say, store:
     slowed, twin = by_name["mine.py:slowed"], by_name["mine.py:twin"]
     assert slowed.verdict is Verdict.SLOWER and slowed.ratio is not None and slowed.ratio.low > 1, out
     assert twin.verdict in (Verdict.SAME, Verdict.UNSURE), out
-    assert "equal to torch:matmul; both " in " ".join(out.split())
+    assert "equal to torch:matmul; as exact: both " in " ".join(out.split())
 
 
 @pytest.mark.slow

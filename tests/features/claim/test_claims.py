@@ -287,6 +287,11 @@ def test_costs_of_an_emulation_and_quick_runs_decide_no_speed(gemm: Run, figure:
     claim = replace(claim_of(), figure=figure, case=(("mode", mode), ("n", "64")), device=("cpu",))
     answered = answer_from_run(claim, gemm)
     assert answered.answer is Answer.CANNOT_TELL and said in answered.why and answered.remedy
+    if mode == "bf16":
+        assert answered.value is not None and "--quick" not in answered.remedy.partition(":")[0]
+        listed = " ".join(render(render_answers([answered, answered], "mine.toml")).split())
+        assert f"{answered.value:.4g}; too few rounds for an interval: they gave" in listed
+        assert f"fp8bench claim mine.toml {claim.id}" in listed
 
 
 def test_noise_widens_times_and_hard_labels_withhold_them(gemm: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -412,7 +417,11 @@ def test_what_is_missing_is_measured_once_and_resumed(say: Say) -> None:
     words = "suite gemm --quick --no-isolation --no-energy --set shape=16 --dtypes fp32,bf16,fp8"
     Path("row.toml").write_text(changed(run=f'"{words}"', bound="0.2"))
     code, out, err = say("row.toml", "--cpu", "--keep", "evidence")
-    assert code == 0 and "answer: confirmed" in out and "measures 1 run, for an unknown time, and reuses 0" in err
+    assert (
+        code == 0
+        and "answer: confirmed" in out
+        and "measures 1 run, up to 22 s on an idle machine, and reuses 0" in err
+    )
     (run,) = Path(".fp8bench/runs").glob("*/*.jsonl")
     assert f"runs: {run.stem.rpartition('-')[2]}" in out
     assert say("check", "evidence")[0] == 0

@@ -96,6 +96,9 @@ def test_the_comment_begins_with_the_outcome(name: str) -> None:
     reviewed = review_duel(verdict, duel)
     assert reviewed.status is expected, reviewed
     assert bool(reviewed.whys) is (expected is not ReviewStatus.PASS)
+    if expected is ReviewStatus.QUALITY:
+        cause = "a case fails on head alone" if name == "head raises" else "numbers became worse"
+        assert reviewed.headline == f"quality blocked: {cause}"
     text = render_comment(reviewed, verdict, duel, "fp8bench gate")
     heading, _, figure = text.splitlines()[:3]
     assert heading.startswith(f"# fp8bench: {expected}") and text.count("\n") <= 25

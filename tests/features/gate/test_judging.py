@@ -196,6 +196,17 @@ def test_what_would_confirm_is_named() -> None:
     duelled = settle(figure(1.06), figure(1.06, direction=Direction.UNSURE))
     assert "--sessions" in duelled.why and "fp8bench duel" not in duelled.why
     assert "fp8bench duel suite" in settle(stored(1.08), stored(1.08)).why
+    assert "--against 1a2b3c4d`" in settle(stored(1.08, since="1a2b3c4d5e"), stored(1.08)).why
+    kernel = settle(stored(1.08, suite="bench"), stored(1.08)).why
+    assert kernel.endswith("8 runs in all decide: repeat `fp8bench bench` at both commits")
+
+
+@for_each(("launches", "said"), [(5.0, True), (6.0, False)])
+def test_a_suspect_that_does_the_same_work_says_so(launches: float, said: bool) -> None:
+    counted = exact(1.0, metric="launches", unit="count", before=5.0, after=launches)
+    judged = judge_source(GateSource("", (stored(1.08), counted)), (), False, SILENT).judged
+    assert judged[0].outcome is GateOutcome.SUSPECTED
+    assert ("its operators and bytes are the same in both" in judged[0].why) is said
 
 
 def test_figures_without_a_second_look_keep_their_suspicion() -> None:
@@ -334,6 +345,7 @@ def test_stored_runs_state_their_smallest_detectable_slow_down() -> None:
     # A later duel may fail figures that stored runs may not.
     assert all(sight.smallest < 0.1 for sight in sights(*dozen, second=Remeasurement.DUEL))
     (alone,) = sights(dozen[0])
+    assert "fp8bench duel suite gemm --against" in alone.unknown
     assert alone.unknown and alone.smallest > 0.1 and not alone.can_detect_threshold
     assert sights(dozen[0], rules=(ThresholdRule("*", "*", 0.5),))[0].can_detect_threshold is False
     nothing = stored(1.0, ratio=Interval(1.0, 1.0, 1.0, 0.0), noise=Noise(0.003, 0, 1, 1), why="a few rounds each")
@@ -404,7 +416,7 @@ def test_the_summary_names_the_worst_figure() -> None:
     assert summarize_limits((blind, young)).startswith("+") and "worst of 2 figures: gemm[m=64]" in summarize_limits(
         (blind, young)
     )
-    assert summarize_limits((young,)) == "none found (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
+    assert summarize_limits((young,)) == "none detectable (gemm[m=64]@cpu/bf16 relative_time, threshold +5.0%)"
 
 
 WIDE = Interval(1.0, 0.9, 1.11, 0.99)

@@ -7,7 +7,7 @@ from dataclasses import replace
 
 from hypothesis import given, settings
 
-from fp8bench.model import Environment, Finding, Interval, Label, PhaseGain, Record, Run, Status, Verdict
+from fp8bench.model import Environment, Finding, Interval, Label, PhaseGain, Record, Reruns, Run, Status, Verdict
 from fp8bench.model.consumed import DeviceWatch, EnergyUse
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.run import answer_page, detail_page, render
@@ -143,6 +143,15 @@ def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -
     run, findings = made
     for width in (40, 80, 120):
         assert all(len(line) <= width for line in render(run, findings, width).splitlines())
+
+
+def test_a_verdict_with_known_reruns_names_the_contention() -> None:
+    run, findings = two_precisions()
+    fp16 = run.records[1].case.id
+    known = replace(run, records=tuple(replace(each, reruns=Reruns(0.01, 8, 9)) for each in run.records))
+    sure = replace(findings[fp16], verdict=Verdict.SLOWER, why="", labels=(Label.CONTENDED,), hard=())
+    told = words(known, {**findings, fp16: sure})
+    assert "fp16: other processes took the CPU in most slots" in told and "load 4" not in told
 
 
 def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:
