@@ -220,10 +220,10 @@ def parse_words(parser: Parser, words: Sequence[str]) -> argparse.Namespace:
         return arguments
     command = find_requested_parser(parser, arguments)
     assert isinstance(command, Parser)
-    option, known = unknown[0].partition("=")[0], f"those of `{command.prog} --help`"
+    option, hint = unknown[0].partition("=")[0], f"those of `{command.prog} --help`"
     if any(action.nargs == argparse.REMAINDER for action in command._actions):
-        known += f". Options of your script go after it: {command.prog} train.py {unknown[0]} VALUE"
-    raise UnknownName("argument", option, _list_options(command), known)
+        hint += f". Options of your script go after it: {command.prog} train.py {unknown[0]} VALUE"
+    raise UnknownName("argument", option, _list_options(command), hint)
 
 
 def find_requested_parser(parser: argparse.ArgumentParser, arguments: argparse.Namespace) -> argparse.ArgumentParser:

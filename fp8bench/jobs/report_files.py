@@ -116,7 +116,7 @@ def write_report(runs: Sequence[Run], store: Path, pages: Pages = Pages()) -> Pa
 def _compare_two_runs(runs: Sequence[Run], verdicts: Sequence[FindingsById]) -> Page | None:
     """Returns the page of `fp8bench compare`, the earlier run first. Returns None if the runs share no case."""
     dated_runs = sorted(zip(runs, verdicts, strict=True), key=lambda pair: pair[0].started)
-    compared = compare(*(make_side(show_start(run), [(run, found)]) for run, found in dated_runs))
+    compared = compare(*(make_side(show_start(run), [(run, findings_of_run)]) for run, findings_of_run in dated_runs))
     if not compared.comparisons:
         return None
     page = comparison_page(compared, with_reasons=True)

@@ -351,14 +351,14 @@ class Reruns:
     cases.
 
     `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `low` and
-    `high` are the range of these logarithms in the case's `own` runs; None in files of older versions. `max_reach` is
+    `high` are the range of these logarithms in the case's `own_runs`; None in files of older versions. `max_reach` is
     how far an interval may reach from its point.
     """
 
     spread: float
     freedom: int
     runs: int
-    own: int | None = None
+    own_runs: int | None = None
     max_reach: float = math.inf
     low: float = math.inf
     high: float = -math.inf

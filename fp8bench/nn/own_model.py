@@ -242,7 +242,7 @@ class OwnModel:
         with seed_generators(self._seed, self._facts), torch.set_grad_enabled(self.training):
             output = self._call(self.model, positional, named)
             loss = self._compute_loss(output, batch) if self.training else None
-            # A loss that forward returns has its own error, so it is no output.
+            # A loss that forward returns does not count as an output, because it has its own error.
             tensors = [tensor for _, tensor in tensors_in(output) if tensor is not loss]
             outputs = tuple(tensor.detach() for tensor in tensors if tensor.is_floating_point())
             if loss is None:

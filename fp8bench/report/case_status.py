@@ -157,9 +157,9 @@ def describe_intervals(results: Iterable[Result]) -> str:
 
 def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
     """Describes the runs behind intervals. Files of older versions only have the number of all runs."""
-    own_counts = [each.own for each in reruns if each.own is not None]
+    own_counts = [reach.own_runs for reach in reruns if reach.own_runs is not None]
     if len(own_counts) < len(reruns):
-        return f"{units.span((each.runs for each in reruns), '{:.0f}'.format)} earlier runs"
+        return f"{units.span((reach.runs for reach in reruns), '{:.0f}'.format)} earlier runs"
     if not any(own_counts):
         return "earlier runs of other cases"
     count = units.span(own_counts, "{:.0f}".format)

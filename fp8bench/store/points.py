@@ -143,8 +143,8 @@ def _explain_untracked_run(run: Run) -> str:
 
 def _extract_workload_points(name: str, records: Sequence[Record], run: Run) -> RunPoints:
     if name == BENCH:
-        why = "the history does not follow bench; write a suite of your function (docs/user-suites.md)"
-        return RunPoints(others=len(records), why=why)
+        reason = "the history does not follow bench; write a suite of your function (docs/user-suites.md)"
+        return RunPoints(others=len(records), why=reason)
     if name not in workloads.names(hidden=True):
         return RunPoints(others=len(records), why=f"the suite {name} is unknown; --import its module")
     workload = workloads.get(name)

@@ -122,7 +122,7 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
         is_aa, state = name.endswith(_AA_SUFFIX), name.rpartition("|")[2]
         same_kind = {case: runs for case, runs in runs_by_case.items() if case.endswith(_AA_SUFFIX) == is_aa}
         if record.case.workload != BENCH:
-            # A user's callable may be anything, so its spread says nothing about the cases of fp8bench's suites.
+            # A user's callable may be anything, so its spread does not apply to the cases of fp8bench's suites.
             same_kind = {case: runs for case, runs in same_kind.items() if not case.startswith(f"{BENCH}[")}
         same_state = {case: runs for case, runs in same_kind.items() if case.rpartition("|")[2] == state}
         reruns = learn_spread(name, same_state) or learn_spread(name, same_kind)
@@ -131,7 +131,7 @@ def add_rerun_spreads(records: Sequence[Record], run: Run, store: Path) -> tuple
             own_runs = [runs for case, runs in same_kind.items() if case.rpartition("|")[0] == name.rpartition("|")[0]]
             reruns = replace(
                 reruns,
-                own=sum(runs.runs for runs in own_runs),
+                own_runs=sum(runs.runs for runs in own_runs),
                 low=min((runs.low for runs in own_runs), default=math.inf),
                 high=max((runs.high for runs in own_runs), default=-math.inf),
             )

@@ -172,8 +172,8 @@ def _import_file(path: Path) -> None:
     check_file(path)
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
-    # As in a script, modules beside the file are found first. They come last afterwards, because functions may import
-    # them later, but other modules must stay the same.
+    # As in a script, modules in the file's folder are found first. They come last afterwards, because functions may
+    # import them later, but other modules must stay the same.
     folder = str(path.parent)
     sys.path.insert(0, folder)
     try:

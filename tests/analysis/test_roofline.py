@@ -88,12 +88,12 @@ def test_amdahl_by_hand() -> None:
 
 def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
     """The whole step of an untouched model is one phase, which is not the time of its products."""
-    (lead, reference), (case, finding), _ = results()
+    (record, reference), (case, finding), _ = results()
     assert lead.tape is not None
-    whole = replace(lead.tape.phases[0], phase="unattributed")
-    lead = replace(lead, tape=replace(lead.tape, phases=(whole,)))
+    unsplit = replace(record.tape.phases[0], phase="unattributed")
+    lead = replace(lead, tape=replace(record.tape, phases=(unsplit,)))
     reference = replace(reference, phases=(("unattributed", reference.best_seconds or 0.0),))
-    assert compute_gain(case, finding, lead, reference) is None
+    assert compute_gain(case, finding, record, reference) is None
 
 
 @for_each(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])

@@ -390,7 +390,7 @@ NOT_FILED: list[tuple[Run, str]] = [
     (grid_run(request=Request("gemm", isolation=False)), "it was measured without a worker (--no-isolation)"),
     (grid_run(request=Request("gemm", seed=3)), "it was measured with --seed 3, but the history tracks seed 0"),
     (elsewhere("no_such"), "the suite no_such is unknown; --import its module"),
-    (elsewhere("gemm"), "the history tracks none of its cases (--grid measures those that it tracks)"),
+    (elsewhere("gemm"), "the history does not track its cases (--grid measures those that it tracks)"),
     *(
         (grid_run(started=text), f"its start, {text!r}, is not a time")
         for text in ("", "yesterday", "2026-13-01", "9" * 30)
@@ -402,18 +402,18 @@ NOT_FILED: list[tuple[Run, str]] = [
 
 @pytest.mark.parametrize("number", range(len(NOT_FILED)), ids=lambda number: NOT_FILED[number][1])
 def test_runs_that_do_not_belong_to_a_commit_give_a_message(store: Path, number: int) -> None:
-    run, why = NOT_FILED[number]
+    run, reason = NOT_FILED[number]
     before = contents(store / "asv")
-    assert update_view(keep(run, store), store) == f"history: {why}{STAYS}"
+    assert update_view(keep(run, store), store) == f"history: {reason}{STAYS}"
     assert contents(store / "asv") == before
 
 
 def test_outside_a_repository_only_those_with_a_history_get_a_message(tmp_path: Path) -> None:
-    run, why = NOT_FILED[0]
+    run, reason = NOT_FILED[0]
     run = keep(replace(run, request=replace(run.request, grid=False)), tmp_path)
     assert update_view(run, tmp_path) == ""
     (tmp_path / "asv" / "results").mkdir(parents=True)
-    assert update_view(run, tmp_path) == f"history: {why}{STAYS}"
+    assert update_view(run, tmp_path) == f"history: {reason}{STAYS}"
 
 
 # Results that do not depend on the order.

@@ -59,13 +59,13 @@ def test_a_range_of_several_sessions_is_their_hull_too(level: float, words: str)
 
 
 @for_each(
-    ("own", "words"),
+    ("own_runs", "words"),
     [(None, "12 earlier runs"), (2, "2 earlier runs of the same case and commit, and of other cases")],
 )
-def test_an_interval_names_the_runs_behind_it(own: int | None, words: str) -> None:
-    one = result(ratio=HALF)
-    known = replace(one, record=replace(one.record, reruns=Reruns(0.01, 9, 12, own)))
-    assert describe_intervals([known]) == f"the 99% interval of any run, from {words}"
+def test_an_interval_names_the_runs_behind_it(own_runs: int | None, words: str) -> None:
+    case = result(ratio=HALF)
+    case = replace(case, record=replace(case.record, reruns=Reruns(0.01, 9, 12, own_runs)))
+    assert describe_intervals([case]) == f"the 99% interval of any run, from {words}"
 
 
 @for_each("label", sorted(set(Label) - REMARKS))

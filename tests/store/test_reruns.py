@@ -146,32 +146,32 @@ def test_the_long_run_is_held() -> None:
     assert len(held) > 2000 and 0.96 < np.mean(held) < 0.995
 
 
-def _share_covered(draws: np.ndarray, cover: bool) -> float:
-    """Of intervals from the runs before each draw, the share that holds the next draw."""
-    held = []
+def _covered_share(draws: np.ndarray, cover: bool) -> float:
+    """Returns the share of intervals, each from all runs before a draw, that contain the draw."""
+    is_covered = []
     for logs in draws:
         for place in range(5, len(logs) - 1):
-            found = learn_spread("a", {"a": seen(*logs[:place])})
-            assert found is not None
-            reach, point, earlier = reach_of_reruns(found), logs[place], logs[:place] if cover else ()
+            spread = learn_spread("a", {"a": seen(*logs[:place])})
+            assert spread is not None
+            reach, point, earlier = reach_of_reruns(spread), logs[place], logs[:place] if cover else ()
             low, high = min(point - reach, *earlier, point), max(point + reach, *earlier, point)
-            held.append(low <= logs[place + 1] <= high)
-    return float(np.mean(held))
+            is_covered.append(low <= logs[place + 1] <= high)
+    return float(np.mean(is_covered))
 
 
 def test_a_rare_speed_is_in_the_interval_and_an_ordinary_spread_is_no_wider(tmp_path: Path) -> None:
     draw = np.random.default_rng(3)
     ordinary = draw.normal(0.0, 0.02, (40, 40))
     two_speeds = draw.normal(0.0, 0.005, (40, 40)) + 0.41 * (draw.random((40, 40)) < 0.08)
-    assert _share_covered(two_speeds, cover=False) < 0.93 < _share_covered(two_speeds, cover=True)
-    assert _share_covered(ordinary, cover=True) - _share_covered(ordinary, cover=False) < 0.03
+    assert _covered_share(two_speeds, cover=False) < 0.93 < _covered_share(two_speeds, cover=True)
+    assert _covered_share(ordinary, cover=True) - _covered_share(ordinary, cover=False) < 0.03
     # The case's own runs count, on a busy machine and on a quiet one; those of other code do not.
     for number in range(12):
         store_ratios(group(late=True), RUN, tmp_path)
         store_ratios(group(5 * MS + (number == 3) * 2 * MS), RUN, tmp_path)
-    lead, case = add_rerun_spreads(group(), RUN, tmp_path)
-    assert case.reruns is not None and case.reruns.own == 24
-    (_, finding) = find([lead, case], {})
+    reference, case = add_rerun_spreads(group(), RUN, tmp_path)
+    assert case.reruns is not None and case.reruns.own_runs == 24
+    (_, finding) = find([reference, case], {})
     assert finding.ratio is not None and finding.ratio.high == pytest.approx(0.7)
 
 
@@ -181,8 +181,8 @@ def test_the_code_of_callables_is_code_and_their_spread_is_not_that_of_a_suite(t
     for number in range(6):
         store_ratios([replace(calls[0]), replace(calls[1], timing=steady((5 + number) * MS, 24))], RUN, tmp_path)
     assert known(tmp_path) == [0, 0] and known(tmp_path, tuple(calls))[1] == 6
-    other = add_rerun_spreads(calls, edited, tmp_path)[1].reruns
-    assert other is not None and other.own == 0 and other.low == math.inf
+    reruns_of_edit = add_rerun_spreads(calls, edited, tmp_path)[1].reruns
+    assert reruns_of_edit is not None and reruns_of_edit.own_runs == 0 and reruns_of_edit.low == math.inf
 
 
 def test_an_interval_is_never_narrower_than_runs_lie_apart() -> None:

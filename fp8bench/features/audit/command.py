@@ -248,7 +248,7 @@ def render_page(facts: DeviceFacts, audit: Audit, everything: bool = True) -> Pa
     )
     # The verdict has the reason of the first failure.
     verdict_finding = next((finding for finding in failures if finding.outcome is audit.outcome), None)
-    shown_findings = [replace(found, why="") if found is verdict_finding else found for found in shown_findings]
+    shown_findings = [replace(finding, why="") if finding is verdict_finding else finding for finding in shown_findings]
     tables: list[tuple[str, str, Sequence[Col[Any]], Sequence[Any]]] = [
         ("found", "what was found", _FINDINGS, shown_findings),
         ("layers", "layers", _LAYERS, audit.layers if everything or len(audit.layers) <= _SHOWN_LAYERS else ()),

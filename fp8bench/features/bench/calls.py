@@ -179,7 +179,7 @@ def measure_difference(results: Sequence[Tensor], expected: Sequence[Tensor]) ->
 
 
 def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
-    """Returns whether a result that is no integer differs from the expected one by more than rounding can. All of it,
+    """Returns whether a floating-point result differs from the expected one by more than rounding can. All of it,
     or one of its columns, then differs by more than half of its size.
     """
     if not (result.is_floating_point() or result.is_complex()):

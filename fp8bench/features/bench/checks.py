@@ -133,11 +133,11 @@ def _remark_on_randomness(setup: Setup, target: str, results: Sequence[Tensor]) 
 
 
 def _remark_on_wrong_column(target: str, results: Sequence[Tensor], expected: Sequence[Tensor]) -> Iterator[str]:
-    """Yields a remark for each result in which a single column has nearly all of a difference that is no rounding."""
-    for result, other in zip(results, expected, strict=True):
-        if not (result.dim() and exceeds_rounding(result, other)):
+    """Yields a remark for each result in which one column has nearly all of an error beyond rounding."""
+    for result, correct in zip(results, expected, strict=True):
+        if not (result.dim() and exceeds_rounding(result, correct)):
             continue
-        column, share = find_wrong_column(result, other) or (0, 0.0)
+        column, share = find_wrong_column(result, correct) or (0, 0.0)
         if share > _MOST:
             last = ", the last" if column == result.shape[-1] - 1 else ""
             yield f"{target} is wrong in column {column} of {result.shape[-1]} (from 0{last})"

@@ -117,8 +117,8 @@ class Callables(Workload):
 
     def error(self, setup: Setup) -> dict[str, float]:
         """Measures how far the results are from the reference's results. If the reference can compute in float64,
-        also measures how far they are from its results in float64. If the difference from the reference is no
-        rounding, it has a second name.
+        also measures how far they are from its results in float64. A difference beyond rounding has a
+        second name.
         """
         from fp8bench.features.bench.calls import (
             compute_exact_results,

@@ -199,8 +199,8 @@ def _read_speedup(metric: Metric, finding: Finding | None, run: Run) -> Reading:
         return Reading(None, run=run.id, why=metric.why or "too few rounds for an interval")
     speedup = metric.interval.inverse
     if metric.interval.level == 0:
-        seen = f"too few rounds for an interval: they gave {speedup.low:.3g} x to {speedup.high:.3g} x"
-        return Reading(speedup.point, run=run.id, why=metric.why or seen)
+        reason = f"too few rounds for an interval: they gave {speedup.low:.3g} x to {speedup.high:.3g} x"
+        return Reading(speedup.point, run=run.id, why=metric.why or reason)
     noise_factor = 1 + (finding.floor or 0.0)
     return Reading(speedup.point, speedup.low / noise_factor, speedup.high * noise_factor, run.id)
 

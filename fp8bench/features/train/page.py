@@ -109,7 +109,7 @@ _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Ca
     ("least signal to noise", min, lambda reading: reading.signal_to_noise, units.decibels),
     ("most underflow", max, lambda reading: reading.underflow, units.percent),
     ("most saturated", max, lambda reading: reading.saturated, units.percent),
-    # A negative lag says how much of the range is unused.
+    # A negative lag is the unused part of the range.
     ("octaves beyond the range", max, lambda reading: reading.lag if (reading.lag or 0) > 0 else None, "{:.2f}".format),
 )
 

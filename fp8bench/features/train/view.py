@@ -281,7 +281,7 @@ def _number_column(
 
 
 def _name_arm(summary: ArmSummary) -> str:
-    """Returns an arm's name. The loss of the arm with weights one ulp apart is no mean over all seeds."""
+    """Returns an arm's name. The arm with weights one ulp apart runs in the first seed only, as its name shows."""
     return f"{summary.arm.name} (first seed)" if summary.arm.role is ArmRole.CHAOS else summary.arm.name
 
 

@@ -220,7 +220,7 @@ class ListedReport:
 
 
 def make_card(page: Page) -> Card:
-    # A list or table has the answers. If there is none, the first text is the answer.
+    # A list or table has the answers. Otherwise the first text is the answer.
     elements = sorted(page.parts[0].elements if page.parts else (), key=lambda element: isinstance(element, Text))
     answers = next(filter(None, map(_card_answers, elements)), ())
     return Card(page.kind, page.title, page.subtitle, answers[:_MAX_ANSWERS], page.remark)

@@ -85,8 +85,8 @@ def _split_at_fold(blocks: Sequence[str]) -> tuple[Sequence[str], Sequence[str]]
     if num_lines >= _MIN_LINES_OF_CUT_BLOCK and block.startswith(("- ", "| ")):
         lines = block.split("\n")
         header = lines[:2] if block.startswith("| ") else []
-        rest = "\n".join([*header, *lines[num_lines:]])
-        return [*blocks[:num_visible], "\n".join(lines[:num_lines])], [rest, *blocks[num_visible + 1 :]]
+        further_lines = "\n".join([*header, *lines[num_lines:]])
+        return [*blocks[:num_visible], "\n".join(lines[:num_lines])], [further_lines, *blocks[num_visible + 1 :]]
     first_hidden = num_visible
     while first_hidden > 1 and blocks[first_hidden - 1].startswith("#"):
         first_hidden -= 1

@@ -139,8 +139,8 @@ def is_decided(cases: Cases) -> bool:
 
 
 def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) -> Sentences:
-    """Yields each reason why a verdict is missing or in doubt, with the precisions to which the reason applies. Of the
-    reasons of single cases, only `max_reasons` are listed: `show --all` has all of them.
+    """Yields each reason why a verdict is missing or in doubt, with the precisions to which the reason applies. At most
+    `max_reasons` reasons of single cases are listed: `show --all` has all of them.
     """
     # 1. Name references that were not measured.
     for panel in panels:

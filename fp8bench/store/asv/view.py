@@ -84,7 +84,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
     if tracked is None or not tracked.content.points:
         no_machine_reason = "it names no machine, or one whose name cannot be a folder"
         reason = reason or (tracked.content.why if tracked is not None else no_machine_reason)
-        reason = reason or "the history tracks none of its cases (--grid measures those that it tracks)"
+        reason = reason or "the history does not track its cases (--grid measures those that it tracks)"
         return f"history: {reason}; the run is stored, but adds nothing to the history"
     # 2. Write the view. The run is already stored, so failures are only reported.
     try:

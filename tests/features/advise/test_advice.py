@@ -128,11 +128,11 @@ def test_training_in_fp8_saves_no_memory_and_the_copies_are_named() -> None:
         "low-precision copies of weights (10.0 MiB instead of 0 B)"
     )
     # A saving is in activations, which are named too.
-    lead = record(
+    reference = record(
         "bf16", BF16, reference=True, memory=replace(before, roles=(*before.roles, ("activations", 90 << 20)))
     )
     smaller = replace(after, peak=900 << 20, roles=(*after.roles, ("activations", 40 << 20)))
-    saved = answer(advise([lead, record("fp8", FP8, memory=smaller)]), "memory")
+    saved = answer(advise([reference, record("fp8", FP8, memory=smaller)]), "memory")
     assert "0.900x of bf16's peak; smaller: activations (40.0 MiB instead of 90.0 MiB); unch" in saved.figure
     assert met("memory", [lead, record("fp8", FP8, memory=MemoryUse(500 << 20))]) is Met.YES
     assert met("memory", [lead, record("fp8", FP8, memory=after, level=Level.EMULATED)]) is Met.UNKNOWN

@@ -100,7 +100,7 @@ def multiply(a: Tensor, b: Tensor, largest: float = LARGEST, block: int = 1) -> 
     return ((x[:, :columns] @ y[:, :columns].t()) * (x_scale * y_scale)).to(a.dtype)
 
 
-def leave_last_column_unscaled(a: Tensor, b: Tensor) -> Tensor:
+def skip_scale_of_last_column(a: Tensor, b: Tensor) -> Tensor:
     (x, x_scale), (y, y_scale) = cast(a), cast(b)
     sums = x @ y.t()
     sums[:, :-1] *= x_scale * y_scale
@@ -125,7 +125,7 @@ def sum_in_bf16(a: Tensor, b: Tensor) -> Tensor:
 @for_each(
     ("function", "precision", "given", "code", "sentences"),
     [
-        (leave_last_column_unscaled, "fp8", AuditInput("normal", Shape(64, 96, 256)), "wrong-values",
+        (skip_scale_of_last_column, "fp8", AuditInput("normal", Shape(64, 96, 256)), "wrong-values",
          ["64 of 6144 results", "all in rows 0 to 63 and column 95 (the last), where results are 1.21e+04 times"]),
         (repeat_a_column, "fp8", AuditInput("normal", Shape(64, 96, 256)), "wrong-values",
          [" of 6144 results", "all in rows 1 to 63 (the last) and column 95 (the last)."]),
@@ -140,16 +140,19 @@ def sum_in_bf16(a: Tensor, b: Tensor) -> Tensor:
     ids=("no scale", "a column twice", "tail", "240", "sums in bf16"),
 )  # fmt: skip
 def test_a_finding_names_the_mistake_and_its_input(
-    function: object, precision: str, given: AuditInput, code: str, sentences: list[str]
+    function: object, precision: str, audit_input: AuditInput, code: str, sentences: list[str]
 ) -> None:
     host = KernelHost(function, signed("product", precision), CPU)  # type: ignore[arg-type]
     auditor = Auditor(ProductSubject(host, signed("product", precision), CPU), 0)
     for columns in range(128, 449, 64) if code == "tail" else ():  # right results use up the search for mistakes
-        auditor.find_problems(given._replace(shape=Shape(64, 96, columns)))
-    (pair,) = auditor.find_problems(given).items()
-    finding = auditor.make_finding(given, *pair)
+        auditor.find_problems(audit_input._replace(shape=Shape(64, 96, columns)))
+    (pair,) = auditor.find_problems(audit_input).items()
+    finding = auditor.make_finding(audit_input, *pair)
     assert finding.code == code and all(sentence in finding.why for sentence in sentences)
-    assert finding.input == "M={} N={} K={}, {}".format(*given.shape, given.data) and finding.error == pair[1].error
+    assert (
+        finding.input == "M={} N={} K={}, {}".format(*audit_input.shape, audit_input.data)
+        and finding.error == pair[1].error
+    )
 
 
 def test_checks_that_did_not_run_are_listed() -> None:

@@ -201,12 +201,12 @@ def test_what_would_confirm_is_named() -> None:
     assert kernel.endswith("8 runs in all decide: repeat `fp8bench bench` at both commits")
 
 
-@for_each(("launches", "said"), [(5.0, True), (6.0, False)])
-def test_a_suspect_that_does_the_same_work_says_so(launches: float, said: bool) -> None:
+@for_each(("launches", "is_noted"), [(5.0, True), (6.0, False)])
+def test_a_suspect_that_does_the_same_work_says_so(launches: float, is_noted: bool) -> None:
     counted = exact(1.0, metric="launches", unit="count", before=5.0, after=launches)
     judged = judge_source(GateSource("", (stored(1.08), counted)), (), False, SILENT).judged
     assert judged[0].outcome is GateOutcome.SUSPECTED
-    assert ("its operators and bytes are the same in both" in judged[0].why) is said
+    assert ("its operators and bytes are the same in both" in judged[0].why) is is_noted
 
 
 def test_figures_without_a_second_look_keep_their_suspicion() -> None:

@@ -133,11 +133,11 @@ def test_what_a_device_refuses_is_an_arm_with_the_reason() -> None:
 
 
 def test_a_single_precision_of_an_own_model_is_compared_with_the_model_unchanged() -> None:
-    own = TrainingRequest(("fp8",), settings=TrainerSettings(make="net.py:make"))
-    arms = make_arms(own, CPU)
+    request = TrainingRequest(("fp8",), settings=TrainerSettings(make="net.py:make"))
+    arms = make_arms(request, CPU)
     assert arms[0].name == "untouched" and arms[0].role is ArmRole.REFERENCE and arms[-1].name == "fp8"
     with pytest.raises(UsageError, match="untouched has nothing to compare with"):
-        make_arms(replace(own, dtypes=("untouched",)), CPU)
+        make_arms(replace(request, dtypes=("untouched",)), CPU)
     with pytest.raises(UsageError, match=r"Give it: `fp8bench train net\.py:make"):
         make_arms(TrainingRequest(("untouched", "fp8")), CPU)
 

@@ -209,14 +209,14 @@ def test_an_own_optimizer_keeps_as_much_in_bands_as_in_the_reference_and_an_own_
 
 
 def test_the_loss_of_a_single_seed_is_marked() -> None:
-    """The arm with weights one ulp apart is trained in the first seed only, so its loss is no mean over seeds."""
+    """The arm with weights one ulp apart is trained in the first seed only, so its loss is not a mean over seeds."""
     chaos = replace(REPEAT, name="bf16 one ulp", role=ArmRole.CHAOS)
     shown = element(text_of(judged(lines({"bf16 one ulp": [0.1]}), training(chaos))), "arms", Table)
     assert [row[0].text for row in shown.rows] == ["bf16", "bf16 again", "bf16 one ulp (first seed)"]
 
 
 def test_a_lag_is_shown_only_beyond_the_range() -> None:
-    """Below it, it says how much of the range is unused, such as -125 octaves of a tensor of tiny values."""
+    """Otherwise it is the unused part of the range, such as -125 octaves of a tensor of tiny values."""
     readings = [LayerReading("fp8", 0, 1, "head", role, 1.0, 0.0, 0.0, 1.0, 0.0) for role in ("input", "gradient")]
     inside, beyond = (replace(reading, lag=lag) for reading, lag in zip(readings, (-125.69, 0.7), strict=True))
     shown = element(render_page(judged((*LINES, inside, beyond), training(steps=STEPS))), "worst", Table)

@@ -90,7 +90,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
 
 
 def test_losses_of_different_arms_are_of_the_same_step(clock: Clock) -> None:
-    """Arms take turns, and the line of a validation waits for the slowest. A new seed begins anew."""
+    """Arms take turns, and the line of a validation waits for the slowest. A new seed begins with empty lines."""
     logged = list[str]()
     log = TrainingLines(logged.append, clock)
     log.begun(training())

@@ -75,7 +75,7 @@ def test_joined_seeds_have_the_name_that_they_share(tmp_path: Path) -> None:
     def write_loop(name: str) -> list[Path]:
         losses = [line for line in lines(GAPS) if isinstance(line, StepRow) and (line.arm, line.seed) == ("bf16", 0)]
         names = [f"{name}-{seed}" for seed in range(2)]
-        return [write(tmp_path / f"{one}.jsonl", [replace(row, arm=one) for row in losses]) for one in names]
+        return [write(tmp_path / f"{name}.jsonl", [replace(row, arm=name) for row in losses]) for name in names]
 
     loops = load_loops([write_loop("bf16"), write_loop("fp8")])
     assert [arm.name for arm in loops.training.arms] == ["bf16", "fp8"]
@@ -111,7 +111,7 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
 
 
 def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Path) -> None:
-    """A script is watched from its second step on. What its casts lose is one sentence."""
+    """A script is watched from its second step on. One sentence names the losses of its casts."""
     losses = [line for line in lines(GAPS) if isinstance(line, StepRow) and (line.arm, line.seed) == ("bf16", 0)]
     rising = [replace(row, loss=4.0 + row.step, gradient_norm=1e9 if row.step in (5, 6) else 1.0) for row in losses[1:]]
     alarm = TrainingEvent("bf16", 0, 12, "alarm", "the loss rose", values=(("rule", "loss-back-up"),))

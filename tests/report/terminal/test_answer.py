@@ -148,10 +148,10 @@ def test_any_run_has_an_answer_that_fits(made: tuple[Run, dict[str, Finding]]) -
 def test_a_verdict_with_known_reruns_names_the_contention() -> None:
     run, findings = two_precisions()
     fp16 = run.records[1].case.id
-    known = replace(run, records=tuple(replace(each, reruns=Reruns(0.01, 8, 9)) for each in run.records))
+    judged_run = replace(run, records=tuple(replace(record, reruns=Reruns(0.01, 8, 9)) for record in run.records))
     sure = replace(findings[fp16], verdict=Verdict.SLOWER, why="", labels=(Label.CONTENDED,), hard=())
-    told = words(known, {**findings, fp16: sure})
-    assert "fp16: other processes took the CPU in most slots" in told and "load 4" not in told
+    text = words(judged_run, {**findings, fp16: sure})
+    assert "fp16: other processes took the CPU in most slots" in text and "load 4" not in text
 
 
 def test_a_load_stands_for_noise_and_hides_no_other_reason() -> None:

@@ -99,7 +99,7 @@ def test_pages_of_stores() -> Told:
 
 
 def test_the_headline_counts_series_that_were_not_looked_at() -> None:
-    found = Found((), 3, Counter({"fewer than 11 commits": 105}), counted=3)
-    assert changes_page(found, ".fp8bench").title == (
+    regressions = Found((), 3, Counter({"fewer than 11 commits": 105}), counted=3)
+    assert changes_page(regressions, ".fp8bench").title == (
         ".fp8bench: 0 regressions and 0 improvements in 6 series; 105 series not looked at"
     )

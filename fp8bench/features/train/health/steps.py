@@ -322,7 +322,7 @@ class GradientScale(HealthRule[StepRow]):
         # If the loss changed by a different factor, the cause is the model and not the scale.
         if min(abs(loss_change), abs(loss_change - norm_change)) > 0.5:
             return ""
-        with_loss = ", and the loss has changed likewise" if abs(loss_change) > 0.5 else ""
+        with_loss = ", and the loss has changed as much" if abs(loss_change) > 0.5 else ""
         return (
             f"the gradient norm is {2**norm_change:.3g} times that of the {self.window} steps before{with_loss}: a "
             "loss scale, a sum, or micro-batches?"
