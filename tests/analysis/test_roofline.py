@@ -89,9 +89,9 @@ def test_amdahl_by_hand() -> None:
 def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
     """The whole step of an untouched model is one phase, which is not the time of its products."""
     (record, reference), (case, finding), _ = results()
-    assert lead.tape is not None
+    assert record.tape is not None
     unsplit = replace(record.tape.phases[0], phase="unattributed")
-    lead = replace(lead, tape=replace(record.tape, phases=(unsplit,)))
+    record = replace(record, tape=replace(record.tape, phases=(unsplit,)))
     reference = replace(reference, phases=(("unattributed", reference.best_seconds or 0.0),))
     assert compute_gain(case, finding, record, reference) is None
 

@@ -123,7 +123,7 @@ def sum_in_bf16(a: Tensor, b: Tensor) -> Tensor:
 
 
 @for_each(
-    ("function", "precision", "given", "code", "sentences"),
+    ("function", "precision", "audit_input", "code", "sentences"),
     [
         (skip_scale_of_last_column, "fp8", AuditInput("normal", Shape(64, 96, 256)), "wrong-values",
          ["64 of 6144 results", "all in rows 0 to 63 and column 95 (the last), where results are 1.21e+04 times"]),

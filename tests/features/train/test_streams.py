@@ -92,7 +92,8 @@ def test_a_stream_alone_has_curves_alarms_tensors_and_its_own_memory(tmp_path: P
     first = write_seeds(tmp_path, "fp8", ALARM, *readings, *memory)[0]
     stream = first.rename(tmp_path / "steps.jsonl")
     page = render_page(JudgedTraining(load_loops([[stream]])))
-    assert [part.title for part in page.parts[:2]] == ["What happened", "How it learned"]
+    titles = [part.title for part in page.parts]
+    assert titles[0] == "How it learned" and "What happened" in titles
     flags = [mark.flag for mark in chart(page, "loss").series[0][1] if mark and mark.flag]
     assert flags == ["falls"]
     (_, octaves), *others = chart(page, "tensors-1-inputs").series
@@ -124,7 +125,7 @@ def test_a_loop_that_failed_says_so_first_and_shows_its_first_steps(tmp_path: Pa
     ]
     assert chart(page, "gradient-norm-over-steps").description.endswith("The axis fits the last two thirds.")
     drawn = chart(page, "loss").series[0][1]
-    assert drawn[1] is not None and drawn[1].value == pytest.approx(5.5)
+    assert drawn[1] is not None and drawn[1].value == 5.0
     plain = render_page(JudgedTraining(load_loops([[write(tmp_path / "b.jsonl", losses)]])))
     (sentences,) = (element for element in plain.parts[0].elements if isinstance(element, Items))
     assert sentences.items[0].text.endswith("; 0 alarms") and sentences.items[1].text.startswith("no cast was measured")
