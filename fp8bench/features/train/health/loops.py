@@ -94,7 +94,7 @@ class LossBackUp(LossRule):
         if lowest > max(self._first_losses) + self.above_first * abs(first_loss):
             return (
                 f"the loss rose from {self._first_losses[0]:.4g} in the first watched step to {lowest:.4g} or more in "
-                f"the last {self.high_losses}: first suspect the learning rate"
+                f"the last {self.high_losses}: is the learning rate too high, or did the data change?"
             )
         # Compare the rise with what was learned. If half of that is lost, the training has collapsed, under any loss
         # function.

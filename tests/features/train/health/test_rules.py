@@ -479,7 +479,8 @@ def test_tensors_of_one_step_share_an_alarm() -> None:
 
 @for_each(("lines", "words", "remedies"), [
     (lambda: rows(60, loss=lambda step: 5.0 + step * (step % 4 + 1)),
-     "the loss rose from 5 in the first watched step to 13 or more in the last 5: first suspect the learning rate",
+     ("the loss rose from 5 in the first watched step to 13 or more in the last 5: "
+      "is the learning rate too high, or did the data change?"),
      "a lower learning rate; clip gradients harder; look at the batches of these steps"),
     (lambda: guessing(lambda step: 40.0 if step % 2 else 120.0),
      "the loss is 40, 17.4 times that of guessing: is the learning rate too high, or the loss a sum?",
