@@ -350,9 +350,9 @@ class Reruns:
     """How much repeated runs of a case differ on this machine, estimated from `runs` earlier runs of this and other
     cases.
 
-    `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `low` and
-    `high` are the range of these logarithms in the case's `own_runs`; None in files of older versions. `max_reach` is
-    how far an interval may reach from its point.
+    `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `max_reach`
+    is how far an interval may reach from its point. Of this case alone, `own_runs` counts the runs (None in files of
+    older versions), and `low` and `high` are the range of their logarithms.
     """
 
     spread: float

@@ -392,7 +392,7 @@ LOSS_ERROR = "loss_error"
 # The errors of a callable: from its reference in float64, and from the unchanged reference.
 OUTPUT_ERROR = "output_error"
 DIFFERENCE_ERROR = "difference_error"
-# The difference again, if no rounding can explain it.
+# The difference again, if rounding does not explain it.
 BEYOND_ROUNDING_ERROR = "beyond_rounding_error"
 # These values are near 1, and a difference of a thousandth matters. The gate's threshold is above the least change
 # that the history counts.

@@ -189,6 +189,17 @@ def exceeds_rounding(result: Tensor, expected: Tensor) -> bool:
     return is_far or (has_rows and find_wrong_column(result, expected) is not None)
 
 
+def magnifies_rounding(target: str, inputs: CallInputs, expected: Sequence[Tensor]) -> bool:
+    """Returns whether a callable is just as far off when it computes in bfloat16. It may subtract nearly equal
+    numbers, so rounding explains any difference. Returns False if it refuses bfloat16.
+    """
+    low_inputs = inputs.transform(lambda tensor: tensor.bfloat16() if tensor.is_floating_point() else tensor)
+    try:
+        return any(map(exceeds_rounding, run_callable(target, low_inputs), expected))
+    except UsageError:
+        return False
+
+
 def find_wrong_column(result: Tensor, expected: Tensor) -> tuple[int, float] | None:
     """Returns the column with the largest difference, and its share of the sum of squares. Returns None if its
     difference is less than half of the column's size, or of the size of a usual column.

@@ -204,8 +204,8 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     reference = case.reference_result
     if case.record.measurement(BEYOND_ROUNDING_ERROR):
         if largest < 0.5:
-            return f"a column differs from {mode} by more than half of its size, which no rounding does"
-        return f"it differs from {mode} by {largest:.3g} times the size of the result, which no rounding does"
+            return f"a column differs from {mode} by more than half of its size, which rounding does not explain"
+        return f"it differs from {mode} by {largest:.3g} times the size of the result, which rounding does not explain"
     show_error = units.relative_error
     prefix = "up to " if len(differences) > 1 else ""
     difference_text = f"differs from {mode} by {prefix}{show_error(largest)}" if largest else f"equal to {mode}"

@@ -68,7 +68,10 @@ def test_an_answer_without_float64_mentions_it(fp8bench: Say, store: Path) -> No
 
 @for_each(
     ("size", "words"),
-    [(100.0, "times the size of the result, which no rounding"), (2.0, "a column differs from torch:matmul by more")],
+    [
+        (100.0, "times the size of the result, which rounding does not explain"),
+        (2.0, "a column differs from torch:matmul by more"),
+    ],
 )
 def test_a_wrong_result_is_called_wrong(size: float, words: str, fp8bench: Say, store: Path) -> None:
     Path("mine.py").write_text(
@@ -82,6 +85,17 @@ def test_a_wrong_result_is_called_wrong(size: float, words: str, fp8bench: Say, 
     assert "mine.py:wrong is wrong in column 63 of 64 (from 0, the last)" in shown
     assert shown.count("WRONG") == 1
     assert fp8bench("bench", "mine.py:low", "mine.py:drops", *options)[0] == 0, "random numbers are not wrong"
+
+
+def test_a_result_that_rounding_explains_is_not_called_wrong(fp8bench: Say, store: Path) -> None:
+    """The difference of two large numbers has no correct digit in bfloat16."""
+    cancels = "def cancels(a):\n    return (a + 300 * a.flip(0)) - 300 * a.flip(0)\n"
+    Path("mine.py").write_text(
+        f"{SOURCE}\n\n{cancels}\n\ndef low_cancels(a):\n    return cancels(a.bfloat16()).float()\n"
+    )
+    options = ("--against", "mine.py:cancels", "--shape", "64x64", "--quick", "--no-report")
+    code, out, err = fp8bench("bench", "mine.py:low_cancels", *options)
+    assert code == 0 and "WRONG" not in out, err
 
 
 def test_several_shapes_make_a_table(fp8bench: Say, store: Path) -> None:
