@@ -308,7 +308,7 @@ def test_a_suite_run_joins_what_asv_measured(story: Story) -> None:
     assert {key: after.file[key] for key in ("params", "env_name", "python", "date", "commit_hash")} == {
         key: before.file[key] for key in ("params", "env_name", "python", "date", "commit_hash")
     }
-    assert re.search(r"history: 4 cases of commit [0-9a-f]{8} in asv's view", story.said["whole suite"])
+    assert re.search(r"history: 4 cases of commit [0-9a-f]{8} in the history", story.said["whole suite"])
     # The other suite's figures remain asv's.
     for cell in (FP32, BF16):
         name = "taking.Taking.track_size_error"

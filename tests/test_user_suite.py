@@ -134,7 +134,7 @@ def test_the_example_has_a_history(store: Path, fp8bench: Say) -> None:
         said = [fp8bench(*shlex.split(lines[0])[1:], "--rounds", "3", "--no-energy", "--no-report")]
         said += [fp8bench(*shlex.split(line)[1:]) for line in lines[1:]]
     assert [code for code, _, _ in said] == [0] * 3 and len(lines) == 3
-    assert "2 cases of commit" in said[0][2] and "in asv's view" in said[0][2]
+    assert "2 cases of commit" in said[0][2] and "in the history" in said[0][2]
     told = ("time", "time_cast", "time_gemm", "time_elementwise", "seconds_per_mtok", "peak_memory", "routing_error")
     for name in told:
         assert f"routing.Routing.track_{name}(fp32, 64)" in said[1][1]

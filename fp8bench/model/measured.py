@@ -351,8 +351,8 @@ class Reruns:
     cases.
 
     `spread` is the standard deviation of the logarithms of their ratios, with `freedom` degrees of freedom. `max_reach`
-    is how far an interval may reach from its point. Of this case alone, `own_runs` counts the runs (None in files of
-    older versions), and `low` and `high` are the range of their logarithms.
+    is how far an interval may reach from its point. `own_runs` counts the runs of this case alone (None in files of
+    older versions). `low` and `high` are the range of the logarithms of these runs.
     """
 
     spread: float

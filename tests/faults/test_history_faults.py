@@ -29,7 +29,7 @@ from tests.house.sources import ROOT
 from tests.kept import COMMIT, ROUNDS, TITLE, facts, grid_run, keep, results_files
 
 NOBODY = 65534
-DONE = "history: 2 cases of commit 0a1b2c3d in asv's view"
+DONE = "history: 2 cases of commit 0a1b2c3d in the history"
 AGAIN = " The run is stored; `fp8bench history rebuild` rebuilds the view."
 OTHER = "f00dface" * 5
 # The run is written where there is room; afterwards no file may exceed a kilobyte.
@@ -342,7 +342,7 @@ def test_a_date_that_was_not_known_is_brought_up(tmp_path: Path) -> None:
 def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: Path) -> None:
     before = contents(store / "asv")
     said = update_view(keep(grid_run(facts(OTHER)), store), store)
-    assert said == "history: 2 cases of commit f00dface in asv's view"
+    assert said == "history: 2 cases of commit f00dface in the history"
     after = contents(store / "asv")
     assert [path.name[:8] for path in results_files(store)] == ["0a1b2c3d", "f00dface"]
     assert {name: after[name] for name in before} == before

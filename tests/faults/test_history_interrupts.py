@@ -62,7 +62,7 @@ def test_a_view_that_cannot_be_written_does_not_change_the_exit_code(repository:
     assert code == 0 and err.startswith("fp8bench: history: the lock ") and err.count("\n") == 1
     (store / "asv").unlink()
     code, err = ended(repository, *SUITE)
-    assert code == 0 and err.startswith("fp8bench: history: 1 case of commit ") and err.endswith(" in asv's view\n")
+    assert code == 0 and err.startswith("fp8bench: history: 1 case of commit ") and err.endswith(" in the history\n")
     (repository / ".gitignore").write_text(".fp8bench\n.asv\n")
     code, err = ended(repository, *SUITE)
     assert code == 0 and err.startswith("fp8bench: history: the files differ from commit ") and err.count("\n") == 1

@@ -33,7 +33,7 @@ store, who, count, rounds = Path(sys.argv[1]), *map(int, sys.argv[2:])
 print("ready", flush=True)
 for number in range(count):
     words = update_view(keep(grid_run(rounds=rounds, seconds=60 * who + number), store), store, 600)
-    assert words == "history: 2 cases of commit 0a1b2c3d in asv's view", words
+    assert words == "history: 2 cases of commit 0a1b2c3d in the history", words
 """
 READING = """
 import sys, time
@@ -159,7 +159,7 @@ def kill_writers(store: Path, kills: int, seed: int) -> None:
         os.kill(child, signal.SIGKILL)
         os.waitpid(child, 0)
         whole(store)
-        assert "in asv's view" in update_view(mended, store)
+        assert "in the history" in update_view(mended, store)
         assert set(filter(None, repeats(store))) == {measured_samples(store)}
     print(json.dumps({"kills": kills, "runs": len(list(run_files(store))), "left": len(partials(store))}))
 
@@ -204,7 +204,7 @@ def test_asv_that_saves_in_between_loses_our_rows_until_the_next_update(tmp_path
     asv.stdin.flush()
     assert asv.stdout.readline() == "has written\n"
     assert set(filter(None, repeats(store))) == {ROUNDS}
-    assert update_view(second, store) == "history: 2 cases of commit 0a1b2c3d in asv's view"
+    assert update_view(second, store) == "history: 2 cases of commit 0a1b2c3d in the history"
     assert set(filter(None, repeats(store))) == {2 * ROUNDS}
     asv.communicate("4.5\n", timeout=240)
     update_view(first, store)
@@ -225,7 +225,7 @@ def test_asv_that_saves_all_the_while_is_never_taken_for_broken(tmp_path: Path) 
     asv.stdin.flush()
     words = {update_view(run, store) for _ in range(30)}
     asv.communicate(timeout=240)
-    assert asv.returncode == 0 and words == {"history: 2 cases of commit 0a1b2c3d in asv's view"}
+    assert asv.returncode == 0 and words == {"history: 2 cases of commit 0a1b2c3d in the history"}
     update_view(run, store)
     assert list(results_folder(store).rglob("*.broken-*")) == [] and set(filter(None, repeats(store))) == {ROUNDS}
     whole(store)

@@ -98,7 +98,7 @@ def update_view(run: Run, store: Path, timeout: float = LOCK_SECONDS) -> str:
         )
     # 3. Count the cases, and name the files that were renamed.
     cells = len({(point.series.split(".")[0], point.cell) for point in tracked.content.points})
-    sentences = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {tracked.commit[:8]} in asv's view"]
+    sentences = [f"history: {cells} {'case' if cells == 1 else 'cases'} of commit {tracked.commit[:8]} in the history"]
     sentences += [
         f"{path.name.rpartition('.broken-')[0]} was broken and written again; the old file is {path.name}"
         for path in renamed_files
