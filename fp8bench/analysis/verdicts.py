@@ -49,10 +49,13 @@ UNEVEN_RATIO = 0.05
 # A decision before the last round needs more evidence, because each check is an additional chance of an error.
 EARLY_LEVEL = 0.998
 EARLY_SAME = 0.01
-# An early decision also needs a narrow interval: within +-2%, or for a large ratio within this share of its
-# logarithm.
-EARLY_HALF_WIDTH = 0.02
-_EARLY_HALF_WIDTH_SHARE = 1 / 30
+# An early decision also needs an interval that is narrow compared with the effect, the logarithm of the ratio. Its
+# half-width is at most a third of the effect, but always between 1% and 2%, or a thirtieth of a large effect. With 2%
+# for every effect, runs that found 3% ended after 24 of 56 rounds. Such short runs differed so much from each other
+# that the next run of the case could no longer show these 3%.
+_EARLY_HALF_WIDTH_SHARE = 1 / 3
+_EARLY_HALF_WIDTHS = (0.01, 0.02)
+_EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT = 1 / 30
 FINAL_LEVEL = 0.99
 MIN_ROUNDS_FOR_VERDICT = 10
 # If one case has this many times as many cells as another, whole steps are compared. Cases of one suite differ by
@@ -292,12 +295,13 @@ def is_decided(case: Timing, reference: Timing, control: Timing | None) -> bool:
     early_conclusion = conclude(case, reference, control, EARLY_LEVEL, EARLY_SAME)
     if early_conclusion is None or early_conclusion.verdict is Verdict.UNSURE:
         return False
-    half_width = early_conclusion.ratio.half_width
-    if half_width <= EARLY_HALF_WIDTH:
-        return True
-    return math.isfinite(half_width) and half_width <= _EARLY_HALF_WIDTH_SHARE * abs(
-        math.log(early_conclusion.ratio.point)
-    )
+    ratio = early_conclusion.ratio
+    if not math.isfinite(ratio.half_width):
+        return False
+    effect = abs(math.log(ratio.point))
+    narrowest, widest = _EARLY_HALF_WIDTHS
+    max_half_width = min(max(narrowest, _EARLY_HALF_WIDTH_SHARE * effect), widest)
+    return ratio.half_width <= max(max_half_width, _EARLY_HALF_WIDTH_SHARE_OF_LARGE_EFFECT * effect)
 
 
 def conclude(

@@ -357,6 +357,16 @@ def test_a_clear_side_is_not_enough_to_stop_early() -> None:
         assert is_decided(case, TEN, TEN) is stops
 
 
+def test_a_small_effect_needs_a_narrower_interval_to_stop_early() -> None:
+    # Both intervals have a half-width of about 1.5%. That is narrow compared with 6%, and wide compared with 3%.
+    for fastest, stops in ((10.2, False), (10.5, True)):
+        case = once(round(fastest * MS), round((fastest + 0.3) * MS))
+        conclusion = conclude(case, TEN, TEN)
+        assert conclusion is not None and conclusion[0] is Verdict.SLOWER
+        assert 0.01 < conclusion.ratio.half_width < 0.02
+        assert is_decided(case, TEN, TEN) is stops
+
+
 def test_the_smallest_ratio_is_the_fastest() -> None:
     nine, eight = steady(9 * MS, 24), steady(8 * MS, 24)
     assert find_fastest([nine, eight, TEN], TEN, TEN) == 1
