@@ -17,6 +17,7 @@ from fp8bench.nn.kept import CachedHeads, CastWeight, IntegerWeight, StoredWeigh
 from fp8bench.nn.served import (
     KV_FORMATS,
     WEIGHT_FORMATS,
+    estimate_min_memory,
     list_weight_shapes,
     make_served_shape,
     step_bytes,
@@ -124,6 +125,9 @@ def test_bytes_are_those_of_a_hand_count() -> None:
     assert step_bytes(llama, Arm("bf16"), 3, eight).weights == 2 * (others + 32 * block)
     assert step_bytes(llama, Arm("bf16"), 3, eight).kv == 131_072 * eight * 3
     assert step_bytes(llama, Arm("bf16", "fp8"), 3, eight).kv == 65_536 * eight * 3
+    # The least memory grows by what a cache of half a byte a value holds: a quarter of fp16's bytes.
+    grown = estimate_min_memory(llama, 3, 2 * eight) - estimate_min_memory(llama, 3, eight)
+    assert grown == 131_072 / 4 * eight * 3
     assert step_bytes(llama, Arm("bf16", "fp8-token"), 3, eight).kv == (65_536 + 2 * 32 * 8 * 4) * eight * 3
     assert step_bytes(llama, Arm("bf16", "nvfp4"), 1, eight).kv == 2 * 32 * (8 * eight * (64 + 8) + 4)
     assert step_bytes(llama, Arm("bf16", "mxfp4"), 1, eight).kv == 2 * 8 * eight * 32 * (64 + 4)

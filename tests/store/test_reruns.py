@@ -206,6 +206,12 @@ def test_what_no_more_rounds_would_settle_says_so() -> None:
     assert finding.verdict is Verdict.SAME
 
 
+def test_an_interval_reaches_as_far_down_as_up() -> None:
+    wide = conclude(FIVE, TEN, TEN, reach=0.1)
+    assert wide is not None and wide.ratio.point == pytest.approx(0.5)
+    assert (wide.ratio.low, wide.ratio.high) == pytest.approx((0.5 * math.exp(-0.1), 0.5 * math.exp(0.1)))
+
+
 def held_up(timing: Timing, quiet: int) -> Timing:
     """A case with `quiet` undisturbed slots; in the others every third call takes twice as long."""
     slots = [
