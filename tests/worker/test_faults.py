@@ -5,6 +5,7 @@ Some memory messages mean a broken context, some errors arrive late, and some ne
 
 from __future__ import annotations
 
+import errno
 import sys
 from collections.abc import Iterator
 from pathlib import Path
@@ -131,6 +132,11 @@ def worker(file: Path) -> Iterator[LocalWorker]:
 
 def case(how: str) -> Case:
     return Case("faulty", (("how", how),), "bf16", "planted:0")
+
+
+def test_only_exhausted_memory_asks_for_more_memory() -> None:
+    for error, asks in ((MemoryError(), True), (OSError(errno.ENOMEM, "x"), True), (OSError(errno.ENOSPC, "x"), False)):
+        assert ("ulimit -v" in describe_fault(error).text) is asks
 
 
 def test_a_reason_is_no_book() -> None:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import itertools
+import math
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from scipy import stats
 
 from fp8bench.analysis.stats import Floats
 from fp8bench.analysis.steps.change_points import MIN_SERIES_LENGTH, Step, Values, find_steps
@@ -45,6 +47,24 @@ def test_flat_series_rarely_alarm_and_chances_are_no_smaller_than_they_say() -> 
     least = np.array([min((step.p_value for step in steps), default=1.0) for steps in many(noisy(13, 3000))])
     for chance, most in ((0.01, 45), (0.002, 15), (0.0005, 8)):
         assert np.sum(least <= chance) <= most
+
+
+def test_a_p_value_is_that_of_students_t_less_what_the_lengths_of_two_levels_cost() -> None:
+    # The residuals of both levels alternate, which only makes the noise smaller: no correction for autocorrelation.
+    before, after = 40, 20
+    logs = np.where(np.arange(before + after) % 2, -0.01, 0.01)
+    logs[before:] += 0.02
+    (step,) = steps_of(np.exp(logs).tolist())
+    assert step.at == before
+    # 1. Compute t of the difference between both means, and a Gaussian deviation that is as rare.
+    freedom = before + after - 2
+    noise = math.sqrt((before + after) * 0.01**2 / freedom)
+    t = 0.02 / (noise * math.sqrt(1 / before + 1 / after))
+    deviation = stats.norm.isf(stats.t.sf(t, freedom))
+    # 2. Subtract the price of two levels' lengths over one level's, in units of the shortest level.
+    price = 2.0 * (math.log(before / 3) + math.log(after / 3) - math.log((before + after) / 3))
+    discounted = 0.8 * math.sqrt(deviation**2 - price)
+    assert step.p_value == pytest.approx(2 * stats.norm.sf(discounted), rel=0.02)
 
 
 def test_one_by_one_is_the_same() -> None:
