@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
-from dataclasses import replace
+from dataclasses import dataclass, replace
+from typing import Any, cast
 
 import pytest
 
+from fp8bench.measure import ceilings
 from fp8bench.measure.ceilings import derive_ceiling
 from fp8bench.model import Ceiling, Ceilings, Level, Limit, PlannedCase, Rate
 from tests.counts import for_each
-from tests.fakes import planned
+from tests.fakes import CPU, planned
 
 
 def looked(copied: float | None = None, **products: float) -> Ceilings:
@@ -50,3 +52,29 @@ def test_the_most_of_all_runs_is_what_a_case_may_reach_and_runs_that_differ_boun
     assert not rates[1].steady and not Rate(Limit.COPY, why="no memory").steady
     assert derive_ceiling(planned("fp32"), Ceilings(rates)) == Ceiling(104.0, 108.0, rates)
     assert Ceilings(rates).bound(Limit.PRODUCT, "fp32") == 102.0 and Ceilings(rates).bound(Limit.CACHED) is None
+
+
+@dataclass
+class SlowBench:
+    """A worker whose products take seconds, and whose copies take no time."""
+
+    now: float = 0.0
+
+    def within(self, limit: float) -> SlowBench:
+        return self
+
+    def ceiling_rates(self, device: object) -> tuple[Rate, Rate]:
+        return Rate(Limit.PRODUCT, "fp32"), Rate(Limit.COPY)
+
+    def ceiling(self, device: object, rate: Rate, seconds: float) -> Rate:
+        self.now += 4.0 if rate.limit is Limit.PRODUCT else 0.0
+        return replace(rate, runs=(*rate.runs, 1.0))
+
+
+def test_a_slow_rate_gets_few_runs_and_leaves_the_time_to_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    bench = SlowBench()
+    monkeypatch.setattr(ceilings.time, "monotonic", lambda: bench.now)
+    slow, fast = ceilings.measure_ceilings(cast(Any, bench), CPU).rates
+    # The first run only searches a shape.
+    assert len(slow.runs) == 1 + ceilings.MIN_RUNS_PER_RATE
+    assert len(fast.runs) == 1 + ceilings.RUNS_PER_RATE
