@@ -332,6 +332,8 @@ def _of_the_doctor() -> Iterator[tuple[str, Callable[..., object] | type]]:
     yield "fp8bench.jobs.doctor.open_meter", contextlib.nullcontext
     yield "fp8bench.jobs.doctor.format_device_lines", lambda meter: ["energy    none: nobody looked"]
     yield "fp8bench.jobs.doctor.describe_driver", lambda: "NVML says: there is no driver"
+    # The units of this processor differ from those of the next.
+    yield "fp8bench.jobs.device_units._describe_cpu", lambda cpuinfo: "AMX bf16, AVX512-BF16, AVX512-VNNI (int8)"
 
 
 def _shorter(taped: Taped) -> Taped:
