@@ -102,14 +102,16 @@ def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> Dev
 def check_training(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
-    arms, settings = _name_arms(request), request.settings
+    arms = _name_arms(request)
+    settings = request.settings
     # A metric that cannot be imported should fail before a worker starts.
     for metric in settings.metric:
         check_function_name(metric.removesuffix("=lower"))
     if settings.make:
         _check_own_model(request)
     else:
-        arch, config = settings.arch, make_config(settings, 1)
+        arch = settings.arch
+        config = make_config(settings, 1)
         if settings.tasks:
             check_sequence("--tasks", config.sequence)
         layers = (*list_layers(arch, config), *list_elementwise_layers(arch, config))
@@ -171,7 +173,9 @@ _BUILT_IN_SETTINGS = (
 def _check_own_model(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
-    settings, defaults, name = request.settings, TrainerSettings(), request.settings.make
+    settings = request.settings
+    defaults = TrainerSettings()
+    name = request.settings.make
     if name in SIZES:
         raise UsageError(
             f"{name} is a built-in model, and a function was expected here. Give --model {name}.",
@@ -285,7 +289,8 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
 def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
     """Yields every precision with every combination of the swept settings, and of the swept options that this
     precision has."""
-    axes, settings = [_parse_axis(name, values, modes) for name, values in request.sweep], request.settings
+    axes = [_parse_axis(name, values, modes) for name, values in request.sweep]
+    settings = request.settings
     for mode in modes:
         arm_axes = [axis for axis in axes if axis[0] in _PARSE_SWEPT or _has_precision_option(mode, axis[0])]
         for values in itertools.product(*(values for _, values in arm_axes)):
@@ -309,7 +314,8 @@ def _list_batch_settings(changed: Mapping[str, Scalar], settings: TrainerSetting
     """
     if "micro_batches" not in changed:
         return
-    micro_batches, sequences = int(changed["micro_batches"]), make_config(settings, 1).batch * settings.micro_batches
+    micro_batches = int(changed["micro_batches"])
+    sequences = make_config(settings, 1).batch * settings.micro_batches
     if sequences % micro_batches:
         raise UsageError(
             f"--sweep micro-batches: {micro_batches} micro-batches do not divide the {sequences} sequences of a step, "

@@ -76,7 +76,8 @@ def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
 
 
 def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
-    length, required_length = max(0, span.stop - span.start), MIN_WINDOWS * sequence + 1
+    length = max(0, span.stop - span.start)
+    required_length = MIN_WINDOWS * sequence + 1
     if length < required_length:
         raise UsageError(
             f"{title} has {length} tokens, and needs {required_length}. Give a longer text, or a shorter --sequence."
@@ -86,13 +87,16 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
 def _tokenize(source: _SourceText, folder: Path, sequence: int) -> TrainingText:
     text = source.train + source.held_out
     # The file's name is the digest of the text: equal texts share a file, and an edited text gets a new one.
-    digest, train_length = hashlib.sha256(text).hexdigest(), len(source.train)
-    path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(text)
+    digest = hashlib.sha256(text).hexdigest()
+    train_length = len(source.train)
+    path = folder / f"{digest[:16]}.tokens"
+    tokens = byte_tokens(text)
     # a crash may leave a file of the right length with wrong content
     if not path.is_file() or read_file(path) != tokens:
         replace_tokens(path, tokens)
     # A gap of one window separates the windows of the two parts.
-    file_name, held_out_start = str(path.resolve()), train_length + (sequence if source.is_one_text else 0)
+    file_name = str(path.resolve())
+    held_out_start = train_length + (sequence if source.is_one_text else 0)
     held_out = TokenSpan(file_name, held_out_start, len(text))
     return TrainingText(TokenSpan(file_name, 0, train_length), held_out, 256, "bytes", f"{source.name}:{digest[:8]}")
 
@@ -128,7 +132,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _dataset_text(folder: Path) -> bytes:
     """Returns at most the first 128 MiB of a saved dataset: its documents, each followed by a line break."""
-    documents, total = [], 0
+    documents = []
+    total = 0
     for document in _read_documents(folder):
         documents.append(f"{document}\n".encode(errors="replace"))
         total += len(documents[-1])
@@ -191,10 +196,8 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
         # The validation file may have tokens that the training file does not have.
         stop, held_out_highest, held_out_digest = _read_tokens(val)
         held_out = TokenSpan(str(val.resolve()), 0, stop)
-        highest, digest = (
-            max(highest, held_out_highest),
-            hashlib.sha256((digest + held_out_digest).encode()).hexdigest(),
-        )
+        highest = max(highest, held_out_highest)
+        digest = hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
     name = name_of(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
         TokenSpan(str(train.resolve()), 0, length), held_out, highest + 1, "given", f"{name}:{digest[:8]}"
@@ -207,7 +210,9 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
     try:
         if path.suffix != ".bin" or path.stat().st_size % _BYTES_PER_TOKEN:
             raise UsageError(f"--data {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
-        digest, highest, length = hashlib.sha256(), 0, 0
+        digest = hashlib.sha256()
+        highest = 0
+        length = 0
         with open_file(path, most=_MAX_TOKEN_BYTES) as file:
             while chunk := file.read(_CHUNK):
                 digest.update(chunk)
@@ -231,8 +236,10 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
         return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_file(file)}"))
     training_name, _, arm_name = request.settings.start.partition(":")
     path = find_training(training_name, store)
-    training, checkpoint = load_training_header(path), newest_checkpoint(path)
-    trained_settings, arm = training.request.settings, arm_name or training.arms[0].name
+    training = load_training_header(path)
+    checkpoint = newest_checkpoint(path)
+    trained_settings = training.request.settings
+    arm = arm_name or training.arms[0].name
     refusals = (
         (
             arm not in [known_arm.name for known_arm in training.arms],
@@ -266,7 +273,8 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     """Returns the request with the scales of the training or run that --scales-from names. A training gives the
     scales of its last watched steps. Raises UsageError if no layer could use scales from data.
     """
-    settings, swept = request.settings, dict(request.sweep)
+    settings = request.settings
+    swept = dict(request.sweep)
     renewal_options = (
         settings.refresh_scales,
         settings.saturation_bound,
@@ -289,11 +297,13 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     if request.scales_from is None:
         return request
     # 'last' means the last training, not the last run.
-    is_last, word = request.scales_from == "last", request.scales_from
+    is_last = request.scales_from == "last"
+    word = request.scales_from
     path = find_training(word, store) if is_last else KIND.find(word, store)
     if path is None:
         run = load_stored_run(word, store)
-        scales, origin = collect_scales(run), f"run {run.id}"
+        scales = collect_scales(run)
+        origin = f"run {run.id}"
     else:
         stored = load_training(path)
         precision_by_arm = {arm.name: arm.precision for arm in stored.training.arms}

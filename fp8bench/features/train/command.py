@@ -67,7 +67,8 @@ def add(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=help_text)
     group = parser.add_argument_group(MODEL)
     add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_DEFAULTS.dtypes)}")
-    length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
+    length = parser.add_argument_group(LENGTH)
+    learning = parser.add_argument_group(LEARNING)
     _add_length_options(length)
     for argument_group in (group, length, learning):
         add_request_options(argument_group, TrainerSettings)

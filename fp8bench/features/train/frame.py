@@ -27,7 +27,8 @@ from fp8bench.features.train.values import (
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
 # Speed in steps is for loops whose number of tokens is unknown.
-TOKEN_SPEED, STEP_SPEED = "tokens_per_second", "steps_per_second"
+TOKEN_SPEED = "tokens_per_second"
+STEP_SPEED = "steps_per_second"
 
 
 class Row(NamedTuple):

@@ -57,7 +57,9 @@ _MAX_EVENTS = 300
 
 def render_page(judged: JudgedTraining) -> Page:
     """Returns the page that a terminal shows, with charts after its tables."""
-    stored, training, text = judged.kept, judged.training, view.render_all(judged, _MAX_EVENTS)
+    stored = judged.kept
+    training = judged.training
+    text = view.render_all(judged, _MAX_EVENTS)
     parts = (
         *(part for part in text.parts if part.name != "ending"),
         Part("curves", "Losses", tuple(draw_losses(judged))),
@@ -102,7 +104,9 @@ def _render_memory(stored: KeptTraining) -> Iterator[Element]:
 
 
 # At most this many points on a line, arms whose tensors are drawn, and layers in a chart.
-_MAX_POINTS_PER_LINE, _MAX_DRAWN_ARMS, _MAX_DRAWN_LAYERS = 30, 3, 4
+_MAX_POINTS_PER_LINE = 30
+_MAX_DRAWN_ARMS = 3
+_MAX_DRAWN_LAYERS = 4
 # Figures of a reading: the name, a function that selects the worst value, a function that returns the value, and one
 # that formats it.
 _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
@@ -170,7 +174,8 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
         for layer in by_change[:_MAX_DRAWN_LAYERS]:
             # Each line is centred at its median, because layers differ by many octaves.
-            octaves, line_median = layers[layer], median(layers[layer].values())
+            octaves = layers[layer]
+            line_median = median(layers[layer].values())
             line_marks = [Mark("", octaves[step] - line_median) if step in octaves else None for step in steps]
             series.append((layer, tuple(line_marks)))
         yield Lines(
@@ -242,7 +247,8 @@ def _draw_gaps(training: KeptTraining, curves: Curves, ends: Sequence[int], refe
                 if seed in reference_curves
             ]
             series.append((arm.name, tuple(map(_mark_gap, _group_by_end(gaps, ends)))))
-    margin, percent = training.request.margin, units.percent(training.request.margin)
+    margin = training.request.margin
+    percent = units.percent(training.request.margin)
     caption = (
         f"Relative to {reference} in the same seed, over the last third of the steps done by then: the last point is "
         f"the verdict's gap. The band is the 95% interval over seeds; the margin is {percent}. Alarms of any "
@@ -327,7 +333,8 @@ def _draw_figure(
     steps = sorted({step for _, step, _ in rows})
     ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))] if steps else []
     names = ["all arms"] if figure.shared else [arm.name for arm in arms]
-    series, distinct_values = [], set[float]()
+    series = []
+    distinct_values = set[float]()
     for name in names:
         # The rows of an arm are in the order of steps, so each point can take the rows between two ends.
         values = [(step, value) for arm, step, value in rows if figure.shared or arm == name]
@@ -353,7 +360,8 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     """Returns the mean loss of the window before each of the `ends`. It is NaN if the curve ends earlier, or if a
     loss in the window is not finite.
     """
-    window, means = tail_length(curve.steps), []
+    window = tail_length(curve.steps)
+    means = []
     # A watched script has no loss of its first step, which must not make the first means unknown.
     first_known = len(curve.losses) - len(curve.rows)
     for end in ends:

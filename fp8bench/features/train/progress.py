@@ -45,7 +45,8 @@ from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
-_EXCLUDED, _STOPPED = "out", "stopped"
+_EXCLUDED = "out"
+_STOPPED = "stopped"
 # A log gets a line at least this often.
 _MAX_SILENT_SECONDS = 25.0
 
@@ -65,7 +66,8 @@ class _ProgressObserver(TrainingObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if number != self._number:
-            self._number, self._common_steps = number, 0
+            self._number = number
+            self._common_steps = 0
             for now in self._arms.values():
                 now.begin_seed()
         for line in lines:
@@ -187,15 +189,19 @@ class ArmProgress:
     newest_loss: float | None = None
 
     def begin_seed(self) -> None:
-        self.loss, self.held_out, self.steps = None, None, 0
+        self.loss = None
+        self.held_out = None
+        self.steps = 0
         if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
         match line:
             case StepRow():
-                self.steps, self.newest_loss = line.step + 1, line.loss
-                self.tokens, self.seconds = line.tokens, line.seconds or self.seconds
+                self.steps = line.step + 1
+                self.newest_loss = line.loss
+                self.tokens = line.tokens
+                self.seconds = line.seconds or self.seconds
             case Validation(of="held-out"):
                 self.held_out = line.loss
             case TrainingEvent(kind="alarm"):
@@ -239,7 +245,8 @@ def on_terminal() -> Iterator[TrainingObserver]:
 
 
 # The page is written at most every 10 seconds, and in at most 2% of the time.
-PAGE_INTERVAL_SECONDS, _PAGE_TIME_SHARE = 10.0, 0.02
+PAGE_INTERVAL_SECONDS = 10.0
+_PAGE_TIME_SHARE = 0.02
 PrintLine = Callable[[str], None]
 
 
@@ -287,7 +294,12 @@ class _OutputObserver(TrainingObserver):
 class _ForwardingObserver(TrainingObserver):
     def __init__(self, first: TrainingObserver, further: Sequence[TrainingObserver]) -> None:
         self._observers = (first, *further)
-        self.working, self.note = first.working, first.note  # type: ignore[method-assign]
+
+    def working(self, arm: str, doing: str) -> None:
+        self._observers[0].working(arm, doing)
+
+    def note(self, sentence: str) -> None:
+        self._observers[0].note(sentence)
 
     def begun(self, training: Training) -> None:
         for observer in self._observers:
@@ -306,13 +318,18 @@ class LivePage(_OutputObserver):
     def __init__(
         self, file: Path, place: Path, print_line: PrintLine, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._file, self._store_or_stream, self._print_line, self._clock = file, place, print_line, clock
-        self._next_write, self._last_failure = -PAGE_INTERVAL_SECONDS, ""
+        self._file = file
+        self._store_or_stream = place
+        self._print_line = print_line
+        self._clock = clock
+        self._next_write = -PAGE_INTERVAL_SECONDS
+        self._last_failure = ""
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if self._training is None or self._clock() < self._next_write:
             return
-        start, request = self._clock(), self._training.request
+        start = self._clock()
+        request = self._training.request
         position = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
         if self._training.is_watched:  # the number of steps of a loop is unknown
             position = f"step {step}"
@@ -348,7 +365,9 @@ class LiveLog(_OutputObserver):
     """Logs the scalars of all arms as they arrive, and the summaries once the training is finished."""
 
     def __init__(self, targets: Sequence[LogTarget], place: Path, print_line: PrintLine) -> None:
-        self._targets, self._store_or_stream, self._print_line = targets, place, print_line
+        self._targets = targets
+        self._store_or_stream = place
+        self._print_line = print_line
         self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
@@ -379,7 +398,8 @@ class AlarmCommand(_OutputObserver):
     """Runs a command of the user's shell for each alarm, in parallel with the training."""
 
     def __init__(self, command: str, print_line: PrintLine) -> None:
-        self._command, self._print_line = command, print_line
+        self._command = command
+        self._print_line = print_line
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def trained(self, number: int, step: int, lines: Lines) -> None:

@@ -72,7 +72,8 @@ _KEY_BOUNDS = {
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
 # The formats that ranks send, and the kinds of parallelism that have this choice.
-WIRES, PARALLEL_WITH_WIRE = ("fp32", "bf16", "fp8"), ("zero", "sp")
+WIRES = ("fp32", "bf16", "fp8")
+PARALLEL_WITH_WIRE = ("zero", "sp")
 # The kinds of parallelism that divide blocks.
 CUTTING_PARALLEL = ("tp", "sp")
 # Tasks that a trained model may be scored on (tasks.py).
@@ -174,7 +175,9 @@ def _can_parse(parse: Callable[[str], object]) -> Callable[[object], bool]:
     return lambda value: isinstance(value, str) and bool(parse(value))
 
 
-MODEL, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
+MODEL = "what to train"
+LENGTH = "how long, and how sure"
+LEARNING = "how it learns"
 _RUN_OPTIONS = options_of(Request)
 
 
@@ -204,7 +207,8 @@ def find_start_file(start: str) -> Path | None:
 
 
 def check_ranks_options(request: Any) -> None:
-    ranks, settings = request.ranks, request.settings
+    ranks = request.ranks
+    settings = request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     # An option in --sweep counts as given.

@@ -82,7 +82,8 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     stored = load_training(path)
     if stored.finished:
         return False, stored
-    training, request = stored.training, stored.request
+    training = stored.training
+    request = stored.request
     title = f"the training {training.id}"
     # Relative paths of the first command may refer to another working directory.
     check_files_exist(title, request.imports, request.data)
@@ -176,7 +177,8 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
 
 
 def _build_reference(training: Training, worker: Worker) -> ArmState:
-    reference, lab = training.arms[0], call_lab(worker, START_SECONDS)
+    reference = training.arms[0]
+    lab = call_lab(worker, START_SECONDS)
     try:
         if not (states := lab.begin(training.make_task((reference,)))):
             lab.validate(reference.name)  # raises the reason if the reference could not be built
@@ -231,7 +233,8 @@ class _CompleteRun(TrainingRun):
 
     def _train_seeds(self) -> None:
         point = self.writer.points[-1] if self.writer.points else ResumePoint(0, 0, 0)
-        out, pace = dict(point.out), SeedPace()
+        out = dict(point.out)
+        pace = SeedPace()
         from_start = not self.resumed or point.number == point.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
@@ -307,7 +310,9 @@ class _CompleteRun(TrainingRun):
 
     def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
         uses: dict[str, EnergyUse] = {}
-        running, facts, request = [], self.training.device, self.training.request
+        running = []
+        facts = self.training.device
+        request = self.training.request
         lab = self.worker.within(FIRST_CALL_SECONDS)
         for arm in arms:
             try:

@@ -68,7 +68,8 @@ class _WorkerLost(Exception):
 
     def __init__(self, arm: Arm | None, error: WorkerError) -> None:
         super().__init__(str(error))
-        self.arm, self.error = arm, error
+        self.arm = arm
+        self.error = error
 
 
 @dataclass
@@ -175,7 +176,8 @@ class SeedRun(TrainingRun):
             arms = self._active_arms
             # The order depends only on seed and step, so that a resumed training has the same order.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
-            step_count, step = turn_end - step, turn_end
+            step_count = turn_end - step
+            step = turn_end
             for arm in arms:
                 self._store_lines(self._call_lab(arm, step_count, "advance", arm.name, step_count), step)
             if utilization := tuple(self._read_device_use(step)):
@@ -239,12 +241,14 @@ class SeedRun(TrainingRun):
         # The lost worker may hang, and only a fresh one has a known state.
         self.worker.restart()
         # The machine may have caused the first failure of an arm. The arm itself is blamed for the second one.
-        kind, sentence = "restarted", f"{lost.error}; a fresh worker continues from the last checkpoint"
+        kind = "restarted"
+        sentence = f"{lost.error}; a fresh worker continues from the last checkpoint"
         if self._failures[name] == _MAX_FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
             self.excluded[name] = str(lost.error)
-            kind, sentence = "out", f"{lost.error}; this arm is excluded"
+            kind = "out"
+            sentence = f"{lost.error}; this arm is excluded"
         point = self.writer.points[-1]
         self.writer.go_back(point)
         self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)

@@ -69,7 +69,8 @@ def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
 
 
 def _fit_slope(x: Sequence[float], values: Sequence[float]) -> float:
-    x_mean, y_mean = fmean(x), fmean(values)
+    x_mean = fmean(x)
+    y_mean = fmean(values)
     x_squares = math.fsum((x_value - x_mean) ** 2 for x_value in x)
     products = ((x_value - x_mean) * (value - y_mean) for x_value, value in zip(x, values, strict=True))
     return math.fsum(products) / x_squares
@@ -83,7 +84,8 @@ def describe_trend(name: str, trend: Gap | None) -> str:
         return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {MIN_PAIRS}"
     # As in verdicts, the 99% interval decides.
     conclusion = "no trend is visible" if trend.decides.low <= 0 <= trend.decides.high else "the gap changes with size"
-    low, high = 100 * trend.shown.low, 100 * trend.shown.high
+    low = 100 * trend.shown.low
+    high = 100 * trend.shown.high
     points = f"{100 * trend.point:+.3g} points [{low:+.3g}, {high:+.3g}] (95%)"
     return f"{name}: {conclusion}: {points} for ten times the parameters"
 
@@ -100,7 +102,8 @@ def render_page(sizes: SizeComparison) -> Page:
     answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
     limit_note = f"a trend among these sizes does not extend to models beyond {largest} parameters"
-    question, arm_table = "Does the gap change with the model's size?", table("sizes", "", columns, arms, main=True)
+    question = "Does the gap change with the model's size?"
+    arm_table = table("sizes", "", columns, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
     title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"
     return Page(title, "", (Part("trend", question, (answers, arm_table, Text(limit_note))),))

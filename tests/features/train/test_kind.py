@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.features.train import kind
 from fp8bench.features.train.kind import (
     KIND,
     ResumePoint,
@@ -23,7 +22,6 @@ from fp8bench.features.train.kind import (
 )
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
 from fp8bench.model import MemoryUse
-from fp8bench.model.codec import encode
 from fp8bench.store.runs.run_file import start_run
 from tests.commands import Say
 from tests.older import as_older
@@ -60,15 +58,14 @@ def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
 
 
 def test_a_training_of_another_version_is_read_without_what_this_one_lacks(writer: TrainingWriter) -> None:
-    """An arm in a role, and settings and bands, that exist only in the other version."""
+    """An arm in a role, and settings, that exist only in the other version."""
     writer.append([*LINES, row_of("bf16 other seed", 0, 3), TrainingEvent("fp8", 0, 9, "tried-fix", "it helped")])
     path = as_older(writer.path)
     head, *lines = path.read_text().splitlines()
     whole = json.loads(head)
     plain = whole["training"]
-    plain["request"] |= {"until": 2.0, "bands": ["repeat", "other-seed"]}
-    plain["request"]["settings"] |= {"on_nan": "rewind", "lora": 4}
-    plain["arms"][1]["settings"] = [["nudge", "ulp"]]
+    plain["request"]["until"] = 2.0
+    plain["request"]["settings"]["lora"] = 4
     plain["arms"].insert(2, {**plain["arms"][1], "name": "bf16 other seed", "role": "other-seed"})
     path.write_text("\n".join([json.dumps(whole), *lines, ""]))
     kept = load_training(path)
@@ -166,18 +163,3 @@ def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8ben
     ):
         told = fp8bench(*words, "--store", str(store))
         assert told[0] == code and said in "".join(told[1:])
-
-
-def test_an_older_header_has_numbers_of_the_optimizer_and_schedule_on_their_own() -> None:
-    """They are read as keys; defaults are left out."""
-    older = {"betas": [0.8, 0.95], "weight_decay": 0.2, "warmup": 0.1, "floor": 0.0, "schedule": "linear"}
-    for optimizer, read in (
-        ("adamw", "adamw:betas=0.8,0.95:weight_decay=0.2"),
-        ("sgd", "sgd:momentum=0.8:weight_decay=0.2"),
-        ("lion", "adamw"),
-    ):
-        settings = kind._convert_settings(older | {"optimizer": optimizer})
-        assert settings == {"schedule": "linear:floor=0.0", "optimizer": settings["optimizer"]}
-        plain = encode(training())
-        plain["request"]["settings"] |= older | {"optimizer": optimizer}
-        assert kind._decode_training(plain).request.settings.optimizer == read

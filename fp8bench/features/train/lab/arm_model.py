@@ -47,7 +47,9 @@ class ArmModel:
 
     def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
-        self.task, self.arm, self.watch_casts = task, arm, watch
+        self.task = task
+        self.arm = arm
+        self.watch_casts = watch
         self.settings = arm.merge_settings(task.settings)
         self.precision = precisions.get(arm.precision)
         self.arithmetics: dict[str, Arithmetic] = {}
@@ -120,7 +122,8 @@ class BuiltInModel(ArmModel):
 
     def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
         super().__init__(task, arm, watch, wrap)
-        settings, facts = self.settings, task.facts
+        settings = self.settings
+        facts = task.facts
         self._config = config = models.make_config(settings, task.text.vocabulary)
         self._layers = models.list_layers(settings.arch, config)
         self.parallelism = make_parallelism(settings, config, facts)
@@ -135,7 +138,9 @@ class BuiltInModel(ArmModel):
 
     def _build(self) -> LanguageModel:
         """Builds the model, with float32 weights drawn from the seed regardless of the precision."""
-        settings, facts, seed = self.settings, self.task.facts, self.task.seed
+        settings = self.settings
+        facts = self.task.facts
+        seed = self.task.seed
         keys = dict(settings.precision_map)
         part_number = self.parallelism.part_number
         rounding_seed = (
@@ -202,11 +207,9 @@ class BuiltInModel(ArmModel):
         return forward(tokens, targets, phase)
 
     def digest_batches(self, step: int) -> tuple[int, int]:
-        digest, part_count, numbers = (
-            self.windows.digest,
-            self.parallelism.part_count,
-            range(self.settings.micro_batches),
-        )
+        digest = self.windows.digest
+        part_count = self.parallelism.part_count
+        numbers = range(self.settings.micro_batches)
         part_numbers = [number * part_count + self.parallelism.part_number for number in numbers]
         # The parent process adds up this digest over all ranks, and compares the sum with the digest of the whole
         # step.

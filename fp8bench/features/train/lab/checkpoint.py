@@ -153,7 +153,8 @@ def is_finite(memory: Any) -> bool:
 
 
 # Keys under which trainers store a state dict. Then the prefixes that wrappers such as DDP add to its names.
-_STATE_DICT_KEYS, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
+_PREFIXES = ("module.", "_orig_mod.")
 _MAX_LISTED = 3
 
 
@@ -177,7 +178,8 @@ def _perturb_weights(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
-    stored, parameters = read_weights(folder, arm), list(model.parameters())
+    stored = read_weights(folder, arm)
+    parameters = list(model.parameters())
     if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
         raise UsageError(
             f"--start: the weights in {folder} are of another model. Choose that one's --model and --arch."

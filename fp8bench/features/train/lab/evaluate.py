@@ -35,7 +35,8 @@ Batch = tuple[Tensor, Tensor]
 DIGEST_MODULUS = 1 << 63
 # Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws. Each count gives four random
 # numbers.
-_STEP_SHIFT, _NUMBERS_PER_COUNT = 192, 4
+_STEP_SHIFT = 192
+_NUMBERS_PER_COUNT = 4
 
 
 class TokenWindows:
@@ -45,8 +46,11 @@ class TokenWindows:
 
     def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
-        self._start_count, self._start_stride = len(self._tokens) - length, text.every
-        self._length, self._device, self._vocabulary = length, device, vocabulary
+        self._start_count = len(self._tokens) - length
+        self._start_stride = text.every
+        self._length = length
+        self._device = device
+        self._vocabulary = vocabulary
         if self._start_count < 1:
             raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
 
@@ -130,7 +134,9 @@ class Evaluation:
         share_scales: ShareScales,
     ) -> None:
         self._share_scales = share_scales
-        self._config, self._layers, self._facts = config, layers, facts
+        self._config = config
+        self._layers = layers
+        self._facts = facts
         length = config.sequence
         windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
         # If sequences are long, few windows fit into that number of tokens. With fewer than 16, a loss would depend
@@ -142,7 +148,8 @@ class Evaluation:
         self, model: LanguageModel, row_key: tuple[str, int, int], is_last: bool
     ) -> Iterator[Validation]:
         def make_validation(name: str, sums: PositionSums, positions: slice = slice(None)) -> Validation:
-            losses, windows = sums[0][positions], sums[1]
+            losses = sums[0][positions]
+            windows = sums[1]
             tokens = len(losses) * windows
             return Validation(*row_key, name, sum(losses) / tokens, tokens)
 
@@ -181,7 +188,9 @@ class Scores:
     def __init__(
         self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
     ) -> None:
-        self._metrics, self._held_out, self._config = settings.metric, held_out, config
+        self._metrics = settings.metric
+        self._held_out = held_out
+        self._config = config
         self._device = task.facts.key
         self._items = {} if config is None else _load_items(settings.tasks, task.text, config.sequence)
 

@@ -45,7 +45,9 @@ class OwnModel(ArmModel):
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
         super().__init__(task, arm, watch, wrap)
-        settings, facts, self._name = self.settings, task.facts, self.settings.make
+        settings = self.settings
+        facts = task.facts
+        self._name = self.settings.make
         self.parallelism = SingleRank()
         self.user_parts = user_parts = copy_target_model(self._name, task.seed, facts)
         self.model = model = user_parts.model
@@ -68,7 +70,8 @@ class OwnModel(ArmModel):
 
     def _make_conversion(self, model: nn.Module) -> Conversion | None:
         """Returns the conversion of layers to the arm's precision; None if no layer is converted."""
-        keys, seed = dict(self.settings.precision_map), self.task.seed
+        keys = dict(self.settings.precision_map)
+        seed = self.task.seed
         if self.precision.name == UNTOUCHED and not keys:
             return None
 
@@ -92,7 +95,8 @@ class OwnModel(ArmModel):
         """Returns the numbers of which the sides of native products must be multiples. Returns (1, 1) if products are
         emulated, or on a CPU.
         """
-        facts, names = self.task.facts, (self.precision.mode, *dict(self.settings.precision_map).values())
+        facts = self.task.facts
+        names = (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
         return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
@@ -102,7 +106,8 @@ class OwnModel(ArmModel):
         return self.user_parts.optimizer is not None
 
     def make_optimizer(self) -> StepOptimizer:
-        maker, settings = self.user_parts, self.settings
+        maker = self.user_parts
+        settings = self.settings
         if maker.optimizer is not None:
             self._refuse_settings()
             optimizer = wrap_own_optimizer(self._name, self.model, maker.optimizer, maker.schedule, settings.updates)
@@ -189,7 +194,8 @@ class OwnModel(ArmModel):
 
 # At most this many held-out batches are read from an iterable, which may be endless. A function is called the second
 # number of times.
-_MAX_HELD_OUT, _HELD_OUT_CALLS = 64, 8
+_MAX_HELD_OUT = 64
+_HELD_OUT_CALLS = 8
 # This many of the first batches are read twice and compared.
 _COMPARED_BATCHES = 3
 
@@ -200,7 +206,10 @@ class OwnBatches:
     """
 
     def __init__(self, name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
-        self._name, self._user_parts, self._seed, self._facts = name, maker, seed, facts
+        self._name = name
+        self._user_parts = maker
+        self._seed = seed
+        self._facts = facts
         self._source = maker.batches
         self._next, self._reader = 0, self._iterate()
         if self._source is None or callable(self._source):
@@ -232,7 +241,8 @@ class OwnBatches:
             raise UsageError(f"{self._name}: its batch {number} cannot be read: {own_words(error)}.") from error
 
     def _iterate(self) -> Iterator[Any]:
-        number, ended = 0, object()
+        number = 0
+        ended = object()
         for epoch in count():
             epoch_start = number
             with self._seed_source("epoch", epoch):

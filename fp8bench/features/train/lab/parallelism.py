@@ -93,7 +93,8 @@ class SeveralRanks(SingleRank):
     """A group of several ranks that train one model."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group, self.rank = group, group.rank
+        self._group = group
+        self.rank = group.rank
 
     def _largest_over_ranks(self, amax: Tensor) -> Tensor:
         """Returns the largest value of all ranks. Returns infinity if the value of any rank is NaN, because a maximum
@@ -107,7 +108,8 @@ class DataParallel(SeveralRanks):
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
-        self.part_count, self.part_number = group.size, group.rank
+        self.part_count = group.size
+        self.part_number = group.rank
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         return use_group_scales(arithmetic, Role, self._largest_over_ranks)
@@ -208,7 +210,8 @@ class FullySharded(DataParallel):
                 # The sums and magnitudes of rows are sent separately. They show later whether the rows arrived
                 # unchanged.
                 sums.append(torch.stack((rows_by_rank.sum(1), torch.linalg.vector_norm(rows_by_rank, 1, 1))))
-                rows_kept, mean_rows = self._stored[bucket], self._group.own_part(rows_by_rank) / self.part_count
+                rows_kept = self._stored[bucket]
+                mean_rows = self._group.own_part(rows_by_rank) / self.part_count
                 for parameter, piece in zip(
                     rows_kept, torch.split(mean_rows, [parameter.numel() for parameter in rows_kept]), strict=True
                 ):
@@ -234,9 +237,11 @@ class FullySharded(DataParallel):
         """Returns errors in received gradients and in gathered weights. Must be called while the full weights are in
         the parameters.
         """
-        wrong, self._has_wrong_gradient = bool(self._has_wrong_gradient), torch.zeros_like(self._has_wrong_gradient)
+        wrong = bool(self._has_wrong_gradient)
+        self._has_wrong_gradient = torch.zeros_like(self._has_wrong_gradient)
         gathered_rows = [self._rows_by_rank(weight.detach())[self.part_number] for weight in self._full_weights]
-        gathered, rows = map(_as_bits, gathered_rows), map(_as_bits, self._stored)
+        gathered = map(_as_bits, gathered_rows)
+        rows = map(_as_bits, self._stored)
         faults = (
             (wrong, "received gradients for its rows that are not the mean of what all ranks sent"),
             (not all(map(torch.equal, gathered, rows)), "does not find its own rows in the gathered weights"),

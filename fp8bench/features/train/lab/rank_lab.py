@@ -91,7 +91,8 @@ class RankLab(RankBench, Lab):
 
     def _on_all_ranks(self, body: Callable[[], T]) -> T:
         """Runs `body`. If it fails on any rank, raises StoreError on every rank."""
-        answer, fault = None, ""
+        answer = None
+        fault = ""
         try:
             answer = body()
         except StoreError as error:
@@ -177,7 +178,8 @@ def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
     first_row = rows[0]
     for rank, row in enumerate(rows):
         for field in fields(row):
-            expected, value = getattr(first_row, field.name), getattr(row, field.name)
+            expected = getattr(first_row, field.name)
+            value = getattr(row, field.name)
             if field.name != "seconds" and repr(value) != repr(expected):
                 raise RanksDisagree(
                     f"in step {first_row.step} of {first_row.arm} {field.name} is {expected!r} on rank 0 and {value!r} "

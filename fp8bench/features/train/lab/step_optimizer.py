@@ -58,7 +58,8 @@ _LISTED_OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
 # A bucket has at most the first number of weights, because measuring an update takes a copy of them. If gradients or
 # states are stored in low precision, they are restored for an update. A model is then divided into at least the
 # second number of buckets.
-_MAX_ELEMENTS, _LOW_PRECISION_BUCKETS = 1 << 24, 16
+_MAX_ELEMENTS = 1 << 24
+_LOW_PRECISION_BUCKETS = 16
 # The names that reports give to the states of torch's optimizers.
 _STATE_NAMES = {
     "exp_avg": "first moment",
@@ -87,7 +88,10 @@ class Bucket:
         place: int | None,
         storages: tuple[Storage, Storage] | None = None,
     ) -> None:
-        self.optimizer, self.parameters, self.holders, self.place = optimizer, list(parameters), holders, place
+        self.optimizer = optimizer
+        self.parameters = list(parameters)
+        self.holders = holders
+        self.place = place
         self._storages = storages
         self._stored: dict[tuple[Tensor, str], Operand] = {}
 
@@ -98,10 +102,12 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         (group,) = self.optimizer.param_groups
-        rate, decay = group["lr"], group["weight_decay"]
+        rate = group["lr"]
+        decay = group["weight_decay"]
         group["lr"] = group["weight_decay"] = 0.0
         self.optimizer.step()
-        group["lr"], group["weight_decay"] = rate, decay
+        group["lr"] = rate
+        group["weight_decay"] = decay
         for parameter in self.parameters:
             parameter.grad = None
             for value in self.optimizer.state[parameter].values():
@@ -129,16 +135,18 @@ class Bucket:
         """Takes a step of the optimizer, with all rates multiplied by `rate_share`. Changes nothing if `is_skipped`
         is 1. Returns False if the optimizer's step was not called.
         """
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        optimizer: Any = self.optimizer
+        groups = optimizer.param_groups
         # The share applies to this step only, because a user's schedule also changes the rates.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * rate_share
         try:
             if self.place is not None and groups[0].get("fused"):  # divides and skips on the device
-                optimizer.grad_scale, optimizer.found_inf = divisors[self.place], is_skipped  # type: ignore[attr-defined]
+                optimizer.grad_scale = divisors[self.place]
+                optimizer.found_inf = is_skipped
                 optimizer.step()
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+                del optimizer.grad_scale, optimizer.found_inf
                 return True
             if bool(is_skipped):
                 return False
@@ -187,9 +195,12 @@ class StepOptimizer:
         rate: float | None = None,
         schedule: Any = None,
     ) -> None:
-        self.parameters, self._buckets = dict(parameters), buckets
-        self.gradients, self.weights = gradients, weights
-        self._rate, self._schedule = rate, schedule
+        self.parameters = dict(parameters)
+        self._buckets = buckets
+        self.gradients = gradients
+        self.weights = weights
+        self._rate = rate
+        self._schedule = schedule
         self._round_updates = make_update_rounding(updates)
         self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
         for parameter in parameters.values():
@@ -257,7 +268,8 @@ class StepOptimizer:
         """
         schedule = {} if self._schedule is None else self._schedule.state_dict()
         buckets = [bucket.get_state() for bucket in self._buckets]
-        weights, gradients = self.weights.stored_tensors(), self.gradients.list_scale_shares()
+        weights = self.weights.stored_tensors()
+        gradients = self.gradients.list_scale_shares()
         return {"weights": weights, "gradients": gradients, "buckets": buckets, "schedule": schedule}
 
     @torch.no_grad()
@@ -278,7 +290,8 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
     """Returns the optimizer that --optimizer names. All parameters of one of its buckets have the same rate, weight
     decay and clipping.
     """
-    trained_parameters, fmt = list(parameters.values()), settings.gradients
+    trained_parameters = list(parameters.values())
+    fmt = settings.gradients
     # with ZeRO a rank receives one mean of all micro-batches
     gradient_parts = 1 if settings.parallel == "zero" else settings.micro_batches
     gradients = (
@@ -400,7 +413,8 @@ class HighAccumulation(torch.optim.Optimizer):
         self._inner = make(self.masters)
         self._round_updates = make_update_rounding(updates)
         super().__init__(self.masters, {})
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
         for parameter, master in zip(self.trained, self.masters, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(_add_to_master, master))  # type: ignore[no-untyped-call]
 
@@ -427,7 +441,8 @@ class HighAccumulation(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: State) -> None:
         self._inner.load_state_dict(state_dict["inner"])
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
         for master, values in zip(self.masters, state_dict["masters"], strict=True):
             master.copy_(values)
         self._copy_masters()

@@ -55,16 +55,17 @@ class Trainer:
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
-        self.arm, self.task = arm, task
+        self.arm = arm
+        self.task = task
         self.precision = precisions.get(arm.precision)
         self.settings = settings = arm.merge_settings(task.settings)
-        self.step, self.stopped, self._steps_skipped = 0, False, 0
+        self.step = 0
+        self.stopped = False
+        self._steps_skipped = 0
         self.arm_model: ArmModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
-        self.model, self.parallelism, self.arithmetics = (
-            self.arm_model.model,
-            self.arm_model.parallelism,
-            self.arm_model.arithmetics,
-        )
+        self.model = self.arm_model.model
+        self.parallelism = self.arm_model.parallelism
+        self.arithmetics = self.arm_model.arithmetics
         self.optimizer = self.arm_model.make_optimizer()
         self.parameters = self.arm_model.parameters
         self.max_norm, clip_group = parse_clip(settings.clip)
@@ -81,7 +82,8 @@ class Trainer:
         return self.arm_model.tokens
 
     def describe(self) -> ArmState:
-        parameter_count, sizes = self.arm_model.parameter_count, []
+        parameter_count = self.arm_model.parameter_count
+        sizes = []
         for name, tensors in self._list_stored_tensors().items():
             sizes.append((name, sum(tensor.nbytes for tensor in tensors) / parameter_count))
         return ArmState(self.arm.name, parameter_count, self.tokens, tuple(sizes))
@@ -225,7 +227,8 @@ class Trainer:
         """Returns the lines of a validation. `is_last` adds the lines of a finished training. Afterwards the state of
         casts is restored, so that later steps do not depend on validations.
         """
-        row_key, casts = (self.arm.name, self.task.seed, self.step), self.copy_casts()
+        row_key = (self.arm.name, self.task.seed, self.step)
+        casts = self.copy_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self.arm_model.renew_scales(False)
@@ -259,7 +262,8 @@ class Trainer:
         }
 
     def set_state(self, memory: State) -> None:
-        self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
+        self.step = int(memory["step"])
+        self.stopped = bool(memory["stopped"])
         # The state of casts and the loss scale belong to one precision. Older checkpoints do not name this precision,
         # because an arm had only one.
         same = memory.get("precision", self.arm.precision) == self.arm.precision
@@ -267,7 +271,8 @@ class Trainer:
             memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
         else:
             self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
-        self._steps_skipped, self._rate_factor = memory["skipped"], memory.get("lowered", 1.0)
+        self._steps_skipped = memory["skipped"]
+        self._rate_factor = memory.get("lowered", 1.0)
         self._schedule.set_state(memory["schedule"])
         self.optimizer.set_state(memory["optimizer"])
         self.restore_casts(CastState(**memory["casts"]))

@@ -111,10 +111,12 @@ class ZeroTensors(FullySharded):
         super().__init__(group)
         self._wire = wire
         # One entry per step: samples of all gradients that this rank sent, and of the means that it received.
-        self._step_samples, self._turn = deque[tuple[Tensor, Tensor]](maxlen=_MAX_STORED_STEPS), 0
+        self._step_samples = deque[tuple[Tensor, Tensor]](maxlen=_MAX_STORED_STEPS)
+        self._turn = 0
 
     def divide_parameters(self, parameters: Parameters) -> Parameters:
-        self._full_weights, self._names = list(parameters.values()), list(parameters)
+        self._full_weights = list(parameters.values())
+        self._names = list(parameters)
         if len(self._full_weights) < self.part_count:
             raise UsageError(
                 f"--parallel zero: {len(self._full_weights)} weights are too few for {self.part_count} ranks. Give "
@@ -139,7 +141,8 @@ class ZeroTensors(FullySharded):
         )
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
-        gradients_sent, turn = [gradient_or_zeros(weight) for weight in self._full_weights], self._turn
+        gradients_sent = [gradient_or_zeros(weight) for weight in self._full_weights]
+        turn = self._turn
         # The samples are taken first, because the exchange may reuse the memory of gradients.
         sent = _sample_tensors(gradients_sent, turn)
         means = self._owned_tensors.average(gradients_sent, phase)
@@ -219,7 +222,8 @@ class SampledGroup(RankGroup):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.exchange_samples, self._turn = deque[_ExchangeSample](maxlen=_MAX_STORED_SAMPLES), 0
+        self.exchange_samples = deque[_ExchangeSample](maxlen=_MAX_STORED_SAMPLES)
+        self._turn = 0
 
     def all_parts(self, x: Tensor) -> Tensor:
         parts = super().all_parts(x)
@@ -273,7 +277,8 @@ class SequenceParallel(TensorParallel):
 
     def __init__(self, group: RankGroup, config: GPTConfig, wire: str) -> None:
         super().__init__(group, config)
-        self._wire, self.token_group = wire, GROUPS_BY_WIRE[wire](group.handle)
+        self._wire = wire
+        self.token_group = GROUPS_BY_WIRE[wire](group.handle)
 
     def cut_model(self, model: LanguageModel) -> None:
         assert isinstance(model, GPT)
@@ -329,7 +334,8 @@ class SequenceParallel(TensorParallel):
         return any(self._is_wrong(sample, torch.stack(all_sent)) for sample, *all_sent in by_note)
 
     def _is_wrong(self, sample: _ExchangeSample, all_sent: Tensor) -> bool:
-        has_16_bits, is_fp8 = _has_16_bits(sample.dtype), self._wire == "fp8"
+        has_16_bits = _has_16_bits(sample.dtype)
+        is_fp8 = self._wire == "fp8"
         # Compute the numbers that should have arrived from the numbers that all ranks report to have sent.
         all_sent = all_sent.view(len(all_sent), *sample.sent.shape)
         if sample.received.ndim > 1:
@@ -337,7 +343,8 @@ class SequenceParallel(TensorParallel):
                 all_sent[:, 1:], all_sent[:, :1], "fp32" if has_16_bits and not is_fp8 else self._wire
             )
         else:
-            numbers, amax = all_sent[:, self.rank, 1:], all_sent[..., 0].amax()
+            numbers = all_sent[:, self.rank, 1:]
+            amax = all_sent[..., 0].amax()
             if not is_fp8:  # other formats are added up in any order
                 wire = "bf16" if has_16_bits else self._wire
                 return bool(find_wrong_means(sample.received / len(all_sent), numbers, amax, wire).any())

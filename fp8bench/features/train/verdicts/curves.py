@@ -161,7 +161,8 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.is_complete and arm.is_complete):
         return Void.NOT_FINISHED
     # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
-    reference_end, arm_end = reference.endpoint, arm.endpoint
+    reference_end = reference.endpoint
+    arm_end = arm.endpoint
     if math.isnan(reference_end) or math.isnan(arm_end):
         return Void.NOT_FINITE
     # a gap relative to a negative loss would have the wrong sign
@@ -174,7 +175,8 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     *earlier, gap = measure_gaps(reference, arm, end_steps)
     if any(map(math.isnan, (*earlier, gap))):
         return Void.NEARLY_ZERO
-    held_out, same_bits = _held_out_gap(reference, arm), reference.losses == arm.losses
+    held_out = _held_out_gap(reference, arm)
+    same_bits = reference.losses == arm.losses
     return Pair(seed, gap, held_out, same_bits, tuple(earlier))
 
 
@@ -216,7 +218,8 @@ def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
 
 
 MIN_PAIRS = 5
-DECIDING_LEVEL, SHOWN_LEVEL = 0.99, 0.95
+DECIDING_LEVEL = 0.99
+SHOWN_LEVEL = 0.95
 # No verdict proposes more seeds than this.
 MAX_SEEDS = 1000
 # The proposed number of further seeds decides with a probability of at least 80%, if gap and deviation are as
@@ -299,7 +302,8 @@ LASTING_VOIDS = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
 def mean_gap(gaps: Sequence[float]) -> Gap | None:
     if not gaps:
         return None
-    point, pair_count = statistics.fmean(gaps), len(gaps)
+    point = statistics.fmean(gaps)
+    pair_count = len(gaps)
     if pair_count == 1:
         return Gap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
@@ -319,7 +323,8 @@ def judge_pairs(pairs: Sequence[Pair], margin: float, has_held_out: bool = True)
         return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
     if has_held_out and (held_out is None or held_out.decides is None or held_out.pairs < MIN_PAIRS):
         return replace(open_arm, why=Why.NO_HELD_OUT)
-    learned, matters = classify_gap(gap.decides, margin), classify_importance(gap.decides, margin)
+    learned = classify_gap(gap.decides, margin)
+    matters = classify_importance(gap.decides, margin)
     if learned is Learned.INCONCLUSIVE:
         return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_seeds_needed(gap, margin))
     if (
@@ -401,7 +406,8 @@ def count_seeds_needed(gap: Gap, margin: float) -> int | None:
             value * gap.deviation / math.sqrt(count)
             for value in (student_quantile(DECIDING_LEVEL, count - 1), _POWER_QUANTILE)
         )
-        nearest, furthest = max(0.0, abs(gap.point) - chance_distance), abs(gap.point) + chance_distance
+        nearest = max(0.0, abs(gap.point) - chance_distance)
+        furthest = abs(gap.point) + chance_distance
         return nearest > half_width or furthest <= margin - half_width or 2 * half_width <= margin
 
     # More seeds decide more cases, so the smallest number is found by bisection.

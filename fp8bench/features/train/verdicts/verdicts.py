@@ -280,11 +280,13 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     timed_pairs = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
     if len(timed_pairs) < MIN_PAIRS:
         return None
-    curves, speeds = [pair for pair, _ in timed_pairs], [log for _, log in timed_pairs]
+    curves = [pair for pair, _ in timed_pairs]
+    speeds = [log for _, log in timed_pairs]
     # Logarithms of ratios, because half and twice as fast are equally far from 1.
     step_speed = mean_gap(speeds)
     assert step_speed is not None and step_speed.shown is not None
-    raw, steps = _exponentiate(step_speed.shown), measure_log_steps(curves)
+    raw = _exponentiate(step_speed.shown)
+    steps = measure_log_steps(curves)
     if steps is None:
         return AdjustedSpeed(raw, None)
     point = step_speed.point + max(steps, _MIN_LOG_STEP)
@@ -334,7 +336,8 @@ def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float
     curvature, slope, _ = (float(term) for term in np.polyfit(log_steps[is_fitted], losses[is_fitted], 2))
     if max(slope, slope + 2 * curvature * _MIN_LOG_STEP) >= 0:
         # A parabola that turns upwards at its end would mean that the loss rises again.
-        curvature, slope = 0.0, float(np.polyfit(log_steps[is_fitted], losses[is_fitted], 1)[0])
+        curvature = 0.0
+        slope = float(np.polyfit(log_steps[is_fitted], losses[is_fitted], 1)[0])
     if slope >= 0:
         return None
     if loss_rise > _MIN_LOG_STEP * (slope + curvature * _MIN_LOG_STEP):

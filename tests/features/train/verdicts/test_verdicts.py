@@ -158,7 +158,8 @@ def test_several_arms_say_what_their_level_means() -> None:
     other = replace(CANDIDATE, name="mxfp8")
     among = judge_training(of_arms(CANDIDATE, other), lines({"fp8": WORSE, "mxfp8": SAME}))
     assert [own.judged.learned for own in among.arms] == [Learned.WORSE, Learned.WITHIN_NOISE]
-    assert "2 arms" in words.describe_family_chance(among) and words.describe_family_chance(judged(WORSE)[1]) == ""
+    assert "2 arms" in "".join(words.describe_chance(among))
+    assert not any("each verdict" in sentence for sentence in words.describe_chance(judged(WORSE)[1]))
     skipped = judge_training(of_arms(CANDIDATE, replace(other, skip="no hardware")), lines({"fp8": WORSE}))
     assert [own.arm.name for own in skipped.arms] == ["fp8"]
 
