@@ -385,7 +385,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
     yield from dict.fromkeys(event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE)
     is_watched = stored.training.is_watched
     # A single loop has no verdict that a held-out text could decide.
-    if not verdicts.looks and (verdicts.arms or not is_watched):
+    if not verdicts.has_held_out and (verdicts.arms or not is_watched):
         loop_advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
         advice = loop_advice if is_watched else "return held_out from make()"
         yield f"nothing was held out, so that the training loss alone decides: {advice}"

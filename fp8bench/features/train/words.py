@@ -62,7 +62,7 @@ def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
         return describe_verdict(summary.verdict, verdicts)
     if arm.role is ArmRole.CHAOS and verdicts.chaos is not None:
         return f"{_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
-    if arm.name == verdicts.reference and verdicts.rates > 1:
+    if arm.name == verdicts.reference and verdicts.rate_count > 1:
         return f"{_ROLE_WORDS[arm.role]} at its best rate, with which arms are compared"
     return _ROLE_WORDS[arm.role]
 

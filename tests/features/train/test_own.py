@@ -89,7 +89,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
     kept = short(store, local, seeds=5, steps=6, rate=0.01)
     assert not LIVE_MODELS and not LOADED_MODELS and kept.training.request.settings.make
     verdicts = judge_training(kept.training, kept.lines)
-    assert not verdicts.looks
+    assert not verdicts.has_held_out
     assert any("nothing was held out" in note for note in list_notes(JudgedTraining(kept)))
     assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 

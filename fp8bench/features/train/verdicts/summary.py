@@ -40,6 +40,7 @@ from fp8bench.features.train.verdicts.curves import (
     classify_gap,
     classify_importance,
     count_seeds_needed,
+    find_deciding_interval,
     make_curves,
     mean_gap,
     select_curves,
@@ -335,12 +336,13 @@ def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
 
 def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
     verdict = replace(verdict, worse=gap, word=describe_open_gap(gap, margin))
-    if gap is None or gap.decides is None or gap.pairs < MIN_PAIRS:
+    interval = find_deciding_interval(gap)
+    if interval is None:
         return verdict
     if at_chance:
         return replace(verdict, word=_AT_CHANCE)
-    learned = classify_gap(gap.decides, margin)
-    matters = classify_importance(gap.decides, margin)
+    learned = classify_gap(interval, margin)
+    matters = classify_importance(interval, margin)
     verdict = replace(verdict, learned=learned, matters=matters)
     if learned is Learned.INCONCLUSIVE:
         return verdict

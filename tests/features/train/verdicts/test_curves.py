@@ -147,7 +147,7 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
     assert learned == {"fp8": Learned.BETTER}
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
     tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
-    assert (tuned.reference, tuned.rates, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
+    assert (tuned.reference, tuned.rate_count, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
     others = {said.arm.name for said in tuned.arms if said.judged.why is Why.OTHER_RATE}
     assert others == {"fp8 rate=0.0005", "fp8 rate=0.002"}
 
@@ -167,7 +167,7 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
         "fp8 rate=0.002": Learned.DIVERGED,
     }
     plain = judge_training(training(), lines({"fp8": [0.0] * 5}))
-    assert (plain.reference, plain.rates) == (REFERENCE.name, 1)
+    assert (plain.reference, plain.rate_count) == (REFERENCE.name, 1)
 
 
 @for_each("apart", [0.0, 0.002, 0.02])
