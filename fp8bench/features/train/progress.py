@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
 
@@ -40,7 +39,7 @@ from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.files import write_whole
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.loggers import LoggedScalar, LogTarget, ScalarLogger
-from fp8bench.report.elements import Field, Page, Part, Text, Tone
+from fp8bench.report.elements import Page, Part, Text, Tone
 from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
@@ -214,25 +213,23 @@ class ArmProgress:
     def tokens_per_second(self) -> float | None:
         return self.tokens / self.seconds if self.arm.native and self.seconds else None
 
+    @property
+    def health(self) -> str:
+        """Returns the reason why the arm ended early, or otherwise its number of alarms."""
+        if self.ended or not self.alarms:
+            return self.ended or "no alarm"
+        return f"{many(self.alarms, 'alarm')}, last in {self.last_alarm}"
+
 
 def render_board(position: str, arms: Sequence[ArmProgress]) -> Page:
     columns: list[Col[ArmProgress]] = [
-        Col("arm", attrgetter("arm.name")),
-        Col("loss", attrgetter("loss"), number=True, show="{:.4f}".format),
-        Col("held-out", attrgetter("held_out"), number=True, show="{:.4f}".format),
-        Col("tokens/s", attrgetter("tokens_per_second"), number=True, show=units.count),
-        Col("health", _describe_alarms),
+        Col("arm", "arm.name"),
+        Col("loss", "loss", show="{:.4f}".format),
+        Col("held-out", "held_out", show="{:.4f}".format),
+        Col("tokens/s", "tokens_per_second", show=units.count),
+        Col("health", "health", tone=lambda arm: Tone.BAD if arm.ended or arm.alarms else Tone.GOOD),
     ]
     return Page(position, "", (Part("arms", "", (table("arms", "", columns, arms),)),))
-
-
-def _describe_alarms(now: ArmProgress) -> Field:
-    """Returns the reason why an arm ended early, or otherwise its number of alarms."""
-    if now.ended:
-        return Field(now.ended, tone=Tone.BAD)
-    if not now.alarms:
-        return Field("no alarm", tone=Tone.GOOD)
-    return Field(f"{many(now.alarms, 'alarm')}, last in {now.last_alarm}", tone=Tone.BAD)
 
 
 @contextmanager
@@ -244,7 +241,7 @@ def on_terminal() -> Iterator[TrainingObserver]:
         yield observer
 
 
-# The page is written at most every 10 seconds, and in at most 2% of the time.
+# The page is written at most every 10 seconds, and writing it takes at most 2% of the time.
 PAGE_INTERVAL_SECONDS = 10.0
 _PAGE_TIME_SHARE = 0.02
 PrintLine = Callable[[str], None]
@@ -252,19 +249,24 @@ PrintLine = Callable[[str], None]
 
 @contextmanager
 def with_outputs(
-    inner: TrainingObserver, place: Path, live: Path | None, log: Sequence[LogTarget] = (), on_alarm: str = ""
+    inner: TrainingObserver,
+    store_or_stream: Path,
+    live: Path | None,
+    log: Sequence[LogTarget] = (),
+    on_alarm: str = "",
 ) -> Iterator[TrainingObserver]:
-    """Yields an observer that passes everything on to `inner`. It also writes a page, logs scalars, and runs a
-    command for each alarm. `place` is the store, or the stream of a recorded loop.
+    """Yields an observer that passes everything on to `inner`. It also writes a page to `live`, logs scalars to the
+    targets in `log`, and runs the command `on_alarm` for each alarm. `store_or_stream` is the store, or the stream of
+    a recorded loop.
     """
     # A failure of one output does not affect the training or the other outputs.
     observers: list[_OutputObserver] = []
     if live is not None:
-        observers.append(LivePage(live, place, inner.note))
+        observers.append(LivePage(live, store_or_stream, inner.note))
     if log:
-        observers.append(LiveLog(log, place, inner.note))
+        observers.append(LiveLog(log, store_or_stream, inner.note))
     if on_alarm:
-        observers.append(AlarmCommand(on_alarm, inner.note))
+        observers.append(AlarmCommand(on_alarm, store_or_stream, inner.note))
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -272,8 +274,13 @@ def with_outputs(
 
 
 class _OutputObserver(TrainingObserver):
+    """Writes an output while a training runs. `store_or_stream` is the store, or the stream of a recorded loop."""
+
     _training: Training | None = None
-    _store_or_stream: Path
+
+    def __init__(self, store_or_stream: Path, print_line: PrintLine) -> None:
+        self._store_or_stream = store_or_stream
+        self._print_line = print_line
 
     def begun(self, training: Training) -> None:
         self._training = training
@@ -316,11 +323,10 @@ class LivePage(_OutputObserver):
     """
 
     def __init__(
-        self, file: Path, place: Path, print_line: PrintLine, clock: Callable[[], float] = time.monotonic
+        self, file: Path, store_or_stream: Path, print_line: PrintLine, clock: Callable[[], float] = time.monotonic
     ) -> None:
+        super().__init__(store_or_stream, print_line)
         self._file = file
-        self._store_or_stream = place
-        self._print_line = print_line
         self._clock = clock
         self._next_write = -PAGE_INTERVAL_SECONDS
         self._last_failure = ""
@@ -364,11 +370,9 @@ class LivePage(_OutputObserver):
 class LiveLog(_OutputObserver):
     """Logs the scalars of all arms as they arrive, and the summaries once the training is finished."""
 
-    def __init__(self, targets: Sequence[LogTarget], place: Path, print_line: PrintLine) -> None:
+    def __init__(self, targets: Sequence[LogTarget], store_or_stream: Path, print_line: PrintLine) -> None:
+        super().__init__(store_or_stream, print_line)
         self._targets = targets
-        self._store_or_stream = place
-        self._print_line = print_line
-        self._logger: ScalarLogger | None = None
 
     def begun(self, training: Training) -> None:
         super().begun(training)
@@ -379,27 +383,25 @@ class LiveLog(_OutputObserver):
             self._log(list_scalars(self._training, lines))
 
     def close(self) -> None:
-        if self._logger is None or self._training is None:
+        if self._training is None:
             return
         with contextlib.suppress(StoreError):
-            stored = self._load() if not self._training.is_watched else None
+            stored = None if self._training.is_watched else self._load()
             if stored is not None and stored.finished:
                 self._log(list_summary_scalars(JudgedTraining(stored)))
         self._logger.close()
-        self._logger = None
 
     def _log(self, scalars: Iterable[LoggedScalar]) -> None:
-        if self._logger is not None:
-            for scalar in scalars:
-                self._logger.log(*scalar)
+        for scalar in scalars:
+            self._logger.log(*scalar)
 
 
 class AlarmCommand(_OutputObserver):
     """Runs a command of the user's shell for each alarm, in parallel with the training."""
 
-    def __init__(self, command: str, print_line: PrintLine) -> None:
+    def __init__(self, command: str, store_or_stream: Path, print_line: PrintLine) -> None:
+        super().__init__(store_or_stream, print_line)
         self._command = command
-        self._print_line = print_line
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
