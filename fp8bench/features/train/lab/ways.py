@@ -6,6 +6,7 @@ independently of the code that sends.
 
 from __future__ import annotations
 
+import itertools
 from collections import deque
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -104,7 +105,7 @@ class ZeroTensors(FullySharded):
     """Every rank reads an equal part of every micro-batch, but stores and updates only some of the weights, each of
     them complete, as in FP8-LM. Ranks send gradients to the owner of a weight, and the owner sends the weight back,
     both in the format `wire`. All ranks, including the owner, compute with the weight as it arrives. After a call,
-    some numbers of each tensor are compared with the numbers that ranks sent.
+    some numbers of each gradient are compared with the numbers that ranks sent.
     """
 
     def __init__(self, group: RankGroup, wire: str) -> None:
@@ -115,8 +116,8 @@ class ZeroTensors(FullySharded):
         self._turn = 0
 
     def divide_parameters(self, parameters: Parameters) -> Parameters:
-        self._full_weights = list(parameters.values())
         self._names = list(parameters)
+        self._full_weights = list(parameters.values())
         if len(self._full_weights) < self.part_count:
             raise UsageError(
                 f"--parallel zero: {len(self._full_weights)} weights are too few for {self.part_count} ranks. Give "
@@ -142,16 +143,15 @@ class ZeroTensors(FullySharded):
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
         gradients_sent = [gradient_or_zeros(weight) for weight in self._full_weights]
-        turn = self._turn
         # The samples are taken first, because the exchange may reuse the memory of gradients.
-        sent = _sample_tensors(gradients_sent, turn)
+        sent = _sample_tensors(gradients_sent, self._turn)
         means = self._owned_tensors.average(gradients_sent, phase)
         for weight in self._full_weights:
             weight.grad = None
         for parameter, mean in zip(self._stored, means, strict=True):
             parameter.grad = mean
         gradients.store_gradients()
-        self._step_samples.append((sent, _sample_tensors(means, turn)[:, 1:]))
+        self._step_samples.append((sent, _sample_tensors(means, self._turn)[:, 1:]))
         self._turn += 1
 
     def join_norms(self, norms: Tensors) -> list[Tensor]:
@@ -164,38 +164,20 @@ class ZeroTensors(FullySharded):
         return list(self._group.add_over_ranks(all_squares).sqrt().to(torch.float32).flatten())
 
     def find_faults(self) -> tuple[str, ...]:
-        """Returns errors in received gradients and weights. Parameters must have their values."""
+        """Returns the first received gradient that is not the mean. A wrong weight needs no sample, because ranks
+        compare digests of all weights.
+        """
         samples = list(self._step_samples)
         self._step_samples.clear()
-        own_numbers = torch.tensor(self.select_stored_values(range(len(self._full_weights))))
-        faults = []
-        if samples:
-            sent, received = map(torch.stack, zip(*samples, strict=True))
-            all_sent = torch.stack(self._group.all_of(sent))[:, :, own_numbers]  # ranks, steps, tensors, numbers
-            wrong = find_wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
-            faults.append(
-                self._describe_fault(
-                    "received a gradient that is not the mean of what all ranks sent", wrong, own_numbers
-                )
-            )
-        own_samples = _sample_tensors([parameter.detach() for parameter in self._stored], 0)
-        # Each rank fills in the rows of the tensors that it owns. Together the ranks' rows show the weights of all
-        # owners.
-        rows = own_samples.new_zeros(len(self._full_weights), own_samples.shape[1])
-        rows[own_numbers.to(own_samples.device)] = own_samples
-        all_rows = torch.stack(self._group.all_of(rows))
-        owners_rows = all_rows[torch.tensor(self._owned_tensors.owners), torch.arange(len(self._full_weights))]
-        numbers = _sample_tensors([weight.detach() for weight in self._full_weights], 0)[:, 1:]
-        wrong = ~is_equal_or_nan(numbers, simulate_sending(owners_rows[:, 1:], owners_rows[:, :1], self._wire))
-        faults.append(
-            self._describe_fault("has a weight that is not what its owner sent", wrong, torch.arange(len(wrong)))
-        )
-        return tuple(filter(None, faults))
-
-    def _describe_fault(self, words: str, wrong: Tensor, numbers: Tensor) -> str:
-        """Returns `words` followed by the name of the first wrong tensor; '' if no tensor is wrong."""
-        tensors = wrong.any(-1).view(-1, len(numbers)).any(0).nonzero().flatten().tolist()
-        return f"{words}: {self._names[int(numbers[tensors[0]])]}" if tensors else ""
+        if not samples:
+            return ()
+        names = self.select_stored_values(self._names)
+        tensor_numbers = torch.tensor(self.select_stored_values(range(len(self._names))))
+        sent, received = map(torch.stack, zip(*samples, strict=True))
+        all_sent = torch.stack(self._group.all_of(sent))[:, :, tensor_numbers]  # ranks, steps, tensors, numbers
+        wrong = find_wrong_means(received, all_sent[..., 1:], all_sent[..., :1].amax(0), self._wire)
+        wrong_names = itertools.compress(names, wrong.any(-1).any(0).tolist())
+        return tuple(f"received a gradient that is not the mean of what all ranks sent: {name}" for name in wrong_names)
 
 
 def _sample_tensors(tensors: Tensors, turn: int) -> Tensor:
