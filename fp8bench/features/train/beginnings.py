@@ -31,7 +31,6 @@ _HELD_OUT_PARTS = 10
 # With fewer than four validation windows, losses would be meaningless.
 MIN_WINDOWS = 4
 _BYTES_PER_TOKEN = 2
-_CHUNK = 1 << 24
 # The largest token file. It is read completely for its digest, and no training here needs a hundredth of it.
 _MAX_TOKEN_BYTES = 32 << 30
 # Names of the held-out part of a saved dataset, in order of preference.
@@ -205,24 +204,21 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
 
 
 def _read_tokens(path: Path) -> tuple[int, int, str]:
+    """Returns the number of tokens in a file, the highest token, and the file's digest."""
     import numpy as np
 
     try:
         if path.suffix != ".bin" or path.stat().st_size % _BYTES_PER_TOKEN:
             raise UsageError(f"--data {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
-        digest = hashlib.sha256()
-        highest = 0
-        length = 0
         with open_file(path, most=_MAX_TOKEN_BYTES) as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                highest = max(highest, int(np.frombuffer(chunk, dtype=np.uint16).max()))
-                length += len(chunk) // _BYTES_PER_TOKEN
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            length = file.tell() // _BYTES_PER_TOKEN
+        highest = int(np.memmap(path, dtype=np.uint16, mode="r").max()) if length else 0
     except OSError as error:
         raise UsageError(
             f"--data {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
         ) from None
-    return length, highest, digest.hexdigest()
+    return length, highest, digest
 
 
 def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:

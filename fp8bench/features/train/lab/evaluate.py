@@ -232,13 +232,10 @@ class Scores:
         does not change the scores.
         """
         assert self._config is not None
-        texts_as_bytes = [np.frombuffer(text, dtype=np.uint8) for text in texts]
-        length = -(-max(map(len, texts_as_bytes)) // LINE) * LINE
-        rows = np.full((len(texts_as_bytes), min(length, self._config.sequence)), ord("\n"), dtype=np.int64)
-        for row, text_bytes in zip(rows, texts_as_bytes, strict=True):
-            row[: len(text_bytes)] = text_bytes
-        lengths = torch.tensor([len(text_bytes) for text_bytes in texts_as_bytes])
-        return torch.from_numpy(rows).to(self._device), lengths.to(self._device)
+        lengths = torch.tensor([len(text) for text in texts], device=self._device)
+        row_length = min(-(-max(map(len, texts)) // LINE) * LINE, self._config.sequence)
+        rows = torch.tensor([list(text.ljust(row_length, b"\n")) for text in texts], device=self._device)
+        return rows, lengths
 
 
 @lru_cache(maxsize=1)
