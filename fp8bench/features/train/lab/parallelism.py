@@ -31,9 +31,6 @@ _MAX_SENT_ELEMENTS = 1 << 24
 # full gradient is freed once it is sent.
 _MAX_SHARDED_ELEMENTS = 1 << 22
 _DIGESTED_ELEMENTS = 1 << 20
-# Two float32 sums of the same numbers in different orders may differ by rounding. Per rank, the difference is at most
-# this share of the sum of magnitudes, because torch adds blocks of fewer than 100 numbers and then adds in pairs.
-_ROUNDING = 2.0**-16
 
 T = TypeVar("T")
 
@@ -83,10 +80,6 @@ class SingleRank:
     def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
         """Returns the parameters that must be equal on all ranks."""
         return list(parameters.values())
-
-    def find_faults(self) -> tuple[str, ...]:
-        """Returns the errors that were found since the last call in the data that this rank received."""
-        return ()
 
 
 class SeveralRanks(SingleRank):
@@ -158,7 +151,6 @@ class FullySharded(DataParallel):
                 [parameter.numel() * self.part_count for parameter in self._stored], _MAX_SHARDED_ELEMENTS
             )
         )
-        self._has_wrong_gradient = torch.zeros((), dtype=torch.bool, device=self._full_weights[0].device)
         self._free_weights()
         return dict(zip(parameters, self._stored, strict=True))
 
@@ -195,7 +187,6 @@ class FullySharded(DataParallel):
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
         """Gives each rank the mean gradient of its rows, and frees the gradients of full parameters."""
-        sums = []
         with phase.communication:
             for bucket in self._buckets:
                 rows_by_rank = torch.cat(
@@ -207,39 +198,16 @@ class FullySharded(DataParallel):
                 )
                 for parameter in self._full_weights[bucket]:
                     parameter.grad = None
-                # The sums and magnitudes of rows are sent separately. They show later whether the rows arrived
-                # unchanged.
-                sums.append(torch.stack((rows_by_rank.sum(1), torch.linalg.vector_norm(rows_by_rank, 1, 1))))
                 rows_kept = self._stored[bucket]
                 mean_rows = self._group.own_part(rows_by_rank) / self.part_count
                 for parameter, piece in zip(
                     rows_kept, torch.split(mean_rows, [parameter.numel() for parameter in rows_kept]), strict=True
                 ):
                     parameter.grad = piece.view_as(parameter)
-            self._check_gradients(torch.stack(sums))
-
-    def _check_gradients(self, sums: Tensor) -> None:
-        """Compares the sums of the rows that this rank received with sums that were sent separately. The ranks cannot
-        be compared with each other, because no two of them have the same rows.
-        """
-        # Float sums in a different order round differently. The magnitudes give a bound for the difference.
-        sums_over_ranks = self._group.add_over_ranks(sums)[:, :, self.part_number] / self.part_count
-        for bucket, (expected, magnitude) in zip(self._buckets, sums_over_ranks, strict=True):
-            received = torch.stack([gradient_or_zeros(parameter).sum() for parameter in self._stored[bucket]]).sum()
-            difference = (received - expected).abs()
-            self._has_wrong_gradient |= difference.isfinite() & (difference > _ROUNDING * self.part_count * magnitude)
 
     def join_norms(self, norms: Tensors) -> list[Tensor]:
         squares = self._group.add_over_ranks(torch.stack(list(norms)).to(torch.float64).square())
         return list(squares.sqrt().to(torch.float32))
-
-    def find_faults(self) -> tuple[str, ...]:
-        """Returns an error if a received gradient is wrong. Wrong weights need no check here, because ranks compare
-        digests of all weights.
-        """
-        wrong = bool(self._has_wrong_gradient)
-        self._has_wrong_gradient = torch.zeros_like(self._has_wrong_gradient)
-        return ("received gradients for its rows that are not the mean of what all ranks sent",) if wrong else ()
 
 
 class TensorParallel(SeveralRanks):

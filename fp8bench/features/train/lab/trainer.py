@@ -140,14 +140,10 @@ class Trainer:
         self._steps_skipped = self._steps_skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def digest_weights(self) -> tuple[int, tuple[str, ...]]:
-        """Returns a digest of the weights that all ranks share. Also returns errors in the data that this rank
-        received.
-        """
+    def digest_weights(self) -> int:
+        """Returns a digest of the weights that all ranks share."""
         with self.materialise(SILENT):
-            return digest_tensors(
-                self.parallelism.list_shared_parameters(self.parameters)
-            ), self.parallelism.find_faults()
+            return digest_tensors(self.parallelism.list_shared_parameters(self.parameters))
 
     def digest_scales(self) -> int:
         """Returns a digest of the scales that depend on earlier casts."""

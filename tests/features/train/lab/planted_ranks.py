@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.features.train import step
 from fp8bench.features.train.lab import evaluate
-from fp8bench.features.train.lab.parallelism import DataParallel, FullySharded
+from fp8bench.features.train.lab.parallelism import DataParallel
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
@@ -51,15 +51,6 @@ def _move(trainer: Trainer) -> None:
 def _spoil_average(trainer: Trainer) -> None:
     """In one step the rank uses its local gradients as the average."""
     together: Any = trainer.parallelism
-    if isinstance(together, FullySharded):
-        scattered = together._group.own_part
-
-        def kept(every: torch.Tensor) -> torch.Tensor:
-            whole = scattered(every)
-            return every[together.part_number] * together.part_count if trainer.step == plants.KILLED_AT else whole
-
-        together._group.own_part = kept
-        return
     average = together.average_gradients
 
     def forgotten(gradients: Any, phase: Any) -> None:

@@ -54,7 +54,6 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
             r"in step 3 of fp8 loss is 2\.5 on rank 0 and 2\.5000000000000004",
         ),
         (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
-        (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
         (said(ROW, weights=2), "the weights of rank 1 differ from those of rank 0"),
         (said(ROW, ROW), "different kinds"),
         (said(ROW, whole=9), "in step 3 rank 1 reads a different text"),
