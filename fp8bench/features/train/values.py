@@ -359,16 +359,12 @@ class ModelSweep:
 
 @dataclass(frozen=True)
 class RankLines:
-    """One rank's lines of some steps, with evidence that all ranks train the same model. `same` has digests that must
-    be equal on all ranks. `batches` has two digests for each checked step: of the tokens that this rank read, and of
-    all tokens of the step. The tokens of a step are divided into `shares` parts, each of which one or several ranks
-    read.
+    """One rank's lines of some steps. `same` has digests that must be equal on all ranks, because they train the same
+    model.
     """
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
-    batches: tuple[tuple[int, int, int], ...] = ()
-    shares: int = 1
 
 
 class TrainingObserver:

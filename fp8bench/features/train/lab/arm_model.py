@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
-from fp8bench.features.train.lab.evaluate import DIGEST_MODULUS, Batch, Evaluation, Scores, TokenWindows
+from fp8bench.features.train.lab.evaluate import Batch, Evaluation, Scores, TokenWindows
 from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, make_step_optimizer
 from fp8bench.features.train.lab.ways import make_parallelism
@@ -98,12 +98,6 @@ class ArmModel:
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         """Returns the loss of a batch. `watched` means that hooks on modules must run. The model then runs without
         its compiled graph, which would skip the hooks.
-        """
-        raise NotImplementedError
-
-    def digest_batches(self, step: int) -> tuple[int, int]:
-        """Returns two digests of the tokens in a step: of those that this rank reads, and of those that all ranks
-        read.
         """
         raise NotImplementedError
 
@@ -205,17 +199,6 @@ class BuiltInModel(ArmModel):
         forward: Forward = self.model if watched else self._forward
         tokens, targets = batch
         return forward(tokens, targets, phase)
-
-    def digest_batches(self, step: int) -> tuple[int, int]:
-        digest = self.windows.digest
-        part_count = self.parallelism.part_count
-        numbers = range(self.settings.micro_batches)
-        part_numbers = [number * part_count + self.parallelism.part_number for number in numbers]
-        # The parent process adds up this digest over all ranks, and compares the sum with the digest of the whole
-        # step.
-        rank_sum = sum(digest(self.task.seed, step, part, self._rank_sequences) for part in part_numbers)
-        step_sum = sum(digest(self.task.seed, step, number, self._config.batch) for number in numbers)
-        return rank_sum % DIGEST_MODULUS, step_sum % DIGEST_MODULUS
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
         """Yields the held-out loss. `is_last` adds the losses by position, and the losses with weights that were

@@ -31,8 +31,6 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 Batch = tuple[Tensor, Tensor]
-# Digests are numbers below 2^63.
-DIGEST_MODULUS = 1 << 63
 # Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws. Each count gives four random
 # numbers.
 _STEP_SHIFT = 192
@@ -57,14 +55,6 @@ class TokenWindows:
     def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
         """Returns `batch` windows at random positions, which are one micro-batch of a step."""
         return self._make_batch(self._read_ids(self._draw_starts(seed, step, micro_batch, batch)))
-
-    def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
-        """Returns a digest of the tokens that `draw` returns. The digests of a step's micro-batches add up, modulo
-        2^63, to the digest of the step."""
-        ids = self._read_ids(self._draw_starts(seed, step, micro_batch, batch)).astype(np.uint64)
-        row_sums = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
-        row_numbers = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
-        return int((row_sums * row_numbers).sum(dtype=np.uint64)) % DIGEST_MODULUS
 
     def _draw_starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
         """Returns random start positions. They are equal with every version of numpy, which guarantees the numbers of

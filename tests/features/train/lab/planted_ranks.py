@@ -31,11 +31,7 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     if planted == plants.SCALES:  # every largest magnitude that this rank received
         largest: Any = DataParallel._largest_over_ranks
         DataParallel._largest_over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
-    if planted == plants.TEXT:
-        task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
     _init(self, task, arm, *more)
-    if planted == plants.SHARE:
-        self.parallelism.part_number = 0
     if planted == plants.WEIGHTS:
         _move(self)
     if planted == plants.AVERAGE:

@@ -20,7 +20,7 @@ from torch import Tensor
 from fp8bench.errors import UsageError
 from fp8bench.features.train.beginnings import prepare_text
 from fp8bench.features.train.lab import models
-from fp8bench.features.train.lab.evaluate import DIGEST_MODULUS, Evaluation, Scores, TokenWindows, measure_metric
+from fp8bench.features.train.lab.evaluate import Evaluation, Scores, TokenWindows, measure_metric
 from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.request import TASKS, TrainerSettings
 from fp8bench.features.train.values import SeedTask, StepFigure, TokenSpan, TrainingText, Validation
@@ -169,16 +169,6 @@ def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
         TokenWindows(span, 600, "cpu", 1000)
     with pytest.raises(ValueError, match="the model knows those below 256"):
         TokenWindows(span, 500, "cpu", 256).draw(0, 0, 0, 4)
-
-
-def test_digests_of_parts_come_to_that_of_the_step(span: TokenSpan) -> None:
-    windows = TokenWindows(span, 8, "cpu", 1000)
-    whole = windows.digest(5, 3, 0, 8)
-    for count in (2, 4, 8):
-        assert sum(windows.digest(5, 3, part, 8 // count) for part in range(count)) % DIGEST_MODULUS == whole
-    assert 2 * windows.digest(5, 3, 0, 4) % DIGEST_MODULUS != whole
-    other = TokenWindows(TokenSpan(span.path, 101, 700), 8, "cpu", 1000)
-    assert len({whole, windows.digest(6, 3, 0, 8), windows.digest(5, 4, 0, 8), other.digest(5, 3, 0, 8)}) == 4
 
 
 CONFIG = GPTConfig(256, 8, 1, 1, 1, 8, batch=1, sequence=48)
