@@ -228,8 +228,14 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
     if not request.settings.start:
         return request
     if (file := find_start_file(request.settings.start)) is not None:
+        try:
+            with open_file(file, most=MEMORY_BYTES) as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            message = f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict."
+            raise UsageError(message) from None
         # A file is stored with its digest, so that a resumed training can verify it.
-        return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_file(file)}"))
+        return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{digest}"))
     training_name, _, arm_name = request.settings.start.partition(":")
     path = find_training(training_name, store)
     training = load_training_header(path)
@@ -320,11 +326,3 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
                 f"--scales-from: {origin} has no scale for {layer.name}, a layer of --model {settings.model}."
             )
     return replace(request, settings=settings)
-
-
-def _digest_file(file: Path) -> str:
-    try:
-        with open_file(file, most=MEMORY_BYTES) as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-    except OSError as error:
-        raise UsageError(f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict.") from None

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -134,7 +134,14 @@ def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Tr
         else:
             sequence = make_config(settings, 1).sequence
             text = prepare_text(request.data, store / "data", sequence)
-        worker = _make_worker(request, Settings(request.threads, request.seed, request.imports))
+        worker_settings = Settings(request.threads, request.seed, request.imports)
+        worker: Worker
+        if request.ranks is not None:
+            worker = RanksWorker(worker_settings, request.ranks, module=RANK_MODULE, merges=MERGES)
+        elif request.isolation:
+            worker = ProcessWorker(worker_settings, module=MODULE)
+        else:
+            worker = LocalWorker(worker_settings, Lab)
         try:
             yield worker, text
         finally:
@@ -153,12 +160,6 @@ def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, com
     environment = gather(worker.software(), __version__, request.threads, imports)
     arms = make_arms(request, device)
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)
-
-
-def _make_worker(request: TrainingRequest, settings: Settings) -> Worker:
-    if request.ranks is not None:
-        return RanksWorker(settings, request.ranks, module=RANK_MODULE, merges=MERGES)
-    return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
 
 
 def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
@@ -296,16 +297,13 @@ class _CompleteRun(TrainingRun):
         unmeasured = self._list_unmeasured(lambda cost: cost.energy) if request.energy else []
         if not unmeasured:
             return
-        uses: Mapping[str, EnergyUse]
-        if request.ranks is not None:
-            uses = {arm.name: EnergyUse(SourceKind.NONE, why=NO_ENERGY_OF_RANKS) for arm in unmeasured}
-        else:
-            with Meters() as meters:
-                meter = meters.of(self.training.device)
-                if meter.kind is SourceKind.NONE:
-                    uses = {arm.name: EnergyUse(meter.kind.value, why=meter.why) for arm in unmeasured}
-                else:
-                    uses = self._measure_in_windows(unmeasured, meter)
+        with Meters() as meters:
+            meter = meters.of(self.training.device)
+            reason = NO_ENERGY_OF_RANKS if request.ranks is not None else meter.why
+            if request.ranks is not None or meter.kind is SourceKind.NONE:
+                uses = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured}
+            else:
+                uses = self._measure_in_windows(unmeasured, meter)
         self._store_costs(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
 
     def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     Arm,
     ArmRole,
-    ArmState,
     Lines,
     SeedTask,
     StepFigure,
@@ -143,7 +142,11 @@ class SeedRun(TrainingRun):
         # Health rules first read the lines before the step where training continues.
         self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not point.step:
-            self._store_lines(tuple(self._list_memory_lines(states)), 0)
+            lines: list[StreamLine] = []
+            for state in states:
+                for role, byte_count in state.bytes_per_parameter:
+                    lines.append(StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role))
+            self._store_lines(lines, 0)
         for arm in self.task.arms:
             if arm.name in self.excluded:
                 lab.drop(arm.name)
@@ -201,14 +204,6 @@ class SeedRun(TrainingRun):
     def _validate(self, step: int) -> None:
         for arm in self._active_arms:
             self._store_lines(self._call_lab(arm, 0, "validate", arm.name), step)
-
-    def _list_memory_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
-        """Yields lines with the bytes per parameter that each arm has in memory between steps, one line for each
-        purpose.
-        """
-        for state in states:
-            for role, byte_count in state.bytes_per_parameter:
-                yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role)
 
     def _call_lab(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
         """Calls a method of the lab. `steps` is the number of training steps in the call, which sets the time limit."""

@@ -36,7 +36,7 @@ WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 class ArmModel:
     """A model in an arm's precision, with its batches, losses and scoring. The subclass BuiltInModel has the
     architectures of models.py, and OwnModel the model of a user's function. `tokens` is the number of tokens per
-    step.
+    step. `has_own_rates` means that the optimizer is a user's, whose rates the built-in schedules do not change.
     """
 
     model: nn.Module
@@ -44,6 +44,7 @@ class ArmModel:
     scores: Scores
     parameter_count: int
     tokens: int
+    has_own_rates = False
 
     def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
@@ -76,13 +77,6 @@ class ArmModel:
 
     def make_optimizer(self) -> StepOptimizer:
         return make_step_optimizer(self.parallelism.divide_parameters(self.parameters), self.settings)
-
-    @property
-    def has_own_rates(self) -> bool:
-        """Returns whether the optimizer is a user's. The built-in schedules do not change the rates of such an
-        optimizer.
-        """
-        return False
 
     def read_batch(self, step: int, number: int) -> Any:
         """Returns this rank's part of a micro-batch."""
@@ -123,7 +117,7 @@ class BuiltInModel(ArmModel):
         self.parallelism = make_parallelism(settings, config, facts)
         self.model = self._build()
         self.parallelism.cut_model(self.model)
-        self.windows = TokenWindows(task.text.train, config.sequence, facts.key, config.vocabulary)
+        self.windows = TokenWindows(task.text.train, config.sequence, facts.key)
         self._evaluation = Evaluation(task.text, config, self._layers, facts, self.parallelism.share_scales)
         self.scores = Scores(task, settings, self._evaluation.held_out, config)
         self.tokens = config.batch * config.sequence * settings.micro_batches

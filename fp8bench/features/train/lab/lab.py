@@ -185,7 +185,7 @@ class Lab(Bench):
         for name, trainer in list(self._trainers.items()):
             if name in memories:
                 trainer.step = int(memories[name]["step"])
-                if memories[name].get("precision", trainer.arm.precision) != trainer.arm.precision:
+                if memories[name]["precision"] != trainer.arm.precision:
                     with self._with_switches():
                         self._trainers[name] = change_precision(trainer)
                 self._trainers[name].set_state(memories[name])

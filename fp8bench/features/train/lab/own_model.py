@@ -50,6 +50,7 @@ class OwnModel(ArmModel):
         self._name = self.settings.make
         self.parallelism = SingleRank()
         self.user_parts = user_parts = copy_target_model(self._name, task.seed, facts)
+        self.has_own_rates = user_parts.optimizer is not None
         self.model = model = user_parts.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
@@ -101,15 +102,16 @@ class OwnModel(ArmModel):
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
         return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
-    @property
-    def has_own_rates(self) -> bool:
-        return self.user_parts.optimizer is not None
-
     def make_optimizer(self) -> StepOptimizer:
         maker = self.user_parts
         settings = self.settings
         if maker.optimizer is not None:
-            self._refuse_settings()
+            defaults = type(settings)()
+            for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
+                if getattr(settings, name) != getattr(defaults, name):
+                    raise UsageError(
+                        f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
+                    )
             optimizer = wrap_own_optimizer(self._name, self.model, maker.optimizer, maker.schedule, settings.updates)
             self.parameters = optimizer.parameters
             return optimizer
@@ -124,14 +126,6 @@ class OwnModel(ArmModel):
                 f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
             )
         return super().make_optimizer()
-
-    def _refuse_settings(self) -> None:
-        defaults = type(self.settings)()
-        for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
-            if getattr(self.settings, name) != getattr(defaults, name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
-                )
 
     def repeat_steps(self, count: int) -> None:
         """Prepares to repeat steps, which then read the batches that follow."""

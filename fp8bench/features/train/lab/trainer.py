@@ -187,21 +187,18 @@ class Trainer:
         words = describe_not_finite(faulty, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
-        reason = self._explain_stop(row)
+        if not math.isfinite(row.parameter_norm):
+            reason = "its weights are not finite; resume from the last checkpoint"
+        elif self._steps_skipped + 1 == _MAX_SKIPPED:
+            reason = f"{_MAX_SKIPPED} steps in a row were not finite"
+        else:
+            reason = "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
         if reason:
             self.stopped = True
             yield self.event("stopped", f"the arm is stopped: {reason}")
         elif self.settings.on_nan == "lower-rate":
             self._rate_factor /= 2
             yield self.event("rate-lowered", f"the learning rate is {self._rate_factor:g} of its setting from here on")
-
-    def _explain_stop(self, row: StepRow) -> str:
-        """Returns the reason why the arm stops after a step with NaN or infinity; '' if it goes on."""
-        if not math.isfinite(row.parameter_norm):
-            return "its weights are not finite; resume from the last checkpoint"
-        if self._steps_skipped + 1 == _MAX_SKIPPED:
-            return f"{_MAX_SKIPPED} steps in a row were not finite"
-        return "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
 
     def event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self.task.seed, self.step, kind, words)
@@ -260,15 +257,13 @@ class Trainer:
     def set_state(self, memory: State) -> None:
         self.step = int(memory["step"])
         self.stopped = bool(memory["stopped"])
-        # The state of casts and the loss scale belong to one precision. Older checkpoints do not name this precision,
-        # because an arm had only one.
-        same = memory.get("precision", self.arm.precision) == self.arm.precision
-        if not same:
-            memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
-        else:
+        # The state of casts and the loss scale belong to one precision.
+        if memory["precision"] == self.arm.precision:
             self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
+        else:
+            memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
         self._steps_skipped = memory["skipped"]
-        self._rate_factor = memory.get("lowered", 1.0)
+        self._rate_factor = memory["lowered"]
         self._schedule.set_state(memory["schedule"])
         self.optimizer.set_state(memory["optimizer"])
         self.restore_casts(CastState(**memory["casts"]))

@@ -127,7 +127,7 @@ def span(tmp_path: Path) -> TokenSpan:
 
 def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
     """A window lies inside its stretch; the first and the last possible one occur."""
-    windows = TokenWindows(span, 595, "cpu", 1000)
+    windows = TokenWindows(span, 595, "cpu")
     tokens, targets = windows.draw(0, 3, 0, 100)
     assert tokens.shape == targets.shape == (100, 595) and tokens.is_contiguous()
     assert torch.equal(targets, tokens + 1)
@@ -136,7 +136,7 @@ def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
 
 def test_windows_depend_on_seed_and_step_only(span: TokenSpan) -> None:
     """Neither earlier draws nor how a step is split changes them."""
-    windows, again = TokenWindows(span, 8, "cpu", 1000), TokenWindows(span, 8, "cpu", 1000)
+    windows, again = TokenWindows(span, 8, "cpu"), TokenWindows(span, 8, "cpu")
     first = [windows.draw(5, step, 0, 12)[0] for step in range(20)]
     assert all(torch.equal(again.draw(5, step, 0, 12)[0], first[step]) for step in reversed(range(20)))
     assert len({tuple(tokens[:, 0].tolist()) for tokens in first}) == 20
@@ -149,26 +149,19 @@ def test_windows_depend_on_seed_and_step_only(span: TokenSpan) -> None:
 def test_draws_are_fixed_for_good(span: TokenSpan) -> None:
     """So a stored training continues with the same text under another numpy."""
     words = np.random.Philox(key=3, counter=11 << 192).random_raw(3)
-    tokens, _ = TokenWindows(span, 8, "cpu", 1000).draw(3, 11, 0, 3)
+    tokens, _ = TokenWindows(span, 8, "cpu").draw(3, 11, 0, 3)
     assert tokens[:, 0].tolist() == [100 + int(word) % 592 for word in words] == [632, 395, 281]
 
 
 @for_each("most", [1, 5, 73, 74, 75, 1000])
 def test_validation_reads_windows_of_all_parts_in_order(span: TokenSpan, most: int) -> None:
     """Windows do not overlap; with as many as fit, they cover all but less than a window."""
-    batches = TokenWindows(span, 8, "cpu", 1000).spread_windows(4, most)
+    batches = TokenWindows(span, 8, "cpu").spread_windows(4, most)
     starts = torch.cat([tokens[:, 0] for tokens, _ in batches]).tolist()
     assert len(starts) == min(most, 74) and starts[0] == 100
     assert all(after - before >= 8 for before, after in pairwise(starts))
     assert starts[-1] + 8 < 700 and (most < 74 or starts[-1] + 8 + 8 >= 700)
     assert all(len(tokens) <= 4 for tokens, _ in batches)
-
-
-def test_what_does_not_fit_is_refused(span: TokenSpan) -> None:
-    with pytest.raises(ValueError, match="600 tokens here; a window of 600 needs one more"):
-        TokenWindows(span, 600, "cpu", 1000)
-    with pytest.raises(ValueError, match="the model knows those below 256"):
-        TokenWindows(span, 500, "cpu", 256).draw(0, 0, 0, 4)
 
 
 CONFIG = GPTConfig(256, 8, 1, 1, 1, 8, batch=1, sequence=48)

@@ -192,11 +192,10 @@ def test_a_checkpoint_of_another_training_is_refused(corpus: Corpus, lab: Lab, t
     for other in (replace(task, seed=1), replace(task, steps=21), replace(task, arms=task.arms[:1])):
         with pytest.raises(StoreError, match="from another training"):
             lab_of(other).restore(str(tmp_path))
-    head = changed_document(tmp_path / "checkpoint.json")
-    for changed, words in (({"version": 99}, "from another training"), ({"rank": 1}, "of rank 1, not of rank 0")):
-        (tmp_path / "checkpoint.json").write_text(json.dumps(head | changed))
-        with pytest.raises(StoreError, match=words):
-            lab_of(task).restore(str(tmp_path))
+    other_rank = lab_of(task)
+    other_rank._rank = 1
+    with pytest.raises(StoreError, match="from another training"):
+        other_rank.restore(str(tmp_path))
 
 
 def test_nothing_in_a_file_is_run(lab: Lab, tmp_path: Path) -> None:
