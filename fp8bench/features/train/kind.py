@@ -43,7 +43,6 @@ from fp8bench.files import (
     read_file,
     seal,
     unseal,
-    unsealed_line,
     write_whole,
 )
 from fp8bench.jobs.kinds import Kind, SparePart, View
@@ -124,20 +123,13 @@ class TrainingWriter(LineWriter):
         with keeping(self.path.parent, _DISK_ADVICE):
             if points != self.points:  # points after this one belong to steps that will be repeated
                 self._write_points(points)
-            # Events such as 'resumed' stay, because repeated steps do not write them again.
-            lines_cut = read_file(self.path)[point.length :].split(b"\n")
-            kept_events = [
-                line
-                for line in lines_cut[:-1]
-                if line.startswith(_EVENT_PREFIX) and any(kind in line for kind in _STAYING_KINDS)
-            ]
+            lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
             self._recount()
-        contents = (unsealed_line(line)[0] for line in kept_events)
-        self._append_numbered_lines(
-            [{name: value for name, value in content.items() if name in LINE_KINDS} for content in contents]
-        )
+        # Events such as 'resumed' stay, because repeated steps do not write them again.
+        events = [content for _, content in lines_cut if content.get("event", {}).get("kind") in _STAYING_EVENTS]
+        self._append_numbered_lines(events)
 
     def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
         write_whole(self.path.with_name(_PLACES_FILE), compact(seal({"places": encode(places)})))
@@ -146,8 +138,7 @@ class TrainingWriter(LineWriter):
 
 
 # Events about the training itself: repeated steps do not write them again.
-_EVENT_PREFIX = b'{"event":'
-_STAYING_KINDS = tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out"))
+_STAYING_EVENTS = ("resumed", "restarted", "out")
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
