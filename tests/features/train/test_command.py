@@ -61,10 +61,7 @@ def newest(store: Path) -> KeptTraining:
         (["--dtypes", "bf16,fb8"], "Did you mean 'fp8'"),
         (["--arch", "rnn"], "invalid choice: 'rnn'"),
         (["--steps", "0"], "--steps: expected a whole number from 1 to 10000000, got '0'"),
-        (["--seeds", "0"], "--seeds: expected"),
         (["--margin", "100"], "--margin: expected a percentage"),
-        (["--rate", "0"], "--rate: expected a number above 0"),
-        (["--loss-scale", "0.5"], "--loss-scale: expected auto, dynamic, or"),
         (["--optimizer", "adamw:betas=0.9"], "two numbers from 0 to 0.999999 as betas"),
         (["--device", "cuda:9"], "unknown device on this machine 'cuda:9'"),
         (["--data", "nowhere.txt"], "nowhere.txt cannot be read"),
@@ -102,8 +99,10 @@ def test_a_training_is_printed_kept_shown_and_exported(say: Say, fp8bench: Say, 
     """With the same figures on the terminal, in JSON and in CSV."""
     code, out, err = say(*TINY, "--csv", "rows.csv")
     assert code == 0 and "seed 1/1, step 4/4: bf16 " in err and "Traceback" not in err
-    kept, told = newest(store), " ".join(out.split())
-    key, name = kept.training.id, Path(kept.path).parent.name
+    kept = newest(store)
+    told = " ".join(out.split())
+    key = kept.training.id
+    name = Path(kept.path).parent.name
     assert kept.finished and not kept.troubles and re.search(r"\n  fp8 +cannot tell", out)
     assert "1 seed counts" in told and "nondeterminism is zero" in fp8bench("show", key, "--all")[1]
     rows = Path("rows.csv").read_text().splitlines()

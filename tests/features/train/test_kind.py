@@ -112,7 +112,8 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
 
     Without a file of places nothing was stored; a broken one is an error.
     """
-    folder, kept = writer.make_checkpoint_folder(0, 6), writer.path.with_name("places.json")
+    folder = writer.make_checkpoint_folder(0, 6)
+    kept = writer.path.with_name("places.json")
     folder.mkdir()
     writer.keep(0, 6, folder, ())
     for name in ("0-12", ".0-12.0a1b.partial"):

@@ -110,7 +110,8 @@ def test_alarms_stand_on_the_curves_by_their_rules() -> None:
     """At their steps, for any seed; on the gap only candidates' alarms. If a curve has ended, at its last mark."""
     alarms = (alarm(0, "plateau"), alarm(49, "loss-gap", seed=1), alarm(49, "plateau"), alarm(99, "plateau", "bf16"))
     made = page(*alarms, alarm(30, "plateau", "bf16 again"))
-    loss, gap = element(made, "loss", Lines), element(made, "gap", Lines)
+    loss = element(made, "loss", Lines)
+    gap = element(made, "gap", Lines)
     for chart in (loss, gap):
         flagged = {
             place: mark.flag
@@ -172,7 +173,8 @@ ROW = StepRow("bf16", 0, 0, 2.0, 1e-3, 1.0, 0.0, 8.0, 1e-3, 1.0, 32, 0.01)
 
 def test_what_a_rank_sends_in_a_step_is_told() -> None:
     """All operations of the first watched step."""
-    asked, told = training(steps=30, seeds=1), list[StreamLine]()
+    asked = training(steps=30, seeds=1)
+    told = list[StreamLine]()
     wires = {"bf16": {"reduce bfloat16": 3000.0, "all_reduce float32": 96.0}, "fp8": {"all_to_all uint8": 1548.0}}
     for arm, wire in wires.items():
         told.append(replace(ROW, arm=arm, seconds=0.0))

@@ -55,9 +55,12 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages appear above the board, which counts alarms of all seeds and disappears at the end."""
-    logged, said, screen = list[str](), list[str](), Screen()
+    logged = list[str]()
+    said = list[str]()
+    screen = Screen()
     monkeypatch.setattr(live, "_terminal_size", lambda stream: (120, 30))
-    log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
+    log = TrainingLines(logged.append, clock)
+    board = TrainingBoard(screen, {}, said.append, clock)
     for observer in (log, board):
         observer.begun(training())
 
@@ -134,8 +137,12 @@ def test_a_row_has_loss_speed_and_health() -> None:
 
 def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first slice on, reloaded by a browser at a limited rate; any fault is reported once."""
-    begun, store, file = training(), tmp_path / "store", tmp_path / "live.html"
-    told, now, writer = NotedTraining(), [0.0], start_training(begun, store)
+    begun = training()
+    store = tmp_path / "store"
+    file = tmp_path / "live.html"
+    told = NotedTraining()
+    now = [0.0]
+    writer = start_training(begun, store)
     page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
     page.trained(0, 0, ())
     assert not file.exists()  # nothing has begun
@@ -164,7 +171,8 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_scalars_are_logged_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, told = Wandb(), NotedTraining()
+    wandb = Wandb()
+    told = NotedTraining()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = LiveLog([LogTarget("wandb", "mine")], tmp_path, told.note)
     log.begun(training())

@@ -21,7 +21,8 @@ from tests.features.train.lab import plants
 from tests.features.train.lab.labs import TINY, TINY_TIED
 
 _RANK = int(os.environ.get("RANK", "0"))
-_init, _advance = Trainer.__init__, step.advance
+_init = Trainer.__init__
+_advance = step.advance
 
 
 def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:

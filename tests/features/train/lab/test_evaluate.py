@@ -95,7 +95,8 @@ def test_a_quantised_model_is_the_same_weights_in_that_precision(text: TrainingT
     model, evaluation = made(text)
     by_kind = looks(model, evaluation)
     assert by_kind == looks(model, evaluation)
-    config, plain = replace(models.make_config(SETTINGS, 258), width=32, hidden=32), PlainArithmetic(torch.float32)
+    config = replace(models.make_config(SETTINGS, 258), width=32, hidden=32)
+    plain = PlainArithmetic(torch.float32)
     low = precisions.get(mode).arithmetic(CPU)
     quantised = models.build_model(SETTINGS, config, lambda name: plain if name == "head" else low, plain.carrier)
     quantised.load_state_dict(model.state_dict())
@@ -136,7 +137,8 @@ def test_a_window_and_the_tokens_that_follow(span: TokenSpan) -> None:
 
 def test_windows_depend_on_seed_and_step_only(span: TokenSpan) -> None:
     """Neither earlier draws nor how a step is split changes them."""
-    windows, again = TokenWindows(span, 8, "cpu"), TokenWindows(span, 8, "cpu")
+    windows = TokenWindows(span, 8, "cpu")
+    again = TokenWindows(span, 8, "cpu")
     first = [windows.draw(5, step, 0, 12)[0] for step in range(20)]
     assert all(torch.equal(again.draw(5, step, 0, 12)[0], first[step]) for step in reversed(range(20)))
     assert len({tuple(tokens[:, 0].tolist()) for tokens in first}) == 20
@@ -244,7 +246,9 @@ def test_a_model_that_is_trained_on_a_task_learns_it(
     text = prepare_text(f"task:{name}", tmp_path, 32)
     task = task_of(corpus, precision, steps=steps, sequence=32, batch=16, rate=3e-3, tasks=(name,))
     lab = lab_of(replace(task, text=text))
-    before, _, after = lab.validate(precision, True), lab.advance(precision, steps), lab.validate(precision, True)
+    before = lab.validate(precision, True)
+    _ = lab.advance(precision, steps)
+    after = lab.validate(precision, True)
     first, last = ([line.value for line in some if isinstance(line, StepFigure)] for some in (before, after))
     assert max(first) < CHANCES[name] + 0.12 and min(last) > 0.9, last
 

@@ -43,7 +43,9 @@ class Net(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.first, self.norm, self.head = nn.Linear(16, 32), nn.BatchNorm1d(32), nn.Linear(32, 4)
+        self.first = nn.Linear(16, 32)
+        self.norm = nn.BatchNorm1d(32)
+        self.head = nn.Linear(32, 4)
 
     def forward(self, x: Tensor, y: Tensor) -> Tensor:
         hidden = F.dropout(F.relu(self.norm(self.first(x))), 0.1, self.training)
@@ -134,7 +136,8 @@ def by_hand(make: Callable[[], object], steps: int, seed: int = 0) -> list[float
 
     with seed_generators(seed, CPU):
         given = parse_given("own", make(), seed)
-    batches, losses = OwnBatches("own", given, seed, CPU), []
+    batches = OwnBatches("own", given, seed, CPU)
+    losses = []
     assert given.optimizer is not None and given.schedule is not None
     optimizer = given.optimizer(given.model)
     schedule = given.schedule(optimizer)
@@ -175,7 +178,8 @@ def test_arms_read_the_same_batches_and_differ_by_their_arithmetic(name: str) ->
 def test_a_checkpoint_goes_on_to_the_same_bits(name: str, mode: str, tmp_path: Path) -> None:
     """The checkpoint is in the middle of an epoch, with moments, schedules, running means and delayed scales."""
     task = task_of(name, mode)
-    whole, lab = rows(trained(task, mode)), lab_of(task)
+    whole = rows(trained(task, mode))
+    lab = lab_of(task)
     lab.advance(mode, 7)
     assert rows(restarted(lab, task, tmp_path / name).advance(mode, 12)) == whole[7:]
 
@@ -317,7 +321,8 @@ def test_every_cast_uses_the_stored_scales(tmp_path: Path) -> None:
     amaxes = {"input": 4.0, "weight": 0.5, "gradient": 2.0}
     known = tuple(("fp8", layer, role, amax) for layer in ("first", "head") for role, amax in amaxes.items())
     task, usual = (task_of("function", "untouched", "fp8", **settings) for settings in ({"scales": known}, {}))
-    lab, plain = lab_of(task), lab_of(usual)
+    lab = lab_of(task)
+    plain = lab_of(usual)
     for arm in ("untouched", "fp8"):
         assert (rows(lab.advance(arm, 6)) == rows(plain.advance(arm, 6))) == (arm == "untouched")
     arithmetics: Any = lab._trainers["fp8"].arithmetics

@@ -99,7 +99,8 @@ def test_ranks_train_a_tied_head_as_one_does(corpus: Corpus, ranks: RanksWorker)
     arms = "fp32", Arm("head", "bf16", settings=(("precision_map", (("head", "fp8"),)),))
     for parallel in PARALLEL:
         task = of_ranks(corpus, *arms, parallel=parallel, model=TINY_TIED)
-        lab, several = alone(task), asked(ranks, 60)
+        lab = alone(task)
+        several = asked(ranks, 60)
         several.begin(task)
         assert numbers(several.advance("fp32", 5)) == pytest.approx(numbers(lab.advance("fp32", 5)), rel=2e-6)
         assert losses(several.advance("head", 5)) == pytest.approx(losses(lab.advance("head", 5)), rel=1e-3)
@@ -110,8 +111,10 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     corpus: Corpus, ranks: RanksWorker, tmp_path: Path, parallel: str
 ) -> None:
     """Up to the order of additions in fp32."""
-    task, folder = of_ranks(corpus, *ARMS, parallel=parallel), tmp_path / "kept"
-    lab, several = alone(task), asked(ranks, 60)
+    task = of_ranks(corpus, *ARMS, parallel=parallel)
+    folder = tmp_path / "kept"
+    lab = alone(task)
+    several = asked(ranks, 60)
     several.begin(task)
     first, rest = up_to_and_behind(several, task, folder)
     looks = {name: several.validate(name) for name in rest}
@@ -121,7 +124,8 @@ def test_ranks_train_as_one_does_and_go_on_to_the_same_bits(
     assert numbers(whole["fp32"]) == pytest.approx(numbers(single["fp32"]), rel=2e-6)
     assert losses(whole["fp32"]) != losses(single["fp32"])  # otherwise nothing was shared
     # Scales are those of one rank's whole batch.
-    mine, theirs = readings(whole["fp8"]), readings(single["fp8"])
+    mine = readings(whole["fp8"])
+    theirs = readings(single["fp8"])
     near = 0.03 if parallel in CUTTING_PARALLEL else 0.0  # where bfloat16 products are rounded before they are added
     for key, seen in mine.items():
         if key[1] != "gradient":

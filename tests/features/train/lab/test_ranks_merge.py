@@ -74,7 +74,8 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
         (figures,) = read_figures([measure_tensor(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
         return make_reading("fp8", 0, 3, "a", "input", figures, 90.0)
 
-    both, whole = one(*map(reading, parts)), reading(torch.cat(parts))
+    both = one(*map(reading, parts))
+    whole = reading(torch.cat(parts))
     for name in ("amax", "smallest", "scale", "least_scale", "largest_scale", "lag", "drift"):
         assert getattr(both, name) == getattr(whole, name), name
     for name in ("mean", "deviation", "underflow", "saturated", "zeros", "not_finite", "signal_to_noise"):

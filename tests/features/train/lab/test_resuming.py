@@ -54,7 +54,8 @@ def test_arms_resume_to_the_same_bits(arms: tuple[Arm | str, ...], corpus: Corpu
     """In a new lab that has taken other steps before."""
     task = task_of(corpus, *arms, steps=4)
     names = [arm.name for arm in task.arms]
-    lab, other = lab_of(task), lab_of(task)
+    lab = lab_of(task)
+    other = lab_of(task)
     for name in names:
         lab.advance(name, 2)
     assert lab.save(str(tmp_path / "kept")) == ()
@@ -107,7 +108,8 @@ def test_every_setting_resumes_to_the_same_bits(
     assert sorted(way for ways in TOGETHER for way in ways) == sorted(WAYS)
     settings = {name: value for way in ways for name, value in WAYS[way].items()}
     assert len(settings) == sum(len(WAYS[way]) for way in ways)
-    task, mode = task_of(corpus, "fp8-delayed", steps=20, **settings), "fp8-delayed"
+    task = task_of(corpus, "fp8-delayed", steps=20, **settings)
+    mode = "fp8-delayed"
     whole = lab_of(task)
     _ = [whole.advance(mode, 3), whole.validate(mode)]
     other = restarted(whole, task, tmp_path)
@@ -169,7 +171,8 @@ def test_a_full_disk_leaves_nothing(lab: Lab, tmp_path: Path, monkeypatch: pytes
 @for_each("damage", ["bit", "short", "gone", "head", "no head"])
 def test_a_damaged_checkpoint_is_named(corpus: Corpus, tmp_path: Path, damage: str) -> None:
     """No arm changes, not even those with intact files."""
-    lab, kept = lab_of(task_of(corpus, "bf16", "fp8")), tmp_path / "kept"
+    lab = lab_of(task_of(corpus, "bf16", "fp8"))
+    kept = tmp_path / "kept"
     lab.save(str(kept))
     path = kept / ("checkpoint.json" if "head" in damage else "1.pt")
     content = bytearray(path.read_bytes())

@@ -103,7 +103,8 @@ def update(optimizer: StepOptimizer, norms: Callable[[list[Tensor]], list[Tensor
 
 def alone(ranks: int, wire: str = "fp32", **settings: Any) -> Learnt:
     """The whole model with the average of all ranks' gradients; weights in their sent form."""
-    own, norms = parameters(), list[float]()
+    own = parameters()
+    norms = list[float]()
     optimizer = make_step_optimizer(own, TrainerSettings(rate=1e-2, **settings))
     for step in range(STEPS):
         optimizer.gradients.begin()
@@ -123,7 +124,9 @@ def trained(
     **settings: Any,
 ) -> list[Learnt]:
     def run(place: Place) -> Learnt:
-        together, wholes, norms = make(ThreadedGroup(place)), parameters(), list[float]()
+        together = make(ThreadedGroup(place))
+        wholes = parameters()
+        norms = list[float]()
         optimizer = make_step_optimizer(together.divide_parameters(wholes), TrainerSettings(rate=1e-2, **settings))
         sizes = {name: sum(tensor.nbytes for tensor in some) for name, some in optimizer.stored_tensors().items()}
         for step in range(STEPS):
@@ -239,7 +242,8 @@ def norms_of(whole: GPT) -> list[Tensor]:
 
 
 def cut(place: Place) -> tuple[TensorParallel, GPT]:
-    together, whole = TensorParallel(ThreadedGroup(place), CONFIG), model()
+    together = TensorParallel(ThreadedGroup(place), CONFIG)
+    whole = model()
     together.cut_model(whole)
     together.divide_parameters(dict(whole.named_parameters()))
     return together, whole
@@ -247,7 +251,8 @@ def cut(place: Place) -> tuple[TensorParallel, GPT]:
 
 def test_layers_keep_their_paths_and_norms_count_everything_once() -> None:
     """Also for several figures of all parameters in a row."""
-    names, whole = [name for name, _ in model().named_parameters()], torch.stack(norms_of(model()))
+    names = [name for name, _ in model().named_parameters()]
+    whole = torch.stack(norms_of(model()))
 
     def norms(place: Place) -> list[Tensor]:
         together, own = cut(place)
@@ -285,7 +290,8 @@ def streamed(wire: str) -> list[tuple[float, dict[str, Tensor]]]:
     """Loss and gradients of ranks that each have some tokens of the stream."""
 
     def run(place: Place) -> tuple[float, dict[str, Tensor]]:
-        together, own = SequenceParallel(ThreadedGroup(place), CONFIG, wire), model(SMALL)
+        together = SequenceParallel(ThreadedGroup(place), CONFIG, wire)
+        own = model(SMALL)
         together.cut_model(own)
         named = dict(own.named_parameters())
         gradients = Gradients(list(together.divide_parameters(named).values()))
@@ -310,7 +316,8 @@ def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: fl
         assert own == ranks[0][0] == pytest.approx(float(loss.detach()), rel=near / 10)
         for name, parameter in whole.named_parameters():
             assert parameter.grad is not None
-            how, wanted = find_cut(name, CONFIG), parameter.grad
+            how = find_cut(name, CONFIG)
+            wanted = parameter.grad
             if how is None:
                 assert torch.equal(gradients[name], ranks[0][1][name]), name
             else:

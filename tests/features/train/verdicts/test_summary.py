@@ -52,7 +52,9 @@ def answered(chance: random.Random, share: float) -> list[float]:
 
 def test_the_verdict_finds_what_was_planted_and_seldom_what_was_not() -> None:
     """In 500 trainings it is wrong no more often than a level of 99% allows; ten points are nearly always found."""
-    chance, wrong, missed = random.Random(7), 0, 0
+    chance = random.Random(7)
+    wrong = 0
+    missed = 0
     for _ in range(500):
         (same,) = score_verdicts(scored("task:copy", answered(chance, 0.8), answered(chance, 0.8)))
         (lost,) = score_verdicts(scored("task:copy", [0.95] * 5, answered(chance, 0.85)))

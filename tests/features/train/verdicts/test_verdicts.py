@@ -164,7 +164,8 @@ def test_several_arms_say_what_their_level_means() -> None:
     assert [own.arm.name for own in skipped.arms] == ["fp8"]
 
 
-GOOD, BAD = lines({"fp8": SAME}), lines({"fp8": WORSE})
+GOOD = lines({"fp8": SAME})
+BAD = lines({"fp8": WORSE})
 CUT_OFF = changed(GOOD, lambda row: row if (row.seed, row.step < 40) != (3, False) else None)
 NO_NUMBER, STOPPED = (TrainingEvent("fp8", 3, 40, kind, "") for kind in ("not-finite", "stopped"))
 FLAT = with_loss(BAD, 5.2, 2, arm=REFERENCE.name)
@@ -255,7 +256,8 @@ def test_what_does_not_compare(
     elif isinstance(own, Why):
         assert arm.judged.learned is Learned.INCONCLUSIVE and len(list(words.list_void_seeds(arm))) == bool(voids)
     if own is Why.FEW_PAIRS:  # no more seeds are requested if they would not count either
-        told_why, void = words.describe_inconclusive(arm.judged), voids[0][1]
+        told_why = words.describe_inconclusive(arm.judged)
+        void = voids[0][1]
         assert ("more would do" in told_why) == (void not in LASTING_VOIDS)
         assert ("train fewer --steps" in told_why) == (void is Void.NEARLY_ZERO)
     assert arm.speed is None
