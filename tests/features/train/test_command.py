@@ -252,20 +252,8 @@ def test_scales_of_a_training_are_taken_by_another(store: Path, local: None, say
     assert code == 0 and "scales-from last" in " ".join(out.split())
     newest, first = (load_training(path) for path in KIND.files(store))
     known = {(mode, layer, role): amax for mode, layer, role, amax in newest.training.request.settings.scales}
-    amax = known["fp8", "blocks.0.mlp.up", "weight"]
-    assert (
-        amax
-        == [
-            line.amax
-            for line in first.select_lines(LayerReading)
-            if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")
-        ][-1]
-    )
-    (scale,) = {
-        line.scale
-        for line in newest.select_lines(LayerReading)
-        if (line.arm, line.layer, line.role) == ("fp8", "blocks.0.mlp.up", "weight")
-    }
-    assert scale == pytest.approx(448 / amax)
+    amaxes = {(line.arm, line.layer, line.role): line.amax for line in first.select_lines(LayerReading)}
+    weight = "fp8", "blocks.0.mlp.up", "weight"
+    assert known[weight] == amaxes[weight]
     code, _, err = say(*TINY, "--arch", "mlp", "--scales-from", "last")
     assert code == 2 and "has no scale for window, a layer of --model nano." in err

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +15,6 @@ from fp8bench.features.train.kind import (
     TrainingWriter,
     find_training,
     load_training,
-    load_training_header,
     reopen_training,
     start_training,
 )
@@ -55,22 +53,6 @@ def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
     kept = load_training(writer.path)
     assert repr(kept.lines) == repr(LINES) and kept.training == training() and not kept.troubles
     assert kept.finished and not unfinished.finished and kept.select_lines(Validation) == (LINES[4],)
-
-
-def test_a_training_of_another_version_is_read_without_what_this_one_lacks(writer: TrainingWriter) -> None:
-    """An arm in a role, and settings, that exist only in the other version."""
-    writer.append([*LINES, row_of("bf16 other seed", 0, 3), TrainingEvent("fp8", 0, 9, "tried-fix", "it helped")])
-    path = as_older(writer.path)
-    head, *lines = path.read_text().splitlines()
-    whole = json.loads(head)
-    plain = whole["training"]
-    plain["request"]["until"] = 2.0
-    plain["request"]["settings"]["lora"] = 4
-    plain["arms"].insert(2, {**plain["arms"][1], "name": "bf16 other seed", "role": "other-seed"})
-    path.write_text("\n".join([json.dumps(whole), *lines, ""]))
-    kept = load_training(path)
-    assert kept.training == training() == load_training_header(path) and not kept.troubles
-    assert repr(kept.lines[:-1]) == repr(LINES) and kept.lines[-1].step == 9
 
 
 def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
