@@ -14,9 +14,8 @@ from torch import Tensor, nn
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
 from fp8bench.features.train.lab.evaluate import Batch, Evaluation, Scores, TokenWindows
-from fp8bench.features.train.lab.parallelism import SingleRank
+from fp8bench.features.train.lab.parallelism import SingleRank, make_parallelism
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, make_step_optimizer
-from fp8bench.features.train.lab.ways import make_parallelism
 from fp8bench.features.train.values import Arm, SeedTask, Validation
 from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention

@@ -284,10 +284,11 @@ def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> Non
 
 
 def is_same_batch(batch: Any, second_batch: Any) -> bool:
-    pairs = list(tensors_in(batch)), list(tensors_in(second_batch))
-    return [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]] and all(
-        old.dtype == new.dtype and torch.equal(old.nan_to_num(), new.nan_to_num())
-        for (_, old), (_, new) in zip(*pairs, strict=True)
+    old = dict(tensors_in(batch))
+    new = dict(tensors_in(second_batch))
+    return old.keys() == new.keys() and all(
+        old[path].dtype == new[path].dtype and torch.equal(old[path].nan_to_num(), new[path].nan_to_num())
+        for path in old
     )
 
 

@@ -202,10 +202,9 @@ class StepOptimizer:
         self._rate = rate
         self._schedule = schedule
         self._round_updates = make_update_rounding(updates)
-        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        for parameter in parameters.values():
-            zero = parameter.new_zeros((), dtype=torch.float32)
-            self._norms[parameter] = zero, zero
+        # The norms of each update and each weight. The order of parameters is not the order of buckets.
+        zeros = torch.zeros(()), torch.zeros(())
+        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {parameter: zeros for parameter in parameters.values()}
 
     @property
     def rate(self) -> float:

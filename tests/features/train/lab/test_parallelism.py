@@ -15,13 +15,18 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import MSAMP_LEVELS
-from fp8bench.features.train.lab import parallelism as ranks_together
-from fp8bench.features.train.lab import ways
+from fp8bench.features.train.lab import parallelism
 from fp8bench.features.train.lab.low_precision import Gradients
-from fp8bench.features.train.lab.parallelism import FullySharded, TensorParallel, digest_tensors
+from fp8bench.features.train.lab.parallelism import (
+    BF16Group,
+    FullySharded,
+    SequenceParallel,
+    TensorParallel,
+    ZeroTensors,
+    digest_tensors,
+)
 from fp8bench.features.train.lab.rates import join_norms
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, make_step_optimizer
-from fp8bench.features.train.lab.ways import BF16Group, SequenceParallel, ZeroTensors
 from fp8bench.features.train.request import WIRES, TrainerSettings
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.gpt import GPT
@@ -46,11 +51,11 @@ STREAMS = {"fp32": ThreadedGroup, "bf16": type("ThreadedBF16", (BF16Group, Threa
 
 @pytest.fixture(autouse=True)
 def _on_boards(monkeypatch: pytest.MonkeyPatch) -> None:
-    assert STREAMS.keys() == ways.GROUPS_BY_WIRE.keys() == set(WIRES)
+    assert STREAMS.keys() == parallelism.GROUPS_BY_WIRE.keys() == set(WIRES)
     monkeypatch.setattr(
         FP8Wire, "send", lambda wire, program, values, phase: on_board(wire.group, program(values, wire._rank))
     )
-    monkeypatch.setattr(ways, "GROUPS_BY_WIRE", STREAMS)
+    monkeypatch.setattr(parallelism, "GROUPS_BY_WIRE", STREAMS)
 
 
 def drawn(seed: int) -> list[Tensor]:
@@ -153,7 +158,7 @@ def test_rows_are_updated_as_the_whole_is(settings: dict[str, Any], monkeypatch:
     """For any number of rows per message; norms count each row once."""
     wanted = alone(3, **settings)
     for most in (1 << 22, 100):
-        monkeypatch.setattr(ranks_together, "_MAX_SHARDED_ELEMENTS", most)
+        monkeypatch.setattr(parallelism, "_MAX_SHARDED_ELEMENTS", most)
         ranks = trained(3, FullySharded, **settings)
         for learnt in ranks:
             assert learnt.norms == ranks[0].norms == pytest.approx(wanted.norms, rel=1e-6)
