@@ -13,9 +13,7 @@ import pytest
 
 from fp8bench.cli.config_file import parse_with_config
 from fp8bench.cli.main import build_parser, subparsers_by_name
-from fp8bench.errors import UsageError
 from fp8bench.features.train import run as job
-from fp8bench.features.train.arms import make_arms
 from fp8bench.features.train.command import request_from
 from fp8bench.features.train.kind import KIND, load_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
@@ -24,7 +22,6 @@ from fp8bench.features.train.words import FAILURES
 from fp8bench.measure.handle import LocalWorker
 from tests.commands import Say, only_sentence, unfolding
 from tests.counts import for_each
-from tests.facts import CPU
 from tests.trainings import FakeLab, strikes, write_text
 
 TINY = (
@@ -196,21 +193,6 @@ def test_a_file_of_options_equals_the_command_line(store: Path) -> None:
     assert configured("--clip", "2", "--seeds", "3").settings == replace(wanted, clip=2.0)
 
 
-def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path) -> None:
-    """A comparison remains; --compile on the command line is refused with the correct keys."""
-
-    def arms(text: str, *words: str) -> dict[str, str]:
-        parser = build_parser()
-        Path("my.yaml").write_text(text)
-        asked = parse_with_config(parser, subparsers_by_name(parser)["train"], ["train", *words], Path("my.yaml"))
-        return {arm.name: arm.skip for arm in make_arms(request_from(asked), CPU)}
-
-    candidate = arms("use_fp8: true\ntorch_compile: true").items() - arms("use_fp8: true").items()
-    assert candidate == {("fp8", "")}
-    with pytest.raises(UsageError, match="choose --compile no, or a precision without memory, like fp8"):
-        arms("use_fp8: true", "--compile", "yes")
-
-
 @for_each(
     ("text", "why"),
     {
@@ -222,7 +204,6 @@ def test_fp8_keys_of_a_compiled_training_mean_the_fp8_that_compiles(store: Path)
         "rates: {atn: 2}": "unknown parameters of --rates 'atn'. Did you mean 'attn'?",
         "rates: {attn: fast}": "my.yaml: rates: expected kinds of parameters",
         "clip: 1/layer": "my.yaml: clip: expected a number from 0, alone or as NUMBER/GROUP",
-        "num_epochs: 3": "num_epochs: '3' is not supported: write steps: N",
         "precision_map: {norm: tf32}": "--precision-map norm=tf32: tf32 rounds what products read",
     }.items(),
 )

@@ -19,9 +19,9 @@ from fp8bench.features.train.kind import (
     start_training,
 )
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
+from fp8bench.jobs.kinds import find_results
 from fp8bench.model import MemoryUse
 from fp8bench.store.runs.run_file import start_run
-from tests.commands import Say
 from tests.older import as_older
 from tests.runs import measured
 from tests.trainings import row_of, training
@@ -128,21 +128,12 @@ def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
         find_training("last", tmp_path / "nowhere")
 
 
-def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8bench: Say) -> None:
+def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    run = replace(measured()[0], started="2026-01-05T12:00:00.000+00:00")
     start_training(replace(training(1), started="2020-01-05T12:00:00Z"), store).close()
-    assert "/20200105T" in fp8bench("report", "last", "--store", str(store))[1]
-    writer = start_run(run, store)
-    writer.append(run.records)
+    assert find_results("last", store) == [(KIND, KIND.files(store)[0])]
+    writer = start_run(measured()[0], store)
     writer.finish("finished")
-    assert run.id in fp8bench("report", "last", "--store", str(store))[1]
-    start_training(replace(training(2), id="0000abcd", started="2096-01-05T12:00:00Z"), store).close()
-    for words, said, code in (
-        (["report", "last"], "/20960105T", 0),
-        (["show", "last"], "show 0000abcd", 0),
-        (["show", "last", "--notes"], "nvfp4 skipped", 0),
-        (["report", "last", "last"], "which has a separate report", 2),
-    ):
-        told = fp8bench(*words, "--store", str(store))
-        assert told[0] == code and said in "".join(told[1:])
+    assert find_results("last", store) == []
+    start_training(replace(training(2), started="2096-01-05T12:00:00Z"), store).close()
+    assert find_results("last", store) == [(KIND, KIND.files(store)[0])]

@@ -204,7 +204,9 @@ class StepOptimizer:
         self._round_updates = make_update_rounding(updates)
         # The norms of each update and each weight. The order of parameters is not the order of buckets.
         zeros = torch.zeros(()), torch.zeros(())
-        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {parameter: zeros for parameter in parameters.values()}
+        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
+        for parameter in parameters.values():
+            self._norms[parameter] = zeros
 
     @property
     def rate(self) -> float:
