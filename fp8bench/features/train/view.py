@@ -304,7 +304,7 @@ def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Ta
         ),
         Col(
             "J/step",
-            lambda row: words.format_joules(row.energy),
+            lambda row: words.format_joules(row.joules_per_step),
             number=True,
             hint="energy of a step, measured over windows of steps of this arm only",
         ),
@@ -404,10 +404,8 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
         )
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = (
-        (summary.energy.why, summary.arm.name) for summary in judged.summaries if summary.energy and summary.energy.why
-    )
-    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in together(energies).items())
+    energies = together((cost.energy.why, cost.arm) for cost in costs if cost.energy and cost.energy.why)
+    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in energies.items())
     yield from stored.troubles
 
 

@@ -9,6 +9,7 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
 from fp8bench import units
+from fp8bench.analysis.energy import Range
 from fp8bench.features.train.values import ArmRole, LayerReading
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
@@ -19,7 +20,7 @@ from fp8bench.features.train.verdicts.curves import (
     bound_single_gap,
     smallest_effect,
 )
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy, describe_importance
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
@@ -256,12 +257,11 @@ def format_speed(speed: AdjustedSpeed | None) -> str | None:
     return f"{units.ratio(interval.point)} [{units.ratio(interval.low)}, {units.ratio(interval.high)}] {raw_words}"
 
 
-def format_joules(used: TrainedEnergy | None) -> str | None:
+def format_joules(joules: Range | None) -> str | None:
     """Returns the median energy of a step with the range over windows, such as '1.90 J [1.88 J, 1.91 J]'."""
-    if used is None or used.joules is None:
+    if joules is None:
         return None
-    low = units.joules(used.joules.low)
-    return f"{units.joules(used.joules.middle)} [{low}, {units.joules(used.joules.high)}]"
+    return f"{units.joules(joules.middle)} [{units.joules(joules.low)}, {units.joules(joules.high)}]"
 
 
 def describe_loops(judged: JudgedTraining) -> Iterator[Text]:

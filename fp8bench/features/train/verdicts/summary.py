@@ -72,7 +72,7 @@ class ArmSummary:
     peak_memory: int | None = None
     device_peak_memory: int | None = None
     wire: Mapping[str, float] = field(default_factory=dict)
-    energy: TrainedEnergy | None = None
+    joules_per_step: Range | None = None
     events: int | None = None
     verdict: ArmVerdict | None = None
 
@@ -126,7 +126,7 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
     training = judged.training
     costs = judged.kept.select_lines(ArmCost)
     memories = {cost.arm: cost.memory for cost in costs if cost.memory is not None}
-    energies = {cost.arm: summarise_energy(cost.energy) for cost in costs if cost.energy is not None}
+    energies = {cost.arm: cost.energy for cost in costs if cost.energy is not None}
     bytes_per_parameter: dict[str, float] = {}
     for figure in _first_figures(judged.kept, BYTES_PER_PARAMETER):
         bytes_per_parameter[figure.arm] = bytes_per_parameter.get(figure.arm, 0.0) + figure.value
@@ -158,7 +158,7 @@ def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
             wire=wires[arm.name],
-            energy=energies.get(arm.name),
+            joules_per_step=summarise_energy(energies.get(arm.name)),
             events=events[arm.name] if curves else None,
             verdict=judged.verdicts.find_verdict(arm.name),
         )
@@ -185,7 +185,6 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
     reference in place of gaps.
     """
     verdict = summary.verdict
-    energy = summary.energy
     band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
@@ -199,7 +198,7 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
         "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
-        "joules_per_step": energy.joules.middle if energy and energy.joules else None,
+        "joules_per_step": summary.joules_per_step.middle if summary.joules_per_step else None,
         "events": summary.events,
         **({"first_difference": band.first, "largest_difference": band.largest} if band else {}),
     }
@@ -217,21 +216,10 @@ def _interval_figures(name: str, interval: Interval | None) -> dict[str, float |
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
 
-@dataclass(frozen=True)
-class TrainedEnergy:
-    """The energy of a training step. `joules` is measured in windows of many steps. `why` is the reason if `joules`
-    is missing.
-    """
-
-    joules: Range | None
-    why: str = ""
-
-
-def summarise_energy(use: EnergyUse) -> TrainedEnergy:
+def summarise_energy(use: EnergyUse | None) -> Range | None:
+    """Returns the joules of a training step, measured in windows of many steps; None without a window."""
     samples = energy_samples(use)
-    if not samples:
-        return TrainedEnergy(None, use.why or "no window was measured, for unknown reasons")
-    return TrainedEnergy(Range(statistics.median(samples), min(samples), max(samples)), use.why)
+    return Range(statistics.median(samples), min(samples), max(samples)) if samples else None
 
 
 @dataclass(frozen=True)
