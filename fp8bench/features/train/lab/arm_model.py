@@ -45,7 +45,9 @@ class ArmModel:
     tokens: int
     has_own_rates = False
 
-    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
+    def __init__(
+        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
+    ) -> None:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
         self.task = task
         self.arm = arm
@@ -55,6 +57,11 @@ class ArmModel:
         self.arithmetics: dict[str, Arithmetic] = {}
         self.scale_books: list[ScaleBook] = []
         self._wrap = wrap
+        self.build()
+
+    def build(self) -> None:
+        """Builds the model, and what reads its batches and scores it."""
+        raise NotImplementedError
 
     def renew_scales(self, are_due: bool) -> None:
         """Sets whether the following casts compute new scales from their data (`are_due`), or use the stored ones."""
@@ -107,14 +114,14 @@ class BuiltInModel(ArmModel):
 
     model: LanguageModel
 
-    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
-        super().__init__(task, arm, watch, wrap)
+    def build(self) -> None:
+        task = self.task
         settings = self.settings
         facts = task.facts
         self._config = config = models.make_config(settings, task.text.vocabulary)
         self._layers = models.list_layers(settings.arch, config)
         self.parallelism = make_parallelism(settings, config, facts)
-        self.model = self._build()
+        self.model = self._build_whole_model()
         self.parallelism.cut_model(self.model)
         self.windows = TokenWindows(task.text.train, config.sequence, facts.key)
         self._evaluation = Evaluation(task.text, config, self._layers, facts, self.parallelism.share_scales)
@@ -123,16 +130,15 @@ class BuiltInModel(ArmModel):
         self.collect_parameters()
         self._forward: Forward = self._compile() if settings.compile == "yes" else self.model
 
-    def _build(self) -> LanguageModel:
-        """Builds the model, with float32 weights drawn from the seed regardless of the precision."""
+    def _build_whole_model(self) -> LanguageModel:
+        """Builds the model of one rank, with float32 weights drawn from the seed regardless of the precision."""
         settings = self.settings
         facts = self.task.facts
         seed = self.task.seed
         keys = dict(settings.precision_map)
         part_number = self.parallelism.part_number
-        rounding_seed = (
-            f"{seed}/rank-{part_number}" if part_number else f"{seed}"
-        )  # each rank rounds at random independently
+        # Each rank rounds at random independently.
+        rounding_seed = f"{seed}/rank-{part_number}" if part_number else f"{seed}"
         layers = {layer.name: layer for layer in self._layers}
 
         def choose(name: str) -> Arithmetic:

@@ -7,6 +7,7 @@ different micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -97,36 +98,31 @@ _TOKENS_PER_PASS = 1024
 # A loss by position is the average over one of eight equal ranges of a window's positions.
 _POSITION_RANGES = 8
 _SILENT_PHASES = SilentPhases()
-ShareScales = Callable[[str, Arithmetic], Arithmetic]
 
 
 # Two values: the sum of losses at each position of a window, over all windows, and the number of windows.
 PositionSums = tuple[list[float], int]
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Computes losses on the validation windows. `layers` are the layers that take a precision. `share_scales` is a
     function that makes an arithmetic whose scales depend on all ranks.
     """
 
-    def __init__(
-        self,
-        text: TrainingText,
-        config: GPTConfig,
-        layers: Sequence[Layer],
-        facts: DeviceFacts,
-        share_scales: ShareScales,
-    ) -> None:
-        self._share_scales = share_scales
-        self._config = config
-        self._layers = layers
-        self._facts = facts
-        length = config.sequence
-        windows = TokenWindows(text.held_out, length, facts.key)
+    text: TrainingText
+    config: GPTConfig
+    layers: Sequence[Layer]
+    facts: DeviceFacts
+    share_scales: Callable[[str, Arithmetic], Arithmetic]
+
+    def __post_init__(self) -> None:
+        length = self.config.sequence
+        windows = TokenWindows(self.text.held_out, length, self.facts.key)
         # If sequences are long, few windows fit into that number of tokens. With fewer than 16, a loss would depend
         # on single sentences.
         max_windows = max(_MIN_WINDOWS, _VALIDATED_TOKENS // length)
-        self.held_out = windows.spread_windows(max(config.batch, _TOKENS_PER_PASS // length), max_windows)
+        self.held_out = windows.spread_windows(max(self.config.batch, _TOKENS_PER_PASS // length), max_windows)
 
     def measure_losses(
         self, model: LanguageModel, row_key: tuple[str, int, int], is_last: bool
@@ -142,19 +138,19 @@ class Evaluation:
         yield make_validation("held-out", held_out)
         if not is_last:
             return
-        length = self._config.sequence
+        length = self.config.sequence
         range_length = -(-length // _POSITION_RANGES)
         for range_start in range(0, length, range_length):
             end = min(range_start + range_length, length)
             yield make_validation(f"position:{range_start}-{end - 1}", held_out, slice(range_start, end))
         for mode in QUANTISED_FORMATS:
-            arithmetic = precisions.get(mode).arithmetic(self._facts)
-            names = [layer.name for layer in self._layers if not layer.high]
-            with use_arithmetics(model, {name: self._share_scales(name, arithmetic.layer(name)) for name in names}):
+            arithmetic = precisions.get(mode).arithmetic(self.facts)
+            names = [layer.name for layer in self.layers if not layer.high]
+            with use_arithmetics(model, {name: self.share_scales(name, arithmetic.layer(name)) for name in names}):
                 yield make_validation(f"quantised:{mode}", self._sum_losses(model))
 
     def _sum_losses(self, model: LanguageModel) -> PositionSums:
-        losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
+        losses = torch.zeros(self.config.sequence, dtype=torch.float64, device=self.facts.key)
         for tokens, targets in self.held_out:
             losses += model(tokens, targets, _SILENT_PHASES, "none").view(targets.shape).sum(0, dtype=torch.float64)
         return losses.tolist(), sum(len(tokens) for tokens, _ in self.held_out)
@@ -166,28 +162,30 @@ Predict = Callable[[Tensor], Tensor]
 _TASK_TOKENS_PER_PASS = 4096
 
 
+@dataclass(eq=False)
 class Scores:
     """Scores an arm's model on tasks and by the user's metrics. Tasks need a built-in model, which has a `config`."""
 
-    def __init__(
-        self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
-    ) -> None:
-        self._metrics = settings.metric
-        self._held_out = held_out
-        self._config = config
-        self._device = task.facts.key
-        self._items = {} if config is None else _load_items(settings.tasks, task.text, config.sequence)
+    task: SeedTask
+    settings: TrainerSettings
+    held_out: Sequence[Any]
+    config: GPTConfig | None = None
+
+    def __post_init__(self) -> None:
+        self._items: dict[str, list[TaskItem]] = {}
+        if self.config is not None:
+            self._items = _load_items(self.settings.tasks, self.task.text, self.config.sequence)
 
     def score_model(self, model: Any) -> Iterator[tuple[str, float]]:
         """Yields all scores of a model, each with the name of its figure. A metric is called with the model. For a
         built-in model, it gets a function from tokens to logits instead.
         """
         predict = model
-        if self._config is not None:
+        if self.config is not None:
             predict = lambda tokens: cast_to(model.logits(tokens, _SILENT_PHASES), model.around["logits"])  # noqa: E731
         yield from self.score_tasks(predict)
-        for metric in self._metrics:
-            yield from measure_metric(metric, predict, self._held_out)
+        for metric in self.settings.metric:
+            yield from measure_metric(metric, predict, self.held_out)
 
     def score_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """Yields the share of right answers in each task, with the name of its figure. The share is NaN if logits are
@@ -215,11 +213,11 @@ class Scores:
         """Returns texts as rows of token ids, padded at the end to equal length, and the length of each text. Padding
         does not change the scores.
         """
-        assert self._config is not None
-        lengths = torch.tensor([len(text) for text in texts], device=self._device)
-        row_length = min(-(-max(map(len, texts)) // LINE) * LINE, self._config.sequence)
-        rows = torch.tensor([list(text.ljust(row_length, b"\n")) for text in texts], device=self._device)
-        return rows, lengths
+        assert self.config is not None
+        device = self.task.facts.key
+        row_length = min(-(-max(map(len, texts)) // LINE) * LINE, self.config.sequence)
+        rows = torch.tensor([list(text.ljust(row_length, b"\n")) for text in texts], device=device)
+        return rows, torch.tensor([len(text) for text in texts], device=device)
 
 
 @lru_cache(maxsize=1)

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
@@ -15,13 +15,13 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.arm_model import SILENT, ArmModel, WrapArithmetic
+from fp8bench.features.train.lab.arm_model import SILENT, ArmModel
 from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
 from fp8bench.features.train.lab.evaluate import Scores
 from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, wrap_own_optimizer
 from fp8bench.features.train.request import parse_schedule
-from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
+from fp8bench.features.train.values import Arm, ArmRole, Validation
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
@@ -29,7 +29,6 @@ from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.model_calls import loss_of, make_arguments, on_device, tensors_in
 from fp8bench.nn.own_model import Given, call_model, seed_generators
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
-from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import measure_coverage
 from fp8bench.user_code import own_words
@@ -41,13 +40,11 @@ class OwnModel(ArmModel):
     number of tokens in the last step. If batches have no tokens, it is the number of examples.
     """
 
-    def __init__(
-        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
-    ) -> None:
-        super().__init__(task, arm, watch, wrap)
+    def build(self) -> None:
+        task = self.task
         settings = self.settings
         facts = task.facts
-        self._name = self.settings.make
+        self._name = settings.make
         self.parallelism = SingleRank()
         self.user_parts = user_parts = copy_target_model(self._name, task.seed, facts)
         self.has_own_rates = user_parts.optimizer is not None
@@ -56,7 +53,7 @@ class OwnModel(ArmModel):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
         if not model.training:  # as from_pretrained returns it
             model.train()
-        load_initial_weights(model, settings, arm, task.seed)
+        load_initial_weights(model, settings, self.arm, task.seed)
         self.batches = OwnBatches(self._name, user_parts, task.seed, facts)
         self._held_out = read_held_out(self._name, user_parts, facts)
         self.scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
@@ -113,7 +110,7 @@ class OwnModel(ArmModel):
                         f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
                     )
             optimizer = wrap_own_optimizer(self._name, self.model, maker.optimizer, maker.schedule, settings.updates)
-            self.parameters = optimizer.parameters
+            self.parameters = dict(optimizer.parameters)
             return optimizer
         for path, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
@@ -194,17 +191,19 @@ _HELD_OUT_CALLS = 8
 _COMPARED_BATCHES = 3
 
 
+@dataclass(eq=False)
 class OwnBatches:
     """Gives the batches of a user by number, counted from 0. An iterable is read in order, and restarted at its end.
-    A function is called with the number.
+    A function is called with the number. `name` is that of the user's function, and `user_parts` are what it returned.
     """
 
-    def __init__(self, name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
-        self._name = name
-        self._user_parts = maker
-        self._seed = seed
-        self._facts = facts
-        self._source = maker.batches
+    name: str
+    user_parts: Given
+    seed: int
+    facts: DeviceFacts
+
+    def __post_init__(self) -> None:
+        self._source = self.user_parts.batches
         self._next, self._reader = 0, self._iterate()
         if self._source is None or callable(self._source):
             return
@@ -213,17 +212,17 @@ class OwnBatches:
         if is_iterator or getattr(self._source, "persistent_workers", False):
             reason = "can be read only once" if is_iterator else "keep their workers, which arms cannot share"
             raise UsageError(
-                f"{self._name}: its batches {reason}, and every arm and seed reads them from the start. Give a list, a "
+                f"{self.name}: its batches {reason}, and every arm and seed reads them from the start. Give a list, a "
                 "DataLoader without persistent_workers, or a function of step and seed."
             )
 
     def read(self, number: int) -> Any:
         if self._source is None:
-            return self._user_parts.batch
+            return self.user_parts.batch
         try:
             if callable(self._source):
                 with self._seed_source("batch", number):
-                    return self._source(number, self._seed)
+                    return self._source(number, self.seed)
             # This arm is behind the arm that read last: restart the iterable, and read up to the arm's batch.
             if number < self._next:
                 self._next, self._reader = 0, self._iterate()
@@ -232,7 +231,7 @@ class OwnBatches:
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"{self._name}: its batch {number} cannot be read: {own_words(error)}.") from error
+            raise UsageError(f"{self.name}: its batch {number} cannot be read: {own_words(error)}.") from error
 
     def _iterate(self) -> Iterator[Any]:
         number = 0
@@ -249,10 +248,10 @@ class OwnBatches:
                 number += 1
                 yield batch
             if number == epoch_start:
-                raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
+                raise UsageError(f"{self.name}: its batches end before the first one. Give at least one.")
 
     def _seed_source(self, purpose: str, number: int) -> Any:
-        return seed_generators(derive_seed(purpose, self._seed, number), self._facts)
+        return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
 def read_held_out(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:

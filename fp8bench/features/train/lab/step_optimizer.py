@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -72,6 +73,7 @@ _STATE_NAMES = {
 }
 
 
+@dataclass(eq=False)
 class Bucket:
     """Parameters that are updated together, and their optimizer. `holders` have the gradients: the parameters
     themselves, or the masters of a HighAccumulation. `place` is the number of a parameter of the model: all gradients
@@ -80,20 +82,12 @@ class Bucket:
     steps, the `storages` hold those optimizer states that have a parameter's shape.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Tensors,
-        holders: Tensors,
-        place: int | None,
-        storages: tuple[Storage, Storage] | None = None,
-    ) -> None:
-        self.optimizer = optimizer
-        self.parameters = list(parameters)
-        self.holders = holders
-        self.place = place
-        self._storages = storages
-        self._stored: dict[tuple[Tensor, str], Operand] = {}
+    optimizer: Optimizer
+    parameters: list[Tensor]
+    holders: Tensors
+    place: int | None = None
+    storages: tuple[Storage, Storage] | None = None
+    _stored: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
 
     def begin_states(self) -> None:
         """Makes torch create the optimizer's states now. For this the optimizer takes a step with zero gradients and
@@ -120,7 +114,7 @@ class Bucket:
             self.optimizer.state[parameter][name] = self._find_storage(name).restore(operand)
 
     def store_states(self) -> None:
-        if self._storages is None:
+        if self.storages is None:
             return
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
@@ -128,8 +122,8 @@ class Bucket:
                     self._stored[parameter, name] = self._find_storage(name).keep(state.pop(name))
 
     def _find_storage(self, name: str) -> Storage:
-        assert self._storages is not None
-        return self._storages[_STATE_NAMES.get(name) == "second moment"]
+        assert self.storages is not None
+        return self.storages[_STATE_NAMES.get(name) == "second moment"]
 
     def update(self, rate_share: float, divisors: Tensors, is_skipped: Tensor) -> bool:
         """Takes a step of the optimizer, with all rates multiplied by `rate_share`. Changes nothing if `is_skipped`
@@ -182,36 +176,29 @@ class Bucket:
             self._stored[parameter, name] = Operand(*(tensor.to(parameter.device) for tensor in tensors))
 
 
+@dataclass(eq=False)
 class StepOptimizer:
-    """Updates an arm's weights. Its norms are those of the last step, one for each of `parameters`."""
+    """Updates an arm's weights. `updates` is the format to which updates are rounded. A user's optimizer may have a
+    `schedule`, and has no `full_rate`.
+    """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        buckets: Sequence[Bucket],
-        gradients: Gradients,
-        weights: Weights,
-        updates: str,
-        rate: float | None = None,
-        schedule: Any = None,
-    ) -> None:
-        self.parameters = dict(parameters)
-        self._buckets = buckets
-        self.gradients = gradients
-        self.weights = weights
-        self._rate = rate
-        self._schedule = schedule
-        self._round_updates = make_update_rounding(updates)
-        # The norms of each update and each weight. The order of parameters is not the order of buckets.
-        zeros = torch.zeros(()), torch.zeros(())
-        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        for parameter in parameters.values():
-            self._norms[parameter] = zeros
+    parameters: Parameters
+    buckets: Sequence[Bucket]
+    gradients: Gradients
+    weights: Weights
+    updates: str
+    full_rate: float | None = None
+    schedule: Any = None
+
+    def __post_init__(self) -> None:
+        self._round_updates = make_update_rounding(self.updates)
+        # The norms of the last update and weight of each parameter. Their order is not that of the buckets.
+        self._norms = {id(parameter): (torch.zeros(()), torch.zeros(())) for parameter in self.parameters.values()}
 
     @property
     def rate(self) -> float:
         """Returns the full learning rate. For a user's optimizer, returns the current rate of its first group."""
-        return float(self._buckets[0].optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate
+        return float(self.buckets[0].optimizer.param_groups[0]["lr"]) if self.full_rate is None else self.full_rate
 
     @torch.no_grad()
     def step(self, rate_share: float, divisors: Tensors, skip: Tensor, is_measured: bool = True) -> None:
@@ -222,7 +209,7 @@ class StepOptimizer:
         self.weights.load_high_precision()
         has_stepped = True
         # Copying, restoring and rounding only one bucket at a time limits the memory.
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             measured_parameters = bucket.parameters if is_measured or self._round_updates else []
             copies = [parameter.detach().clone() for parameter in measured_parameters]
             if bucket.place is not None:
@@ -240,10 +227,10 @@ class StepOptimizer:
                 torch._foreach_sub_(copies, bucket.parameters)
                 change_norms = list(torch._foreach_norm(copies))
             for parameter, change, size in zip(bucket.parameters, change_norms, weight_norms, strict=True):
-                self._norms[parameter] = change.to(torch.float32), size.to(torch.float32)
+                self._norms[id(parameter)] = change.to(torch.float32), size.to(torch.float32)
         # A skipped step does not count for the schedule.
-        if self._schedule is not None and has_stepped:
-            self._schedule.step()
+        if self.schedule is not None and has_stepped:
+            self.schedule.step()
         self.gradients.finish_step()
 
     @property
@@ -257,7 +244,7 @@ class StepOptimizer:
     def stored_tensors(self) -> dict[str, list[Tensor]]:
         """Returns all tensors that are in memory between two steps, by purpose."""
         by_name: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for name, tensors in bucket.list_states():
                 by_name.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
         states = {name: tensors for name, tensors in by_name.items() if tensors}
@@ -267,8 +254,8 @@ class StepOptimizer:
         """Returns the state on which the next step depends. Gradients are not part of it, because the next step
         computes them. The scales of stored gradients are part of it.
         """
-        schedule = {} if self._schedule is None else self._schedule.state_dict()
-        buckets = [bucket.get_state() for bucket in self._buckets]
+        schedule = {} if self.schedule is None else self.schedule.state_dict()
+        buckets = [bucket.get_state() for bucket in self.buckets]
         weights = self.weights.stored_tensors()
         gradients = self.gradients.list_scale_shares()
         return {"weights": weights, "gradients": gradients, "buckets": buckets, "schedule": schedule}
@@ -281,10 +268,10 @@ class StepOptimizer:
         ):
             for tensor, values in zip(tensors, state[name], strict=True):
                 tensor.copy_(values)
-        for bucket, values in zip(self._buckets, state["buckets"], strict=True):
+        for bucket, values in zip(self.buckets, state["buckets"], strict=True):
             bucket.set_state(values)
-        if self._schedule is not None:
-            self._schedule.load_state_dict(state["schedule"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
 
 
 def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> StepOptimizer:
@@ -321,7 +308,7 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
         if "weight_decay" in keys:  # norms and biases have no weight decay
             keys["weight_decay"] = bucket_decay
         for part in split_into_buckets([trained_parameters[number].numel() for number in numbers], max_elements):
-            tensors = [trained_parameters[number] for number in numbers[part]]
+            tensors: list[Tensor] = [trained_parameters[number] for number in numbers[part]]
             optimizer = _make_named_optimizer(name, tensors, settings.rate * factor, keys)
             storages = make_state_storages(settings.optimizer_states)
             bucket = Bucket(optimizer, tensors, tensors, numbers[part][0], storages)
@@ -374,7 +361,7 @@ def wrap_own_optimizer(
         raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
     trained = list(parameters.values())
     holders = [masters[id(parameter)] for parameter in trained]
-    bucket = Bucket(optimizer, trained, holders, None)
+    bucket = Bucket(optimizer, list[Tensor](trained), holders)
     return StepOptimizer(parameters, [bucket], Gradients(holders), Weights(trained), updates, schedule=scheduler)
 
 
