@@ -185,8 +185,8 @@ def _check_own_model(request: TrainingRequest) -> None:
     # A misspelt built-in model would be taken for the name of a function.
     meant_model = meant_name("model", name, SIZES)
     if meant_model and ":" not in name and not Path(f"{name}.py").is_file():
-        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {meant_model}?"
-        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {meant_model}")
+        message = f"fp8bench has no model {name!r:.80}. Did you mean --model {meant_model}?"
+        raise UsageError(f"{message} For your own model, give FILE.py:FUNCTION.", name, f"--model {meant_model}")
     if name not in LIVE_MODELS:
         check_function_name(name)
     # An option that is swept counts as given.

@@ -26,8 +26,8 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
-# Speed in steps is for loops whose number of tokens is unknown.
 TOKEN_SPEED = "tokens_per_second"
+# The speed of loops whose number of tokens is unknown.
 STEP_SPEED = "steps_per_second"
 
 

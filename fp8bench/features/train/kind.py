@@ -306,7 +306,11 @@ class TrainingKind(Kind[KeptTraining]):
                 except OSError:  # an unreadable file shows nothing about its training
                     continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
-                state = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
+                state = (
+                    "which is finished"
+                    if finished
+                    else "which was cut off: `train --resume` would start at its first step"
+                )
                 description = f"checkpoints of the training {self.names(path)[0]}, {state}"
                 yield SparePart([path.with_name(_PLACES_FILE), path.parent / _CHECKPOINTS_FOLDER], description, path)
 

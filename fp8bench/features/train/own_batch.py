@@ -15,7 +15,7 @@ from fp8bench.measure.passes import ran_out_of_memory
 from fp8bench.model import Capacity
 from fp8bench.units import size
 
-# The number of steps that warm up, and of steps that are timed.
+# This many untimed steps warm up the device.
 _WARM_STEPS = 2
 _TIMED_STEPS = 8
 
@@ -64,8 +64,8 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
             return capacity
         # Compare steps with one and with two micro-batches: the difference is the time of a micro-batch, and the
         # remaining time is the update.
-        (tokens, seconds) = time_steps(largest.number, 1)
-        (_, twice_seconds) = time_steps(largest.number, 2)
+        tokens, seconds = time_steps(largest.number, 1)
+        _, twice_seconds = time_steps(largest.number, 2)
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))

@@ -44,6 +44,7 @@ from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
+# Events with which an arm ends early: it was excluded, or it stopped at NaN or infinity.
 _EXCLUDED = "out"
 _STOPPED = "stopped"
 # A log gets a line at least this often.

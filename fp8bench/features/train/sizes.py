@@ -8,6 +8,7 @@ import math
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
+from itertools import chain
 from statistics import linear_regression
 from typing import Any, NamedTuple
 
@@ -83,7 +84,7 @@ def describe_trend(name: str, trend: Gap | None) -> str:
 
 
 def render_page(sizes: SizeComparison) -> Page:
-    arms = [size for by_size in sizes.arms.values() for size in by_size]
+    arms = [*chain.from_iterable(sizes.arms.values())]
     columns: list[Col[SizedArm]] = [
         Col("arm", "summary.arm.name", shared=True),
         Col("model", "training.request.settings.model"),

@@ -15,14 +15,15 @@ from fp8bench.errors import UnknownName, UsageError
 
 # The prefix of --data for a text made of tasks: `--data task:copy,retrieval`.
 TASK_TEXT_PREFIX = "task:"
-# Prefixes of the names of figures: of scores on tasks, and of results of users' metrics.
+# The names of scores on tasks begin with this prefix.
 TASK_PREFIX = "task:"
+# The names of results of users' metrics begin with this prefix.
 METRIC_PREFIX = "metric:"
 LETTERS = b"abcdefghijklmnopqrstuvwxyz"
 DIGITS = b"0123456789"
-# The number of questions of a task, or of each length in a task with several lengths. Then the length of the shortest
-# window with room for a question.
+# The number of questions of a task, or of each length in a task with several lengths.
 ITEMS = 128
+# The length of the shortest window with room for a question.
 MIN_SEQUENCE = 16
 _CLOZE_CHOICES = 4
 # A passage that ends in a hidden word has at most this many bytes.
@@ -33,8 +34,9 @@ CHANCE_SCORES: Mapping[str, float] = {
     "retrieval": 1 / len(DIGITS),
 }
 _WORDS = re.compile(rb"[A-Za-z]{4,12}")
-# The length of a training text made of tasks in bytes, and its smallest number of documents.
+# The length of a training text made of tasks, in bytes.
 _TEXT_BYTES = 1 << 20
+# The smallest number of documents in a training text made of tasks.
 _MIN_DOCUMENTS = 256
 
 

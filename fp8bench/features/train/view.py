@@ -42,6 +42,7 @@ from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
 _MAX_EVENTS = 12
+# Columns that the short answer leaves out.
 _LONG_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION_PREFIX = "position:"
 _VALIDATION_TITLE = "After the last step, on text that was never trained on"

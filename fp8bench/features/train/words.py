@@ -35,6 +35,7 @@ _ROLE_WORDS = {
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
+# At most this many reasons, and names for each reason, are listed.
 _MAX_LISTED = 3
 VERDICT_WORDS = {
     Learned.DIVERGED: "no: diverges",

@@ -184,7 +184,7 @@ def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
     parameters = list(model.parameters())
     if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
         raise UsageError(
-            f"--start: the weights in {folder} are of another model. Choose that one's --model and --arch."
+            f"--start: the weights in {folder} belong to a different model. Choose the --model and --arch of that model."
         )
     for parameter, weight in zip(parameters, stored, strict=True):
         parameter.copy_(weight)
@@ -207,17 +207,17 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
     for text, tensor in stored.items():
         if not is_finite(tensor):
             raise UsageError(f"--start {path}: {text} has values that are not finite. Give weights without them.")
-    advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
+    advice = f"Give weights of the model that {make} makes" if make else "Choose the --model and --arch of that model"
     try:
         missing_names, unknown_names = model.load_state_dict(stored, strict=False)
     except RuntimeError as error:  # a tensor has another shape than in the model
-        raise UsageError(f"--start {path} is of another model: {own_words(error)}. {advice}.") from None
+        raise UsageError(f"--start {path} has a different model: {own_words(error)}. {advice}.") from None
     # A state dict file lists a tied parameter under its two names, but named_parameters() only under the first.
     missing_names = [text for text, _ in model.named_parameters() if text in missing_names]
     if missing_names or unknown_names:
         reasons = [f"lacks {join_words(missing_names, _MAX_LISTED)}"] if missing_names else []
         reasons += [f"has {join_words(unknown_names, _MAX_LISTED)}, which this model lacks"] if unknown_names else []
-        raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
+        raise UsageError(f"--start {path} has a different model: it {', and '.join(reasons)}. {advice}.")
     for text, tensor in model.state_dict().items():
         if text in stored and not torch.equal(tensor, stored[text].to(tensor)):
             raise UsageError(

@@ -104,7 +104,7 @@ def check_settings(settings: TrainerSettings) -> None:
         (
             settings.arch == "cnn" and config.sequence % LINE > 0,
             (
-                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple "
+                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is not a multiple "
                 f"of {LINE}."
             ),
         ),
@@ -246,7 +246,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     is_unconverted = settings.make and precision.name == UNTOUCHED
-    support = native("the model as it came") if is_unconverted else _precision_support(settings, precision, facts)
+    support = native("the unchanged model") if is_unconverted else _precision_support(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
     is_cut = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1

@@ -183,9 +183,9 @@ class OwnModel(ArmModel):
         return replace(coverage, loss=unconverted.loss_words)
 
 
-# At most this many held-out batches are read from an iterable, which may be endless. A function is called the second
-# number of times.
+# At most this many held-out batches are read from an iterable, which may be endless.
 _MAX_HELD_OUT = 64
+# A function that returns held-out batches is called this many times.
 _HELD_OUT_CALLS = 8
 # This many of the first batches are read twice and compared.
 _COMPARED_BATCHES = 3

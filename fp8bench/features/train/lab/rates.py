@@ -160,10 +160,10 @@ def find_clip_group(name: str, dimensions: int, group: str) -> str:
     return name if group == "tensor" else ""
 
 
-# A dynamic loss scale begins at the first value, is never below the second, and doubles after 200 steps without an
-# overflow.
+# The first value and the smallest value of a dynamic loss scale.
 _FIRST_SCALE = 2.0**16
 _MIN_SCALE = 1.0
+# A dynamic loss scale doubles after this many steps without an overflow.
 GROWTH_STEPS = 200
 
 

@@ -56,10 +56,10 @@ _LISTED_OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, fused=True),
     "adafactor": Adafactor,
 }
-# A bucket has at most the first number of weights, because measuring an update takes a copy of them. If gradients or
-# states are stored in low precision, they are restored for an update. A model is then divided into at least the
-# second number of buckets.
+# A bucket has at most this many weights, because measuring an update takes a copy of them.
 _MAX_ELEMENTS = 1 << 24
+# Gradients or states in low precision are restored for an update. To limit their memory, a model is then divided into
+# at least this many buckets.
 _LOW_PRECISION_BUCKETS = 16
 # The names that reports give to the states of torch's optimizers.
 _STATE_NAMES = {

@@ -337,8 +337,8 @@ def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
     gaps = [gap]
     for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
         gaps += filter(None, [mean_gap(earlier_gaps)])
-    decides = _join_intervals([each.decides for each in gaps if each.decides])
-    shown = _join_intervals([each.shown for each in gaps if each.shown])
+    decides = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
+    shown = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
     # The deviation that corresponds to the wider interval. The number of further seeds is estimated from this
     # deviation.
     half_width = (decides.high - decides.low) / 2

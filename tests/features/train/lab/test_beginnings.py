@@ -36,7 +36,7 @@ def test_arms_begin_with_the_weights_of_a_checkpoint(corpus: Corpus, tmp_path: P
         assert all(torch.equal(own[name], kept[name]) for name in kept)
     first = rows(begun.advance("bf16", 1))[0]
     assert first.loss < rows(lab_of(task_of(corpus, "bf16", seed=3)).advance("bf16", 1))[0].loss
-    with pytest.raises(UsageError, match="are of another model"):
+    with pytest.raises(UsageError, match="belong to a different model"):
         lab_of(task_of(corpus, "bf16", model="nano", start=start)).advance("bf16", 1)
 
 
