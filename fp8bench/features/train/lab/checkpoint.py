@@ -184,7 +184,7 @@ def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
     parameters = list(model.parameters())
     if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
         raise UsageError(
-            f"--start: the weights in {folder} belong to a different model. Choose the --model and --arch of that model."
+            f"--start: the weights in {folder} belong to a different model. Choose its --model and --arch."
         )
     for parameter, weight in zip(parameters, stored, strict=True):
         parameter.copy_(weight)
