@@ -221,6 +221,11 @@ def _read_tokens(path: Path) -> tuple[int, int, str]:
     return length, highest, digest
 
 
+def resolve_beginnings(request: TrainingRequest, store: Path) -> TrainingRequest:
+    """Returns the request with its initial weights and scales resolved. Raises UsageError."""
+    return resolve_scales(resolve_start(request, store), store)
+
+
 def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
     """Returns the request with its --start resolved. 'TRAINING' or 'TRAINING:ARM' is replaced by the path of a
     checkpoint. A file gets its digest, so that a resumed training reads the same weights. Raises UsageError.

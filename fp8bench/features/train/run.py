@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import check_memory, check_training, choose_device, make_arms
-from fp8bench.features.train.beginnings import prepare_text, resolve_scales, resolve_start
+from fp8bench.features.train.beginnings import prepare_text, resolve_beginnings
 from fp8bench.features.train.kind import ResumePoint, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import make_config
@@ -59,7 +59,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     """Trains all arms of all seeds. If the training was interrupted, `finished` of the result is False. If the store
     fails, raises NotKept with the part that was stored. Raises WorkerError if the reference cannot continue.
     """
-    request = resolve_scales(resolve_start(request, store), store)
+    request = resolve_beginnings(request, store)
     with _prepare(request, store) as (worker, text):
         training = _plan_arms(request, worker, text, command)
         # A user's model is tried first, so that a model that fails leaves no stored training.
@@ -100,7 +100,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
     """Returns a training before its first step, and the state of its reference."""
-    request = resolve_scales(resolve_start(request, store), store)
+    request = resolve_beginnings(request, store)
     with _prepare(request, store) as (worker, text):
         training = _plan_arms(request, worker, text)
         _examine_own_model(training, worker)

@@ -16,9 +16,7 @@ from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.arm_model import SILENT, ArmModel
-from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
 from fp8bench.features.train.lab.evaluate import Scores
-from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, wrap_own_optimizer
 from fp8bench.features.train.request import parse_schedule
 from fp8bench.features.train.values import Arm, ArmRole, Validation
@@ -40,53 +38,44 @@ class OwnModel(ArmModel):
     number of tokens in the last step. If batches have no tokens, it is the number of examples.
     """
 
-    def build(self) -> None:
-        task = self.task
-        settings = self.settings
-        facts = task.facts
-        self._name = settings.make
-        self.parallelism = SingleRank()
-        self.user_parts = user_parts = copy_target_model(self._name, task.seed, facts)
-        self.has_own_rates = user_parts.optimizer is not None
-        self.model = model = user_parts.model
+    def build_model(self) -> nn.Module:
+        self._name = self.settings.make
+        self.user_parts = copy_target_model(self._name, self.task.seed, self.task.facts)
+        self.has_own_rates = self.user_parts.optimizer is not None
+        model = self.user_parts.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
         if not model.training:  # as from_pretrained returns it
             model.train()
-        load_initial_weights(model, settings, self.arm, task.seed)
-        self.batches = OwnBatches(self._name, user_parts, task.seed, facts)
-        self._held_out = read_held_out(self._name, user_parts, facts)
-        self.scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
-        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        self.tokens = count_tokens(user_parts.batch) * settings.micro_batches
+        return model
+
+    def prepare(self) -> None:
+        task = self.task
+        facts = task.facts
+        self.batches = OwnBatches(self._name, self.user_parts, task.seed, facts)
+        self._held_out = read_held_out(self._name, self.user_parts, facts)
+        self.scores = Scores(task, self.settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
+        self.tokens = count_tokens(self.user_parts.batch) * self.settings.micro_batches
         self._steps_ahead = 0  # repeated steps read batches that are this many steps further on
         self.loss_words = ""
-        self.conversion = self._make_conversion(model)
+        self.conversion = self._make_conversion()
         if self.conversion is not None:
             self.conversion.__enter__()  # layers stay converted for as long as this copy lives
         self.collect_parameters()
 
-    def _make_conversion(self, model: nn.Module) -> Conversion | None:
+    def _make_conversion(self) -> Conversion | None:
         """Returns the conversion of layers to the arm's precision; None if no layer is converted."""
         keys = dict(self.settings.precision_map)
-        seed = self.task.seed
         if self.precision.name == UNTOUCHED and not keys:
             return None
 
         def choose(layer: Layer) -> Arithmetic | None:
             key = key_of(layer, keys)
             mode = keys[key] if key is not None else self.precision.mode
-            if mode == UNTOUCHED:
-                return None
-            # Each layer rounds at random independently, and reproducibly after a resume.
-            seeded = self.make_arithmetic(mode).layer(f"{seed}/{layer.name}")
-            self.arithmetics[layer.name] = watched = self.watch_arithmetic(
-                apply_scales(seeded, self.settings, mode, layer.name, self.scale_books)
-            )
-            return watched
+            return None if mode == UNTOUCHED else self.make_layer_arithmetic(layer.name, mode)
 
         return Conversion(
-            model, choose, skip=self.settings.skip, keys=keys, multiples=self._find_multiples(), shown=True
+            self.model, choose, skip=self.settings.skip, keys=keys, multiples=self._find_multiples(), shown=True
         )
 
     def _find_multiples(self) -> tuple[int, int]:
