@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -167,25 +166,6 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
     }
     plain = judge_training(training(), lines({"fp8": [0.0] * 5}))
     assert (plain.reference, plain.rate_count) == (REFERENCE.name, 1)
-
-
-@for_each("apart", [0.0, 0.002, 0.02])
-def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -> None:
-    """Three rates each: at most two of a hundred studies find a difference, as rates are chosen on the same losses."""
-    draw = random.Random(7)
-    wrong = 0
-    studies = 300
-
-    def flat(end: float) -> Curve:
-        return Curve(2, tuple(rows("a", 0, [5.0, end])))
-
-    for _ in range(studies):
-        ends = [[2 + place * apart * 2 + draw.gauss(0, 0.01) for _ in range(5)] for place in range(3) for _ in range(2)]
-        arms = [min(ends[which::2], key=sum) for which in (0, 1)]
-        both = [pair_curves(*(flat(own[seed]) for own in arms), seed) for seed in range(5)]
-        counted = [pair for pair in both if isinstance(pair, Pair)]
-        wrong += judge_pairs(counted, 1e-9, has_held_out=False).learned in (Learned.WORSE, Learned.BETTER)
-    assert wrong <= 0.02 * studies
 
 
 @for_each(
