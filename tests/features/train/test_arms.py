@@ -297,5 +297,3 @@ def test_an_arm_takes_its_own_settings_and_only_candidates_the_map() -> None:
     assert arm.merge_settings(settings) == replace(settings, rate=0.02)
     for role in (ArmRole.REFERENCE, ArmRole.REPEAT):
         assert replace(arm, role=role).merge_settings(settings) == replace(settings, rate=0.02, precision_map=())
-    with pytest.raises(UsageError, match="rate must be"):
-        replace(arm, settings=(("rate", -1.0),)).merge_settings(settings)

@@ -300,8 +300,6 @@ def test_an_update_in_fp8_is_rounded_and_the_weights_are_not(optimizer: str) -> 
 
 
 def test_states_of_other_optimizers() -> None:
-    low = trained(optimizer="sgd", optimizer_states="fp8lm")
-    assert not torch.equal(low[-1][0], trained(optimizer="sgd")[-1][0])
     kept = made(optimizer="sgd", optimizer_states="fp8lm")[0].stored_tensors()
     assert kept["first moment"][0].dtype == torch.float8_e4m3fn and "second moment" not in kept
     kept = made(optimizer="adafactor")[0].stored_tensors()
@@ -419,20 +417,14 @@ def test_a_dynamic_loss_scale_is_torchs(monkeypatch: pytest.MonkeyPatch) -> None
         assert own.scale == pytest.approx(scaler.get_scale())
 
 
-def test_loss_scales_stay_within_their_bounds(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(rates, "GROWTH_STEPS", 2)
-    scale = LossScale(2.0**31, dynamic=True)
-    seen = []
-    for finite in (True, False, True, True, True, True, True, True):
-        scale.adapt(finite)
-        seen.append(scale.scale / 2**30)
-    assert seen == [2, 1, 1, 2, 2, 4, 4, 4]
-    low = LossScale(2.0, dynamic=True)
+def test_loss_scales_stay_within_their_bounds() -> None:
+    high = LossScale(2.0**32, dynamic=True, good_steps=rates.GROWTH_STEPS - 1)
+    low = LossScale(1.0, dynamic=True)
     fixed = make_loss_scale(TrainerSettings(), 1024.0)
-    for _ in range(3):
-        low.adapt(False)
-        fixed.adapt(False)
-    assert (low.scale, fixed.scale) == (1.0, 1024.0)
+    high.adapt(True)
+    low.adapt(False)
+    fixed.adapt(False)
+    assert (high.scale, low.scale, fixed.scale) == (2.0**32, 1.0, 1024.0)
 
 
 def test_the_longest_name_gives_the_rate() -> None:
