@@ -177,11 +177,10 @@ def test_what_a_rank_sends_in_a_step_is_told() -> None:
         told.append(replace(ROW, arm=arm, seconds=0.0))
         told += [StepFigure(arm, 0, step, WIRE_BYTES, size, of) for step in (0, 10) for of, size in wire.items()]
     sent = judged(told, asked)
-    for made in (text_of(sent), render_page(sent)):
-        assert cells(made, "wire") == [
-            ["bf16", "3.02 KiB", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
-            ["fp8", "1.51 KiB", "all_to_all uint8 1.51 KiB"],
-        ]
+    assert cells(text_of(sent), "wire") == [
+        ["bf16", "3.02 KiB", "reduce bfloat16 2.93 KiB, all_reduce float32 96 B"],
+        ["fp8", "1.51 KiB", "all_to_all uint8 1.51 KiB"],
+    ]
     figures = [list_figures(summary, sent.verdicts)["wire_bytes"] for summary in sent.summaries]
     assert [size for size in figures if size] == [3096.0, 1548.0]
 

@@ -160,7 +160,6 @@ def test_what_a_command_may_fail_on() -> None:
     assert list(words.list_failures(of, ("worse", "diverged"))) == [f"fp8: {words.describe_verdict(own, among)}"]
     assert list(words.list_failures(of, ("alarm",))) == [f"fp8, seed 2, step 40: {alarm.words}"]
     assert not list(words.list_failures(of, ("diverged", "inconclusive", "did-not-learn")))
-    assert words.FAILURES == ("diverged", "did-not-learn", "worse", "inconclusive", "alarm")
 
 
 def test_several_arms_say_what_their_level_means() -> None:
