@@ -247,7 +247,7 @@ class _CompleteRun(TrainingRun):
     def _load_lines(self, kind: type[L]) -> tuple[L, ...]:
         return load_training(self.writer.path).select_lines(kind)
 
-    def _list_unmeasured(self, has: Callable[[ArmCost], object]) -> list[Arm]:
+    def _list_unmeasured_arms(self, has: Callable[[ArmCost], object]) -> list[Arm]:
         """Returns the trained arms that have no line for which `has` is true. Arms that repeat the reference are left
         out, because they cost as much as the reference.
         """
@@ -262,7 +262,7 @@ class _CompleteRun(TrainingRun):
         """Measures the memory of each arm alone on the device. This happens before all steps, and only for arms whose
         memory is not stored yet.
         """
-        unmeasured = self._list_unmeasured(lambda cost: not cost.energy and not cost.capacity)
+        unmeasured = self._list_unmeasured_arms(lambda cost: not cost.energy and not cost.capacity)
         for arm in unmeasured:
             self.observer.working(arm.name, "measuring the memory")
             try:
@@ -283,7 +283,7 @@ class _CompleteRun(TrainingRun):
         memory_limit = self.training.request.own_batch
         if memory_limit is None:
             return
-        for arm in self._list_unmeasured(lambda cost: cost.capacity):
+        for arm in self._list_unmeasured_arms(lambda cost: cost.capacity):
             if arm.native:
                 self.observer.working(arm.name, "finding the largest batch")
                 capacity = find_own_batch(self.training, arm, memory_limit, self.worker)
@@ -294,7 +294,7 @@ class _CompleteRun(TrainingRun):
         seed, and take further steps in separate windows.
         """
         request = self.training.request
-        unmeasured = self._list_unmeasured(lambda cost: cost.energy) if request.energy else []
+        unmeasured = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []
         if not unmeasured:
             return
         with Meters() as meters:

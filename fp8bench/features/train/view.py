@@ -121,7 +121,7 @@ def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
 
 
 def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
-    yield from _warn_unfinished(stored)
+    yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if events:
         further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
@@ -410,7 +410,7 @@ def list_notes(judged: JudgedTraining) -> Iterator[str]:
     yield from stored.troubles
 
 
-def _warn_unfinished(stored: KeptTraining) -> Iterator[Text]:
+def _warn_of_missing_steps(stored: KeptTraining) -> Iterator[Text]:
     if not stored.finished:
         steps = ((row.seed, row.step) for row in stored.select_lines(StepRow))
         seed, step = max(steps, default=(stored.request.seed, -1))
@@ -419,7 +419,7 @@ def _warn_unfinished(stored: KeptTraining) -> Iterator[Text]:
 
 
 def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
-    yield from _warn_unfinished(stored)
+    yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if not events:
         yield Text("No alarm, and all values were finite.")

@@ -33,7 +33,6 @@ from fp8bench.features.train.values import (
 from fp8bench.model import MemoryRole
 from fp8bench.protocols import Operand, Phases, Role
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
-from fp8bench.registry import precisions
 
 # An arm stops after this many steps in a row with NaN or infinity.
 _MAX_SKIPPED = 20
@@ -57,12 +56,12 @@ class Trainer:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
         self.arm = arm
         self.task = task
-        self.precision = precisions.get(arm.precision)
-        self.settings = settings = arm.merge_settings(task.settings)
         self.step = 0
         self.stopped = False
         self._steps_skipped = 0
         self.arm_model: ArmModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
+        self.precision = self.arm_model.precision
+        self.settings = settings = self.arm_model.settings
         self.model = self.arm_model.model
         self.parallelism = self.arm_model.parallelism
         self.arithmetics = self.arm_model.arithmetics

@@ -323,7 +323,7 @@ def judge_pairs(pairs: Sequence[Pair], margin: float, has_held_out: bool = True)
     learned = classify_gap(interval, margin)
     matters = classify_importance(interval, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_seeds_needed(gap, margin))
+        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_further_seeds(gap, margin))
     if has_held_out and held_out_interval and not _held_out_agrees(learned, matters, held_out_interval, margin):
         return replace(open_arm, why=Why.DISAGREE)
     return replace(open_arm, learned=learned, matters=matters)
@@ -387,7 +387,7 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
     return Interval(point, point - half_width, point + half_width, level)
 
 
-def count_seeds_needed(gap: Gap, margin: float) -> int | None:
+def count_further_seeds(gap: Gap, margin: float) -> int | None:
     """Returns the smallest number of further seeds that would probably decide. Returns None if more than 1000 seeds
     in all would be needed.
     """

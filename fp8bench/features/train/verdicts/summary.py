@@ -39,7 +39,7 @@ from fp8bench.features.train.verdicts.curves import (
     Matters,
     classify_gap,
     classify_importance,
-    count_seeds_needed,
+    count_further_seeds,
     find_deciding_interval,
     make_curves,
     mean_gap,
@@ -345,7 +345,7 @@ def describe_open_gap(gap: Gap | None, bound: float) -> str:
     """
     if gap is None or gap.pairs < MIN_PAIRS:
         return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {MIN_PAIRS} that are needed"
-    seed_count = count_seeds_needed(gap, bound)
+    seed_count = count_further_seeds(gap, bound)
     seeds = "an unknown number of more seeds" if seed_count is None else many(seed_count, "more seed")
     return f"open: {seeds} would settle {100 * bound:g}%"
 
