@@ -281,32 +281,22 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     scales of its last watched steps. Raises UsageError if no layer could use scales from data.
     """
     settings = request.settings
-    swept = dict(request.sweep)
-    renewal_options = (
-        settings.refresh_scales,
-        settings.saturation_bound,
-        swept.get("refresh-scales"),
-        swept.get("saturation-bound"),
-    )
-    if request.settings.scales or (
-        request.scales_from is None and not any(value is not None for value in renewal_options)
-    ):
+    is_renewal_swept = any(name in ("refresh-scales", "saturation-bound") for name, _ in request.sweep)
+    renews_scales = settings.refresh_scales is not None or settings.saturation_bound is not None or is_renewal_swept
+    if settings.scales or (request.scales_from is None and not renews_scales):
         return request
-    precisions_used = {*request.dtypes, *dict(request.settings.precision_map).values()}
+    precisions_used = {*request.dtypes, *dict(settings.precision_map).values()}
     if all(precisions.get(word).tensor_scale is TensorScale.NONE for word in precisions_used):
-        precisions_with_scales = [
-            name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE
-        ]
+        names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
             "scales from data would have no effect: no layer of these dtypes has one float32 scale for a tensor. Add a "
-            f"dtype that has ({', '.join(precisions_with_scales)}), or leave the option out."
+            f"dtype that has ({', '.join(names)}), or leave the option out."
         )
     if request.scales_from is None:
         return request
-    # 'last' means the last training, not the last run.
-    is_last = request.scales_from == "last"
     word = request.scales_from
-    path = find_training(word, store) if is_last else KIND.find(word, store)
+    # 'last' means the last training, not the last run.
+    path = find_training(word, store) if word == "last" else KIND.find(word, store)
     if path is None:
         run = load_stored_run(word, store)
         scales = collect_scales(run)
@@ -321,7 +311,7 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         )
         scales = merge_largest_scales(magnitudes)
         origin = f"training {stored.training.id}"
-    settings = replace(request.settings, scales=require_scales(scales, origin))
+    settings = replace(settings, scales=require_scales(scales, origin))
     layers_with_scales = {layer for _, layer, *_ in scales}
     if settings.make:  # only the worker knows the layers of a user's model, so the worker checks them
         return replace(request, settings=settings)

@@ -196,7 +196,7 @@ class Weights:
     """Stores weights in float32, as the parameters themselves. Subclasses store them in low precision."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
-        """`layers` are the parameters that products in low precision read."""
+        """`layers` are the parameters that products in low precision read. Only some subclasses need them."""
         self._parameters = parameters
         self._layers = layers
 
