@@ -65,7 +65,7 @@ def test_a_pass_is_what_a_gpu_takes(arch: str, gpu: str, mode: str, stage: Stage
         model = models.build_model(
             settings, config, lambda name: carrier if layers[name].high else arithmetic.layer(name), arithmetic.carrier
         )
-    windows = TokenWindows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key, config.vocabulary)
+    windows = TokenWindows(TokenSpan(corpus.path, 0, 10_000), config.sequence, facts.key)
     ledger = stage.ledger(facts)
     with precision.scope():
         for step in range(2):  # the first may wait for one-time setup

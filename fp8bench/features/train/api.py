@@ -65,7 +65,8 @@ class TrainingResult(KeptTraining):
     """A training as returned by calls: a KeptTraining with a display for terminals and notebooks."""
 
     def __repr__(self) -> str:
-        arms, state = ", ".join(arm.name for arm in self.training.arms), "finished" if self.finished else "unfinished"
+        arms = ", ".join(arm.name for arm in self.training.arms)
+        state = "finished" if self.finished else "unfinished"
         return f"<Training {self.training.id}: {arms}, {state}, {self.path}>"
 
     def __str__(self) -> str:
@@ -135,7 +136,8 @@ def train(
     )
     targets = log_targets(log)
     try:
-        store_folder, page = parse_folder("store", store), None if live is None else Path(live)
+        store_folder = parse_folder("store", store)
+        page = None if live is None else Path(live)
         check_files({"live": page})
         # The inner observer shows progress. The outer one also writes pages and logs scalars for boards.
         with (
@@ -154,7 +156,8 @@ def name_maker(make: Callable[..., Any]) -> str:
     """Returns the name by which a worker can import `make`. For a lambda, or a function that was defined in a
     session, returns only the name of the function.
     """
-    module, function_name = getattr(make, "__module__", ""), getattr(make, "__qualname__", type(make).__name__)
+    module = getattr(make, "__module__", "")
+    function_name = getattr(make, "__qualname__", type(make).__name__)
     name = f"{module}:{function_name}"
     if module in ("", "__main__", None) or "<" in function_name:
         return "".join(letter for letter in function_name if letter.isalnum() or letter in "._") or "make"

@@ -35,7 +35,6 @@ from fp8bench.suggestions import meant_name
 from fp8bench.units import number_or_text_of, size
 from fp8bench.workloads.model import LIVE_MODELS
 
-MAX_ARMS = 64
 # Settings that a sweep must not change: those that must be equal in all arms, because arms share weights and batches,
 # and those that a sweep cannot express.
 _UNSWEPT_SETTINGS = {
@@ -61,11 +60,11 @@ _PARSE_SWEPT: dict[str, Callable[[str], Scalar]] = {
 # MS-AMP's levels as its documentation defines them: formats of weights, gradients and moments, with power-of-two
 # scales. The format in which ranks send is not part of a level, but set by --wire.
 MSAMP_LEVELS: Mapping[str, Arm] = {
-    name: Arm(name, "fp8:scale=pow2", settings=(("gradients", "fp8"), *settings))
+    name: Arm(name, "fp8:scale=pow2", settings=(("gradients", "fp8"), *settings.items()))
     for name, settings in {
-        "msamp-o1": (("master", "fp16-scaled"),),
-        "msamp-o2": (("master", "fp16-scaled"), ("optimizer_states", "fp8lm")),
-        "msamp-o3": (("optimizer_states", "fp8lm"), ("master", "fp16-fp8")),
+        "msamp-o1": {"master": "fp16-scaled"},
+        "msamp-o2": {"master": "fp16-scaled", "optimizer_states": "fp8lm"},
+        "msamp-o3": {"optimizer_states": "fp8lm", "master": "fp16-fp8"},
     }.items()
 }
 
@@ -102,14 +101,16 @@ def choose_device(request: TrainingRequest, facts: Sequence[DeviceFacts]) -> Dev
 def check_training(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
-    arms, settings = _name_arms(request), request.settings
-    # A metric that cannot be imported should fail before a worker starts.
+    arms = _name_arms(request)
+    settings = request.settings
+    # A metric that cannot be imported fails before a worker starts.
     for metric in settings.metric:
         check_function_name(metric.removesuffix("=lower"))
     if settings.make:
         _check_own_model(request)
     else:
-        arch, config = settings.arch, make_config(settings, 1)
+        arch = settings.arch
+        config = make_config(settings, 1)
         if settings.tasks:
             check_sequence("--tasks", config.sequence)
         layers = (*list_layers(arch, config), *list_elementwise_layers(arch, config))
@@ -171,7 +172,9 @@ _BUILT_IN_SETTINGS = (
 def _check_own_model(request: TrainingRequest) -> None:
     from fp8bench.jobs.profile import check_function_name
 
-    settings, defaults, name = request.settings, TrainerSettings(), request.settings.make
+    settings = request.settings
+    defaults = TrainerSettings()
+    name = request.settings.make
     if name in SIZES:
         raise UsageError(
             f"{name} is a built-in model, and a function was expected here. Give --model {name}.",
@@ -181,23 +184,18 @@ def _check_own_model(request: TrainingRequest) -> None:
     # A misspelt built-in model would be taken for the name of a function.
     meant_model = meant_name("model", name, SIZES)
     if meant_model and ":" not in name and not Path(f"{name}.py").is_file():
-        message = f"{name!r:.80} is no model that fp8bench has. Did you mean --model {meant_model}?"
-        raise UsageError(f"{message} Give one of your own as FILE.py:FUNCTION.", name, f"--model {meant_model}")
+        message = f"fp8bench has no model {name!r:.80}. Did you mean --model {meant_model}?"
+        raise UsageError(f"{message} For your own model, give FILE.py:FUNCTION.", name, f"--model {meant_model}")
     if name not in LIVE_MODELS:
         check_function_name(name)
     # An option that is swept counts as given.
     swept_options = {axis.replace("-", "_") for axis, _ in request.sweep}
-    refused_options = [
-        word
-        for word in _BUILT_IN_SETTINGS
-        if getattr(settings, word) != getattr(defaults, word) or word in swept_options
-    ]
-    refused_options += [word for word in ("data", "own_batch") if getattr(request, word) is not None]
-    if refused_options:
-        raise UsageError(
-            f"--{refused_options[0].replace('_', '-')} is for built-in models and texts, and {name} has its own. Leave "
-            "it out."
-        )
+    given_options = {word for word in _BUILT_IN_SETTINGS if getattr(settings, word) != getattr(defaults, word)}
+    given_options |= {word for word in ("data", "own_batch") if getattr(request, word) is not None}
+    for word in (*_BUILT_IN_SETTINGS, "data", "own_batch"):
+        if word in given_options or word in swept_options:
+            option = f"--{word.replace('_', '-')}"
+            raise UsageError(f"{option} is for built-in models and texts, and {name} has its own. Leave it out.")
     refusals = (
         (
             bool(settings.start) and find_start_file(settings.start) is None,
@@ -260,62 +258,54 @@ def _name_arms(request: TrainingRequest) -> tuple[Arm, ...]:
         raise UsageError(
             f"{reference} has nothing to compare with. Add a precision to --dtypes, or --sweep master=fp32,fp16-scaled."
         )
-    bands = (
-        Arm(f"{reference} again", reference, ArmRole.REPEAT),
-        Arm(f"{reference} one ulp", reference, ArmRole.CHAOS),
-    )
     # Candidates are compared with the reference at its best rate, so the reference is trained at every swept rate.
-    swept_values = () if reference in modes_compared else dict(request.sweep).get("rate", ())
-    swept_rates = [_parse_value("rate", value) for value in swept_values]
-    arms = (
-        Arm(reference, reference, ArmRole.REFERENCE),
-        *(arm for arm in bands if arm.role.value in request.bands),
-        *(
-            Arm(f"{reference} rate={rate}", reference, ArmRole.OTHER_RATE, (("rate", rate),))
-            for rate in swept_rates
-            if rate != request.settings.rate
-        ),
-        *candidates.values(),
-    )
-    if len(arms) > MAX_ARMS:
-        raise UsageError(f"{len(arms)} arms are more than the {MAX_ARMS} that one training takes. Sweep less.")
-    return arms
+    rates = () if reference in modes_compared else dict(request.sweep).get("rate", ())
+    return (*_list_reference_arms(reference, request, rates), *candidates.values())
+
+
+def _list_reference_arms(reference: str, request: TrainingRequest, rates: Sequence[str]) -> Iterator[Arm]:
+    """Yields the reference, the arms that repeat it, and the reference at other learning rates."""
+    yield Arm(reference, reference, ArmRole.REFERENCE)
+    for role, title in ((ArmRole.REPEAT, "again"), (ArmRole.CHAOS, "one ulp")):
+        if role.value in request.bands:
+            yield Arm(f"{reference} {title}", reference, role)
+    for rate in (_parse_value("rate", text) for text in rates):
+        if rate != request.settings.rate:
+            yield Arm(f"{reference} rate={rate}", reference, ArmRole.OTHER_RATE, (("rate", rate),))
 
 
 def _list_swept_arms(request: TrainingRequest, modes: Sequence[str]) -> Iterator[tuple[str, Params]]:
     """Yields every precision with every combination of the swept settings, and of the swept options that this
     precision has."""
-    axes, settings = [_parse_axis(name, values, modes) for name, values in request.sweep], request.settings
+    axes = dict(_parse_axis(name, values, modes) for name, values in request.sweep)
     for mode in modes:
-        arm_axes = [axis for axis in axes if axis[0] in _PARSE_SWEPT or _has_precision_option(mode, axis[0])]
-        for values in itertools.product(*(values for _, values in arm_axes)):
-            chosen_values = [(name, value) for (name, _), value in zip(arm_axes, values, strict=True)]
-            precision = ":".join(
-                (mode, *(f"{name}={value}" for name, value in chosen_values if name not in _PARSE_SWEPT))
-            )
-            # Values that the whole training has are left out of an arm's settings and name.
-            changed = [
-                (name, value)
-                for name, value in chosen_values
-                if name in _PARSE_SWEPT and value != getattr(settings, name)
-            ]
+        names = [name for name in axes if name in _PARSE_SWEPT or _has_precision_option(mode, name)]
+        for values in itertools.product(*(axes[name] for name in names)):
+            precision = mode
+            changed: dict[str, Scalar] = {}
+            for name, value in zip(names, values, strict=True):
+                if name not in _PARSE_SWEPT:
+                    precision += f":{name}={value}"
+                # Values that the whole training has are left out of an arm's settings and name.
+                elif value != getattr(request.settings, name):
+                    changed[name] = value
+            if "micro_batches" in changed:
+                changed["batch"] = _divide_sequences(request.settings, int(changed["micro_batches"]))
             arm_precision = precision if precision in MSAMP_LEVELS else precisions.canonical(precision)
-            yield arm_precision, (*changed, *_list_batch_settings(dict(changed), settings))
+            yield arm_precision, tuple(changed.items())
 
 
-def _list_batch_settings(changed: Mapping[str, Scalar], settings: TrainerSettings) -> Iterator[tuple[str, Scalar]]:
-    """Yields the batch setting of an arm with a different number of micro-batches. With this batch, the arm's steps
-    read the same sequences as the reference's.
+def _divide_sequences(settings: TrainerSettings, micro_batches: int) -> int:
+    """Returns the batch of an arm with a different number of micro-batches. With this batch, the arm's steps read the
+    same sequences as the reference's.
     """
-    if "micro_batches" not in changed:
-        return
-    micro_batches, sequences = int(changed["micro_batches"]), make_config(settings, 1).batch * settings.micro_batches
+    sequences = make_config(settings, 1).batch * settings.micro_batches
     if sequences % micro_batches:
         raise UsageError(
             f"--sweep micro-batches: {micro_batches} micro-batches do not divide the {sequences} sequences of a step, "
             f"which all arms share. Give a --batch that is a multiple of {micro_batches}, or other micro-batches."
         )
-    yield "batch", sequences // micro_batches
+    return sequences // micro_batches
 
 
 def _parse_axis(name: str, values: Sequence[str], modes: Sequence[str]) -> tuple[str, Sequence[Scalar]]:
@@ -361,11 +351,9 @@ def add_support(arm: Arm, request: TrainingRequest, facts: DeviceFacts) -> Arm:
     later_precisions = [parse_change(settings.then)[0]] if settings.then else []
     precisions_used = (arm.precision, *later_precisions, *(word for _, word in settings.precision_map))
     supports = [find_support(settings, config, precisions.get(word), facts) for word in precisions_used]
-    refused = next(
-        (support_of_mode.reason for support_of_mode in supports if support_of_mode.level is Level.REFUSED), ""
-    )
-    is_native = all(support_of_mode.level is Level.NATIVE for support_of_mode in supports)
-    return replace(arm, native=is_native, skip=facts.unusable or refused)
+    refusals = [support.reason for support in supports if support.level is Level.REFUSED]
+    is_native = all(support.level is Level.NATIVE for support in supports)
+    return replace(arm, native=is_native, skip=facts.unusable or "".join(refusals[:1]))
 
 
 # The share of a device's memory that arms may use: context, fragmentation and readings need the rest.
@@ -379,10 +367,10 @@ def check_memory(training: Training, costs: Iterable[ArmCost]) -> None:
     available_bytes = int(_USABLE_SHARE * facts.memory_bytes) // (1 if facts.accelerated else facts.ranks)
     reference, *_ = arms = select_arms_of_seed(training.arms, 0)
     costs_by_arm = {cost.arm: cost for cost in costs if cost.memory}
-    arm_costs = [costs_by_arm.get(reference.name if arm.is_band else arm.name) for arm in arms]
     # All arms need memory between steps, and one arm at a time needs the additional memory of its step.
     required_bytes = largest_step_bytes = 0
-    for cost in arm_costs:
+    for arm in arms:
+        cost = costs_by_arm.get(reference.name if arm.is_band else arm.name)
         if cost is None or cost.memory is None:
             return
         between_steps = sum(bytes_kept for _, bytes_kept in cost.kept)

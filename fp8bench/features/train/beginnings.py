@@ -31,7 +31,6 @@ _HELD_OUT_PARTS = 10
 # With fewer than four validation windows, losses would be meaningless.
 MIN_WINDOWS = 4
 _BYTES_PER_TOKEN = 2
-_CHUNK = 1 << 24
 # The largest token file. It is read completely for its digest, and no training here needs a hundredth of it.
 _MAX_TOKEN_BYTES = 32 << 30
 # Names of the held-out part of a saved dataset, in order of preference.
@@ -76,7 +75,8 @@ def prepare_text(data: str | None, folder: Path, sequence: int) -> TrainingText:
 
 
 def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
-    length, required_length = max(0, span.stop - span.start), MIN_WINDOWS * sequence + 1
+    length = max(0, span.stop - span.start)
+    required_length = MIN_WINDOWS * sequence + 1
     if length < required_length:
         raise UsageError(
             f"{title} has {length} tokens, and needs {required_length}. Give a longer text, or a shorter --sequence."
@@ -86,13 +86,16 @@ def _check_length(title: str, span: TokenSpan, sequence: int) -> None:
 def _tokenize(source: _SourceText, folder: Path, sequence: int) -> TrainingText:
     text = source.train + source.held_out
     # The file's name is the digest of the text: equal texts share a file, and an edited text gets a new one.
-    digest, train_length = hashlib.sha256(text).hexdigest(), len(source.train)
-    path, tokens = folder / f"{digest[:16]}.tokens", byte_tokens(text)
+    digest = hashlib.sha256(text).hexdigest()
+    train_length = len(source.train)
+    path = folder / f"{digest[:16]}.tokens"
+    tokens = byte_tokens(text)
     # a crash may leave a file of the right length with wrong content
     if not path.is_file() or read_file(path) != tokens:
         replace_tokens(path, tokens)
     # A gap of one window separates the windows of the two parts.
-    file_name, held_out_start = str(path.resolve()), train_length + (sequence if source.is_one_text else 0)
+    file_name = str(path.resolve())
+    held_out_start = train_length + (sequence if source.is_one_text else 0)
     held_out = TokenSpan(file_name, held_out_start, len(text))
     return TrainingText(TokenSpan(file_name, 0, train_length), held_out, 256, "bytes", f"{source.name}:{digest[:8]}")
 
@@ -128,7 +131,8 @@ def _read_json(path: Path) -> dict[str, Any]:
 
 def _dataset_text(folder: Path) -> bytes:
     """Returns at most the first 128 MiB of a saved dataset: its documents, each followed by a line break."""
-    documents, total = [], 0
+    documents = []
+    total = 0
     for document in _read_documents(folder):
         documents.append(f"{document}\n".encode(errors="replace"))
         total += len(documents[-1])
@@ -191,10 +195,8 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
         # The validation file may have tokens that the training file does not have.
         stop, held_out_highest, held_out_digest = _read_tokens(val)
         held_out = TokenSpan(str(val.resolve()), 0, stop)
-        highest, digest = (
-            max(highest, held_out_highest),
-            hashlib.sha256((digest + held_out_digest).encode()).hexdigest(),
-        )
+        highest = max(highest, held_out_highest)
+        digest = hashlib.sha256((digest + held_out_digest).encode()).hexdigest()
     name = name_of(str(train.parent if train.name == "train.bin" else train))
     return TrainingText(
         TokenSpan(str(train.resolve()), 0, length), held_out, highest + 1, "given", f"{name}:{digest[:8]}"
@@ -202,22 +204,26 @@ def _map_tokens(files: tuple[Path, Path | None], sequence: int) -> TrainingText:
 
 
 def _read_tokens(path: Path) -> tuple[int, int, str]:
+    """Returns the number of tokens in a file, the highest token, and the file's digest."""
     import numpy as np
 
     try:
         if path.suffix != ".bin" or path.stat().st_size % _BYTES_PER_TOKEN:
             raise UsageError(f"--data {path} is not a file of 16-bit tokens. Give a .bin as nanoGPT writes it.")
-        digest, highest, length = hashlib.sha256(), 0, 0
         with open_file(path, most=_MAX_TOKEN_BYTES) as file:
-            while chunk := file.read(_CHUNK):
-                digest.update(chunk)
-                highest = max(highest, int(np.frombuffer(chunk, dtype=np.uint16).max()))
-                length += len(chunk) // _BYTES_PER_TOKEN
+            digest = hashlib.file_digest(file, "sha256").hexdigest()
+            length = file.tell() // _BYTES_PER_TOKEN
+        highest = int(np.memmap(path, dtype=np.uint16, mode="r").max()) if length else 0
     except OSError as error:
         raise UsageError(
             f"--data {path} cannot be read ({error.strerror}). Give a .bin as nanoGPT writes it."
         ) from None
-    return length, highest, digest.hexdigest()
+    return length, highest, digest
+
+
+def resolve_beginnings(request: TrainingRequest, store: Path) -> TrainingRequest:
+    """Returns the request with its initial weights and scales resolved. Raises UsageError."""
+    return resolve_scales(resolve_start(request, store), store)
 
 
 def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
@@ -227,12 +233,20 @@ def resolve_start(request: TrainingRequest, store: Path) -> TrainingRequest:
     if not request.settings.start:
         return request
     if (file := find_start_file(request.settings.start)) is not None:
+        try:
+            with open_file(file, most=MEMORY_BYTES) as content:
+                digest = hashlib.file_digest(content, "sha256").hexdigest()
+        except OSError as error:
+            message = f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict."
+            raise UsageError(message) from None
         # A file is stored with its digest, so that a resumed training can verify it.
-        return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{_digest_file(file)}"))
+        return replace(request, settings=replace(request.settings, start=f"{file.resolve()}::{digest}"))
     training_name, _, arm_name = request.settings.start.partition(":")
     path = find_training(training_name, store)
-    training, checkpoint = load_training_header(path), newest_checkpoint(path)
-    trained_settings, arm = training.request.settings, arm_name or training.arms[0].name
+    training = load_training_header(path)
+    checkpoint = newest_checkpoint(path)
+    trained_settings = training.request.settings
+    arm = arm_name or training.arms[0].name
     refusals = (
         (
             arm not in [known_arm.name for known_arm in training.arms],
@@ -266,34 +280,27 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
     """Returns the request with the scales of the training or run that --scales-from names. A training gives the
     scales of its last watched steps. Raises UsageError if no layer could use scales from data.
     """
-    settings, swept = request.settings, dict(request.sweep)
-    renewal_options = (
-        settings.refresh_scales,
-        settings.saturation_bound,
-        swept.get("refresh-scales"),
-        swept.get("saturation-bound"),
-    )
-    if request.settings.scales or (
-        request.scales_from is None and not any(value is not None for value in renewal_options)
-    ):
+    settings = request.settings
+    is_renewal_swept = any(name in ("refresh-scales", "saturation-bound") for name, _ in request.sweep)
+    renews_scales = settings.refresh_scales is not None or settings.saturation_bound is not None or is_renewal_swept
+    if settings.scales or (request.scales_from is None and not renews_scales):
         return request
-    precisions_used = {*request.dtypes, *dict(request.settings.precision_map).values()}
+    precisions_used = {*request.dtypes, *dict(settings.precision_map).values()}
     if all(precisions.get(word).tensor_scale is TensorScale.NONE for word in precisions_used):
-        precisions_with_scales = [
-            name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE
-        ]
+        names = [name for name in precisions.names() if precisions.get(name).tensor_scale is not TensorScale.NONE]
         raise UsageError(
             "scales from data would have no effect: no layer of these dtypes has one float32 scale for a tensor. Add a "
-            f"dtype that has ({', '.join(precisions_with_scales)}), or leave the option out."
+            f"dtype that has ({', '.join(names)}), or leave the option out."
         )
     if request.scales_from is None:
         return request
+    word = request.scales_from
     # 'last' means the last training, not the last run.
-    is_last, word = request.scales_from == "last", request.scales_from
-    path = find_training(word, store) if is_last else KIND.find(word, store)
+    path = find_training(word, store) if word == "last" else KIND.find(word, store)
     if path is None:
         run = load_stored_run(word, store)
-        scales, origin = collect_scales(run), f"run {run.id}"
+        scales = collect_scales(run)
+        origin = f"run {run.id}"
     else:
         stored = load_training(path)
         precision_by_arm = {arm.name: arm.precision for arm in stored.training.arms}
@@ -304,7 +311,7 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
         )
         scales = merge_largest_scales(magnitudes)
         origin = f"training {stored.training.id}"
-    settings = replace(request.settings, scales=require_scales(scales, origin))
+    settings = replace(settings, scales=require_scales(scales, origin))
     layers_with_scales = {layer for _, layer, *_ in scales}
     if settings.make:  # only the worker knows the layers of a user's model, so the worker checks them
         return replace(request, settings=settings)
@@ -314,11 +321,3 @@ def resolve_scales(request: TrainingRequest, store: Path) -> TrainingRequest:
                 f"--scales-from: {origin} has no scale for {layer.name}, a layer of --model {settings.model}."
             )
     return replace(request, settings=settings)
-
-
-def _digest_file(file: Path) -> str:
-    try:
-        with open_file(file, most=MEMORY_BYTES) as content:
-            return hashlib.file_digest(content, "sha256").hexdigest()
-    except OSError as error:
-        raise UsageError(f"--start {file} cannot be read ({error.strerror}). Give a file with a state dict.") from None

@@ -63,11 +63,17 @@ def add(parser: argparse.ArgumentParser) -> None:
         "Exit codes: 0 fine, 1 something that --fail-on names, 2 wrong usage, 3 an arm could not be trained to its "
         "end, 130 interrupted. Without --fail-on verdicts do not change the exit code."
     )
-    help_text = "instead of a built-in model: a function without arguments that returns yours, as for `profile`"
-    parser.add_argument("make", nargs="?", default="", metavar="MODULE:FUNCTION", help=help_text)
+    parser.add_argument(
+        "make",
+        nargs="?",
+        default="",
+        metavar="MODULE:FUNCTION",
+        help="instead of a built-in model: a function without arguments that returns yours, as for `profile`",
+    )
     group = parser.add_argument_group(MODEL)
     add_common(group, "--dtypes", help=f"precisions, also msamp-o1 to msamp-o3; default {','.join(_DEFAULTS.dtypes)}")
-    length, learning = parser.add_argument_group(LENGTH), parser.add_argument_group(LEARNING)
+    length = parser.add_argument_group(LENGTH)
+    learning = parser.add_argument_group(LEARNING)
     _add_length_options(length)
     for argument_group in (group, length, learning):
         add_request_options(argument_group, TrainerSettings)
@@ -78,25 +84,40 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 def _add_length_options(group: argparse._ArgumentGroup) -> None:
     """Adds options whose defaults --quick changes, and the margin in percent."""
-    steps, seeds = (types.whole(TRAINING_RULES[name]) for name in ("steps", "seeds"))
-    group.add_argument("--steps", type=steps, metavar="N", help=f"optimizer steps of an arm; default {_DEFAULTS.steps}")
-    group.add_argument("--seeds", type=seeds, metavar="N", help=f"other weights and batches; default {_DEFAULTS.seeds}")
-    help_text = "the largest tolerated loss gap, in percent of the reference's loss; default 1"
-    margin = types.number(PERCENT)
-    group.add_argument("--margin", type=margin, default=100 * _DEFAULTS.margin, metavar="PERCENT", help=help_text)
+    for name, help_text in (("steps", "optimizer steps of an arm"), ("seeds", "other weights and batches")):
+        group.add_argument(
+            f"--{name}",
+            type=types.whole(TRAINING_RULES[name]),
+            metavar="N",
+            help=f"{help_text}; default {getattr(_DEFAULTS, name)}",
+        )
+    group.add_argument(
+        "--margin",
+        type=types.number(PERCENT),
+        default=100 * _DEFAULTS.margin,
+        metavar="PERCENT",
+        help="the largest tolerated loss gap, in percent of the reference's loss; default 1",
+    )
     add_common(group, "--quick", help=f"one seed of {QUICK_STEPS} steps, a smoke test: too little for a verdict")
 
 
 def _add_place_options(group: argparse._ArgumentGroup) -> None:
     add_common(group, "--store", help="where trainings are kept, below trainings/; default .fp8bench")
-    help_text = "options in YAML, by name without dashes; the command line overrides it"
-    group.add_argument("--config", type=types.path, metavar="FILE", help=help_text)
-    group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
-    help_text = (
-        "exit with 1 if an arm is worse, unless surely by less than its margin, diverged, did-not-learn or "
-        "inconclusive, or has an alarm"
+    group.add_argument(
+        "--config",
+        type=types.path,
+        metavar="FILE",
+        help="options in YAML, by name without dashes; the command line overrides it",
     )
-    group.add_argument("--fail-on", type=types.words, default=(), metavar="WHAT,...", help=help_text)
+    group.add_argument("--resume", metavar="TRAINING", help="resume what was cut off: an id, its folder, or last")
+    group.add_argument(
+        "--fail-on",
+        type=types.words,
+        default=(),
+        metavar="WHAT,...",
+        help="exit with 1 if an arm is worse, unless surely by less than its margin, diverged, did-not-learn or "
+        "inconclusive, or has an alarm",
+    )
     group.add_argument("--live", type=Path, metavar="FILE", help="write its page there while it trains, for a browser")
     add_common(group, "--explain")
     add_common(
@@ -105,10 +126,12 @@ def _add_place_options(group: argparse._ArgumentGroup) -> None:
     add_common(
         group, "--csv", help="also write its lines to PATH, one figure a row; '-' prints them instead of the table"
     )
-    help_text = (
-        "run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment"
+    group.add_argument(
+        "--on-alarm",
+        default="",
+        metavar="COMMAND",
+        help="run a command of the shell for each alarm, with FP8BENCH_ALARM, _RULE, _ARM and _STEP in its environment",
     )
-    group.add_argument("--on-alarm", default="", metavar="COMMAND", help=help_text)
     add_common(group, "--log", help="log its curves as they come, to tensorboard[:DIR] or wandb[:PROJECT]; repeatable")
 
 
@@ -120,16 +143,9 @@ def request_from(arguments: argparse.Namespace) -> TrainingRequest:
     sweep: dict[str, tuple[str, ...]] = {}
     for name, values in arguments.sweep:
         sweep[name] = (*sweep.get(name, ()), *values)
-    return request_with_defaults(
-        arguments.quick,
-        **{
-            **fields_given,
-            "settings": TrainerSettings(**settings),
-            "margin": arguments.margin / 100,
-            "sweep": tuple(sweep.items()),
-            "imports": tuple(arguments.imports),
-        },
-    )
+    fields_given |= {"sweep": tuple(sweep.items()), "imports": tuple(arguments.imports)}
+    fields_given["margin"] = arguments.margin / 100
+    return request_with_defaults(arguments.quick, **fields_given, settings=TrainerSettings(**settings))
 
 
 def run(arguments: argparse.Namespace) -> int:

@@ -12,8 +12,8 @@ from fp8bench.features.train.frame import Row, list_rows
 from fp8bench.features.train.values import StreamLine, Training
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
-from fp8bench.features.train.view import describe_chance, list_notes
-from fp8bench.features.train.words import describe_arm, describe_verdict
+from fp8bench.features.train.view import list_notes
+from fp8bench.features.train.words import describe_arm, describe_chance, describe_verdict
 from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.file_names import safe
 from fp8bench.report.data.loggers import LoggedScalar, LogSource, logged_facts, seconds_since_1970
@@ -23,7 +23,8 @@ COLUMNS = ("arm", "precision", "role", "seed", "step", "line", "of", "layer", "t
 
 
 def training_to_json(judged: JudgedTraining) -> dict[str, Any]:
-    stored, verdicts = judged.kept, judged.verdicts
+    stored = judged.kept
+    verdicts = judged.verdicts
     # An arm that is not trained has a reason instead of a verdict.
     trained_arms = [arm for arm in verdicts.arms if not arm.arm.skip]
     arms = {summary.arm.name: encode(list_arm_figures(summary, verdicts)) for summary in judged.summaries}

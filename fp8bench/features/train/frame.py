@@ -26,8 +26,9 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.model.specs import DEVICE_PEAK_MEMORY
 
-# Speed in steps is for loops whose number of tokens is unknown.
-TOKEN_SPEED, STEP_SPEED = "tokens_per_second", "steps_per_second"
+TOKEN_SPEED = "tokens_per_second"
+# The speed of loops whose number of tokens is unknown.
+STEP_SPEED = "steps_per_second"
 
 
 class Row(NamedTuple):
@@ -95,8 +96,8 @@ _FIGURE_FIELDS: Mapping[type, Sequence[str]] = {
 
 
 def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]:
-    """Yields a row for every figure of every line, and a row with the speed of each timed step. Only native arms have
-    speeds, because the speed of emulation is meaningless.
+    """Yields a row for every known figure of every line, and a row with the speed of each timed step. Only native
+    arms have speeds, because the speed of emulation is meaningless.
     """
     native_arms = {arm.name for arm in arms if arm.native}
     # Some kinds of lines lack some of these fields: a step has no layer, an event no text.
@@ -104,7 +105,8 @@ def list_rows(arms: Iterable[Arm], lines: Iterable[StreamLine]) -> Iterator[Row]
         text, layer, role, tensor = (getattr(line, name, "") for name in ("of", "layer", "role", "tensor"))
         row_key = (line.arm, line.seed, line.step, type(line).__name__, text, layer, str(role or tensor))
         for figure, value in _list_figures(line):
-            yield Row(*row_key, figure, value)
+            if value is not None:
+                yield Row(*row_key, figure, value)
         if isinstance(line, StepRow) and line.arm in native_arms and line.seconds > 0:
             yield Row(*row_key, TOKEN_SPEED if line.tokens else STEP_SPEED, (line.tokens or 1) / line.seconds)
 
@@ -113,33 +115,25 @@ def _list_figures(line: StreamLine) -> Iterator[tuple[str, Any]]:
     if isinstance(line, TrainingEvent):
         yield line.kind, line.words
     elif isinstance(line, ArmCost):
-        yield from list_costs(line)
+        yield from _list_costs(line)
     else:
         for name in _FIGURE_FIELDS[type(line)]:
-            value = getattr(line, name)
-            if value is not None:
-                yield getattr(line, "name", name), value
+            yield getattr(line, "name", name), getattr(line, name)
 
 
-def list_costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
-    for name, byte_count in cost.kept:
-        yield f"kept {name}", byte_count
+def _list_costs(cost: ArmCost) -> Iterator[tuple[str, Any]]:
+    """Yields the figures of a cost by name. An unknown figure is None."""
+    yield from ((f"kept {name}", size) for name, size in cost.kept)
     if cost.memory is not None:
         yield "peak_memory", cost.memory.peak
-        if cost.memory.on_device is not None:
-            yield DEVICE_PEAK_MEMORY, cost.memory.on_device
-        if cost.memory.off_device:
-            yield f"{DEVICE_PEAK_MEMORY} why", cost.memory.off_device
-        for name, byte_count in cost.memory.roles:
-            yield f"peak_memory {name}", byte_count
+        yield DEVICE_PEAK_MEMORY, cost.memory.on_device
+        yield f"{DEVICE_PEAK_MEMORY} why", cost.memory.off_device or None
+        yield from ((f"peak_memory {name}", size) for name, size in cost.memory.roles)
     if cost.energy is not None:
-        for joules in energy_samples(cost.energy):
-            yield "joules_per_step", joules
+        yield from (("joules_per_step", joules) for joules in energy_samples(cost.energy))
         yield "energy_source", cost.energy.source
-        if cost.energy.why:
-            yield "energy why", cost.energy.why
+        yield "energy why", cost.energy.why or None
     if cost.capacity is not None:
         yield "max_batch", cost.capacity.batch
         yield from (("seconds_at_max_batch", seconds) for seconds in cost.capacity.seconds)
-    if cost.why:
-        yield "why", cost.why
+    yield "why", cost.why or None

@@ -13,15 +13,14 @@ from __future__ import annotations
 
 import os
 import shutil
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any
 
-from fp8bench.errors import RunNotFound, StoreError, UsageError
+from fp8bench.errors import RunNotFound, StoreError
 from fp8bench.features.train.lines import LINE_KINDS, line_from_json, line_to_json
-from fp8bench.features.train.request import BANDS, SETTINGS_RULES
 from fp8bench.features.train.streams import is_stream, load_loops
 from fp8bench.features.train.values import (
     ArmRole,
@@ -44,7 +43,6 @@ from fp8bench.files import (
     read_file,
     seal,
     unseal,
-    unsealed_line,
     write_whole,
 )
 from fp8bench.jobs.kinds import Kind, SparePart, View
@@ -70,9 +68,9 @@ _DISK_ADVICE = "It holds the lines stored until now. Make room, or choose a diff
 @dataclass(frozen=True)
 class ResumePoint:
     """A point where a training can be resumed: before a step of a seed, counted from 0. `length` is the number of
-    bytes that the stream had at this point, and `digest` is the digest of these bytes ('' in older files). `folder`
-    is the folder of the checkpoint. It is '' before a seed's first step, which needs no checkpoint. `out` has the
-    reasons why some arms are no longer trained.
+    bytes that the stream had at this point, and `digest` is the digest of these bytes. `folder` is the folder of the
+    checkpoint. It is '' before a seed's first step, which needs no checkpoint. `out` has the reasons why some arms are
+    no longer trained.
     """
 
     number: int
@@ -96,15 +94,15 @@ class TrainingWriter(LineWriter):
         self._append_numbered_lines([line_to_json(line) for line in lines])
 
     def make_checkpoint_folder(self, number: int, step: int) -> Path:
-        """Returns a new folder for a checkpoint before a step."""
-        folder = self.path.parent.resolve() / _CHECKPOINTS_FOLDER / f"{number}-{step}"
+        """Returns a path for a checkpoint before a step. Nothing exists at this path."""
+        folder = _checkpoints_folder(self.path) / f"{number}-{step}"
         with keeping(self.path.parent, _DISK_ADVICE):
             folder.parent.mkdir(exist_ok=True)
             shutil.rmtree(folder, ignore_errors=True)
         return folder
 
     def checkpoint_folder(self, place: ResumePoint) -> Path:
-        return self.path.parent.resolve() / _CHECKPOINTS_FOLDER / place.folder
+        return _checkpoints_folder(self.path) / place.folder
 
     def keep(self, number: int, step: int, folder: Path | None, out: Sequence[tuple[str, str]]) -> None:
         """Stores a point where the training can be resumed. Points whose checkpoints are still needed stay stored."""
@@ -114,7 +112,8 @@ class TrainingWriter(LineWriter):
         # The point before a seed's first step stays: it needs no checkpoint, and can be used if both checkpoints are
         # damaged.
         earlier_points = [old for old in self.points if old.number == number and old.step < step]
-        first_point, checkpoints = earlier_points[:1], earlier_points[1:][1 - _CHECKPOINT_COUNT :]
+        first_point = earlier_points[:1]
+        checkpoints = earlier_points[1:][1 - _CHECKPOINT_COUNT :]
         with keeping(self.path.parent, _DISK_ADVICE):
             self._write_points((*first_point, *checkpoints, point))
 
@@ -124,20 +123,13 @@ class TrainingWriter(LineWriter):
         with keeping(self.path.parent, _DISK_ADVICE):
             if points != self.points:  # points after this one belong to steps that will be repeated
                 self._write_points(points)
-            # Events such as 'resumed' stay, because repeated steps do not write them again.
-            lines_cut = read_file(self.path)[point.length :].split(b"\n")
-            kept_events = [
-                line
-                for line in lines_cut[:-1]
-                if line.startswith(_EVENT_PREFIX) and any(kind in line for kind in _STAYING_KINDS)
-            ]
+            lines_cut = parse_file_lines(read_file(self.path)[point.length :]).lines
             self._file.truncate(point.length)
             self._file.seek(point.length)
             self._recount()
-        contents = (unsealed_line(line)[0] for line in kept_events)
-        self._append_numbered_lines(
-            [{name: value for name, value in content.items() if name in LINE_KINDS} for content in contents]
-        )
+        # Events such as 'resumed' stay, because repeated steps do not write them again.
+        events = [content for _, content in lines_cut if content.get("event", {}).get("kind") in _STAYING_EVENTS]
+        self._append_numbered_lines(events)
 
     def _write_points(self, places: tuple[ResumePoint, ...]) -> None:
         write_whole(self.path.with_name(_PLACES_FILE), compact(seal({"places": encode(places)})))
@@ -146,10 +138,7 @@ class TrainingWriter(LineWriter):
 
 
 # Events about the training itself: repeated steps do not write them again.
-_EVENT_PREFIX, _STAYING_KINDS = (
-    b'{"event":',
-    tuple(f'"kind":"{kind}"'.encode() for kind in ("resumed", "restarted", "out")),
-)
+_STAYING_EVENTS = ("resumed", "restarted", "out")
 
 
 def start_training(training: Training, store: Path) -> TrainingWriter:
@@ -185,8 +174,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
     """
     file = path.with_name(_PLACES_FILE)
     try:
-        content = parse_json(read_file(file))
-        points = decode(tuple[ResumePoint, ...], content if isinstance(content, list) else unseal(content)["places"])
+        points = decode(tuple[ResumePoint, ...], unseal(parse_json(read_file(file)))["places"])
     except FileNotFoundError:
         points = ()
     except (OSError, ValueError, TypeError, KeyError) as error:
@@ -199,8 +187,7 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
 
     def is_reached(point: ResumePoint) -> bool:
         start = parse_file_lines(stream[: point.length])
-        is_unchanged = not point.digest or (not start.lost and digest_of(start.sums) == point.digest)
-        return point.length <= len(stream) and is_unchanged
+        return point.length <= len(stream) and not start.lost and digest_of(start.sums) == point.digest
 
     return tuple(filter(is_reached, points)) or (first_point,)
 
@@ -208,7 +195,11 @@ def _read_points(path: Path) -> tuple[ResumePoint, ...]:
 def newest_checkpoint(path: Path) -> tuple[Path, ResumePoint] | None:
     """Returns the folder of the newest checkpoint, and its resume point. Returns None if there is no checkpoint."""
     point = _read_points(path)[-1]
-    return (path.parent.resolve() / _CHECKPOINTS_FOLDER / point.folder, point) if point.folder else None
+    return (_checkpoints_folder(path) / point.folder, point) if point.folder else None
+
+
+def _checkpoints_folder(path: Path) -> Path:
+    return path.parent.resolve() / _CHECKPOINTS_FOLDER
 
 
 def remove_old_checkpoints(folder: Path, places: Iterable[ResumePoint]) -> None:
@@ -235,50 +226,11 @@ _KNOWN_ROLES = {role.value for role in ArmRole}
 
 
 def _decode_training(header: Any) -> Training:
-    """Returns a training from the header of its file. Leaves out arms and values that this version does not know."""
-    # Arms with roles that other versions define cannot be judged here.
-    arms = [dict(arm) for arm in header["arms"] if arm.get("role", "candidate") in _KNOWN_ROLES]
-    for arm in arms:
-        arm["settings"] = [pair for pair in arm.get("settings", ()) if pair[0] in SETTINGS_RULES]
-    request = header["request"]
-    # Leave out arms that show chance (`bands`) and settings that only other versions define. They do not affect
-    # measurements.
-    bands = [band for band in request.get("bands", BANDS) if band in BANDS] or ["none"]
-    settings = _convert_settings(request.get("settings", {}))
-    settings = {name: value for name, value in settings.items() if not _is_unknown_value(name, value)}
-    return decode(Training, {**header, "arms": arms, "request": {**request, "bands": bands, "settings": settings}})
-
-
-# Settings of older headers, with their defaults. They are now keys of the optimizer or the schedule.
-_OLDER_KEYS: Mapping[str, tuple[str, object]] = {
-    "betas": ("optimizer", []),
-    "weight_decay": ("optimizer", 0.1),
-    "warmup": ("schedule", 0.1),
-    "floor": ("schedule", 0.1),
-}
-
-
-def _convert_settings(settings: Mapping[str, Any]) -> dict[str, Any]:
-    """Returns the settings of a header in today's form. In older headers, the numbers of the optimizer and of the
-    schedule are separate settings.
+    """Returns a training from the header of its file. Leaves out arms with roles that only another version of
+    fp8bench defines, because they cannot be judged here.
     """
-    converted = dict(settings)
-    for key, (option, default) in _OLDER_KEYS.items():
-        value = converted.pop(key, default)
-        if value == default or option not in converted:
-            continue
-        text = f"{key}={','.join(map(str, value)) if isinstance(value, list) else value}"
-        if key == "betas" and converted[option] == "sgd":
-            text = f"momentum={value[0]}"
-        converted[option] += f":{text}"
-    return converted
-
-
-def _is_unknown_value(name: str, value: object) -> bool:
-    try:
-        return name in SETTINGS_RULES and isinstance(value, str) and not SETTINGS_RULES[name].holds(value)
-    except UsageError:
-        return True
+    arms = [arm for arm in header["arms"] if arm["role"] in _KNOWN_ROLES]
+    return decode(Training, {**header, "arms": arms})
 
 
 def load_training_header(path: Path) -> Training:
@@ -354,7 +306,11 @@ class TrainingKind(Kind[KeptTraining]):
                 except OSError:  # an unreadable file shows nothing about its training
                     continue
                 finished = bool(ended) and ended[0][1].get("end") == "finished"
-                state = "which is finished" if finished else "which was cut off: `train --resume` would begin it anew"
+                state = (
+                    "which is finished"
+                    if finished
+                    else "which was cut off: `train --resume` would start at its first step"
+                )
                 description = f"checkpoints of the training {self.names(path)[0]}, {state}"
                 yield SparePart([path.with_name(_PLACES_FILE), path.parent / _CHECKPOINTS_FOLDER], description, path)
 
@@ -384,7 +340,8 @@ def _describe_training(path: Path) -> str:
     """Returns a line of `history list`, such as '0a1b2c3d of 2026-01-05 12:00:00: nano in bf16, fp8'."""
     training = load_training_header(path)
     arms = ", ".join(arm.name for arm in training.arms if not arm.is_band)
-    ranks, settings = training.request.ranks, training.request.settings
+    ranks = training.request.ranks
+    settings = training.request.settings
     rank_words = "" if ranks is None else f", {ranks} ranks by {settings.parallel}"
     return f"{training.id} of {training.started[:19].replace('T', ' ')}: {settings.display_name} in {arms}{rank_words}"
 

@@ -15,8 +15,9 @@ from fp8bench.measure.passes import ran_out_of_memory
 from fp8bench.model import Capacity
 from fp8bench.units import size
 
-# The number of steps that warm up, and of steps that are timed.
-_WARM_STEPS, _TIMED_STEPS = 2, 8
+# This many untimed steps warm up the device.
+_WARM_STEPS = 2
+_TIMED_STEPS = 8
 
 
 def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> Capacity:
@@ -55,14 +56,16 @@ def find_own_batch(training: Training, arm: Arm, limit: int, worker: Worker) -> 
         search.run(try_batch)
         if training.device.accelerated:
             worker.restart()  # Counting memory may leave a profiler attached, which would slow down launches
-        largest, first_failing = search.largest_fitting, search.smallest_failing
+        largest = search.largest_fitting
+        first_failing = search.smallest_failing
         failing_batch, reason = (first_failing.number, first_failing.why) if first_failing is not None else (None, "")
         capacity = Capacity("batch", limit, largest.number if largest else 0, 1, beyond=failing_batch, why=reason)
         if largest is None:
             return capacity
         # Compare steps with one and with two micro-batches: the difference is the time of a micro-batch, and the
         # remaining time is the update.
-        (tokens, seconds), (_, twice_seconds) = time_steps(largest.number, 1), time_steps(largest.number, 2)
+        tokens, seconds = time_steps(largest.number, 1)
+        _, twice_seconds = time_steps(largest.number, 2)
     except (NoSearch, WorkerError) as error:
         worker.restart()
         return Capacity("batch", limit, why=str(error))

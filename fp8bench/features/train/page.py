@@ -8,21 +8,21 @@ from __future__ import annotations
 
 import math
 from bisect import bisect_left, bisect_right
+from collections import defaultdict
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
 from operator import itemgetter
 from statistics import fmean, median
 from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import view
-from fp8bench.features.train.frame import FIGURES, Figure, list_rows
-from fp8bench.features.train.values import Arm, ArmCost, ArmRole, KeptTraining, LayerReading, TrainingEvent, Validation
+from fp8bench.features.train.frame import FIGURES, list_rows
+from fp8bench.features.train.request import TrainingRequest
+from fp8bench.features.train.values import ArmCost, ArmRole, KeptTraining, LayerReading, Validation
 from fp8bench.features.train.verdicts.curves import (
     HELD_OUT,
     Curve,
-    Curves,
     mean_gap,
     measure_gaps,
     select_curves,
@@ -34,7 +34,6 @@ from fp8bench.model.codec import SCHEMA
 from fp8bench.protocols import Role
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import (
-    Chart,
     ChartAxis,
     Column,
     Element,
@@ -57,26 +56,32 @@ _MAX_EVENTS = 300
 
 def render_page(judged: JudgedTraining) -> Page:
     """Returns the page that a terminal shows, with charts after its tables."""
-    stored, training, text = judged.kept, judged.training, view.render_all(judged, _MAX_EVENTS)
-    parts = (
-        *(part for part in text.parts if part.name != "ending"),
-        Part("curves", "Losses", tuple(draw_losses(judged))),
+    stored = judged.kept
+    training = judged.training
+    text = view.render_all(judged, _MAX_EVENTS)
+    ends = choose_ends(judged.request.steps)
+    losses = (_draw_gaps(judged, ends), _draw_losses(judged, ends), _draw_held_out(stored))
+    parts = []
+    for part in (
+        *text.parts,
+        Part("curves", "Losses", losses),
         Part("memory", "Memory by purpose", tuple(_render_memory(stored))),
         Part("tensors", "Tensors by layer", (*render_worst_readings(stored), *draw_tensors(stored))),
         Part("figures", "Gradients, updates and rates", tuple(draw_figures(judged))),
-    )
-    # Parts without any element are left out with their headings.
-    parts_shown = (replace(part, elements=tuple(filter(_is_worth_showing, part.elements))) for part in parts)
-    non_empty_parts = tuple(part for part in parts_shown if part.elements)
+    ):
+        elements = tuple(filter(_is_worth_showing, part.elements))
+        # A part without any element is left out with its heading.
+        if elements and part.name != "ending":
+            parts.append(replace(part, elements=elements))
+    page = replace(text, parts=tuple(parts))
     if training.is_watched:
-        return replace(text, parts=non_empty_parts, footer=(f"Streams of fp8bench.watch, schema {SCHEMA}.",))
+        return replace(page, footer=(f"Streams of fp8bench.watch, schema {SCHEMA}.",))
     footer = f"Training {training.id}, {training.started[:16]}, `{training.command}`, schema {SCHEMA}."
-    return replace(text, subtitle=f"on {training.device.name}", parts=non_empty_parts, footer=(*text.footer, footer))
+    return replace(page, subtitle=f"on {training.device.name}", footer=(*text.footer, footer))
 
 
 def _is_worth_showing(element: Element) -> bool:
-    empty = isinstance(element, Lines) and not element.series
-    return not isinstance(element, Chart) or (is_worth_drawing(element) and not empty)
+    return not isinstance(element, Lines) or (is_worth_drawing(element) and bool(element.series))
 
 
 def _render_memory(stored: KeptTraining) -> Iterator[Element]:
@@ -84,25 +89,26 @@ def _render_memory(stored: KeptTraining) -> Iterator[Element]:
     # The peak occurs at a different moment in each arm, but the end of the forward pass is the same moment in all
     # arms.
     has_forward = any(use.forward for use in uses.values())  # older trainings have no sizes at that moment
-    sizes = {name: dict(use.forward if has_forward else use.roles) for name, use in uses.items()}
-    roles_used = set().union(*sizes.values())
-    shown_roles = [role for role in MemoryRole if role.value in roles_used]
-
-    def find_size(role: str, name: str) -> int | None:
-        return sizes[name].get(role)
-
+    sizes: dict[str, dict[str, int]] = defaultdict(dict)
+    for name, use in uses.items():
+        for role, size in use.forward if has_forward else use.roles:
+            sizes[role][name] = size
     columns: list[Col[str]] = [
         Col("arm", str),
         Col("highest point", lambda name: uses[name].peak, show=units.size),
-        *(Col(MEMORY_WORDS[role], partial(find_size, role.value), show=units.size) for role in shown_roles),
+        *(Col(MEMORY_WORDS[role], sizes[role].get, show=units.size) for role in MemoryRole if role in sizes),
     ]
-    if sizes:
+    if uses:
         moment = "when the first forward pass has ended" if has_forward else "at the highest point of a step"
-        yield table("memory", f"Tensors {moment}, each arm alone in memory", columns, list(sizes))
+        yield table("memory", f"Tensors {moment}, each arm alone in memory", columns, list(uses))
 
 
-# At most this many points on a line, arms whose tensors are drawn, and layers in a chart.
-_MAX_POINTS_PER_LINE, _MAX_DRAWN_ARMS, _MAX_DRAWN_LAYERS = 30, 3, 4
+# A chart of tensors has at most this many points on a line.
+_MAX_POINTS_PER_LINE = 30
+# The tensors of at most this many arms are drawn.
+_MAX_DRAWN_ARMS = 3
+# A chart of tensors has at most this many layers.
+_MAX_DRAWN_LAYERS = 4
 # Figures of a reading: the name, a function that selects the worst value, a function that returns the value, and one
 # that formats it.
 _WORST_FIGURES: tuple[tuple[str, Any, Callable[[LayerReading], float | None], Callable[[float], str]], ...] = (
@@ -170,7 +176,8 @@ def _draw_magnitudes(name: str, arm: str, readings: Sequence[LayerReading]) -> I
         by_change = sorted(layers, key=lambda layer: min(layers[layer].values()) - max(layers[layer].values()))
         for layer in by_change[:_MAX_DRAWN_LAYERS]:
             # Each line is centred at its median, because layers differ by many octaves.
-            octaves, line_median = layers[layer], median(layers[layer].values())
+            octaves = layers[layer]
+            line_median = median(layers[layer].values())
             line_marks = [Mark("", octaves[step] - line_median) if step in octaves else None for step in steps]
             series.append((layer, tuple(line_marks)))
         yield Lines(
@@ -201,48 +208,40 @@ def choose_ends(steps: int) -> tuple[int, ...]:
     return tuple(sorted({1, *range(stride, steps, stride), steps}))
 
 
-def draw_losses(judged: JudgedTraining) -> Iterator[Lines]:
-    ends = choose_ends(judged.request.steps)
-    yield _draw_gaps(judged.kept, judged.curves, ends, judged.verdicts.reference)
-    yield _draw_losses(judged.kept, judged.curves, ends)
-    yield _draw_held_out(judged.kept)
-
-
-def _draw_losses(training: KeptTraining, curves: Curves, ends: Sequence[int]) -> Lines:
+def _draw_losses(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
+    request = judged.request
     series = []
-    for arm in training.training.arms:
+    for arm in judged.training.arms:
         if not arm.is_band:
-            # Compute the mean of each seed's window, and then the mean over seeds. For the reference, a band shows
-            # the range over seeds.
-            seeds = [_window_means(curve, ends) for curve in select_curves(curves, arm.name).values()]
+            # Compute the mean of each seed's window, and then the mean over seeds.
+            seeds = [_window_means(curve, ends) for curve in select_curves(judged.curves, arm.name).values()]
             has_band = arm.role is ArmRole.REFERENCE
-            series.append((arm.name, tuple(_mark_loss(losses, has_band) for losses in _group_by_end(seeds, ends))))
-    window = f"the last {many(tail_length(training.request.steps), 'step')}"
+            series.append((arm.name, tuple(_mark_losses(losses, has_band) for losses in zip(*seeds, strict=True))))
+    window = f"the last {many(tail_length(request.steps), 'step')}"
     caption = f"Means over {window}. Alarms are at their steps."
-    if training.request.seeds > 1:
+    if request.seeds > 1:
         caption = (
             f"Means over seeds, each over {window}. The band is the range of the reference over its seeds. Alarms of "
             "any seed are at their steps."
         )
-    axis = ChartAxis(f"{_find_loss_unit(training)}, by steps done")
-    return Lines(
-        "loss", "Training loss over steps", caption, _format_steps(ends), axis, _flag_alarms(training, series, ends)
-    )
+    flagged_series = _flag_alarms(judged.kept, series, ends)
+    return Lines("loss", "Training loss over steps", caption, _format_steps(ends), _loss_axis(request), flagged_series)
 
 
-def _draw_gaps(training: KeptTraining, curves: Curves, ends: Sequence[int], reference: str) -> Lines:
-    reference_curves = select_curves(curves, reference)
+def _draw_gaps(judged: JudgedTraining, ends: Sequence[int]) -> Lines:
+    reference = judged.verdicts.reference
+    reference_curves = select_curves(judged.curves, reference)
     series = []
-    for arm in training.training.arms:
+    for arm in judged.training.arms:
         if arm.role is ArmRole.CANDIDATE:
-            by_seed = select_curves(curves, arm.name)
-            gaps = [
+            seeds = [
                 measure_gaps(reference_curves[seed], curve, ends)
-                for seed, curve in by_seed.items()
+                for seed, curve in select_curves(judged.curves, arm.name).items()
                 if seed in reference_curves
             ]
-            series.append((arm.name, tuple(map(_mark_gap, _group_by_end(gaps, ends)))))
-    margin, percent = training.request.margin, units.percent(training.request.margin)
+            series.append((arm.name, tuple(map(_mark_gaps, zip(*seeds, strict=True)))))
+    margin = 100 * judged.request.margin
+    percent = units.percent(judged.request.margin)
     caption = (
         f"Relative to {reference} in the same seed, over the last third of the steps done by then: the last point is "
         f"the verdict's gap. The band is the 95% interval over seeds; the margin is {percent}. Alarms of any "
@@ -254,9 +253,9 @@ def _draw_gaps(training: KeptTraining, curves: Curves, ends: Sequence[int], refe
         caption,
         _format_steps(ends),
         ChartAxis("gap of the loss, by steps done", "%"),
-        _flag_alarms(training, series, ends),
+        _flag_alarms(judged.kept, series, ends),
         settled=len(ends) // 3,
-        levels=((100 * margin, f"margin +{percent}"), (-100 * margin, f"margin -{percent}")),
+        levels=((margin, f"margin +{percent}"), (-margin, f"margin -{percent}")),
     )
 
 
@@ -266,94 +265,90 @@ def _flag_alarms(training: KeptTraining, series: Iterable[ArmMarks], ends: Seque
     """
     flagged_series = []
     for name, marks in series:
+        flagged_marks = list(marks)
         # Indices of the points that are drawn. An alarm is shown at the last drawn point up to its step.
         drawn_indices = [index for index, mark in enumerate(marks) if mark is not None]
-        alarms = together(
-            (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event)
+        rules = together(
+            (bisect_right(drawn_indices, bisect_left(ends, event.step + 1)), event.rule)
             for event in training.alarms
             if event.arm == name
         )
-        alarms_by_index = {drawn_indices[count - 1]: events for count, events in alarms.items() if count}
-        flagged_series.append(
-            (name, tuple(mark and _flag_mark(mark, alarms_by_index.get(index, [])) for index, mark in enumerate(marks)))
-        )
+        for count, rules_at_point in rules.items():
+            mark = marks[drawn_indices[count - 1]] if count else None
+            if mark is not None:
+                flag = ", ".join(dict.fromkeys(rules_at_point))
+                flagged_marks[drawn_indices[count - 1]] = replace(mark, tone=Tone.BAD, flag=flag)
+        flagged_series.append((name, tuple(flagged_marks)))
     return _drop_empty(flagged_series)
 
 
-def _flag_mark(mark: Mark, alarms: Sequence[TrainingEvent]) -> Mark:
-    if not alarms:
-        return mark
-    return replace(mark, tone=Tone.BAD, flag=", ".join(dict.fromkeys(alarm.rule for alarm in alarms)))
-
-
 def _draw_held_out(training: KeptTraining) -> Lines:
-    validations = (
-        validation
+    losses = together(
+        ((validation.arm, validation.step), validation.loss)
         for validation in training.select_lines(Validation)
         if validation.of == HELD_OUT and math.isfinite(validation.loss)
     )
-    losses = together(((validation.arm, validation.step), validation.loss) for validation in validations)
     steps = sorted({step for _, step in losses})
     series = []
     for arm in training.training.arms:
         if not arm.is_band:
-            losses_by_step = (losses.get((arm.name, step)) for step in steps)
-            series.append((arm.name, tuple(Mark("", fmean(values)) if values else None for values in losses_by_step)))
+            marks = tuple(_mark_losses(losses.get((arm.name, step), ()), has_band=False) for step in steps)
+            series.append((arm.name, marks))
     caption = "Text that was never trained on; means over seeds."
-    axis = ChartAxis(f"{_find_loss_unit(training)}, by steps done")
+    axis = _loss_axis(training.request)
     return Lines("held-out", "Loss on held-out text", caption, _format_steps(steps), axis, _drop_empty(series))
 
 
 def draw_figures(judged: JudgedTraining) -> Iterator[Lines]:
     """Yields a chart of the first seed for each figure that has a title, unless the figure never changes."""
-    seed = judged.request.seed
     arms = [arm for arm in judged.training.arms if not arm.is_band]
-    rows = [row for row in list_rows(arms, judged.kept.lines) if row.seed == seed and not row.layer]
-    by_figure = together((row.figure, (row.arm, row.step, row.value)) for row in rows if row.figure in FIGURES)
+    rows_by_figure = together(
+        (row.figure, row)
+        for row in list_rows(arms, judged.kept.lines)
+        if row.seed == judged.request.seed and not row.layer
+    )
     for figure in FIGURES.values():
-        if figure.title:
-            # Recorded loops are different processes, which do not share memory.
-            shared = figure.shared and not judged.training.is_watched
-            has_several_seeds = judged.request.seeds > 1
-            yield from _draw_figure(
-                replace(figure, shared=shared), arms, by_figure.get(figure.name, ()), has_several_seeds
+        rows = rows_by_figure.get(figure.name, [])
+        if not figure.title or not rows:
+            continue
+        # Recorded loops are different processes, which do not share memory.
+        is_shared = figure.shared and not judged.training.is_watched
+        # Watched figures exist only in some steps, and a chart has points at these steps only.
+        steps = sorted({row.step for row in rows})
+        ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))]
+        series = []
+        distinct_values = set[float]()
+        for name in ["all arms"] if is_shared else [arm.name for arm in arms]:
+            # The rows of an arm are in the order of steps, so each point can take the rows between two ends.
+            values = sorted((row.step, row.value) for row in rows if is_shared or row.arm == name)
+            by_end = together((bisect_left(ends, step + 1), value) for step, value in values)
+            points = [figure.pick(by_end[place]) if place in by_end else math.nan for place in range(len(ends))]
+            series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
+            distinct_values.update(filter(math.isfinite, points))
+        if len(distinct_values) > 1:
+            window = f"First seed, {figure.window}" if judged.request.seeds > 1 else _capitalize(figure.window)
+            yield Lines(
+                f"{figure.name.replace('_', '-')}-over-steps",
+                _capitalize(figure.title),
+                f"{window}. The axis fits the last two thirds.",
+                _format_steps(ends),
+                ChartAxis(f"{figure.title}, by steps done", figure.unit),
+                _drop_empty(series),
+                folded=figure.folded,
+                settled=len(ends) // 3,
             )
 
 
-def _draw_figure(
-    figure: Figure, arms: Sequence[Arm], rows: Sequence[tuple[str, int, float]], several_seeds: bool
-) -> Iterator[Lines]:
-    # Watched figures exist only in some steps, and a chart has points at these steps only.
-    steps = sorted({step for _, step, _ in rows})
-    ends = [steps[end - 1] + 1 for end in choose_ends(len(steps))] if steps else []
-    names = ["all arms"] if figure.shared else [arm.name for arm in arms]
-    series, distinct_values = [], set[float]()
-    for name in names:
-        # The rows of an arm are in the order of steps, so each point can take the rows between two ends.
-        values = [(step, value) for arm, step, value in rows if figure.shared or arm == name]
-        by_end = together((bisect_left(ends, step + 1), value) for step, value in sorted(values))
-        points = [figure.pick(by_end[place]) if place in by_end else math.nan for place in range(len(ends))]
-        series.append((name, tuple(Mark("", point) if math.isfinite(point) else None for point in points)))
-        distinct_values.update(filter(math.isfinite, points))
-    if len(distinct_values) > 1:
-        window = f"First seed, {figure.window}" if several_seeds else f"{figure.window[0].upper()}{figure.window[1:]}"
-        yield Lines(
-            f"{figure.name.replace('_', '-')}-over-steps",
-            figure.title[0].upper() + figure.title[1:],
-            f"{window}. The axis fits the last two thirds.",
-            _format_steps(ends),
-            ChartAxis(f"{figure.title}, by steps done", figure.unit),
-            _drop_empty(series),
-            folded=figure.folded,
-            settled=len(ends) // 3,
-        )
+def _capitalize(text: str) -> str:
+    return text[0].upper() + text[1:]
 
 
 def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     """Returns the mean loss of the window before each of the `ends`. It is NaN if the curve ends earlier, or if a
     loss in the window is not finite.
     """
-    window, means = tail_length(curve.steps), []
+    window = tail_length(curve.steps)
+    means = []
     # A watched script has no loss of its first step, which must not make the first means unknown.
     first_known = len(curve.losses) - len(curve.rows)
     for end in ends:
@@ -362,27 +357,27 @@ def _window_means(curve: Curve, ends: Sequence[int]) -> list[float]:
     return means
 
 
-def _group_by_end(seeds: Sequence[Sequence[float]], ends: Sequence[int]) -> Iterator[list[float]]:
-    """Yields a list for the end of each window: the values that all seeds have there, as far as they are finite."""
-    for index in range(len(ends)):
-        yield [values[index] for values in seeds if math.isfinite(values[index])]
-
-
-def _mark_loss(losses: Sequence[float], has_band: bool) -> Mark | None:
-    if not losses:
+def _mark_losses(losses: Sequence[float], has_band: bool) -> Mark | None:
+    """Returns a point of a chart of losses: the mean over seeds. With `has_band`, it has the range over seeds."""
+    finite_losses = [loss for loss in losses if math.isfinite(loss)]
+    if not finite_losses:
         return None
-    return Mark("", fmean(losses), *((min(losses), max(losses)) if has_band and len(losses) > 1 else ()))
+    mean = fmean(finite_losses)
+    if has_band and len(finite_losses) > 1:
+        return Mark("", mean, min(finite_losses), max(finite_losses))
+    return Mark("", mean)
 
 
-def _mark_gap(gaps: Sequence[float]) -> Mark | None:
-    """Returns one point of the chart of gaps: the mean gap over seeds in percent. With several seeds, the point has
-    an interval.
+def _mark_gaps(gaps: Sequence[float]) -> Mark | None:
+    """Returns a point of the chart of gaps: the mean gap over seeds in percent. With several seeds, the point has an
+    interval.
     """
-    gap = mean_gap([100 * gap for gap in gaps])
+    gap = mean_gap([100 * gap for gap in gaps if math.isfinite(gap)])
     if gap is None:
         return None
-    low_end, high_end = (gap.shown.low, gap.shown.high) if gap.shown is not None else (None, None)
-    return Mark("", gap.point, low_end, high_end)
+    if gap.shown is None:
+        return Mark("", gap.point)
+    return Mark("", gap.point, gap.shown.low, gap.shown.high)
 
 
 def _format_steps(steps: Iterable[int]) -> tuple[str, ...]:
@@ -393,5 +388,5 @@ def _drop_empty(series: Iterable[ArmMarks]) -> tuple[ArmMarks, ...]:
     return tuple((name, marks) for name, marks in series if any(marks))
 
 
-def _find_loss_unit(training: KeptTraining) -> str:
-    return "loss" if training.request.settings.make else "loss in nats a token"
+def _loss_axis(request: TrainingRequest) -> ChartAxis:
+    return ChartAxis(f"{'loss' if request.settings.make else 'loss in nats a token'}, by steps done")

@@ -13,7 +13,6 @@ import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from dataclasses import dataclass, replace
-from operator import attrgetter
 from pathlib import Path
 from typing import TextIO
 
@@ -40,12 +39,14 @@ from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.files import write_whole
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.loggers import LoggedScalar, LogTarget, ScalarLogger
-from fp8bench.report.elements import Field, Page, Part, Text, Tone
+from fp8bench.report.elements import Page, Part, Text, Tone
 from fp8bench.report.page import html
 from fp8bench.report.terminal.layout import render
 from fp8bench.report.words.naming import many
 
-_EXCLUDED, _STOPPED = "out", "stopped"
+# Events with which an arm ends early: it was excluded, or it stopped at NaN or infinity.
+_EXCLUDED = "out"
+_STOPPED = "stopped"
 # A log gets a line at least this often.
 _MAX_SILENT_SECONDS = 25.0
 
@@ -65,7 +66,8 @@ class _ProgressObserver(TrainingObserver):
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if number != self._number:
-            self._number, self._common_steps = number, 0
+            self._number = number
+            self._common_steps = 0
             for now in self._arms.values():
                 now.begin_seed()
         for line in lines:
@@ -187,15 +189,19 @@ class ArmProgress:
     newest_loss: float | None = None
 
     def begin_seed(self) -> None:
-        self.loss, self.held_out, self.steps = None, None, 0
+        self.loss = None
+        self.held_out = None
+        self.steps = 0
         if not self.ended.startswith(_EXCLUDED):  # an arm that was excluded stays excluded in later seeds
             self.ended = ""
 
     def read_line(self, line: StreamLine) -> None:
         match line:
             case StepRow():
-                self.steps, self.newest_loss = line.step + 1, line.loss
-                self.tokens, self.seconds = line.tokens, line.seconds or self.seconds
+                self.steps = line.step + 1
+                self.newest_loss = line.loss
+                self.tokens = line.tokens
+                self.seconds = line.seconds or self.seconds
             case Validation(of="held-out"):
                 self.held_out = line.loss
             case TrainingEvent(kind="alarm"):
@@ -208,25 +214,23 @@ class ArmProgress:
     def tokens_per_second(self) -> float | None:
         return self.tokens / self.seconds if self.arm.native and self.seconds else None
 
+    @property
+    def health(self) -> str:
+        """Returns the reason why the arm ended early, or otherwise its number of alarms."""
+        if self.ended or not self.alarms:
+            return self.ended or "no alarm"
+        return f"{many(self.alarms, 'alarm')}, last in {self.last_alarm}"
+
 
 def render_board(position: str, arms: Sequence[ArmProgress]) -> Page:
     columns: list[Col[ArmProgress]] = [
-        Col("arm", attrgetter("arm.name")),
-        Col("loss", attrgetter("loss"), number=True, show="{:.4f}".format),
-        Col("held-out", attrgetter("held_out"), number=True, show="{:.4f}".format),
-        Col("tokens/s", attrgetter("tokens_per_second"), number=True, show=units.count),
-        Col("health", _describe_alarms),
+        Col("arm", "arm.name"),
+        Col("loss", "loss", show="{:.4f}".format),
+        Col("held-out", "held_out", show="{:.4f}".format),
+        Col("tokens/s", "tokens_per_second", show=units.count),
+        Col("health", "health", tone=lambda arm: Tone.BAD if arm.ended or arm.alarms else Tone.GOOD),
     ]
     return Page(position, "", (Part("arms", "", (table("arms", "", columns, arms),)),))
-
-
-def _describe_alarms(now: ArmProgress) -> Field:
-    """Returns the reason why an arm ended early, or otherwise its number of alarms."""
-    if now.ended:
-        return Field(now.ended, tone=Tone.BAD)
-    if not now.alarms:
-        return Field("no alarm", tone=Tone.GOOD)
-    return Field(f"{many(now.alarms, 'alarm')}, last in {now.last_alarm}", tone=Tone.BAD)
 
 
 @contextmanager
@@ -238,26 +242,32 @@ def on_terminal() -> Iterator[TrainingObserver]:
         yield observer
 
 
-# The page is written at most every 10 seconds, and in at most 2% of the time.
-PAGE_INTERVAL_SECONDS, _PAGE_TIME_SHARE = 10.0, 0.02
+# The page is written at most every 10 seconds, and writing it takes at most 2% of the time.
+PAGE_INTERVAL_SECONDS = 10.0
+_PAGE_TIME_SHARE = 0.02
 PrintLine = Callable[[str], None]
 
 
 @contextmanager
 def with_outputs(
-    inner: TrainingObserver, place: Path, live: Path | None, log: Sequence[LogTarget] = (), on_alarm: str = ""
+    inner: TrainingObserver,
+    store_or_stream: Path,
+    live: Path | None,
+    log: Sequence[LogTarget] = (),
+    on_alarm: str = "",
 ) -> Iterator[TrainingObserver]:
-    """Yields an observer that passes everything on to `inner`. It also writes a page, logs scalars, and runs a
-    command for each alarm. `place` is the store, or the stream of a recorded loop.
+    """Yields an observer that passes everything on to `inner`. It also writes a page to `live`, logs scalars to the
+    targets in `log`, and runs the command `on_alarm` for each alarm. `store_or_stream` is the store, or the stream of
+    a recorded loop.
     """
     # A failure of one output does not affect the training or the other outputs.
     observers: list[_OutputObserver] = []
     if live is not None:
-        observers.append(LivePage(live, place, inner.note))
+        observers.append(LivePage(live, store_or_stream, inner.note))
     if log:
-        observers.append(LiveLog(log, place, inner.note))
+        observers.append(LiveLog(log, store_or_stream, inner.note))
     if on_alarm:
-        observers.append(AlarmCommand(on_alarm, inner.note))
+        observers.append(AlarmCommand(on_alarm, store_or_stream, inner.note))
     with ExitStack() as stack:
         for observer in observers:
             stack.callback(observer.close)
@@ -265,8 +275,13 @@ def with_outputs(
 
 
 class _OutputObserver(TrainingObserver):
+    """Writes an output while a training runs. `store_or_stream` is the store, or the stream of a recorded loop."""
+
     _training: Training | None = None
-    _store_or_stream: Path
+
+    def __init__(self, store_or_stream: Path, print_line: PrintLine) -> None:
+        self._store_or_stream = store_or_stream
+        self._print_line = print_line
 
     def begun(self, training: Training) -> None:
         self._training = training
@@ -287,7 +302,12 @@ class _OutputObserver(TrainingObserver):
 class _ForwardingObserver(TrainingObserver):
     def __init__(self, first: TrainingObserver, further: Sequence[TrainingObserver]) -> None:
         self._observers = (first, *further)
-        self.working, self.note = first.working, first.note  # type: ignore[method-assign]
+
+    def working(self, arm: str, doing: str) -> None:
+        self._observers[0].working(arm, doing)
+
+    def note(self, sentence: str) -> None:
+        self._observers[0].note(sentence)
 
     def begun(self, training: Training) -> None:
         for observer in self._observers:
@@ -304,15 +324,19 @@ class LivePage(_OutputObserver):
     """
 
     def __init__(
-        self, file: Path, place: Path, print_line: PrintLine, clock: Callable[[], float] = time.monotonic
+        self, file: Path, store_or_stream: Path, print_line: PrintLine, clock: Callable[[], float] = time.monotonic
     ) -> None:
-        self._file, self._store_or_stream, self._print_line, self._clock = file, place, print_line, clock
-        self._next_write, self._last_failure = -PAGE_INTERVAL_SECONDS, ""
+        super().__init__(store_or_stream, print_line)
+        self._file = file
+        self._clock = clock
+        self._next_write = -PAGE_INTERVAL_SECONDS
+        self._last_failure = ""
 
     def trained(self, number: int, step: int, lines: Lines) -> None:
         if self._training is None or self._clock() < self._next_write:
             return
-        start, request = self._clock(), self._training.request
+        start = self._clock()
+        request = self._training.request
         position = f"seed {number + 1} of {request.seeds}, step {step} of {request.steps}"
         if self._training.is_watched:  # the number of steps of a loop is unknown
             position = f"step {step}"
@@ -347,9 +371,9 @@ class LivePage(_OutputObserver):
 class LiveLog(_OutputObserver):
     """Logs the scalars of all arms as they arrive, and the summaries once the training is finished."""
 
-    def __init__(self, targets: Sequence[LogTarget], place: Path, print_line: PrintLine) -> None:
-        self._targets, self._store_or_stream, self._print_line = targets, place, print_line
-        self._logger: ScalarLogger | None = None
+    def __init__(self, targets: Sequence[LogTarget], store_or_stream: Path, print_line: PrintLine) -> None:
+        super().__init__(store_or_stream, print_line)
+        self._targets = targets
 
     def begun(self, training: Training) -> None:
         super().begun(training)
@@ -360,26 +384,25 @@ class LiveLog(_OutputObserver):
             self._log(list_scalars(self._training, lines))
 
     def close(self) -> None:
-        if self._logger is None or self._training is None:
+        if self._training is None:
             return
         with contextlib.suppress(StoreError):
-            stored = self._load() if not self._training.is_watched else None
+            stored = None if self._training.is_watched else self._load()
             if stored is not None and stored.finished:
                 self._log(list_summary_scalars(JudgedTraining(stored)))
         self._logger.close()
-        self._logger = None
 
     def _log(self, scalars: Iterable[LoggedScalar]) -> None:
-        if self._logger is not None:
-            for scalar in scalars:
-                self._logger.log(*scalar)
+        for scalar in scalars:
+            self._logger.log(*scalar)
 
 
 class AlarmCommand(_OutputObserver):
     """Runs a command of the user's shell for each alarm, in parallel with the training."""
 
-    def __init__(self, command: str, print_line: PrintLine) -> None:
-        self._command, self._print_line = command, print_line
+    def __init__(self, command: str, store_or_stream: Path, print_line: PrintLine) -> None:
+        super().__init__(store_or_stream, print_line)
+        self._command = command
         self._processes: list[subprocess.Popen[bytes]] = []
 
     def trained(self, number: int, step: int, lines: Lines) -> None:

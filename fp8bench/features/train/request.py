@@ -45,19 +45,11 @@ UNSUPPORTED_OPTIMIZERS = {
     "sparseadam": "it takes sparse gradients, and these are dense",
     "lbfgs": "it computes the loss several times in a step, and a step here computes it once",
 }
-_WARMUP: Mapping[str, Any] = {"warmup": 0.1}
-_WARMUP_AND_FLOOR: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
-# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR). `warmup` is the share of the steps in
-# which the rate rises, `floor` the share of the rate that remains at the end.
-SCHEDULES: Mapping[str, Mapping[str, Any]] = {
-    "cosine": _WARMUP_AND_FLOOR,
-    "linear": _WARMUP_AND_FLOOR,
-    "constant": _WARMUP,
-    "wsd": _WARMUP_AND_FLOOR,
-    "one-cycle": _WARMUP_AND_FLOOR,
-    "inverse-sqrt": _WARMUP_AND_FLOOR,
-    "plateau": _WARMUP_AND_FLOOR,
-}
+# Schedules of torch.optim.lr_scheduler (wsd and inverse-sqrt by its LambdaLR).
+SCHEDULES = ("cosine", "linear", "constant", "wsd", "one-cycle", "inverse-sqrt", "plateau")
+# The keys of a schedule: the share of the steps in which the rate rises, and the share of the rate that remains at the
+# end. The schedule `constant` has no floor.
+_SCHEDULE_KEYS: Mapping[str, Any] = {"warmup": 0.1, "floor": 0.1}
 # The smallest and the largest value of each key.
 _KEY_BOUNDS = {
     "betas": (0, 0.999999),
@@ -71,8 +63,10 @@ _KEY_BOUNDS = {
 }
 # How several ranks train together.
 PARALLEL = ("ddp", "zero", "fsdp", "tp", "sp")
-# The formats that ranks send, and the kinds of parallelism that have this choice.
-WIRES, PARALLEL_WITH_WIRE = ("fp32", "bf16", "fp8"), ("zero", "sp")
+# The formats that ranks send.
+WIRES = ("fp32", "bf16", "fp8")
+# The kinds of parallelism that have a choice of the format.
+PARALLEL_WITH_WIRE = ("zero", "sp")
 # The kinds of parallelism that divide blocks.
 CUTTING_PARALLEL = ("tp", "sp")
 # Tasks that a trained model may be scored on (tasks.py).
@@ -81,16 +75,10 @@ TASKS = ("cloze", "copy", "retrieval")
 BANDS = ("repeat", "one-ulp")
 
 
-def _is_loss_scale(value: object) -> bool:
-    if value in LOSS_SCALES:
-        return True
-    return isinstance(value, str) and 1.0 <= number_of(value) <= MAX_LOSS_SCALE
-
-
-def _are_rates(value: object) -> bool:
-    return isinstance(value, tuple) and all(
+def _are_rates(rates: tuple[Any, ...]) -> bool:
+    return all(
         isinstance(name, str) and name and isinstance(factor, int | float) and 0 <= factor < math.inf
-        for name, factor in value
+        for name, factor in rates
     )
 
 
@@ -101,10 +89,10 @@ def parse_change(then: str) -> tuple[str, float]:
     return word, number_of(percent_text.removesuffix("%")) / 100 if then else 1.0
 
 
-def _is_change(value: object) -> bool:
-    if not isinstance(value, str) or not value.endswith("%"):
-        return value == ""
-    precision, share = parse_change(value)
+def _is_change(then: str) -> bool:
+    if not then.endswith("%"):
+        return then == ""
+    precision, share = parse_change(then)
     return bool(precision) and 0 < share < 1
 
 
@@ -141,7 +129,8 @@ def parse_schedule(word: str) -> tuple[str, dict[str, Any]]:
     name, _, keys = word.partition(":")
     if name not in SCHEDULES:
         raise UsageError(f"schedule must be one of {', '.join(SCHEDULES)}, got {name!r:.80}.")
-    return name, _parse_keys("schedule", name, keys, SCHEDULES[name])
+    defaults = {"warmup": 0.1} if name == "constant" else _SCHEDULE_KEYS
+    return name, _parse_keys("schedule", name, keys, defaults)
 
 
 def _split_into_pairs(keys: str) -> list[tuple[str, str]]:
@@ -170,11 +159,17 @@ def _parse_keys(option: str, name: str, keys: str, defaults: Mapping[str, Any]) 
     return values
 
 
-def _can_parse(parse: Callable[[str], object]) -> Callable[[object], bool]:
-    return lambda value: isinstance(value, str) and bool(parse(value))
+def _text_rule(words: str, holds: Callable[[str], object] = lambda text: True) -> Rule:
+    return Rule(words, lambda value: isinstance(value, str) and bool(holds(value)))
 
 
-MODEL, LENGTH, LEARNING = "what to train", "how long, and how sure", "how it learns"
+def _tuple_rule(words: str, holds: Callable[[tuple[Any, ...]], object]) -> Rule:
+    return Rule(words, lambda value: isinstance(value, tuple) and bool(holds(value)))
+
+
+MODEL = "what to train"
+LENGTH = "how long, and how sure"
+LEARNING = "how it learns"
 _RUN_OPTIONS = options_of(Request)
 
 
@@ -204,7 +199,8 @@ def find_start_file(start: str) -> Path | None:
 
 
 def check_ranks_options(request: Any) -> None:
-    ranks, settings = request.ranks, request.settings
+    ranks = request.ranks
+    settings = request.settings
     if ranks is not None and not settings.parallel:
         raise UsageError(f"--ranks {ranks} needs a way to train together. Add --parallel {' or '.join(PARALLEL)}.")
     # An option in --sweep counts as given.
@@ -224,15 +220,15 @@ class TrainerSettings:
 
     model: str = option(
         "nano",
-        Rule("a model's name", lambda value: isinstance(value, str) and bool(value)),
+        _text_rule("a model's name", bool),
         f"its size: {', '.join(SIZES)}; default {{default}}",
         "NAME",
         MODEL,
     )
-    make: str = option("", Rule("module:function, or file.py:function", lambda value: isinstance(value, str)), group="")
+    make: str = option("", _text_rule("module:function, or file.py:function"), group="")
     skip: tuple[str, ...] = option(
         (),
-        Rule("a list of layers", lambda value: isinstance(value, tuple) and all(map(str, value))),
+        _tuple_rule("a list of layers", all),
         "layers of your model that are not converted: kinds (head, linear), or paths with * and ?",
         "A,B",
         MODEL,
@@ -262,7 +258,7 @@ class TrainerSettings:
     )
     rates: tuple[tuple[str, float], ...] = option(
         (),
-        Rule(
+        _tuple_rule(
             f"kinds of parameters ({', '.join(PARAMETER_KINDS)}) or of layers, or paths, and factors, like "
             "embedding=0.5,attn=2,blocks.0=0.1",
             _are_rates,
@@ -274,7 +270,7 @@ class TrainerSettings:
     )
     optimizer: str = option(
         "adamw",
-        Rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", _can_parse(parse_optimizer)),
+        _text_rule(f"one of {', '.join(OPTIMIZERS)}, or FILE.py:CLASS", parse_optimizer),
         "what updates the weights: adamw, sgd, adafactor, or FILE.py:CLASS, your torch optimizer; keys as in "
         "torch: adamw:betas=0.9,0.95, sgd:momentum=0.9; matrices decay by weight_decay, default 0.1; default {default}",
         "NAME[:KEY=VALUE...]",
@@ -285,7 +281,7 @@ class TrainerSettings:
     )
     schedule: str = option(
         "cosine",
-        Rule(f"one of {', '.join(SCHEDULES)}", _can_parse(parse_schedule)),
+        _text_rule(f"one of {', '.join(SCHEDULES)}", parse_schedule),
         f"how the rate changes: {', '.join(SCHEDULES)}; keys: warmup, the share of the steps in which it rises, and "
         "floor, the share of it at the end, 0.1 each; wsd falls in the last fifth of the steps, plateau halves after "
         "3 validations without a better held-out loss; default {default}",
@@ -302,7 +298,7 @@ class TrainerSettings:
     )
     start: str = option(
         "",
-        Rule("a training, TRAINING:ARM, or a file with a state dict", lambda value: isinstance(value, str)),
+        _text_rule("a training, TRAINING:ARM, or a file with a state dict"),
         "begin with the weights in the newest checkpoint of a stored training (its reference's, or ARM's), or of a "
         "file with a state dict (.pt, .safetensors), also of your model",
         "TRAINING:ARM|FILE",
@@ -310,7 +306,7 @@ class TrainerSettings:
     )
     tasks: tuple[str, ...] = option(
         (),
-        Rule(f"some of {', '.join(TASKS)}", lambda value: isinstance(value, tuple) and set(value) <= set(TASKS)),
+        _tuple_rule(f"some of {', '.join(TASKS)}", set(TASKS).issuperset),
         f"score arms after the last step on {', '.join(TASKS)}; --data task:copy,retrieval is a text that teaches the "
         "last two",
         "NAME,...",
@@ -318,7 +314,7 @@ class TrainerSettings:
     )
     metric: tuple[str, ...] = option(
         (),
-        Rule("your functions, like my_pkg:f", lambda value: isinstance(value, tuple) and all(value)),
+        _tuple_rule("your functions, like my_pkg:f", all),
         "measure arms after the last step by f(model, held_out), which returns a number or several by name; more is "
         "better, unless =lower is added",
         "MODULE:FUNCTION[=lower],...",
@@ -333,7 +329,10 @@ class TrainerSettings:
     )
     loss_scale: str = option(
         "auto",
-        Rule("auto, dynamic, or a number from 1 to 2^32", _is_loss_scale),
+        _text_rule(
+            "auto, dynamic, or a number from 1 to 2^32",
+            lambda text: text in LOSS_SCALES or 1.0 <= number_of(text) <= MAX_LOSS_SCALE,
+        ),
         "auto (the precision's own), dynamic (from 2^16, halved at an overflow, doubled after 200 steps without), or a "
         "number from 1 to 2^32; default {default}",
         "SCALE",
@@ -378,7 +377,7 @@ class TrainerSettings:
     saturation_bound: float | None = _run_option(None, "saturation_bound", group=LEARNING)
     then: str = option(
         "",
-        Rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
+        _text_rule("a dtype and the share of the steps after which it begins, like bf16@80%", _is_change),
         "finish in a different dtype, like bf16@80%%: the last fifth of the steps in bf16; not for the reference",
         "DTYPE@PERCENT",
         MODEL,
@@ -421,9 +420,8 @@ class TrainingRequest:
     seed: int = _run_option(0, "seed", "the first seed; default 0")
     bands: tuple[str, ...] = option(
         BANDS,
-        Rule(
-            f"none, or some of {', '.join(BANDS)}",
-            lambda value: isinstance(value, tuple) and (value == ("none",) or set(value) <= set(BANDS)),
+        _tuple_rule(
+            f"none, or some of {', '.join(BANDS)}", lambda names: names == ("none",) or set(names) <= set(BANDS)
         ),
         "arms that show the effect of chance on the reference: repeat (nondeterminism), one-ulp (chaos, in the first "
         "seed), or none; default both",
@@ -445,7 +443,7 @@ class TrainingRequest:
     )
     device: str | None = option(
         None,
-        Rule("a device's name", lambda value: isinstance(value, str) and bool(value)),
+        _text_rule("a device's name", bool),
         "cpu, cuda, cuda:1; default the first GPU, else cpu",
         "NAME",
         LENGTH,

@@ -7,7 +7,7 @@ from __future__ import annotations
 import contextlib
 import itertools
 import secrets
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -15,7 +15,7 @@ from pathlib import Path
 from fp8bench import __version__
 from fp8bench.errors import NotKept, StoreError, WorkerError, WorkerFault, as_usage
 from fp8bench.features.train.arms import check_memory, check_training, choose_device, make_arms
-from fp8bench.features.train.beginnings import prepare_text, resolve_scales, resolve_start
+from fp8bench.features.train.beginnings import prepare_text, resolve_beginnings
 from fp8bench.features.train.kind import ResumePoint, load_training, reopen_training, start_training
 from fp8bench.features.train.lab.lab import MODULE, Lab
 from fp8bench.features.train.lab.models import make_config
@@ -59,7 +59,7 @@ def train(request: TrainingRequest, store: Path, observer: TrainingObserver, com
     """Trains all arms of all seeds. If the training was interrupted, `finished` of the result is False. If the store
     fails, raises NotKept with the part that was stored. Raises WorkerError if the reference cannot continue.
     """
-    request = resolve_scales(resolve_start(request, store), store)
+    request = resolve_beginnings(request, store)
     with _prepare(request, store) as (worker, text):
         training = _plan_arms(request, worker, text, command)
         # A user's model is tried first, so that a model that fails leaves no stored training.
@@ -82,7 +82,8 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
     stored = load_training(path)
     if stored.finished:
         return False, stored
-    training, request = stored.training, stored.request
+    training = stored.training
+    request = stored.request
     title = f"the training {training.id}"
     # Relative paths of the first command may refer to another working directory.
     check_files_exist(title, request.imports, request.data)
@@ -99,7 +100,7 @@ def resume(path: Path, store: Path, observer: TrainingObserver) -> tuple[bool, K
 
 def plan_training(request: TrainingRequest, store: Path) -> tuple[Training, ArmState]:
     """Returns a training before its first step, and the state of its reference."""
-    request = resolve_scales(resolve_start(request, store), store)
+    request = resolve_beginnings(request, store)
     with _prepare(request, store) as (worker, text):
         training = _plan_arms(request, worker, text)
         _examine_own_model(training, worker)
@@ -133,7 +134,14 @@ def _prepare(request: TrainingRequest, store: Path) -> Iterator[tuple[Worker, Tr
         else:
             sequence = make_config(settings, 1).sequence
             text = prepare_text(request.data, store / "data", sequence)
-        worker = _make_worker(request, Settings(request.threads, request.seed, request.imports))
+        worker_settings = Settings(request.threads, request.seed, request.imports)
+        worker: Worker
+        if request.ranks is not None:
+            worker = RanksWorker(worker_settings, request.ranks, module=RANK_MODULE, merges=MERGES)
+        elif request.isolation:
+            worker = ProcessWorker(worker_settings, module=MODULE)
+        else:
+            worker = LocalWorker(worker_settings, Lab)
         try:
             yield worker, text
         finally:
@@ -154,12 +162,6 @@ def _plan_arms(request: TrainingRequest, worker: Worker, text: TrainingText, com
     return Training(secrets.token_hex(4), now(), command, request, arms, device, environment, text, 0)
 
 
-def _make_worker(request: TrainingRequest, settings: Settings) -> Worker:
-    if request.ranks is not None:
-        return RanksWorker(settings, request.ranks, module=RANK_MODULE, merges=MERGES)
-    return ProcessWorker(settings, module=MODULE) if request.isolation else LocalWorker(settings, Lab)
-
-
 def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEvent, ...]:
     """Checks that a user's model can be trained. Returns events with the share of the model that each arm converts."""
     if not training.request.settings.make:
@@ -176,7 +178,8 @@ def _examine_own_model(training: Training, worker: Worker) -> tuple[TrainingEven
 
 
 def _build_reference(training: Training, worker: Worker) -> ArmState:
-    reference, lab = training.arms[0], call_lab(worker, START_SECONDS)
+    reference = training.arms[0]
+    lab = call_lab(worker, START_SECONDS)
     try:
         if not (states := lab.begin(training.make_task((reference,)))):
             lab.validate(reference.name)  # raises the reason if the reference could not be built
@@ -231,7 +234,8 @@ class _CompleteRun(TrainingRun):
 
     def _train_seeds(self) -> None:
         point = self.writer.points[-1] if self.writer.points else ResumePoint(0, 0, 0)
-        out, pace = dict(point.out), SeedPace()
+        out = dict(point.out)
+        pace = SeedPace()
         from_start = not self.resumed or point.number == point.step == 0
         run = self.training, self.worker, self.writer, self.observer
         with Meters(energy=False) as meters:
@@ -243,7 +247,7 @@ class _CompleteRun(TrainingRun):
     def _load_lines(self, kind: type[L]) -> tuple[L, ...]:
         return load_training(self.writer.path).select_lines(kind)
 
-    def _list_unmeasured(self, has: Callable[[ArmCost], object]) -> list[Arm]:
+    def _list_unmeasured_arms(self, has: Callable[[ArmCost], object]) -> list[Arm]:
         """Returns the trained arms that have no line for which `has` is true. Arms that repeat the reference are left
         out, because they cost as much as the reference.
         """
@@ -258,7 +262,7 @@ class _CompleteRun(TrainingRun):
         """Measures the memory of each arm alone on the device. This happens before all steps, and only for arms whose
         memory is not stored yet.
         """
-        unmeasured = self._list_unmeasured(lambda cost: not cost.energy and not cost.capacity)
+        unmeasured = self._list_unmeasured_arms(lambda cost: not cost.energy and not cost.capacity)
         for arm in unmeasured:
             self.observer.working(arm.name, "measuring the memory")
             try:
@@ -279,7 +283,7 @@ class _CompleteRun(TrainingRun):
         memory_limit = self.training.request.own_batch
         if memory_limit is None:
             return
-        for arm in self._list_unmeasured(lambda cost: cost.capacity):
+        for arm in self._list_unmeasured_arms(lambda cost: cost.capacity):
             if arm.native:
                 self.observer.working(arm.name, "finding the largest batch")
                 capacity = find_own_batch(self.training, arm, memory_limit, self.worker)
@@ -290,24 +294,23 @@ class _CompleteRun(TrainingRun):
         seed, and take further steps in separate windows.
         """
         request = self.training.request
-        unmeasured = self._list_unmeasured(lambda cost: cost.energy) if request.energy else []
+        unmeasured = self._list_unmeasured_arms(lambda cost: cost.energy) if request.energy else []
         if not unmeasured:
             return
-        uses: Mapping[str, EnergyUse]
-        if request.ranks is not None:
-            uses = {arm.name: EnergyUse(SourceKind.NONE, why=NO_ENERGY_OF_RANKS) for arm in unmeasured}
-        else:
-            with Meters() as meters:
-                meter = meters.of(self.training.device)
-                if meter.kind is SourceKind.NONE:
-                    uses = {arm.name: EnergyUse(meter.kind.value, why=meter.why) for arm in unmeasured}
-                else:
-                    uses = self._measure_in_windows(unmeasured, meter)
+        with Meters() as meters:
+            meter = meters.of(self.training.device)
+            reason = NO_ENERGY_OF_RANKS if request.ranks is not None else meter.why
+            if request.ranks is not None or meter.kind is SourceKind.NONE:
+                uses = {arm.name: EnergyUse(SourceKind.NONE.value, why=reason) for arm in unmeasured}
+            else:
+                uses = self._measure_in_windows(unmeasured, meter)
         self._store_costs(*(ArmCost(name, request.seed, request.steps, energy=use) for name, use in uses.items()))
 
     def _measure_in_windows(self, arms: Sequence[Arm], meter: Meter) -> dict[str, EnergyUse]:
         uses: dict[str, EnergyUse] = {}
-        running, facts, request = [], self.training.device, self.training.request
+        running = []
+        facts = self.training.device
+        request = self.training.request
         lab = self.worker.within(FIRST_CALL_SECONDS)
         for arm in arms:
             try:

@@ -9,7 +9,7 @@ import contextlib
 import math
 import random
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -22,7 +22,6 @@ from fp8bench.features.train.values import (
     BYTES_PER_PARAMETER,
     Arm,
     ArmRole,
-    ArmState,
     Lines,
     SeedTask,
     StepFigure,
@@ -68,7 +67,8 @@ class _WorkerLost(Exception):
 
     def __init__(self, arm: Arm | None, error: WorkerError) -> None:
         super().__init__(str(error))
-        self.arm, self.error = arm, error
+        self.arm = arm
+        self.error = error
 
 
 @dataclass
@@ -142,7 +142,11 @@ class SeedRun(TrainingRun):
         # Health rules first read the lines before the step where training continues.
         self._health.find_alarms(line for line in load_training(self.writer.path).lines if line.seed == self.seed)
         if not point.step:
-            self._store_lines(tuple(self._list_memory_lines(states)), 0)
+            lines: list[StreamLine] = []
+            for state in states:
+                for role, byte_count in state.bytes_per_parameter:
+                    lines.append(StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role))
+            self._store_lines(lines, 0)
         for arm in self.task.arms:
             if arm.name in self.excluded:
                 lab.drop(arm.name)
@@ -175,7 +179,8 @@ class SeedRun(TrainingRun):
             arms = self._active_arms
             # The order depends only on seed and step, so that a resumed training has the same order.
             random.Random(f"{self.seed}/{step}").shuffle(arms)
-            step_count, step = turn_end - step, turn_end
+            step_count = turn_end - step
+            step = turn_end
             for arm in arms:
                 self._store_lines(self._call_lab(arm, step_count, "advance", arm.name, step_count), step)
             if utilization := tuple(self._read_device_use(step)):
@@ -199,14 +204,6 @@ class SeedRun(TrainingRun):
     def _validate(self, step: int) -> None:
         for arm in self._active_arms:
             self._store_lines(self._call_lab(arm, 0, "validate", arm.name), step)
-
-    def _list_memory_lines(self, states: Sequence[ArmState]) -> Iterator[StreamLine]:
-        """Yields lines with the bytes per parameter that each arm has in memory between steps, one line for each
-        purpose.
-        """
-        for state in states:
-            for role, byte_count in state.bytes_per_parameter:
-                yield StepFigure(state.arm, self.seed, 0, BYTES_PER_PARAMETER, byte_count, role)
 
     def _call_lab(self, arm: Arm, steps: int, name: str, *arguments: Any) -> Any:
         """Calls a method of the lab. `steps` is the number of training steps in the call, which sets the time limit."""
@@ -239,12 +236,14 @@ class SeedRun(TrainingRun):
         # The lost worker may hang, and only a fresh one has a known state.
         self.worker.restart()
         # The machine may have caused the first failure of an arm. The arm itself is blamed for the second one.
-        kind, sentence = "restarted", f"{lost.error}; a fresh worker continues from the last checkpoint"
+        kind = "restarted"
+        sentence = f"{lost.error}; a fresh worker continues from the last checkpoint"
         if self._failures[name] == _MAX_FAILURES:
             if lost.arm is None or lost.arm.role is ArmRole.REFERENCE:
                 raise lost.error
             self.excluded[name] = str(lost.error)
-            kind, sentence = "out", f"{lost.error}; this arm is excluded"
+            kind = "out"
+            sentence = f"{lost.error}; this arm is excluded"
         point = self.writer.points[-1]
         self.writer.go_back(point)
         self._store_lines((TrainingEvent(name, self.seed, point.step, kind, sentence),), point.step)

@@ -5,15 +5,17 @@ changes with size.
 from __future__ import annotations
 
 import math
+from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from functools import cached_property
-from statistics import fmean
+from itertools import chain
+from statistics import linear_regression
 from typing import Any, NamedTuple
 
 from fp8bench import units
 from fp8bench.features.train import words
 from fp8bench.features.train.values import ModelSweep
-from fp8bench.features.train.verdicts.curves import MIN_PAIRS, Gap, mean_gap
+from fp8bench.features.train.verdicts.curves import MIN_PAIRS, Gap, find_deciding_interval, mean_gap
 from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, list_figures, list_gap_figures
 from fp8bench.features.train.verdicts.verdicts import ArmVerdict
 from fp8bench.model.codec import encode
@@ -21,8 +23,6 @@ from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Items, Page, Part, Text
 from fp8bench.report.words.naming import join_words
-
-MODEL_COLUMN = "model"
 
 
 class SizedArm(NamedTuple):
@@ -45,13 +45,12 @@ class SizeComparison(ModelSweep):
     @cached_property
     def arms(self) -> dict[str, list[SizedArm]]:
         """Returns the arms that every training has, each with its verdicts by model size."""
-        every: dict[str, list[SizedArm]] = {}
+        sized_arms: dict[str, list[SizedArm]] = defaultdict(list)
         for judged in self.trainings:
             for summary in judged.summaries:
                 if summary.verdict is not None:
-                    sized = SizedArm(judged, summary, summary.verdict)
-                    every.setdefault(summary.arm.name, []).append(sized)
-        return {name: sizes for name, sizes in every.items() if len(sizes) == len(self.kept)}
+                    sized_arms[summary.arm.name].append(SizedArm(judged, summary, summary.verdict))
+        return {name: sizes for name, sizes in sized_arms.items() if len(sizes) == len(self.kept)}
 
     @cached_property
     def trends(self) -> dict[str, Gap | None]:
@@ -60,47 +59,44 @@ class SizeComparison(ModelSweep):
 
 def measure_trend(sizes: Sequence[SizedArm]) -> Gap | None:
     log_parameters = [math.log10(sized_arm.training.training.parameters) for sized_arm in sizes]
-    gaps: dict[int, list[float]] = {}
+    gaps: dict[int, list[float]] = defaultdict(list)
     for sized_arm in sizes:
         for pair in sized_arm.verdict.pairs:
-            gaps.setdefault(pair.seed, []).append(pair.gap)
+            gaps[pair.seed].append(pair.gap)
     # A seed has a slope only if it counts in the trainings of all models.
-    return mean_gap([_fit_slope(log_parameters, gaps[seed]) for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)])
-
-
-def _fit_slope(x: Sequence[float], values: Sequence[float]) -> float:
-    x_mean, y_mean = fmean(x), fmean(values)
-    x_squares = math.fsum((x_value - x_mean) ** 2 for x_value in x)
-    products = ((x_value - x_mean) * (value - y_mean) for x_value, value in zip(x, values, strict=True))
-    return math.fsum(products) / x_squares
+    complete_gaps = [gaps[seed] for seed in sorted(gaps) if len(gaps[seed]) == len(sizes)]
+    return mean_gap([linear_regression(log_parameters, values).slope for values in complete_gaps])
 
 
 def describe_trend(name: str, trend: Gap | None) -> str:
     """Returns a sentence such as 'fp8: the gap changes with size: +0.2 points [+0.1, +0.3] (95%) for ten times the
     parameters'."""
-    if trend is None or trend.shown is None or trend.decides is None or trend.pairs < MIN_PAIRS:
+    interval = find_deciding_interval(trend)
+    if trend is None or trend.shown is None or interval is None:
         pairs = trend.pairs if trend else 0
         return f"{name}: trend unknown: {pairs} seeds count in every model, fewer than {MIN_PAIRS}"
     # As in verdicts, the 99% interval decides.
-    conclusion = "no trend is visible" if trend.decides.low <= 0 <= trend.decides.high else "the gap changes with size"
-    low, high = 100 * trend.shown.low, 100 * trend.shown.high
+    conclusion = "no trend is visible" if interval.low <= 0 <= interval.high else "the gap changes with size"
+    low = 100 * trend.shown.low
+    high = 100 * trend.shown.high
     points = f"{100 * trend.point:+.3g} points [{low:+.3g}, {high:+.3g}] (95%)"
     return f"{name}: {conclusion}: {points} for ten times the parameters"
 
 
 def render_page(sizes: SizeComparison) -> Page:
-    arms = [size for by_size in sizes.arms.values() for size in by_size]
+    arms = [*chain.from_iterable(sizes.arms.values())]
     columns: list[Col[SizedArm]] = [
-        Col("arm", lambda size: size.summary.arm.name, shared=True),
-        Col(MODEL_COLUMN, lambda size: size.training.request.settings.model),
-        Col("parameters", lambda size: size.training.training.parameters, number=True, show=units.count),
+        Col("arm", "summary.arm.name", shared=True),
+        Col("model", "training.request.settings.model"),
+        Col("parameters", "training.training.parameters", show=units.count),
         Col("gap", lambda size: _format_gap(size.verdict.judged.gap), number=True),
         Col("verdict", lambda size: words.describe_verdict(size.verdict, size.training.verdicts)),
     ]
     answers = Items(tuple(Text(describe_trend(name, trend)) for name, trend in sizes.trends.items()))
     largest = units.count(sizes.trainings[-1].training.parameters)
     limit_note = f"a trend among these sizes does not extend to models beyond {largest} parameters"
-    question, arm_table = "Does the gap change with the model's size?", table("sizes", "", columns, arms, main=True)
+    question = "Does the gap change with the model's size?"
+    arm_table = table("sizes", "", columns, arms, main=True)
     models = join_words(judged.request.settings.model for judged in sizes.trainings)
     title = f"trainings of {models}: {join_words(sizes.arms)} against {sizes.trainings[0].verdicts.reference}"
     return Page(title, "", (Part("trend", question, (answers, arm_table, Text(limit_note))),))
@@ -115,7 +111,7 @@ def _format_gap(gap: Gap | None) -> str:
 
 def list_csv_rows(sizes: SizeComparison) -> Rows:
     rows = list(_yield_csv_rows(sizes))
-    return tuple(rows[0]) if rows else ("arm", MODEL_COLUMN), rows
+    return tuple(rows[0]) if rows else ("arm", "model"), rows
 
 
 def _yield_csv_rows(sizes: SizeComparison) -> Iterator[dict[str, Any]]:

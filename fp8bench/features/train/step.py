@@ -49,13 +49,18 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
     and then also yields readings of tensors. Without `watched` no step is watched, and the size of updates is not
     measured.
     """
-    optimizer, parallelism, start = trainer.optimizer, trainer.parallelism, time.perf_counter()
+    optimizer = trainer.optimizer
+    parallelism = trainer.parallelism
+    start = time.perf_counter()
     trainer.arm_model.renew_scales(trainer.are_scales_due)
-    is_measured, watched = watched, watched and trainer.step % trainer.task.stride == 0
+    is_measured = watched
+    watched = watched and trainer.step % trainer.task.stride == 0
 
     # 1. Fix the rate and the loss scale. Remember the state that is needed to repeat the step if it gives NaN or
     # infinity.
-    rate_share, scale, casts = trainer.rate_share(), trainer.loss_scale.scale, trainer.copy_casts()
+    rate_share = trainer.rate_share()
+    scale = trainer.loss_scale.scale
+    casts = trainer.copy_casts()
     rate = optimizer.rate * rate_share  # read before the update, with which a user's schedule changes the rate
     wire = StepWire(parallelism.rank, repeatable=False) if watched and trainer.task.facts.ranks > 1 else None
     hooks = trainer.watch.watch_step() if watched else nullcontext()
@@ -81,7 +86,8 @@ def take_step(trainer: Trainer, phase: Phases, watched: bool) -> Iterator[Stream
 
         # 6. Read the step's figures: only here the host waits for the device.
         norms = parallelism.join_norms([*optimizer.update_norms, *optimizer.weight_norms])
-        change_norms, weight_norms = norms[: len(norms) // 2], norms[len(norms) // 2 :]
+        change_norms = norms[: len(norms) // 2]
+        weight_norms = norms[len(norms) // 2 :]
         figures = torch.stack([loss, norm, clipping, join_norms(change_norms), join_norms(weight_norms)]).tolist()
         # must come before the readings, which also send messages
         messages = () if wire is None else wire.list_sent(parallelism.rank)
@@ -112,7 +118,9 @@ def accumulate_gradients(trainer: Trainer, scale: float, phase: Phases, is_findi
     """Runs forward and backward of all micro-batches of a step. Returns the mean of their losses over all ranks. With
     `is_finding`, hooks inspect all tensors.
     """
-    arm_model, micro_batches, losses = trainer.arm_model, trainer.settings.micro_batches, []
+    arm_model = trainer.arm_model
+    micro_batches = trainer.settings.micro_batches
+    losses = []
     # The gradients of the previous step exist until here, because they are watched after that step.
     trainer.optimizer.gradients.begin()
     with arm_model.cached_weights.cast(phase):  # each weight is cast once for all micro-batches
@@ -164,7 +172,8 @@ def find_faulty_tensor(trainer: Trainer, scale: float, casts: CastState) -> Faul
 def _make_row(trainer: Trainer, figures: list[float], rate: float, scale: float, seconds: float) -> StepRow:
     loss, norm, clipping, change_norm, parameter_norm = figures
     is_finite = math.isfinite(loss + norm)
-    clipped, ratio = 1 - 1 / clipping if is_finite else 0.0, change_norm / parameter_norm if parameter_norm else 0.0
+    clipped = 1 - 1 / clipping if is_finite else 0.0
+    ratio = change_norm / parameter_norm if parameter_norm else 0.0
     return StepRow(
         trainer.arm.name,
         trainer.task.seed,

@@ -15,12 +15,16 @@ from fp8bench.errors import UnknownName, UsageError
 
 # The prefix of --data for a text made of tasks: `--data task:copy,retrieval`.
 TASK_TEXT_PREFIX = "task:"
-# Prefixes of the names of figures: of scores on tasks, and of results of users' metrics.
-TASK_PREFIX, METRIC_PREFIX = "task:", "metric:"
-LETTERS, DIGITS = b"abcdefghijklmnopqrstuvwxyz", b"0123456789"
-# The number of questions of a task, or of each length in a task with several lengths. Then the length of the shortest
-# window with room for a question.
-ITEMS, MIN_SEQUENCE = 128, 16
+# The names of scores on tasks begin with this prefix.
+TASK_PREFIX = "task:"
+# The names of results of users' metrics begin with this prefix.
+METRIC_PREFIX = "metric:"
+LETTERS = b"abcdefghijklmnopqrstuvwxyz"
+DIGITS = b"0123456789"
+# The number of questions of a task, or of each length in a task with several lengths.
+ITEMS = 128
+# The length of the shortest window with room for a question.
+MIN_SEQUENCE = 16
 _CLOZE_CHOICES = 4
 # A passage that ends in a hidden word has at most this many bytes.
 _PASSAGE_BYTES = 48
@@ -30,8 +34,10 @@ CHANCE_SCORES: Mapping[str, float] = {
     "retrieval": 1 / len(DIGITS),
 }
 _WORDS = re.compile(rb"[A-Za-z]{4,12}")
-# The length of a training text made of tasks in bytes, and its smallest number of documents.
-_TEXT_BYTES, _MIN_DOCUMENTS = 1 << 20, 256
+# The length of a training text made of tasks, in bytes.
+_TEXT_BYTES = 1 << 20
+# The smallest number of documents in a training text made of tasks.
+_MIN_DOCUMENTS = 256
 
 
 @dataclass(frozen=True)
@@ -68,7 +74,8 @@ def list_retrieval_lengths(sequence: int) -> tuple[int, ...]:
 
 def _make_repeated_retrieval_text(generator: random.Random, length: int) -> bytes:
     """Returns letters with one digit among them, followed by several question marks, each with the digit after it."""
-    letters, digit = bytearray(generator.choices(LETTERS, k=length)), generator.choice(DIGITS)
+    letters = bytearray(generator.choices(LETTERS, k=length))
+    digit = generator.choice(DIGITS)
     position = generator.randrange(length // 2)
     letters[position] = digit
     while (position := position + 1 + generator.randrange(1, 8)) + 1 < length:
@@ -80,7 +87,8 @@ def make_documents(tasks: Sequence[str], sequence: int, seed: str, count: int) -
     """Returns `count` documents, each as long as a window, from all tasks in turn. Documents of the task retrieval
     alternate between several questions and one question, because the test has one.
     """
-    generator, documents = random.Random(f"{seed}/{sequence}"), []
+    generator = random.Random(f"{seed}/{sequence}")
+    documents = []
     for number in range(count):
         round_number, task = divmod(number, len(tasks))
         if tasks[task] == "copy":
@@ -156,7 +164,8 @@ def _make_clozes(generator: random.Random, sequence: int, text: bytes) -> Iterat
             f"--tasks cloze hides {ITEMS} words, and the held-out text has {len(suitable_matches)}. Give a longer text."
         )
     for match in generator.sample(suitable_matches, ITEMS):
-        candidates_drawn, right_word = {match[0]}, match[0]
+        candidates_drawn = {match[0]}
+        right_word = match[0]
         while len(candidates_drawn) < _CLOZE_CHOICES:
             candidates_drawn.add(generator.choice(by_length[len(right_word)]))
         candidates = generator.sample(sorted(candidates_drawn), _CLOZE_CHOICES)

@@ -157,7 +157,8 @@ class Training:
         return [arm for arm in self.compared_arms if self.is_watched or arm.role is ArmRole.CANDIDATE]
 
     def make_task(self, arms: tuple[Arm, ...], seed_number: int = 0) -> SeedTask:
-        request, seed = self.request, self.request.seed + seed_number
+        request = self.request
+        seed = self.request.seed + seed_number
         return SeedTask(seed, arms, request.settings, request.steps, request.stride, self.text, self.device)
 
 
@@ -231,7 +232,9 @@ WATCHED_SECONDS = "watched_seconds"
 WIRE_BYTES = "wire_bytes"
 # Figures of mistakes in a user's loop, in the step where a mistake begins: gradients are not cleared, the optimizer
 # has lost its moments, or a second optimizer trains a second module.
-GRADIENTS_LEFT, MOMENTS_GONE, OTHERS_TRAIN = "gradients_left", "moments_gone", "others_train"
+GRADIENTS_LEFT = "gradients_left"
+MOMENTS_GONE = "moments_gone"
+OTHERS_TRAIN = "others_train"
 # Trainings that `fp8bench.watch` has recorded have this name in place of their tokens and of the model's maker.
 WATCHED = "watched"
 # Event: a step had NaN or infinity.
@@ -356,17 +359,12 @@ class ModelSweep:
 
 @dataclass(frozen=True)
 class RankLines:
-    """One rank's lines of some steps, with evidence that all ranks train the same model. `same` has digests that must
-    be equal on all ranks. `batches` has two digests for each checked step: of the tokens that this rank read, and of
-    all tokens of the step. The tokens of a step are divided into `shares` parts, each of which one or several ranks
-    read. `faults` are errors that this rank found.
+    """One rank's lines of some steps. `same` has digests that must be equal on all ranks, because they train the same
+    model.
     """
 
     lines: tuple[StreamLine, ...]
     same: tuple[tuple[str, int], ...] = ()
-    batches: tuple[tuple[int, int, int], ...] = ()
-    shares: int = 1
-    faults: tuple[str, ...] = ()
 
 
 class TrainingObserver:

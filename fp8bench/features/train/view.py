@@ -6,13 +6,11 @@ from __future__ import annotations
 
 import math
 import shlex
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterator, Sequence
 from dataclasses import replace
-from functools import partial
-from operator import attrgetter
 from pathlib import Path
 from statistics import fmean
-from typing import Any
 
 from fp8bench import units
 from fp8bench.features.train import words
@@ -36,7 +34,7 @@ from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts
 from fp8bench.model import Level
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Element, Elements, Items, Page, Part, Table, Text, Tone
-from fp8bench.report.panels import together
+from fp8bench.report.panels import join_parts, together
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.terminal.short_answer import Answer, as_sentence, short_answer
 from fp8bench.report.topics.answers import remove_option
@@ -44,6 +42,7 @@ from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
 from fp8bench.report.words.naming import describe_devices, join_words, many
 
 _MAX_EVENTS = 12
+# Columns that the short answer leaves out.
 _LONG_COLUMNS = ("how", "B/param", "on a device", "events", "to the same loss")
 POSITION_PREFIX = "position:"
 _VALIDATION_TITLE = "After the last step, on text that was never trained on"
@@ -51,7 +50,9 @@ _VALIDATION_TITLE = "After the last step, on text that was never trained on"
 
 def render_answer(judged: JudgedTraining) -> Page:
     """Returns a page with the short answer. `render_all` shows everything else."""
-    training, stored, verdicts = judged.training, judged.kept, judged.verdicts
+    training = judged.training
+    stored = judged.kept
+    verdicts = judged.verdicts
     # Arms that repeat the reference have no verdict, and only the whole page shows them.
     rows = [summary for summary in judged.summaries if not summary.arm.is_band and not summary.arm.skip]
     arms = replace(render_arms(rows, _LONG_COLUMNS), caption="")
@@ -59,7 +60,7 @@ def render_answer(judged: JudgedTraining) -> Page:
     spent_words = f"{many(training.request.steps, 'step')} in {many(training.request.seeds, 'seed')}"
     hint = "" if training.request.settings.make else " (--sweep model=nano,micro)"
     size_advice = f". {words.SIZE_ADVICE.capitalize()}{hint}" if training.request.seeds >= MIN_PAIRS else ""
-    title = make_title(training, list_changed_settings(training.request))
+    title = make_title(training, describe_changed_settings(training.request))
     answer_part = short_answer(
         f"{title} on {describe_devices([training.device])}: {spent_words}",
         f"Does it learn as well as {verdicts.reference}?",
@@ -89,7 +90,8 @@ def find_answers(summaries: Sequence[ArmSummary], verdicts: TrainingVerdicts) ->
     peaks = {summary.arm.name: summary.peak_memory for summary in summaries}
     answers = []
     for summary in summaries:
-        arm, verdict = summary.arm, summary.verdict
+        arm = summary.arm
+        verdict = summary.verdict
         if arm.skip:
             answers.append(Answer(arm.name, "not trained", Tone.DOUBT, reason=arm.skip))
         elif verdict is not None and verdict.judged.why is not Why.OTHER_RATE:
@@ -119,7 +121,7 @@ def _describe_memory(summary: ArmSummary, peak_of_reference: int | None) -> str:
 
 
 def _list_warnings(stored: KeptTraining) -> Iterator[Text]:
-    yield from _warn_unfinished(stored)
+    yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if events:
         further_words = f" ({len(events) - 1} more: --all)" if len(events) > 1 else ""
@@ -131,7 +133,8 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
     """Returns the command that would help most; '' if none would. It finishes an unfinished training. Otherwise it
     trains as many seeds as the open verdicts need.
     """
-    request, command = judged.request, judged.training.command
+    request = judged.request
+    command = judged.training.command
     if not judged.kept.finished:
         return f"train the rest: fp8bench train --resume {judged.training.id}{store}"
     # All arms get as many seeds as the arm that needs most.
@@ -146,7 +149,9 @@ def _propose_command(judged: JudgedTraining, store: str) -> str:
 
 
 def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
-    training, stored, verdicts = judged.training, judged.kept, judged.verdicts
+    training = judged.training
+    stored = judged.kept
+    verdicts = judged.verdicts
     arms = render_arms(judged.summaries, without=("how",) if training.is_watched else ())
     answers = find_answers(judged.summaries, verdicts)
     sentences = tuple(map(as_sentence, answers))
@@ -156,17 +161,17 @@ def render_all(judged: JudgedTraining, most_events: int = _MAX_EVENTS) -> Page:
     question = "Does it still learn?" if answers else "How it learned"
     own_batch = tuple(render_own_batches(judged))
     size_advice = (words.SIZE_ADVICE,) if answers else ()
-    parts = [
+    parts = (
         Part("verdict", question, (*answer, arms, *render_wire(judged))),
-        *list_of("notes", "Notes", (*describe_chance(verdicts), *size_advice, *list_notes(judged))),
+        *list_of("notes", "Notes", (*words.describe_chance(verdicts), *size_advice, *list_notes(judged))),
         *(() if training.is_watched else render_validations(stored)),
         *render_scores(judged.scores),
         *render_last_figures(judged),
         *([Part("own-batch", "Each arm at its own batch", own_batch)] if own_batch else []),
         Part("health", "What happened", tuple(_render_events(stored, most_events))),
         Part("ending", "", tuple(map(Text, _list_ending(stored)))),
-    ]
-    return Page(make_title(training), "", tuple(parts), _list_hints(arms), tuple(list_facts(training)))
+    )
+    return Page(make_title(training), "", parts, _list_hints(arms), tuple(list_facts(training)))
 
 
 def _list_hints(arms: Table) -> tuple[str, ...]:
@@ -177,18 +182,21 @@ def render_own_batches(judged: JudgedTraining) -> Elements:
     rates = {summary.arm.name: summary.tokens_per_second for summary in judged.summaries}
     rows = []
     for cost in judged.kept.select_lines(ArmCost):
-        if cost.capacity is not None and not cost.capacity.batch:
-            yield Text(f"{cost.arm}: no largest batch was found: {cost.capacity.why}", Tone.DOUBT)
-        elif cost.capacity is not None:
-            rows.append(OwnBatch(cost.arm, cost.capacity, rates.get(cost.arm), cost.capacity.update))
+        capacity = cost.capacity
+        if capacity is None:
+            continue
+        if capacity.batch:
+            rows.append(OwnBatch(cost.arm, capacity, rates.get(cost.arm), capacity.update))
+        else:
+            yield Text(f"{cost.arm}: no largest batch was found: {capacity.why}", Tone.DOUBT)
     yield from own_batch_table(rows)
 
 
 def render_wire(judged: JudgedTraining) -> Iterator[Table]:
     summaries = [summary for summary in judged.summaries if summary.wire and not summary.arm.is_band]
     columns: list[Col[ArmSummary]] = [
-        Col("arm", attrgetter("arm.name")),
-        Col("sent", lambda row: math.fsum(row.wire.values()), number=True, show=units.size),
+        Col("arm", "arm.name"),
+        Col("sent", lambda row: math.fsum(row.wire.values()), show=units.size),
         Col(
             "as",
             lambda row: ", ".join(f"{operation} {units.size(size)}" for operation, size in row.wire.items()),
@@ -200,12 +208,13 @@ def render_wire(judged: JudgedTraining) -> Iterator[Table]:
 
 
 def render_plan(training: Training, reference: ArmState) -> Page:
-    request, settings = training.request, training.request.settings
+    request = training.request
+    settings = training.request.settings
     columns: list[Col[Arm]] = [
-        Col("arm", attrgetter("name")),
-        Col("role", attrgetter("role.value")),
+        Col("arm", "name"),
+        Col("role", "role.value"),
         Col("how", _describe_arithmetic),
-        Col("why not", attrgetter("skip"), below=True),
+        Col("why not", "skip", below=True),
     ]
     trained_arms = [arm for arm in training.arms if not arm.skip]
     # The one-ulp arm is trained in the first seed only.
@@ -230,10 +239,9 @@ def make_title(training: Training, changed: str = "") -> str:
         names = join_words(arm.name for arm in training.arms)
         seeds = f" in {request.seeds} seeds" if request.seeds > 1 else ""
         return f"watched: {names}, {many(request.steps, 'step')}{seeds}"
-    details = filter(
-        None, ("" if settings.make else settings.arch, f"{units.count(training.parameters)} parameters", changed)
-    )
-    return f"training of {settings.display_name} ({', '.join(details)})"
+    arch = "" if settings.make else settings.arch
+    details = join_parts(arch, f"{units.count(training.parameters)} parameters", changed)
+    return f"training of {settings.display_name} ({details})"
 
 
 def list_facts(training: Training) -> Iterator[tuple[str, str]]:
@@ -246,14 +254,15 @@ def list_facts(training: Training) -> Iterator[tuple[str, str]]:
     if request.ranks is not None:
         yield "ranks", f"{request.ranks} by {request.settings.parallel}"
     yield ("batches", request.settings.make) if request.settings.make else ("text", training.text.identity)
-    if settings := list_changed_settings(request):
+    if settings := describe_changed_settings(request):
         yield "settings", settings
     yield "margin", units.percent(request.margin)
 
 
-def list_changed_settings(request: TrainingRequest) -> str:
+def describe_changed_settings(request: TrainingRequest) -> str:
     """Returns the settings that differ from their defaults, without those that the title shows."""
-    defaults, settings = TrainerSettings(), request.settings
+    defaults = TrainerSettings()
+    settings = request.settings
     names_in_title = {"make", "model", "arch", "scales", "parallel"}
     names = [name for name in SETTINGS_RULES if name not in names_in_title]
     changed = {name: getattr(settings, name) for name in names if getattr(settings, name) != getattr(defaults, name)}
@@ -271,61 +280,51 @@ def _describe_arithmetic(arm: Arm) -> str:
     return "skipped" if arm.skip else (Level.NATIVE if arm.native else Level.EMULATED).value
 
 
-def _number_column(
-    heading: str, attribute: str, show: Callable[[Any], str] | None = None, hint: str = ""
-) -> Col[ArmSummary]:
-    """Returns a column of numbers. They are read from the attribute `attribute` of each summary, and formatted by
-    `show`.
-    """
-    return Col(heading, attrgetter(attribute), number=True, show=show, hint=hint)
-
-
-def _name_arm(summary: ArmSummary) -> str:
-    """Returns an arm's name. The arm with weights one ulp apart runs in the first seed only, as its name shows."""
-    return f"{summary.arm.name} (first seed)" if summary.arm.role is ArmRole.CHAOS else summary.arm.name
-
-
 def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Table:
     columns: tuple[Col[ArmSummary], ...] = (
-        Col("arm", _name_arm),
+        Col("arm", lambda row: f"{row.arm.name}{' (first seed)' * (row.arm.role is ArmRole.CHAOS)}"),
         Col(
             "how",
             lambda row: _describe_arithmetic(row.arm),
             hint="native: the device multiplies in this precision",
             tone=lambda row: Tone.DOUBT if row.arm.skip or not row.arm.native else Tone.PLAIN,
         ),
-        _number_column(
+        Col(
             "loss",
             "loss",
-            _format_four_digits,
-            "training loss, the mean over seeds and the last tenth of the steps; a verdict compares the last third",
+            show="{:.4f}".format,
+            hint="training loss, the mean over seeds and the last tenth of the steps; a verdict compares the last "
+            "third",
         ),
-        _number_column("held-out", "held_out", _format_four_digits, "the loss on text that was never trained on"),
-        _number_column(
-            "tokens/s", "tokens_per_second", units.count, "tokens per second in the median step; native arms only"
+        Col("held-out", "held_out", show="{:.4f}".format, hint="the loss on text that was never trained on"),
+        Col(
+            "tokens/s",
+            "tokens_per_second",
+            show=units.count,
+            hint="tokens per second in the median step; native arms only",
         ),
         Col(
             "J/step",
-            lambda row: words.format_joules(row.energy),
+            lambda row: words.format_joules(row.joules_per_step),
             number=True,
             hint="energy of a step, measured over windows of steps of this arm only",
         ),
-        _number_column(
+        Col(
             "B/param",
             "bytes_per_parameter",
-            "{:.3g}".format,
-            "bytes in memory between two steps per parameter, counted from the tensors",
+            show="{:.3g}".format,
+            hint="bytes in memory between two steps per parameter, counted from the tensors",
         ),
-        _number_column(
-            "memory", "peak_memory", units.size, "peak memory of tensors in a step, with no other arm loaded"
+        Col(
+            "memory", "peak_memory", show=units.size, hint="peak memory of tensors in a step, with no other arm loaded"
         ),
-        _number_column(
+        Col(
             "on a device",
             "on_a_device",
-            units.size,
-            "estimate: the same on hardware that stores the formats that the arm emulates",
+            show=units.size,
+            hint="estimate: the same on hardware that stores the formats that the arm emulates",
         ),
-        _number_column("events", "events", str),
+        Col("events", "events", show=str),
         Col(
             "to the same loss",
             lambda row: words.format_speed(row.verdict.speed) if row.verdict else None,
@@ -336,124 +335,103 @@ def render_arms(rows: Sequence[ArmSummary], without: Collection[str] = ()) -> Ta
     return table("arms", "arms", shown_columns, rows, main=True, required_headings=("loss",))
 
 
-_format_four_digits = "{:.4f}".format
-
-
 def render_last_figures(judged: JudgedTraining) -> Iterator[Part]:
     """Yields a table with the figures that each arm had in its last step of the first seed."""
-    arms, seed = judged.training.compared_arms, judged.request.seed
-    rows = list_rows(arms, judged.kept.lines)
-    # Rows are in the order of steps, so that later values of a figure replace earlier ones.
-    rows = (row for row in rows if row.seed == seed and not row.layer)
-    if judged.training.is_watched:  # an update ratio is NaN outside of watched steps
-        rows = (row for row in rows if row.value == row.value)
-    values = {(row.arm, row.figure): row.value for row in rows}
-    names = [arm.name for arm in arms if (arm.name, "loss") in values]
-    columns = [Col("arm", str)]
-    for figure in FIGURES.values():
-        if figure.heading:
-            get_value = partial(_get_value, values, figure.name)
-            columns.append(Col(figure.heading, get_value, number=True, show=figure.show))
+    arms = judged.training.compared_arms
+    seed = judged.request.seed
+    values: dict[str, dict[str, float]] = defaultdict(dict)
+    for row in list_rows(arms, judged.kept.lines):
+        # In recorded loops, an update ratio is NaN outside of watched steps.
+        is_unknown = judged.training.is_watched and row.value != row.value
+        if row.seed == seed and not row.layer and not is_unknown:
+            # Rows are in the order of steps, so that later values of a figure replace earlier ones.
+            values[row.figure][row.arm] = row.value
+    names = [arm.name for arm in arms if arm.name in values["loss"]]
+    figures = (figure for figure in FIGURES.values() if figure.heading)
+    columns: list[Col[str]] = [Col("arm", str)]
+    columns += [Col(figure.heading, values[figure.name].get, show=figure.show) for figure in figures]
     if names:
         title = "In the last step of the first seed" if judged.request.seeds > 1 else "In the last step"
         yield Part("last-step", title, (table("last-step", "each arm", columns, names),))
 
 
-def _get_value(values: Mapping[tuple[str, str], Any], figure: str, arm: str) -> float | None:
-    return values.get((arm, figure))
-
-
 def render_validations(stored: KeptTraining) -> Iterator[Part]:
     """Yields a table of the losses on held-out text after the last step, as means over seeds."""
-    final_validations = [
-        validation for validation in stored.select_lines(Validation) if validation.step == stored.request.steps
-    ]
     losses = together(
-        ((validation.arm, validation.of), validation.loss)
-        for validation in final_validations
-        if math.isfinite(validation.loss)
+        ((validation.of, validation.arm), validation.loss)
+        for validation in stored.select_lines(Validation)
+        if validation.step == stored.request.steps and math.isfinite(validation.loss)
     )
-    means = {key: fmean(values) for key, values in losses.items()}
-    validation_names = list(dict.fromkeys(name for _, name in means))
-    positions = [name for name in validation_names if name.startswith(POSITION_PREFIX)]
-    arms = [arm.name for arm in stored.training.arms if not arm.is_band and (arm.name, HELD_OUT) in means]
-    cols = [Col("arm", str)]
-    for name in validation_names:
+    means: dict[str, dict[str, float]] = {}
+    for (name, arm_name), values in losses.items():
+        means.setdefault(name, {})[arm_name] = fmean(values)
+    positions = [name for name in means if name.startswith(POSITION_PREFIX)]
+    held_out = means.get(HELD_OUT, {})
+    arms = [arm.name for arm in stored.training.arms if not arm.is_band and arm.name in held_out]
+    cols: list[Col[str]] = [Col("arm", str)]
+    for name, mean_by_arm in means.items():
         if name not in positions[1:-1]:  # of all positions in a window, the first and the last are enough
-            cols += [Col(name, partial(_get_value, means, name), number=True, show="{:.3f}".format)]
+            cols.append(Col(name, mean_by_arm.get, show="{:.3f}".format))
     if not stored.request.settings.make:  # the loss of a user's model may not be a cross entropy
-        perplexities = {key: math.exp(min(loss, 700.0)) for key, loss in means.items()}
-        cols.insert(
-            2, Col("perplexity", partial(_get_value, perplexities, HELD_OUT), number=True, show="{:.3g}".format)
-        )
+        perplexities = {arm: math.exp(min(loss, 700.0)) for arm, loss in held_out.items()}
+        cols.insert(2, Col("perplexity", perplexities.get, show="{:.3g}".format))
     if arms:
         yield Part("texts", _VALIDATION_TITLE, (table("looks", "loss", cols, arms),))
 
 
-def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
-    if verdicts.repeat_band is not None:
-        yield words.describe_repeat(verdicts.repeat_band)
-    if verdicts.chaos is not None:
-        yield words.describe_chaos(verdicts.chaos)
-    if all_of := words.describe_family_chance(verdicts):
-        yield all_of
-    if verdicts.arms:
-        yield words.describe_visible_gap(verdicts)
-
-
 def list_notes(judged: JudgedTraining) -> Iterator[str]:
-    stored, verdicts = judged.kept, judged.verdicts
+    stored = judged.kept
+    verdicts = judged.verdicts
+    costs = stored.select_lines(ArmCost)
     yield from dict.fromkeys(event.words for event in stored.select_lines(TrainingEvent) if event.kind == COVERAGE)
     is_watched = stored.training.is_watched
     # A single loop has no verdict that a held-out text could decide.
-    if not verdicts.looks and (verdicts.arms or not is_watched):
-        advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
-        advice = advice if is_watched else "return held_out from make()"
+    if not verdicts.has_held_out and (verdicts.arms or not is_watched):
+        loop_advice = "with fp8bench.watch in the loop, loop.held_out(value) gives one"
+        advice = loop_advice if is_watched else "return held_out from make()"
         yield f"nothing was held out, so that the training loss alone decides: {advice}"
     if is_watched and verdicts.arms:
         yield "loops are assumed to have had the same initial weights and batches in each seed: streams do not show it"
     for verdict in verdicts.arms:
         if not verdict.arm.skip:
             yield from words.list_void_seeds(verdict)
-    yield from (f"{cost.arm}: {cost.why}" for cost in stored.select_lines(ArmCost) if cost.why)
-    measured = {cost.arm for cost in stored.select_lines(ArmCost)}
+    yield from (f"{cost.arm}: {cost.why}" for cost in costs if cost.why)
+    measured = {cost.arm for cost in costs}
     if names := [arm.name for arm in stored.training.arms if not arm.native and arm.name in measured]:
-        memories = [cost.memory for cost in stored.select_lines(ArmCost) if cost.memory and cost.arm in names]
-        derived_words = "; memory on a device is derived" if any(memory.on_device for memory in memories) else ""
-        source = f"are of emulation, not of a device with the format{derived_words}"
-        yield f"memory and energy of {join_words(names)} {source}"
+        is_derived = any(cost.memory and cost.memory.on_device for cost in costs if cost.arm in names)
+        derived_words = "; memory on a device is derived" if is_derived else ""
+        yield (
+            f"memory and energy of {join_words(names)} are of emulation, not of a device with the format{derived_words}"
+        )
     if stored.request.ranks is not None and not stored.training.device.accelerated:
         yield "ranks on a CPU share its cores: their tokens/s mean nothing"
-    energies = (
-        (summary.energy.why, summary.arm.name) for summary in judged.summaries if summary.energy and summary.energy.why
-    )
-    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in together(energies).items())
+    energies = together((cost.energy.why, cost.arm) for cost in costs if cost.energy and cost.energy.why)
+    yield from (f"energy of {join_words(arms)}: {reason}" for reason, arms in energies.items())
     yield from stored.troubles
 
 
-def _warn_unfinished(stored: KeptTraining) -> Iterator[Text]:
+def _warn_of_missing_steps(stored: KeptTraining) -> Iterator[Text]:
     if not stored.finished:
-        seed, step = max(
-            ((row.seed, row.step) for row in stored.select_lines(StepRow)), default=(stored.request.seed, -1)
-        )
+        steps = ((row.seed, row.step) for row in stored.select_lines(StepRow))
+        seed, step = max(steps, default=(stored.request.seed, -1))
         sentence = f"cut off in seed {seed} after {many(step + 1, 'step')}: figures cover only what was stored"
         yield Text(sentence, Tone.DOUBT)
 
 
 def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
-    yield from _warn_unfinished(stored)
+    yield from _warn_of_missing_steps(stored)
     events = [event for event in stored.select_lines(TrainingEvent) if event.kind != COVERAGE]
     if not events:
         yield Text("No alarm, and all values were finite.")
         return
     cols: list[Col[TrainingEvent]] = [
-        *([Col("arm", attrgetter("arm"))] if len(stored.training.arms) > 1 else []),
-        *([Col("seed", attrgetter("seed"), number=True, show=str)] if stored.request.seeds > 1 else []),
-        Col("step", attrgetter("step"), number=True, show=str),
-        Col("what", attrgetter("kind")),
-        Col("where", attrgetter("place")),
-        Col("words", attrgetter("words")),
-        Col("what may help", attrgetter("remedy")),
+        Col("arm", "arm", when=len(stored.training.arms) > 1),
+        Col("seed", "seed", show=str, when=stored.request.seeds > 1),
+        Col("step", "step", show=str),
+        Col("what", "kind"),
+        Col("where", "place"),
+        Col("words", "words"),
+        Col("what may help", "remedy"),
     ]
     noun = "alarm" if all(event.kind == "alarm" for event in events) else "event"
     yield Text(f"{many(len(events), noun)}, the first in step {events[0].step}: {events[0].words}", Tone.BAD)
@@ -465,7 +443,6 @@ def _render_events(stored: KeptTraining, most: int) -> Iterator[Element]:
 def _list_ending(stored: KeptTraining) -> Iterator[str]:
     if stored.training.is_watched:
         yield "curves, tensors by layer and alarms: fp8bench report STREAM"
-        return
-    store = _name_store(stored)
-    yield f"stored in {stored.path}"
-    yield f"curves, tensors by layer and events: fp8bench report {stored.training.id}{store}"
+    else:
+        yield f"stored in {stored.path}"
+        yield f"curves, tensors by layer and events: fp8bench report {stored.training.id}{_name_store(stored)}"

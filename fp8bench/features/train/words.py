@@ -9,22 +9,23 @@ from collections.abc import Collection, Iterator, Sequence
 from operator import attrgetter
 
 from fp8bench import units
+from fp8bench.analysis.energy import Range
 from fp8bench.features.train.values import ArmRole, LayerReading
 from fp8bench.features.train.verdicts.curves import (
     MIN_PAIRS,
     JudgedArm,
     Learned,
-    Pair,
     Void,
     Why,
     bound_single_gap,
     smallest_effect,
 )
-from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, TrainedEnergy, describe_importance
+from fp8bench.features.train.verdicts.summary import ArmSummary, JudgedTraining, describe_importance
 from fp8bench.features.train.verdicts.verdicts import AdjustedSpeed, ArmVerdict, RepeatBand, TrainingVerdicts
 from fp8bench.model import Interval
 from fp8bench.model.step import Coverage
 from fp8bench.report.elements import Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.topics.shares import describe_coverage, list_unconverted_products
 from fp8bench.report.words.naming import join_words, many
 
@@ -34,6 +35,7 @@ _ROLE_WORDS = {
     ArmRole.CHAOS: "the reference with weights one ulp apart, in the first seed only",
     ArmRole.OTHER_RATE: "the reference at another rate",
 }
+# At most this many reasons, and names for each reason, are listed.
 _MAX_LISTED = 3
 VERDICT_WORDS = {
     Learned.DIVERGED: "no: diverges",
@@ -56,12 +58,15 @@ def explain_coverage(name: str, coverage: Coverage) -> Iterator[str]:
 def describe_arm(summary: ArmSummary, verdicts: TrainingVerdicts) -> str:
     """Returns the verdict on an arm. If the arm has none, returns the reason, or the purpose of the arm."""
     arm = summary.arm
-    if arm.skip or summary.verdict is not None:
-        return arm.skip if summary.verdict is None or arm.skip else describe_verdict(summary.verdict, verdicts)
+    if arm.skip:
+        return arm.skip
+    if summary.verdict is not None:
+        return describe_verdict(summary.verdict, verdicts)
     if arm.role is ArmRole.CHAOS and verdicts.chaos is not None:
         return f"{_ROLE_WORDS[arm.role]}: {100 * verdicts.chaos.gap:+.2g}% from it there"
-    is_best = arm.name == verdicts.reference and verdicts.rates > 1
-    return f"{_ROLE_WORDS[arm.role]}{' at its best rate, with which arms are compared' if is_best else ''}"
+    if arm.name == verdicts.reference and verdicts.rate_count > 1:
+        return f"{_ROLE_WORDS[arm.role]} at its best rate, with which arms are compared"
+    return _ROLE_WORDS[arm.role]
 
 
 def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
@@ -76,20 +81,16 @@ def _describe_bound(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     if verdicts.chaos is None or arm.pairs[0].seed != verdicts.chaos.seed:
         return ""
     bound = bound_single_gap(gap.point, verdicts.chaos.gap)
-    return (
-        ""
-        if bound is None
-        else f"{describe_bound_above(bound)} in seed {verdicts.chaos.seed} (95%, by what one ulp does there); "
-    )
+    if bound is None:
+        return ""
+    return f"{describe_bound_above(bound)} in seed {verdicts.chaos.seed} (95%, by what one ulp does there); "
 
 
 def describe_bound_above(interval: Interval) -> str:
     """Returns a text such as 'at most 0.24% worse'."""
-    return (
-        f"at most {_bounds_in_percent(interval)[1]:.{_count_decimals(interval)}f}% worse"
-        if interval.high > 0
-        else "at most 0% worse"
-    )
+    if interval.high <= 0:
+        return "at most 0% worse"
+    return f"at most {_bounds_in_percent(interval)[1]:.{_count_decimals(interval)}f}% worse"
 
 
 def _bounds_in_percent(interval: Interval) -> tuple[float, float]:
@@ -119,7 +120,8 @@ def _count_decimals(interval: Interval) -> int:
 
 def describe_verdict(arm: ArmVerdict, verdicts: TrainingVerdicts) -> str:
     """Returns a text such as 'worse by +0.84% [+0.72%, +0.96%] (99%): real, inside the 1% you tolerate'."""
-    judged, seeds = arm.judged, len(verdicts.seeds)
+    judged = arm.judged
+    seeds = len(verdicts.seeds)
     if judged.learned is Learned.DIVERGED:
         return f"diverged in {len(arm.diverged_in)} of {many(seeds, 'seed')} ({_format_seeds(arm.diverged_in)})"
     if judged.learned is Learned.DID_NOT_LEARN:
@@ -166,21 +168,19 @@ def describe_inconclusive(judged: JudgedArm) -> str:
     if judged.why is Why.FEW_PAIRS:
         pairs = judged.gap.pairs if judged.gap else 0
         pair_words = f"{many(pairs, 'seed')} {'counts' if pairs == 1 else 'count'}, fewer than {MIN_PAIRS}"
-        return (
-            f"{pair_words}: {judged.void}{_VOID_ADVICE.get(judged.void, '')}"
-            if judged.void
-            else f"{pair_words}; {seed_words}"
-        )
+        if judged.void:
+            return f"{pair_words}: {judged.void}{_VOID_ADVICE.get(judged.void, '')}"
+        return f"{pair_words}; {seed_words}"
     if judged.why is Why.TOO_WIDE:
         assert judged.gap is not None and judged.gap.decides is not None
-        interval = judged.gap.decides
-        bound = describe_bound_above(interval)
-        return f"{bound}, as {_format_interval(interval)} is too wide to tell; {seed_words} in four of five cases"
+        bound = describe_bound_above(judged.gap.decides)
+        interval_text = _format_interval(judged.gap.decides)
+        return f"{bound}, as {interval_text} is too wide to tell; {seed_words} in four of five cases"
     if judged.why is Why.NO_HELD_OUT:
         return "too few seeds have a finite loss on held-out text"
     assert judged.gap is not None and judged.held_out is not None
-    training, held_out = (units.change(1 + difference.point) for difference in (judged.gap, judged.held_out))
-    return f"{training} on training text, but {held_out} on held-out text"
+    training_change = units.change(1 + judged.gap.point)
+    return f"{training_change} on training text, but {units.change(1 + judged.held_out.point)} on held-out text"
 
 
 def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
@@ -196,23 +196,30 @@ def describe_missing_fall(verdicts: TrainingVerdicts) -> str:
 
 def list_void_seeds(arm: ArmVerdict) -> Iterator[str]:
     """Yields a sentence for each reason why seeds of an arm do not count. The sentence names these seeds."""
-    reasons: dict[str, list[int]] = {}
-    for seed, void in arm.voids:
-        if seed not in arm.diverged_in:
-            reasons.setdefault(void.value, []).append(seed)
+    reasons = together((void.value, seed) for seed, void in arm.voids if seed not in arm.diverged_in)
     for reason, seeds in reasons.items():
         yield f"{arm.arm.name}: {_format_seeds(seeds)} {'does' if len(seeds) == 1 else 'do'} not count: {reason}"
 
 
-def describe_family_chance(verdicts: TrainingVerdicts) -> str:
-    """Returns a sentence on what 99% intervals mean if there are several arms; '' for one arm."""
+def describe_chance(verdicts: TrainingVerdicts) -> Iterator[str]:
+    """Yields sentences on the effect of chance: on the reference, on verdicts of several arms, and on the smallest
+    visible gap.
+    """
+    if verdicts.repeat_band is not None:
+        yield describe_repeat(verdicts.repeat_band)
+    if verdicts.chaos is not None:
+        yield (
+            f"one ulp moves the reference by {100 * verdicts.chaos.gap:+.2g}% in seed {verdicts.chaos.seed}: one seed "
+            "shows nothing smaller"
+        )
     arm_count = len(verdicts.arms)
-    if arm_count < 2:
-        return ""
-    return (
-        f"each verdict has its own 99% interval: with {arm_count} arms that do not differ, at most {arm_count} of 100 "
-        "trainings would call any of them worse or better"
-    )
+    if arm_count > 1:
+        yield (
+            f"each verdict has its own 99% interval: with {arm_count} arms that do not differ, at most {arm_count} of "
+            "100 trainings would call any of them worse or better"
+        )
+    if arm_count:
+        yield describe_visible_gap(verdicts)
 
 
 def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
@@ -230,10 +237,6 @@ def describe_visible_gap(verdicts: TrainingVerdicts) -> str:
 SIZE_ADVICE = "these verdicts hold for this size of model only: train the size that you will use"
 
 
-def describe_chaos(pair: Pair) -> str:
-    return f"one ulp moves the reference by {100 * pair.gap:+.2g}% in seed {pair.seed}: one seed shows nothing smaller"
-
-
 def describe_repeat(band: RepeatBand) -> str:
     if band.first is None:
         return (
@@ -247,23 +250,26 @@ def format_speed(speed: AdjustedSpeed | None) -> str | None:
     if speed is None:
         return None
     raw_words = f"({units.ratio(speed.raw.point)} by steps)"
-    if speed.adjusted is None:
+    interval = speed.adjusted
+    if interval is None:
         return f"unknown, as the loss no longer surely falls {raw_words}"
-    adjusted = f"at most {units.ratio(speed.adjusted.point)}" if speed.bounded else _format_ratio(speed.adjusted)
-    return f"{adjusted} {raw_words}"
+    if speed.bounded:
+        return f"at most {units.ratio(interval.point)} {raw_words}"
+    return f"{units.ratio(interval.point)} [{units.ratio(interval.low)}, {units.ratio(interval.high)}] {raw_words}"
 
 
-def format_joules(used: TrainedEnergy | None) -> str | None:
+def format_joules(joules: Range | None) -> str | None:
     """Returns the median energy of a step with the range over windows, such as '1.90 J [1.88 J, 1.91 J]'."""
-    if used is None or used.joules is None:
+    if joules is None:
         return None
-    return "{} [{}, {}]".format(*map(units.joules, (used.joules.middle, used.joules.low, used.joules.high)))
+    return f"{units.joules(joules.middle)} [{units.joules(joules.low)}, {units.joules(joules.high)}]"
 
 
 def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
     """Yields for each recorded loop how its loss changed, with its first alarm, and what its casts lose."""
     for (name, seed), curve in judged.curves.items():
-        first, last = curve.rows[0], curve.rows[-1]
+        first = curve.rows[0]
+        last = curve.rows[-1]
         alarms = [alarm for alarm in judged.kept.alarms if (alarm.arm, alarm.seed) == (name, seed)]
         alarm_words = "".join(f", the first in step {alarm.step}: {alarm.words}" for alarm in alarms[:1])
         verb, tone = ("fell", Tone.PLAIN) if last.loss < first.loss else ("rose", Tone.BAD if alarms else Tone.PLAIN)
@@ -279,11 +285,6 @@ def describe_loops(judged: JudgedTraining) -> Iterator[Text]:
         if casts
         else "no cast was measured: `--precision fp8` measures what FP8 would lose"
     )
-
-
-def _format_ratio(interval: Interval) -> str:
-    """Returns a text such as '0.83x [0.80x, 0.87x]'."""
-    return "{} [{}, {}]".format(*map(units.ratio, (interval.point, interval.low, interval.high)))
 
 
 def _format_interval(interval: Interval) -> str:

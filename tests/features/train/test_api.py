@@ -143,7 +143,8 @@ def test_hugging_face(tmp_path: Path) -> None:
         model=model, args=settings, train_dataset=Rows(), eval_dataset=Rows(), callbacks=[callback]
     )
     trainer.train()
-    rows, logged = rows_of(lines), [entry for entry in trainer.state.log_history if "loss" in entry]
+    rows = rows_of(lines)
+    logged = [entry for entry in trainer.state.log_history if "loss" in entry]
     assert [row.step for row in rows] == list(range(6))
     assert [row.loss for row in rows] == pytest.approx([float(entry["loss"]) for entry in logged], rel=1e-3)
     assert [row.rate for row in rows] == pytest.approx([entry["learning_rate"] for entry in logged], rel=1e-3)
@@ -159,9 +160,11 @@ class LightningProtocol:
     micro-batches before backward, metrics after validation."""
 
     def __init__(self, module: nn.Module, callback: Any) -> None:
-        self.module, self.callback = module, callback
+        self.module = module
+        self.callback = callback
         self.optimizers = [torch.optim.SGD(module.parameters(), lr=0.01)]
-        self.accumulate_grad_batches, self.sanity_checking = 2, False
+        self.accumulate_grad_batches = 2
+        self.sanity_checking = False
         self.callback_metrics: dict[str, torch.Tensor] = {}
 
     def validated(self, loss: float | None, checking: bool = False) -> None:
@@ -194,7 +197,8 @@ def test_lightnings_losses_on_held_out_text(monkeypatch: pytest.MonkeyPatch, tmp
     stand_in = types.SimpleNamespace(Callback=object)
     monkeypatch.setitem(sys.modules, "lightning", types.SimpleNamespace(pytorch=stand_in))
     monkeypatch.setitem(sys.modules, "lightning.pytorch", stand_in)
-    module, lines = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1)), list[StreamLine]()
+    module = nn.Sequential(nn.Linear(6, 8), nn.ReLU(), nn.Linear(8, 1))
+    lines = list[StreamLine]()
     first = float(module(torch.ones(4, 6)).square().mean().detach())
     callback = fp8bench.lightning_callback(told=lines.extend, stride=3)
     LightningProtocol(module, callback).fit(6, {2: 0.5, 4: None, 6: 0.25})

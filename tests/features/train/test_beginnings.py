@@ -178,7 +178,8 @@ def test_answers_are_in_the_text_before_the_question(sequence: int) -> None:
     for name, items in retrievals.items():
         assert len(items) == ITEMS and len({item.right for item in items}) == 10
         for item in items:
-            text, answer = item.texts[0][:-1], item.choices[item.right[0]]
+            text = item.texts[0][:-1]
+            answer = item.choices[item.right[0]]
             assert len(item.texts[0]) == int(name.partition("@")[2]) and text.endswith(b"?")
             assert [byte for byte in text if byte in b"0123456789"] == [answer]
 

@@ -40,7 +40,8 @@ _PATIENCE = 300.0
 
 def wait_for(process: subprocess.Popen[bytes], store: Path, more: int) -> None:
     """Waits until the stream has grown by `more` bytes since the start, or the process has ended."""
-    begun, end = None, time.monotonic() + _PATIENCE
+    begun = None
+    end = time.monotonic() + _PATIENCE
     while process.poll() is None and time.monotonic() < end:
         paths = KIND.files(store)
         size = paths[0].stat().st_size if paths else 0
@@ -63,7 +64,8 @@ def test_killed_trainings_resume_to_the_same_losses(
     assert fp8bench(*begin, "--store", "whole")[0] == 0
     whole = load_training(KIND.files(Path("whole"))[0])
     chance = random.Random(20261122)
-    kills, length = 0, Path(whole.path).stat().st_size
+    kills = 0
+    length = Path(whole.path).stat().st_size
     words = begin
     while kills < count:
         command = [*words, "--store", str(store)]
@@ -142,7 +144,9 @@ def test_a_rank_that_is_killed_costs_no_bit(parallel: str, tmp_path: Path) -> No
     assert all("several ranks" in cost.energy.why for cost in whole.select_lines(ArmCost) if cost.energy)
     (cost,) = [cost for cost in whole.select_lines(ArmCost) if cost.arm == "fp32" and cost.memory]
     assert cost.memory is not None and len(cost.memory.ranks) == 2
-    kept, weights, count = (dict(cost.kept)["weights"], dict(cost.memory.roles)["weights"], whole.training.parameters)
+    kept = dict(cost.kept)["weights"]
+    weights = dict(cost.memory.roles)["weights"]
+    count = whole.training.parameters
     if parallel == "zero":  # nobody has half of unsplit weights
         assert 0.4 < kept / (4 * count) < 0.6 and weights == kept + 4 * count
     elif parallel == "fsdp":  # at the peak the gathered weights exist in addition to the rank's shard

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -10,22 +9,19 @@ from pathlib import Path
 import pytest
 
 from fp8bench.errors import RunNotFound, StoreError
-from fp8bench.features.train import kind
 from fp8bench.features.train.kind import (
     KIND,
     ResumePoint,
     TrainingWriter,
     find_training,
     load_training,
-    load_training_header,
     reopen_training,
     start_training,
 )
 from fp8bench.features.train.values import ArmCost, LayerReading, StepFigure, StreamLine, TrainingEvent, Validation
+from fp8bench.jobs.kinds import find_results
 from fp8bench.model import MemoryUse
-from fp8bench.model.codec import encode
 from fp8bench.store.runs.run_file import start_run
-from tests.commands import Say
 from tests.older import as_older
 from tests.runs import measured
 from tests.trainings import row_of, training
@@ -57,23 +53,6 @@ def test_every_kind_of_line_comes_back(writer: TrainingWriter) -> None:
     kept = load_training(writer.path)
     assert repr(kept.lines) == repr(LINES) and kept.training == training() and not kept.troubles
     assert kept.finished and not unfinished.finished and kept.select_lines(Validation) == (LINES[4],)
-
-
-def test_a_training_of_another_version_is_read_without_what_this_one_lacks(writer: TrainingWriter) -> None:
-    """An arm in a role, and settings and bands, that exist only in the other version."""
-    writer.append([*LINES, row_of("bf16 other seed", 0, 3), TrainingEvent("fp8", 0, 9, "tried-fix", "it helped")])
-    path = as_older(writer.path)
-    head, *lines = path.read_text().splitlines()
-    whole = json.loads(head)
-    plain = whole["training"]
-    plain["request"] |= {"until": 2.0, "bands": ["repeat", "other-seed"]}
-    plain["request"]["settings"] |= {"on_nan": "rewind", "lora": 4}
-    plain["arms"][1]["settings"] = [["nudge", "ulp"]]
-    plain["arms"].insert(2, {**plain["arms"][1], "name": "bf16 other seed", "role": "other-seed"})
-    path.write_text("\n".join([json.dumps(whole), *lines, ""]))
-    kept = load_training(path)
-    assert kept.training == training() == load_training_header(path) and not kept.troubles
-    assert repr(kept.lines[:-1]) == repr(LINES) and kept.lines[-1].step == 9
 
 
 def test_broken_lines_are_left_out_and_named(writer: TrainingWriter) -> None:
@@ -115,7 +94,8 @@ def test_places_that_cannot_be_read_are_not_guessed(writer: TrainingWriter) -> N
 
     Without a file of places nothing was stored; a broken one is an error.
     """
-    folder, kept = writer.make_checkpoint_folder(0, 6), writer.path.with_name("places.json")
+    folder = writer.make_checkpoint_folder(0, 6)
+    kept = writer.path.with_name("places.json")
     folder.mkdir()
     writer.keep(0, 6, folder, ())
     for name in ("0-12", ".0-12.0a1b.partial"):
@@ -148,36 +128,12 @@ def test_trainings_are_found_by_what_they_are_called(tmp_path: Path) -> None:
         find_training("last", tmp_path / "nowhere")
 
 
-def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path, fp8bench: Say) -> None:
+def test_last_is_a_run_or_a_training_whichever_began_last(tmp_path: Path) -> None:
     store = tmp_path / "store"
-    run = replace(measured()[0], started="2026-01-05T12:00:00.000+00:00")
     start_training(replace(training(1), started="2020-01-05T12:00:00Z"), store).close()
-    assert "/20200105T" in fp8bench("report", "last", "--store", str(store))[1]
-    writer = start_run(run, store)
-    writer.append(run.records)
+    assert find_results("last", store) == [(KIND, KIND.files(store)[0])]
+    writer = start_run(measured()[0], store)
     writer.finish("finished")
-    assert run.id in fp8bench("report", "last", "--store", str(store))[1]
-    start_training(replace(training(2), id="0000abcd", started="2096-01-05T12:00:00Z"), store).close()
-    for words, said, code in (
-        (["report", "last"], "/20960105T", 0),
-        (["show", "last"], "show 0000abcd", 0),
-        (["show", "last", "--notes"], "nvfp4 skipped", 0),
-        (["report", "last", "last"], "which has a separate report", 2),
-    ):
-        told = fp8bench(*words, "--store", str(store))
-        assert told[0] == code and said in "".join(told[1:])
-
-
-def test_an_older_header_has_numbers_of_the_optimizer_and_schedule_on_their_own() -> None:
-    """They are read as keys; defaults are left out."""
-    older = {"betas": [0.8, 0.95], "weight_decay": 0.2, "warmup": 0.1, "floor": 0.0, "schedule": "linear"}
-    for optimizer, read in (
-        ("adamw", "adamw:betas=0.8,0.95:weight_decay=0.2"),
-        ("sgd", "sgd:momentum=0.8:weight_decay=0.2"),
-        ("lion", "adamw"),
-    ):
-        settings = kind._convert_settings(older | {"optimizer": optimizer})
-        assert settings == {"schedule": "linear:floor=0.0", "optimizer": settings["optimizer"]}
-        plain = encode(training())
-        plain["request"]["settings"] |= older | {"optimizer": optimizer}
-        assert kind._decode_training(plain).request.settings.optimizer == read
+    assert find_results("last", store) == []
+    start_training(replace(training(2), started="2096-01-05T12:00:00Z"), store).close()
+    assert find_results("last", store) == [(KIND, KIND.files(store)[0])]

@@ -89,7 +89,7 @@ def test_a_function_of_this_process_is_trained_in_it(store: Path) -> None:
     kept = short(store, local, seeds=5, steps=6, rate=0.01)
     assert not LIVE_MODELS and not LOADED_MODELS and kept.training.request.settings.make
     verdicts = judge_training(kept.training, kept.lines)
-    assert not verdicts.looks
+    assert not verdicts.has_held_out
     assert any("nothing was held out" in note for note in list_notes(JudgedTraining(kept)))
     assert verdicts.arms[0].judged.why is not Why.NO_HELD_OUT and len(verdicts.arms[0].pairs) == 5
 
@@ -119,7 +119,8 @@ def test_options_of_the_built_in_models_are_refused(asked: dict[str, Any], words
         check_training(TrainingRequest(settings=settings, **asked))
 
 
-STEPS, SEEDS = 40, 5
+STEPS = 40
+SEEDS = 5
 
 
 def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = STEPS, worse: float = 0.0) -> Path:
@@ -128,7 +129,8 @@ def loop(path: Path, seed: int, *, name: str, noise: float = 0.0, steps: int = S
     `worse` of its labels are wrong.
     """
     torch.manual_seed(seed)
-    model, true = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4)), torch.randn(8, 4)
+    model = nn.Sequential(nn.Linear(8, 16), nn.ReLU(), nn.Linear(16, 4))
+    true = torch.randn(8, 4)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.5)
     own = torch.Generator().manual_seed(seed + 1000)
 

@@ -14,19 +14,15 @@ from fp8bench.cli import progress as live
 from fp8bench.features.train.kind import start_training
 from fp8bench.features.train.progress import (
     PAGE_INTERVAL_SECONDS,
-    ArmProgress,
     LiveLog,
     LivePage,
     TrainingBoard,
     TrainingLines,
-    render_board,
     with_outputs,
 )
 from fp8bench.features.train.values import StreamLine, TrainingEvent, Validation
 from fp8bench.report.data.loggers import LogTarget
-from fp8bench.report.elements import Table, Tone
 from tests.cli.test_progress import Clock, Screen, lines_on_terminal
-from tests.learning_curves import CANDIDATE, REFERENCE
 from tests.report.data.test_loggers import Wandb
 from tests.trainings import NotedTraining, row_of, training
 
@@ -55,9 +51,12 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     clock: Clock, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Messages appear above the board, which counts alarms of all seeds and disappears at the end."""
-    logged, said, screen = list[str](), list[str](), Screen()
+    logged = list[str]()
+    said = list[str]()
+    screen = Screen()
     monkeypatch.setattr(live, "_terminal_size", lambda stream: (120, 30))
-    log, board = TrainingLines(logged.append, clock), TrainingBoard(screen, {}, said.append, clock)
+    log = TrainingLines(logged.append, clock)
+    board = TrainingBoard(screen, {}, said.append, clock)
     for observer in (log, board):
         observer.begun(training())
 
@@ -75,6 +74,7 @@ def test_a_log_has_a_line_a_validation_and_a_board_shows_every_arm(
     assert re.fullmatch(r"seed 1/2, step 10/20, about 1 min 30 s left: bf16 \d\.\d{3}, fp8 \d\.\d{3}", line)
     assert "about 1 min 30 s left" in last_board(screen)
     assert re.search(r"bf16 +1\.\d{4} +3\.2500 +64\.0 +no alarm\n", last_board(screen))
+    assert re.search(r"fp8 +1\.\d{4} +- +- +no alarm", last_board(screen)), "emulated arms have no speed"
     goes_on(0, 15, alarm(12))
     assert logged[1:] == said == [alarm(12).describe()]
     assert "1 alarm, last in seed 0, step 12" in last_board(screen)
@@ -117,25 +117,14 @@ def test_the_time_left_is_of_the_rest_of_a_resumed_training(clock: Clock) -> Non
     assert [found and found[1] for found in left] == [None, "20 s", "10 s", None]
 
 
-def test_a_row_has_loss_speed_and_health() -> None:
-    """Emulated arms have no speed."""
-    now = ArmProgress(REFERENCE, 2.0, 2.5, 192, 0.01)
-    other = replace(now, arm=CANDIDATE, alarms=2, last_alarm="seed 0, step 2")
-    (part,) = render_board("seed 1/2, step 3/20", (now, other, ArmProgress(REFERENCE, ended="out"))).parts
-    (table,) = part.elements
-    assert isinstance(table, Table)
-    assert [[field.text for field in row] for row in table.rows] == [
-        ["bf16", "2.0000", "2.5000", "19.2 k", "no alarm"],
-        ["fp8", "2.0000", "2.5000", "-", "2 alarms, last in seed 0, step 2"],
-        ["bf16", "-", "-", "-", "out"],
-    ]
-    assert [row[4].tone for row in table.rows] == [Tone.GOOD, Tone.BAD, Tone.BAD]
-
-
 def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """From the first slice on, reloaded by a browser at a limited rate; any fault is reported once."""
-    begun, store, file = training(), tmp_path / "store", tmp_path / "live.html"
-    told, now, writer = NotedTraining(), [0.0], start_training(begun, store)
+    begun = training()
+    store = tmp_path / "store"
+    file = tmp_path / "live.html"
+    told = NotedTraining()
+    now = [0.0]
+    writer = start_training(begun, store)
     page, broken = (LivePage(path, store, told.note, lambda: now[0]) for path in (file, file / "live.html"))
     page.trained(0, 0, ())
     assert not file.exists()  # nothing has begun
@@ -164,7 +153,8 @@ def test_the_page_is_there_while_it_trains(tmp_path: Path, monkeypatch: pytest.M
 
 
 def test_scalars_are_logged_as_they_come(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    wandb, told = Wandb(), NotedTraining()
+    wandb = Wandb()
+    told = NotedTraining()
     monkeypatch.setitem(sys.modules, "wandb", wandb)
     log = LiveLog([LogTarget("wandb", "mine")], tmp_path, told.note)
     log.begun(training())

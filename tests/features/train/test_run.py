@@ -143,7 +143,8 @@ class SizedLab(FakeLab):
 
     def _measure_memory(self, task: SeedTask) -> ArmCost:
         self.task = task
-        (arm,), batch = task.arms, task.settings.batch or 1
+        (arm,) = task.arms
+        batch = task.settings.batch or 1
         if batch > self.most:
             raise WorkerFault("OutOfMemoryError", "CUDA out of memory", "", out_of_memory=True)
         return ArmCost(arm.name, task.seed, memory=MemoryUse(1000 * batch))
@@ -295,7 +296,9 @@ def test_a_worker_lost_between_slices_is_replaced_once(trained: Trained, name: s
     if name == "restore":
         trained(FakeLab(strikes("fp8", 7, CUT_OFF)), small())
     request = None if name == "restore" else small()
-    counted, spared = strikes("", 0, times=2, name=name), [name == "begin"]  # the first counts parameters
+    # the first counts parameters
+    counted = strikes("", 0, times=2, name=name)
+    spared = [name == "begin"]
 
     def fault(*words: Any) -> BaseException | None:
         if words[0] == name and spared[0]:
@@ -321,7 +324,8 @@ def test_an_arm_that_fails_twice_is_out(trained: Trained, error: WorkerLost) -> 
 
 
 def test_an_arm_that_is_out_stays_out_after_a_resumption(trained: Trained) -> None:
-    fault, stop = strikes("fp8", 7, times=2), strikes("bf16", 18, CUT_OFF)
+    fault = strikes("fp8", 7, times=2)
+    stop = strikes("bf16", 18, CUT_OFF)
     half, _, _ = trained(FakeLab(lambda *words: fault(*words) or stop(*words)), small())
     rest, lab, _ = trained(FakeLab())
     assert not half.finished and kinds(half) == ["restarted", "out"]
@@ -344,7 +348,8 @@ def test_without_its_reference_a_training_ends(trained: Trained, store: Path) ->
 def test_a_full_disk_ends_it_with_what_was_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     """In any write, also the worker's; with free space it can be resumed."""
     whole, _, _ = trained(FakeLab(), small())
-    plain, calls = getattr(TrainingWriter, what), [0]
+    plain = getattr(TrainingWriter, what)
+    calls = [0]
 
     def full(self: TrainingWriter, *arguments: Any) -> Any:
         calls[0] += 1
@@ -374,7 +379,8 @@ OTHERS: dict[str, Callable[[FakeLab], object]] = {
 def test_a_training_resumes_only_where_it_began(trained: Trained) -> None:
     """Another torch, device or text would change losses. Two processes never write one training."""
     half, _, _ = trained(FakeLab(strikes("fp8", 7, CUT_OFF)), small())
-    before, writer = Path(half.path).read_bytes(), reopen_training(Path(half.path))
+    before = Path(half.path).read_bytes()
+    writer = reopen_training(Path(half.path))
     assert (writer.points[-1].number, writer.points[-1].step, writer.points[-1].folder) == (0, 6, "0-6")
     with pytest.raises(StoreError, match="another process is writing the training"):
         trained(FakeLab())

@@ -11,7 +11,7 @@ import pytest
 
 from fp8bench.errors import UsageError
 from fp8bench.features.train.arms import make_arms, split_by_model
-from fp8bench.features.train.kind import KIND, SIZES_KIND, start_training
+from fp8bench.features.train.kind import SIZES_KIND, start_training
 from fp8bench.features.train.request import TrainerSettings, TrainingRequest
 from fp8bench.features.train.sizes import SizeComparison, describe_trend, list_csv_rows, render_page
 from fp8bench.features.train.values import KeptTraining
@@ -64,16 +64,11 @@ def test_sizes_are_a_table_a_page_and_rows() -> None:
 
 
 def test_stored_trainings_of_several_models_are_joined(store: Path) -> None:
-    for model, rate in (("nano", 1e-3), ("micro", 1e-3), ("nano", 1e-3), ("micro", 2e-3)):
-        kept = sized(model, [0.01] * 5)
-        begun = replace(
-            kept.training, id=f"{len(KIND.files(store))}{model}", started=f"2026-01-0{len(model)}T12:00:00Z"
-        )
-        begun = replace(begun, request=replace(begun.request, settings=TrainerSettings(model=model, rate=rate)))
-        writer = start_training(begun, store)
-        writer.append(kept.lines)
-        writer.finish("finished")
-        writer.close()
+    models = (("nano", 1e-3), ("micro", 1e-3), ("nano", 1e-3), ("micro", 2e-3))
+    for number, (model, rate) in enumerate(models):
+        request = replace(training().request, settings=TrainerSettings(model=model, rate=rate))
+        begun = replace(training(), id=f"{number}{model}", started=f"2026-01-0{number + 1}T12:00:00Z", request=request)
+        start_training(begun, store).finish("finished")
     joined = SIZES_KIND.join(["0nano", "1micro"], store)
     assert joined is not None and [kept.training.id for kept in joined.kept] == ["0nano", "1micro"]
     assert SIZES_KIND.join(["0nano", "2nano"], store) is None  # of one model

@@ -13,10 +13,9 @@ from torch import Tensor, nn
 
 from fp8bench.features.train.lab import models
 from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
-from fp8bench.features.train.lab.evaluate import DIGEST_MODULUS, Batch, Evaluation, Scores, TokenWindows
-from fp8bench.features.train.lab.parallelism import SingleRank
+from fp8bench.features.train.lab.evaluate import Batch, Evaluation, Scores, TokenWindows
+from fp8bench.features.train.lab.parallelism import SingleRank, make_parallelism
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, make_step_optimizer
-from fp8bench.features.train.lab.ways import make_parallelism
 from fp8bench.features.train.values import Arm, SeedTask, Validation
 from fp8bench.nn.around import set_around
 from fp8bench.nn.attention import EmulatedCore, SelfAttention
@@ -36,23 +35,37 @@ WrapArithmetic = Callable[[str, Arithmetic], Arithmetic]
 class ArmModel:
     """A model in an arm's precision, with its batches, losses and scoring. The subclass BuiltInModel has the
     architectures of models.py, and OwnModel the model of a user's function. `tokens` is the number of tokens per
-    step.
+    step. `has_own_rates` means that the optimizer is a user's, whose rates the built-in schedules do not change.
     """
 
-    model: nn.Module
-    parallelism: SingleRank
+    parallelism = SingleRank()
     scores: Scores
-    parameter_count: int
     tokens: int
+    has_own_rates = False
 
-    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
+    def __init__(
+        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
+    ) -> None:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
-        self.task, self.arm, self.watch_casts = task, arm, watch
+        self.task = task
+        self.arm = arm
+        self.watch_casts = watch
         self.settings = arm.merge_settings(task.settings)
         self.precision = precisions.get(arm.precision)
         self.arithmetics: dict[str, Arithmetic] = {}
         self.scale_books: list[ScaleBook] = []
         self._wrap = wrap
+        self.model: Any = self.build_model()
+        load_initial_weights(self.model, self.settings, arm, task.seed)
+        self.parameter_count = sum(parameter.numel() for parameter in self.model.parameters())
+        self.prepare()
+
+    def build_model(self) -> nn.Module:
+        raise NotImplementedError
+
+    def prepare(self) -> None:
+        """Prepares the model for steps, and what reads its batches and scores it."""
+        raise NotImplementedError
 
     def renew_scales(self, are_due: bool) -> None:
         """Sets whether the following casts compute new scales from their data (`are_due`), or use the stored ones."""
@@ -69,18 +82,24 @@ class ArmModel:
         arithmetic = precisions.get(mode).arithmetic(self.task.facts)
         return arithmetic if self._wrap is None else self._wrap(mode, arithmetic)
 
-    def watch_arithmetic(self, arithmetic: Arithmetic) -> Arithmetic:
-        return arithmetic if self.watch_casts is None else WatchedArithmetic(arithmetic, self.watch_casts)
+    def make_layer_arithmetic(self, name: str, mode: str) -> Arithmetic:
+        """Returns the arithmetic of a layer in a precision, with scales from data if the settings ask for them."""
+        # Each rank and each layer rounds at random independently, and reproducibly after a resume.
+        part_number = self.parallelism.part_number
+        seed = f"{self.task.seed}/rank-{part_number}" if part_number else f"{self.task.seed}"
+        seeded = self.make_arithmetic(mode).layer(f"{seed}/{name}")
+        return self.add_arithmetic(name, apply_scales(seeded, self.settings, mode, name, self.scale_books))
+
+    def add_arithmetic(self, name: str, arithmetic: Arithmetic) -> Arithmetic:
+        """Returns a layer's arithmetic as the layer uses it: shared by all ranks, and watched."""
+        arithmetic = self.parallelism.share_scales(name, arithmetic)
+        if self.watch_casts is not None:
+            arithmetic = WatchedArithmetic(arithmetic, self.watch_casts)
+        self.arithmetics[name] = arithmetic
+        return arithmetic
 
     def make_optimizer(self) -> StepOptimizer:
         return make_step_optimizer(self.parallelism.divide_parameters(self.parameters), self.settings)
-
-    @property
-    def has_own_rates(self) -> bool:
-        """Returns whether the optimizer is a user's. The built-in schedules do not change the rates of such an
-        optimizer.
-        """
-        return False
 
     def read_batch(self, step: int, number: int) -> Any:
         """Returns this rank's part of a micro-batch."""
@@ -99,12 +118,6 @@ class ArmModel:
         """
         raise NotImplementedError
 
-    def digest_batches(self, step: int) -> tuple[int, int]:
-        """Returns two digests of the tokens in a step: of those that this rank reads, and of those that all ranks
-        read.
-        """
-        raise NotImplementedError
-
     def repeat_steps(self, count: int) -> None:
         """Prepares the model to repeat the last `count` steps."""
 
@@ -116,45 +129,25 @@ class ArmModel:
 class BuiltInModel(ArmModel):
     """A model of one of the architectures in models.py. Ranks divide its batch or its weights (see `parallelism`)."""
 
-    model: LanguageModel
-
-    def __init__(self, task: SeedTask, arm: Arm, watch: WatchCasts | None, wrap: WrapArithmetic | None) -> None:
-        super().__init__(task, arm, watch, wrap)
-        settings, facts = self.settings, task.facts
-        self._config = config = models.make_config(settings, task.text.vocabulary)
-        self._layers = models.list_layers(settings.arch, config)
-        self.parallelism = make_parallelism(settings, config, facts)
-        self.model = self._build()
-        self.parallelism.cut_model(self.model)
-        self.windows = TokenWindows(task.text.train, config.sequence, facts.key, config.vocabulary)
-        self._evaluation = Evaluation(task.text, config, self._layers, facts, self.parallelism.share_scales)
-        self.scores = Scores(task, settings, self._evaluation.held_out, config)
-        self.tokens = config.batch * config.sequence * settings.micro_batches
-        self.collect_parameters()
-        self._forward: Forward = self._compile() if settings.compile == "yes" else self.model
-
-    def _build(self) -> LanguageModel:
-        """Builds the model, with float32 weights drawn from the seed regardless of the precision."""
-        settings, facts, seed = self.settings, self.task.facts, self.task.seed
+    def build_model(self) -> LanguageModel:
+        """Builds the model of one rank, with float32 weights drawn from the seed regardless of the precision."""
+        settings = self.settings
+        facts = self.task.facts
+        self._config = models.make_config(settings, self.task.text.vocabulary)
+        self._layers = models.list_layers(settings.arch, self._config)
+        self.parallelism = make_parallelism(settings, self._config, facts)
         keys = dict(settings.precision_map)
-        part_number = self.parallelism.part_number
-        rounding_seed = (
-            f"{seed}/rank-{part_number}" if part_number else f"{seed}"
-        )  # each rank rounds at random independently
         layers = {layer.name: layer for layer in self._layers}
 
         def choose(name: str) -> Arithmetic:
             key = key_of(layers[name], keys)
             high_precision = self.precision.carried_by if layers[name].high else ""
             mode = keys[key] if key is not None else high_precision or self.arm.precision
-            seeded = self.make_arithmetic(mode).layer(f"{rounding_seed}/{name}")
-            arithmetic = apply_scales(seeded, settings, mode, name, self.scale_books)
-            self.arithmetics[name] = watched = self.watch_arithmetic(self.parallelism.share_scales(name, arithmetic))
-            return watched
+            return self.make_layer_arithmetic(name, mode)
 
         carrier = self.precision.arithmetic(facts).carrier
         # All arms of a seed begin with the same float32 weights.
-        torch.manual_seed(derive_seed("weights", seed))
+        torch.manual_seed(derive_seed("weights", self.task.seed))
         with torch.device(facts.key):
             model = models.build_model(settings, self._config, choose, carrier)
         # Unit scaling changes weights and layers, so it comes before everything that reads them.
@@ -166,9 +159,22 @@ class BuiltInModel(ArmModel):
         set_around(model, {name: self.make_arithmetic(keys[key]) for name, key in around.items() if key})
         if settings.attention != "auto":
             self._round_attention(model)
-        load_initial_weights(model, settings, self.arm, seed)
-        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
         return model
+
+    def prepare(self) -> None:
+        task = self.task
+        config = self._config
+        self.parallelism.cut_model(self.model)
+        self.windows = TokenWindows(task.text.train, config.sequence, task.facts.key)
+        self._evaluation = Evaluation(task.text, config, self._layers, task.facts, self.parallelism.share_scales)
+        self.scores = Scores(task, self.settings, self._evaluation.held_out, config)
+        self.tokens = config.batch * config.sequence * self.settings.micro_batches
+        self.collect_parameters()
+        self._forward: Forward = self.model
+        if self.settings.compile == "yes":
+            # Compile the model now, so that no timed step includes compilation.
+            with self.cached_weights.cast(SILENT):
+                self._forward = compile_model(self.model, *self.read_batch(0, 0))
 
     def _round_attention(self, model: LanguageModel) -> None:
         """Makes attention compute in the arm's precision. Each layer has separate scales."""
@@ -177,42 +183,17 @@ class BuiltInModel(ArmModel):
                 prescaled = self.settings.attention == "prescaled"
                 module.core = core = EmulatedCore(self.precision.arithmetic(self.task.facts), prescaled=prescaled)
                 for product_name, arithmetic in core.parts.items():
-                    name = f"{path}.core.{product_name}"
-                    core.parts[product_name] = self.arithmetics[name] = self.watch_arithmetic(
-                        self.parallelism.share_scales(name, arithmetic)
-                    )
-
-    def _compile(self) -> Forward:
-        """Compiles the model now, so that no timed step includes compilation."""
-        with self.cached_weights.cast(SILENT):
-            return compile_model(self.model, *self.read_batch(0, 0))
-
-    @property
-    def _rank_sequences(self) -> int:
-        """Returns the number of sequences of a micro-batch that this rank reads."""
-        return self._config.batch // self.parallelism.part_count
+                    core.parts[product_name] = self.add_arithmetic(f"{path}.core.{product_name}", arithmetic)
 
     def read_batch(self, step: int, number: int) -> Batch:
         part_number = number * self.parallelism.part_count + self.parallelism.part_number
-        return self.windows.draw(self.task.seed, step, part_number, self._rank_sequences)
+        sequences = self._config.batch // self.parallelism.part_count
+        return self.windows.draw(self.task.seed, step, part_number, sequences)
 
     def compute_loss(self, batch: Any, phase: Phases, watched: bool = False) -> Tensor:
         forward: Forward = self.model if watched else self._forward
         tokens, targets = batch
         return forward(tokens, targets, phase)
-
-    def digest_batches(self, step: int) -> tuple[int, int]:
-        digest, part_count, numbers = (
-            self.windows.digest,
-            self.parallelism.part_count,
-            range(self.settings.micro_batches),
-        )
-        part_numbers = [number * part_count + self.parallelism.part_number for number in numbers]
-        # The parent process adds up this digest over all ranks, and compares the sum with the digest of the whole
-        # step.
-        rank_sum = sum(digest(self.task.seed, step, part, self._rank_sequences) for part in part_numbers)
-        step_sum = sum(digest(self.task.seed, step, number, self._config.batch) for number in numbers)
-        return rank_sum % DIGEST_MODULUS, step_sum % DIGEST_MODULUS
 
     def validate(self, row_key: tuple[str, int, int], is_last: bool) -> Iterator[Validation]:
         """Yields the held-out loss. `is_last` adds the losses by position, and the losses with weights that were

@@ -28,6 +28,7 @@ from fp8bench.files import MEMORY_BYTES, PARTIAL, keeping, open_file, parse_json
 from fp8bench.model import StaticScales
 from fp8bench.protocols import Arithmetic, ScaleBook
 from fp8bench.report.words.naming import join_words
+from fp8bench.user_code import own_words
 
 _HEAD_FILE = "checkpoint.json"
 _VERSION = 1
@@ -69,7 +70,7 @@ def write_checkpoint(folder: str, task: SeedTask, memories: Mapping[str, State],
             files = {}
             for number, (name, memory) in enumerate(memories.items()):
                 files[name] = _write_arm(partial / f"{number}.pt", memory)
-            head = {"version": _VERSION, "task": _task_digest(task), "rank": rank, "arms": files}
+            head = {"task": _task_digest(task, rank), "arms": files}
             write_whole(partial / _HEAD_FILE, json.dumps(seal(head), indent=1))
             # The folder gets its final name once all of it is on disk. If the process is killed, the old checkpoint
             # remains, or none.
@@ -95,10 +96,8 @@ def read_checkpoint(folder: str, task: SeedTask, rank: int) -> dict[str, State]:
     """Returns the state of every arm in a checkpoint. Raises StoreError if a file is missing or damaged."""
     path = Path(folder)
     head = _read_head(path)
-    if head.get("version") != _VERSION or head.get("task") != _task_digest(task):
+    if head["task"] != _task_digest(task, rank):
         raise StoreError(f"the checkpoint {path} is from another training. Resume with the settings it began with.")
-    if (writer := head.get("rank", rank)) != rank:  # files of different ranks differ only in this number
-        raise StoreError(f"the checkpoint {path} is of rank {writer}, not of rank {rank}. Move it back to its folder.")
     return {name: _load_arm(path / file["file"], file["sha256"]) for name, file in head["arms"].items()}
 
 
@@ -136,15 +135,17 @@ def _load_arm(path: Path, digest: str) -> State:
     return memory
 
 
-def _task_digest(task: SeedTask) -> str:
-    """Returns a digest of everything that a checkpoint depends on: seed, arms, settings, steps, text and number of
-    ranks.
+def _task_digest(task: SeedTask, rank: int) -> str:
+    """Returns a digest of everything that a checkpoint depends on, besides weights: the format of its files, the
+    task, and the rank.
     """
-    identity = repr((task.seed, task.arms, task.settings, task.steps, task.text.identity, task.facts.ranks))
+    ranks = rank, task.facts.ranks
+    identity = repr((_VERSION, task.seed, task.arms, task.settings, task.steps, task.text.identity, ranks))
     return hashlib.sha256(identity.encode()).hexdigest()
 
 
 def is_finite(memory: Any) -> bool:
+    """Returns whether all tensors in a state are finite."""
     if isinstance(memory, Tensor):
         return not memory.is_floating_point() or bool(memory.to(torch.float32).isfinite().all())
     if isinstance(memory, dict):
@@ -152,8 +153,10 @@ def is_finite(memory: Any) -> bool:
     return all(map(is_finite, memory)) if isinstance(memory, list) else True
 
 
-# Keys under which trainers store a state dict. Then the prefixes that wrappers such as DDP add to its names.
-_STATE_DICT_KEYS, _PREFIXES = ("state_dict", "model_state_dict", "model"), ("module.", "_orig_mod.")
+# Keys under which trainers store a state dict.
+_STATE_DICT_KEYS = ("state_dict", "model_state_dict", "model")
+# Prefixes that wrappers such as DDP add to the names of a state dict.
+_PREFIXES = ("module.", "_orig_mod.")
 _MAX_LISTED = 3
 
 
@@ -177,10 +180,11 @@ def _perturb_weights(model: nn.Module, seed: int) -> None:
 
 @torch.no_grad()
 def _load_checkpoint_weights(model: nn.Module, folder: str, arm: str) -> None:
-    stored, parameters = read_weights(folder, arm), list(model.parameters())
+    stored = read_weights(folder, arm)
+    parameters = list(model.parameters())
     if [weight.shape for weight in stored] != [parameter.shape for parameter in parameters]:
         raise UsageError(
-            f"--start: the weights in {folder} are of another model. Choose that one's --model and --arch."
+            f"--start: the weights in {folder} belong to a different model. Choose its --model and --arch."
         )
     for parameter, weight in zip(parameters, stored, strict=True):
         parameter.copy_(weight)
@@ -200,27 +204,22 @@ def load_state_dict_file(model: nn.Module, start: str, make: str = "") -> None:
         if hashlib.file_digest(file, "sha256").hexdigest() != digest:
             raise UsageError(f"--start {path} has changed since the training began. Restore the file.")
     stored = _load_file(path)
-    tensors = model.state_dict(keep_vars=True)
+    for text, tensor in stored.items():
+        if not is_finite(tensor):
+            raise UsageError(f"--start {path}: {text} has values that are not finite. Give weights without them.")
+    advice = f"Give weights of the model that {make} makes" if make else "Choose the --model and --arch of that model"
+    try:
+        missing_names, unknown_names = model.load_state_dict(stored, strict=False)
+    except RuntimeError as error:  # a tensor has another shape than in the model
+        raise UsageError(f"--start {path} has a different model: {own_words(error)}. {advice}.") from None
     # A state dict file lists a tied parameter under its two names, but named_parameters() only under the first.
-    missing_names = [text for text, _ in model.named_parameters() if text not in stored]
-    unknown_names = [text for text in stored if text not in tensors]
+    missing_names = [text for text, _ in model.named_parameters() if text in missing_names]
     if missing_names or unknown_names:
         reasons = [f"lacks {join_words(missing_names, _MAX_LISTED)}"] if missing_names else []
         reasons += [f"has {join_words(unknown_names, _MAX_LISTED)}, which this model lacks"] if unknown_names else []
-        advice = f"Give one of the model that {make} makes" if make else "Choose that one's --model and --arch"
-        raise UsageError(f"--start {path} is of another model: it {', and '.join(reasons)}. {advice}.")
-    for text, tensor in stored.items():
-        if tensor.shape != tensors[text].shape:
-            raise UsageError(
-                f"--start {path}: {text} has shape {list(tensor.shape)}, and in the model {list(tensors[text].shape)}."
-            )
-        if tensor.is_floating_point() and not tensor.float().isfinite().all():
-            raise UsageError(f"--start {path}: {text} has values that are not finite. Give weights without them.")
-    with torch.no_grad():
-        for text, tensor in stored.items():
-            tensors[text].copy_(tensor)
-    for text, tensor in stored.items():
-        if not torch.equal(tensors[text], tensor.to(tensors[text])):
+        raise UsageError(f"--start {path} has a different model: it {', and '.join(reasons)}. {advice}.")
+    for text, tensor in model.state_dict().items():
+        if text in stored and not torch.equal(tensor, stored[text].to(tensor)):
             raise UsageError(
                 f"--start {path}: {text} is the same tensor as another one in this model (its weights are tied), and "
                 "not in the file. Give weights of a tied model."
@@ -246,11 +245,8 @@ def _load_file(path: Path) -> dict[str, Tensor]:
     for name in _STATE_DICT_KEYS:
         if isinstance(content, Mapping) and isinstance(content.get(name), Mapping):
             content = content[name]
-    if (
-        not isinstance(content, Mapping)
-        or not content
-        or not all(isinstance(tensor, Tensor) for tensor in content.values())
-    ):
+    tensors = content.values() if isinstance(content, Mapping) else [content]
+    if not tensors or not all(isinstance(tensor, Tensor) for tensor in tensors):
         raise UsageError(f"--start {path} is not a state dict: expected tensors by name. Save model.state_dict().")
     for prefix in _PREFIXES:
         if all(name.startswith(prefix) for name in content):

@@ -7,6 +7,7 @@ different micro-batches.
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from itertools import chain
 from typing import Any
@@ -31,11 +32,10 @@ from fp8bench.user_code import own_words
 from fp8bench.user_code.named import named
 
 Batch = tuple[Tensor, Tensor]
-# Digests are numbers below 2^63.
-DIGEST_MODULUS = 1 << 63
-# Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws. Each count gives four random
-# numbers.
-_STEP_SHIFT, _NUMBERS_PER_COUNT = 192, 4
+# Philox's 256-bit counter: bits from 192 on hold the step, the lower ones count draws.
+_STEP_SHIFT = 192
+# Each count gives four random numbers.
+_NUMBERS_PER_COUNT = 4
 
 
 class TokenWindows:
@@ -43,24 +43,16 @@ class TokenWindows:
     tokens, shifted by one.
     """
 
-    def __init__(self, text: TokenSpan, length: int, device: str, vocabulary: int) -> None:
+    def __init__(self, text: TokenSpan, length: int, device: str) -> None:
         self._tokens = np.memmap(text.path, dtype=np.uint16, mode="r")[text.start : text.stop]
-        self._start_count, self._start_stride = len(self._tokens) - length, text.every
-        self._length, self._device, self._vocabulary = length, device, vocabulary
-        if self._start_count < 1:
-            raise ValueError(f"{text.path} has {len(self._tokens)} tokens here; a window of {length} needs one more")
+        self._start_count = len(self._tokens) - length
+        self._start_stride = text.every
+        self._length = length
+        self._device = device
 
     def draw(self, seed: int, step: int, micro_batch: int, batch: int) -> Batch:
         """Returns `batch` windows at random positions, which are one micro-batch of a step."""
         return self._make_batch(self._read_ids(self._draw_starts(seed, step, micro_batch, batch)))
-
-    def digest(self, seed: int, step: int, micro_batch: int, batch: int) -> int:
-        """Returns a digest of the tokens that `draw` returns. The digests of a step's micro-batches add up, modulo
-        2^63, to the digest of the step."""
-        ids = self._read_ids(self._draw_starts(seed, step, micro_batch, batch)).astype(np.uint64)
-        row_sums = (ids * np.arange(1, ids.shape[1] + 1, dtype=np.uint64)).sum(1, dtype=np.uint64)
-        row_numbers = np.arange(micro_batch * batch + 1, (micro_batch + 1) * batch + 1, dtype=np.uint64)
-        return int((row_sums * row_numbers).sum(dtype=np.uint64)) % DIGEST_MODULUS
 
     def _draw_starts(self, seed: int, step: int, micro_batch: int, batch: int) -> NDArray[np.uint64]:
         """Returns random start positions. They are equal with every version of numpy, which guarantees the numbers of
@@ -89,10 +81,7 @@ class TokenWindows:
         return np.stack([self._tokens[start : start + self._length + 1] for start in starts.tolist()])
 
     def _make_batch(self, tokens: NDArray[np.uint16]) -> Batch:
-        ids = tokens.astype(np.int64)
-        if int(ids.max()) >= self._vocabulary:
-            raise ValueError(f"the text has token {int(ids.max())}; the model knows those below {self._vocabulary}")
-        host_ids = torch.from_numpy(ids)
+        host_ids = torch.from_numpy(tokens.astype(np.int64))
         if self._device != "cpu":
             # A copy from pinned memory runs while the host continues.
             host_ids = host_ids.pin_memory().to(self._device, non_blocking=True)
@@ -109,40 +98,38 @@ _TOKENS_PER_PASS = 1024
 # A loss by position is the average over one of eight equal ranges of a window's positions.
 _POSITION_RANGES = 8
 _SILENT_PHASES = SilentPhases()
-ShareScales = Callable[[str, Arithmetic], Arithmetic]
 
 
 # Two values: the sum of losses at each position of a window, over all windows, and the number of windows.
 PositionSums = tuple[list[float], int]
 
 
+@dataclass(eq=False)
 class Evaluation:
     """Computes losses on the validation windows. `layers` are the layers that take a precision. `share_scales` is a
     function that makes an arithmetic whose scales depend on all ranks.
     """
 
-    def __init__(
-        self,
-        text: TrainingText,
-        config: GPTConfig,
-        layers: Sequence[Layer],
-        facts: DeviceFacts,
-        share_scales: ShareScales,
-    ) -> None:
-        self._share_scales = share_scales
-        self._config, self._layers, self._facts = config, layers, facts
-        length = config.sequence
-        windows = TokenWindows(text.held_out, length, facts.key, config.vocabulary)
+    text: TrainingText
+    config: GPTConfig
+    layers: Sequence[Layer]
+    facts: DeviceFacts
+    share_scales: Callable[[str, Arithmetic], Arithmetic]
+
+    def __post_init__(self) -> None:
+        length = self.config.sequence
+        windows = TokenWindows(self.text.held_out, length, self.facts.key)
         # If sequences are long, few windows fit into that number of tokens. With fewer than 16, a loss would depend
         # on single sentences.
         max_windows = max(_MIN_WINDOWS, _VALIDATED_TOKENS // length)
-        self.held_out = windows.spread_windows(max(config.batch, _TOKENS_PER_PASS // length), max_windows)
+        self.held_out = windows.spread_windows(max(self.config.batch, _TOKENS_PER_PASS // length), max_windows)
 
     def measure_losses(
         self, model: LanguageModel, row_key: tuple[str, int, int], is_last: bool
     ) -> Iterator[Validation]:
         def make_validation(name: str, sums: PositionSums, positions: slice = slice(None)) -> Validation:
-            losses, windows = sums[0][positions], sums[1]
+            losses = sums[0][positions]
+            windows = sums[1]
             tokens = len(losses) * windows
             return Validation(*row_key, name, sum(losses) / tokens, tokens)
 
@@ -151,19 +138,19 @@ class Evaluation:
         yield make_validation("held-out", held_out)
         if not is_last:
             return
-        length = self._config.sequence
+        length = self.config.sequence
         range_length = -(-length // _POSITION_RANGES)
         for range_start in range(0, length, range_length):
             end = min(range_start + range_length, length)
             yield make_validation(f"position:{range_start}-{end - 1}", held_out, slice(range_start, end))
         for mode in QUANTISED_FORMATS:
-            arithmetic = precisions.get(mode).arithmetic(self._facts)
-            names = [layer.name for layer in self._layers if not layer.high]
-            with use_arithmetics(model, {name: self._share_scales(name, arithmetic.layer(name)) for name in names}):
+            arithmetic = precisions.get(mode).arithmetic(self.facts)
+            names = [layer.name for layer in self.layers if not layer.high]
+            with use_arithmetics(model, {name: self.share_scales(name, arithmetic.layer(name)) for name in names}):
                 yield make_validation(f"quantised:{mode}", self._sum_losses(model))
 
     def _sum_losses(self, model: LanguageModel) -> PositionSums:
-        losses = torch.zeros(self._config.sequence, dtype=torch.float64, device=self._facts.key)
+        losses = torch.zeros(self.config.sequence, dtype=torch.float64, device=self.facts.key)
         for tokens, targets in self.held_out:
             losses += model(tokens, targets, _SILENT_PHASES, "none").view(targets.shape).sum(0, dtype=torch.float64)
         return losses.tolist(), sum(len(tokens) for tokens, _ in self.held_out)
@@ -175,26 +162,30 @@ Predict = Callable[[Tensor], Tensor]
 _TASK_TOKENS_PER_PASS = 4096
 
 
+@dataclass(eq=False)
 class Scores:
     """Scores an arm's model on tasks and by the user's metrics. Tasks need a built-in model, which has a `config`."""
 
-    def __init__(
-        self, task: SeedTask, settings: TrainerSettings, held_out: Sequence[Any], config: GPTConfig | None = None
-    ) -> None:
-        self._metrics, self._held_out, self._config = settings.metric, held_out, config
-        self._device = task.facts.key
-        self._items = {} if config is None else _load_items(settings.tasks, task.text, config.sequence)
+    task: SeedTask
+    settings: TrainerSettings
+    held_out: Sequence[Any]
+    config: GPTConfig | None = None
+
+    def __post_init__(self) -> None:
+        self._items: dict[str, list[TaskItem]] = {}
+        if self.config is not None:
+            self._items = _load_items(self.settings.tasks, self.task.text, self.config.sequence)
 
     def score_model(self, model: Any) -> Iterator[tuple[str, float]]:
         """Yields all scores of a model, each with the name of its figure. A metric is called with the model. For a
         built-in model, it gets a function from tokens to logits instead.
         """
         predict = model
-        if self._config is not None:
+        if self.config is not None:
             predict = lambda tokens: cast_to(model.logits(tokens, _SILENT_PHASES), model.around["logits"])  # noqa: E731
         yield from self.score_tasks(predict)
-        for metric in self._metrics:
-            yield from measure_metric(metric, predict, self._held_out)
+        for metric in self.settings.metric:
+            yield from measure_metric(metric, predict, self.held_out)
 
     def score_tasks(self, predict: Predict) -> Iterator[tuple[str, float]]:
         """Yields the share of right answers in each task, with the name of its figure. The share is NaN if logits are
@@ -222,14 +213,11 @@ class Scores:
         """Returns texts as rows of token ids, padded at the end to equal length, and the length of each text. Padding
         does not change the scores.
         """
-        assert self._config is not None
-        texts_as_bytes = [np.frombuffer(text, dtype=np.uint8) for text in texts]
-        length = -(-max(map(len, texts_as_bytes)) // LINE) * LINE
-        rows = np.full((len(texts_as_bytes), min(length, self._config.sequence)), ord("\n"), dtype=np.int64)
-        for row, text_bytes in zip(rows, texts_as_bytes, strict=True):
-            row[: len(text_bytes)] = text_bytes
-        lengths = torch.tensor([len(text_bytes) for text_bytes in texts_as_bytes])
-        return torch.from_numpy(rows).to(self._device), lengths.to(self._device)
+        assert self.config is not None
+        device = self.task.facts.key
+        row_length = min(-(-max(map(len, texts)) // LINE) * LINE, self.config.sequence)
+        rows = torch.tensor([list(text.ljust(row_length, b"\n")) for text in texts], device=device)
+        return rows, torch.tensor([len(text) for text in texts], device=device)
 
 
 @lru_cache(maxsize=1)

@@ -89,7 +89,9 @@ class Lab(Bench):
         """Measures the memory that the task's only arm needs. The previous seed is dropped before, so that no other
         arm is on the device.
         """
-        (arm,), device, hardware = task.arms, self._reset(task), find_hardware(task)
+        (arm,) = task.arms
+        device = self._reset(task)
+        hardware = find_hardware(task)
         with self._with_switches(precisions.get(arm.precision)):
             # The process keeps a user's model for all arms, so load it before an arm's memory is counted.
             if make := task.settings.make:
@@ -98,7 +100,8 @@ class Lab(Bench):
             memory_use, trainer = measure_step_memory(build, device, task.facts.index, leaks=False, hardware=hardware)
         if isinstance(memory_use, str):
             return ArmCost(arm.name, task.seed, why=f"its memory cannot be counted: {memory_use}")
-        parameter_count, sizes = trainer.describe().parameters, trainer.describe().bytes_per_parameter
+        parameter_count = trainer.describe().parameters
+        sizes = trainer.describe().bytes_per_parameter
         sizes_kept = tuple((name, round(size * parameter_count)) for name, size in sizes)
         return ArmCost(arm.name, task.seed, kept=sizes_kept, memory=memory_use)
 
@@ -131,7 +134,9 @@ class Lab(Bench):
         """Trains an arm for `steps` further steps without any pause between them, and returns their seconds. These
         steps change the arm's weights, but make no output lines.
         """
-        trainer, facts, silent = self._get_trainer(key), self._task.facts, SilentPhases()
+        trainer = self._get_trainer(key)
+        facts = self._task.facts
+        silent = SilentPhases()
         device = self._select_device(facts)
         with self._with_switches(trainer.precision):
             # One host time covers all steps. It ends when the device has finished all queued work.
@@ -180,7 +185,7 @@ class Lab(Bench):
         for name, trainer in list(self._trainers.items()):
             if name in memories:
                 trainer.step = int(memories[name]["step"])
-                if memories[name].get("precision", trainer.arm.precision) != trainer.arm.precision:
+                if memories[name]["precision"] != trainer.arm.precision:
                     with self._with_switches():
                         self._trainers[name] = change_precision(trainer)
                 self._trainers[name].set_state(memories[name])

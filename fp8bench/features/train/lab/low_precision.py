@@ -161,8 +161,10 @@ class AutomaticScale:
 
     def __init__(self, like: Tensor, micro_batches: int) -> None:
         self._micro_batches = micro_batches
-        self._codes, self._inverse = codes(like * 0, E4M3), like.new_ones(())
-        self._scale, self._saturated = like.new_ones(()), torch.zeros((), dtype=torch.int64, device=like.device)
+        self._codes = codes(like * 0, E4M3)
+        self._inverse = like.new_ones(())
+        self._scale = like.new_ones(())
+        self._saturated = torch.zeros((), dtype=torch.int64, device=like.device)
         self.share = like.new_ones(())
 
     @property
@@ -174,7 +176,8 @@ class AutomaticScale:
         amax = largest_magnitude(total)
         if is_first:
             scale, _ = current_scale(amax * self._micro_batches, E4M3, ScaleRounding.EXACT)
-            self._scale, self._saturated = scale * self.share, torch.zeros_like(self._saturated)
+            self._scale = scale * self.share
+            self._saturated = torch.zeros_like(self._saturated)
         self._saturated = self._saturated + torch.count_nonzero(total.abs() > E4M3.largest / self._scale)
         self._codes = codes(total, E4M3, self._scale)
         self._inverse = torch.where(amax.isfinite(), self._scale.reciprocal(), torch.nan)
@@ -193,8 +196,9 @@ class Weights:
     """Stores weights in float32, as the parameters themselves. Subclasses store them in low precision."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter] = ()) -> None:
-        """`layers` are the parameters that products in low precision read."""
-        self._parameters, self._layers = parameters, layers
+        """`layers` are the parameters that products in low precision read. Only some subclasses need them."""
+        self._parameters = parameters
+        self._layers = layers
 
     @contextmanager
     def materialise(self) -> Iterator[None]:
@@ -263,7 +267,8 @@ class EightBitWeights(HalfWeights):
     """Stores fp16 weights, to which updates are added, and E4M3 copies for forward and backward, as in MS-AMP's O3."""
 
     def __init__(self, parameters: Sequence[nn.Parameter], layers: Sequence[nn.Parameter]) -> None:
-        self._fp8_storage, self._codes = make_scaled_storage(E4M3, ScaleRounding.POWER_OF_TWO), dict[Tensor, Operand]()
+        self._fp8_storage = make_scaled_storage(E4M3, ScaleRounding.POWER_OF_TWO)
+        self._codes = dict[Tensor, Operand]()
         super().__init__(parameters, layers)
 
     @contextmanager

@@ -94,7 +94,8 @@ def list_elementwise_layers(arch: str, config: GPTConfig) -> tuple[Layer, ...]:
 
 
 def check_settings(settings: TrainerSettings) -> None:
-    config, compiled = make_config(settings, 1), settings.compile == "yes"
+    config = make_config(settings, 1)
+    compiled = settings.compile == "yes"
     attends = settings.arch in ("gpt", "moe")
     checkpointing_reason = (
         "batch norm would count a block twice" if settings.arch == "cnn" else "an mlp keeps few activations anyway"
@@ -103,7 +104,7 @@ def check_settings(settings: TrainerSettings) -> None:
         (
             settings.arch == "cnn" and config.sequence % LINE > 0,
             (
-                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is no multiple "
+                f"--arch cnn reads a text in lines of {LINE} tokens: --sequence {config.sequence} is not a multiple "
                 f"of {LINE}."
             ),
         ),
@@ -158,8 +159,10 @@ def _elementwise_precisions(settings: TrainerSettings) -> list[str]:
 
 
 def check_ranks(settings: TrainerSettings, ranks: int) -> None:
-    is_cut, is_sharded = settings.parallel in CUTTING_PARALLEL, settings.parallel == "fsdp"
-    parallel, config = f"--parallel {settings.parallel}", make_config(settings, 1)
+    is_cut = settings.parallel in CUTTING_PARALLEL
+    is_sharded = settings.parallel == "fsdp"
+    parallel = f"--parallel {settings.parallel}"
+    config = make_config(settings, 1)
     is_rounded = any(precisions.get(word).carried_by for word in _elementwise_precisions(settings))
     if not is_cut and config.batch % ranks:
         raise UsageError(
@@ -243,7 +246,7 @@ def check_ranks(settings: TrainerSettings, ranks: int) -> None:
 
 def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precision, facts: DeviceFacts) -> Support:
     is_unconverted = settings.make and precision.name == UNTOUCHED
-    support = native("the model as it came") if is_unconverted else _precision_support(settings, precision, facts)
+    support = native("the unchanged model") if is_unconverted else _precision_support(settings, precision, facts)
     if precision.whole_layers and precision.remembers and support.level is not Level.REFUSED:
         return refused(f"a checkpoint cannot store scales of {precision.mode}: choose backend=torch or emulated")
     is_cut = settings.parallel in CUTTING_PARALLEL and facts.ranks > 1
@@ -261,7 +264,8 @@ def find_support(settings: TrainerSettings, config: GPTConfig, precision: Precis
         return refused(misfit)
     batch_shares = 1 if is_cut else facts.ranks
     # A weight gradient sums over the tokens. The device only accepts certain multiples as the number of tokens.
-    rows, multiple = config.batch // batch_shares * config.sequence, precision.multiples[0]
+    rows = config.batch // batch_shares * config.sequence
+    multiple = precision.multiples[0]
     if settings.compile == "yes" and (reason := explain_uncompilable(precision, config, rows)):
         return refused(reason)
     if settings.arch == "cnn" and is_rounded:

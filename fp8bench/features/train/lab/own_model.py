@@ -7,7 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from itertools import count, islice
 from typing import Any
 
@@ -15,13 +15,11 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.features.train.lab.arm_model import SILENT, ArmModel, WrapArithmetic
-from fp8bench.features.train.lab.checkpoint import apply_scales, load_initial_weights
+from fp8bench.features.train.lab.arm_model import SILENT, ArmModel
 from fp8bench.features.train.lab.evaluate import Scores
-from fp8bench.features.train.lab.parallelism import SingleRank
 from fp8bench.features.train.lab.step_optimizer import StepOptimizer, derive_seed, wrap_own_optimizer
 from fp8bench.features.train.request import parse_schedule
-from fp8bench.features.train.values import Arm, ArmRole, SeedTask, Validation
+from fp8bench.features.train.values import Arm, ArmRole, Validation
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.model.step import Coverage
 from fp8bench.model.words import UNTOUCHED
@@ -29,7 +27,6 @@ from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.model_calls import loss_of, make_arguments, on_device, tensors_in
 from fp8bench.nn.own_model import Given, call_model, seed_generators
 from fp8bench.protocols import Arithmetic, Layer, Phases, key_of
-from fp8bench.protocols.arithmetic import Watch as WatchCasts
 from fp8bench.registry import precisions
 from fp8bench.tape.coverage import measure_coverage
 from fp8bench.user_code import own_words
@@ -41,72 +38,68 @@ class OwnModel(ArmModel):
     number of tokens in the last step. If batches have no tokens, it is the number of examples.
     """
 
-    def __init__(
-        self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
-    ) -> None:
-        super().__init__(task, arm, watch, wrap)
-        settings, facts, self._name = self.settings, task.facts, self.settings.make
-        self.parallelism = SingleRank()
-        self.user_parts = user_parts = copy_target_model(self._name, task.seed, facts)
-        self.model = model = user_parts.model
+    def build_model(self) -> nn.Module:
+        self._name = self.settings.make
+        self.user_parts = copy_target_model(self._name, self.task.seed, self.task.facts)
+        self.has_own_rates = self.user_parts.optimizer is not None
+        model = self.user_parts.model
         if not any(parameter.requires_grad for parameter in model.parameters()):
             raise UsageError(f"{self._name}: no parameter of its model requires a gradient: there is nothing to train.")
         if not model.training:  # as from_pretrained returns it
             model.train()
-        load_initial_weights(model, settings, arm, task.seed)
-        self.batches = OwnBatches(self._name, user_parts, task.seed, facts)
-        self._held_out = read_held_out(self._name, user_parts, facts)
-        self.scores = Scores(task, settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
-        self.parameter_count = sum(parameter.numel() for parameter in model.parameters())
-        self.tokens = count_tokens(user_parts.batch) * settings.micro_batches
+        return model
+
+    def prepare(self) -> None:
+        task = self.task
+        facts = task.facts
+        self.batches = OwnBatches(self._name, self.user_parts, task.seed, facts)
+        self._held_out = read_held_out(self._name, self.user_parts, facts)
+        self.scores = Scores(task, self.settings, [on_device(batch, facts.key, copy=True) for batch in self._held_out])
+        self.tokens = count_tokens(self.user_parts.batch) * self.settings.micro_batches
         self._steps_ahead = 0  # repeated steps read batches that are this many steps further on
         self.loss_words = ""
-        self.conversion = self._make_conversion(model)
+        self.conversion = self._make_conversion()
         if self.conversion is not None:
             self.conversion.__enter__()  # layers stay converted for as long as this copy lives
         self.collect_parameters()
 
-    def _make_conversion(self, model: nn.Module) -> Conversion | None:
+    def _make_conversion(self) -> Conversion | None:
         """Returns the conversion of layers to the arm's precision; None if no layer is converted."""
-        keys, seed = dict(self.settings.precision_map), self.task.seed
+        keys = dict(self.settings.precision_map)
         if self.precision.name == UNTOUCHED and not keys:
             return None
 
         def choose(layer: Layer) -> Arithmetic | None:
             key = key_of(layer, keys)
             mode = keys[key] if key is not None else self.precision.mode
-            if mode == UNTOUCHED:
-                return None
-            # Each layer rounds at random independently, and reproducibly after a resume.
-            seeded = self.make_arithmetic(mode).layer(f"{seed}/{layer.name}")
-            self.arithmetics[layer.name] = watched = self.watch_arithmetic(
-                apply_scales(seeded, self.settings, mode, layer.name, self.scale_books)
-            )
-            return watched
+            return None if mode == UNTOUCHED else self.make_layer_arithmetic(layer.name, mode)
 
         return Conversion(
-            model, choose, skip=self.settings.skip, keys=keys, multiples=self._find_multiples(), shown=True
+            self.model, choose, skip=self.settings.skip, keys=keys, multiples=self._find_multiples(), shown=True
         )
 
     def _find_multiples(self) -> tuple[int, int]:
         """Returns the numbers of which the sides of native products must be multiples. Returns (1, 1) if products are
         emulated, or on a CPU.
         """
-        facts, names = self.task.facts, (self.precision.mode, *dict(self.settings.precision_map).values())
+        facts = self.task.facts
+        names = (self.precision.mode, *dict(self.settings.precision_map).values())
         modes = [precisions.get(name) for name in names if name != UNTOUCHED]
         native = [mode.multiples for mode in modes if mode.support(facts).level is Level.NATIVE and facts.accelerated]
         return (max(pair[0] for pair in native), max(pair[1] for pair in native)) if native else (1, 1)
 
-    @property
-    def has_own_rates(self) -> bool:
-        return self.user_parts.optimizer is not None
-
     def make_optimizer(self) -> StepOptimizer:
-        maker, settings = self.user_parts, self.settings
+        maker = self.user_parts
+        settings = self.settings
         if maker.optimizer is not None:
-            self._refuse_settings()
+            defaults = type(settings)()
+            for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
+                if getattr(settings, name) != getattr(defaults, name):
+                    raise UsageError(
+                        f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
+                    )
             optimizer = wrap_own_optimizer(self._name, self.model, maker.optimizer, maker.schedule, settings.updates)
-            self.parameters = optimizer.parameters
+            self.parameters = dict(optimizer.parameters)
             return optimizer
         for path, parameter in self.parameters.items():
             if parameter.dtype != torch.float32:
@@ -119,14 +112,6 @@ class OwnModel(ArmModel):
                 f"--schedule plateau needs held_out batches of {self._name}. Give some, or choose another schedule."
             )
         return super().make_optimizer()
-
-    def _refuse_settings(self) -> None:
-        defaults = type(self.settings)()
-        for name in ("rate", "optimizer_states", "master", "gradients", "schedule", "optimizer"):
-            if getattr(self.settings, name) != getattr(defaults, name):
-                raise UsageError(
-                    f"--{name.replace('_', '-')} is of the built-in optimizer, not {self._name}'s. Leave it out."
-                )
 
     def repeat_steps(self, count: int) -> None:
         """Prepares to repeat steps, which then read the batches that follow."""
@@ -187,21 +172,27 @@ class OwnModel(ArmModel):
         return replace(coverage, loss=unconverted.loss_words)
 
 
-# At most this many held-out batches are read from an iterable, which may be endless. A function is called the second
-# number of times.
-_MAX_HELD_OUT, _HELD_OUT_CALLS = 64, 8
+# At most this many held-out batches are read from an iterable, which may be endless.
+_MAX_HELD_OUT = 64
+# A function that returns held-out batches is called this many times.
+_HELD_OUT_CALLS = 8
 # This many of the first batches are read twice and compared.
 _COMPARED_BATCHES = 3
 
 
+@dataclass(eq=False)
 class OwnBatches:
     """Gives the batches of a user by number, counted from 0. An iterable is read in order, and restarted at its end.
-    A function is called with the number.
+    A function is called with the number. `name` is that of the user's function, and `user_parts` are what it returned.
     """
 
-    def __init__(self, name: str, maker: Given, seed: int, facts: DeviceFacts) -> None:
-        self._name, self._user_parts, self._seed, self._facts = name, maker, seed, facts
-        self._source = maker.batches
+    name: str
+    user_parts: Given
+    seed: int
+    facts: DeviceFacts
+
+    def __post_init__(self) -> None:
+        self._source = self.user_parts.batches
         self._next, self._reader = 0, self._iterate()
         if self._source is None or callable(self._source):
             return
@@ -210,17 +201,17 @@ class OwnBatches:
         if is_iterator or getattr(self._source, "persistent_workers", False):
             reason = "can be read only once" if is_iterator else "keep their workers, which arms cannot share"
             raise UsageError(
-                f"{self._name}: its batches {reason}, and every arm and seed reads them from the start. Give a list, a "
+                f"{self.name}: its batches {reason}, and every arm and seed reads them from the start. Give a list, a "
                 "DataLoader without persistent_workers, or a function of step and seed."
             )
 
     def read(self, number: int) -> Any:
         if self._source is None:
-            return self._user_parts.batch
+            return self.user_parts.batch
         try:
             if callable(self._source):
                 with self._seed_source("batch", number):
-                    return self._source(number, self._seed)
+                    return self._source(number, self.seed)
             # This arm is behind the arm that read last: restart the iterable, and read up to the arm's batch.
             if number < self._next:
                 self._next, self._reader = 0, self._iterate()
@@ -229,10 +220,11 @@ class OwnBatches:
         except UsageError:
             raise
         except Exception as error:
-            raise UsageError(f"{self._name}: its batch {number} cannot be read: {own_words(error)}.") from error
+            raise UsageError(f"{self.name}: its batch {number} cannot be read: {own_words(error)}.") from error
 
     def _iterate(self) -> Iterator[Any]:
-        number, ended = 0, object()
+        number = 0
+        ended = object()
         for epoch in count():
             epoch_start = number
             with self._seed_source("epoch", epoch):
@@ -245,10 +237,10 @@ class OwnBatches:
                 number += 1
                 yield batch
             if number == epoch_start:
-                raise UsageError(f"{self._name}: its batches end before the first one. Give at least one.")
+                raise UsageError(f"{self.name}: its batches end before the first one. Give at least one.")
 
     def _seed_source(self, purpose: str, number: int) -> Any:
-        return seed_generators(derive_seed(purpose, self._seed, number), self._facts)
+        return seed_generators(derive_seed(purpose, self.seed, number), self.facts)
 
 
 def read_held_out(name: str, maker: Given, facts: DeviceFacts) -> list[Any]:
@@ -280,10 +272,11 @@ def check_batches(name: str, maker: Given, seed: int, facts: DeviceFacts) -> Non
 
 
 def is_same_batch(batch: Any, second_batch: Any) -> bool:
-    pairs = list(tensors_in(batch)), list(tensors_in(second_batch))
-    return [path for path, _ in pairs[0]] == [path for path, _ in pairs[1]] and all(
-        old.dtype == new.dtype and torch.equal(old.nan_to_num(), new.nan_to_num())
-        for (_, old), (_, new) in zip(*pairs, strict=True)
+    old = dict(tensors_in(batch))
+    new = dict(tensors_in(second_batch))
+    return old.keys() == new.keys() and all(
+        old[path].dtype == new[path].dtype and torch.equal(old[path].nan_to_num(), new[path].nan_to_num())
+        for path in old
     )
 
 

@@ -1,4 +1,5 @@
-"""Several ranks that train one model: how they divide a batch or the model, and the data that each sends.
+"""Several ranks that train one model: how they divide a batch or the model, and the data that each sends. `zero` and
+`sp` can send FP8.
 
 Gradients are averaged after the last micro-batch, not during backward as in torch's DDP. DDP regroups gradients after
 its first step, so that a resumed training would add them up in another order.
@@ -15,10 +16,13 @@ import torch.distributed as dist
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from fp8bench.errors import UsageError
 from fp8bench.features.train.lab.low_precision import Gradients, Parameters, Tensors, gradient_or_zeros
+from fp8bench.features.train.request import TrainerSettings
+from fp8bench.model import DeviceFacts
 from fp8bench.nn.gpt import GPT, LanguageModel
 from fp8bench.nn.moments import split_into_buckets
-from fp8bench.nn.parallel.exchanges import RankGroup
+from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, exchange, gather, scatter
 from fp8bench.nn.parallel.group_scales import cut_roles, use_group_scales
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import find_cut
@@ -31,9 +35,6 @@ _MAX_SENT_ELEMENTS = 1 << 24
 # full gradient is freed once it is sent.
 _MAX_SHARDED_ELEMENTS = 1 << 22
 _DIGESTED_ELEMENTS = 1 << 20
-# Two float32 sums of the same numbers in different orders may differ by rounding. Per rank, the difference is at most
-# this share of the sum of magnitudes, because torch adds blocks of fewer than 100 numbers and then adds in pairs.
-_ROUNDING = 2.0**-16
 
 T = TypeVar("T")
 
@@ -84,16 +85,13 @@ class SingleRank:
         """Returns the parameters that must be equal on all ranks."""
         return list(parameters.values())
 
-    def find_faults(self) -> tuple[str, ...]:
-        """Returns the errors that were found since the last call in the data that this rank received."""
-        return ()
-
 
 class SeveralRanks(SingleRank):
     """A group of several ranks that train one model."""
 
     def __init__(self, group: RankGroup) -> None:
-        self._group, self.rank = group, group.rank
+        self._group = group
+        self.rank = group.rank
 
     def _largest_over_ranks(self, amax: Tensor) -> Tensor:
         """Returns the largest value of all ranks. Returns infinity if the value of any rank is NaN, because a maximum
@@ -107,7 +105,8 @@ class DataParallel(SeveralRanks):
 
     def __init__(self, group: RankGroup) -> None:
         super().__init__(group)
-        self.part_count, self.part_number = group.size, group.rank
+        self.part_count = group.size
+        self.part_number = group.rank
 
     def share_scales(self, layer: str, arithmetic: Arithmetic) -> Arithmetic:
         return use_group_scales(arithmetic, Role, self._largest_over_ranks)
@@ -156,7 +155,6 @@ class FullySharded(DataParallel):
                 [parameter.numel() * self.part_count for parameter in self._stored], _MAX_SHARDED_ELEMENTS
             )
         )
-        self._has_wrong_gradient = torch.zeros((), dtype=torch.bool, device=self._full_weights[0].device)
         self._free_weights()
         return dict(zip(parameters, self._stored, strict=True))
 
@@ -193,7 +191,6 @@ class FullySharded(DataParallel):
 
     def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
         """Gives each rank the mean gradient of its rows, and frees the gradients of full parameters."""
-        sums = []
         with phase.communication:
             for bucket in self._buckets:
                 rows_by_rank = torch.cat(
@@ -205,47 +202,16 @@ class FullySharded(DataParallel):
                 )
                 for parameter in self._full_weights[bucket]:
                     parameter.grad = None
-                # The sums and magnitudes of rows are sent separately. They show later whether the rows arrived
-                # unchanged.
-                sums.append(torch.stack((rows_by_rank.sum(1), torch.linalg.vector_norm(rows_by_rank, 1, 1))))
-                rows_kept, mean_rows = self._stored[bucket], self._group.own_part(rows_by_rank) / self.part_count
+                rows_kept = self._stored[bucket]
+                mean_rows = self._group.own_part(rows_by_rank) / self.part_count
                 for parameter, piece in zip(
                     rows_kept, torch.split(mean_rows, [parameter.numel() for parameter in rows_kept]), strict=True
                 ):
                     parameter.grad = piece.view_as(parameter)
-            self._check_gradients(torch.stack(sums))
-
-    def _check_gradients(self, sums: Tensor) -> None:
-        """Compares the sums of the rows that this rank received with sums that were sent separately. The ranks cannot
-        be compared with each other, because no two of them have the same rows.
-        """
-        # Float sums in a different order round differently. The magnitudes give a bound for the difference.
-        sums_over_ranks = self._group.add_over_ranks(sums)[:, :, self.part_number] / self.part_count
-        for bucket, (expected, magnitude) in zip(self._buckets, sums_over_ranks, strict=True):
-            received = torch.stack([gradient_or_zeros(parameter).sum() for parameter in self._stored[bucket]]).sum()
-            difference = (received - expected).abs()
-            self._has_wrong_gradient |= difference.isfinite() & (difference > _ROUNDING * self.part_count * magnitude)
 
     def join_norms(self, norms: Tensors) -> list[Tensor]:
         squares = self._group.add_over_ranks(torch.stack(list(norms)).to(torch.float64).square())
         return list(squares.sqrt().to(torch.float32))
-
-    def find_faults(self) -> tuple[str, ...]:
-        """Returns errors in received gradients and in gathered weights. Must be called while the full weights are in
-        the parameters.
-        """
-        wrong, self._has_wrong_gradient = bool(self._has_wrong_gradient), torch.zeros_like(self._has_wrong_gradient)
-        gathered_rows = [self._rows_by_rank(weight.detach())[self.part_number] for weight in self._full_weights]
-        gathered, rows = map(_as_bits, gathered_rows), map(_as_bits, self._stored)
-        faults = (
-            (wrong, "received gradients for its rows that are not the mean of what all ranks sent"),
-            (not all(map(torch.equal, gathered, rows)), "does not find its own rows in the gathered weights"),
-        )
-        return tuple(text for is_wrong, text in faults if is_wrong)
-
-
-def _as_bits(tensor: Tensor) -> Tensor:
-    return tensor.detach().view(torch.int32)
 
 
 class TensorParallel(SeveralRanks):
@@ -298,3 +264,140 @@ class TensorParallel(SeveralRanks):
 
     def list_shared_parameters(self, parameters: Parameters) -> list[nn.Parameter]:
         return [parameter for parameter, cut in zip(parameters.values(), self._is_cut.tolist(), strict=True) if not cut]
+
+
+class ZeroTensors(FullySharded):
+    """Every rank reads an equal part of every micro-batch, but stores and updates only some of the weights, each of
+    them complete, as in FP8-LM. Ranks send gradients to the owner of a weight, and the owner sends the weight back,
+    both in the format `wire`. All ranks, including the owner, compute with the weight as it arrives.
+    """
+
+    def __init__(self, group: RankGroup, wire: str) -> None:
+        super().__init__(group)
+        self._wire = wire
+
+    def divide_parameters(self, parameters: Parameters) -> Parameters:
+        self._full_weights = list(parameters.values())
+        if len(self._full_weights) < self.part_count:
+            raise UsageError(
+                f"--parallel zero: {len(self._full_weights)} weights are too few for {self.part_count} ranks. Give "
+                "fewer --ranks."
+            )
+        self._weight_bytes = [weight.untyped_storage().nbytes() for weight in self._full_weights]
+        self._owned_tensors = OwnedTensors(self._group, [weight.numel() for weight in self._full_weights], self._wire)
+        self._stored = [
+            nn.Parameter(weight.detach().clone()) for weight in self.select_stored_values(self._full_weights)
+        ]
+        self._free_weights()
+        return dict(zip(self.select_stored_values(list(parameters)), self._stored, strict=True))
+
+    def select_stored_values(self, values: Sequence[T]) -> list[T]:
+        return self._owned_tensors.select_own_items(values)
+
+    def load_weights(self, phase: Phases) -> None:
+        self._owned_tensors.distribute(
+            [parameter.detach() for parameter in self._stored],
+            [weight.detach() for weight in self._full_weights],
+            phase,
+        )
+
+    def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
+        means = self._owned_tensors.average([gradient_or_zeros(weight) for weight in self._full_weights], phase)
+        for weight in self._full_weights:
+            weight.grad = None
+        for parameter, mean in zip(self._stored, means, strict=True):
+            parameter.grad = mean
+        gradients.store_gradients()
+
+    def join_norms(self, norms: Tensors) -> list[Tensor]:
+        """Returns each norm from the rank that owns the weight. `norms` may have several figures per parameter: all
+        parameters' first figure, then all parameters' second one.
+        """
+        squares = torch.stack(list(norms)).to(torch.float64).square().view(-1, len(self._stored))
+        all_squares = squares.new_zeros(len(squares), len(self._full_weights))
+        all_squares[:, self.select_stored_values(range(len(self._full_weights)))] = squares
+        return list(self._group.add_over_ranks(all_squares).sqrt().to(torch.float32).flatten())
+
+
+class BF16Group(RankGroup):
+    """Sends each number in at most 16 bits. Returns the received numbers in the dtype of the given ones."""
+
+    def all_parts(self, x: Tensor) -> Tensor:
+        return super().all_parts(_to_16_bits(x)).to(x.dtype)
+
+    def own_part(self, parts: Tensor) -> Tensor:
+        return super().own_part(_to_16_bits(parts)).to(parts.dtype)
+
+
+def _to_16_bits(x: Tensor) -> Tensor:
+    return x if x.dtype.itemsize == 2 else x.to(torch.bfloat16)
+
+
+GROUPS_BY_WIRE: dict[str, type[RankGroup]] = {"fp32": RankGroup, "bf16": BF16Group, "fp8": FP8Group}
+
+
+class SequenceParallel(TensorParallel):
+    """Tensor parallelism in which each rank has only its own tokens between the parts of blocks. Activations are
+    divided before the first block and gathered after the last.
+    """
+
+    def __init__(self, group: RankGroup, config: GPTConfig, wire: str) -> None:
+        super().__init__(group, config)
+        self.token_group = GROUPS_BY_WIRE[wire](group.handle)
+
+    def cut_model(self, model: LanguageModel) -> None:
+        assert isinstance(model, GPT)
+        token_group = self.token_group
+
+        def divide_tokens(x: Tensor) -> Tensor:
+            return token_group.take_share(x).contiguous()
+
+        share_blocks(model, self._config, token_group, gather, scatter)
+        model.blocks[0].register_forward_pre_hook(
+            lambda _, inputs: (exchange(inputs[0], divide_tokens, token_group.gather), *inputs[1:])
+        )
+        model.norm.register_forward_pre_hook(
+            lambda _, inputs: (exchange(inputs[0], token_group.gather, divide_tokens),)
+        )
+
+    def divide_parameters(self, parameters: Parameters) -> Parameters:
+        """Returns this rank's part of the parameters. Norms inside blocks see only this rank's tokens, so their
+        gradients are summed over ranks.
+        """
+        block_parameters = {name: parameter for name, parameter in parameters.items() if name.startswith("blocks.")}
+        self._summed_parameters = [
+            parameter for name, parameter in block_parameters.items() if find_cut(name, self._config) is None
+        ]
+        return super().divide_parameters(parameters)
+
+    @contextmanager
+    def materialise(self, phase: Phases) -> Iterator[None]:
+        self.token_group.phase = phase
+        try:
+            with super().materialise(phase):
+                yield
+        finally:
+            self.token_group.phase = SilentPhases()
+
+    def average_gradients(self, gradients: Gradients, phase: Phases) -> None:
+        gradients.fill_missing()
+        self._group.sum_gradients(
+            [parameter.grad for parameter in self._summed_parameters if parameter.grad is not None]
+        )
+
+
+def make_parallelism(settings: TrainerSettings, config: GPTConfig, facts: DeviceFacts) -> SingleRank:
+    if facts.ranks == 1:
+        return SingleRank()
+    assert dist.group.WORLD is not None
+    group = RankGroup(dist.group.WORLD)
+    match settings.parallel:
+        case "tp":
+            return TensorParallel(group, config)
+        case "sp":
+            return SequenceParallel(group, config, settings.wire)
+        case "zero":
+            return ZeroTensors(group, settings.wire)
+        case "fsdp":
+            return FullySharded(group)
+    return DataParallel(group)

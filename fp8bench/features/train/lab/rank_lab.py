@@ -58,21 +58,16 @@ class RankLab(RankBench, Lab):
         return tuple(state for state in states if state.arm in self._trainers)
 
     def advance(self, arm: str, steps: int) -> RankLines:  # type: ignore[override]
-        """Returns this rank's lines, with digests of its batches and of everything that must be equal on all ranks."""
-        trainer = self._get_trainer(arm)
-        first_step = trainer.step
+        """Returns this rank's lines, with digests of everything that must be equal on all ranks."""
         lines = super().advance(arm, steps)
-        # Digests of the text take time, so only watched steps have them.
-        watched_steps = [step for step in range(first_step, trainer.step) if step % self._task.stride == 0]
-        batches = tuple((step, *trainer.arm_model.digest_batches(step)) for step in watched_steps)
-        # Once per call is enough: every wrong exchange leaves different weights, or a recorded fault.
-        weights, faults = trainer.digest_weights()
+        trainer = self._get_trainer(arm)
+        # Once per call is enough, because ranks that differ in one step have different weights from then on.
         equal_figures = (
             ("the number of steps", trainer.step),
-            ("the weights", weights),
+            ("the weights", trainer.digest_weights()),
             ("the scales", trainer.digest_scales()),
         )
-        return RankLines(lines, equal_figures, batches, trainer.parallelism.part_count, faults)
+        return RankLines(lines, equal_figures)
 
     def save(self, folder: str) -> tuple[str, ...]:
         return self._on_all_ranks(lambda: super(RankLab, self).save(self._rank_folder(folder)))
@@ -91,7 +86,8 @@ class RankLab(RankBench, Lab):
 
     def _on_all_ranks(self, body: Callable[[], T]) -> T:
         """Runs `body`. If it fails on any rank, raises StoreError on every rank."""
-        answer, fault = None, ""
+        answer = None
+        fault = ""
         try:
             answer = body()
         except StoreError as error:
@@ -103,8 +99,6 @@ class RankLab(RankBench, Lab):
         return answer
 
 
-# Digests are numbers below this.
-_DIGESTS = 1 << 63
 # Figures of a tensor that is divided among ranks. The first figures are merged by the mean of the ranks' values, the
 # others by the largest value.
 _AVERAGED = ("zeros", "underflow", "saturated", "not_finite")
@@ -113,8 +107,11 @@ _MAXIMISED = ("amax", "largest_scale", "lag", "drift")
 
 def _merge_rank_lines(answers: Sequence[RankLines]) -> tuple[StreamLine, ...]:
     """Merges the lines that all ranks return for the same steps, after checks that the ranks train the same model."""
-    _check_ranks_read_same_batch(answers)
-    _check_equal(answers)
+    # Every rank is compared with rank 0, and the error names the rank that differs.
+    for rank, answer in enumerate(answers):
+        for (name, expected), (_, digest) in zip(answers[0].same, answer.same, strict=True):
+            if digest != expected:
+                raise RanksDisagree(f"{name} of rank {rank} differ from those of rank 0")
     return tuple(_merge_lines([answer.lines for answer in answers]))
 
 
@@ -130,44 +127,9 @@ def _merge_costs(answers: Sequence[ArmCost]) -> ArmCost:
     )
 
 
-def _check_equal(answers: Sequence[RankLines]) -> None:
-    # Every rank is compared with rank 0, and the error names the rank that differs.
-    for rank, answer in enumerate(answers):
-        if answer.faults:
-            raise RanksDisagree(f"rank {rank} {answer.faults[0]}")
-        for (name, expected), (_, digest) in zip(answers[0].same, answer.same, strict=True):
-            if digest != expected:
-                raise RanksDisagree(f"{name} of rank {rank} differ from those of rank 0")
-
-
-def _check_ranks_read_same_batch(answers: Sequence[RankLines]) -> None:
-    """Raises an error unless all ranks have read their parts of the same batch. The digests of the parts must add up
-    to the digest of the batch, multiplied by the number of ranks that read the same part.
-    """
-    for step_batches in _group_by_position([answer.batches for answer in answers]):
-        step, _, step_digest = step_batches[0]
-        for rank, (_, _, digest) in enumerate(step_batches):
-            if digest != step_digest:
-                raise RanksDisagree(
-                    f"in step {step} rank {rank} reads a different text than rank 0, or uses another seed"
-                )
-        copies = len(answers) // answers[0].shares
-        if (sum(part for _, part, _ in step_batches) - copies * step_digest) % _DIGESTS:
-            raise RanksDisagree(f"in step {step} the ranks did not read each sequence of the batch exactly once")
-
-
 def _merge_lines(answers: Sequence[tuple[StreamLine, ...]]) -> Iterator[StreamLine]:
-    for rank, lines in enumerate(answers):
-        if [type(line) for line in lines] != [type(line) for line in answers[0]]:
-            raise RanksDisagree(f"rank 0 and rank {rank} send different kinds of lines")
-    for parts in _group_by_position(answers):
+    for parts in zip(*answers, strict=True):
         yield _MERGE_BY_KIND[type(parts[0])](parts)
-
-
-def _group_by_position(answers: Sequence[Sequence[T]]) -> Iterator[tuple[T, ...]]:
-    if len({len(answer) for answer in answers}) > 1:
-        raise RanksDisagree("ranks send different numbers of lines")
-    yield from zip(*answers, strict=True)
 
 
 def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
@@ -177,7 +139,8 @@ def _merge_rows(rows: Sequence[StepRow]) -> StepRow:
     first_row = rows[0]
     for rank, row in enumerate(rows):
         for field in fields(row):
-            expected, value = getattr(first_row, field.name), getattr(row, field.name)
+            expected = getattr(first_row, field.name)
+            value = getattr(row, field.name)
             if field.name != "seconds" and repr(value) != repr(expected):
                 raise RanksDisagree(
                     f"in step {first_row.step} of {first_row.arm} {field.name} is {expected!r} on rank 0 and {value!r} "

@@ -70,7 +70,8 @@ class RateSchedule:
         self.rate_share(int(step))
         self._optimizer.param_groups[0]["lr"] = rate_share
         if self._plateau is not None:
-            self._plateau.best, self._plateau.num_bad_epochs = best, int(bad)
+            self._plateau.best = best
+            self._plateau.num_bad_epochs = int(bad)
 
 
 def _make_scheduler(optimizer: SGD, name: str, warmup: float, floor: float, steps: int) -> LRScheduler:
@@ -159,9 +160,11 @@ def find_clip_group(name: str, dimensions: int, group: str) -> str:
     return name if group == "tensor" else ""
 
 
-# A dynamic loss scale begins at the first value, is never below the second, and doubles after 200 steps without an
-# overflow.
-_FIRST_SCALE, _MIN_SCALE, GROWTH_STEPS = 2.0**16, 1.0, 200
+# The first value and the smallest value of a dynamic loss scale.
+_FIRST_SCALE = 2.0**16
+_MIN_SCALE = 1.0
+# A dynamic loss scale doubles after this many steps without an overflow.
+GROWTH_STEPS = 200
 
 
 @dataclass
@@ -182,7 +185,8 @@ class LossScale:
         if not finite:
             self.scale = max(_MIN_SCALE, self.scale / 2)
         elif self.good_steps == GROWTH_STEPS:
-            self.scale, self.good_steps = min(MAX_LOSS_SCALE, self.scale * 2), 0
+            self.scale = min(MAX_LOSS_SCALE, self.scale * 2)
+            self.good_steps = 0
 
 
 def make_loss_scale(settings: TrainerSettings, precision_scale: float) -> LossScale:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import hashlib
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from functools import partial
 from typing import Any
 
@@ -55,10 +56,11 @@ _LISTED_OPTIMIZERS: Mapping[str, Callable[..., Optimizer]] = {
     "sgd": partial(SGD, fused=True),
     "adafactor": Adafactor,
 }
-# A bucket has at most the first number of weights, because measuring an update takes a copy of them. If gradients or
-# states are stored in low precision, they are restored for an update. A model is then divided into at least the
-# second number of buckets.
-_MAX_ELEMENTS, _LOW_PRECISION_BUCKETS = 1 << 24, 16
+# A bucket has at most this many weights, because measuring an update takes a copy of them.
+_MAX_ELEMENTS = 1 << 24
+# Gradients or states in low precision are restored for an update. To limit their memory, a model is then divided into
+# at least this many buckets.
+_LOW_PRECISION_BUCKETS = 16
 # The names that reports give to the states of torch's optimizers.
 _STATE_NAMES = {
     "exp_avg": "first moment",
@@ -71,6 +73,7 @@ _STATE_NAMES = {
 }
 
 
+@dataclass(eq=False)
 class Bucket:
     """Parameters that are updated together, and their optimizer. `holders` have the gradients: the parameters
     themselves, or the masters of a HighAccumulation. `place` is the number of a parameter of the model: all gradients
@@ -79,17 +82,12 @@ class Bucket:
     steps, the `storages` hold those optimizer states that have a parameter's shape.
     """
 
-    def __init__(
-        self,
-        optimizer: Optimizer,
-        parameters: Tensors,
-        holders: Tensors,
-        place: int | None,
-        storages: tuple[Storage, Storage] | None = None,
-    ) -> None:
-        self.optimizer, self.parameters, self.holders, self.place = optimizer, list(parameters), holders, place
-        self._storages = storages
-        self._stored: dict[tuple[Tensor, str], Operand] = {}
+    optimizer: Optimizer
+    parameters: list[Tensor]
+    holders: Tensors
+    place: int | None = None
+    storages: tuple[Storage, Storage] | None = None
+    _stored: dict[tuple[Tensor, str], Operand] = field(default_factory=dict)
 
     def begin_states(self) -> None:
         """Makes torch create the optimizer's states now. For this the optimizer takes a step with zero gradients and
@@ -98,10 +96,12 @@ class Bucket:
         for parameter in self.parameters:
             parameter.grad = torch.zeros_like(parameter)
         (group,) = self.optimizer.param_groups
-        rate, decay = group["lr"], group["weight_decay"]
+        rate = group["lr"]
+        decay = group["weight_decay"]
         group["lr"] = group["weight_decay"] = 0.0
         self.optimizer.step()
-        group["lr"], group["weight_decay"] = rate, decay
+        group["lr"] = rate
+        group["weight_decay"] = decay
         for parameter in self.parameters:
             parameter.grad = None
             for value in self.optimizer.state[parameter].values():
@@ -114,7 +114,7 @@ class Bucket:
             self.optimizer.state[parameter][name] = self._find_storage(name).restore(operand)
 
     def store_states(self) -> None:
-        if self._storages is None:
+        if self.storages is None:
             return
         for parameter, state in self.optimizer.state.items():
             for name, value in list(state.items()):
@@ -122,23 +122,25 @@ class Bucket:
                     self._stored[parameter, name] = self._find_storage(name).keep(state.pop(name))
 
     def _find_storage(self, name: str) -> Storage:
-        assert self._storages is not None
-        return self._storages[_STATE_NAMES.get(name) == "second moment"]
+        assert self.storages is not None
+        return self.storages[_STATE_NAMES.get(name) == "second moment"]
 
     def update(self, rate_share: float, divisors: Tensors, is_skipped: Tensor) -> bool:
         """Takes a step of the optimizer, with all rates multiplied by `rate_share`. Changes nothing if `is_skipped`
         is 1. Returns False if the optimizer's step was not called.
         """
-        optimizer, groups = self.optimizer, self.optimizer.param_groups
+        optimizer: Any = self.optimizer
+        groups = optimizer.param_groups
         # The share applies to this step only, because a user's schedule also changes the rates.
         rates = [group["lr"] for group in groups]
         for group, rate in zip(groups, rates, strict=True):
             group["lr"] = rate * rate_share
         try:
             if self.place is not None and groups[0].get("fused"):  # divides and skips on the device
-                optimizer.grad_scale, optimizer.found_inf = divisors[self.place], is_skipped  # type: ignore[attr-defined]
+                optimizer.grad_scale = divisors[self.place]
+                optimizer.found_inf = is_skipped
                 optimizer.step()
-                del optimizer.grad_scale, optimizer.found_inf  # type: ignore[attr-defined]
+                del optimizer.grad_scale, optimizer.found_inf
                 return True
             if bool(is_skipped):
                 return False
@@ -174,32 +176,29 @@ class Bucket:
             self._stored[parameter, name] = Operand(*(tensor.to(parameter.device) for tensor in tensors))
 
 
+@dataclass(eq=False)
 class StepOptimizer:
-    """Updates an arm's weights. Its norms are those of the last step, one for each of `parameters`."""
+    """Updates an arm's weights. `updates` is the format to which updates are rounded. A user's optimizer may have a
+    `schedule`, and has no `full_rate`.
+    """
 
-    def __init__(
-        self,
-        parameters: Parameters,
-        buckets: Sequence[Bucket],
-        gradients: Gradients,
-        weights: Weights,
-        updates: str,
-        rate: float | None = None,
-        schedule: Any = None,
-    ) -> None:
-        self.parameters, self._buckets = dict(parameters), buckets
-        self.gradients, self.weights = gradients, weights
-        self._rate, self._schedule = rate, schedule
-        self._round_updates = make_update_rounding(updates)
-        self._norms: dict[Tensor, tuple[Tensor, Tensor]] = {}
-        for parameter in parameters.values():
-            zero = parameter.new_zeros((), dtype=torch.float32)
-            self._norms[parameter] = zero, zero
+    parameters: Parameters
+    buckets: Sequence[Bucket]
+    gradients: Gradients
+    weights: Weights
+    updates: str
+    full_rate: float | None = None
+    schedule: Any = None
+
+    def __post_init__(self) -> None:
+        self._round_updates = make_update_rounding(self.updates)
+        # The norms of the last update and weight of each parameter. Their order is not that of the buckets.
+        self._norms = {id(parameter): (torch.zeros(()), torch.zeros(())) for parameter in self.parameters.values()}
 
     @property
     def rate(self) -> float:
         """Returns the full learning rate. For a user's optimizer, returns the current rate of its first group."""
-        return float(self._buckets[0].optimizer.param_groups[0]["lr"]) if self._rate is None else self._rate
+        return float(self.buckets[0].optimizer.param_groups[0]["lr"]) if self.full_rate is None else self.full_rate
 
     @torch.no_grad()
     def step(self, rate_share: float, divisors: Tensors, skip: Tensor, is_measured: bool = True) -> None:
@@ -210,7 +209,7 @@ class StepOptimizer:
         self.weights.load_high_precision()
         has_stepped = True
         # Copying, restoring and rounding only one bucket at a time limits the memory.
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             measured_parameters = bucket.parameters if is_measured or self._round_updates else []
             copies = [parameter.detach().clone() for parameter in measured_parameters]
             if bucket.place is not None:
@@ -228,10 +227,10 @@ class StepOptimizer:
                 torch._foreach_sub_(copies, bucket.parameters)
                 change_norms = list(torch._foreach_norm(copies))
             for parameter, change, size in zip(bucket.parameters, change_norms, weight_norms, strict=True):
-                self._norms[parameter] = change.to(torch.float32), size.to(torch.float32)
+                self._norms[id(parameter)] = change.to(torch.float32), size.to(torch.float32)
         # A skipped step does not count for the schedule.
-        if self._schedule is not None and has_stepped:
-            self._schedule.step()
+        if self.schedule is not None and has_stepped:
+            self.schedule.step()
         self.gradients.finish_step()
 
     @property
@@ -245,7 +244,7 @@ class StepOptimizer:
     def stored_tensors(self) -> dict[str, list[Tensor]]:
         """Returns all tensors that are in memory between two steps, by purpose."""
         by_name: dict[str, list[Tensor]] = {name: [] for name in _STATE_NAMES.values()}
-        for bucket in self._buckets:
+        for bucket in self.buckets:
             for name, tensors in bucket.list_states():
                 by_name.setdefault(_STATE_NAMES.get(name, name.replace("_", " ")), []).extend(tensors)
         states = {name: tensors for name, tensors in by_name.items() if tensors}
@@ -255,9 +254,10 @@ class StepOptimizer:
         """Returns the state on which the next step depends. Gradients are not part of it, because the next step
         computes them. The scales of stored gradients are part of it.
         """
-        schedule = {} if self._schedule is None else self._schedule.state_dict()
-        buckets = [bucket.get_state() for bucket in self._buckets]
-        weights, gradients = self.weights.stored_tensors(), self.gradients.list_scale_shares()
+        schedule = {} if self.schedule is None else self.schedule.state_dict()
+        buckets = [bucket.get_state() for bucket in self.buckets]
+        weights = self.weights.stored_tensors()
+        gradients = self.gradients.list_scale_shares()
         return {"weights": weights, "gradients": gradients, "buckets": buckets, "schedule": schedule}
 
     @torch.no_grad()
@@ -268,17 +268,18 @@ class StepOptimizer:
         ):
             for tensor, values in zip(tensors, state[name], strict=True):
                 tensor.copy_(values)
-        for bucket, values in zip(self._buckets, state["buckets"], strict=True):
+        for bucket, values in zip(self.buckets, state["buckets"], strict=True):
             bucket.set_state(values)
-        if self._schedule is not None:
-            self._schedule.load_state_dict(state["schedule"])
+        if self.schedule is not None:
+            self.schedule.load_state_dict(state["schedule"])
 
 
 def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> StepOptimizer:
     """Returns the optimizer that --optimizer names. All parameters of one of its buckets have the same rate, weight
     decay and clipping.
     """
-    trained_parameters, fmt = list(parameters.values()), settings.gradients
+    trained_parameters = list(parameters.values())
+    fmt = settings.gradients
     # with ZeRO a rank receives one mean of all micro-batches
     gradient_parts = 1 if settings.parallel == "zero" else settings.micro_batches
     gradients = (
@@ -307,7 +308,7 @@ def make_step_optimizer(parameters: Parameters, settings: TrainerSettings) -> St
         if "weight_decay" in keys:  # norms and biases have no weight decay
             keys["weight_decay"] = bucket_decay
         for part in split_into_buckets([trained_parameters[number].numel() for number in numbers], max_elements):
-            tensors = [trained_parameters[number] for number in numbers[part]]
+            tensors: list[Tensor] = [trained_parameters[number] for number in numbers[part]]
             optimizer = _make_named_optimizer(name, tensors, settings.rate * factor, keys)
             storages = make_state_storages(settings.optimizer_states)
             bucket = Bucket(optimizer, tensors, tensors, numbers[part][0], storages)
@@ -360,7 +361,7 @@ def wrap_own_optimizer(
         raise UsageError(f"{name}: its optimizer has parameters that are not the model's. Make it from the model.")
     trained = list(parameters.values())
     holders = [masters[id(parameter)] for parameter in trained]
-    bucket = Bucket(optimizer, trained, holders, None)
+    bucket = Bucket(optimizer, list[Tensor](trained), holders)
     return StepOptimizer(parameters, [bucket], Gradients(holders), Weights(trained), updates, schedule=scheduler)
 
 
@@ -400,7 +401,8 @@ class HighAccumulation(torch.optim.Optimizer):
         self._inner = make(self.masters)
         self._round_updates = make_update_rounding(updates)
         super().__init__(self.masters, {})
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
         for parameter, master in zip(self.trained, self.masters, strict=True):
             parameter.register_post_accumulate_grad_hook(partial(_add_to_master, master))  # type: ignore[no-untyped-call]
 
@@ -427,7 +429,8 @@ class HighAccumulation(torch.optim.Optimizer):
     @torch.no_grad()
     def load_state_dict(self, state_dict: State) -> None:
         self._inner.load_state_dict(state_dict["inner"])
-        self.param_groups, self.state = self._inner.param_groups, self._inner.state
+        self.param_groups = self._inner.param_groups
+        self.state = self._inner.state
         for master, values in zip(self.masters, state_dict["masters"], strict=True):
             master.copy_(values)
         self._copy_masters()

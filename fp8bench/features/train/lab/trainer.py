@@ -33,7 +33,6 @@ from fp8bench.features.train.values import (
 from fp8bench.model import MemoryRole
 from fp8bench.protocols import Operand, Phases, Role
 from fp8bench.protocols.arithmetic import Watch as WatchCasts
-from fp8bench.registry import precisions
 
 # An arm stops after this many steps in a row with NaN or infinity.
 _MAX_SKIPPED = 20
@@ -55,16 +54,17 @@ class Trainer:
         self, task: SeedTask, arm: Arm, watch: WatchCasts | None = None, wrap: WrapArithmetic | None = None
     ) -> None:
         """`watch` is a function that is called with every cast. `wrap` replaces the arithmetic of a precision."""
-        self.arm, self.task = arm, task
-        self.precision = precisions.get(arm.precision)
-        self.settings = settings = arm.merge_settings(task.settings)
-        self.step, self.stopped, self._steps_skipped = 0, False, 0
+        self.arm = arm
+        self.task = task
+        self.step = 0
+        self.stopped = False
+        self._steps_skipped = 0
         self.arm_model: ArmModel = (OwnModel if task.settings.make else BuiltInModel)(task, arm, watch, wrap)
-        self.model, self.parallelism, self.arithmetics = (
-            self.arm_model.model,
-            self.arm_model.parallelism,
-            self.arm_model.arithmetics,
-        )
+        self.precision = self.arm_model.precision
+        self.settings = settings = self.arm_model.settings
+        self.model = self.arm_model.model
+        self.parallelism = self.arm_model.parallelism
+        self.arithmetics = self.arm_model.arithmetics
         self.optimizer = self.arm_model.make_optimizer()
         self.parameters = self.arm_model.parameters
         self.max_norm, clip_group = parse_clip(settings.clip)
@@ -81,7 +81,8 @@ class Trainer:
         return self.arm_model.tokens
 
     def describe(self) -> ArmState:
-        parameter_count, sizes = self.arm_model.parameter_count, []
+        parameter_count = self.arm_model.parameter_count
+        sizes = []
         for name, tensors in self._list_stored_tensors().items():
             sizes.append((name, sum(tensor.nbytes for tensor in tensors) / parameter_count))
         return ArmState(self.arm.name, parameter_count, self.tokens, tuple(sizes))
@@ -138,14 +139,10 @@ class Trainer:
         self._steps_skipped = self._steps_skipped + 1 if row.skipped else 0
         self.step += 1
 
-    def digest_weights(self) -> tuple[int, tuple[str, ...]]:
-        """Returns a digest of the weights that all ranks share. Also returns errors in the data that this rank
-        received.
-        """
+    def digest_weights(self) -> int:
+        """Returns a digest of the weights that all ranks share."""
         with self.materialise(SILENT):
-            return digest_tensors(
-                self.parallelism.list_shared_parameters(self.parameters)
-            ), self.parallelism.find_faults()
+            return digest_tensors(self.parallelism.list_shared_parameters(self.parameters))
 
     def digest_scales(self) -> int:
         """Returns a digest of the scales that depend on earlier casts."""
@@ -189,21 +186,18 @@ class Trainer:
         words = describe_not_finite(faulty, row.loss, row.gradient_norm)
         values = (*values, ("loss_scale", row.loss_scale))
         yield TrainingEvent(row.arm, row.seed, row.step, NOT_FINITE, words, layer, tensor, values)
-        reason = self._explain_stop(row)
+        if not math.isfinite(row.parameter_norm):
+            reason = "its weights are not finite; resume from the last checkpoint"
+        elif self._steps_skipped + 1 == _MAX_SKIPPED:
+            reason = f"{_MAX_SKIPPED} steps in a row were not finite"
+        else:
+            reason = "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
         if reason:
             self.stopped = True
             yield self.event("stopped", f"the arm is stopped: {reason}")
         elif self.settings.on_nan == "lower-rate":
             self._rate_factor /= 2
             yield self.event("rate-lowered", f"the learning rate is {self._rate_factor:g} of its setting from here on")
-
-    def _explain_stop(self, row: StepRow) -> str:
-        """Returns the reason why the arm stops after a step with NaN or infinity; '' if it goes on."""
-        if not math.isfinite(row.parameter_norm):
-            return "its weights are not finite; resume from the last checkpoint"
-        if self._steps_skipped + 1 == _MAX_SKIPPED:
-            return f"{_MAX_SKIPPED} steps in a row were not finite"
-        return "as --on-nan stop says" if self.settings.on_nan == "stop" else ""
 
     def event(self, kind: str, words: str) -> TrainingEvent:
         return TrainingEvent(self.arm.name, self.task.seed, self.step, kind, words)
@@ -225,7 +219,8 @@ class Trainer:
         """Returns the lines of a validation. `is_last` adds the lines of a finished training. Afterwards the state of
         casts is restored, so that later steps do not depend on validations.
         """
-        row_key, casts = (self.arm.name, self.task.seed, self.step), self.copy_casts()
+        row_key = (self.arm.name, self.task.seed, self.step)
+        casts = self.copy_casts()
         modes = [(module, module.training) for module in self.model.modules()]
         self.model.eval()
         self.arm_model.renew_scales(False)
@@ -259,15 +254,15 @@ class Trainer:
         }
 
     def set_state(self, memory: State) -> None:
-        self.step, self.stopped = int(memory["step"]), bool(memory["stopped"])
-        # The state of casts and the loss scale belong to one precision. Older checkpoints do not name this precision,
-        # because an arm had only one.
-        same = memory.get("precision", self.arm.precision) == self.arm.precision
-        if not same:
-            memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
-        else:
+        self.step = int(memory["step"])
+        self.stopped = bool(memory["stopped"])
+        # The state of casts and the loss scale belong to one precision.
+        if memory["precision"] == self.arm.precision:
             self.loss_scale.scale, self.loss_scale.good_steps = memory["loss_scale"]
-        self._steps_skipped, self._rate_factor = memory["skipped"], memory.get("lowered", 1.0)
+        else:
+            memory = {**memory, "casts": {**memory["casts"], "arithmetics": {}}, "watched": {}}
+        self._steps_skipped = memory["skipped"]
+        self._rate_factor = memory["lowered"]
         self._schedule.set_state(memory["schedule"])
         self.optimizer.set_state(memory["optimizer"])
         self.restore_casts(CastState(**memory["casts"]))

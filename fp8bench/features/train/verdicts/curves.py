@@ -77,11 +77,9 @@ class Curve:
         the arm did not finish.
         """
         last_losses = self.losses[-tail_length(self.steps) :]
-        return (
-            math.fsum(last_losses) / len(last_losses)
-            if self.is_complete and all(map(math.isfinite, last_losses))
-            else math.nan
-        )
+        if self.is_complete and all(map(math.isfinite, last_losses)):
+            return math.fsum(last_losses) / len(last_losses)
+        return math.nan
 
     @property
     def fall(self) -> float:
@@ -91,15 +89,12 @@ class Curve:
         """
         if not (self.rows and self.rows[0].loss > 0):
             return math.nan
-        fall, first_validation, last_validation = (
-            1 - self.endpoint / self.rows[0].loss,
-            *map(self.held_out.get, (0, self.steps)),
-        )
-        return (
-            max(fall, 1 - last_validation / first_validation)
-            if first_validation and last_validation and math.isfinite(fall)
-            else fall
-        )
+        fall = 1 - self.endpoint / self.rows[0].loss
+        first_validation = self.held_out.get(0)
+        last_validation = self.held_out.get(self.steps)
+        if first_validation and last_validation and math.isfinite(fall):
+            return max(fall, 1 - last_validation / first_validation)
+        return fall
 
     @property
     def blew_up(self) -> bool:
@@ -132,14 +127,9 @@ def select_curves(curves: Curves, arm: str) -> dict[int, Curve]:
 def _make_curve(lines: Lines, steps: int) -> Curve:
     """Makes a curve from lines. If a step has several lines, the last one counts."""
     rows = {line.step: line for line in lines if isinstance(line, StepRow)}
-    validations = (line for line in lines if isinstance(line, Validation) and line.of == HELD_OUT)
-    events = (line.kind for line in lines if isinstance(line, TrainingEvent))
-    return Curve(
-        steps,
-        tuple(row for _, row in sorted(rows.items())),
-        {look.step: look.loss for look in validations},
-        frozenset(events),
-    )
+    held_out = {line.step: line.loss for line in lines if isinstance(line, Validation) and line.of == HELD_OUT}
+    events = frozenset(line.kind for line in lines if isinstance(line, TrainingEvent))
+    return Curve(steps, tuple(rows[step] for step in sorted(rows)), held_out, events)
 
 
 @dataclass(frozen=True)
@@ -161,7 +151,8 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     if not (reference.is_complete and arm.is_complete):
         return Void.NOT_FINISHED
     # If an endpoint is not finite, nothing can be compared, whatever the earlier steps.
-    reference_end, arm_end = reference.endpoint, arm.endpoint
+    reference_end = reference.endpoint
+    arm_end = arm.endpoint
     if math.isnan(reference_end) or math.isnan(arm_end):
         return Void.NOT_FINITE
     # a gap relative to a negative loss would have the wrong sign
@@ -174,7 +165,8 @@ def pair_curves(reference: Curve, arm: Curve, seed: int) -> Pair | Void:
     *earlier, gap = measure_gaps(reference, arm, end_steps)
     if any(map(math.isnan, (*earlier, gap))):
         return Void.NEARLY_ZERO
-    held_out, same_bits = _held_out_gap(reference, arm), reference.losses == arm.losses
+    held_out = _held_out_gap(reference, arm)
+    same_bits = reference.losses == arm.losses
     return Pair(seed, gap, held_out, same_bits, tuple(earlier))
 
 
@@ -216,7 +208,8 @@ def _held_out_gap(reference: Curve, arm: Curve) -> float | None:
 
 
 MIN_PAIRS = 5
-DECIDING_LEVEL, SHOWN_LEVEL = 0.99, 0.95
+DECIDING_LEVEL = 0.99
+SHOWN_LEVEL = 0.95
 # No verdict proposes more seeds than this.
 MAX_SEEDS = 1000
 # The proposed number of further seeds decides with a probability of at least 80%, if gap and deviation are as
@@ -296,10 +289,16 @@ class JudgedArm:
 LASTING_VOIDS = (Void.NOT_FINISHED, Void.NEARLY_ZERO, Void.OTHER_TOKENS)
 
 
+def find_deciding_interval(gap: Gap | None) -> Interval | None:
+    """Returns the 99% interval of a gap; None if too few pairs of seeds count for a verdict."""
+    return gap.decides if gap is not None and gap.pairs >= MIN_PAIRS else None
+
+
 def mean_gap(gaps: Sequence[float]) -> Gap | None:
     if not gaps:
         return None
-    point, pair_count = statistics.fmean(gaps), len(gaps)
+    point = statistics.fmean(gaps)
+    pair_count = len(gaps)
     if pair_count == 1:
         return Gap(point, 1, math.nan, None, None)
     # statistics.stdev computes with fractions, which takes eighty times as long.
@@ -315,33 +314,31 @@ def judge_pairs(pairs: Sequence[Pair], margin: float, has_held_out: bool = True)
     gap = _gap_over_ends(pairs)
     held_out = mean_gap([pair.held_out for pair in pairs if pair.held_out is not None])
     open_arm = JudgedArm(Learned.INCONCLUSIVE, gap, held_out)
-    if gap is None or gap.decides is None or gap.pairs < MIN_PAIRS:
+    interval = find_deciding_interval(gap)
+    held_out_interval = find_deciding_interval(held_out)
+    if gap is None or interval is None:
         return replace(open_arm, why=Why.FEW_PAIRS, more_seeds=MIN_PAIRS - len(pairs))
-    if has_held_out and (held_out is None or held_out.decides is None or held_out.pairs < MIN_PAIRS):
+    if has_held_out and held_out_interval is None:
         return replace(open_arm, why=Why.NO_HELD_OUT)
-    learned, matters = classify_gap(gap.decides, margin), classify_importance(gap.decides, margin)
+    learned = classify_gap(interval, margin)
+    matters = classify_importance(interval, margin)
     if learned is Learned.INCONCLUSIVE:
-        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_seeds_needed(gap, margin))
-    if (
-        has_held_out
-        and held_out
-        and held_out.decides
-        and not _held_out_agrees(learned, matters, held_out.decides, margin)
-    ):
+        return replace(open_arm, matters=matters, why=Why.TOO_WIDE, more_seeds=count_further_seeds(gap, margin))
+    if has_held_out and held_out_interval and not _held_out_agrees(learned, matters, held_out_interval, margin):
         return replace(open_arm, why=Why.DISAGREE)
     return replace(open_arm, learned=learned, matters=matters)
 
 
 def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
+    """Returns the mean gap of the pairs. Its intervals cover those of trainings that end some steps earlier."""
     gap = mean_gap([pair.gap for pair in pairs])
-    if gap is None or gap.decides is None or gap.shown is None:
+    if gap is None or gap.pairs == 1:
         return gap
-    by_end = zip(*(pair.earlier for pair in pairs), strict=True)
-    earlier = list(map(mean_gap, by_end))
-    decides = _join_intervals(
-        gap.decides, [gap_before.decides for gap_before in earlier if gap_before and gap_before.decides]
-    )
-    shown = _join_intervals(gap.shown, [gap_before.shown for gap_before in earlier if gap_before and gap_before.shown])
+    gaps = [gap]
+    for earlier_gaps in zip(*(pair.earlier for pair in pairs), strict=True):
+        gaps += filter(None, [mean_gap(earlier_gaps)])
+    decides = _join_intervals([end_gap.decides for end_gap in gaps if end_gap.decides])
+    shown = _join_intervals([end_gap.shown for end_gap in gaps if end_gap.shown])
     # The deviation that corresponds to the wider interval. The number of further seeds is estimated from this
     # deviation.
     half_width = (decides.high - decides.low) / 2
@@ -349,11 +346,10 @@ def _gap_over_ends(pairs: Sequence[Pair]) -> Gap | None:
     return replace(gap, deviation=deviation, decides=decides, shown=shown)
 
 
-def _join_intervals(last: Interval, earlier: Sequence[Interval]) -> Interval:
-    all_intervals = [last, *earlier]
-    return replace(
-        last, low=min(interval.low for interval in all_intervals), high=max(interval.high for interval in all_intervals)
-    )
+def _join_intervals(intervals: Sequence[Interval]) -> Interval:
+    """Returns the first interval, extended so that it covers all of them."""
+    low = min(interval.low for interval in intervals)
+    return replace(intervals[0], low=low, high=max(interval.high for interval in intervals))
 
 
 def classify_gap(interval: Interval, margin: float) -> Learned:
@@ -391,17 +387,17 @@ def _interval(point: float, deviation: float, count: int, level: float) -> Inter
     return Interval(point, point - half_width, point + half_width, level)
 
 
-def count_seeds_needed(gap: Gap, margin: float) -> int | None:
+def count_further_seeds(gap: Gap, margin: float) -> int | None:
     """Returns the smallest number of further seeds that would probably decide. Returns None if more than 1000 seeds
     in all would be needed.
     """
 
     def is_decisive(count: int) -> bool:
-        half_width, chance_distance = (
-            value * gap.deviation / math.sqrt(count)
-            for value in (student_quantile(DECIDING_LEVEL, count - 1), _POWER_QUANTILE)
-        )
-        nearest, furthest = max(0.0, abs(gap.point) - chance_distance), abs(gap.point) + chance_distance
+        standard_error = gap.deviation / math.sqrt(count)
+        half_width = student_quantile(DECIDING_LEVEL, count - 1) * standard_error
+        chance_distance = _POWER_QUANTILE * standard_error
+        nearest = max(0.0, abs(gap.point) - chance_distance)
+        furthest = abs(gap.point) + chance_distance
         return nearest > half_width or furthest <= margin - half_width or 2 * half_width <= margin
 
     # More seeds decide more cases, so the smallest number is found by bisection.

@@ -21,9 +21,9 @@ from fp8bench.features.train.values import (
     ArmCost,
     ArmRole,
     KeptTraining,
+    Lines,
     StepFigure,
     StepRow,
-    StreamLine,
     Training,
     TrainingEvent,
     Validation,
@@ -39,7 +39,8 @@ from fp8bench.features.train.verdicts.curves import (
     Matters,
     classify_gap,
     classify_importance,
-    count_seeds_needed,
+    count_further_seeds,
+    find_deciding_interval,
     make_curves,
     mean_gap,
     select_curves,
@@ -71,7 +72,7 @@ class ArmSummary:
     peak_memory: int | None = None
     device_peak_memory: int | None = None
     wire: Mapping[str, float] = field(default_factory=dict)
-    energy: TrainedEnergy | None = None
+    joules_per_step: Range | None = None
     events: int | None = None
     verdict: ArmVerdict | None = None
 
@@ -99,10 +100,14 @@ class JudgedTraining:
 
     @cached_property
     def curves(self) -> dict[Key, Curve]:
-        lines = self.kept.lines
+        lines: Lines = self.kept.lines
         if self.training.is_watched:
-            lines = tuple(map(_drop_time, lines))
-        return make_curves(lines, self.training.request.steps)
+            # The speeds of watched loops are not compared, because other programs may have run next to them.
+            lines = [
+                replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
+                for line in lines
+            ]
+        return make_curves(lines, self.request.steps)
 
     @cached_property
     def verdicts(self) -> TrainingVerdicts:
@@ -117,70 +122,60 @@ class JudgedTraining:
         return judge_scores(self.kept, self.verdicts)
 
 
-def _drop_time(line: StreamLine) -> StreamLine:
-    """Returns a line without its time. The speeds of watched loops are not compared, because other programs may have
-    run next to them."""
-    return replace(line, seconds=0.0, tokens=line.tokens or 1) if isinstance(line, StepRow) else line
-
-
 def _summarise_arms(judged: JudgedTraining) -> tuple[ArmSummary, ...]:
-    training, verdicts, curves = judged.kept, judged.verdicts, judged.curves
-    peaks = {line.arm: line.memory for line in training.select_lines(ArmCost) if line.memory is not None}
-    # A user's optimizer has no state before its first step.
-    kept_bytes = {}
-    for line in training.select_lines(ArmCost):
-        if line.kept and training.request.settings.make:
-            kept_bytes[line.arm] = sum(size for _, size in line.kept) / training.training.parameters
-    reference = training.training.arms[0].name
-    energies = {
-        line.arm: summarise_energy(line.energy) for line in training.select_lines(ArmCost) if line.energy is not None
-    }
-    events = Counter(event.arm for event in training.select_lines(TrainingEvent))
+    training = judged.training
+    costs = judged.kept.select_lines(ArmCost)
+    memories = {cost.arm: cost.memory for cost in costs if cost.memory is not None}
+    energies = {cost.arm: cost.energy for cost in costs if cost.energy is not None}
+    bytes_per_parameter: dict[str, float] = {}
+    for figure in _first_figures(judged.kept, BYTES_PER_PARAMETER):
+        bytes_per_parameter[figure.arm] = bytes_per_parameter.get(figure.arm, 0.0) + figure.value
+    if judged.request.settings.make:
+        # A user's optimizer has no state before its first step, so the bytes are those of the memory measurement.
+        for cost in costs:
+            if cost.kept:
+                bytes_per_parameter[cost.arm] = sum(size for _, size in cost.kept) / training.parameters
+    wires: dict[str, dict[str, float]] = defaultdict(dict)
+    for figure in _first_figures(judged.kept, WIRE_BYTES):
+        wires[figure.arm][figure.layer] = figure.value
+    events = Counter(event.arm for event in judged.kept.select_lines(TrainingEvent))
+    rows = judged.kept.select_lines(StepRow)
     # Watched steps have no time.
-    paces = together(
-        (row.arm, row.seconds / row.tokens) for row in training.select_lines(StepRow) if row.seconds > 0 and row.tokens
-    )
-    sizes = _first_values(training, BYTES_PER_PARAMETER)
-    wires = _first_values(training, WIRE_BYTES)
+    paces = together((row.arm, row.seconds / row.tokens) for row in rows if row.seconds > 0 and row.tokens)
     summaries = []
-    for arm in training.training.arms:
-        arm_curves = [*select_curves(curves, arm.name).values()]
-        # arms that repeat the reference use as much memory as the reference
-        arm_alone = reference if arm.is_band else arm.name
-        memory = peaks.get(arm_alone)
+    for arm in training.arms:
+        curves = select_curves(judged.curves, arm.name).values()
+        # Arms that repeat the reference use as much memory as the reference.
+        measured_arm = training.arms[0].name if arm.is_band else arm.name
+        memory = memories.get(measured_arm)
         summary = ArmSummary(
             arm,
-            steps=sum(len(curve.rows) for curve in arm_curves),
-            loss=mean_or_none([curve.endpoint for curve in arm_curves if curve.is_complete]),
-            held_out=mean_or_none(
-                [curve.held_out[curve.steps] for curve in arm_curves if curve.steps in curve.held_out]
-            ),
+            steps=sum(len(curve.rows) for curve in curves),
+            loss=_mean_or_none([curve.endpoint for curve in curves if curve.is_complete]),
+            held_out=_mean_or_none([curve.held_out[curve.steps] for curve in curves if curve.steps in curve.held_out]),
             tokens_per_second=1 / statistics.median(paces[arm.name]) if arm.native and arm.name in paces else None,
-            bytes_per_parameter=kept_bytes.get(arm_alone, sum(sizes[arm.name].values()) if arm.name in sizes else None),
+            bytes_per_parameter=bytes_per_parameter.get(measured_arm),
             peak_memory=memory.peak if memory else None,
             device_peak_memory=memory.on_device if memory else None,
-            wire=wires.get(arm.name, {}),
-            energy=energies.get(arm.name),
-            events=events[arm.name] if arm_curves else None,
-            verdict=verdicts.find_verdict(arm.name),
+            wire=wires[arm.name],
+            joules_per_step=summarise_energy(energies.get(arm.name)),
+            events=events[arm.name] if curves else None,
+            verdict=judged.verdicts.find_verdict(arm.name),
         )
         summaries.append(summary)
     return tuple(summaries)
 
 
-def _first_values(stored: KeptTraining, name: str) -> dict[str, dict[str, float]]:
-    """Returns the values of a figure by arm and layer. They come from each arm's first step that has the figure."""
-    # Later steps have equal values.
-    first_by_arm: dict[str, tuple[tuple[int, int], dict[str, float]]] = {}
+def _first_figures(stored: KeptTraining, name: str) -> Iterator[StepFigure]:
+    """Yields the figures with a name, from each arm's first step that has them. Later steps have equal values."""
+    first_steps: dict[str, tuple[int, int]] = {}
     for figure in stored.select_lines(StepFigure):
-        if figure.name == name:
-            at, values = first_by_arm.setdefault(figure.arm, ((figure.seed, figure.step), {}))
-            if at == (figure.seed, figure.step):
-                values[figure.layer] = figure.value
-    return {arm: values for arm, (_, values) in first_by_arm.items()}
+        step = figure.seed, figure.step
+        if figure.name == name and first_steps.setdefault(figure.arm, step) == step:
+            yield figure
 
 
-def mean_or_none(values: Sequence[float]) -> float | None:
+def _mean_or_none(values: Sequence[float]) -> float | None:
     return math.fsum(values) / len(values) if values else None
 
 
@@ -190,7 +185,7 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
     reference in place of gaps.
     """
     verdict = summary.verdict
-    energy = summary.energy
+    band = verdicts.repeat_band if summary.arm.role is ArmRole.REPEAT else None
     speed = verdict.speed.adjusted if verdict and verdict.speed else None
     return {
         "loss": summary.loss,
@@ -203,9 +198,9 @@ def list_figures(summary: ArmSummary, verdicts: TrainingVerdicts) -> dict[str, f
         "peak_memory": summary.peak_memory,
         "device_peak_memory": summary.device_peak_memory,
         "wire_bytes": math.fsum(summary.wire.values()) if summary.wire else None,
-        "joules_per_step": energy.joules.middle if energy and energy.joules else None,
+        "joules_per_step": summary.joules_per_step.middle if summary.joules_per_step else None,
         "events": summary.events,
-        **_band_figures(summary.arm, verdicts),
+        **({"first_difference": band.first, "largest_difference": band.largest} if band else {}),
     }
 
 
@@ -221,27 +216,10 @@ def _interval_figures(name: str, interval: Interval | None) -> dict[str, float |
     return {name: point, f"{name}_low": low, f"{name}_high": high}
 
 
-def _band_figures(arm: Arm, verdicts: TrainingVerdicts) -> dict[str, float | None]:
-    if arm.role is ArmRole.REPEAT and verdicts.repeat_band is not None:
-        return {"first_difference": verdicts.repeat_band.first, "largest_difference": verdicts.repeat_band.largest}
-    return {}
-
-
-@dataclass(frozen=True)
-class TrainedEnergy:
-    """The energy of a training step. `joules` is measured in windows of many steps. `why` is the reason if `joules`
-    is missing.
-    """
-
-    joules: Range | None
-    why: str = ""
-
-
-def summarise_energy(use: EnergyUse) -> TrainedEnergy:
+def summarise_energy(use: EnergyUse | None) -> Range | None:
+    """Returns the joules of a training step, measured in windows of many steps; None without a window."""
     samples = energy_samples(use)
-    if not samples:
-        return TrainedEnergy(None, use.why or "no window was measured, for unknown reasons")
-    return TrainedEnergy(Range(statistics.median(samples), min(samples), max(samples)), use.why)
+    return Range(statistics.median(samples), min(samples), max(samples)) if samples else None
 
 
 @dataclass(frozen=True)
@@ -280,17 +258,21 @@ def judge_scores(stored: KeptTraining, verdicts: TrainingVerdicts) -> tuple[Scor
         if validation.of.startswith("quantised:") and validation.step == steps:
             scores[validation.of][validation.arm][validation.seed] = validation.loss
     in_bf16 = dict(scores.get(_IN_BF16, {}))
-    reference, request, score_verdicts = verdicts.reference, stored.request, []
+    reference = verdicts.reference
+    request = stored.request
+    score_verdicts = []
     for name, values in scores.items():
         for arm in stored.training.compared_arms:
             if arm.name != reference:
-                verdict = ScoreVerdict(arm.name, name, reference)
-                score_verdicts.append(_make_score_verdict(request, verdict, values[arm.name], values[reference]))
+                against = reference
+                old_values = values[reference]
             elif name.startswith("quantised:") and name != _IN_BF16:
-                verdict = ScoreVerdict(arm.name, name, "itself in bf16")
-                score_verdicts.append(
-                    _make_score_verdict(request, verdict, values[arm.name], in_bf16.get(arm.name, {}))
-                )
+                against = "itself in bf16"
+                old_values = in_bf16.get(arm.name, {})
+            else:
+                continue
+            verdict = ScoreVerdict(arm.name, name, against)
+            score_verdicts.append(_make_score_verdict(request, verdict, values[arm.name], old_values))
     return tuple(filter(None, score_verdicts))
 
 
@@ -299,7 +281,8 @@ def _make_score_verdict(
 ) -> ScoreVerdict | None:
     """Returns the verdict on a score. None if no seed has a value of the arm and a value of the reference."""
     value_pairs = [(values[seed], old_values[seed]) for seed in values if seed in old_values]
-    pairs, name = [pair for pair in value_pairs if math.isfinite(sum(pair))], verdict.figure
+    pairs = [pair for pair in value_pairs if math.isfinite(sum(pair))]
+    name = verdict.figure
     if not pairs:
         return None
     new, old = zip(*pairs, strict=True)
@@ -327,9 +310,7 @@ def _is_above(scores: Sequence[float], chance: float, floor: float) -> bool:
 def _lower_is_better(request: TrainingRequest, name: str) -> bool:
     metric_name = name.removeprefix(METRIC_PREFIX)
     lower_metrics = [metric.removesuffix("=lower") for metric in request.settings.metric if metric.endswith("=lower")]
-    return any(
-        metric_name in (metric, f"{metric}.{metric_name.removeprefix(f'{metric}.')}") for metric in lower_metrics
-    )
+    return any(metric_name == metric or metric_name.startswith(f"{metric}.") for metric in lower_metrics)
 
 
 def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
@@ -343,19 +324,19 @@ def _widen_gap(gap: Gap | None, floor: float) -> Gap | None:
 
 def _judge_score(verdict: ScoreVerdict, gap: Gap | None, margin: float, at_chance: bool = False) -> ScoreVerdict:
     verdict = replace(verdict, worse=gap, word=describe_open_gap(gap, margin))
-    if gap is None or gap.decides is None or gap.pairs < MIN_PAIRS:
+    interval = find_deciding_interval(gap)
+    if interval is None:
         return verdict
     if at_chance:
         return replace(verdict, word=_AT_CHANCE)
-    learned, matters = classify_gap(gap.decides, margin), classify_importance(gap.decides, margin)
+    learned = classify_gap(interval, margin)
+    matters = classify_importance(interval, margin)
     verdict = replace(verdict, learned=learned, matters=matters)
     if learned is Learned.INCONCLUSIVE:
         return verdict
-    is_within_noise = learned is Learned.WITHIN_NOISE
-    return replace(
-        verdict,
-        word=learned.value if is_within_noise else f"{learned}: {describe_importance(learned, matters, margin)}",
-    )
+    if learned is Learned.WITHIN_NOISE:
+        return replace(verdict, word=learned.value)
+    return replace(verdict, word=f"{learned}: {describe_importance(learned, matters, margin)}")
 
 
 def describe_open_gap(gap: Gap | None, bound: float) -> str:
@@ -364,7 +345,7 @@ def describe_open_gap(gap: Gap | None, bound: float) -> str:
     """
     if gap is None or gap.pairs < MIN_PAIRS:
         return f"open: {many(gap.pairs if gap else 0, 'seed')} of the {MIN_PAIRS} that are needed"
-    seed_count = count_seeds_needed(gap, bound)
+    seed_count = count_further_seeds(gap, bound)
     seeds = "an unknown number of more seeds" if seed_count is None else many(seed_count, "more seed")
     return f"open: {seeds} would settle {100 * bound:g}%"
 
@@ -374,10 +355,9 @@ _IMPORTANCE_WORDS: Mapping[Matters | None, str] = {Matters.NO: "inside", Matters
 
 def describe_importance(learned: Learned, matters: Matters | None, margin: float) -> str:
     """Returns the meaning of a difference, such as 'real, inside the 1% you tolerate'."""
-    margin_text = f"{100 * margin:.4g}%"
-    return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} " + (
-        f"the {margin_text} you tolerate" if learned is Learned.WORSE else f"the margin of {margin_text}"
-    )
+    percent = f"{100 * margin:.4g}%"
+    margin_words = f"the {percent} you tolerate" if learned is Learned.WORSE else f"the margin of {percent}"
+    return f"real, {_IMPORTANCE_WORDS.get(matters, 'perhaps beyond')} {margin_words}"
 
 
 _TONES: Mapping[Learned | None, Tone] = {
@@ -398,18 +378,18 @@ def find_tone(verdict: JudgedArm | ScoreVerdict) -> Tone:
 
 def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
     columns: list[Col[ScoreVerdict]] = [
-        Col("arm", lambda verdict: verdict.arm),
-        Col("figure", lambda verdict: verdict.figure),
-        Col("value", lambda verdict: verdict.own, show=_format_value),
-        Col("against", lambda verdict: verdict.against),
-        Col("its value", lambda verdict: verdict.reference, show=_format_value),
+        Col("arm", "arm"),
+        Col("figure", "figure"),
+        Col("value", "own", show="{:.4g}".format),
+        Col("against", "against"),
+        Col("its value", "reference", show="{:.4g}".format),
         Col(
             "worse by",
             _format_worse,
             number=True,
             hint="in points for tasks, in percent otherwise; with the 99% interval over seeds",
         ),
-        Col("verdict", lambda verdict: verdict.word, tone=find_tone),
+        Col("verdict", "word", tone=find_tone),
     ]
     scored_tasks = {row.figure.removeprefix(TASK_PREFIX).partition("@")[0] for row in rows}
     tasks = [task for task in CHANCE_SCORES if task in scored_tasks]
@@ -421,13 +401,10 @@ def render_scores(rows: Sequence[ScoreVerdict]) -> Iterator[Part]:
         yield Part("scores", title, (table("scores", "", columns, rows), *texts))
 
 
-def _format_value(value: float) -> str:
-    return f"{value:.4g}"
-
-
 def _format_worse(verdict: ScoreVerdict) -> str | None:
     if verdict.worse is None:
         return None
-    unit, interval = " points" if verdict.figure.startswith(TASK_PREFIX) else "%", verdict.worse.decides
+    unit = " points" if verdict.figure.startswith(TASK_PREFIX) else "%"
+    interval = verdict.worse.decides
     interval_text = f" [{100 * interval.low:+.2g}, {100 * interval.high:+.2g}]" if interval else ""
     return f"{100 * verdict.worse.point:+.2g}{interval_text}{unit}"

@@ -76,10 +76,10 @@ class RepeatBand:
 
 @dataclass(frozen=True)
 class TrainingVerdicts:
-    """The verdicts of a training. `falls` are the shares by which the reference's loss fell, by seed. If `looks` is
-    False, no text is held out, and only the training loss decides. `chaos` is the effect of one ulp in the first
-    seed. `rates` is the number of learning rates of the reference. With several rates, the reference at its best rate
-    is compared with each arm at the arm's best rate.
+    """The verdicts of a training. `falls` are the shares by which the reference's loss fell, by seed. Without
+    `has_held_out`, no text is held out, and only the training loss decides. `chaos` is the effect of one ulp in the
+    first seed. `rate_count` is the number of learning rates of the reference. With several rates, the reference at its
+    best rate is compared with each arm at the arm's best rate.
     """
 
     reference: str
@@ -89,9 +89,9 @@ class TrainingVerdicts:
     falls: Mapping[int, float]
     arms: tuple[ArmVerdict, ...]
     repeat_band: RepeatBand | None
-    looks: bool = True
+    has_held_out: bool = True
     chaos: Pair | None = None
-    rates: int = 1
+    rate_count: int = 1
 
     def find_verdict(self, name: str) -> ArmVerdict | None:
         """Returns an arm's verdict. Returns None for the reference, its repeats, and its one-ulp arm."""
@@ -124,6 +124,7 @@ def judge_arms(
     base_arm = by_role[ArmRole.REFERENCE][0]
     reference_rates = [base_arm, *by_role.get(ArmRole.OTHER_RATE, ())]
     reference = _find_best_arm(reference_rates, curves, seeds)
+    # A seed that is not begun has an empty curve.
     base_curves = {seed: curves.get((base_arm.name, seed), Curve(steps)) for seed in seeds}
     best_curves = {seed: curves.get((reference.name, seed), Curve(steps)) for seed in seeds}
     required_fall = min_fall(margin)
@@ -132,24 +133,26 @@ def judge_arms(
     chaos: list[Pair] = []
     for arm in by_role.get(ArmRole.CHAOS, ()):
         chaos += _pair_seeds(base_curves, arm, curves)[0]
-    repeats: list[tuple[Curve, Curve]] = []
+    repeats: list[tuple[StepRow, StepRow]] = []
     for arm in by_role.get(ArmRole.REPEAT, ()):
-        repeats += [(base_curves[seed], curve) for seed, curve in select_curves(curves, arm.name).items()]
+        for seed, curve in select_curves(curves, arm.name).items():
+            repeats += zip(base_curves[seed].rows, curve.rows, strict=False)
     # 2. Compare each candidate with the reference at the reference's best rate. If a candidate has several rates,
     # only the best one keeps its verdict.
     candidates = by_role.get(ArmRole.CANDIDATE, [])
-    verdicts = [
-        _judge_arm(reference, arm, best_curves, curves, margin, has_learned, has_held_out) for arm in candidates
-    ]
+    verdicts = []
+    for arm in candidates:
+        verdict = _judge_arm(reference, arm, best_curves, curves, margin, has_learned, has_held_out)
+        if len(reference_rates) > 1:
+            verdict = _keep_best_rate(verdict, candidates, curves)
+        verdicts.append(verdict)
     return TrainingVerdicts(
         reference.name,
         margin,
         seeds,
         required_fall,
         {seed: curve.fall for seed, curve in best_curves.items() if curve.rows},
-        tuple(verdicts)
-        if len(reference_rates) == 1
-        else tuple(_keep_best_rate(arm_verdict, candidates, curves) for arm_verdict in verdicts),
+        tuple(verdicts),
         _compare_repeats(repeats) if repeats else None,
         has_held_out,
         chaos[0] if chaos else None,
@@ -249,15 +252,17 @@ def _pair_seeds(
     return tuple(pairs), tuple(voids)
 
 
-def _compare_repeats(repeats: Sequence[tuple[Curve, Curve]]) -> RepeatBand:
-    both: list[tuple[StepRow, StepRow]] = []
+def _compare_repeats(repeats: Sequence[tuple[StepRow, StepRow]]) -> RepeatBand:
+    """Compares the rows of the reference with the repeat's rows of the same steps."""
+    first_difference = None
+    largest = 0.0
     for reference, repeat in repeats:
-        both += zip(reference.rows, repeat.rows, strict=False)
-    first_difference = next((old.step for old, new in both if old.loss != new.loss), None)
-    gaps = [abs(new.loss / old.loss - 1) if old.loss else math.inf for old, new in both if old.loss != new.loss]
-    return RepeatBand(
-        len(both), first_difference, max((gap if math.isfinite(gap) else math.inf for gap in gaps), default=0.0)
-    )
+        if reference.loss != repeat.loss:
+            gap = abs(repeat.loss / reference.loss - 1) if reference.loss else math.inf
+            largest = max(largest, gap if math.isfinite(gap) else math.inf)
+            if first_difference is None:
+                first_difference = reference.step
+    return RepeatBand(len(repeats), first_difference, largest)
 
 
 @dataclass(frozen=True)
@@ -280,11 +285,13 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     timed_pairs = [(pair, log) for pair in pairs if (log := _measure_log_speed(*pair)) is not None]
     if len(timed_pairs) < MIN_PAIRS:
         return None
-    curves, speeds = [pair for pair, _ in timed_pairs], [log for _, log in timed_pairs]
+    curves = [pair for pair, _ in timed_pairs]
+    speeds = [log for _, log in timed_pairs]
     # Logarithms of ratios, because half and twice as fast are equally far from 1.
     step_speed = mean_gap(speeds)
     assert step_speed is not None and step_speed.shown is not None
-    raw, steps = _exponentiate(step_speed.shown), measure_log_steps(curves)
+    raw = _exponentiate(step_speed.shown)
+    steps = measure_log_steps(curves)
     if steps is None:
         return AdjustedSpeed(raw, None)
     point = step_speed.point + max(steps, _MIN_LOG_STEP)
@@ -300,13 +307,10 @@ def measure_speed(pairs: Sequence[tuple[Curve, Curve]]) -> AdjustedSpeed | None:
     estimates = [
         statistics.fmean(speeds[:seed] + speeds[seed + 1 :]) + log for seed, log in enumerate(log_steps_without)
     ]
-    return AdjustedSpeed(raw, _jackknife(point, estimates))
-
-
-def _jackknife(point: float, estimates: Sequence[float]) -> Interval:
+    # The jackknife: the variance of estimates that leave out one seed each gives the standard error.
     error = math.sqrt((len(estimates) - 1) * statistics.pvariance(estimates))
     half_width = student_quantile(SHOWN_LEVEL, len(estimates) - 1) * error
-    return _exponentiate(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL))
+    return AdjustedSpeed(raw, _exponentiate(Interval(point, point - half_width, point + half_width, SHOWN_LEVEL)))
 
 
 def measure_log_steps(pairs: Sequence[tuple[Curve, Curve]]) -> float | None:
@@ -334,7 +338,8 @@ def _find_log_step(curves: Sequence[Sequence[float]], loss_rise: float) -> float
     curvature, slope, _ = (float(term) for term in np.polyfit(log_steps[is_fitted], losses[is_fitted], 2))
     if max(slope, slope + 2 * curvature * _MIN_LOG_STEP) >= 0:
         # A parabola that turns upwards at its end would mean that the loss rises again.
-        curvature, slope = 0.0, float(np.polyfit(log_steps[is_fitted], losses[is_fitted], 1)[0])
+        curvature = 0.0
+        slope = float(np.polyfit(log_steps[is_fitted], losses[is_fitted], 1)[0])
     if slope >= 0:
         return None
     if loss_rise > _MIN_LOG_STEP * (slope + curvature * _MIN_LOG_STEP):

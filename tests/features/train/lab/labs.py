@@ -17,7 +17,8 @@ from fp8bench.plan.corpus import Corpus
 from tests.facts import CPU
 
 # Model size in this folder's tests, in addition to the standard ones: a step takes milliseconds.
-TINY, TINY_TIED = "tiny", "tiny-tied"
+TINY = "tiny"
+TINY_TIED = "tiny-tied"
 SMALL = TrainerSettings(model=TINY)
 
 

@@ -13,7 +13,7 @@ import torch
 
 from fp8bench.features.train import step
 from fp8bench.features.train.lab import evaluate
-from fp8bench.features.train.lab.parallelism import DataParallel, FullySharded
+from fp8bench.features.train.lab.parallelism import DataParallel
 from fp8bench.features.train.lab.trainer import Trainer
 from fp8bench.features.train.values import Arm, SeedTask, StreamLine
 from fp8bench.nn.sizes import SIZES
@@ -21,7 +21,8 @@ from tests.features.train.lab import plants
 from tests.features.train.lab.labs import TINY, TINY_TIED
 
 _RANK = int(os.environ.get("RANK", "0"))
-_init, _advance = Trainer.__init__, step.advance
+_init = Trainer.__init__
+_advance = step.advance
 
 
 def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
@@ -31,11 +32,7 @@ def _planted_init(self: Trainer, task: SeedTask, arm: Arm, *more: Any) -> None:
     if planted == plants.SCALES:  # every largest magnitude that this rank received
         largest: Any = DataParallel._largest_over_ranks
         DataParallel._largest_over_ranks = lambda self, amax: 2 * largest(self, amax)  # type: ignore[method-assign]
-    if planted == plants.TEXT:
-        task = replace(task, text=replace(task.text, train=replace(task.text.train, start=1)))
     _init(self, task, arm, *more)
-    if planted == plants.SHARE:
-        self.parallelism.part_number = 0
     if planted == plants.WEIGHTS:
         _move(self)
     if planted == plants.AVERAGE:
@@ -51,15 +48,6 @@ def _move(trainer: Trainer) -> None:
 def _spoil_average(trainer: Trainer) -> None:
     """In one step the rank uses its local gradients as the average."""
     together: Any = trainer.parallelism
-    if isinstance(together, FullySharded):
-        scattered = together._group.own_part
-
-        def kept(every: torch.Tensor) -> torch.Tensor:
-            whole = scattered(every)
-            return every[together.part_number] * together.part_count if trainer.step == plants.KILLED_AT else whole
-
-        together._group.own_part = kept
-        return
     average = together.average_gradients
 
     def forgotten(gradients: Any, phase: Any) -> None:

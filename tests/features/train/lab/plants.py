@@ -7,7 +7,7 @@ from pathlib import Path
 from fp8bench.nn.sizes import GPTConfig
 
 FILE = str(Path(__file__).with_name("planted_ranks.py"))
-SEED, TEXT, SHARE, WEIGHTS, AVERAGE, KILLED, SCALES = range(7001, 7008)
+SEED, WEIGHTS, AVERAGE, KILLED, SCALES = range(7001, 7006)
 KILLED_AT = 7
 # Tokens per validation, a sixteenth of the default, because validating would take most of the time.
 LOOKED_AT = 256

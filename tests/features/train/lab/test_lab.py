@@ -38,7 +38,9 @@ def test_arms_of_a_seed_are_paired(corpus: Corpus) -> None:
     """The repeat equals the reference bit for bit, however steps are interleaved."""
     arms = (Arm("bf16", "bf16", ArmRole.REFERENCE), Arm("again", "bf16", ArmRole.REPEAT))
     lab = lab_of(task_of(corpus, *arms, "fp32"))
-    begun, fp32, rest = losses(lab, "bf16", 2), losses(lab, "fp32", 1), losses(lab, "bf16", 1)
+    begun = losses(lab, "bf16", 2)
+    fp32 = losses(lab, "fp32", 1)
+    rest = losses(lab, "bf16", 1)
     assert losses(lab, "again", 3) == begun + rest
     assert fp32[0] == pytest.approx(begun[0], rel=5e-3) and fp32[0] != begun[0]
 
@@ -177,7 +179,8 @@ def test_the_first_tensor_that_is_not_finite_is_found(
     spoil(lab, arm, name, factor)
     before = weights_of(lab, arm)
     lines = lab.advance(arm, 5)
-    (row,), (event, stopped) = rows(lines), events(lines)
+    (row,) = rows(lines)
+    (event, stopped) = events(lines)
     assert row.skipped and row.step == event.step == 2
     assert (event.kind, event.layer, event.tensor) == ("not-finite", layer, tensor), event.words
     assert dict(event.values)["direction"] == "forward" and stopped.kind == "stopped"
@@ -257,11 +260,13 @@ def test_a_repeated_step_leaves_what_casts_remember(corpus: Corpus) -> None:
 
 def test_a_faulty_tensor_has_the_scale_of_that_moment() -> None:
     """A delayed scale is reported unchanged; a current one is 1 for a tensor with infinities."""
-    x, lost = torch.full((32, 32), 2.0), torch.full((32, 32), 2.0)
+    x = torch.full((32, 32), 2.0)
+    lost = torch.full((32, 32), 2.0)
     lost[0, 0] = float("inf")
     for mode, scale in (("fp8", 1.0), ("fp8-delayed", 448 / 2)):
         layer = Linear(32, 32, precisions.get(mode).arithmetic(CPU).layer(mode))
-        own, finder = layer.arithmetic, Finder()
+        own = layer.arithmetic
+        finder = Finder()
         layer(x, SilentPhases())
         with finder.attach(nn.ModuleDict({"layer": layer})):
             layer(lost, SilentPhases())

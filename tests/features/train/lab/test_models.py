@@ -14,7 +14,7 @@ from fp8bench.features.train.request import ARCHITECTURES, TrainerSettings
 from fp8bench.model import DeviceFacts, Level
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.sizes import SIZES
-from fp8bench.protocols import Arithmetic, SilentPhases
+from fp8bench.protocols import Arithmetic
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
@@ -24,7 +24,7 @@ PLAIN = PlainArithmetic(torch.float32)
 
 @for_each("arch", ARCHITECTURES)
 def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> None:
-    """They come in order, each once; and the model learns from one batch."""
+    """They come in order, each once."""
     asked = []
 
     def choose(name: str) -> Arithmetic:
@@ -34,20 +34,9 @@ def test_the_layers_named_are_those_that_ask_for_an_arithmetic(arch: str) -> Non
     settings = TrainerSettings(arch=arch, batch=2, sequence=32)
     models.check_settings(settings)
     config = replace(models.make_config(settings, 200), width=32, hidden=32)
-    torch.manual_seed(0)
-    model = models.build_model(settings, config, choose, PLAIN.carrier)
+    models.build_model(settings, config, choose, PLAIN.carrier)
     assert asked == [layer.name for layer in models.list_layers(arch, config)]
     assert [layer.name for layer in models.list_layers(arch, config) if layer.high] == ["head"]
-    tokens = torch.randint(200, (2, 33))
-    optimizer = torch.optim.Adam(model.parameters(), lr=1e-2)
-    losses = []
-    for _ in range(15):
-        loss = model(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous(), SilentPhases())
-        losses.append(float(loss.detach()))
-        optimizer.zero_grad()
-        loss.backward()
-        optimizer.step()
-    assert losses[-1] < losses[0] - 1
 
 
 def test_sizes_are_the_models_own_and_those_of_the_text() -> None:

@@ -33,8 +33,8 @@ merge_answers = partial(merged_with, more_merges=MERGES)
 ROW = StepRow("fp8", 0, 3, 2.5, 1e-3, 0.7, 0.0, 10.0, 1e-3, 1.0, 64, 0.5)
 
 
-def said(*lines: StreamLine, weights: int = 1, own: int = 0, whole: int = 0, shares: int = 2) -> RankLines:
-    return RankLines(lines, (("the weights", weights),), ((3, own, whole),), shares)
+def said(*lines: StreamLine, weights: int = 1) -> RankLines:
+    return RankLines(lines, (("the weights", weights),))
 
 
 def one(*ranks: StreamLine) -> Any:
@@ -54,26 +54,12 @@ def test_a_step_is_that_of_all_ranks_and_takes_as_long_as_the_slowest() -> None:
             r"in step 3 of fp8 loss is 2\.5 on rank 0 and 2\.5000000000000004",
         ),
         (said(replace(ROW, skipped=True)), "skipped is False on rank 0 and True on rank 1"),
-        (replace(said(ROW), faults=("lost its rows",)), "rank 1 lost its rows"),
         (said(ROW, weights=2), "the weights of rank 1 differ from those of rank 0"),
-        (said(ROW, ROW), "different kinds"),
-        (said(ROW, whole=9), "in step 3 rank 1 reads a different text"),
-        (said(ROW, own=1), "did not read each sequence"),
     ],
 )
 def test_what_must_be_the_same_is_compared(other: RankLines, why: str) -> None:
     with pytest.raises(RanksDisagree, match=why):
         merge_answers("advance", [said(ROW), other])
-
-
-def test_parts_of_a_batch_come_to_the_batch_however_often_it_is_read() -> None:
-    """Two shards on two ranks; and the whole batch on both ranks, which read no shard."""
-    large = (1 << 63) - 1
-    for parts, whole in (((4, 5), 9), ((large, 4), 3)):
-        assert merge_answers("advance", [said(ROW, own=own, whole=whole) for own in parts])
-    assert merge_answers("advance", [said(ROW, own=9, whole=9, shares=1)] * 2)
-    with pytest.raises(RanksDisagree):
-        merge_answers("advance", [said(ROW, own=4, whole=9, shares=1)] * 2)
 
 
 def test_a_reading_is_that_of_all_parts_together() -> None:
@@ -87,7 +73,8 @@ def test_a_reading_is_that_of_all_parts_together() -> None:
         (figures,) = read_figures([measure_tensor(x, TensorCast(E4M3, Scaling(0, 0), scale, left))])
         return make_reading("fp8", 0, 3, "a", "input", figures, 90.0)
 
-    both, whole = one(*map(reading, parts)), reading(torch.cat(parts))
+    both = one(*map(reading, parts))
+    whole = reading(torch.cat(parts))
     for name in ("amax", "smallest", "scale", "least_scale", "largest_scale", "lag", "drift"):
         assert getattr(both, name) == getattr(whole, name), name
     for name in ("mean", "deviation", "underflow", "saturated", "zeros", "not_finite", "signal_to_noise"):

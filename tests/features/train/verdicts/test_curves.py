@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import json
-import random
 import statistics
 from collections.abc import Mapping, Sequence
 
@@ -29,8 +27,8 @@ from fp8bench.features.train.verdicts.curves import (
 )
 from fp8bench.features.train.verdicts.verdicts import TrainingVerdicts, judge_training
 from fp8bench.model import Interval
-from suites.verdicts import TRAINED, false_alarms, found, noises, same_at_every_end, speeds
-from tests.counts import for_each, sampled
+from suites.verdicts import false_alarms, found, noises, same_at_every_end
+from tests.counts import for_each
 from tests.learning_curves import CANDIDATE, REFERENCE, curve, held_out, lines, rows, training
 
 SPREAD = (-0.002, -0.001, 0.0, 0.001, 0.002)
@@ -147,7 +145,7 @@ def test_an_arm_is_not_better_than_a_reference_at_a_worse_rate() -> None:
     assert learned == {"fp8": Learned.BETTER}
     planted |= {"bf16 rate=0.0005": [2.05] * 5, "bf16 rate=0.002": [2.0 - noise for noise in NOISE]}
     tuned, learned = verdicts_of_ends(*OTHERS, *SWEPT, **planted)
-    assert (tuned.reference, tuned.rates, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
+    assert (tuned.reference, tuned.rate_count, learned["fp8"]) == ("bf16 rate=0.002", 3, Learned.WITHIN_NOISE)
     others = {said.arm.name for said in tuned.arms if said.judged.why is Why.OTHER_RATE}
     assert others == {"fp8 rate=0.0005", "fp8 rate=0.002"}
 
@@ -167,24 +165,7 @@ def test_an_arm_that_is_better_at_its_best_is_called_so() -> None:
         "fp8 rate=0.002": Learned.DIVERGED,
     }
     plain = judge_training(training(), lines({"fp8": [0.0] * 5}))
-    assert (plain.reference, plain.rates) == (REFERENCE.name, 1)
-
-
-@for_each("apart", [0.0, 0.002, 0.02])
-def test_best_against_best_is_seldom_wrong_where_nothing_differs(apart: float) -> None:
-    """Three rates each: at most two of a hundred studies find a difference, as rates are chosen on the same losses."""
-    draw, wrong, studies = random.Random(7), 0, 300
-
-    def flat(end: float) -> Curve:
-        return Curve(2, tuple(rows("a", 0, [5.0, end])))
-
-    for _ in range(studies):
-        ends = [[2 + place * apart * 2 + draw.gauss(0, 0.01) for _ in range(5)] for place in range(3) for _ in range(2)]
-        arms = [min(ends[which::2], key=sum) for which in (0, 1)]
-        both = [pair_curves(*(flat(own[seed]) for own in arms), seed) for seed in range(5)]
-        counted = [pair for pair in both if isinstance(pair, Pair)]
-        wrong += judge_pairs(counted, 1e-9, has_held_out=False).learned in (Learned.WORSE, Learned.BETTER)
-    assert wrong <= 0.02 * studies
+    assert (plain.reference, plain.rate_count) == (REFERENCE.name, 1)
 
 
 @for_each(
@@ -221,7 +202,8 @@ def test_the_bound_of_one_seed_holds_as_often_as_it_says() -> None:
 
 FEW = 200
 # A deviation of half the margin, where both ends of a verdict are possible, and one far beyond it.
-NEAR, FAR = 0.005, 0.05
+NEAR = 0.005
+FAR = 0.05
 
 
 @for_each("name", ["Gaussian", "heavy tails"])
@@ -250,22 +232,6 @@ def test_no_verdict_turns_on_the_last_step(name: str, studies: int) -> None:
     assert same_at_every_end(noises()[name], studies) >= 0.95
 
 
-def test_real_nudged_arms_were_never_called() -> None:
-    """The data are the committed file of twenty studies."""
-    kept = json.loads(TRAINED.read_text())
-    nudged = {name: counts for name, counts in kept["verdicts"].items() if name.startswith(("ulp", "order"))}
-    assert sum(sum(counts.values()) for counts in nudged.values()) >= 20
-    assert {word for counts in nudged.values() for word in counts} <= {"within noise", "inconclusive"}
-    assert all(any(gap) for gaps in kept["gaps"].values() for gap in gaps)
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("pace", sampled([1.2], [0.7, 1.0, 1.2]))
-def test_speed_to_the_same_loss_holds_the_pace_that_was_planted(pace: float) -> None:
-    held, point = speeds(150, pace, 0.002)
-    assert held > 0.88 and point == pytest.approx(pace, rel=0.02)
-
-
 def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
     """A gap of that size, drawn with the same deviation; half that size is mostly missed."""
     numbers = np.random.default_rng(0).normal(0.0, 0.004, (2000, 5))
@@ -277,10 +243,6 @@ def test_the_smallest_effect_is_found_in_three_of_four_trainings() -> None:
         return sum(gap is not None and gap.decides is not None and gap.decides.low > 0 for gap in gaps) / len(gaps)
 
     assert 0.65 < share_found(effect) < 0.85 and share_found(effect / 2) < 0.5
-    learned = judge_training(training(), lines({"fp8": around(0.02)}))
-    assert words.describe_visible_gap(learned).startswith("a gap of 0.")
-    few = judge_training(training(seeds=2), lines({"fp8": [0.01, 0.02]}))
-    assert words.describe_visible_gap(few).startswith("fewer than 5 seeds count (2), so that it is unknown")
 
 
 @for_each(("first", "whole"), [(0, True), (1, True), (2, False)])
