@@ -336,14 +336,13 @@ class PhaseJoules:
 class PhaseEnergies:
     """The energy of all phases of a step.
 
-    `residual` is the step's energy outside measured phases, spent in `residual_seconds`. It is None if no phase was
+    `residual` is the step's energy outside measured phases. It is None if no phase was
     measured. If the measurement of phases is not valid, `void` is the reason. `pace` is the time of the measured
     phases when each runs alone, divided by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
     residual: Range | None = None
-    residual_seconds: float = 0.0
     void: str = ""
     pace: float | None = None
     noise: float = 0.0
@@ -461,7 +460,7 @@ def _check_against_step(
             residual_or_unmeasured_seconds * (figures.idle or 0.0),
         )
     )
-    energies = PhaseEnergies((), residual, residual_seconds, "", pace_ratio, noise)
+    energies = PhaseEnergies((), residual, "", pace_ratio, noise)
     return replace(
         energies, void=_explain_unusable_phases(energies, figures.gross.middle, phases_alone_seconds, joule_limits)
     )

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-import pytest
 
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.labels import (
@@ -352,16 +351,6 @@ def test_a_profile_in_the_process_that_asked_is_labelled(origin: str, isolation:
     run = replace(run, origin=origin, request=replace(run.request, isolation=isolation))
     assert all((Label.IN_PROCESS in finding.labels) == told for finding in findings(run).values())
     assert (not label_in_process(run)) != told
-
-
-@for_each("label", Label)
-def test_few_labels_take_a_verdict_away(label: Label) -> None:
-    assert Labelled(label).hard is False
-    if label in CAN_BE_HARD:
-        assert Labelled(label, hard=True).hard and label.casts_doubt
-        return
-    with pytest.raises(ValueError, match=f"{label} cannot remove a verdict: aa-failed, above-ceiling, clock-offset"):
-        Labelled(label, hard=True)
 
 
 CHOSEN = 0x1 | 0x2 | 0x4 | 0x10 | 0x100

@@ -13,32 +13,21 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, ClassVar, TypeVar
 
 from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
 
 _POLL_SECONDS = 0.02
 
 
-class Clock(Protocol):
-    """Time, sleeping, and the processor time of the calling thread. Tests have a clock that they advance themselves."""
-
-    def now(self) -> float: ...
-
-    def cpu(self) -> float: ...
-
-    def sleep(self, seconds: float, stop: threading.Event) -> bool: ...
-
-    def wait(self, until: Callable[[], bool]) -> None: ...
-
-
-class HostClock:
-    """The host's monotonic clock."""
+class Clock:
+    """The host's monotonic clock. Tests have a clock that they advance themselves."""
 
     def now(self) -> float:
         return time.perf_counter()
 
     def cpu(self) -> float:
+        """Returns the processor time of the calling thread."""
         return time.thread_time()
 
     def sleep(self, seconds: float, stop: threading.Event) -> bool:
@@ -49,7 +38,7 @@ class HostClock:
             time.sleep(_POLL_SECONDS)
 
 
-HOST_CLOCK = HostClock()
+HOST_CLOCK = Clock()
 
 
 # The most seconds for a call. A normal call takes microseconds. A call to a sleeping GPU without persistence mode
