@@ -39,7 +39,7 @@ from fp8bench.model import (
     Work,
 )
 from fp8bench.model.stopping import EMULATED_ROUNDS
-from tests.counts import counts, for_each, sampled
+from tests.counts import counts, for_each
 from tests.fakes import MS, called, record, steady, timing
 from tests.runs import run_of
 
@@ -189,31 +189,6 @@ def test_a_clock_that_falls_for_all_is_no_offset() -> None:
     falling = [1.98e9 * (1 - 0.1 * number / 23) for number in range(24)]
     assert not told(falling, [clock * 1.005 for clock in falling])
     assert told(falling, [clock * 1.03 for clock in falling])
-
-
-def readings(draw: np.random.Generator, clock: float, noise: float, rounds: int) -> list[float | None]:
-    return [CLOCK_STEP * round(one / CLOCK_STEP) for one in draw.normal(clock, noise * clock, rounds)]
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("rounds", sampled([12], [4, 12, 48]))
-@pytest.mark.parametrize("noise", sampled([0.003], [0.0, 0.003, 0.01]))
-def test_how_often_it_is_right(rounds: int, noise: float) -> None:
-    """1,000 pairs each. Equal clocks or 0.5% apart: at most 1 in 100 is void; 3% apart: found.
-
-    12 rounds are half of what a plain command has at its first look.
-    """
-    draw = np.random.default_rng(17)
-
-    def share(apart: float) -> float:
-        pairs = (
-            (readings(draw, 1.755e9 * (1 - apart), noise, rounds), readings(draw, 1.755e9, noise, rounds))
-            for _ in range(1000)
-        )
-        return sum(bool(told(*pair)) for pair in pairs) / 1000
-
-    assert share(0.0) <= 0.01 and share(0.005) <= 0.01
-    assert share(0.03) >= (0.95 if rounds >= 12 or noise == 0 else 0.0)
 
 
 NOISES = ("gaussian", "one-sided", "spikes", "drift", "unlike")

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
-
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.labels import (
     CAN_BE_HARD,

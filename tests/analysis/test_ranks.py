@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from fp8bench.analysis.labels import is_contended
 from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.ranks import (
     FASTER_THAN_ALONE,
-    MAX_EFFICIENCY_WIDTH,
     PIPELINE_WAITING,
     SUM_MISMATCH,
     TOO_FEW_ROUNDS,
@@ -156,26 +154,7 @@ def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why:
     ] * 2
 
 
-@for_each(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
-def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, float]) -> None:
-    source, found = random.Random(3), []
-    for _ in range(TRIALS):
-        drifts = [math.exp(0.2 * source.gauss(0, 1)) for _ in range(6)]
-        parts = (
-            tuple(part * drift * math.exp(noise * source.gauss(0, 1)) for drift in drifts) for part in (1.0, 0.5, 0.625)
-        )
-        made = compute_efficiency(scaled(*parts))
-        assert made is not None
-        found.append(made.strong)
-    shares = [one for one in found if isinstance(one, Middle)]
-    assert told[0] <= len(shares) / TRIALS <= told[1]
-    if told[0]:
-        assert sum(share.low <= 0.8 <= share.high for share in shares) / len(shares) > 0.9
-    assert all(share.high - share.low <= MAX_EFFICIENCY_WIDTH * share.value for share in shares)
-
-
 ROUNDS = 6
-TRIALS = 400
 
 
 def overlap(both: float, in_turn: float, rounds: int = ROUNDS) -> Overlap:

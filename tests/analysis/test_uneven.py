@@ -182,20 +182,6 @@ def test_a_reference_that_makes_up_is_named_at_the_case() -> None:
     assert told[1].verdict in (Verdict.SAME, Verdict.UNSURE)
 
 
-def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
-    draw = np.random.default_rng(1)
-    arms = [
-        timing(
-            *[tuple(int(MS * (scale + 0.002 * draw.exponential())) for scale in (1.0, 2.0, 1.5)) for _ in range(60)],
-            phases=PHASES,
-        )
-        for _ in range(3)
-    ]
-    known = conclude(*arms)
-    assert known is not None and not known.whole and known.verdict is Verdict.SAME
-    assert all(share_below_fastest_step(arm) < 0.001 for arm in arms)
-
-
 def test_a_best_case_and_a_mean_on_opposite_sides_of_1_do_not_agree() -> None:
     below, above = Interval(0.996, 0.993, 0.999, 0.99), Interval(1.004, 1.001, 1.007, 0.99)
     about = Interval(1.0, 0.998, 1.002, 0.99)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import partial
@@ -14,17 +13,15 @@ import pytest
 from fp8bench.analysis.findings import find
 from fp8bench.analysis.labels import label_shared_device
 from fp8bench.analysis.verdicts import is_decided
-from fp8bench.measure import device_watch
 from fp8bench.measure import group as group_module
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.device_watch import Settler, Watch
 from fp8bench.measure.group import GroupMeasurement, Method
 from fp8bench.measure.sensors.meter import Meter
 from fp8bench.measure.sensors.nvml import AbsentDevice
-from fp8bench.model import DeviceWatch, Label, Level, Record, SlotSample, Verdict
+from fp8bench.model import DeviceWatch, Label, Level, Record, SlotSample
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.model.stopping import Settling, StoppingRule
-from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
 from tests.fakes import GPU, MS, FakeWorker, Listener, Script, arm, by_mode, group, lasting, planned
 
@@ -148,37 +145,6 @@ def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> Non
         quick = Device(*[look()] * 200)
         watched(quick, *[("fp32", "bf16")] * 100, slot_seconds=slot_seconds)
         assert quick.asked == 200
-
-
-class Leaning(AbsentDevice):
-    """A device whose clock depends on the last mode: `lower` for bf16, with noise and 15 MHz steps."""
-
-    def __init__(self, worker: FakeWorker, lower: float, noise: float) -> None:
-        super().__init__("not asked")
-        self.worker, self.lower, self.noise, self.draw = worker, lower, noise, random.Random(7)
-
-    def read_changing_state(self) -> Readings:
-        share = 1 - self.lower * (self.worker.log[-1][1] == "bf16") + self.draw.gauss(0, self.noise)
-        known = {"sm_clock": reading(15e6 * round(1.755e9 * share / 15e6))}
-        return {name: known.get(name, Unavailable("not asked")) for name in look()}
-
-
-@for_each(("lower", "noise", "void"), [(0.03, 0.0, True), (0.03, 0.01, True), (0.005, 0.0, False), (0.0, 0.01, False)])
-def test_a_case_that_ran_at_another_clock_has_no_verdict(
-    monkeypatch: pytest.MonkeyPatch, lower: float, noise: float, void: bool
-) -> None:
-    monkeypatch.setattr(device_watch, "_READING_SHARE", 1.0)  # on this worker's clock a slot takes no time
-    worker = FakeWorker({"bf16": lasting(5)})
-    method = Method(rule=StoppingRule(fixed=24), judge=is_decided, seed=0)
-    meter = Meter((), Leaning(worker, lower, noise), "no energy")
-    cases = group(*map(planned, ("fp32", "bf16", "fp16")))
-    records = GroupMeasurement(cases, {"cpu": GPU}, worker, SilentObserver(), method, meter).run()
-    found = {finding.case.mode: finding for finding in find(records, {})}
-    assert (found["bf16"].hard == (Label.CLOCK_OFFSET,)) == void and found["fp16"].hard == ()
-    assert found["bf16"].verdict is (Verdict.UNSURE if void else Verdict.FASTER) and found["bf16"].ratio is not None
-    if void and not noise:
-        reason = "SM clock 1.69 GHz against fp32's 1.75 GHz, -3.4%"
-        assert found["bf16"].why.startswith(f"labelled clock-offset ({reason})")
 
 
 @for_each(

@@ -12,8 +12,6 @@ from itertools import chain, pairwise
 from typing import Any
 
 import pytest
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8bench.analysis.verdicts import conclude, is_decided
 from fp8bench.measure.arm import STATES_PER_SHORT_STEP, MeasuredArm
@@ -77,15 +75,6 @@ def three() -> RoundSession:
 def turns(worker: FakeWorker, arms: int) -> list[tuple[str, ...]]:
     labels = [entry[1] for entry in worker.slots()]
     return [tuple(labels[at : at + arms]) for at in range(0, len(labels), arms)]
-
-
-@given(st.integers(100, 10**9))
-def test_a_slot_is_never_shorter_than_eight_milliseconds(nanoseconds: int) -> None:
-    reference = arm("fp32")
-    reference.prepare(FakeWorker({"fp32": lasting(nanoseconds / MS)}))
-    seconds = (reference.calls + reference.discard) * nanoseconds
-    assert seconds >= (8 * MS if nanoseconds < 4 * MS else 4 * MS)
-    assert nanoseconds >= 4 * MS or seconds <= 8 * MS + 1.5 * nanoseconds + 1
 
 
 @for_each(
@@ -226,12 +215,6 @@ def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession
     worker, why = sit({}, session, judge=judge)
     assert {label: len(worker.slots(label)) for label in counts} == counts
     assert why == f"answered after {max(counts.values())} rounds"
-
-
-def test_a_fixed_number_of_rounds_holds_without_a_question() -> None:
-    session = RoundSession(None, None, [arm("bf16")])
-    worker, why = sit({}, session, StoppingRule(fixed=70))
-    assert (len(worker.slots("bf16")), why) == (70, "70 rounds, a fixed number")
 
 
 @for_each(

@@ -33,11 +33,9 @@ seconds = st.floats(1e-7, 1e3)
             (step, "hot", True, SlotShape(3, discard, choose_filling(1e-5, 3)))
             for step, discard in ((3.9e-3, 1), (9.0, 0))
         ),
-        (1e-3, "hot", False, SlotShape(8, 1)),
         (1e-3, "rotating", False, SlotShape(8, 1)),
         (1e-3, "cold", False, SlotShape(COLD_CALLS, 1)),
         (30e-3, "cold", False, SlotShape(1, 0)),
-        (30e-3, "hot", True, SlotShape(3, 0, choose_filling(1e-5, 3))),
         (1e-3, "cold", True, SlotShape(COLD_CALLS, 1, choose_filling(1e-5, COLD_CALLS))),  # each has a flush before it
     ],
 )

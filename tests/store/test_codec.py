@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import json
 import math
 from collections.abc import Mapping
@@ -13,7 +11,7 @@ from types import NoneType, UnionType
 from typing import Any, Union, get_args, get_origin, get_type_hints
 
 import pytest
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 
 from fp8bench import model
@@ -178,30 +176,6 @@ anything = st.recursive(
     lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=5), inner, max_size=3),
     max_leaves=6,
 )
-
-
-def places(plain: Any, path: tuple[Any, ...] = ()) -> list[tuple[Any, ...]]:
-    inside = enumerate(plain) if isinstance(plain, list) else plain.items() if isinstance(plain, dict) else ()
-    return [place for key, value in inside for place in [(*path, key), *places(value, (*path, key))]]
-
-
-RUN_PLAIN = encode(RUN)
-RUN_PLACES = places(RUN_PLAIN)
-
-
-@settings(max_examples=100)
-@given(st.sampled_from(RUN_PLACES), anything, st.booleans())
-def test_whatever_is_changed_it_decodes_or_is_malformed(place: tuple[Any, ...], value: Any, remove: bool) -> None:
-    plain = copy.deepcopy(RUN_PLAIN)
-    inside = plain
-    for key in place[:-1]:
-        inside = inside[key]
-    if remove:
-        del inside[place[-1]]
-    else:
-        inside[place[-1]] = value
-    with contextlib.suppress(Malformed):
-        assert isinstance(decode(Run, plain), Run)
 
 
 @given(anything)

@@ -199,14 +199,11 @@ def test_energy_is_never_exact() -> None:
     [
         ("product_error", 0.5, 0.5, "same", 1.0),
         ("product_error", 0.5, 0.6, "worse", 1.2),
-        ("product_error", 0.6, 0.3, "better", 0.5),
         ("product_error", 0.5, 0.50025, "worse", 1.0005),
-        ("product_error", 0.50025, 0.5, "better", 1 / 1.0005),
         ("product_error", 0.5, 0.5000001, "same", 1.0000002),
         ("peak_memory", 1e6, 1e6 + 4, "worse", 1.000004),
         ("peak_memory", 0.0, 0.0, "same", None),
         ("product_error", 0.0, 0.1, "worse", None),
-        ("product_error", 0.1, 0.0, "better", None),
         ("product_error", 0.1, math.inf, "worse", None),
         ("product_error", math.inf, math.inf, "same", None),
         ("product_error", math.nan, 0.1, "better", None),
@@ -235,15 +232,6 @@ def test_a_figure_in_another_unit_is_not_compared() -> None:
     assert "queue_delay" not in {figure.metric for figure in compared}
     fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == "queue_delay")
     assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is now s"
-
-
-def test_values_that_vary_within_a_side_are_not_exact() -> None:
-    varying = (Measurement("product_error", "ratio", (0.5, 0.501, 0.502)),)
-    moved = (Measurement("product_error", "ratio", (0.503, 0.504, 0.505)),)
-    first, second = (record("bf16", 1.0, 1, measurements=one) for one in (varying, moved))
-    compared = of(held([run(1, measurements=varying)], [run(2, measurements=moved)]), "product_error")
-    fought = next(one for one in compare_case(CaseResult(first, second)) if one.metric == "product_error")
-    assert compared.direction is fought.direction is Direction.UNSURE and "fewer than 8 runs" in compared.why
 
 
 def test_joules_of_windows_are_compared_where_the_same_source_told_them() -> None:

@@ -72,21 +72,6 @@ def test_few_runs_are_held_against_each_other_one_by_one() -> None:
     assert compare_runs(side(*before), side(*after)).alone
 
 
-@for_each("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
-def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
-    generator = np.random.default_rng(8)
-    found = []
-    for _ in range(3000):
-        drawn = [generator.normal(0, math.hypot(0.03, 0.005), count) for count in runs]
-        difference = compare_runs(*([Estimate(float(log), 0.005) for log in logs] for logs in drawn))
-        assert difference.p_value is not None
-        found.append(difference.p_value)
-    for level in (0.1, 0.01):
-        share = np.mean(np.array(found) < level)
-        assert share < level + 4 * math.sqrt(level / len(found))
-    assert np.mean(np.array(found) < 0.1) > 0.05
-
-
 @given(st.floats(-60, 60), st.sampled_from([1.0, 2.0, 3.0, 4.0, 7.0, 18.0, 58.0, 1e4]))
 def test_p_value(statistic: float, freedom: float) -> None:
     assert p_value(statistic, freedom) == pytest.approx(

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import Reading, Unavailable
-from fp8bench.worker import host_counters as host
 from tests.counts import counts, for_each
 from tests.measure.sensors.nvml.library import Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_energy import measured
@@ -113,38 +111,27 @@ def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
         assert meter.why == "--no-energy was given"
 
 
-MEBIBYTE = 2**20
-
-
-def held() -> tuple[set[threading.Thread], int, int]:
-    """Threads, open files, and resident bytes of this process."""
-    gc.collect()
+def held() -> tuple[set[threading.Thread], int]:
+    """Threads and open files of this process."""
     files = Path("/proc/self/fd")
     if not files.is_dir():
-        pytest.skip("needs Linux's /proc to count open files and resident memory")
-    resident = host.memory()["rss"]
-    assert isinstance(resident, Reading)
-    return set(threading.enumerate()), len(list(files.iterdir())), int(resident.number)
+        pytest.skip("needs Linux's /proc to count open files")
+    return set(threading.enumerate()), len(list(files.iterdir()))
 
 
-@pytest.mark.slow
-@counts(1000, 10_000)
-def test_many_windows_leak_neither_threads_files_nor_memory(
+@counts(20, 1000)
+def test_many_windows_leak_neither_threads_nor_files(
     count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock
 ) -> None:
     nvml.state.device[0].period_ns = 7_000_000
     meter = opened()
-    threads, files, _ = held()
-    resident = 0
-    for number in range(count):
-        if number == count // 5:
-            resident = held()[2]
+    threads, files = held()
+    for _ in range(count):
         with meter.window() as window:
-            assert len(set(threading.enumerate()) - threads) <= 1
             clock.wait(lambda window=window: window.is_enough)  # type: ignore[misc]
         assert isinstance(window.energy, Energy)
-    now, files_now, resident_now = held()
-    assert now <= threads and files_now <= files and resident_now - resident < 4 * MEBIBYTE
+    now, files_now = held()
+    assert now <= threads and files_now <= files
     calls = nvml.calls()
     assert calls["nvmlInitWithFlags"] == calls["nvmlDeviceGetHandleByUUID"] == 1
     assert nvml.state.shutdowns == 0

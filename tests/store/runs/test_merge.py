@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
 from fp8bench.store.merge_stores import find_store, merge_runs
@@ -99,22 +97,6 @@ def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch:
     merged = merge_runs(ours, theirs)
     assert "No space left on device" in merged.failed[0] and not merged.copied
     assert not tree(ours)
-
-
-@settings(max_examples=25)
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_beginnings_always_merge(tmp_path_factory: pytest.TempPathFactory, here: int, there: int) -> None:
-    """Wherever two copies of one run were cut off after the header, the longer one remains."""
-    place = tmp_path_factory.mktemp("stores")
-    path = history(place / "theirs", 1.0)[0]
-    copy = merge_runs(place / "ours", place / "theirs").copied[0]
-    content = path.read_bytes()
-    first = content.index(b"\n") + 1
-    lengths = [first + one % (len(content) - first + 1) for one in (here, there)]
-    copy.write_bytes(content[: lengths[0]])
-    path.write_bytes(content[: lengths[1]])
-    assert not merge_runs(place / "ours", place / "theirs").failed
-    assert copy.read_bytes() == content[: max(lengths)]
 
 
 def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
