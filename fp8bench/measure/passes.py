@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.nvml import AbsentDevice, DeviceReader
 from fp8bench.model import (
     Case,
     DeviceFacts,

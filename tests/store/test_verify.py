@@ -15,12 +15,10 @@ from fp8bench.store.asv.view import results_folder
 from fp8bench.store.figures.cache import cache_path
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.merge_stores import rebuild_asv_view
-from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
 from fp8bench.store.verify import verify_store
 from tests.counts import for_each
 from tests.histories import commit, history, keep, run_at, tree
-from tests.older import as_older
 
 
 @pytest.fixture
@@ -169,9 +167,3 @@ def test_the_first_run_names_the_machine_again(store: Path) -> None:
     rebuild_asv_view(store)
     assert tree(results_folder(store)) == before
     assert load_results(a_file(store)).params["os"] == "Linux 6.1"
-
-
-def test_runs_without_checksums_are_named(store: Path) -> None:
-    for path in run_files(store):
-        as_older(path)
-    only(store, store / "runs", False, "2 of 2 run files have no checksums")
