@@ -286,8 +286,10 @@ class WindowPass:
                 chunk_count += 1
         lost_values_text = worker.within(time_limit).drop_phase(arm.key)
         energy = window.energy
-        if lost_values_text or isinstance(energy, Unavailable):
-            result.reasons.append(lost_values_text or str(energy))
+        if lost_values_text:
+            result.reasons.append(lost_values_text)
+        elif isinstance(energy, Unavailable):
+            result.reasons.append(energy.reason)
         else:
             result.windows.append(_convert_to_energy_window(energy, repetitions * chunk_count))
 

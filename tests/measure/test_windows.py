@@ -284,3 +284,13 @@ def test_a_phase_that_spoils_its_numbers_has_no_window_and_is_tried_once() -> No
     assert found["fp32"]["cast"] == PhaseEnergy("cast", (), "what it writes is no longer finite")
     assert [len(found[mode]["gemm"].windows) for mode in ("fp32", "fp8")] == [3, 1], "an emulated case has one"
     assert [entry[1:] for entry in worker.log if entry[0] == "hold"].count(("fp32", "cast")) == 1
+
+
+def test_a_source_that_fails_in_a_phase_gives_its_reason() -> None:
+    power, reference = Power(), arm("fp32")
+    worker = Runner(power, {"fp32": PARTS})
+    reference.prepare(worker)
+    meter = power.meter()
+    power.broken = "the GPU is lost"
+    phases = WindowPass(meter, WindowRule(1), 0, lambda arm, share: None).measure_phases([reference], worker)
+    assert {part.why for part in phases[reference.key]} == {NOBODY, "the GPU is lost"}
