@@ -162,7 +162,7 @@ def test_low_precision_is_held_against_bf16_in_the_same_rounds() -> None:
     assert (found["bf16"].against, found["fp8"].against) == ("fp32", "bf16") and "fp32" not in found
     assert [round(point.ratio.point, 2) for point in found["fp8"].points] == [2.0, 1.25, 0.75, 0.5]
     made = found["fp8"].found
-    assert made is not None and [32 < place.low < place.size < place.high < 64 for place in made.crossings] == [True]
+    assert [32 < place.low < place.size < place.high < 64 for place in made.crossings] == [True]
     assert [round(point.ratio.point, 2) for point in found["bf16"].points] == [0.44] * 4
 
 

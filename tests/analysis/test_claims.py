@@ -329,7 +329,6 @@ def test_products_of_a_reference_that_are_in_part_wider() -> None:
 
 def _threaded(one: Record, share: float) -> Record:
     """Sets the step thread's share of the process's CPU time."""
-    assert one.timing is not None
     slots = [replace(slot, thread_seconds=share * slot.cpu_seconds) for slot in one.timing.slots]
     return replace(one, timing=replace(one.timing, slots=tuple(slots)))
 
@@ -366,7 +365,6 @@ def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, w
         lead = replace(lead, tape=replace(tape, operators=(*tape.operators, sorting)))
     case, lead = _threaded(case, 1.0), _threaded(lead, 1.0)
     if "waits" in base:  # same thread time: the process waited
-        assert lead.timing is not None
         slots = [replace(slot, wall_seconds=slot.wall_seconds / 0.6) for slot in lead.timing.slots]
         lead = replace(lead, timing=replace(lead.timing, slots=tuple(slots)))
     case, lead = replace(case, late=replace(LATE, **own)), replace(lead, late=replace(LATE, **base))
@@ -458,7 +456,6 @@ def test_a_loader_whose_work_fell_between_most_slots_is_not_accused() -> None:
     case, reference = pair(CALM, CALM)
     loaded, reference = _threaded(case, 0.7), _threaded(reference, 1.0)
     assert Label.HANDICAP in told(loaded, reference)
-    assert reference.timing is not None
     first, *slots = reference.timing.slots
     changed_slots = (replace(first, thread_seconds=0.7 * first.cpu_seconds), *slots)
     assert told(loaded, replace(reference, timing=replace(reference.timing, slots=changed_slots))) == {}

@@ -172,8 +172,6 @@ def told(case: Sequence[float | None], *entries: Sequence[float | None]) -> list
         ([1.71e9] * 8, ([1.76e9] * 8, [1.68e9] * 8), False),  # entries of the reference count too
         ([1.71e9, 1.82e9] * 8, ([1.76e9] * 16,), False),
         ([1.71e9] * (MIN_CLOCK_READINGS - 1), ([1.76e9] * (MIN_CLOCK_READINGS - 1),), False),
-        ([1.71e9] * 8, (), False),
-        ([None] * 8, ([1.76e9] * 8,), False),
         ([1.71e9, None] * 4, ([None, 1.76e9] * 4,), False),  # no round has both
     ],
 )
@@ -229,13 +227,13 @@ def test_noise_is_no_place(count: int) -> None:
 @for_each("arms", [2, 3, 4, 8])
 def test_the_first_of_a_round_is_slower(arms: int) -> None:
     found = find_position_effect(measured(1, arms, 40, p0=0.1))
-    assert found is not None and found.ratio.low < 1.1 < found.ratio.high and found.ratio.low > 1.05
+    assert found.ratio.low < 1.1 < found.ratio.high and found.ratio.low > 1.05
     assert found.place == 0
 
 
 def test_one_arm_counts_by_its_share_and_few_rounds_say_nothing() -> None:
     found = find_position_effect(measured(2, 4, 48, a3p0=1.0))
-    assert found is not None and found.place == 0 and 1.1 < found.ratio.point < 1.3
+    assert found.place == 0 and 1.1 < found.ratio.point < 1.3
     assert find_position_effect(measured(5, 4, 9, p0=1.0)) is None
     assert find_position_effect(measured(5, 1, 30)) is None and find_position_effect([]) is None
     assert isinstance(find_position_effect(measured(5, 4, 12, p0=1.0)), PositionEffect)
@@ -290,4 +288,4 @@ def test_a_place_that_cannot_be_counts_as_unknown(nonsense: int) -> None:
     honest = measured(1, 3, 40, p0=0.2)
     changed = replace(honest[0], slots=(replace(honest[0].slots[0], place=nonsense), *honest[0].slots[1:]))
     found = find_position_effect([changed, *honest[1:]])
-    assert found is not None and found.place == 0
+    assert found.place == 0

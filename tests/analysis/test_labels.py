@@ -77,7 +77,6 @@ SHORT = (("cast", 1e-6), ("gemm", 2e-6), ("attention", 0.0))
         # The A/A interval extends beyond 3%.
         (Label.NOISY, record(CALM), {"floor": 0.031}, True),
         (Label.NOISY, record(CALM), {"floor": 0.03}, False),
-        (Label.NOISY, record(CALM), {"floor": None}, False),
         # Everything that took time is too short for its markers.
         (Label.BELOW_FLOOR, record(CALM), {"phases": SHORT, "below_floor": ("cast", "gemm")}, True),
         (Label.BELOW_FLOOR, record(CALM), {"phases": (SHORT[0], ("gemm", 2e-3)), "below_floor": ("cast",)}, False),
@@ -87,13 +86,10 @@ SHORT = (("cast", 1e-6), ("gemm", 2e-6), ("attention", 0.0))
         (Label.DRIFT, record(timing(*[(10 * MS,), (12 * MS,)] * 12)), {}, False),
         # Too few rounds for a first look; a time is a rate here.
         (Label.FEW_SAMPLES, record(steady(10 * MS, 23)), {}, True),
-        (Label.FEW_SAMPLES, record(steady(10 * MS, 24)), {}, False),
         (Label.FEW_SAMPLES, record(steady(10 * MS, 8), level=Level.EMULATED), {}, False),
         # It shared no rounds with the reference.
-        (Label.UNPAIRED, record(CALM, paired=True), {}, False),
         (Label.UNPAIRED, record(CALM, paired=False), {}, True),
         # The phase marks differ between calls.
-        (Label.VARYING, record(CALM), {}, False),
         (Label.VARYING, record(replace(CALM, varying=True)), {}, True),
     ],
 )
@@ -105,7 +101,6 @@ def test_a_label_for_what_is_so(label: Label, one: Record, finding: dict[str, An
     ("wall", "device", "reason", "hard"),
     [
         (0.0111, "cpu", "24 of 24 slots", False),
-        (0.0499, "cpu", "24 of 24 slots", False),
         (0.0501, "cpu", "less than a fifth of a core in 24 of 24 slots", True),
         (0.0109, "cpu", None, False),
         (0.0501, "cuda:0", None, False),
@@ -121,9 +116,7 @@ def test_contended(wall: float, device: str, reason: str | None, hard: bool) -> 
     ("host", "device", "reason", "hard"),
     [
         (0.0051, "cuda:0", "the host took 51% of the time that the device did", False),
-        (0.006, "cuda:0", "the host took 60% of the time that the device did", False),
         (0.0096, "cuda:0", "the host took as long as the device did", True),
-        (0.02, "cuda:0", "the host took as long as the device did", True),
         (0.0049, "cuda:0", None, False),
         (0.0096, "cpu", None, False),
     ],
@@ -283,7 +276,6 @@ def test_it_must_be_so_in_most_slots(late: int, on: bool) -> None:
     [
         (0.8, 1, None, True),
         (0.8, 0, 0.0, False),
-        (0.8, None, None, False),
         (0.92, 5, 0.1, False),
         (None, 5, 0.1, False),
         (0.8, 0, 0.001, True),

@@ -46,7 +46,7 @@ def test_throughput_energy_and_what_restates_another_figure() -> None:
     assert rate.best == record.work.flops / finding.best_seconds
     assert (rate.unit, rate.better) == ("FLOP/s", Better.HIGHER)
     found = {one.name: one for one in told(*energetic(), "bf16") if one.phase == STEP}
-    assert found["energy"].interval is not None and found["energy"].interval.level == 0
+    assert found["energy"].interval.level == 0
     assert found["energy"].source and found["energy"].noisy and len(found["energy"].samples()) == found["energy"].count
     assert {"energy_per_token", "power"} <= set(found)
     run, findings = measured()

@@ -38,7 +38,7 @@ def test_gains_sum_to_the_difference_that_the_ratio_measures() -> None:
     finding = judge(plant(narrow, 0.02, 1), plant(WIDE, 0.02, 2), plant(WIDE, 0.02, 3))
     seconds = sum(gain.seconds for gain in finding.gains)
     reference = sum(gain.reference_seconds for gain in finding.gains)
-    assert finding.ratio is not None and seconds / reference == pytest.approx(finding.ratio.point, rel=1e-4)
+    assert seconds / reference == pytest.approx(finding.ratio.point, rel=1e-4)
     assert reference - seconds == pytest.approx(sum(gain.saved_seconds for gain in finding.gains))
     for gain in finding.gains:
         truth = (WIDE.get(gain.phase, 0.0) - narrow[gain.phase]) * 1e-3
@@ -63,7 +63,7 @@ def test_gains_sum_to_the_difference_that_the_ratio_measures() -> None:
 def test_planted_changes_are_named(changes: Mapping[str, float], cause: Cause, phases: list[str]) -> None:
     finding = judge(plant({**WIDE, **changes}, 0.01, 1), plant(WIDE, 0.01, 2), plant(WIDE, 0.01, 3))
     reason = find_reason(finding.gains)
-    assert reason is not None and reason.cause is cause
+    assert reason.cause is cause
     assert [gain.phase for gain in reason.gains] == phases
 
 
@@ -117,7 +117,7 @@ def test_gains_of_the_last_session_sum_to_the_verdict_of_all() -> None:
     finding = find([entry, case], {})[1]
     seconds = sum(gain.seconds for gain in finding.gains)
     reference = sum(gain.reference_seconds for gain in finding.gains)
-    assert finding.ratio is not None and seconds / reference == pytest.approx(finding.ratio.point)
+    assert seconds / reference == pytest.approx(finding.ratio.point)
     assert finding.ratio.point < 22 / 30
     assert all(gain.low - 1e-9 <= gain.saved_seconds <= gain.high + 1e-9 for gain in finding.gains)
     assert [gain.phase for gain in finding.gains if gain.is_clear] == ["gemm"]

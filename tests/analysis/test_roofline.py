@@ -50,9 +50,9 @@ def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
 
 def test_recipes_of_a_format_share_its_best_kernel_and_without_counts_nothing_is_said() -> None:
     measured, sheet = roofs_of(CEILING)
-    assert measured is not None and measured.products == {"bf16": 1e14, "fp8": 2e14}
+    assert measured.products == {"bf16": 1e14, "fp8": 2e14}
     assert (measured.memory, measured.launches) == (1e12, 1e6)
-    assert sheet is not None and sheet.words == "datasheet" and sheet.launches is None
+    assert sheet.words == "datasheet" and sheet.launches is None
     assert roofs_of(None) == (None, None) == roofs_of(Ceiling(1e12, 1e12, device="somebody's own"))
     (lead, reference), (case, finding), _ = results(None)
     assert compute_gain(case, finding, lead, reference) is None
@@ -66,7 +66,6 @@ def test_recipes_of_a_format_share_its_best_kernel_and_without_counts_nothing_is
 
 def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -> None:
     (lead, reference), (case, finding), _ = results()
-    assert lead.tape is not None
     phases = [replace(phase, unknown=int(phase.phase == "gemm")) for phase in lead.tape.phases]
     unsure = replace(lead, tape=replace(lead.tape, phases=tuple(phases)))
     (roof,) = [roof for roof in phase_roofs(unsure, reference) if roof.count.phase == "gemm"]
@@ -79,7 +78,6 @@ def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -
 def test_amdahl_by_hand() -> None:
     (lead, reference), (case, finding), (emulated, third) = results()
     gain = compute_gain(case, finding, lead, reference)
-    assert gain is not None
     assert (gain.share, gain.share_of_ceiling, gain.most) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
     assert (gain.kernels, gain.with_casts) == pytest.approx((2.0, 54 / 35))
     assert (gain.cast_bytes, gain.product_bytes) == (4 * GB, 10 * GB)
@@ -89,7 +87,6 @@ def test_amdahl_by_hand() -> None:
 def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
     """The whole step of an untouched model is one phase, which is not the time of its products."""
     (record, reference), (case, finding), _ = results()
-    assert record.tape is not None
     unsplit = replace(record.tape.phases[0], phase="unattributed")
     record = replace(record, tape=replace(record.tape, phases=(unsplit,)))
     reference = replace(reference, phases=(("unattributed", reference.best_seconds or 0.0),))
@@ -104,7 +101,7 @@ def test_a_ceiling_whose_runs_differ_bounds_no_gain(precision: str, binds: bool)
     )
     (lead, reference), (case, finding), _ = results(replace(CEILING, rates=rates))
     gain = compute_gain(case, finding, lead, reference)
-    assert gain is not None and gain.binds is binds
+    assert gain.binds is binds
 
 
 def test_the_figures_of_a_phase() -> None:
@@ -355,11 +352,10 @@ def test_devices_by_their_names(device: str, name: str | None) -> None:
 
 
 def test_peaks_are_dense_and_in_flops() -> None:
-    assert H200 is not None
     assert H200.peak("e4m3fn") == H200.peak("fp8-rowwise") == H200.peak("fp8") == 1979e12
     assert H200.peak("tf32") == 494.5e12 and H200.peak("bf16") == 989.5e12 and H200.bandwidth == 4.8e12
     assert H200.peak("nvfp4") is None and H200.peak("") is None and product_kind_of("int8") == ""
     assert H200.cite("dense", "bandwidth") == "datasheet"
     unsure = find_datasheet("NVIDIA H200 NVL")
-    assert unsure is not None and unsure.cite("dense", "bandwidth") == "datasheet, unverified"
+    assert unsure.cite("dense", "bandwidth") == "datasheet, unverified"
     assert unsure.cite("bandwidth") == "datasheet"

@@ -161,7 +161,7 @@ def test_figures_are_of_the_middle_turn() -> None:
     )
     finding = {one.case.mode: one for one in find([reference, case], {})}["bf16"]
     found = sustained_figures(case, finding)
-    assert found is not None and sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
+    assert sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
     assert (found.seconds, found.low, found.high) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
     assert (found.turns, found.settled, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
     assert found.change == pytest.approx(1.1)
@@ -171,9 +171,9 @@ def test_figures_are_of_the_middle_turn() -> None:
 def test_the_ratio_is_paired_by_rounds_of_turns_that_are_sound() -> None:
     case, reference = pair(turns(6.0, 7.2, 8.64, 10.4), turns(10.0, 12.0, 14.4, 17.3))
     ratio = sustained_ratio(case, reference)
-    assert ratio is not None and ratio.level == 0.99 and ratio.low < 0.6 < ratio.high < 0.605
+    assert ratio.level == 0.99 and ratio.low < 0.6 < ratio.high < 0.605
     few = sustained_ratio(*pair(turns(6.0, 5.0), turns(10.0, 10.0)))
-    assert few is not None and few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
+    assert few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
     odd = (SustainedTurn(0, (1.0,)), SustainedTurn(5, ()), SustainedTurn(5, (math.nan,)), SustainedTurn(5, (-1.0,)))
     assert sustained_samples(record(steady(5 * MS, 24), sustained=odd)) == ()
 

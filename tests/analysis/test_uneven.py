@@ -63,7 +63,7 @@ def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count
         even = np.ones(1)
         case, reference, control = (measured(draw, calls, one, load, rounds) for one in (slow, even, even))
         said = conclude(case, reference, control)
-        assert said is not None and said.verdict not in WRONG, (trial, part, whole, said)
+        assert said.verdict not in WRONG, (trial, part, whole, said)
 
 
 @for_each("slower", [1.025, 1.05])
@@ -73,7 +73,6 @@ def test_a_slow_down_of_every_call_is_found_as_ever(slower: float) -> None:
     for _ in range(20):
         timings = (measured(draw, 26, np.full(1, factor), 0.5, 20) for factor in (slower, 1.0, 1.0))
         said = conclude(*timings)
-        assert said is not None
         found.append(said.verdict)
     assert found.count(Verdict.SLOWER) >= 19
 
@@ -145,7 +144,7 @@ def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_n
         best = [sum(seconds for _, seconds in best_phases(one, whole_steps=False)) for one in (case, reference)]
         of_stretches += best[0] < 0.995 * best[1]
         known = conclude(case, reference, control)
-        assert known is not None and known.whole
+        assert known.whole
         assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
     assert of_stretches == count or step is spinning
 
@@ -157,8 +156,8 @@ def test_a_noise_floor_that_making_up_alone_has_widened_does_not_hide_it() -> No
     by_stretches = best_ratio([control, reference], rounds, whole_steps=False)
     assert by_stretches.reach > max(map(share_below_fastest_step, (reference, control, case)))
     known = conclude(case, reference, control)
-    assert known is not None and known.whole and known.verdict is Verdict.SAME
-    assert known.aa is not None and known.aa.reach < 0.02
+    assert known.whole and known.verdict is Verdict.SAME
+    assert known.aa.reach < 0.02
 
 
 def test_the_best_time_is_that_of_steps_and_the_label_says_why() -> None:

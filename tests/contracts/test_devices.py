@@ -101,6 +101,6 @@ def test_it_counts_its_memory_or_says_that_it_cannot(kind: str, facts: DeviceFac
     meter.mark()
     torch.empty(1 << 20, dtype=torch.uint8, device=facts.key)
     course = meter.stop()
-    assert course is not None and 0 <= course.peak - (3 << 20) <= (2 << 20 if facts.accelerated else 0)
+    assert 0 <= course.peak - (3 << 20) <= (2 << 20 if facts.accelerated else 0)
     assert sorted(one.size for one in course.held if not one.phase) == [kept.nbytes]
     assert before.nbytes == 2 * kept.nbytes

@@ -382,7 +382,7 @@ def test_cases_of_a_grid_run_and_record_their_memory(name: str, grid_of: Callabl
     assert all(record.reason for record in run.records if record.status is Status.SKIPPED)
     for record in records:
         peak = record.measurement(PEAK_MEMORY)
-        assert peak is not None and peak.samples[0] > 0
+        assert peak.samples[0] > 0
 
 
 def test_planning_any_workload_needs_no_torch() -> None:

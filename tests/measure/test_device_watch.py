@@ -212,7 +212,7 @@ def warm_up(record: Record) -> Settling | None:
 def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
     records, worker, listener = measured(monkeypatch, warming(4.0))
     settling = warm_up(records["fp32"])
-    assert settling is not None and settling.settled and 5 < settling.seconds < 15 and settling.limit == 30.0
+    assert settling.settled and 5 < settling.seconds < 15 and settling.limit == 30.0
     first, last = settling.looks[0], settling.looks[-1]
     assert first.temperature == pytest.approx(35.0, abs=1.0) and last.temperature == pytest.approx(65.0, abs=2.5)
     assert first.clock is not None and last.clock is not None and first.clock > last.clock
@@ -226,7 +226,7 @@ def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch:
 def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     records, _, _ = measured(monkeypatch, lambda at: 30 + 2 * at, limit=5.0)
     settling = warm_up(records["bf16"])
-    assert settling is not None and not settling.settled and 5 <= settling.seconds < 5.5
+    assert not settling.settled and 5 <= settling.seconds < 5.5
     for finding in find(list(records.values()), {}):
         reason = dict(finding.label_reasons)[Label.UNSETTLED]
         assert reason.startswith("after 5.1") and reason.endswith("degC, +2.0 a second")

@@ -41,13 +41,13 @@ def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     records, worker = measured()
     assert [mode for mode, record in records.items() if record.fresh] == ["bf16"]
     fresh, first = records["bf16"].fresh, records["bf16"].timing
-    assert fresh is not None and first is not None and fresh.candidates == 3 and fresh.control is not None
+    assert first is not None and fresh.candidates == 3 and fresh.control is not None
     assert [timing.num_rounds for timing in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
     for timing, nanoseconds in ((first, 4 * MS), (fresh.timing, 5 * MS)):
         assert all(set(slot.calls_ns) == {(nanoseconds,)} for slot in timing.slots)
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
     finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
-    assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
+    assert finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
     assert finding.why == "the fastest of 3: its speed-up is from rounds after the choice"
     assert finding.best_seconds == pytest.approx(5e-3)  # the reference's over its speed-up
 

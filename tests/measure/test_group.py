@@ -286,7 +286,7 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16", "fp8"), planned("tf32", skip="no"))
     assert [figure.metric for figure in records["fp32"].measurements] == ["product_error", "peak_memory"]
     peak = records["fp32"].measurement("peak_memory")
-    assert peak is not None and (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
+    assert (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
     assert peak.provenance is Provenance.MEASURED and "the state included" in peak.description
     assert [entry for entry in worker.log if entry[0] == "memory"] == [("memory", "fp32"), ("memory", "fp8")]
     assert worker.log[-2:] == [("memory", "fp32"), ("memory", "fp8")]
@@ -373,7 +373,7 @@ def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
     assert (failed.reason, failed.detail, failed.timing) == ("ValueError: no such thing", "the trace", None)
     for mode in ("fp32", "fp16"):
         timing = records[mode].timing
-        assert timing is not None and [slot.round for slot in timing.slots] == list(range(10))
+        assert [slot.round for slot in timing.slots] == list(range(10))
     assert worker.restarts == 1  # after a GPU error nothing in that process works
     assert ("error", "bf16") not in worker.log
 
@@ -386,8 +386,8 @@ def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: s
     assert records["bf16"].reason == str(error)
     assert worker.restarts == 1
     assert prepared(worker)[-3:] == ["fp32", "fp32'", "fp16"]
-    assert records["fp32"].timing is not None and records["fp32"].timing.num_rounds == 10
-    assert records["fp32"].control is not None and records["fp32"].control.num_rounds == 10
+    assert records["fp32"].timing.num_rounds == 10
+    assert records["fp32"].control.num_rounds == 10
 
 
 class LostAtRelease(FakeWorker):
@@ -467,8 +467,8 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
     assert records["fp16"].paired_with is not None and records["fp16"].control is not None
     assert all(record.paired for record in records.values())
     findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert findings["bf16"].ratio is not None and findings["bf16"].ratio.point == pytest.approx(0.5)
-    assert findings["fp16"].ratio is not None and findings["fp16"].ratio.point == pytest.approx(0.8)
+    assert findings["bf16"].ratio.point == pytest.approx(0.5)
+    assert findings["fp16"].ratio.point == pytest.approx(0.8)
 
 
 def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without_one() -> None:
@@ -484,7 +484,7 @@ def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without
     assert all(record.paired for record in records.values()) and records["fp32"].control is not None
     assert records["bf16"].paired_with is not None and records["bf16"].control is None
     findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert findings["bf16"].ratio is not None and findings["bf16"].ratio.point == pytest.approx(1.2)
+    assert findings["bf16"].ratio.point == pytest.approx(1.2)
     assert (findings["bf16"].verdict, findings["bf16"].floor) == (Verdict.SLOWER, None)
 
 

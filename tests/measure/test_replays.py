@@ -66,7 +66,7 @@ def test_cases_take_turns_in_replays() -> None:
     found, worker = replayed({"fp32": lasting(2), "bf16": lasting(1)})
     for mode, milliseconds, calls in (("fp32", 2, 4), ("bf16", 1, 8)):
         timing = found[mode].timing
-        assert timing is not None and found[mode].why == "" and timing.segments.phases == ("unattributed",)
+        assert found[mode].why == "" and timing.segments.phases == ("unattributed",)
         assert [slot.calls_ns for slot in timing.slots] == [((milliseconds * MS // 2,),) * calls] * REPLAY_ROUNDS
     asked = [entry[1] for entry in worker.log if entry[0] == "replay"]
     assert all(set(asked[at : at + 2]) == {"fp32", "bf16"} for at in range(0, 2 * REPLAY_ROUNDS, 2))
@@ -128,7 +128,7 @@ def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
     assert {record.status.value for record in records.values()} == {"ok"}
     assert all(record.timing is not None for record in records.values())
     kept = records["fp32"].replays
-    assert kept is not None and kept.timing is None and str(error) in kept.why
+    assert kept.timing is None and str(error) in kept.why
 
 
 def test_a_group_replays_what_is_native_on_a_device() -> None:

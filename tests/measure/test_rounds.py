@@ -151,7 +151,6 @@ def test_the_judge_gets_case_reference_and_control() -> None:
     seen = []
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
-        assert control is not None
         seen.append([one.slots[-1].calls_ns[0][0] for one in (case, reference, control)])
         assert case.num_rounds == reference.num_rounds == control.num_rounds == 8 * (len(seen) + 1)
         return len(seen) == 2
@@ -276,7 +275,7 @@ def test_three_percent_more_is_found_in_nine_of_ten_runs_and_nothing_in_none(mil
             session = RoundSession(lead, control, [candidate, arm("fp8", EMULATED)])
             worker, _ = sit(scripts, session, StoppingRule(), is_decided, seed)
             concluded = conclude(candidate.timing(), lead.timing(), control.timing())
-            assert concluded is not None and worker.clock() < 12
+            assert worker.clock() < 12
             verdicts[concluded.verdict.value] += 1
     assert seen[1.03]["slower"] >= 9 and not seen[1.0]["slower"] + seen[1.0]["faster"]
 
@@ -337,7 +336,7 @@ def test_arms_with_the_same_marks_have_the_same_cells() -> None:
     )
     reference, control, other = session.arms
     assert control.segmentation is reference.segmentation
-    assert other.segmentation is not None and other.segmentation.codes == codes[:-1]
+    assert other.segmentation.codes == codes[:-1]
 
 
 def drawn(arms: int, rounds: int, seed: int = 0) -> list[list[int]]:

@@ -156,7 +156,7 @@ def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
     records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8"))
     for mode in scripts:
         use = records[mode].energy
-        assert use is not None and len(use.windows) == 3
+        assert len(use.windows) == 3
         assert use.windows[0].joules / use.windows[0].seconds == pytest.approx(WATTS[mode], rel=0.01)
     loops = [entry[1] for entry in worker.log if entry[0] == "loop"]
     turns = [key for place, key in enumerate(loops) if place == 0 or loops[place - 1] != key]
@@ -169,7 +169,7 @@ def test_a_worker_lost_in_a_window_costs_no_time() -> None:
     assert {record.status.value for record in records.values()} == {"ok"} and worker.restarts == 1
     assert all(record.timing is not None and record.timing.num_rounds == 10 for record in records.values())
     use = records["fp32"].energy
-    assert use is not None and use.windows == () and "fp32 ended the windows: it crashed" in use.why
+    assert use.windows == () and "fp32 ended the windows: it crashed" in use.why
     assert worker.log[-1][0] == "memory"
 
 
@@ -226,7 +226,7 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
         turns = found[one.key].turns
         assert len(turns) == 4
         for turn in turns:
-            assert turn.settling is not None and turn.settling.settled and turn.settling.limit == 12.0
+            assert turn.settling.settled and turn.settling.limit == 12.0
             assert turn.settling.looks[-1].temperature == pytest.approx(heat, abs=1.5)
             assert turn.clock == pytest.approx(2e9 - 5e6 * heat, rel=0.004)
 

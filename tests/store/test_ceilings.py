@@ -78,7 +78,7 @@ def test_ceilings_are_of_their_settings(tmp_path: Path) -> None:
     environment = Environment({**FACTS, "cuda:0 power_cap": 700.0, "cuda:0 driver": "590"})
     remeasure_ceilings(tmp_path, environment, H200, lambda: WHOLE)
     known = find_or_measure_ceilings(tmp_path, environment.also({"load_1min": 3.0}), H200, None)
-    assert known is not None and known.rates == WHOLE.rates and known.when[:2] == "20"
+    assert known.rates == WHOLE.rates and known.when[:2] == "20"
     assert dict(known.under) == {
         **FACTS,
         "cuda:0 power_cap": 700.0,

@@ -88,6 +88,6 @@ def test_quantile(level: float, freedom: float) -> None:
 
 def test_values_that_vary_are_shown_as_their_ratio_has_them() -> None:
     said = compare_exact_values((1.0, 1.0, 4.0), (1.1, 1.1, 1.1))
-    assert said.ratio is not None and said.ratio.point < 1
+    assert said.ratio.point < 1
     assert said.after / said.before == pytest.approx(said.ratio.point)
     assert compare_exact_values((2.0,), (3.0, 3.0))[1:3] == (2.0, 3.0)

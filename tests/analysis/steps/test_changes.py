@@ -68,7 +68,7 @@ def test_a_regression() -> None:
     assert one.direction is Direction.WORSE and one.evidence is Evidence.HISTORY and change.alarms
     assert (one.case, one.suite, one.metric, one.unit) == ("gemm[shape=512]@box/bf16", "gemm", "time", "s")
     assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
-    assert one.ratio is not None and one.ratio.low < 1.1 < one.ratio.high
+    assert one.ratio.low < 1.1 < one.ratio.high
     assert one.p_value is not None and one.p_value < 1e-9
     assert (found.looked_at, not found.left) == (1, True)
 
@@ -288,7 +288,7 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     change, one = only(found), only(found).comparison
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
     assert (one.since, one.until, change.first) == (commit(0), commit(1), commit(1))
-    assert one.p_value is None and one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
+    assert one.p_value is None and one.ratio.low == one.ratio.high and one.ratio.level == 1
     assert (found.looked_at, found.counted) == (0, 1) and exceeds_threshold(one, find_threshold(one))
     assert value(one, one.after) == "1,000,001"
     known = make_ack(change, "2026-01-05", "")

@@ -65,7 +65,7 @@ def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
     assert settings.split(None, 1)[1].startswith("power cap 650 W of 700 W, clock up to 1.98 GHz, ECC on, MIG off")
     assert "300 W" in now and "91 degC" in now and now.endswith("clocks held back by power-cap, hw-thermal")
     period = re.fullmatch(r"energy    counter, changes every (\d+\.?\d*) ms", energy)
-    assert period is not None and 90 < float(period[1]) < 110
+    assert 90 < float(period[1]) < 110
 
 
 def test_a_worse_source_says_why_there_is_no_better_one(nvml: Simulation) -> None:

@@ -51,7 +51,6 @@ def measured(meter: Meter, clock: VirtualClock, seconds: float | None = None) ->
 
 
 def reason(energy: Energy | Unavailable) -> str:
-    assert isinstance(energy, Unavailable), energy
     return energy.reason
 
 
@@ -64,7 +63,6 @@ def test_constant_power_within_one_per_cent(
     clock.lateness = lateness
     meter, chance = opened(), random.Random(milliseconds)
     assert (meter.kind, meter.refused, meter.why) == (SourceKind.COUNTER, (), "")
-    assert meter.source is not None and meter.source.rhythm is not None
     assert meter.source.rhythm.period == pytest.approx(milliseconds / 1e3, abs=2e-3 + 2 * lateness)
     for _ in range(12):
         nvml.state.now_ns += chance.randrange(10**9)
@@ -140,7 +138,7 @@ def test_a_counter_that_changes_its_pace_within_a_window(nvml: Simulation, opene
         device.period_ns = 40_000_000
         clock.wait(lambda: clock.now() >= start + 2.0)
         end = clock.now()
-    assert isinstance(window.energy, Energy) and window.energy.stretch.uncertainty is not None
+    assert window.energy.stretch.uncertainty is not None
     assert window.energy.stretch.seconds < 1.75
     assert window.energy.joules == pytest.approx(nvml.joules(start, end), rel=window.energy.stretch.uncertainty + 1e-6)
 
@@ -273,7 +271,7 @@ def test_windows_in_real_time_have_the_true_energy(nvml: Simulation) -> None:
         while not window.is_enough:
             sum(range(1000))
     energy = window.energy
-    assert isinstance(energy, Energy) and energy.stretch.uncertainty is not None
+    assert energy.stretch.uncertainty is not None
     # The offset between the host's clock and the counter's steps is arbitrary.
     assert abs(energy.watts / 300 - 1) <= energy.stretch.uncertainty + 0.005
 

@@ -163,5 +163,5 @@ def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
     worker, processor = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
     processor.prepare(worker)
     found = Settler(device, 30.0, worker.clock).settle(processor, worker)
-    assert found is not None and found.settled and found.seconds < 5
+    assert found.settled and found.seconds < 5
     assert {look.temperature for look in found.looks} == {50.0} and {look.clock for look in found.looks} == {None}

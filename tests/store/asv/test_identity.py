@@ -210,7 +210,7 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **to_facts(here)}))))
     back = parse_identity(decode(Environment, plain).facts)
     assert back == here
-    assert back is not None and all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
+    assert all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
 
 
 @for_each(

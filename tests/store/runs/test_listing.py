@@ -225,7 +225,7 @@ def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch
     )
     request = reading.add_stored_scales(Request("mlp", scales_from="last"), tmp_path)
     assert request.known_scales == (("fp8", "up", "input", 3.0), ("fp8-e4m3", "up", "input", 1))
-    assert request.scales is not None and request.scales.find_magnitudes("fp8") == {("up", "input"): 3.0}
+    assert request.scales.find_magnitudes("fp8") == {("up", "input"): 3.0}
     assert request.scales.find_magnitudes("fp8-delayed") == {("up", "input"): 3.0}
     assert reading.add_stored_scales(request, tmp_path) is request
     plain = Request("mlp")
