@@ -616,7 +616,6 @@ def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
         (taped(rotated), taped(honest), ProductWork(2 * PRODUCT, rotations=2 * TOKENS * WIDTH * WIDTH)),
         (taped(padded), taped(honest), ProductWork(2 * PRODUCT, padding=2 * PRODUCT // 3)),
     ],
-    ids=["rotations", "padding"],
 )
 def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work: ProductWork) -> None:
     found = product_work(own, base)

@@ -133,7 +133,6 @@ ERRORS = [("error", "fp32"), ("error", "bf16")]
 @for_each(
     ("least_memory", "is_ahead"),
     [(1e6, True), (0.0, False), (CPU.memory_bytes / 8, False)],
-    ids=["small", "?", "large"],
 )
 def test_the_second_worker_measures_errors_of_small_cases_while_the_first_prepares(
     least_memory: float, is_ahead: bool

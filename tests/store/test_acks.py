@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import json
-import random
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import HealthCheck, given, settings
-from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
 from fp8bench.model import Ack, Direction
@@ -94,27 +91,6 @@ def test_a_merge_takes_what_is_new_and_sound(tmp_path: Path) -> None:
     assert acks_path(theirs).read_bytes() == before
     assert load_acks(ours) == Acks((replace(ACK, id="0b"),))
     assert merge_acks(ours, tmp_path / "none") == 0
-
-
-LINES = st.lists(
-    st.one_of(
-        st.builds(lambda number: replace(ACK, id=f"{number:02x}"), st.integers(0, 5)),
-        st.builds(lambda number: Undo(f"{number:02x}", UNDO.when), st.integers(0, 5)),
-    ),
-    max_size=8,
-)
-
-
-@settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(LINES, st.integers(0, 1000))
-def test_the_order_of_lines_means_nothing(tmp_path: Path, lines: list[Ack | Undo], seed: int) -> None:
-    acks_path(tmp_path).unlink(missing_ok=True)
-    append_acks(tmp_path, lines)
-    first = load_acks(tmp_path)
-    shuffled = acks_path(tmp_path).read_text().splitlines(keepends=True)
-    random.Random(seed).shuffle(shuffled)
-    acks_path(tmp_path).write_text("".join(shuffled))
-    assert load_acks(tmp_path) == first
 
 
 def test_writers_at_the_same_time_lose_nothing(tmp_path: Path) -> None:

@@ -168,7 +168,6 @@ def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> No
         [replace(FP32, case=case("fp32", (("m", 256), *PARAMS[1:])))],
         [],
     ],
-    ids=["of another precision", "failed", "skipped", "of another shape", "absent"],
 )
 def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list[Record]) -> None:
     """Relative to a lower precision it would be a different figure under the same name."""
@@ -183,7 +182,6 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
         ({"seed": 7}, "it was measured with --seed 7, but the history tracks seed 0"),
         ({"isolation": False}, "it was measured without a worker (--no-isolation)"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
     assert extract_points(run(**words)) == points.RunPoints(others=3, why=why)
@@ -314,7 +312,6 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
         ({"rounds": LEAST_ROUNDS}, False),
         ({"grid": True}, False),
     ],
-    ids=str,
 )
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in extract_points(run(**words)).points}
@@ -359,7 +356,6 @@ def under(changed: Run) -> Any:
         ({"rank 0 NCCL_ALGO": "Ring"}, True),
         ({"env_FP8BENCH_QUANTISERS": "eager"}, False),
     ],
-    ids=str,
 )
 def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
     """Load varies, a kernel does not make a new machine, and imports next to a suite of fp8bench do not count."""
@@ -387,7 +383,6 @@ def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: py
         ({"torch": "2.12.0"}, False),
         ({"fp8bench": "9"}, False),
     ],
-    ids=str,
 )
 def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> None:
     """A changed clock governor would split their history for nothing.
@@ -467,7 +462,7 @@ MERGED: dict[str, tuple[list[Point], Point]] = {
 }  # fmt: skip
 
 
-@for_each(("given_points", "expected"), MERGED.values(), ids=list(MERGED))
+@for_each(("given_points", "expected"), MERGED.values())
 def test_what_the_points_of_one_cell_come_to(given_points: list[Point], expected: Point) -> None:
     ((_, content),) = merge_points(given_points).items()
     assert content == expected

@@ -240,7 +240,7 @@ FAULTS: dict[str, tuple[Workload, str]] = {
 }  # fmt: skip
 
 
-@for_each(("workload", "sentence"), FAULTS.values(), ids=list(FAULTS))
+@for_each(("workload", "sentence"), FAULTS.values())
 def test_a_grid_that_cannot_be_followed_is_a_sentence(workload: Workload, sentence: str) -> None:
     assert why_not(workload).startswith(sentence)
     with pytest.raises(UsageError):

@@ -302,9 +302,7 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     [
         ((9, 6, 6), [(False, ChangeState.OPEN)]),  # fewer launches are a separate step
         ((0, 6), [(True, ChangeState.OPEN)]),
-        ((6, 0), [(False, ChangeState.OPEN)]),
         ((6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
-        ((0, 9, 0), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
         # Launches are fused, then split again.
         ((9, 6, 9), [(True, ChangeState.OPEN), (False, ChangeState.REVERTED)]),
         ((9, 6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
