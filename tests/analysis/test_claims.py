@@ -66,7 +66,7 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
         (working(None, flops=1e15, bytes=1e15), None),
     ],
 )
-def test_above_ceiling(one: Record, reason: str | None) -> None:
+def test_claims_above_the_ceiling_are_labelled(one: Record, reason: str | None) -> None:
     expected = {Label.ABOVE_CEILING: reason} if reason else {}
     assert claims(one) == expected
     assert claims(replace(one, support=replace(one.support, level=Level.EMULATED))) == expected
@@ -158,7 +158,9 @@ def test_products_in_another_precision(precision: str, products: Products, said:
         (error(0.25), error(0.25), Products(0, False), None),
     ],
 )
-def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products | None, said: str | None) -> None:
+def test_errors_equal_to_the_references_are_labelled(
+    own: Any, theirs: Any, products: Products | None, said: str | None
+) -> None:
     """Equal to the last bit is suspicious for any error but memory. Suites without products are exempt."""
     memory = Measurement("peak_memory", "B", (1.0,))
     reference = record(CALM, "fp32", is_reference=True, measurements=(*theirs, memory))
@@ -201,14 +203,14 @@ def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: di
         ((), (("head", "mxfp4"),), True),
     ],
 )
-def test_what_may_lie_on_a_grid_or_is_finer_in_parts_is_believed(params: Any, precision_map: Any, told: bool) -> None:
+def test_small_errors_of_exact_values_or_finer_layers_are_believed(params: Any, precision_map: Any, told: bool) -> None:
     """An fp8 error of 2e-4 is possible if values lie on the grid, or some layers round less."""
     one = record(CALM, "fp8", products=LOW, measurements=(Measurement("product_error", "", (2e-4,)),))
     case = replace(one.case, params=params, precision_map=precision_map)
     assert bool([*label_false_claims(replace(one, case=case), None)]) is told
 
 
-def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() -> None:
+def test_a_false_claim_removes_the_verdict() -> None:
     """A bad reference voids verdicts of all cases compared with it, also those measured only with it."""
     fast = steady(5 * MS, 24)
     reference = record(CALM, "fp32", is_reference=True, control=CALM)
@@ -268,7 +270,7 @@ def test_large_products_far_below_the_ceiling(took: int, own_took: int, tape: Ta
     assert found == ({Label.HANDICAP: (f"fp32 {why}", False)} if why else {})
 
 
-def test_what_others_hold_up_or_rounding_moves_is_no_handicap() -> None:
+def test_disturbances_and_rounding_are_no_handicap() -> None:
     lead = steady(50 * MS, 24)
     lead = replace(lead, slots=tuple(replace(slot, cpu_seconds=slot.cpu_seconds / 2) for slot in lead.slots))
     assert Label.HANDICAP not in told(*pair(steady(50 * MS, 24), lead, product(10**9), product(10**9)))
@@ -315,12 +317,12 @@ def multiplying(*dtypes: torch.dtype) -> Tape:
         (multiplying(FP32, FP32), multiplying(BF16, FP32), None),
     ],
 )
-def test_numbers_that_a_reference_moves_alone(base: Tape, own: Tape, why: str | None) -> None:
+def test_a_reference_that_moves_more_numbers_is_labelled(base: Tape, own: Tape, why: str | None) -> None:
     found = told(*pair(steady(MS, 24), steady(MS, 24), own, base))
     assert found.get(Label.HANDICAP) == ((f"fp32 {why}", False) if why else None)
 
 
-def test_products_of_a_reference_that_are_in_part_wider() -> None:
+def test_a_reference_with_wider_products_is_labelled() -> None:
     case, lead = pair(steady(MS, 24), steady(MS, 24), multiplying(BF16, BF16), multiplying(BF16, FP32))
     why = "fp32 multiplies 50% of its FLOPs in more than 16 bits, this case 0%"
     assert told(case, lead)[Label.HANDICAP] == (why, False)
@@ -357,7 +359,7 @@ LATE = LateSteps(by_path=(("fp32", 1e9),), in_operators=9.9e-3, seconds=(("mm", 
         ({"seconds": (("mm", 4e-3),)}, {"seconds": (("mm", 1e-3),)}, None),
     ],
 )
-def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, why: str | None) -> None:
+def test_late_steps_show_handicaps_of_the_reference(base: Any, own: Any, why: str | None) -> None:
     sorting = OperatorCount("gemm", "sort", inputs=("fp32[64,64]",), outputs=("fp32[64,64]",), bytes=1000)
     tape = product(10**9)
     case, lead = pair(CALM, CALM, tape, tape)
@@ -391,7 +393,7 @@ def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, w
         ({"by_path": None}, {"by_path": None}, None, False),
     ],
 )
-def test_what_steps_multiply_after_their_timing(base: Any, own: Any, why: str | None, hard: bool) -> None:
+def test_late_steps_show_other_products(base: Any, own: Any, why: str | None, hard: bool) -> None:
     tape = product(10**9)
     case, lead = pair(CALM, CALM, tape, tape)
     case, lead = replace(case, late=replace(LATE, **own)), replace(lead, late=replace(LATE, **base))
@@ -415,7 +417,9 @@ def test_what_steps_multiply_after_their_timing(base: Any, own: Any, why: str | 
         (replace(NUMBERS, scattered=2), replace(NUMBERS, scattered=2), None),
     ],
 )
-def test_tensors_that_a_reference_holds_otherwise(base: GivenTensors, own: GivenTensors, why: str | None) -> None:
+def test_a_reference_with_scattered_or_more_tensors_is_labelled(
+    base: GivenTensors, own: GivenTensors, why: str | None
+) -> None:
     case, lead = pair(CALM, CALM, product(10**9), product(10**9))
     case = replace(case, products=Products(1, True, given=(own,)))
     lead = replace(lead, products=Products(1, None, given=(base,)))
@@ -452,7 +456,7 @@ def test_other_threads_and_weights_that_no_step_casts() -> None:
     assert label is Label.WORK_MISMATCH and not hard and reason.startswith("its products read 2 weights that were cast")
 
 
-def test_a_loader_whose_work_fell_between_most_slots_is_not_accused() -> None:
+def test_a_data_loader_that_works_between_slots_is_no_handicap() -> None:
     case, reference = pair(CALM, CALM)
     loaded, reference = _threaded(case, 0.7), _threaded(reference, 1.0)
     assert Label.HANDICAP in told(loaded, reference)
@@ -461,7 +465,7 @@ def test_a_loader_whose_work_fell_between_most_slots_is_not_accused() -> None:
     assert told(loaded, replace(reference, timing=replace(reference.timing, slots=changed_slots))) == {}
 
 
-def test_a_product_that_nobody_can_look_into() -> None:
+def test_unknown_operators_that_may_multiply_are_labelled() -> None:
     tape, unknown = product(10**9), OperatorCount("gemm", "quantized::linear", flops=None)
     case, lead = pair(CALM, CALM, Tape((unknown,)), tape)
     found = told(replace(case, products=Products(0, False)), lead)
@@ -515,7 +519,7 @@ OTHERS: list[tuple[GivenTensors, str, bool]] = [
 
 @for_each(("given", "why", "hard"), OTHERS)
 @for_each("level", [Level.NATIVE, Level.EMULATED])
-def test_other_inputs(given: GivenTensors, why: str, hard: bool, level: Level) -> None:
+def test_different_inputs_are_labelled(given: GivenTensors, why: str, hard: bool, level: Level) -> None:
     case, lead = pair(steady(MS, 24), CALM)
     case = replace(case, products=Products(1, True, given=(NUMBERS,)), support=replace(case.support, level=level))
     lead = replace(lead, products=Products(1, None, given=(given,)))
@@ -602,7 +606,7 @@ def trained(again: bool) -> Tape:
     ("step", "did"),
     [(half, "196 kFLOP"), (skipped, "197 kFLOP"), (shared, "0 FLOP"), (nothing, "0 FLOP"), (twice, "786 kFLOP")],
 )
-def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
+def test_a_step_with_other_products_has_no_verdict(step: Step, did: str) -> None:
     lead = replace(record(CALM, "fp32", is_reference=True), tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=taped(step))
     (told,) = mismatches(case, lead)
@@ -617,7 +621,7 @@ def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
         (taped(padded), taped(honest), ProductWork(2 * PRODUCT, padding=2 * PRODUCT // 3)),
     ],
 )
-def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work: ProductWork) -> None:
+def test_rotations_and_padding_are_not_useful_work(own: Tape, base: Tape, work: ProductWork) -> None:
     found = product_work(own, base)
     assert found.useful == product_work(base).useful and found == work and found.overhead
     lead = replace(record(CALM, "fp32", is_reference=True), tape=base)
@@ -638,7 +642,7 @@ def test_recomputation_and_unknown_operators() -> None:
     assert not mismatches(case, lead)
 
 
-def test_a_reference_by_way_of_fp64_leaves_no_verdict() -> None:
+def test_a_reference_with_fp64_products_removes_the_verdict() -> None:
     def wide(x: Tensor, up: Tensor, down: Tensor, phase: Phases) -> object:
         with phase.gemm:
             return ((x.double() @ up.double()) @ down.double()).float()

@@ -51,7 +51,7 @@ def reference(*joules: float, **changes: object) -> Record:
     return record(use(joules), "fp32", is_reference=True, **changes)
 
 
-def test_a_step_takes_the_middle_of_its_windows() -> None:
+def test_a_steps_energy_is_the_median_of_its_windows() -> None:
     windows = (window(2.0, steps=100), window(2.2, steps=37), window(1.9, steps=251))
     found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)))
     assert (found.gross.middle, found.gross.low, found.gross.high) == pytest.approx((2.0, 1.9, 2.2))
@@ -63,7 +63,7 @@ def test_a_step_takes_the_middle_of_its_windows() -> None:
     assert per == [(("energy_per_token", 0.002), ("energy_per_tflop", 0.5)), (("energy_per_gb", 4.0),)]
 
 
-def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
+def test_net_energy_is_the_energy_beyond_idling() -> None:
     found = energy_figures(record(use((2.0, 2.1, 2.2))))
     assert found.idle == IDLE + 1
     assert found.net.middle == pytest.approx(2.1 - 0.82)
@@ -79,7 +79,7 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
         ({"idle_before": 199.5, "idle_after": 199.5}, "its energy beyond idling at 200 W is too small to measure"),
     ],
 )
-def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
+def test_without_idle_power_net_energy_has_a_reason(changes: dict[str, object], why: str) -> None:
     found = energy_figures(record(replace(use((2.0,)), **changes)))  # type: ignore[arg-type]
     assert found.net is None and found.net_why == why and found.gross.middle == 2.0
 
@@ -94,7 +94,7 @@ def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str,
         ((2.2, 2.7, 2.4), Demand.UNCLEAR),  # apart, but by less than their width
     ],
 )
-def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], demand: Demand) -> None:
+def test_energy_is_less_or_more_only_if_windows_are_far_apart(own: tuple[float, ...], demand: Demand) -> None:
     exact, rough = (
         energy_ratio(
             record(use((2.96,) * 3, uncertainty=unsure)), record(use((3.0,) * 3, uncertainty=unsure), is_reference=True)
@@ -119,13 +119,15 @@ def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], 
         ({}, (Label.ENERGY_UNRESOLVED, Label.CONTENDED), "contended, energy-unresolved"),
     ],
 )
-def test_what_casts_doubt_leaves_no_fact(changes: dict[str, object], labels: tuple[Label, ...], why: str) -> None:
+def test_doubtful_windows_leave_the_demand_unclear(
+    changes: dict[str, object], labels: tuple[Label, ...], why: str
+) -> None:
     own = replace(record(use((1.0, 1.0, 1.0))), **changes)  # type: ignore[arg-type]
     ratio = energy_ratio(own, reference(3.0, 3.0, 3.0), labels)
     assert (ratio.demand, ratio.why) == (Demand.UNCLEAR, why)
 
 
-def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None:
+def test_cases_that_are_not_comparable_have_no_energy_ratio() -> None:
     base, own = reference(3.0, 3.0, 3.0), record(use((1.0, 1.0, 1.0)))
     assert energy_ratio(base, base) is None and energy_ratio(own, None) is None
     assert energy_ratio(replace(own, support=EMULATED), base) is None
@@ -160,7 +162,7 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
         (0.0, None, (0.01,), None),
     ],
 )
-def test_steps_of_windows_that_take_another_time_than_in_slots(
+def test_the_pace_of_windows_is_compared_with_slots(
     median: float | None, spread: float | None, windows: tuple[float, ...], pace: float | None
 ) -> None:
     one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
@@ -200,7 +202,7 @@ nonsense = st.builds(
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(nonsense, nonsense)
-def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:
+def test_impossible_numbers_in_a_file_give_no_figure(first: EnergyUse, second: EnergyUse) -> None:
     own, base = record(first), record(second, is_reference=True)
     found = energy_figures(own)
     assert (found is None) == bool(why_no_energy(own))
@@ -246,7 +248,7 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
         (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window's uncertainty is +-2.0%; its windows are 18.2% apart"),
     ],
 )
-def test_unresolved(energy: EnergyUse | None, why: str) -> None:
+def test_unresolved_energy_has_a_reason(energy: EnergyUse | None, why: str) -> None:
     assert explain_unresolved(energy) == why
 
 
@@ -287,7 +289,7 @@ def joules(told: PhaseEnergies) -> Mapping[str, float]:
     return {one.phase: one.joules for one in told.phases}
 
 
-def test_phases_are_measured_each_by_itself() -> None:
+def test_phases_have_separate_energies() -> None:
     told = found(*phases())
     for one in told.phases[:-1] if told.phases[-1].phase == "unattributed" else told.phases:
         if one.phase == "unattributed":
@@ -302,7 +304,7 @@ def test_phases_are_measured_each_by_itself() -> None:
     assert told.residual.low < told.residual.middle < told.residual.high
 
 
-def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
+def test_an_unmeasured_phase_is_estimated_and_has_a_reason() -> None:
     told = found()
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED} and told.residual is None
     assert joules(told)["gemm"] == pytest.approx(STEP / 2) and {one.why for one in told.phases} == {""}
@@ -318,7 +320,7 @@ def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
 
 
 @for_each("factor", [0.8, 1.25])
-def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
+def test_phases_whose_joules_do_not_fit_the_step_are_void(factor: float) -> None:
     told = found(*phases(gemm=phase("gemm", factor, factor)))
     assert told.void.startswith("the phases sum to ") and "they differ by more than their errors" in told.void
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED}
@@ -330,7 +332,7 @@ PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, T
 
 
 @for_each(("stretch", "label", "void"), PACES)
-def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: float, label: bool, void: bool) -> None:
+def test_phases_that_take_another_time_than_in_the_step_are_labelled(stretch: float, label: bool, void: bool) -> None:
     asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
     told = phase_energies(phased(asked), FINDING)
     assert bool(told.pace_mismatch) == label and bool(told.void) == void
@@ -340,7 +342,7 @@ def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: flo
 
 
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
-def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
+def test_noisy_times_leave_the_check_to_joules(joules: float, void: bool) -> None:
     asked = [
         PhaseEnergy(
             name,
@@ -365,7 +367,7 @@ def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
     assert classify_energy_validity(replace(shared, energy=None)) is None
 
 
-def test_phases_have_their_ends_and_what_they_leave() -> None:
+def test_phase_energies_have_bounds_and_a_residual() -> None:
     rows = {(metric.phase, metric.name): metric.value for metric in metrics_of(phased(phases()), FINDING, None)}
     assert rows["gemm", "energy"] == pytest.approx(2.0)
     assert rows["gemm", "energy_low"] == pytest.approx(2.0 * 0.997 * 0.996)
@@ -388,7 +390,7 @@ def test_phases_have_their_ends_and_what_they_leave() -> None:
         ({"windows": (), "why": "the GPU is lost"}, EnergyValidity.UNRESOLVED),
     ],
 )
-def test_an_energy_is_certified_or_says_why_not(changes: dict[str, object], code: EnergyValidity) -> None:
+def test_an_energy_is_certified_or_has_a_reason(changes: dict[str, object], code: EnergyValidity) -> None:
     one = phased(())
     assert one.energy is not None
     energy: EnergyUse = replace(one.energy, **changes)  # type: ignore[arg-type]

@@ -51,7 +51,7 @@ def timing(*slots: SlotSample) -> Timing:
     return Timing(Segments(("gemm",), (0,)), slots)
 
 
-def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
+def test_a_late_rank_makes_the_others_wait() -> None:
     # Rank 1 sleeps 20 ms before a 7 ms collective, which lasts 27 ms on rank 0 but costs 7.
     found = timing(*(slot(number, (35, 27), (35, 7)) for number in range(5)))
     assert measure_communication(found) == pytest.approx(7e-3)
@@ -91,7 +91,7 @@ def test_rates_are_those_of_nccl_tests() -> None:
     assert found["rank_skew"] == 0.0 and found["communication_time"] == pytest.approx(5e-3)
 
 
-def test_a_bubble_is_what_nobody_computes_in() -> None:
+def test_a_bubble_is_the_time_without_computing() -> None:
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
     assert measure_bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
@@ -100,7 +100,7 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
     assert measure_bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 
 
-def test_an_interval_lies_between_rounds() -> None:
+def test_the_median_interval_ends_at_two_rounds() -> None:
     assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
     assert find_median_interval([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
     assert (
@@ -145,7 +145,7 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
         (((10.0,) * 6, (5.0,) * 6, (4.0, 5.0, 6.0, 6.0, 7.0, 8.0)), WIDE_EFFICIENCY),
     ],
 )
-def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why: object) -> None:
+def test_an_uncertain_efficiency_has_a_reason(parts: tuple[tuple[float, ...], ...], why: object) -> None:
     made = scaled(*parts)
     found = compute_efficiency(made)
     assert found.strong == why == found.weak
@@ -165,7 +165,7 @@ def told(found: Middle | Untold) -> float:
     return found.value
 
 
-def test_overlap_is_never_cut_to_what_one_would_like() -> None:
+def test_overlap_may_be_negative_or_above_one() -> None:
     assert told(overlap_figures(overlap(40e-3, 44e-3)).hidden) == pytest.approx(0.5)
     assert told(overlap_figures(overlap(36e-3, 44e-3)).exposed) == pytest.approx(0.0)
     worse = overlap_figures(overlap(50e-3, 44e-3))
@@ -175,7 +175,7 @@ def test_overlap_is_never_cut_to_what_one_would_like() -> None:
     assert told(more.exposed) < 0 and told(more.hidden) > 1 and more.hidden.low < 1
 
 
-def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
+def test_a_pipeline_has_no_hidden_communication() -> None:
     """The step includes ranks waiting for each other: 30 ms against 8 ms of sending would give -275%."""
     for microbatches in (None, 2):
         params = {} if microbatches is None else {"microbatches": microbatches}
@@ -184,7 +184,7 @@ def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
         assert (found.hidden is PIPELINE_WAITING) == (microbatches == 2)
 
 
-def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
+def test_disturbed_rounds_give_no_overlap() -> None:
     # Running both in turn took 1.34 times the sum of both alone: they interfere, so no conclusion is possible.
     assert overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(
         SUM_MISMATCH, SUM_MISMATCH, pytest.approx(1.34, abs=0.01)

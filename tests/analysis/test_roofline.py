@@ -32,7 +32,7 @@ def results(ceiling: Ceiling | None = CEILING) -> list[tuple[Record, Finding]]:
     return [(one, findings[one.case.id]) for one in run.records]
 
 
-def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
+def test_each_phase_is_limited_by_its_slowest_resource() -> None:
     roofs = {roof.count.phase: roof for roof in phase_roofs(*results()[0])}
     assert {phase: one.bound for phase, one in roofs.items()} == {
         "gemm": Bound.COMPUTE,
@@ -47,7 +47,7 @@ def test_each_phase_has_what_takes_longest_at_the_ceilings() -> None:
     assert roofs["elementwise"].intensity is None
 
 
-def test_recipes_of_a_format_share_its_best_kernel_and_without_counts_nothing_is_said() -> None:
+def test_recipes_of_a_format_share_its_highest_rate() -> None:
     measured, sheet = roofs_of(CEILING)
     assert measured.products == {"bf16": 1e14, "fp8": 2e14}
     assert (measured.memory, measured.launches) == (1e12, 1e6)
@@ -63,7 +63,7 @@ def test_recipes_of_a_format_share_its_best_kernel_and_without_counts_nothing_is
     assert roof.bound is None and roof.share_of_ceiling is None and roof.share_of_datasheet is None
 
 
-def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -> None:
+def test_a_phase_with_unknown_flops_has_no_bound() -> None:
     (lead, reference), (case, finding), _ = results()
     phases = [replace(phase, unknown=int(phase.phase == "gemm")) for phase in lead.tape.phases]
     unsure = replace(lead, tape=replace(lead.tape, phases=tuple(phases)))
@@ -74,7 +74,7 @@ def test_nothing_is_said_of_a_phase_with_an_operator_whose_flops_are_unknown() -
     assert not any(roof.bound or roof.flop_rate for roof in phase_roofs(past, reference))
 
 
-def test_amdahl_by_hand() -> None:
+def test_the_largest_gain_follows_amdahls_law() -> None:
     (lead, reference), (case, finding), (emulated, third) = results()
     gain = compute_gain(case, finding, lead, reference)
     assert (gain.share, gain.share_of_ceiling, gain.most) == pytest.approx((0.54, 0.71, 100 / (46 + 19.17)))
@@ -93,7 +93,7 @@ def test_products_that_the_reference_does_not_mark_have_no_gain() -> None:
 
 
 @for_each(("precision", "binds"), [("bf16", False), ("fp8", False), ("fp8-rowwise", True)])
-def test_a_ceiling_whose_runs_differ_bounds_no_gain(precision: str, binds: bool) -> None:
+def test_an_unsteady_ceiling_bounds_no_gain(precision: str, binds: bool) -> None:
     rates = tuple(
         replace(rate, runs=(0.9 * rate.runs[-1], *rate.runs[1:])) if rate.precision == precision else rate
         for rate in CEILING.rates
@@ -164,9 +164,7 @@ def test_a_phase_above_the_ceiling_is_impossible(one: Record, above: bool) -> No
         (MARGIN + 0.01, "fp32", "convolution", True),
     ],
 )
-def test_plain_products_of_a_processor_have_a_margin_of_their_own(
-    times: float, path: str, operator: str, above: bool
-) -> None:
+def test_fp32_products_on_a_cpu_have_a_smaller_margin(times: float, path: str, operator: str, above: bool) -> None:
     rates = (*CEILING.rates, *(replace(rate, precision="fp32") for rate in CEILING.rates if rate.precision == "bf16"))
     one = replace(counted(times, "cpu", operator, path=path), ceiling=replace(CEILING, rates=rates))
     assert [label.label for label in label_false_claims(one, None)] == [Label.ABOVE_CEILING] * above
@@ -174,7 +172,7 @@ def test_plain_products_of_a_processor_have_a_margin_of_their_own(
     assert bool(list(label_false_claims(quick, None))) == (times > MARGIN)
 
 
-def test_bytes_that_no_memory_moves_and_rates_that_differ() -> None:
+def test_impossible_bytes_and_unsteady_rates() -> None:
     # 3,530 GB/s on a card whose fastest copy reaches 864.
     moved = PhaseCount("gemm", 0, int(3530e9 * 10e-3))
     one = replace(counted(0), tape=Tape(phases=(moved,)), ceiling=Ceiling(None, 864e9))
@@ -195,9 +193,7 @@ def test_bytes_that_no_memory_moves_and_rates_that_differ() -> None:
         (60, 50_000, Bound.LAUNCH),
     ],
 )
-def test_far_below_all_ceilings_none_of_them_is_what_a_phase_waits_for(
-    milliseconds: float, launches: int, bound: Bound
-) -> None:
+def test_a_phase_far_below_its_ceilings_has_no_bound(milliseconds: float, launches: int, bound: Bound) -> None:
     (lead, reference), _, _ = results()
     tape = Tape(phases=(PhaseCount("gemm", 3_834 * GB, GB, launches, by_path=(("bf16", 3_834 * GB),)),))
     finding = replace(reference, best_seconds=0.5, phases=(("gemm", milliseconds / 1e3),))
@@ -208,7 +204,7 @@ def test_far_below_all_ceilings_none_of_them_is_what_a_phase_waits_for(
     assert roof.bound is (Bound.COMPUTE if milliseconds <= 76 else Bound.NONE)
 
 
-def test_of_a_compiled_step_the_products_are_checked() -> None:
+def test_the_products_of_a_compiled_step_are_checked() -> None:
     (label,) = label_false_claims(counted(9, fused="compiled"), None)
     assert label.label is Label.ABOVE_CEILING and label.hard
     assert label.reason == (
@@ -220,7 +216,7 @@ def test_of_a_compiled_step_the_products_are_checked() -> None:
     assert not list(label_false_claims(replace(counted(0), tape=Tape(phases=(moved,), fused="compiled")), None))
 
 
-def test_of_a_compiled_step_only_products_bound_a_phase() -> None:
+def test_only_products_bound_a_phase_of_a_compiled_step() -> None:
     """A compiled step has fewer bytes and launches than its tape, so their bounds are unknown."""
     (lead, reference), _, _ = results()
     assert lead.tape is not None

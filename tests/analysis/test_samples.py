@@ -40,7 +40,7 @@ def slots(*rounds: Sequence[Sequence[int]], phases: Sequence[str] = ("cast", "ge
     return Timing(Segments(tuple(phases), tuple(range(len(phases)))), made)
 
 
-def test_a_round_is_the_fastest_cells_of_as_many_calls() -> None:
+def test_a_rounds_sample_uses_the_same_number_of_calls() -> None:
     measured = slots([(3, 10), (1, 20)], [(5, 7), (5, 8)])
     assert step_samples(measured) == pytest.approx((11e-9, 12e-9))
     assert phase_samples(measured, "cast") == pytest.approx((1e-9, 5e-9))
@@ -105,7 +105,7 @@ def led(own: Timing, reference: Timing, control: Timing | None = None) -> tuple[
     return record(own), record(reference, "fp32", is_reference=True, control=control)
 
 
-def test_relative_time_is_by_common_round_and_both_entries() -> None:
+def test_relative_time_uses_common_rounds_and_the_control() -> None:
     case, reference = led(timing((2,), (20,), (3,)), timing((4,), (40,), (4,)))
     assert relative_samples(case, reference) == pytest.approx((0.5, 0.5, 0.75))
     case, reference = led(timing((6,)), timing((4,)), timing((9,)))
@@ -123,7 +123,7 @@ def test_relative_time_is_by_common_round_and_both_entries() -> None:
     assert relative_samples(replace(apart, control=steady(9, 3, start=9)), reference) == pytest.approx((1.0,) * 3)
 
 
-def test_what_is_no_speed_has_no_relative_time() -> None:
+def test_cases_without_a_speed_have_no_relative_time() -> None:
     case, reference = led(steady(6, 3), steady(4, 3))
     emulated = record(steady(6, 3), level=Level.EMULATED)
     assert relative_samples(case, reference) and not relative_samples(emulated, reference)
@@ -155,7 +155,7 @@ def pair(own: tuple[SustainedTurn, ...], base: tuple[SustainedTurn, ...], **opti
     return record(steady(5 * MS, 24), sustained=own, **options), reference
 
 
-def test_figures_are_of_the_middle_turn() -> None:
+def test_sustained_figures_are_medians_of_turns() -> None:
     case, reference = pair(
         turns(5.5, 5.4, 5.9, settled=(True, False, True), clock=1.7e9, watts=650.0), turns(10.0, 10.0, 10.0)
     )
@@ -168,7 +168,7 @@ def test_figures_are_of_the_middle_turn() -> None:
     assert sustained_figures(record(steady(5 * MS, 24)), finding) is None
 
 
-def test_the_ratio_is_paired_by_rounds_of_turns_that_are_sound() -> None:
+def test_the_sustained_ratio_pairs_valid_turns() -> None:
     case, reference = pair(turns(6.0, 7.2, 8.64, 10.4), turns(10.0, 12.0, 14.4, 17.3))
     ratio = sustained_ratio(case, reference)
     assert ratio.level == 0.99 and ratio.low < 0.6 < ratio.high < 0.605
@@ -179,13 +179,13 @@ def test_the_ratio_is_paired_by_rounds_of_turns_that_are_sound() -> None:
 
 
 @for_each("options", [{"level": Level.EMULATED}, {"paired": False}, {"paired_with": steady(10 * MS, 24)}])
-def test_no_ratio_where_it_would_be_none(options: dict[str, Any]) -> None:
+def test_cases_without_a_speed_have_no_sustained_ratio(options: dict[str, Any]) -> None:
     case, reference = pair(turns(6.0, 6.0, 6.0), turns(10.0, 10.0, 10.0), **options)
     assert sustained_ratio(case, reference) is None and sustained_ratio(reference, reference) is None
     assert sustained_ratio(case, None) is None
 
 
-def test_it_is_a_figure_of_its_own_and_a_table() -> None:
+def test_sustained_time_is_a_figure_and_a_table() -> None:
     case, reference = pair(turns(5.5, 5.5, 5.5, clock=1.7e9), turns(10.0, 10.0, 10.0))
     findings = {one.case.id: one for one in find([reference, case], {})}
     metric = next(metric for metric in metrics_of(case, findings[case.case.id]) if metric.name == "sustained_time")

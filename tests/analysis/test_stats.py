@@ -69,14 +69,14 @@ def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
 
 
 @for_each("rounds", [1, 2])
-def test_fewer_than_three_rounds_are_all_taken(rounds: int) -> None:
+def test_fewer_than_three_rounds_all_count(rounds: int) -> None:
     samples = np.arange(1.0, rounds + 1)[:, None]
     found = stats.resample_best_case(samples)
     assert math.exp(found.point) == pytest.approx(samples.mean())
     assert math.exp(found.resampled.max()) <= rounds + 1e-12
 
 
-def test_the_interval_is_the_naive_bootstrap_s() -> None:
+def test_the_interval_equals_that_of_a_naive_bootstrap() -> None:
     rng = np.random.default_rng(4)
     arms = [noisy(rng, best, 12, 3) for best in (1.1, 1.0, 1.0)]
     drawn = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), stats.RESAMPLE_COUNT)

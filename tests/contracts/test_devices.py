@@ -65,7 +65,7 @@ def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None
 
 
 @for_each("kind", NAMES)
-def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
+def test_only_a_lack_of_memory_is_recognised_as_one(kind: str) -> None:
     device = devices.get(kind)
     for error in (ValueError("out of paper"), RuntimeError("size mismatch"), KeyError("x")):
         assert not device.is_out_of_memory(error)

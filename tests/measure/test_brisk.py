@@ -176,7 +176,7 @@ def test_a_brisk_group_takes_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch
     assert "checking numbers" not in brisk and usual["checking numbers"] > 2
 
 
-def test_what_makes_figures_right_stays_in_a_brisk_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_brisk_group_keeps_control_energy_and_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, _, timing, untimed = measured_groups(monkeypatch, True)
     for records in groups:
         lead, *_ = records

@@ -63,7 +63,7 @@ class Shared(Device):
         return reading(self.asked_for_others)
 
 
-def test_who_shares_a_device_is_told_with_the_label() -> None:
+def test_other_processes_on_the_device_are_labelled() -> None:
     for device, pid, counted, reason in (
         (Shared(), 42, (2, 2), "2 other processes on the device, 2 other slices of the device"),
         (Device(), 42, (None, 0), ""),
@@ -113,7 +113,7 @@ def watched(
     return {name: (watch.summarise(one), one) for name, one in arms.items()}
 
 
-def test_looks_belong_to_the_arm_whose_slot_is_over() -> None:
+def test_readings_belong_to_the_arm_of_the_last_slot() -> None:
     device = Device(look(0x4), look(0x40, 1.2e9, 80), look(0x4, 1.4e9, 60), look(0x1, 1.6e9, 40))
     found = watched(device, ("fp32", "bf16"), ("fp32",), ("fp32",))
     (a, first), (b, _) = found["fp32"], found["bf16"]
@@ -134,7 +134,7 @@ def test_a_mean_clock_counts_slots_by_how_long_they_took() -> None:
     assert one.timing().clock is None
 
 
-def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> None:
+def test_reading_the_driver_takes_at_most_a_twentieth_of_the_time() -> None:
     device = Device(*[look()] * 300)
     found = watched(device, *[("fp32", "bf16")] * 100, slot_seconds=0.01, look_seconds=0.002)
     (_, first), (_, second) = found.values()
@@ -155,7 +155,7 @@ def test_looking_takes_a_twentieth_of_the_time_at_most_and_whole_rounds() -> Non
         (reading(4.0), (), "thermal: test went back from 5.0 to 4.0 "),
     ],
 )
-def test_what_held_the_clocks_back_is_counted_by_the_driver_over_the_sitting(
+def test_throttled_seconds_are_counted_over_the_session(
     after: Read, held: tuple[tuple[str, float], ...], why: str
 ) -> None:
     watch = Watch(Device(violations=(reading(5.0), after)), clock=Clock())
@@ -209,7 +209,7 @@ def warm_up(record: Record) -> Settling | None:
     return record.watch.warm_up if record.watch is not None else None
 
 
-def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_reference_runs_until_the_device_has_settled(monkeypatch: pytest.MonkeyPatch) -> None:
     records, worker, listener = measured(monkeypatch, warming(4.0))
     settling = warm_up(records["fp32"])
     assert settling.settled and 5 < settling.seconds < 15 and settling.limit == 30.0
@@ -223,7 +223,7 @@ def test_the_reference_runs_until_clock_and_temperature_stand_still(monkeypatch:
     assert not any(Label.UNSETTLED in finding.labels for finding in find(list(records.values()), {}))
 
 
-def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_that_has_not_settled_is_labelled(monkeypatch: pytest.MonkeyPatch) -> None:
     records, _, _ = measured(monkeypatch, lambda at: 30 + 2 * at, limit=5.0)
     settling = warm_up(records["bf16"])
     assert not settling.settled and 5 <= settling.seconds < 5.5
@@ -234,8 +234,6 @@ def test_a_device_that_still_moves_at_the_limit_is_labelled(monkeypatch: pytest.
 
 
 @for_each("options", [{"silent": True}, {"limit": 0.0}, {"level": Level.EMULATED}])
-def test_nothing_runs_where_nobody_can_say_what_suffices(
-    monkeypatch: pytest.MonkeyPatch, options: dict[str, object]
-) -> None:
+def test_without_sensors_there_is_no_warm_up(monkeypatch: pytest.MonkeyPatch, options: dict[str, object]) -> None:
     records, worker, _ = measured(monkeypatch, warming(4.0), **options)  # type: ignore[arg-type]
     assert warm_up(records["fp32"]) is None and not [entry for entry in worker.log if entry[0] == "loop"]

@@ -37,7 +37,7 @@ def measured(
     return by_mode(records), worker
 
 
-def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
+def test_the_fastest_case_is_judged_by_new_rounds() -> None:
     records, worker = measured()
     assert [mode for mode, record in records.items() if record.fresh] == ["bf16"]
     fresh, first = records["bf16"].fresh, records["bf16"].timing
@@ -52,7 +52,7 @@ def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
     assert finding.best_seconds == pytest.approx(5e-3)  # the reference's over its speed-up
 
 
-def test_where_it_is_not_timed_again_that_is_said() -> None:
+def test_a_fastest_case_without_new_rounds_has_a_note() -> None:
     records, worker = measured(choose=None)
     assert all(record.fresh is None for record in records.values()) and len(worker.slots("bf16")) == 2 + 24
     found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
@@ -74,7 +74,7 @@ SLOW = {mode: lasting(20) for mode in NAMES[1:]}
         (tuple(map(planned, NAMES)), SLOW),  # none is faster
     ],
 )
-def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...], scripts: Mapping[str, Script]) -> None:
+def test_fewer_candidates_are_not_timed_again(cases: tuple[PlannedCase, ...], scripts: Mapping[str, Script]) -> None:
     records, worker = measured(*cases, scripts=scripts)
     assert all(record.fresh is None for record in records.values()) and len(worker.slots("fp32")) <= 2 + 24
     assert not any("fastest" in finding.why for finding in find(list(records.values()), {}))

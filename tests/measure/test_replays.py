@@ -73,7 +73,7 @@ def test_cases_take_turns_in_replays() -> None:
     assert worker.restarts == 0
 
 
-def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
+def test_a_graph_with_marks_gives_the_phases_of_a_replay() -> None:
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
@@ -90,7 +90,7 @@ def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
     assert found["fp32"].timing is not None and found["fp32"].phases == ()
 
 
-def test_what_replays_leave_out_is_kept() -> None:
+def test_data_that_replays_do_not_load_is_named() -> None:
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
     fillings: dict[str, Filling | None] = {}

@@ -160,7 +160,7 @@ def test_the_judge_gets_case_reference_and_control() -> None:
     assert why == "answered after 24 rounds"
 
 
-def test_beside_emulated_candidates_the_control_is_the_question() -> None:
+def test_with_emulated_candidates_only_the_control_decides() -> None:
     questions = []
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -182,7 +182,7 @@ def test_emulated_arms_get_four_rounds(rule: StoppingRule) -> None:
     assert len(worker.slots("bf16")) == {None: 24, 30: 30}[rule.fixed] - 8 * (rule.budget == 0)
 
 
-def test_emulations_take_no_rounds_from_an_open_question() -> None:
+def test_emulated_steps_do_not_use_up_the_budget() -> None:
     slow = {label: lasting(500) for label in ("fp8", "mxfp8", "nvfp4", "mxfp4", "fp8-block")}
     rule, ended = StoppingRule(least=16, budget=1.0), []
     for emulated in ([], list(slow)):
@@ -204,7 +204,7 @@ def test_emulations_take_no_rounds_from_an_open_question() -> None:
         (RoundSession(arm("fp8", EMULATED), None, [arm("bf16")]), {"fp8": 4, "bf16": 32}),
     ],
 )
-def test_who_has_no_question_gets_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
+def test_arms_without_a_comparison_get_a_fixed_number_of_rounds(session: RoundSession, counts: dict[str, int]) -> None:
     """Alone, or next to a reference without a speed, no number of rounds would decide anything."""
 
     def judge(case: Timing, reference: Timing, control: Timing | None) -> bool:
@@ -245,13 +245,13 @@ FASTER_NOW_AND_THEN = Script(lambda call: ((GEMM,), (9_700_000 if call % 8 == 4 
         (FASTER_NOW_AND_THEN, 64),
     ],
 )
-def test_the_real_judge_ends_what_is_clear_at_the_first_look(script: Script, rounds: int) -> None:
+def test_clear_differences_end_at_the_first_look(script: Script, rounds: int) -> None:
     _, why = sit({"bf16": script}, three(), StoppingRule(least=16, most=64, budget=1e9, ceiling=1e9), is_decided)
     assert f" {rounds} rounds" in f" {why}"
 
 
 @for_each("slow", range(4))
-def test_what_happens_every_so_many_calls_is_not_always_discarded(slow: int) -> None:
+def test_periodic_disturbances_are_not_always_discarded(slow: int) -> None:
     def step(call: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
         return (GEMM,), (6 * MS if call % 4 == slow and call > 4 else 3 * MS,)
 
@@ -321,7 +321,7 @@ def count_places(rounds: list[list[int]]) -> Counter[tuple[int, int]]:
 
 @for_each("arms", range(1, 9))
 @for_each("seed", range(3))
-def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
+def test_every_arm_has_every_position_once_in_a_block(arms: int, seed: int) -> None:
     rounds = drawn(arms, 5 * arms, seed)
     assert all(sorted(row) == list(range(arms)) for row in rounds)
     for block in range(5):
@@ -330,7 +330,7 @@ def test_everybody_is_in_every_place_once_a_block(arms: int, seed: int) -> None:
 
 
 @for_each("arms", range(2, 9))
-def test_everybody_follows_everybody_as_often(arms: int) -> None:
+def test_every_arm_follows_every_other_equally_often(arms: int) -> None:
     rounds = 2 * arms if arms % 2 else arms
     after = Counter(chain.from_iterable(pairwise(row) for row in drawn(arms, rounds)))
     assert len(after) == arms * (arms - 1) and set(after.values()) == {rounds // arms}
@@ -338,7 +338,7 @@ def test_everybody_follows_everybody_as_often(arms: int) -> None:
 
 @for_each("stay", range(1, 7))
 @for_each("before", [3, 16, 17])
-def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> None:
+def test_arms_that_leave_keep_the_orders_balanced(stay: int, before: int) -> None:
     orders: Orders[int] = Orders(random.Random(stay))
     first = [orders.next_round(range(7)) for _ in range(before)]
     rest = [orders.next_round(range(stay)) for _ in range(3 * stay)]
@@ -348,7 +348,7 @@ def test_arms_that_leave_put_nobody_out_of_balance(stay: int, before: int) -> No
     assert set(count_places(rest).values()) == {3}
 
 
-def test_orders_are_drawn() -> None:
+def test_orders_are_random() -> None:
     orders: Orders[int] = Orders(random.Random(0))
     assert orders.next_round([]) == [] and sorted(orders.next_round([3, 4])) == [3, 4] and orders.next_round([]) == []
     assert drawn(4, 40, 1) == drawn(4, 40, 1) != drawn(4, 40, 2)

@@ -76,7 +76,7 @@ def test_cells_sum_to_the_step_in_every_call(marks: list[tuple[int, int]], data:
 
 
 @given(MARKS)
-def test_no_block_goes_on_behind_a_part(marks: list[tuple[int, int]]) -> None:
+def test_a_block_ends_with_its_part(marks: list[tuple[int, int]]) -> None:
     codes, intervals = split(marks)
     made = cut_into_cells(codes, intervals, part_ends="gemm")
     blocks = [made.segments.blocks[cell] for cell in made.cell_by_interval]

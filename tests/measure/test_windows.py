@@ -84,7 +84,7 @@ def test_an_emulated_case_has_one_window_and_a_long_step_runs_once_at_a_time() -
 
 
 @for_each("error", [WorkerFault("ValueError", "boom", "trace"), WorkerLost("the worker crashed"), WorkerLost("killed")])
-def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerError) -> None:
+def test_a_fault_in_a_window_costs_only_energies(error: WorkerError) -> None:
     faulty = lasting(10, faults=[Fault("loop", error, at=1)])
     found, worker = measured({"fp32": lasting(10), "bf16": faulty}, WindowRule(2, 1.5))
     assert not found["bf16"].windows and f"bf16 ended the windows: {error}" in found["bf16"].why
@@ -95,7 +95,7 @@ def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerErr
     assert not found["fp32"].windows and found["fp32"].why.endswith("more steps: the loss is NaN")
 
 
-def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
+def test_a_source_that_fails_in_the_middle_gives_a_reason() -> None:
     power, reference = Power(), arm("fp32")
     worker = Runner(power, {"fp32": lasting(10)})
     reference.prepare(worker)
@@ -163,7 +163,7 @@ def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
     assert 1 <= turns.count("fp32") <= 3
 
 
-def test_a_worker_lost_in_a_window_costs_no_time() -> None:
+def test_a_worker_lost_in_a_window_keeps_the_timing() -> None:
     faulty = lasting(10, faults=[Fault("loop", WorkerLost("it crashed"))])
     records, worker = grouped({"fp32": faulty, "bf16": lasting(10)}, planned("fp32"), planned("bf16"))
     assert {record.status.value for record in records.values()} == {"ok"} and worker.restarts == 1

@@ -32,7 +32,7 @@ ACK = Ack(
 UNDO = Undo("0a", "2026-01-06T12:00:00+00:00")
 
 
-def test_what_is_written_is_read_and_an_undo_holds_wherever_it_stands(tmp_path: Path) -> None:
+def test_an_undo_counts_at_any_position(tmp_path: Path) -> None:
     assert load_acks(tmp_path) == Acks()
     other, again = replace(ACK, id="0b", because="größer ist hier besser"), replace(ACK, id="0c")
     append_acks(tmp_path, [ACK])
@@ -57,7 +57,7 @@ def test_what_is_written_is_read_and_an_undo_holds_wherever_it_stands(tmp_path: 
         (b'{"version": 1, "ack": null}', "is not a valid acknowledgement"),
     ],
 )
-def test_a_torn_line_acknowledges_nothing_and_those_around_it_hold(tmp_path: Path, line: bytes, words: str) -> None:
+def test_a_torn_line_acknowledges_nothing(tmp_path: Path, line: bytes, words: str) -> None:
     append_acks(tmp_path, [ACK])
     with acks_path(tmp_path).open("ab") as file:
         file.write(line)
@@ -78,7 +78,7 @@ def test_a_file_that_cannot_be_read_or_written(tmp_path: Path) -> None:
         merge_acks(tmp_path / "ours", tmp_path)
 
 
-def test_a_merge_takes_what_is_new_and_sound(tmp_path: Path) -> None:
+def test_a_merge_adds_new_valid_lines(tmp_path: Path) -> None:
     ours, theirs = tmp_path / "ours", tmp_path / "theirs"
     for folder in (ours, theirs):
         folder.mkdir()

@@ -88,7 +88,7 @@ def test_every_value_survives_the_trip(kind: type) -> None:
     assert again == value and repr(again) == repr(value)  # 1, 1.0 and True are equal
 
 
-def test_what_requests_may_not_have_together_survives_too() -> None:
+def test_options_that_exclude_each_other_survive_too() -> None:
     assert {field.name for field in fields(Request) if getattr(REQUEST, field.name) == field.default} == set(ALONE)
     for changes in (
         {"isolation": False, "energy_of": "phases"},
@@ -98,7 +98,7 @@ def test_what_requests_may_not_have_together_survives_too() -> None:
         assert there_and_back(request := replace(Request("gemm"), **changes)) == request  # type: ignore[arg-type]
 
 
-def test_floats_survive_bit_by_bit_also_what_json_has_no_word_for() -> None:
+def test_floats_survive_bit_by_bit() -> None:
     samples = (math.nan, math.inf, -math.inf, 0.1, 1 / 3, 5e-324, 1.7976931348623157e308, -0.0)
     again = there_and_back(Measurement("m", "s", samples)).samples
     assert [number.hex() for number in again] == [number.hex() for number in samples]
@@ -156,7 +156,7 @@ def test_a_wrong_type_is_malformed_and_the_place_is_named(path: tuple[Any, ...],
         decode(Record, plain)
 
 
-def test_what_is_alike_is_one_value_and_what_is_equal_is_not_alike() -> None:
+def test_identical_values_share_one_object() -> None:
     assert there_and_back(CASE) is there_and_back(CASE)
     for _ in range(2):
         assert type(decode(Work, {"flops": 1, "tokens": 1}).flops) is float

@@ -22,7 +22,7 @@ def test_the_first_line_is_the_header() -> None:
     ("content", "why"),
     [(b"", "it is empty"), (b"?\n" + HEADER, "Expecting value"), (HEADER.replace(b"plan", b"duel"), "'plan'")],
 )
-def test_without_a_header_it_is_said_why(content: bytes, why: str) -> None:
+def test_a_missing_header_has_a_reason(content: bytes, why: str) -> None:
     with pytest.raises(StoreError, match=rf"x is not a plan: its first line is not a header \(.*{why}"):
         read_header(parse_file_lines(content), Path("x"), "plan", str)
 

@@ -463,7 +463,7 @@ MERGED: dict[str, tuple[list[Point], Point]] = {
 
 
 @for_each(("given_points", "expected"), MERGED.values())
-def test_what_the_points_of_one_cell_come_to(given_points: list[Point], expected: Point) -> None:
+def test_points_of_one_cell_are_merged(given_points: list[Point], expected: Point) -> None:
     ((_, content),) = merge_points(given_points).items()
     assert content == expected
 
@@ -514,7 +514,7 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
     return run_of([record], devices=(device,), environment=Environment(facts))
 
 
-def test_ranks_are_part_of_a_cell_and_other_numbers_are_said() -> None:
+def test_ranks_are_part_of_a_cell() -> None:
     content = extract_points(of_ranks(2))
     assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
     values = {metric_of(point): point.samples for point in content.points}

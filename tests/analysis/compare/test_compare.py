@@ -93,7 +93,7 @@ def of(compared: Compared, metric: str, precision: str = "bf16") -> Comparison:
     return found[0]
 
 
-def test_every_figure_that_both_have() -> None:
+def test_compares_every_figure_that_both_sides_have() -> None:
     compared = held([run(1)], [run(2)])
     assert [(figure.case.rpartition("/")[2], figure.metric) for figure in compared.comparisons] == [
         ("fp32", "time"),
@@ -110,7 +110,7 @@ def test_every_figure_that_both_have() -> None:
 
 
 @for_each(("factor", "expected"), [(1.3, "worse"), (0.7, "better"), (1.05, "cannot tell"), (1.0, "cannot tell")])
-def test_one_run_each(factor: float, expected: str) -> None:
+def test_one_run_on_each_side_shows_only_large_changes(factor: float, expected: str) -> None:
     compared = held([run(1)], [run(2, factor)])
     for metric in ("time", "relative_time"):
         one = of(compared, metric)
@@ -121,7 +121,7 @@ def test_one_run_each(factor: float, expected: str) -> None:
 
 
 @for_each(("runs", "faster"), [(1, 0.8), (5, 0.97), (5, 1.0)])
-def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> None:
+def test_runs_with_some_slow_calls_are_not_faster(runs: int, faster: float) -> None:
     def uneven(number: int) -> Timing:
         one = timing(faster * 1e-3, number)
         slots = [
@@ -137,7 +137,7 @@ def test_runs_slower_on_some_calls_are_not_faster(runs: int, faster: float) -> N
     assert of(compared, "time", "fp32").labels == ("cross-run",)
 
 
-def test_several_runs_tell_how_far_runs_lie_apart() -> None:
+def test_several_runs_show_how_much_runs_differ() -> None:
     compared = held([run(n) for n in range(4)], [run(n, 1.05) for n in range(5, 9)])
     one = of(compared, "time")
     assert one.direction is Direction.WORSE and one.p_value is not None and one.p_value < 1e-3
@@ -154,7 +154,7 @@ def test_several_runs_tell_how_far_runs_lie_apart() -> None:
     assert of(compared, "relative_time").direction is Direction.SAME
 
 
-def test_neither_more_rounds_nor_other_marks_are_another_time() -> None:
+def test_more_rounds_or_other_marks_do_not_change_a_time() -> None:
     # Same noise, 24 rounds against 400: the minimum of 400 is lower, but the ratio must stay 1.
     long = replace(record("bf16", 1.0, 3), timing=timing(1e-3, 3, 400))
     compared = held([run(1)], [replace(run(2), records=(record("fp32", 2.0, 4), long))])
@@ -211,7 +211,7 @@ def test_energy_is_never_exact() -> None:
         ("product_error", math.nan, math.nan, "none", None),
     ],
 )
-def test_exact_values_are_judged_alike_by_compare_and_duel(
+def test_compare_and_duel_judge_exact_values_alike(
     metric: str, before: float, after: float, direction: str, ratio: float | None
 ) -> None:
     """A difference beyond rounding counts as a change without an interval; a change from zero has no ratio."""
@@ -234,7 +234,7 @@ def test_a_figure_in_another_unit_is_not_compared() -> None:
     assert fought.direction is Direction.NONE and fought.why == "its unit was ms and is now s"
 
 
-def test_joules_of_windows_are_compared_where_the_same_source_told_them() -> None:
+def test_joules_are_compared_only_if_their_source_is_the_same() -> None:
     def joules(number: int, factor: float, source: str = "rapl") -> Run:
         windows = tuple(EnergyWindow(10, 0.5, 10 * factor * (1 + 0.001 * place), 50) for place in range(3))
         return run(number, energy=EnergyUse(source, windows))
@@ -245,7 +245,7 @@ def test_joules_of_windows_are_compared_where_the_same_source_told_them() -> Non
     assert "energy" not in {figure.metric for figure in other.comparisons}
 
 
-def test_what_failed_and_what_only_one_side_has() -> None:
+def test_failed_cases_and_cases_of_one_side_are_listed() -> None:
     failed = {"status": Status.FAILED, "reason": "out of memory", "timing": None, "measurements": ()}
     one = of(held([run(1)], [run(2, **failed)]), "time")
     assert one.failed and one.direction is Direction.NONE and "out of memory" in one.why
@@ -257,7 +257,7 @@ def test_what_failed_and_what_only_one_side_has() -> None:
     assert compared.only_after == ("gemm[m=64]@cpu/bf16",) and not compared.only_before
 
 
-def test_what_is_not_the_same_work() -> None:
+def test_cases_with_different_work_are_not_compared() -> None:
     other = replace(case("gemm", "bf16", {"m": 64}), version="2")
     assert "version 1 before and 2 now" in of(held([run(1)], [run(2, case=other)]), "time").why
     emulated = Support(Level.EMULATED, "no hardware")
@@ -268,7 +268,7 @@ def test_what_is_not_the_same_work() -> None:
     assert "relative_time" not in {figure.metric for figure in compared.comparisons}
 
 
-def test_what_differs_is_said() -> None:
+def test_differing_facts_are_listed() -> None:
     off, on = (
         {"switch oneDNN": value, "switches_set": text} for value, text in ((False, "oneDNN at False"), (True, None))
     )
@@ -297,7 +297,7 @@ def test_what_differs_is_said() -> None:
         {"cpu power_cap": 200},
     ],
 )
-def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[str, object]) -> None:
+def test_times_under_other_conditions_are_not_a_regression(facts: dict[str, object]) -> None:
     usual = {"threads": 1, "cpu_governor": "performance", "cpu_affinity": 2, "switch niceness": 0, "cpu power_cap": 300}
     sides = [run(number, facts=usual) for number in range(4)], [run(9, 8.0, facts={**usual, **facts})] * 4
     compared = held(*sides)
@@ -313,12 +313,12 @@ def test_times_under_other_conditions_differ_and_are_no_regression(facts: dict[s
 
 
 @for_each("facts", [{"switch the handler of SIGINT": "SIG_IGN"}, {"load_1min": 5.0}, {"commit": "ab" * 20}])
-def test_what_no_time_depends_on_leaves_a_verdict(facts: dict[str, object]) -> None:
+def test_facts_that_change_no_time_leave_the_verdict(facts: dict[str, object]) -> None:
     usual = {"switch the handler of SIGINT": "SIG_DFL"}
     assert of(held([run(1, facts=usual)], [run(2, 1.3, facts={**usual, **facts})]), "time").direction is Direction.WORSE
 
 
-def test_quick_runs_count_where_there_is_nothing_better() -> None:
+def test_quick_runs_count_only_without_complete_runs() -> None:
     quick = replace(run(2, 9.0), request=replace(run(2).request, quick=True))
     ratio = of(held([run(1)], [quick, run(3)]), "time").ratio
     assert ratio.point < 1.1
@@ -370,7 +370,7 @@ def waiting(share: float, milliseconds: float, seed: int) -> Record:
         (0.0, 0.0, (0.4, 1.6), ""),
     ],
 )
-def test_what_others_took_of_one_side_alone_is_no_regression(
+def test_a_busier_machine_on_one_side_is_not_a_regression(
     old: float, new: float, loads: tuple[float, float], said: str
 ) -> None:
     sides = []
@@ -387,7 +387,7 @@ def test_what_others_took_of_one_side_alone_is_no_regression(
 
 
 @for_each(("times", "said"), [(1.3, Direction.UNSURE), (2.0, Direction.WORSE), (0.8, Direction.UNSURE)])
-def test_no_more_than_waiting_explains(times: float, said: Direction) -> None:
+def test_a_change_that_waiting_for_a_core_explains_is_undecided(times: float, said: Direction) -> None:
     """Both sides got two thirds of a core in nearly all slots, so a change below 1.5 times is undecided."""
     sides = [
         [run_of([record("fp32", 30.0, seed), waiting(share, milliseconds, seed + 5)], id=f"{seed:08x}")]

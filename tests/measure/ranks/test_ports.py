@@ -123,7 +123,7 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # while other work runs
 @pytest.mark.parametrize("name", sampled(["collective"], COMMANDS))
-def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
+def test_strangers_that_connect_run_no_code(name: str, tmp_path: Path) -> None:
     kept: list[socket.socket] = []
     file = tmp_path / "was here"
     code, said, seen = run_watched(name, tmp_path, lambda port: knock(port, file, kept), 0.005)
@@ -155,7 +155,7 @@ def greet_as_another_user(ports_told: int) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # while other work runs
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
+def test_a_connection_of_another_user_is_reported(tmp_path: Path) -> None:
     reads, writes = os.pipe()
     stranger = greet_as_another_user(reads)
     try:

@@ -35,7 +35,7 @@ def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
         assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
 
 
-def test_a_gpu_that_nobody_knows_has_reasons(nvml: Simulation) -> None:
+def test_an_unknown_gpu_has_reasons(nvml: Simulation) -> None:
     with open_meter(replace(GPU, uuid="GPU-ffff"), {}) as meter:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
@@ -99,7 +99,7 @@ def test_mig_instances_that_share_a_gpu_share_its_energy(
         assert isinstance(meter.measure_idle(), Energy)
 
 
-def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
+def test_without_energy_the_device_is_still_read(nvml: Simulation) -> None:
     with open_meter(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
         assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
         with meter.window() as window:

@@ -118,7 +118,7 @@ def test_a_process_ends_although_a_call_never_does(nvml: Simulation) -> None:
     assert done.stdout.splitlines() == ["570.00.1", "NVML gave no answer for 0.1 s, and is not called again"]
 
 
-def test_every_code_has_words_and_one_of_the_future_is_named_by_its_number() -> None:
+def test_every_nvml_error_has_a_text() -> None:
     codes = {value for name, value in vars(pynvml).items() if name.startswith("NVML_ERROR_")}
     assert len(codes) > 25 and codes == set(REASONS) and len(set(REASONS.values())) == len(REASONS)
     assert describe_error(15) == "the GPU is lost: it fell off the bus or cannot be reached (NVML error 15)"

@@ -166,7 +166,7 @@ ASV_READS = {"no hash", "another commit", "no machine", "an unknown column"}
 
 
 @for_each("what", REFUSED)
-def test_what_hides_a_file_from_asv_or_makes_it_fail_is_a_sentence(tmp_path: Path, what: str) -> None:
+def test_a_file_that_asv_cannot_read_gives_a_message(tmp_path: Path, what: str) -> None:
     path = by_asv(tmp_path, *BENCHMARKS)
     content = plain(path)
     change, kind, sentence = REFUSED[what]
@@ -267,7 +267,7 @@ TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {
 
 
 @for_each("what", TEXTS)
-def test_what_is_no_object_of_json_is_a_sentence(tmp_path: Path, what: str) -> None:
+def test_a_file_without_a_json_object_gives_a_message(tmp_path: Path, what: str) -> None:
     path = tmp_path / NAME
     raw, kind, sentence = TEXTS[what]
     path.write_bytes(raw)

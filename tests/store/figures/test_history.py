@@ -62,7 +62,7 @@ def same(store: Path) -> Trends:
     return slow
 
 
-def test_many_kinds_of_runs(tmp_path: Path) -> None:
+def test_the_cache_gives_the_figures_of_all_kinds_of_runs(tmp_path: Path) -> None:
     history(tmp_path, 1.0, 1.1, 1.2)
     keep(tmp_path, run_at(1, 7, records=tuple(records(1.3)), request=Request("gemm", quick=True)))
     keep(tmp_path, run_at(2, 8, records=tuple(records(1.4))))
@@ -129,7 +129,7 @@ def test_a_new_run_has_one_commit_read(tmp_path: Path) -> None:
     assert reads == [3, 2] and found.runs == 4
 
 
-def test_a_run_that_went_on_is_gone_or_is_none_any_more_is_read_again(tmp_path: Path) -> None:
+def test_changed_run_files_are_read_again(tmp_path: Path) -> None:
     (tmp_path / "runs").mkdir()
     assert trends_of(opened(tmp_path), every) == read_trends(tmp_path, every)
     paths = history(tmp_path, 1.0, 1.1, 1.2, 1.3)

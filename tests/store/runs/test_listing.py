@@ -124,7 +124,7 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     assert numbers(store) == whole
 
 
-def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
     second = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](second)
     (tmp_path / "link").symlink_to(store.resolve())
@@ -185,7 +185,7 @@ def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
     assert set(broken) < set(run_files(store))
 
 
-def test_copies_of_what_nobody_can_read_or_that_go_stop_nothing(store: Path) -> None:
+def test_copies_of_unreadable_files_stop_nothing(store: Path) -> None:
     path = history(store, 1.0, 1.5)[1]
     head = path.read_bytes().splitlines(True)[0]
     later = head.replace(b'"schema":1', b'"schema":99').replace(b"000000c8", b"00000bad")
@@ -196,7 +196,7 @@ def test_copies_of_what_nobody_can_read_or_that_go_stop_nothing(store: Path) -> 
     assert open_history(store, lambda done, runs: None).runs == 2
 
 
-def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_deleted_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](path)
     known = {file: id_of(file) for file in (path, copy)}

@@ -104,7 +104,7 @@ def test_the_same_file_is_never_written_twice_and_one_that_is_not_there_is_a_sen
             load_run(path)
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -246,7 +246,7 @@ def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:
         (b"[" * 100_000, "line 1, the header, is broken"),
     ],
 )
-def test_what_is_no_run_file_is_refused_with_a_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_run_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "some.jsonl"
     path.write_bytes(content)
     with pytest.raises(StoreError, match=words) as caught:
@@ -267,7 +267,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_is_found_by_what_a_person_has_at_hand_and_else_refused(store: Path) -> None:
+def test_a_run_is_found_by_path_id_or_prefix(store: Path) -> None:
     (store / "runs" / "box-aaaa1111" / "99990101T000000Z-nocommit-eeee5555.jsonl").mkdir()  # a folder is not a run
     assert [path.stem[-8:] for path in run_files(store)] == ["cccc3333", "bbbb4444", "aaaa2222", "aaaa1111"]
     for words, name in (
@@ -321,7 +321,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(
             start_run(run_called("x"), store)
 
 
-def test_the_newest_run_is_by_its_milliseconds(tmp_path: Path) -> None:
+def test_milliseconds_decide_which_run_is_newest(tmp_path: Path) -> None:
     for name, started in (("ffff", "2026-01-01T00:00:00.001+00:00"), ("aaaa", "2026-01-01T00:00:00.002+00:00")):
         start_run(run_called(name, started), tmp_path).finish("finished")
     assert find_run("last", tmp_path).name == "20260101T000000.002Z-01234567-aaaa.jsonl"
@@ -345,7 +345,7 @@ def test_two_processes_of_one_number_do_not_meet_in_the_probe(tmp_path: Path, mo
 
 
 @for_each("place", [-1, 99, 10**30])
-def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Path) -> None:
+def test_a_reference_outside_of_its_group_breaks_the_header(place: int, tmp_path: Path) -> None:
     run, _ = measured()
     writer = start_run(run, tmp_path)
     writer.append(run.records)
@@ -360,7 +360,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
 
 
 @for_each("spoil", [b"", b'{"record":', b"x"])
-def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_damaged_records(spoil: bytes, tmp_path: Path) -> None:
     path = written(tmp_path, end="interrupted")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], spoil + b"\n", *lines[3:]]))
