@@ -283,7 +283,7 @@ def test_a_run_is_found_by_path_id_or_prefix(store: Path) -> None:
         ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"),
         ("2026", r"fits 4 runs .*aaaa1111"),
         *((word, r"no run .*The newest is 20260104T000000Z-01234567-cccc3333\.") for word in ("zzzz", "", ".", "..")),
-        ("a" * 400, "looking for run 'a+ in .* failed"),
+        ("a" * 400, "looking for 'a+ in .* failed"),
     ):
         with pytest.raises(RunNotFound, match=why):
             find_run(word, store)
