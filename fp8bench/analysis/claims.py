@@ -8,7 +8,7 @@ check the reference for handicaps.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 from fp8bench import units
 from fp8bench.analysis import verdicts
@@ -69,13 +69,15 @@ def label_false_claims(record: Record, reference: Record | None, threads: int = 
     """
     if reference is record:
         reference = None
-    for check in CLAIM_CHECKS:
-        yield from check(record, reference)
+    yield from _check_no_work(record)
+    yield from _check_ceiling(record)
+    yield from _check_work(record, reference)
+    yield from _check_fallback(record, reference)
     if reference is not None:
         yield from label_handicaps(record, reference, threads)
 
 
-def _check_no_work(record: Record, _: Record | None) -> Iterator[Labelled]:
+def _check_no_work(record: Record) -> Iterator[Labelled]:
     if record.effect is not None and record.effect.changes is False:
         yield Labelled(Label.NO_WORK, record.effect.why, hard=True)
     elif record.tape == Tape() and record.work.flops and (record.effect is None or not record.effect.changes):
@@ -203,7 +205,7 @@ def _describe_varying_work(record: Record, reference: Record) -> str:
     )
 
 
-def _check_ceiling(record: Record, _: Record | None) -> Iterator[Labelled]:
+def _check_ceiling(record: Record) -> Iterator[Labelled]:
     """Yields a label if the recorded work, or else the declared work, exceeds the peak of the machine."""
     if record.ceiling is None or record.timing is None or not (seconds := verdicts.best_seconds(record.timing)):
         return
@@ -397,12 +399,3 @@ def _list_equal_errors(record: Record, reference: Record) -> list[str]:
 
 def _collect_errors(record: Record) -> dict[str, tuple[float, ...]]:
     return {error.metric: error.samples for error in record.measurements if error.metric not in PEAKS}
-
-
-# The checks of claims, in their order. Handicaps of the reference are checked after all of these.
-CLAIM_CHECKS: tuple[Callable[[Record, Record | None], Iterator[Labelled]], ...] = (
-    _check_no_work,
-    _check_ceiling,
-    _check_work,
-    _check_fallback,
-)

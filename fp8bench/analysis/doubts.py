@@ -33,7 +33,7 @@ _ADDED_STANDARD_ERRORS, _MAX_EQUAL_RATIO = 3.0, 1.1
 _OPERATOR_SECONDS = 30e-6
 
 
-def label_flat_times(records: Iterable[Record], threads: int = 1) -> dict[str, Labelled]:
+def label_flat_times(records: Iterable[Record], threads: int) -> dict[str, Labelled]:
     """Returns labels by case id. If the larger of two sizes takes no longer than the smaller, the larger one is
     labelled.
 

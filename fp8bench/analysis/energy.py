@@ -336,14 +336,13 @@ class PhaseJoules:
 class PhaseEnergies:
     """The energy of all phases of a step.
 
-    `residual` is the step's energy outside measured phases, spent in `residual_seconds`. It is None if no phase was
+    `residual` is the step's energy outside measured phases. It is None if no phase was
     measured. If the measurement of phases is not valid, `void` is the reason. `pace` is the time of the measured
     phases when each runs alone, divided by their time in the step. `noise` is how far `pace` may be from 1 by chance.
     """
 
     phases: tuple[PhaseJoules, ...]
     residual: Range | None = None
-    residual_seconds: float = 0.0
     void: str = ""
     pace: float | None = None
     noise: float = 0.0
@@ -461,29 +460,17 @@ def _check_against_step(
             residual_or_unmeasured_seconds * (figures.idle or 0.0),
         )
     )
-    energies = PhaseEnergies((), residual, residual_seconds, "", pace_ratio, noise)
-    return replace(
-        energies, void=_explain_unusable_phases(energies, figures.gross.middle, phases_alone_seconds, joule_limits)
-    )
-
-
-def _explain_unusable_phases(
-    energies: PhaseEnergies, gross_joules: float, phases_alone_seconds: float, joule_limits: Sequence[float]
-) -> str:
-    """Returns why the energies that were measured phase by phase cannot be used: their joules or times do not fit
-    those of the whole step. Returns '' if they fit.
-    """
-    residual, pace = energies.residual, energies.pace
-    assert residual is not None and pace is not None
-    if abs(pace - 1) > max(MAX_PHASE_TIME_DIFFERENCE, energies.noise):
-        phases_in_step_seconds = units.seconds(phases_alone_seconds / pace if pace else None)
-        return (
+    # 4. Explain why the energies cannot be used if the times or the joules of the phases do not fit the step.
+    reason = ""
+    if abs(pace_ratio - 1) > max(MAX_PHASE_TIME_DIFFERENCE, noise):
+        time_in_step = units.seconds(phases_alone_seconds / pace_ratio if pace_ratio else None)
+        reason = (
             f"run separately, the phases take {units.seconds(phases_alone_seconds)}, while a step has "
-            f"{phases_in_step_seconds} for them: they behave differently in the step"
+            f"{time_in_step} for them: they behave differently in the step"
         )
-    if residual.high < joule_limits[0] or residual.low > joule_limits[1]:
-        return (
-            f"the phases sum to {units.joules(gross_joules - residual.middle)} and the step takes "
-            f"{units.joules(gross_joules)}: they differ by more than their errors"
+    elif residual.high < joule_limits[0] or residual.low > joule_limits[1]:
+        reason = (
+            f"the phases sum to {units.joules(gross_range.middle - residual.middle)} and the step takes "
+            f"{units.joules(gross_range.middle)}: they differ by more than their errors"
         )
-    return ""
+    return PhaseEnergies((), residual, reason, pace_ratio, noise)

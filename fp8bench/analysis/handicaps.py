@@ -56,7 +56,7 @@ _MIN_EXTRA_OPERATOR_SHARE, _MIN_CALLS_RATIO = 0.1, 1.5
 _PRODUCT_CALLS_RATIO = 3
 
 
-def label_handicaps(record: Record, reference: Record, threads: int = 1) -> Iterator[Labelled]:
+def label_handicaps(record: Record, reference: Record, threads: int) -> Iterator[Labelled]:
     """Yields the labels that a case gets because of its reference.
 
     Labels for inputs of different magnitude and for a reference that sleeps are hard. Callables of the user are

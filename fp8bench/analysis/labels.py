@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import NamedTuple
 
 import numpy as np
 
@@ -35,10 +34,6 @@ class Labelled:
     label: Label
     reason: str = ""
     hard: bool = False
-
-    def __post_init__(self) -> None:
-        if self.hard and self.label not in CAN_BE_HARD:
-            raise ValueError(f"{self.label} cannot remove a verdict: {', '.join(sorted(CAN_BE_HARD))} can")
 
 
 # Throttling below this share of the time is ignored.
@@ -151,31 +146,23 @@ BIMODAL_GAP = 0.05
 BIMODAL_MIN_CLUSTER_SHARE = 0.2
 
 
-class _Evidence(NamedTuple):
-    """The data from which the labels of a case are derived. `reference` is the reference's timing in the same rounds,
-    and `aa` is the interval of the reference against its control.
-    """
-
-    record: Record
-    timing: Timing
-    finding: Finding
-    reference: Timing | None
-    aa: Interval | None
-
-
 def collect_labels(
     record: Record, finding: Finding, reference: Timing | None, aa: Interval | None, claims: Sequence[Labelled] = ()
 ) -> tuple[Labelled, ...]:
     """Returns all labels of a case in the order of Label, including `claims` from other checks.
 
-    `aa` is the interval of the reference against its control in the case's rounds.
+    `reference` is the reference's timing in the case's rounds. `aa` is the interval of the reference against its
+    control in these rounds.
     """
-    assert record.timing is not None
-    evidence = _Evidence(record, record.timing, finding, reference, aa)
-    labels: list[Labelled] = []
-    for check in CHECKS:
-        labels += check(evidence)
-    labels += claims
+    timing = record.timing
+    assert timing is not None
+    labels = [
+        *_check_rounds(record, timing, finding, aa),
+        *_check_shape(record, timing, finding, reference),
+        *_check_device(record, finding),
+        *_check_state(record, timing),
+        *claims,
+    ]
     return tuple(sorted(labels, key=lambda labelled: list(Label).index(labelled.label)))
 
 
@@ -199,10 +186,9 @@ def label_in_process(run: Run) -> tuple[Labelled, ...]:
     return (Labelled(Label.IN_PROCESS),) if run.origin == PROFILE and not run.request.isolation else ()
 
 
-def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
+def _check_rounds(record: Record, timing: Timing, finding: Finding, aa: Interval | None) -> Iterator[Labelled]:
     """Yields doubts about the rounds: noise, other programs on the machine, and overhead of the host."""
-    record, timing, finding = evidence.record, evidence.timing, evidence.finding
-    yield from _label_failed_aa(evidence.aa, timing.num_rounds)
+    yield from _label_failed_aa(aa, timing.num_rounds)
     yield from _label_contention(timing, record.case.device)
     yield from _label_host_bound(timing, record.case.device)
     if finding.floor is not None and finding.floor > NOISY_FLOOR:
@@ -213,9 +199,8 @@ def _check_rounds(evidence: _Evidence) -> Iterator[Labelled]:
         yield Labelled(Label.BELOW_FLOOR)
 
 
-def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
+def _check_shape(record: Record, timing: Timing, finding: Finding, reference: Timing | None) -> Iterator[Labelled]:
     """Yields doubts about how the times of calls and rounds are distributed."""
-    record, timing, reference = evidence.record, evidence.timing, evidence.reference
     # The time of an emulated case never counts as speed.
     if record.support.is_emulated:
         return
@@ -223,26 +208,24 @@ def _check_shape(evidence: _Evidence) -> Iterator[Labelled]:
         yield Labelled(Label.FEW_SAMPLES)
     if _is_bimodal(timing):
         yield Labelled(Label.BIMODAL)
-    yield from _label_uneven_calls(evidence.finding)
+    yield from _label_uneven_calls(finding)
     if reference is not None and not record.is_reference and record.paired and _has_drift(timing, reference):
         yield Labelled(Label.DRIFT)
 
 
-def _check_device(evidence: _Evidence) -> Iterator[Labelled]:
+def _check_device(record: Record, finding: Finding) -> Iterator[Labelled]:
     """Yields limits that the driver reports, and doubts about energy."""
-    record = evidence.record
     yield from label_shared_device(record.watch)
     yield from label_clock_limits(record.watch)
     if reason := explain_unresolved(record.energy):
         yield Labelled(Label.ENERGY_UNRESOLVED, reason)
-    phases = phase_energies(record, evidence.finding)
+    phases = phase_energies(record, finding)
     if phases is not None and phases.pace_mismatch:
         yield Labelled(Label.REPLAY_PACE, phases.pace_mismatch)
 
 
-def _check_state(evidence: _Evidence) -> Iterator[Labelled]:
+def _check_state(record: Record, timing: Timing) -> Iterator[Labelled]:
     """Yields doubts about the step: work that varies, slow casts, full memory, leaks and values that are not finite."""
-    record, timing = evidence.record, evidence.timing
     if timing.varying:
         yield Labelled(Label.VARYING)
     if timing.eager:
@@ -260,9 +243,6 @@ def _check_state(evidence: _Evidence) -> Iterator[Labelled]:
         yield Labelled(Label.LEAK, f"{units.size(record.memory.leak)} a step")
     if record.not_finite:
         yield Labelled(Label.NOT_FINITE, f"{units.share(record.not_finite)} of the state")
-
-
-CHECKS = (_check_rounds, _check_shape, _check_device, _check_state)
 
 
 def _label_uneven_calls(finding: Finding) -> Iterator[Labelled]:

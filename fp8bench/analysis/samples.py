@@ -69,14 +69,7 @@ def phase_samples(timing: Timing, phase: str) -> tuple[float, ...]:
     segment_indices = [index for index, name in enumerate(timing.segments.phases) if name == phase]
     if not timing.slots or not segment_indices:
         return ()
-    cell_seconds = _cell_seconds_by_round(timing)
-    return tuple(
-        (
-            cell_seconds[:, segment_indices].sum(axis=1)
-            if len(segment_indices) > 1
-            else cell_seconds[:, segment_indices[0]]
-        ).tolist()
-    )
+    return tuple(_cell_seconds_by_round(timing)[:, segment_indices].sum(axis=1).tolist())
 
 
 def relative_samples(record: Record, reference: Record | None) -> tuple[float, ...]:
@@ -152,17 +145,10 @@ def _mean_seconds_by_round(timing: Timing) -> Floats:
     return mean_seconds(timing, [slot.round for slot in timing.slots])
 
 
-@_cache_latest_timings
-def _mean_seconds_of_all_rounds(timing: Timing) -> float:
-    return float(_mean_seconds_by_round(timing).mean())
-
-
 def _mean_seconds_of_rounds(timing: Timing, rounds: Sequence[int]) -> float:
-    return (
-        _mean_seconds_of_all_rounds(timing)
-        if len(rounds) == len(timing.slots)
-        else float(mean_seconds(timing, rounds).mean())
-    )
+    has_all_rounds = len(rounds) == len(timing.slots)
+    seconds = _mean_seconds_by_round(timing) if has_all_rounds else mean_seconds(timing, rounds)
+    return float(seconds.mean())
 
 
 @_cache_latest_timings

@@ -82,18 +82,7 @@ def resample_best_case(samples: Floats) -> Resampled:
     """Returns the logarithm of the best case in seconds, also for each bootstrap resample. For equal numbers of
     rounds, the resamples draw the same rounds.
     """
-    return _resample_best_case(np.ascontiguousarray(samples, dtype=np.float64).tobytes(), samples.shape)
-
-
-@lru_cache(maxsize=32)
-def _resample_best_case(raw: bytes, shape: tuple[int, ...]) -> Resampled:
-    """Does the work of resample_best_case. It is cached, because a reference is compared with every case of its
-    group.
-    """
-    samples = np.frombuffer(raw).reshape(shape)
-    resampled = np.log(_resample_segments(raw, shape).sum(axis=0))
-    resampled.setflags(write=False)
-    return Resampled(math.log(best_by_segment(samples).sum()), resampled)
+    return Resampled(math.log(best_by_segment(samples).sum()), np.log(resample_segments(samples).sum(axis=0)))
 
 
 @lru_cache(maxsize=4)
@@ -140,8 +129,8 @@ def resample_segments(samples: Floats) -> Floats:
 
 @lru_cache(maxsize=8)
 def _resample_segments(raw: bytes, shape: tuple[int, ...]) -> Floats:
-    """Does the work of resample_segments. It is cached, because the terminal and the page need it for the speed-up
-    and for each phase.
+    """Does the work of resample_segments. It is cached, because a reference is compared with every case of its group,
+    and because the terminal and the page need it for the speed-up and for each phase.
     """
     samples = np.frombuffer(raw).reshape(shape)
     fastest = count_fastest_rounds(len(samples))

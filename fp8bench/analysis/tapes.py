@@ -106,11 +106,11 @@ def _count_recomputed_flops(tape: Tape) -> int:
     """Returns the FLOPs of products that the backward pass repeats from the forward pass."""
     products = _list_products(tape)
     forward_products = {(product.operator, product.inputs) for product in products if not product.backward}
-    backward_products = [product for product in products if product.backward]
-    repeated_products = [
-        product for product in backward_products if (product.operator, product.inputs) in forward_products
-    ]
-    return sum(product.calls * (product.flops or 0) for product in repeated_products)
+    flops = 0
+    for product in products:
+        if product.backward and (product.operator, product.inputs) in forward_products:
+            flops += product.calls * (product.flops or 0)
+    return flops
 
 
 def _count_padding_flops(tape: Tape, reference: Tape) -> int:

@@ -340,8 +340,12 @@ class MeasuredArm:
         self.marks_vary = True
 
     def record_fields(self) -> dict[str, Any]:
-        field_names = ("scales", "not_finite", "rotation")
-        return {"timing": self.timing(), **{name: getattr(self, name) for name in field_names}}
+        return {
+            "timing": self.timing(),
+            "scales": self.scales,
+            "not_finite": self.not_finite,
+            "rotation": self.rotation,
+        }
 
     def timing(self) -> Timing:
         segments = self.segmentation.segments if self.segmentation else Segments((), ())

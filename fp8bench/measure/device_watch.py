@@ -14,8 +14,8 @@ from typing import Any
 
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.handle import Worker
-from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.energy import SUMMARIES
+from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.sensors.rapl import CPU_CLOCK
 from fp8bench.model import DeviceWatch
 from fp8bench.model.readings import Reading, Readings, grown, reasons_of

@@ -25,8 +25,8 @@ from fp8bench.measure.handle import CountingWorker, Worker
 from fp8bench.measure.limits import DEFAULT_LIMITS, HANG_SECONDS, Limits
 from fp8bench.measure.passes import OUT_OF_MEMORY, CaseOutcome, Passes, TraceFolder, ran_out_of_memory
 from fp8bench.measure.rounds import ChooseFastest, Judge, ReplayPass, RoundSession
-from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.meter import Meter
+from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.measure.windows import WindowPass, WindowRule
 from fp8bench.model import Ceilings, DeviceFacts, Group, Measurement, PlannedCase, Record
 from fp8bench.model.stopping import Settling, StoppingRule

@@ -7,7 +7,7 @@ Every pass prepares a separate state.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
 from datetime import datetime
@@ -17,9 +17,8 @@ from typing import TYPE_CHECKING, Any
 from fp8bench.errors import WorkerError, WorkerFault
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import Limits
-from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.nvml import AbsentDevice, DeviceReader
 from fp8bench.model import (
     Case,
     DeviceFacts,
@@ -95,12 +94,13 @@ class CaseOutcome:
     def add_detail(self, reason: str) -> None:
         self.note(detail="; ".join(filter(None, (self.draft.detail, reason))))
 
+    def add_measurements(self, measurements: Iterable[Measurement]) -> None:
+        self.note(measurements=(*self.draft.measurements, *measurements))
+
     def take_memory(self, memory_outcome: CaseOutcome) -> None:
         """Copies the memory figures that another worker has measured for this case. Otherwise copies the reason."""
-        self.note(
-            memory=memory_outcome.draft.memory,
-            measurements=(*self.draft.measurements, *memory_outcome.draft.measurements),
-        )
+        self.note(memory=memory_outcome.draft.memory)
+        self.add_measurements(memory_outcome.draft.measurements)
         self.add_detail(memory_outcome.draft.detail)
 
 
@@ -202,7 +202,7 @@ class Passes:
         for outcome in outcomes:
             key = make_numbers_key(outcome.planned.case)
             if known_errors is not None and key in known_errors:
-                outcome.note(measurements=(*outcome.draft.measurements, *known_errors[key]))
+                outcome.add_measurements(known_errors[key])
                 continue
             with self._requesting(outcome, "checking numbers", "numerical error", fails_case=True) as (
                 bench,
@@ -218,7 +218,7 @@ class Passes:
                     fault = WorkerFault("its numbers are not finite", ", ".join(not_finite))
                     outcome.fail(str(fault), fault)
                 measurements = tuple(Measurement(name, spec_of(name).unit, (value,)) for name, value in errors.items())
-                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
+                outcome.add_measurements(measurements)
                 if known_errors is not None and not not_finite:
                     known_errors[key] = measurements
 
@@ -249,7 +249,7 @@ class Passes:
         for outcome in outcomes:
             with self._requesting(outcome, "counting allocations", "counters") as (bench, case, facts):
                 measurements, reasons = bench.counters(case, facts, unprobed)
-                outcome.note(measurements=(*outcome.draft.measurements, *measurements))
+                outcome.add_measurements(measurements)
                 for reason in reasons:
                     outcome.add_detail(reason)
         self.leave_gpus(outcomes)
@@ -280,9 +280,8 @@ class Passes:
                 if isinstance(memory_use, str):
                     outcome.add_detail(f"no peak memory: {memory_use}")
                     continue
-                outcome.note(
-                    memory=memory_use, measurements=(*outcome.draft.measurements, *_make_peak_measurements(memory_use))
-                )
+                outcome.note(memory=memory_use)
+                outcome.add_measurements(_make_peak_measurements(memory_use))
         # torch's profiler ran in this process, and may slow down its later steps.
         self.leave_gpus(
             [case_outcome for case_outcome in outcomes if case_outcome.draft.effect or case_outcome.draft.memory]

@@ -128,15 +128,13 @@ class WindowResult:
     def make_energy_use(
         self, source: str, idle_before: Energy | Unavailable, idle_after: Energy | Unavailable
     ) -> EnergyUse:
-        self.reasons += [
-            f"idle power: {unavailable.reason}"
-            for unavailable in (idle_before, idle_after)
-            if isinstance(unavailable, Unavailable)
-        ]
-        idle_watts_before, idle_watts_after = (
-            energy.watts if isinstance(energy, Energy) else None for energy in (idle_before, idle_after)
-        )
-        return EnergyUse(source, tuple(self.windows), idle_watts_before, idle_watts_after, self.why)
+        idle_watts: list[float | None] = []
+        for idle in (idle_before, idle_after):
+            if isinstance(idle, Unavailable):
+                self.reasons.append(f"idle power: {idle.reason}")
+            idle_watts.append(idle.watts if isinstance(idle, Energy) else None)
+        watts_before, watts_after = idle_watts
+        return EnergyUse(source, tuple(self.windows), watts_before, watts_after, self.why)
 
 
 # An arm and one of its phases; '' is the whole step.
@@ -174,13 +172,7 @@ class WindowPass:
         # Idle power drifts as a device warms up, so it is measured before and after the windows.
         idle_before = self._measure_idle() if has_energy_source else None
         results_by_turn = {(arm.key, ""): results[arm.key] for arm in arms}
-        self._run_all_windows(
-            [(arm, "") for arm in arms],
-            results_by_turn,
-            worker,
-            self._measure_window,
-            "{mode} ended the windows: {cause}",
-        )
+        self._run_all_windows([(arm, "") for arm in arms], results_by_turn, worker)
         idle_after = self._measure_idle() if has_energy_source else None
         # Without an energy source, store only the sustained turns.
         for result in (results[arm.key] for arm in arms):
@@ -206,25 +198,14 @@ class WindowPass:
         """
         turns = [(arm, phase) for arm in arms for phase in dict.fromkeys(arm.timing().segments.phases)]
         results = {(arm.key, phase): WindowResult() for arm, phase in turns}
-        self._run_all_windows(
-            turns,
-            results,
-            worker,
-            self._measure_phase_window,
-            "an error in {phase} of {mode} ended the windows: {cause}",
-        )
+        self._run_all_windows(turns, results, worker)
         energies: dict[str, tuple[PhaseEnergy, ...]] = {arm.key: () for arm in arms}
         for (key, phase), result in results.items():
             energies[key] += (PhaseEnergy(phase, tuple(result.windows), result.why),)
         return energies
 
     def _run_all_windows(
-        self,
-        all_turns: Sequence[ArmAndPhase],
-        results: Mapping[tuple[str, str], WindowResult],
-        worker: Worker,
-        run_window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
-        error_template: str,
+        self, all_turns: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> None:
         """Runs the windows of all turns in random orders that treat all cases alike. After a fault, the remaining
         windows get the fault as their reason.
@@ -237,33 +218,33 @@ class WindowPass:
                 turns += [turn for turn in reversed(turns) if not turn[0].is_emulated]
             else:
                 turns += orders.next_round([turn for turn in all_turns if round_number == 0 or not turn[0].is_emulated])
-        if self._run_turns(turns, results, worker, run_window, error_template) and self._rule.brisk:
+        if self._run_turns(turns, results, worker) and self._rule.brisk:
             third_turns = [turn for turn in all_turns if results[turn[0].key, turn[1]].needs_third_window]
-            self._run_turns(orders.next_round(third_turns), results, worker, run_window, error_template)
+            self._run_turns(orders.next_round(third_turns), results, worker)
 
     def _run_turns(
-        self,
-        turns: Sequence[ArmAndPhase],
-        results: Mapping[tuple[str, str], WindowResult],
-        worker: Worker,
-        run_window: Callable[[MeasuredArm, str, Worker, WindowResult], None],
-        error_template: str,
+        self, turns: Sequence[ArmAndPhase], results: Mapping[tuple[str, str], WindowResult], worker: Worker
     ) -> bool:
         """Runs the windows of turns. Returns False after a fault, because a fault destroys the states of all arms."""
         for position, (arm, phase) in enumerate(turns):
             self._tell(arm, position / len(turns))
+            result = results[arm.key, phase]
             try:
-                run_window(arm, phase, worker, results[arm.key, phase])
+                if phase:
+                    self._measure_phase_window(arm, phase, worker, result)
+                else:
+                    self._measure_window(arm, worker, result)
             except WorkerError as cause:
                 # Finished windows remain. The others get the fault as their reason, because all states may be lost.
                 worker.restart()
-                reason = error_template.format(mode=arm.planned.case.mode, phase=phase, cause=cause)
+                culprit = f"an error in {phase} of {arm.planned.case.mode}" if phase else arm.planned.case.mode
+                reason = f"{culprit} ended the windows: {cause}"
                 for missed_arm, missed_phase in turns[position:]:
                     results[missed_arm.key, missed_phase].reasons.append(reason)
                 return False
         return True
 
-    def _measure_window(self, arm: MeasuredArm, phase: str, worker: Worker, result: WindowResult) -> None:
+    def _measure_window(self, arm: MeasuredArm, worker: Worker, result: WindowResult) -> None:
         turn_seconds = 0.0 if arm.is_emulated else self._rule.turn_seconds
         chunk_seconds = _BRISK_CHUNK_SECONDS if self._rule.brisk else CHUNK_SECONDS
         steps = max(1, round(chunk_seconds / arm.step_seconds))
@@ -305,8 +286,10 @@ class WindowPass:
                 chunk_count += 1
         lost_values_text = worker.within(time_limit).drop_phase(arm.key)
         energy = window.energy
-        if lost_values_text or isinstance(energy, Unavailable):
-            result.reasons.append(lost_values_text or str(energy))
+        if lost_values_text:
+            result.reasons.append(lost_values_text)
+        elif isinstance(energy, Unavailable):
+            result.reasons.append(energy.reason)
         else:
             result.windows.append(_convert_to_energy_window(energy, repetitions * chunk_count))
 
@@ -332,10 +315,7 @@ def _hold_phase(arm: MeasuredArm, phase: str, worker: Worker) -> RawReplay:
     if static_scales is not None and static_scales.refresh:
         return RawReplay(why="its scales are renewed after a number of steps")
     max_bytes = round(_PHASE_MEMORY_SHARE * arm.facts.memory_bytes)
-    replay: RawReplay = worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(
-        arm.key, phase, max_bytes
-    )
-    return replay
+    return worker.within(arm.limits.for_untimed_pass(arm.planned.work)).hold_phase(arm.key, phase, max_bytes)
 
 
 def _convert_to_energy_window(energy: Energy, steps: int) -> EnergyWindow:

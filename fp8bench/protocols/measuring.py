@@ -8,7 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, ClassVar, Generic, Protocol, TypeVar
+from typing import Any, ClassVar, Protocol
 
 from fp8bench.model import PHASES, UNATTRIBUTED, Case, DeviceFacts, MemoryCourse, MemoryRole, Plan, Record
 from fp8bench.model.consumed import DeviceNote
@@ -181,54 +181,31 @@ class Device(ABC):
         raise CannotLimit(f"the memory of {self.kind} devices cannot be limited")
 
 
-class Phases(Protocol):
-    """The markers of phases that a workload uses: `with phase.gemm: ...`. The time inside a nested marker counts for
-    the nested phase only.
-    """
+class Markers:
+    """The markers of a step's phases, which a workload uses as `with phase.gemm: ...`. The time inside a nested marker
+    counts for the nested phase only.
 
-    @property
-    def data_load(self) -> AbstractContextManager[None]: ...
-    @property
-    def decode(self) -> AbstractContextManager[None]: ...
-    @property
-    def cast(self) -> AbstractContextManager[None]: ...
-    @property
-    def gemm(self) -> AbstractContextManager[None]: ...
-    @property
-    def attention(self) -> AbstractContextManager[None]: ...
-    @property
-    def accumulate(self) -> AbstractContextManager[None]: ...
-    @property
-    def optimizer_step(self) -> AbstractContextManager[None]: ...
-    @property
-    def elementwise(self) -> AbstractContextManager[None]: ...
-    @property
-    def communication(self) -> AbstractContextManager[None]: ...
-
-
-Marker = TypeVar("Marker", bound=AbstractContextManager[None])
-
-
-class Markers(Generic[Marker]):
-    """One marker for each phase, as an attribute with the phase's name. Its state is not thread-local, because the
-    backward pass may run on another thread.
+    Markers have no thread-local state, because the backward pass may run on another thread.
     """
 
     __slots__ = tuple(map(str, PHASES))
 
-    data_load: Marker
-    decode: Marker
-    cast: Marker
-    gemm: Marker
-    attention: Marker
-    accumulate: Marker
-    optimizer_step: Marker
-    elementwise: Marker
-    communication: Marker
+    data_load: AbstractContextManager[None]
+    decode: AbstractContextManager[None]
+    cast: AbstractContextManager[None]
+    gemm: AbstractContextManager[None]
+    attention: AbstractContextManager[None]
+    accumulate: AbstractContextManager[None]
+    optimizer_step: AbstractContextManager[None]
+    elementwise: AbstractContextManager[None]
+    communication: AbstractContextManager[None]
 
-    def __init__(self, make: Callable[[str], Marker]) -> None:
+    def __init__(self, make: Callable[[str], AbstractContextManager[None]]) -> None:
         for name in PHASES:
             setattr(self, name, make(str(name)))
+
+
+Phases = Markers  # the name that workloads use
 
 
 @dataclass(slots=True, eq=False)
@@ -250,7 +227,7 @@ class ReportingMarker:
         self._report(self._stack[-1])
 
 
-class SilentPhases(Markers[AbstractContextManager[None]]):
+class SilentPhases(Markers):
     """Markers that do nothing, for untimed passes."""
 
     __slots__ = ()
@@ -263,22 +240,16 @@ class SilentPhases(Markers[AbstractContextManager[None]]):
 class Observer(Protocol):
     """An object that receives the progress of a run. Measuring code reports to an observer and never prints."""
 
-    def planned(self, plan: Plan) -> None: ...
-
-    def working(self, case: Case, doing: str, share: float) -> None:
-        """Reports which case is being worked on, and which fraction of its group's time has passed."""
-
-    def finished(self, record: Record) -> None: ...
-
-
-class SilentObserver:
-    """An observer that ignores all reports."""
-
     def planned(self, plan: Plan) -> None:
         return None
 
     def working(self, case: Case, doing: str, share: float) -> None:
-        return None
+        """Reports which case is being worked on, and which fraction of its group's time has passed."""
+        return
 
     def finished(self, record: Record) -> None:
         return None
+
+
+class SilentObserver(Observer):
+    """An observer that ignores all reports."""

@@ -20,7 +20,7 @@ from fp8bench.files import is_no_folder
 from fp8bench.model import Cell, Plan, Point, Run, Series
 from fp8bench.store.asv.identity import Identity, parse_identity
 from fp8bench.store.points import RunPoints, extract_points, merge_points
-from fp8bench.store.runs.listing import Listing, find_run, listing, remove_copies, run_files
+from fp8bench.store.runs.listing import Listing, find_run, listing, make_search_error, remove_copies, run_files
 from fp8bench.store.runs.run_file import load_header, load_run_with_lines
 
 NO_REPOSITORY = "not measured in a git repository"
@@ -266,8 +266,7 @@ def _find_word(word: str, store: Path) -> ChosenRuns:
         is_single_run = word == "last" or Path(word).suffix == ".jsonl" or is_no_folder(Path(word))
         runs = Listing(()) if is_single_run else listing(store)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({reason}).") from None
+        raise make_search_error(word, store, error) from None
     if is_single_run or any(word in (path.stem, path.stem.rpartition("-")[2]) for path in runs.all_files):
         return ChosenRuns([find_run(word, store)])
     # 2. Try the word as the digits of a measured commit.

@@ -187,17 +187,12 @@ def _compute_cell_state(plan: FleetPlan, number: int, store: Path, heads: list[R
     complete_run = next((run for run in loaded_runs if is_run_complete(run)), None)
     newest_run = complete_run or (loaded_runs[0] if loaded_runs else None)
     attempts, damage_of_folder = _load_attempts(folder)
-    state = CellState(
-        number,
-        plan.cells[number],
-        CellStatus.BEGUN if newest_run is not None else CellStatus.WAITING,
-        newest_run.id if newest_run else "",
-        str(newest_run.environment.get("machine") or "") if newest_run else "",
-        "",
-        attempts,
-        tuple(Counter(record.status.value for record in newest_run.records).items()) if newest_run else (),
-        (*damage, *damage_of_folder),
-    )
+    damage += damage_of_folder
+    state = CellState(number, plan.cells[number], CellStatus.WAITING, attempts=attempts, damage=tuple(damage))
+    if newest_run is not None:
+        machine = str(newest_run.environment.get("machine") or "")
+        cases = Counter(record.status.value for record in newest_run.records)
+        state = replace(state, status=CellStatus.BEGUN, run=newest_run.id, machine=machine, cases=tuple(cases.items()))
     if complete_run is not None:
         failed_modes = [record.case.mode for record in complete_run.records if record.status is Status.FAILED]
         return replace(state, status=CellStatus.DONE, why=f"failed: {', '.join(failed_modes)}" if failed_modes else "")

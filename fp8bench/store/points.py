@@ -223,17 +223,13 @@ def _collect_conditions(workload: Workload, run: Run) -> Conditions:
     names = [*CONDITIONS, *sorted(name for name in facts if name.startswith("env_") and name != _QUANTISERS_FACT)]
     is_ours = type(workload).__module__.startswith("fp8bench.")
     names += [] if is_ours else ["imports_sha256"]
+    conditions = [(name, facts.get(name)) for name in names]
     main_device = _find_main_device(run)
-    device = (
-        (("device", main_device.name), ("cuda", main_device.cuda), ("hip", main_device.hip))
-        if main_device is not None
-        else ()
-    )
-    device_settings = (
-        [(name, facts.get(f"{main_device.key} {name}")) for name in DEVICE_SETTINGS] if main_device is not None else []
-    )
-    device_settings += sorted((name, value) for name, value in facts.items() if name.startswith("rank "))
-    return (*((name, facts.get(name)) for name in names), *device, *device_settings)
+    if main_device is not None:
+        conditions += [("device", main_device.name), ("cuda", main_device.cuda), ("hip", main_device.hip)]
+        conditions += [(name, facts.get(f"{main_device.key} {name}")) for name in DEVICE_SETTINGS]
+    conditions += sorted((name, value) for name, value in facts.items() if name.startswith("rank "))
+    return tuple(conditions)
 
 
 def _find_main_device(run: Run) -> DeviceFacts | None:

@@ -56,7 +56,7 @@ class SharingMarker(Marker):
         self._note(self._code)
 
 
-class PhaseClock(Markers[Marker]):
+class PhaseClock(Markers):
     """Provides markers by name, and collects the marks of the current step. A mark is a time stamp and the record of
     a marker.
 

@@ -44,7 +44,7 @@ class RangeMarker:
         self._open.pop().__exit__(None, None, None)
 
 
-def make_range_markers(range_of: MakeRange) -> Markers[RangeMarker]:
+def make_range_markers(range_of: MakeRange) -> Markers:
     return Markers(lambda name: RangeMarker(RANGE_PREFIX + name, range_of))
 
 

@@ -71,7 +71,7 @@ def test_one_crossing_is_found_between_two_sizes() -> None:
     assert made.within_noise == () and made.level == 0.99
 
 
-def test_it_may_pay_in_the_middle_alone_dip_into_the_noise_or_leap() -> None:
+def test_a_precision_may_be_faster_in_the_middle_or_after_a_leap() -> None:
     first, last = found(sized(hump)).crossings
     assert first.begins and not last.begins
     assert [one.low < truth < one.high for one, truth in zip((first, last), true_sizes(hump), strict=True)] == [
@@ -89,7 +89,7 @@ def test_it_may_pay_in_the_middle_alone_dip_into_the_noise_or_leap() -> None:
 
 
 @for_each(("speed", "pays"), [(1.5, True), (0.7, False), (1.001, None)])
-def test_everywhere_nowhere_and_not_to_be_told(speed: float, pays: bool | None) -> None:
+def test_a_precision_may_be_faster_everywhere_or_nowhere(speed: float, pays: bool | None) -> None:
     made = found(sized(lambda _: math.log(speed)))
     assert made.crossings == () and [stretch.pays for stretch in made.stretches] == [pays]
     assert made.within_noise == (SIZES if pays is None else ())
@@ -107,7 +107,7 @@ def test_intervals_hold_the_truth_in_99_of_100(noise: float, curve: Curve, count
     assert sum(held) >= count - max(1, count // 100)
 
 
-def test_two_sizes_are_no_curve_and_a_quick_look_has_no_confidence() -> None:
+def test_two_sizes_are_not_a_curve() -> None:
     assert break_even(sized(saturating, SIZES[:2])) is None
     points = sized(saturating)
     low = points[3]._replace(ratio=Interval(1.2, 1.1, 1.3, 0.0))
@@ -118,7 +118,7 @@ def params(**values: object) -> Params:
     return tuple(values.items())  # type: ignore[arg-type]
 
 
-def test_a_number_that_varies_alone_is_a_sweep() -> None:
+def test_settings_that_differ_in_one_number_form_a_sweep() -> None:
     settings = [params(m=m, n=64, product="forward") for m in (64, 16, 32)]
     settings += [params(m=16, n=8, product="forward"), params(m=16, n=64, product="other"), params(m=32, n=64)]
     (sweep,) = find_sweeps(settings)
@@ -157,16 +157,16 @@ def modes(*groups: list[JudgedCase]) -> dict[str, SweptMode]:
     return {one.mode: one for one in iterate_swept_modes(sweep, groups)}
 
 
-def test_low_precision_is_held_against_bf16_in_the_same_rounds() -> None:
+def test_low_precisions_are_compared_with_bf16() -> None:
     found = modes(group(16, 800), group(32, 500), group(64, 300), group(128, 200))
     assert (found["bf16"].against, found["fp8"].against) == ("fp32", "bf16") and "fp32" not in found
     assert [round(point.ratio.point, 2) for point in found["fp8"].points] == [2.0, 1.25, 0.75, 0.5]
     made = found["fp8"].found
-    assert made is not None and [32 < place.low < place.size < place.high < 64 for place in made.crossings] == [True]
+    assert [32 < place.low < place.size < place.high < 64 for place in made.crossings] == [True]
     assert [round(point.ratio.point, 2) for point in found["bf16"].points] == [0.44] * 4
 
 
-def test_what_has_no_ratio_says_why_and_what_is_doubted_counts() -> None:
+def test_sizes_without_a_ratio_have_a_reason() -> None:
     groups = [[one for one in group(size, 300) if one[0].case.mode != "bf16"] for size in (16, 32, 64)]
     assert modes(*groups)["fp8"].against == "fp32"
     found = modes(*(group(size, 100, EMULATED) for size in (16, 32, 64)))["fp8"]
@@ -181,7 +181,7 @@ def test_what_has_no_ratio_says_why_and_what_is_doubted_counts() -> None:
     assert len(found.points) == 3 and 32 in found.doubted
 
 
-def test_a_time_that_gets_no_verdict_gives_no_point() -> None:
+def test_a_case_without_a_verdict_gives_no_point() -> None:
     first, second, third, fourth = (group(size, 300) for size in (16, 32, 64, 128))
     first[2] = (first[2][0], replace(told(first[2]), hard=(Label.NO_WORK,)))
     second[1] = (second[1][0], replace(told(second[1]), hard=(Label.AA_FAILED,)))

@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from fp8bench.analysis.claims import MARGIN, label_false_claims
 from fp8bench.analysis.findings import find
+from fp8bench.analysis.labels import Labelled
 from fp8bench.analysis.tapes import ProductWork, product_work
 from fp8bench.model import (
     Ceiling,
@@ -54,7 +55,6 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
 @for_each(
     ("one", "reason"),
     [
-        (working(Ceiling(1e11, 1e11), flops=1e9), None),
         (working(Ceiling(1e11, 1e11), flops=0.99 * MARGIN * 1e9, bytes=0.99 * MARGIN * 1e9), None),
         (
             working(Ceiling(1e11, 1e11), flops=1e10),
@@ -64,10 +64,9 @@ def working(ceiling: Ceiling | None, **work: float) -> Record:
         (working(Ceiling(None, 1e11), flops=1e15), None),
         (working(Ceiling(1e11, None), bytes=1e15), None),
         (working(None, flops=1e15, bytes=1e15), None),
-        (working(Ceiling(1e11, 1e11)), None),
     ],
 )
-def test_above_ceiling(one: Record, reason: str | None) -> None:
+def test_claims_above_the_ceiling_are_labelled(one: Record, reason: str | None) -> None:
     expected = {Label.ABOVE_CEILING: reason} if reason else {}
     assert claims(one) == expected
     assert claims(replace(one, support=replace(one.support, level=Level.EMULATED))) == expected
@@ -82,14 +81,12 @@ OVER = "the suite declares 10.0 kFLOP a step, its operators do 1.00 kFLOP"
 @for_each(
     ("tape", "work", "reason", "hard"),
     [
-        (DID, {"flops": 1000.0, "bytes": 500.0}, None, False),
         (DID, {"flops": 1049.0}, None, False),
         (DID, {"flops": 1e4}, OVER, True),
         (DID, {"flops": 260.0}, None, False),
         (DID, {"flops": 240.0}, "the suite declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
         (DID, {"bytes": 1999.0}, None, False),
         (DID, {"bytes": 5e3}, "the suite declares 4.88 KiB a step, its operators move 500 B", True),
-        (DID, {}, None, False),
         (UNKNOWN, {"flops": 1e4}, None, False),  # an op without a FLOP formula may account for it
         (UNKNOWN, {"flops": 240.0}, "the suite declares 240 FLOP a step, its operators do 1.00 kFLOP", False),
         (replace(DID, unwritten=1), {"flops": 1e4, "bytes": 5e3}, None, False),
@@ -154,16 +151,16 @@ def test_products_in_another_precision(precision: str, products: Products, said:
     ("own", "theirs", "products", "said"),
     [
         (error(0.25, 0.5), error(0.25, 0.5), LOW, "error_0, error_1 equal to fp32's to the last bit"),
-        (error(0.0, 0.5), error(0.0, 0.5), LOW, "error_0, error_1 equal to fp32's to the last bit"),
         (error(0.25, 0.5), error(0.25, 0.6), LOW, None),
         (error(0.0, 0.0), error(0.0, 0.0), LOW, None),  # data that every format represents exactly
         ((), (), LOW, None),
-        (error(0.25), error(0.25, 0.5), LOW, None),
         (error(0.25), error(0.25), None, None),
         (error(0.25), error(0.25), Products(0, False), None),
     ],
 )
-def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products | None, said: str | None) -> None:
+def test_errors_equal_to_the_references_are_labelled(
+    own: Any, theirs: Any, products: Products | None, said: str | None
+) -> None:
     """Equal to the last bit is suspicious for any error but memory. Suites without products are exempt."""
     memory = Measurement("peak_memory", "B", (1.0,))
     reference = record(CALM, "fp32", is_reference=True, measurements=(*theirs, memory))
@@ -181,13 +178,11 @@ def test_the_errors_of_the_reference(own: Any, theirs: Any, products: Products |
         ("fp8", {"kernel_error": 0.0, "product_error": 0.04}, {}, False),
         ("bf16", {"product_error": 1e-5}, {}, True),
         ("tf32", {"product_error": 2e-5}, {}, False),
-        ("mxfp4", {"product_error": 4e-3}, {}, True),
         ("fp8", {"loss_error": 1e-9}, {}, False),  # a mean may match by chance, but not to the last bit
         ("fp8", {"loss_error": 0.0}, {}, True),
         ("fp8", {"loss_error": 0.01, "gradient_error": 1e-9}, {}, True),
         ("fp8", {"vanished_share": 0.0}, {}, False),
         ("fp8", {"product_error": 0.0}, {"products": Products(0, False)}, False),
-        ("fp8", {"product_error": 0.0}, {"products": None}, False),
         ("fp8", {"output_error": 0.0}, {"coverage": Coverage((), 0)}, False),
         ("of somebody's own", {"product_error": 0.0}, {}, False),
     ],
@@ -208,19 +203,19 @@ def test_errors_that_are_too_small(mode: str, errors: dict[str, float], more: di
         ((), (("head", "mxfp4"),), True),
     ],
 )
-def test_what_may_lie_on_a_grid_or_is_finer_in_parts_is_believed(params: Any, precision_map: Any, told: bool) -> None:
+def test_small_errors_of_exact_values_or_finer_layers_are_believed(params: Any, precision_map: Any, told: bool) -> None:
     """An fp8 error of 2e-4 is possible if values lie on the grid, or some layers round less."""
     one = record(CALM, "fp8", products=LOW, measurements=(Measurement("product_error", "", (2e-4,)),))
     case = replace(one.case, params=params, precision_map=precision_map)
     assert bool([*label_false_claims(replace(one, case=case), None)]) is told
 
 
-def test_a_case_that_is_not_what_it_says_has_no_verdict_nor_has_one_beside_it() -> None:
+def test_a_false_claim_removes_the_verdict() -> None:
     """A bad reference voids verdicts of all cases compared with it, also those measured only with it."""
-    fast, slow = steady(5 * MS, 24), CALM
-    reference = record(slow, "fp32", is_reference=True, control=slow)
+    fast = steady(5 * MS, 24)
+    reference = record(CALM, "fp32", is_reference=True, control=CALM)
     others = [record(fast, "bf16", products=LOW), record(fast, "fp16", products=HIGH)]
-    alone = record(fast, "fp8", products=LOW, paired_with=slow, control=slow)
+    alone = record(fast, "fp8", products=LOW, paired_with=CALM, control=CALM)
     honest = {one.case.mode: one for one in find([reference, *others, alone], {})}
     assert honest["bf16"].verdict is honest["fp8"].verdict is Verdict.FASTER
     assert honest["fp16"].verdict is Verdict.UNSURE and honest["fp16"].hard == (Label.FALLBACK,)
@@ -239,6 +234,10 @@ NUMBERS = GivenTensors((64, 64), 2, 10.0, 8192.0)
 
 def told(case: Record, lead: Record) -> dict[Label, tuple[str, bool]]:
     return {label.label: (label.reason, label.hard) for label in label_false_claims(case, lead)}
+
+
+def mismatches(case: Record, lead: Record) -> list[Labelled]:
+    return [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
 
 
 def pair(case: Timing, lead: Timing, own: Tape | None = None, base: Tape | None = None) -> tuple[Record, Record]:
@@ -271,7 +270,7 @@ def test_large_products_far_below_the_ceiling(took: int, own_took: int, tape: Ta
     assert found == ({Label.HANDICAP: (f"fp32 {why}", False)} if why else {})
 
 
-def test_what_others_hold_up_or_rounding_moves_is_no_handicap() -> None:
+def test_disturbances_and_rounding_are_no_handicap() -> None:
     lead = steady(50 * MS, 24)
     lead = replace(lead, slots=tuple(replace(slot, cpu_seconds=slot.cpu_seconds / 2) for slot in lead.slots))
     assert Label.HANDICAP not in told(*pair(steady(50 * MS, 24), lead, product(10**9), product(10**9)))
@@ -318,12 +317,12 @@ def multiplying(*dtypes: torch.dtype) -> Tape:
         (multiplying(FP32, FP32), multiplying(BF16, FP32), None),
     ],
 )
-def test_numbers_that_a_reference_moves_alone(base: Tape, own: Tape, why: str | None) -> None:
+def test_a_reference_that_moves_more_numbers_is_labelled(base: Tape, own: Tape, why: str | None) -> None:
     found = told(*pair(steady(MS, 24), steady(MS, 24), own, base))
     assert found.get(Label.HANDICAP) == ((f"fp32 {why}", False) if why else None)
 
 
-def test_products_of_a_reference_that_are_in_part_wider() -> None:
+def test_a_reference_with_wider_products_is_labelled() -> None:
     case, lead = pair(steady(MS, 24), steady(MS, 24), multiplying(BF16, BF16), multiplying(BF16, FP32))
     why = "fp32 multiplies 50% of its FLOPs in more than 16 bits, this case 0%"
     assert told(case, lead)[Label.HANDICAP] == (why, False)
@@ -332,7 +331,6 @@ def test_products_of_a_reference_that_are_in_part_wider() -> None:
 
 def _threaded(one: Record, share: float) -> Record:
     """Sets the step thread's share of the process's CPU time."""
-    assert one.timing is not None
     slots = [replace(slot, thread_seconds=share * slot.cpu_seconds) for slot in one.timing.slots]
     return replace(one, timing=replace(one.timing, slots=tuple(slots)))
 
@@ -361,15 +359,14 @@ LATE = LateSteps(by_path=(("fp32", 1e9),), in_operators=9.9e-3, seconds=(("mm", 
         ({"seconds": (("mm", 4e-3),)}, {"seconds": (("mm", 1e-3),)}, None),
     ],
 )
-def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, why: str | None) -> None:
+def test_late_steps_show_handicaps_of_the_reference(base: Any, own: Any, why: str | None) -> None:
     sorting = OperatorCount("gemm", "sort", inputs=("fp32[64,64]",), outputs=("fp32[64,64]",), bytes=1000)
     tape = product(10**9)
-    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), tape, tape)
+    case, lead = pair(CALM, CALM, tape, tape)
     if "seconds" in base and "seconds" not in own:
         lead = replace(lead, tape=replace(tape, operators=(*tape.operators, sorting)))
     case, lead = _threaded(case, 1.0), _threaded(lead, 1.0)
     if "waits" in base:  # same thread time: the process waited
-        assert lead.timing is not None
         slots = [replace(slot, wall_seconds=slot.wall_seconds / 0.6) for slot in lead.timing.slots]
         lead = replace(lead, timing=replace(lead.timing, slots=tuple(slots)))
     case, lead = replace(case, late=replace(LATE, **own)), replace(lead, late=replace(LATE, **base))
@@ -396,9 +393,9 @@ def test_what_steps_of_a_reference_did_after_their_timing(base: Any, own: Any, w
         ({"by_path": None}, {"by_path": None}, None, False),
     ],
 )
-def test_what_steps_multiply_after_their_timing(base: Any, own: Any, why: str | None, hard: bool) -> None:
+def test_late_steps_show_other_products(base: Any, own: Any, why: str | None, hard: bool) -> None:
     tape = product(10**9)
-    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), tape, tape)
+    case, lead = pair(CALM, CALM, tape, tape)
     case, lead = replace(case, late=replace(LATE, **own)), replace(lead, late=replace(LATE, **base))
     assert told(case, lead) == ({Label.WORK_MISMATCH: (why, hard)} if why else {})
 
@@ -420,8 +417,10 @@ def test_what_steps_multiply_after_their_timing(base: Any, own: Any, why: str | 
         (replace(NUMBERS, scattered=2), replace(NUMBERS, scattered=2), None),
     ],
 )
-def test_tensors_that_a_reference_holds_otherwise(base: GivenTensors, own: GivenTensors, why: str | None) -> None:
-    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), product(10**9), product(10**9))
+def test_a_reference_with_scattered_or_more_tensors_is_labelled(
+    base: GivenTensors, own: GivenTensors, why: str | None
+) -> None:
+    case, lead = pair(CALM, CALM, product(10**9), product(10**9))
     case = replace(case, products=Products(1, True, given=(own,)))
     lead = replace(lead, products=Products(1, None, given=(base,)))
     assert told(case, lead) == ({Label.HANDICAP: (f"fp32 {why}", False)} if why else {})
@@ -441,13 +440,13 @@ def test_products_in_pieces_in_fp64_and_in_casts() -> None:
         ),
     }
     for why, base in reasons.items():
-        assert why in told(*pair(steady(10 * MS, 24), steady(10 * MS, 24), tape, base))[Label.HANDICAP][0]
+        assert why in told(*pair(CALM, CALM, tape, base))[Label.HANDICAP][0]
     grouped = product(10**9, operator="_grouped_mm")
-    assert told(*pair(steady(10 * MS, 24), steady(10 * MS, 24), grouped, pieces)) == {}
+    assert told(*pair(CALM, CALM, grouped, pieces)) == {}
 
 
 def test_other_threads_and_weights_that_no_step_casts() -> None:
-    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24))
+    case, lead = pair(CALM, CALM)
     case, lead = _threaded(case, 1.0), _threaded(lead, 0.5)
     why = "fp32 has other threads that work for 5.00 ms a step, this case for 0 s"
     assert told(case, lead) == {Label.HANDICAP: (why, False)}
@@ -457,26 +456,25 @@ def test_other_threads_and_weights_that_no_step_casts() -> None:
     assert label is Label.WORK_MISMATCH and not hard and reason.startswith("its products read 2 weights that were cast")
 
 
-def test_a_loader_whose_work_fell_between_most_slots_is_not_accused() -> None:
-    case, reference = pair(steady(10 * MS, 24), steady(10 * MS, 24))
+def test_a_data_loader_that_works_between_slots_is_no_handicap() -> None:
+    case, reference = pair(CALM, CALM)
     loaded, reference = _threaded(case, 0.7), _threaded(reference, 1.0)
     assert Label.HANDICAP in told(loaded, reference)
-    assert reference.timing is not None
     first, *slots = reference.timing.slots
     changed_slots = (replace(first, thread_seconds=0.7 * first.cpu_seconds), *slots)
     assert told(loaded, replace(reference, timing=replace(reference.timing, slots=changed_slots))) == {}
 
 
-def test_a_product_that_nobody_can_look_into() -> None:
+def test_unknown_operators_that_may_multiply_are_labelled() -> None:
     tape, unknown = product(10**9), OperatorCount("gemm", "quantized::linear", flops=None)
-    case, lead = pair(steady(10 * MS, 24), steady(10 * MS, 24), Tape((unknown,)), tape)
+    case, lead = pair(CALM, CALM, Tape((unknown,)), tape)
     found = told(replace(case, products=Products(0, False)), lead)
     assert found[Label.FALLBACK][0].startswith("no product of bf16's formats was seen: it calls quantized::linear")
     assert Label.FALLBACK not in told(replace(case, products=Products(1, True)), lead)
 
 
 def asleep(share: float, waited: float | None = 0.0) -> Timing:
-    one = steady(10 * MS, 24)
+    one = CALM
     slots = (
         replace(slot, cpu_seconds=slot.wall_seconds * (1 - share), waited_seconds=waited and waited * slot.wall_seconds)
         for slot in one.slots
@@ -489,7 +487,6 @@ def asleep(share: float, waited: float | None = 0.0) -> Timing:
     [
         (asleep(0.0), asleep(0.3), True),
         (asleep(0.3), asleep(0.3), False),
-        (asleep(0.3), asleep(0.0), False),
         (asleep(0.0), asleep(0.05), False),
         (asleep(0.0), asleep(0.3, waited=0.3), False),  # other programs had its core
         (asleep(0.0), asleep(0.3, waited=None), False),  # other programs may have had it
@@ -522,8 +519,8 @@ OTHERS: list[tuple[GivenTensors, str, bool]] = [
 
 @for_each(("given", "why", "hard"), OTHERS)
 @for_each("level", [Level.NATIVE, Level.EMULATED])
-def test_other_inputs(given: GivenTensors, why: str, hard: bool, level: Level) -> None:
-    case, lead = pair(steady(MS, 24), steady(10 * MS, 24))
+def test_different_inputs_are_labelled(given: GivenTensors, why: str, hard: bool, level: Level) -> None:
+    case, lead = pair(steady(MS, 24), CALM)
     case = replace(case, products=Products(1, True, given=(NUMBERS,)), support=replace(case.support, level=level))
     lead = replace(lead, products=Products(1, None, given=(given,)))
     assert told(case, lead) == ({Label.OTHER_INPUTS: (why, hard)} if why else {})
@@ -609,10 +606,10 @@ def trained(again: bool) -> Tape:
     ("step", "did"),
     [(half, "196 kFLOP"), (skipped, "197 kFLOP"), (shared, "0 FLOP"), (nothing, "0 FLOP"), (twice, "786 kFLOP")],
 )
-def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
-    lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(honest))
+def test_a_step_with_other_products_has_no_verdict(step: Step, did: str) -> None:
+    lead = replace(record(CALM, "fp32", is_reference=True), tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=taped(step))
-    (told,) = [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
+    (told,) = mismatches(case, lead)
     assert told.hard and told.reason.endswith(" a step, fp32's do 393 kFLOP"), told.reason
     assert find([lead, case], {})[1].verdict is Verdict.UNSURE
 
@@ -623,14 +620,13 @@ def test_a_step_of_other_products_has_no_verdict(step: Step, did: str) -> None:
         (taped(rotated), taped(honest), ProductWork(2 * PRODUCT, rotations=2 * TOKENS * WIDTH * WIDTH)),
         (taped(padded), taped(honest), ProductWork(2 * PRODUCT, padding=2 * PRODUCT // 3)),
     ],
-    ids=["rotations", "padding"],
 )
-def test_what_a_precision_needs_beside_is_told_apart(own: Tape, base: Tape, work: ProductWork) -> None:
+def test_rotations_and_padding_are_not_useful_work(own: Tape, base: Tape, work: ProductWork) -> None:
     found = product_work(own, base)
     assert found.useful == product_work(base).useful and found == work and found.overhead
-    lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=base)
+    lead = replace(record(CALM, "fp32", is_reference=True), tape=base)
     case = replace(record(steady(MS, 24), "bf16"), tape=own)
-    assert not [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
+    assert not mismatches(case, lead)
 
 
 def test_recomputation_and_unknown_operators() -> None:
@@ -638,20 +634,20 @@ def test_recomputation_and_unknown_operators() -> None:
     once, again = trained(again=False), trained(again=True)
     found = product_work(again, once)
     assert found.useful == product_work(once).useful and found.overhead == {specs.RECOMPUTED_FLOPS: PRODUCT}
-    lead: Record = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=once)
+    lead: Record = replace(record(CALM, "fp32", is_reference=True), tape=once)
     case = replace(record(steady(MS, 24), "bf16"), tape=again)
-    assert not [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
+    assert not mismatches(case, lead)
     lead = replace(lead, tape=taped(honest))
     case = replace(record(steady(MS, 24), "bf16"), tape=replace(taped(half), unwritten=1))
-    assert not [label for label in label_false_claims(case, lead) if label.label is Label.WORK_MISMATCH]
+    assert not mismatches(case, lead)
 
 
-def test_a_reference_by_way_of_fp64_leaves_no_verdict() -> None:
+def test_a_reference_with_fp64_products_removes_the_verdict() -> None:
     def wide(x: Tensor, up: Tensor, down: Tensor, phase: Phases) -> object:
         with phase.gemm:
             return ((x.double() @ up.double()) @ down.double()).float()
 
-    lead = replace(record(steady(10 * MS, 24), "fp32", is_reference=True), tape=taped(wide))
+    lead = replace(record(CALM, "fp32", is_reference=True), tape=taped(wide))
     case = replace(record(steady(MS, 24), "bf16"), tape=taped(honest))
     (told,) = label_false_claims(lead, None)
     assert (told.label, told.reason) == (Label.FALLBACK, "393 kFLOP of its 393 kFLOP a step are in fp64") and told.hard

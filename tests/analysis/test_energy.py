@@ -51,10 +51,9 @@ def reference(*joules: float, **changes: object) -> Record:
     return record(use(joules), "fp32", is_reference=True, **changes)
 
 
-def test_a_step_takes_the_middle_of_its_windows() -> None:
+def test_a_steps_energy_is_the_median_of_its_windows() -> None:
     windows = (window(2.0, steps=100), window(2.2, steps=37), window(1.9, steps=251))
     found = energy_figures(record(EnergyUse("counter", windows, 80.0, 84.0)))
-    assert found is not None
     assert (found.gross.middle, found.gross.low, found.gross.high) == pytest.approx((2.0, 1.9, 2.2))
     assert energy_samples(EnergyUse("counter", windows)) == pytest.approx((2.0, 2.2, 1.9))
     assert found.watts == pytest.approx(200.0) and found.source == "counter"
@@ -64,9 +63,9 @@ def test_a_step_takes_the_middle_of_its_windows() -> None:
     assert per == [(("energy_per_token", 0.002), ("energy_per_tflop", 0.5)), (("energy_per_gb", 4.0),)]
 
 
-def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
+def test_net_energy_is_the_energy_beyond_idling() -> None:
     found = energy_figures(record(use((2.0, 2.1, 2.2))))
-    assert found is not None and found.net is not None and found.idle == IDLE + 1
+    assert found.idle == IDLE + 1
     assert found.net.middle == pytest.approx(2.1 - 0.82)
     assert found.net.low == pytest.approx(2.0 - 0.83) and found.net.high == pytest.approx(2.2 - 0.81)
 
@@ -75,16 +74,14 @@ def test_net_is_what_comes_on_top_of_idling_for_as_long() -> None:
     ("changes", "why"),
     [
         ({"idle_after": None}, "the idle power after its windows was not measured"),
-        ({"idle_before": None}, "the idle power before its windows was not measured"),
         ({"idle_before": None, "why": "idle power: no answer for 5 s"}, "idle power: no answer for 5 s"),
         ({"idle_before": math.nan}, "the idle power before its windows was not measured"),
-        ({"idle_before": 220.0, "idle_after": 230.0}, "its energy beyond idling at 225 W is too small to measure"),
         ({"idle_before": 199.5, "idle_after": 199.5}, "its energy beyond idling at 200 W is too small to measure"),
     ],
 )
-def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str, object], why: str) -> None:
+def test_without_idle_power_net_energy_has_a_reason(changes: dict[str, object], why: str) -> None:
     found = energy_figures(record(replace(use((2.0,)), **changes)))  # type: ignore[arg-type]
-    assert found is not None and found.net is None and found.net_why == why and found.gross.middle == 2.0
+    assert found.net is None and found.net_why == why and found.gross.middle == 2.0
 
 
 @for_each(
@@ -97,16 +94,16 @@ def test_without_an_idle_power_there_is_no_net_and_the_reason(changes: dict[str,
         ((2.2, 2.7, 2.4), Demand.UNCLEAR),  # apart, but by less than their width
     ],
 )
-def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], demand: Demand) -> None:
+def test_energy_is_less_or_more_only_if_windows_are_far_apart(own: tuple[float, ...], demand: Demand) -> None:
     exact, rough = (
         energy_ratio(
             record(use((2.96,) * 3, uncertainty=unsure)), record(use((3.0,) * 3, uncertainty=unsure), is_reference=True)
         )
         for unsure in (0.001, 0.005)  # windows that agree exactly are still limited by the counter's resolution
     )
-    assert exact is not None and rough is not None and (exact.demand, rough.demand) == (Demand.LESS, Demand.UNCLEAR)
+    assert (exact.demand, rough.demand) == (Demand.LESS, Demand.UNCLEAR)
     ratio = energy_ratio(record(use(own)), reference(3.10, 3.08, 3.13))
-    assert ratio is not None and ratio.demand is demand and bool(ratio.why) == (demand is Demand.UNCLEAR)
+    assert ratio.demand is demand and bool(ratio.why) == (demand is Demand.UNCLEAR)
     assert ratio.point == pytest.approx(sorted(own)[1] / 3.10)
     assert ratio.low == pytest.approx(min(own) * 0.996 / (3.13 * 1.004))
     assert ratio.high == pytest.approx(max(own) * 1.004 / (3.08 * 0.996))
@@ -122,13 +119,15 @@ def test_less_or_more_only_where_windows_lie_well_apart(own: tuple[float, ...], 
         ({}, (Label.ENERGY_UNRESOLVED, Label.CONTENDED), "contended, energy-unresolved"),
     ],
 )
-def test_what_casts_doubt_leaves_no_fact(changes: dict[str, object], labels: tuple[Label, ...], why: str) -> None:
+def test_doubtful_windows_leave_the_demand_unclear(
+    changes: dict[str, object], labels: tuple[Label, ...], why: str
+) -> None:
     own = replace(record(use((1.0, 1.0, 1.0))), **changes)  # type: ignore[arg-type]
     ratio = energy_ratio(own, reference(3.0, 3.0, 3.0), labels)
-    assert ratio is not None and (ratio.demand, ratio.why) == (Demand.UNCLEAR, why)
+    assert (ratio.demand, ratio.why) == (Demand.UNCLEAR, why)
 
 
-def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None:
+def test_cases_that_are_not_comparable_have_no_energy_ratio() -> None:
     base, own = reference(3.0, 3.0, 3.0), record(use((1.0, 1.0, 1.0)))
     assert energy_ratio(base, base) is None and energy_ratio(own, None) is None
     assert energy_ratio(replace(own, support=EMULATED), base) is None
@@ -145,7 +144,7 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
         for joules, which in (((3.0, 3.0, 3.0), True), ((1.0, 1.0, 1.0), False))
     )
     found, ratio = energy_figures(own), energy_ratio(own, base)
-    assert found is not None and found.uncertainty is None and ratio is not None
+    assert found.uncertainty is None
     assert ratio.point == pytest.approx(1 / 3) and ratio.demand is Demand.UNCLEAR
     assert ratio.why == "the error of its power sensor is unknown"
 
@@ -161,15 +160,14 @@ def test_what_does_not_compare_has_no_ratio_and_why_there_is_no_figure() -> None
         (0.0090, 0.01, (0.0090, 0.0100, 0.0110), None),  # the spread of windows
         (None, None, (0.01,), None),
         (0.0, None, (0.01,), None),
-        (math.nan, None, (0.01,), None),
     ],
 )
-def test_steps_of_windows_that_take_another_time_than_in_slots(
+def test_the_pace_of_windows_is_compared_with_slots(
     median: float | None, spread: float | None, windows: tuple[float, ...], pace: float | None
 ) -> None:
     one = record(EnergyUse("counter", tuple(window(1.0, seconds) for seconds in windows)))
     figures = energy_figures(one)
-    assert figures is not None and figures.seconds.middle == pytest.approx(np.median(windows))
+    assert figures.seconds.middle == pytest.approx(np.median(windows))
     found = compare_pace(figures, Finding(one.case, Verdict.NONE, median_seconds=median, spread=spread))
     assert found == (None if pace is None else pytest.approx(pace))
 
@@ -182,7 +180,7 @@ def test_noise_alone_is_seldom_taken_for_a_difference() -> None:
         ratio = energy_ratio(
             record(use(tuple(own), uncertainty=1e-4)), record(use(tuple(base), uncertainty=1e-4), is_reference=True)
         )
-        assert ratio is not None and ratio.low <= ratio.point <= ratio.high
+        assert ratio.low <= ratio.point <= ratio.high
         found.append(ratio.demand is not Demand.UNCLEAR)
     assert np.mean(found) < 0.015
 
@@ -204,7 +202,7 @@ nonsense = st.builds(
 @pytest.mark.slow
 @settings(max_examples=25)
 @given(nonsense, nonsense)
-def test_nonsense_in_a_file_is_no_figure(first: EnergyUse, second: EnergyUse) -> None:
+def test_impossible_numbers_in_a_file_give_no_figure(first: EnergyUse, second: EnergyUse) -> None:
     own, base = record(first), record(second, is_reference=True)
     found = energy_figures(own)
     assert (found is None) == bool(why_no_energy(own))
@@ -233,9 +231,7 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
         (None, ""),
         (used(source="none", why="no GPU, and RAPL may be read by root only"), ""),
         (used(seen(1.0), seen(1.02), seen(0.99)), ""),
-        (used(seen(1.0, 0.01)), ""),
         (used(seen(1.0), seen(1.025), seen(0.976)), ""),
-        (used(seen(1.0, steps=10), seen(1.0, steps=1000), source="rapl"), ""),
         (used(seen(1.0, throttle=0x1 | 0x4 | 0x2)), ""),
         (replace(used(seen(1.0)), idle_before=None, why="idle power: a call failed"), ""),
         (used(why="7 tick interval(s), 10 are needed"), "7 tick interval(s), 10 are needed"),
@@ -243,19 +239,16 @@ def used(*windows: EnergyWindow, source: str = "counter", why: str = "") -> Ener
         (replace(used(why="the device has gone"), idle_after=None), "the device has gone"),
         (used(seen(1.0), why="a call failed"), "a call failed"),
         (used(seen(1.0), seen(1.0, 0.0101)), "a window's uncertainty is +-1.0%"),
-        (used(seen(1.0), seen(1.0, 0.03)), "a window's uncertainty is +-3.0%"),
         (used(seen(0.97), seen(1.0), seen(1.021)), "its windows are 5.1% apart"),
-        (used(seen(1.0), seen(2.0)), "its windows are 66.7% apart"),
         (used(seen(1.0, None), source="average"), "error unknown, source average"),
         (used(seen(1.0, throttle=0x40 | 0x4)), "clocks were throttled in its windows: hw-thermal"),
         (used(seen(0.0)), "a window has no energy"),
         (used(seen(math.nan)), "a window has no energy"),
-        (used(seen(math.inf), seen(1.0)), "a window has no energy"),
         (used(seen(1.0), seen(1.0, steps=0)), "a window has no energy"),
         (used(seen(1.0, 0.02), seen(1.2, 0.02)), "a window's uncertainty is +-2.0%; its windows are 18.2% apart"),
     ],
 )
-def test_unresolved(energy: EnergyUse | None, why: str) -> None:
+def test_unresolved_energy_has_a_reason(energy: EnergyUse | None, why: str) -> None:
     assert explain_unresolved(energy) == why
 
 
@@ -296,7 +289,7 @@ def joules(told: PhaseEnergies) -> Mapping[str, float]:
     return {one.phase: one.joules for one in told.phases}
 
 
-def test_phases_are_measured_each_by_itself() -> None:
+def test_phases_have_separate_energies() -> None:
     told = found(*phases())
     for one in told.phases[:-1] if told.phases[-1].phase == "unattributed" else told.phases:
         if one.phase == "unattributed":
@@ -304,14 +297,14 @@ def test_phases_are_measured_each_by_itself() -> None:
         seconds, watts = PHASES[one.phase]
         assert one.provenance is Provenance.MEASURED and one.joules == pytest.approx(seconds * watts)
         assert one.seconds == pytest.approx(seconds) and one.why == ""
-        assert one.range is not None and one.range.low == pytest.approx(one.joules * 0.997 * 0.996)
+        assert one.range.low == pytest.approx(one.joules * 0.997 * 0.996)
         assert one.range.high == pytest.approx(one.joules * 1.002 * 1.004)
-    assert told.void == "" and told.residual is not None
-    assert told.residual.middle == pytest.approx(REST * 82.0) and told.residual_seconds == pytest.approx(REST)
+    assert told.void == ""
+    assert told.residual.middle == pytest.approx(REST * 82.0)
     assert told.residual.low < told.residual.middle < told.residual.high
 
 
-def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
+def test_an_unmeasured_phase_is_estimated_and_has_a_reason() -> None:
     told = found()
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED} and told.residual is None
     assert joules(told)["gemm"] == pytest.approx(STEP / 2) and {one.why for one in told.phases} == {""}
@@ -320,14 +313,14 @@ def test_what_cannot_be_measured_is_an_estimate_with_its_reason() -> None:
     (cast,) = (one for one in told.phases if one.phase == "cast")
     assert cast.provenance is Provenance.ESTIMATED and cast.why == "it is given a sparse tensor"
     assert cast.joules == pytest.approx(STEP / 10) and told.void == "" and told.pace_mismatch == ""
-    assert told.residual is not None and told.residual.middle == pytest.approx(REST * 82.0 + 0.1)
+    assert told.residual.middle == pytest.approx(REST * 82.0 + 0.1)
     told = found(*phases(optimizer_step=phase("optimizer_step", 1.0, 1.05, 1.2)))
     (short,) = (one for one in told.phases if one.phase == "optimizer_step")
     assert short.provenance is Provenance.ESTIMATED and short.why == "its windows are 19.0% apart"
 
 
 @for_each("factor", [0.8, 1.25])
-def test_joules_that_do_not_come_to_the_step_are_void(factor: float) -> None:
+def test_phases_whose_joules_do_not_fit_the_step_are_void(factor: float) -> None:
     told = found(*phases(gemm=phase("gemm", factor, factor)))
     assert told.void.startswith("the phases sum to ") and "they differ by more than their errors" in told.void
     assert {one.provenance for one in told.phases} == {Provenance.ESTIMATED}
@@ -339,17 +332,17 @@ PACES = [(1.003, False, False), (0.95, True, False), (1.06, True, True), (0.5, T
 
 
 @for_each(("stretch", "label", "void"), PACES)
-def test_another_time_than_in_the_step_is_a_label_and_far_away_void(stretch: float, label: bool, void: bool) -> None:
+def test_phases_that_take_another_time_than_in_the_step_are_labelled(stretch: float, label: bool, void: bool) -> None:
     asked = [phase(name, stretch, stretch, stretch=stretch) for name in PHASES]
     told = phase_energies(phased(asked), FINDING)
-    assert told is not None and bool(told.pace_mismatch) == label and bool(told.void) == void
+    assert bool(told.pace_mismatch) == label and bool(told.void) == void
     if label:
         assert "of their time in a step, where +-2.0% is noise" in told.pace_mismatch
     assert (abs(stretch - 1) > 0.1) == ("they behave differently in the step" in told.void)
 
 
 @pytest.mark.parametrize(("joules", "void"), [(1.0, False), (1.3, True)])
-def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) -> None:
+def test_noisy_times_leave_the_check_to_joules(joules: float, void: bool) -> None:
     asked = [
         PhaseEnergy(
             name,
@@ -361,7 +354,7 @@ def test_where_times_are_noise_joules_alone_decide(joules: float, void: bool) ->
         for name, (seconds, watts) in PHASES.items()
     ]
     told = phase_energies(phased(asked), FINDING)
-    assert told is not None and told.noise > 0.3 and told.pace_mismatch == "" and bool(told.void) == void
+    assert told.noise > 0.3 and told.pace_mismatch == "" and bool(told.void) == void
 
 
 def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
@@ -374,7 +367,7 @@ def test_the_label_is_a_remark_and_a_shared_device_certifies_nothing() -> None:
     assert classify_energy_validity(replace(shared, energy=None)) is None
 
 
-def test_phases_have_their_ends_and_what_they_leave() -> None:
+def test_phase_energies_have_bounds_and_a_residual() -> None:
     rows = {(metric.phase, metric.name): metric.value for metric in metrics_of(phased(phases()), FINDING, None)}
     assert rows["gemm", "energy"] == pytest.approx(2.0)
     assert rows["gemm", "energy_low"] == pytest.approx(2.0 * 0.997 * 0.996)
@@ -397,7 +390,7 @@ def test_phases_have_their_ends_and_what_they_leave() -> None:
         ({"windows": (), "why": "the GPU is lost"}, EnergyValidity.UNRESOLVED),
     ],
 )
-def test_an_energy_is_certified_or_says_why_not(changes: dict[str, object], code: EnergyValidity) -> None:
+def test_an_energy_is_certified_or_has_a_reason(changes: dict[str, object], code: EnergyValidity) -> None:
     one = phased(())
     assert one.energy is not None
     energy: EnergyUse = replace(one.energy, **changes)  # type: ignore[arg-type]

@@ -21,7 +21,7 @@ def told(run: Run, findings: object, mode: str) -> list[Metric]:
 
 
 @for_each("make", [measured, gemm, transformer, energetic])
-def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
+def test_every_figure_is_yielded_once_and_the_time_first(make: object) -> None:
     run, findings = make()  # type: ignore[operator]
     for record in run.records:
         found = list(metrics_of(record, findings.get(record.case.id)))
@@ -36,7 +36,7 @@ def test_every_figure_is_told_once_and_the_time_first(make: object) -> None:
         )
 
 
-def test_throughput_energy_and_what_restates_another_figure() -> None:
+def test_derived_figures_have_their_values() -> None:
     run, findings = gemm()
     record = next(record for record in run.records if record.case.mode == "bf16" and record.status is Status.OK)
     finding = findings[record.case.id]
@@ -46,7 +46,7 @@ def test_throughput_energy_and_what_restates_another_figure() -> None:
     assert rate.best == record.work.flops / finding.best_seconds
     assert (rate.unit, rate.better) == ("FLOP/s", Better.HIGHER)
     found = {one.name: one for one in told(*energetic(), "bf16") if one.phase == STEP}
-    assert found["energy"].interval is not None and found["energy"].interval.level == 0
+    assert found["energy"].interval.level == 0
     assert found["energy"].source and found["energy"].noisy and len(found["energy"].samples()) == found["energy"].count
     assert {"energy_per_token", "power"} <= set(found)
     run, findings = measured()
@@ -70,7 +70,7 @@ def test_throughput_energy_and_what_restates_another_figure() -> None:
     )
 
 
-def test_what_was_not_measured_or_judged_has_no_value() -> None:
+def test_unmeasured_figures_have_no_value() -> None:
     run, _ = measured()
     record = next(record for record in run.records if record.timing is not None and record.timing.slots)
     found = list(metrics_of(record, None))

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from dataclasses import replace
 
 import pytest
@@ -12,7 +11,6 @@ from fp8bench.analysis.labels import is_contended
 from fp8bench.analysis.metric import MetricSources
 from fp8bench.analysis.ranks import (
     FASTER_THAN_ALONE,
-    MAX_EFFICIENCY_WIDTH,
     PIPELINE_WAITING,
     SUM_MISMATCH,
     TOO_FEW_ROUNDS,
@@ -53,7 +51,7 @@ def timing(*slots: SlotSample) -> Timing:
     return Timing(Segments(("gemm",), (0,)), slots)
 
 
-def test_a_rank_that_comes_late_makes_the_others_wait() -> None:
+def test_a_late_rank_makes_the_others_wait() -> None:
     # Rank 1 sleeps 20 ms before a 7 ms collective, which lasts 27 ms on rank 0 but costs 7.
     found = timing(*(slot(number, (35, 27), (35, 7)) for number in range(5)))
     assert measure_communication(found) == pytest.approx(7e-3)
@@ -93,7 +91,7 @@ def test_rates_are_those_of_nccl_tests() -> None:
     assert found["rank_skew"] == 0.0 and found["communication_time"] == pytest.approx(5e-3)
 
 
-def test_a_bubble_is_what_nobody_computes_in() -> None:
+def test_a_bubble_is_the_time_without_computing() -> None:
     found = timing(*(slot(number, (10, 1), (10, 3)) for number in range(3)))
     record = Record(replace(case("parallel", "fp32", {"microbatches": 8}), ranks=2), NATIVE, Status.OK, timing=found)
     assert measure_bubble(record) == Bubble(pytest.approx(4 / 16), 1 / 8)
@@ -102,7 +100,7 @@ def test_a_bubble_is_what_nobody_computes_in() -> None:
     assert measure_bubble(replace(record, case=case("parallel", "fp32", {"way": "ddp"}))) is None
 
 
-def test_an_interval_lies_between_rounds() -> None:
+def test_the_median_interval_ends_at_two_rounds() -> None:
     assert find_median_interval([3.0, 1.0, 2.0, 5.0, 4.0]) == Middle(3.0, 1.0, 5.0)
     assert find_median_interval([float(one) for one in range(8)]) == Middle(3.5, 1.0, 6.0)
     assert (
@@ -126,13 +124,13 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
     assert strong.value == pytest.approx(1000 / 12) and strong.bounds == pytest.approx((1000 / 14, 100.0))
     assert weak.value == pytest.approx(500 / 6) and weak.bounds == pytest.approx((500 / 7, 100.0))
     faster = compute_efficiency(scaled((10.0,) * 6, (5.0,) * 6, (4.0,) * 6))
-    assert faster is not None and isinstance(faster.strong, Middle) and faster.strong.value == pytest.approx(1.25)
+    assert faster.strong.value == pytest.approx(1.25)
     assert compute_efficiency(replace(made, scaling=None)) is None and count_sent_bytes(replace(made, sent=())) == ()
     # Medians of each side alone would come from different rounds: 10 over twice 16 ms.
     slow = (1.0, 1.0, 1.0, 4.0, 4.0, 4.0)
     alone, together = tuple(10 * one for one in slow), tuple(6.4 * one for one in slow)
     found = compute_efficiency(scaled(alone, alone, together))
-    assert found is not None and isinstance(found.strong, Middle)
+    assert isinstance(found.strong, Middle)
     assert found.strong == pytest.approx((10 / 12.8,) * 3)
 
 
@@ -147,35 +145,16 @@ def test_an_efficiency_has_its_interval_by_rounds() -> None:
         (((10.0,) * 6, (5.0,) * 6, (4.0, 5.0, 6.0, 6.0, 7.0, 8.0)), WIDE_EFFICIENCY),
     ],
 )
-def test_no_bare_figure_looks_certain(parts: tuple[tuple[float, ...], ...], why: object) -> None:
+def test_an_uncertain_efficiency_has_a_reason(parts: tuple[tuple[float, ...], ...], why: object) -> None:
     made = scaled(*parts)
     found = compute_efficiency(made)
-    assert found is not None and found.strong == why == found.weak
+    assert found.strong == why == found.weak
     assert [(one.value, one.bounds, bool(one.why)) for one in rank_metrics(MetricSources(made))] == [
         (None, None, True)
     ] * 2
 
 
-@for_each(("noise", "told"), [(0.02, (0.99, 1.0)), (0.5, (0.0, 0.2))])
-def test_the_truth_lies_within_what_is_told(noise: float, told: tuple[float, float]) -> None:
-    source, found = random.Random(3), []
-    for _ in range(TRIALS):
-        drifts = [math.exp(0.2 * source.gauss(0, 1)) for _ in range(6)]
-        parts = (
-            tuple(part * drift * math.exp(noise * source.gauss(0, 1)) for drift in drifts) for part in (1.0, 0.5, 0.625)
-        )
-        made = compute_efficiency(scaled(*parts))
-        assert made is not None
-        found.append(made.strong)
-    shares = [one for one in found if isinstance(one, Middle)]
-    assert told[0] <= len(shares) / TRIALS <= told[1]
-    if told[0]:
-        assert sum(share.low <= 0.8 <= share.high for share in shares) / len(shares) > 0.9
-    assert all(share.high - share.low <= MAX_EFFICIENCY_WIDTH * share.value for share in shares)
-
-
 ROUNDS = 6
-TRIALS = 400
 
 
 def overlap(both: float, in_turn: float, rounds: int = ROUNDS) -> Overlap:
@@ -183,30 +162,29 @@ def overlap(both: float, in_turn: float, rounds: int = ROUNDS) -> Overlap:
 
 
 def told(found: Middle | Untold) -> float:
-    assert isinstance(found, Middle), found
     return found.value
 
 
-def test_overlap_is_never_cut_to_what_one_would_like() -> None:
+def test_overlap_may_be_negative_or_above_one() -> None:
     assert told(overlap_figures(overlap(40e-3, 44e-3)).hidden) == pytest.approx(0.5)
     assert told(overlap_figures(overlap(36e-3, 44e-3)).exposed) == pytest.approx(0.0)
     worse = overlap_figures(overlap(50e-3, 44e-3))
     assert told(worse.exposed) == pytest.approx(14e-3) and told(worse.hidden) == pytest.approx(-0.75)
     both = tuple(one * 1e-3 for one in (35.1, 35.2, 35.3, 35.4, 35.5, 36.2))
     more = overlap_figures(Overlap((36e-3,) * 6, (8e-3,) * 6, both, (44e-3,) * 6))
-    assert told(more.exposed) < 0 and told(more.hidden) > 1 and isinstance(more.hidden, Middle) and more.hidden.low < 1
+    assert told(more.exposed) < 0 and told(more.hidden) > 1 and more.hidden.low < 1
 
 
-def test_nothing_of_a_pipeline_s_sending_is_called_hidden() -> None:
+def test_a_pipeline_has_no_hidden_communication() -> None:
     """The step includes ranks waiting for each other: 30 ms against 8 ms of sending would give -275%."""
     for microbatches in (None, 2):
         params = {} if microbatches is None else {"microbatches": microbatches}
         found = find_overlap(Record(case("parallel", "bf16", params), NATIVE, Status.OK, overlap=overlap(66e-3, 44e-3)))
-        assert found is not None and told(found.exposed) == pytest.approx(30e-3)
+        assert told(found.exposed) == pytest.approx(30e-3)
         assert (found.hidden is PIPELINE_WAITING) == (microbatches == 2)
 
 
-def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
+def test_disturbed_rounds_give_no_overlap() -> None:
     # Running both in turn took 1.34 times the sum of both alone: they interfere, so no conclusion is possible.
     assert overlap_figures(overlap(50e-3, 59e-3)) == OverlapFigures(
         SUM_MISMATCH, SUM_MISMATCH, pytest.approx(1.34, abs=0.01)
@@ -225,7 +203,7 @@ def test_overlap_is_refused_where_rounds_do_not_bear_it() -> None:
     assert told(long.exposed) == pytest.approx(4e-3) and long.hidden is WIDE_OVERLAP
     for parts in (((1.0,), (), (1.0,), (1.0,)), ((0.0,), (0.0,), (1.0,), (1.0,)), ((1.0,), (0.0,), (1.0,), (1.0,))):
         found = overlap_figures(Overlap(*parts)).exposed
-        assert isinstance(found, Untold) and found.why == "it has no recorded rounds"
+        assert found.why == "it has no recorded rounds"
     assert overlap_figures(overlap(40e-3, 44e-3, rounds=4)).hidden is TOO_FEW_ROUNDS
     assert isinstance(overlap_figures(overlap(math.nan, 44e-3)).hidden, Untold)
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-import random
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -41,7 +40,7 @@ def slots(*rounds: Sequence[Sequence[int]], phases: Sequence[str] = ("cast", "ge
     return Timing(Segments(tuple(phases), tuple(range(len(phases)))), made)
 
 
-def test_a_round_is_the_fastest_cells_of_as_many_calls() -> None:
+def test_a_rounds_sample_uses_the_same_number_of_calls() -> None:
     measured = slots([(3, 10), (1, 20)], [(5, 7), (5, 8)])
     assert step_samples(measured) == pytest.approx((11e-9, 12e-9))
     assert phase_samples(measured, "cast") == pytest.approx((1e-9, 5e-9))
@@ -106,7 +105,7 @@ def led(own: Timing, reference: Timing, control: Timing | None = None) -> tuple[
     return record(own), record(reference, "fp32", is_reference=True, control=control)
 
 
-def test_relative_time_is_by_common_round_and_both_entries() -> None:
+def test_relative_time_uses_common_rounds_and_the_control() -> None:
     case, reference = led(timing((2,), (20,), (3,)), timing((4,), (40,), (4,)))
     assert relative_samples(case, reference) == pytest.approx((0.5, 0.5, 0.75))
     case, reference = led(timing((6,)), timing((4,)), timing((9,)))
@@ -124,7 +123,7 @@ def test_relative_time_is_by_common_round_and_both_entries() -> None:
     assert relative_samples(replace(apart, control=steady(9, 3, start=9)), reference) == pytest.approx((1.0,) * 3)
 
 
-def test_what_is_no_speed_has_no_relative_time() -> None:
+def test_cases_without_a_speed_have_no_relative_time() -> None:
     case, reference = led(steady(6, 3), steady(4, 3))
     emulated = record(steady(6, 3), level=Level.EMULATED)
     assert relative_samples(case, reference) and not relative_samples(emulated, reference)
@@ -134,17 +133,6 @@ def test_what_is_no_speed_has_no_relative_time() -> None:
     assert not relative_samples(replace(case, timing=None), reference)
     assert not relative_samples(case, replace(reference, timing=None))
     assert not relative_samples(case, None)
-
-
-@given(st.integers(0, 6), st.integers(1, 6), st.integers(0, 6), st.integers(1, 6), st.integers(0, 6), st.integers(0, 6))
-def test_as_many_relative_samples_as_common_rounds(
-    own: int, rounds: int, lead: int, lead_rounds: int, second: int, second_rounds: int
-) -> None:
-    case, reference = led(steady(7, rounds, own), steady(7, lead_rounds, lead), steady(7, second_rounds, second))
-    both = set(range(own, own + rounds)) & set(range(lead, lead + lead_rounds))
-    if second_rounds:
-        both &= set(range(second, second + second_rounds))
-    assert relative_samples(case, reference) == pytest.approx((1.0,) * len(both))
 
 
 LOOKS = (ClockLook(0.0, 1.9e9, 50.0), ClockLook(4.0, 1.7e9, 60.0))
@@ -167,37 +155,37 @@ def pair(own: tuple[SustainedTurn, ...], base: tuple[SustainedTurn, ...], **opti
     return record(steady(5 * MS, 24), sustained=own, **options), reference
 
 
-def test_figures_are_of_the_middle_turn() -> None:
+def test_sustained_figures_are_medians_of_turns() -> None:
     case, reference = pair(
         turns(5.5, 5.4, 5.9, settled=(True, False, True), clock=1.7e9, watts=650.0), turns(10.0, 10.0, 10.0)
     )
     finding = {one.case.mode: one for one in find([reference, case], {})}["bf16"]
     found = sustained_figures(case, finding)
-    assert found is not None and sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
+    assert sustained_samples(case) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
     assert (found.seconds, found.low, found.high) == pytest.approx((5.5e-3, 5.4e-3, 5.9e-3))
     assert (found.turns, found.settled, found.clock, found.watts) == (3, 2, 1.7e9, 650.0)
     assert found.change == pytest.approx(1.1)
     assert sustained_figures(record(steady(5 * MS, 24)), finding) is None
 
 
-def test_the_ratio_is_paired_by_rounds_of_turns_that_are_sound() -> None:
+def test_the_sustained_ratio_pairs_valid_turns() -> None:
     case, reference = pair(turns(6.0, 7.2, 8.64, 10.4), turns(10.0, 12.0, 14.4, 17.3))
     ratio = sustained_ratio(case, reference)
-    assert ratio is not None and ratio.level == 0.99 and ratio.low < 0.6 < ratio.high < 0.605
+    assert ratio.level == 0.99 and ratio.low < 0.6 < ratio.high < 0.605
     few = sustained_ratio(*pair(turns(6.0, 5.0), turns(10.0, 10.0)))
-    assert few is not None and few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
+    assert few.level == 0.0 and (few.low, few.high) == pytest.approx((0.5, 0.6))
     odd = (SustainedTurn(0, (1.0,)), SustainedTurn(5, ()), SustainedTurn(5, (math.nan,)), SustainedTurn(5, (-1.0,)))
     assert sustained_samples(record(steady(5 * MS, 24), sustained=odd)) == ()
 
 
 @for_each("options", [{"level": Level.EMULATED}, {"paired": False}, {"paired_with": steady(10 * MS, 24)}])
-def test_no_ratio_where_it_would_be_none(options: dict[str, Any]) -> None:
+def test_cases_without_a_speed_have_no_sustained_ratio(options: dict[str, Any]) -> None:
     case, reference = pair(turns(6.0, 6.0, 6.0), turns(10.0, 10.0, 10.0), **options)
     assert sustained_ratio(case, reference) is None and sustained_ratio(reference, reference) is None
     assert sustained_ratio(case, None) is None
 
 
-def test_it_is_a_figure_of_its_own_and_a_table() -> None:
+def test_sustained_time_is_a_figure_and_a_table() -> None:
     case, reference = pair(turns(5.5, 5.5, 5.5, clock=1.7e9), turns(10.0, 10.0, 10.0))
     findings = {one.case.id: one for one in find([reference, case], {})}
     metric = next(metric for metric in metrics_of(case, findings[case.case.id]) if metric.name == "sustained_time")
@@ -208,15 +196,3 @@ def test_it_is_a_figure_of_its_own_and_a_table() -> None:
     run = run_of([reference, case])
     assert group_into_panels(run, findings)
     assert "3, unknown" in " ".join(render_whole(run, findings, 120).split())
-
-
-@pytest.mark.slow
-def test_an_interval_of_four_turns_holds_the_ratio_as_often_as_it_says() -> None:
-    draw, held = random.Random(17), 0
-    for _ in range(2000):
-        own, base = ([middle * math.exp(draw.gauss(0, 0.01)) for _ in range(4)] for middle in (6.0, 10.0))
-        case, reference = pair(turns(*own), turns(*base))
-        ratio = sustained_ratio(case, reference)
-        assert ratio is not None
-        held += ratio.low <= 0.6 <= ratio.high
-    assert 0.98 <= held / 2000 < 1.0

@@ -8,8 +8,6 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import scipy
-from hypothesis import given
-from hypothesis import strategies as st
 
 from fp8bench.analysis import stats
 from fp8bench.analysis.stats import Floats
@@ -56,15 +54,6 @@ def resampled_best(samples: stats.Floats, draws: stats.Counts) -> stats.Floats:
     return best
 
 
-@for_each(("rounds", "segments"), [(3, 1), (5, 3), (14, 2), (15, 2), (60, 3)])
-def test_resampled_sums_are_the_naive_bootstrap_s(rounds: int, segments: int) -> None:
-    rng = np.random.default_rng(rounds)
-    samples = noisy(rng, 1e-3, rounds, segments)
-    draws = rng.integers(0, rounds, (50, rounds)).tolist()
-    found = resampled_best(samples, counts(draws, rounds))
-    assert found.tolist() == pytest.approx([naive_best(samples, drawn) for drawn in draws], rel=1e-14)
-
-
 def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
     rng = np.random.default_rng(3)
     samples = noisy(rng, 1.0, 40, 2)
@@ -80,14 +69,14 @@ def test_resamples_that_miss_the_fastest_rounds_are_still_right() -> None:
 
 
 @for_each("rounds", [1, 2])
-def test_fewer_than_three_rounds_are_all_taken(rounds: int) -> None:
+def test_fewer_than_three_rounds_all_count(rounds: int) -> None:
     samples = np.arange(1.0, rounds + 1)[:, None]
     found = stats.resample_best_case(samples)
     assert math.exp(found.point) == pytest.approx(samples.mean())
     assert math.exp(found.resampled.max()) <= rounds + 1e-12
 
 
-def test_the_interval_is_the_naive_bootstrap_s() -> None:
+def test_the_interval_equals_that_of_a_naive_bootstrap() -> None:
     rng = np.random.default_rng(4)
     arms = [noisy(rng, best, 12, 3) for best in (1.1, 1.0, 1.0)]
     drawn = np.random.default_rng(0).multinomial(12, np.full(12, 1 / 12), stats.RESAMPLE_COUNT)
@@ -112,15 +101,6 @@ def test_arms_of_other_segments_and_a_point_that_no_resample_reaches() -> None:
     found = ratio(samples, [np.ones((36, 4))])
     assert found.low == found.point == pytest.approx(1.0)
     assert found.high > 1.05
-
-
-@given(st.integers(0, 1000))
-def test_judging_the_same_samples_twice_gives_the_same(seed: int) -> None:
-    rng = np.random.default_rng(seed)
-    case, reference = noisy(rng, 1.0, 10, 1), noisy(rng, 1.0, 10, 1)
-    found = ratio(case, [reference])
-    assert found == ratio(case, [reference])
-    assert found.low <= found.point <= found.high
 
 
 @pytest.mark.parametrize(("segments", "sided"), sampled([1], [(20, 1), (1, 1), (1, 2)]))

@@ -46,11 +46,11 @@ TAPE = Tape(
         ("", 0),
     ],
 )
-def test_bits_of_a_path(path: str, bits: int) -> None:
+def test_a_dtypes_name_gives_its_bits(path: str, bits: int) -> None:
     assert operand_bits_of(path) == bits
 
 
-def test_shares_of_flops_and_operators_side_by_side() -> None:
+def test_operators_of_two_tapes_are_tabulated() -> None:
     assert (compute_flops_share(TAPE, 8), compute_flops_share(TAPE, 32), compute_flops_share(TAPE, 4)) == (
         0.75,
         0.25,

@@ -53,7 +53,7 @@ def planted(part: int, whole: int, mean: float, fastest: float, seed: int) -> np
 
 
 @counts(40, 1000)
-def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count: int) -> None:
+def test_a_slow_down_of_some_calls_is_never_called_faster_or_same(count: int) -> None:
     for trial in range(count):
         draw = np.random.default_rng(trial)
         part, whole = SHARES[trial % len(SHARES)]
@@ -63,22 +63,21 @@ def test_a_slow_down_of_some_calls_has_no_wrong_sign_and_is_never_the_same(count
         even = np.ones(1)
         case, reference, control = (measured(draw, calls, one, load, rounds) for one in (slow, even, even))
         said = conclude(case, reference, control)
-        assert said is not None and said.verdict not in WRONG, (trial, part, whole, said)
+        assert said.verdict not in WRONG, (trial, part, whole, said)
 
 
 @for_each("slower", [1.025, 1.05])
-def test_a_slow_down_of_every_call_is_found_as_ever(slower: float) -> None:
+def test_a_slow_down_of_every_call_is_found(slower: float) -> None:
     draw = np.random.default_rng(3)
     found = []
     for _ in range(20):
         timings = (measured(draw, 26, np.full(1, factor), 0.5, 20) for factor in (slower, 1.0, 1.0))
         said = conclude(*timings)
-        assert said is not None
         found.append(said.verdict)
     assert found.count(Verdict.SLOWER) >= 19
 
 
-def test_what_waited_is_in_no_mean_and_too_few_calls_are_not_the_same() -> None:
+def test_waiting_is_not_part_of_the_mean() -> None:
     slot = SlotSample(0, ((1_000_000,), (5_000_000,)), 0.006, 0.002, waited_seconds=0.004)
     alone = SlotSample(1, ((5_000_000,),), 0.005, 0.001, waited_seconds=0.004)
     others = (replace(slot, round=2, waited_seconds=None), replace(slot, round=3, waited_seconds=1.0))
@@ -134,9 +133,7 @@ def stretched(step: Step, draw: Draw, wide: float) -> Timing:
 
 @for_each("step", [pacing, prefetched, spinning])
 @counts(10, 80)
-def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_nor_slower(
-    step: Step, count: int
-) -> None:
+def test_steps_whose_phases_compensate_are_neither_faster_nor_slower(step: Step, count: int) -> None:
     of_stretches = 0
     for seed in range(count):
         draw = np.random.default_rng(seed)
@@ -145,20 +142,20 @@ def test_equal_steps_whose_stretches_make_up_for_each_other_are_neither_faster_n
         best = [sum(seconds for _, seconds in best_phases(one, whole_steps=False)) for one in (case, reference)]
         of_stretches += best[0] < 0.995 * best[1]
         known = conclude(case, reference, control)
-        assert known is not None and known.whole
+        assert known.whole
         assert known.verdict in (Verdict.SAME, Verdict.UNSURE), (seed, known)
     assert of_stretches == count or step is spinning
 
 
-def test_a_noise_floor_that_making_up_alone_has_widened_does_not_hide_it() -> None:
+def test_a_wide_noise_floor_does_not_hide_compensation() -> None:
     draw = np.random.default_rng(0)
     reference, control, case = (stretched(pacing, draw, wide) for wide in (0.2, 3.0, 0.2))
     rounds = list(range(ROUNDS))
     by_stretches = best_ratio([control, reference], rounds, whole_steps=False)
     assert by_stretches.reach > max(map(share_below_fastest_step, (reference, control, case)))
     known = conclude(case, reference, control)
-    assert known is not None and known.whole and known.verdict is Verdict.SAME
-    assert known.aa is not None and known.aa.reach < 0.02
+    assert known.whole and known.verdict is Verdict.SAME
+    assert known.aa.reach < 0.02
 
 
 def test_the_best_time_is_that_of_steps_and_the_label_says_why() -> None:
@@ -173,7 +170,7 @@ def test_the_best_time_is_that_of_steps_and_the_label_says_why() -> None:
     assert words == "4.52 ms by stretches, 5.10 ms the fastest of 60 steps"
 
 
-def test_a_reference_that_makes_up_is_named_at_the_case() -> None:
+def test_a_compensating_reference_is_named_at_the_case() -> None:
     draw = np.random.default_rng(0)
     reference, control = (stretched(pacing, draw, 0.8) for _ in range(2))
     steady = timing(*[(5 * MS, 50_000, 50_000)] * ROUNDS, phases=PHASES)
@@ -182,21 +179,7 @@ def test_a_reference_that_makes_up_is_named_at_the_case() -> None:
     assert told[1].verdict in (Verdict.SAME, Verdict.UNSURE)
 
 
-def test_honest_noise_that_only_adds_is_told_by_stretches() -> None:
-    draw = np.random.default_rng(1)
-    arms = [
-        timing(
-            *[tuple(int(MS * (scale + 0.002 * draw.exponential())) for scale in (1.0, 2.0, 1.5)) for _ in range(60)],
-            phases=PHASES,
-        )
-        for _ in range(3)
-    ]
-    known = conclude(*arms)
-    assert known is not None and not known.whole and known.verdict is Verdict.SAME
-    assert all(share_below_fastest_step(arm) < 0.001 for arm in arms)
-
-
-def test_a_best_case_and_a_mean_on_opposite_sides_of_1_do_not_agree() -> None:
+def test_a_best_case_and_a_mean_with_opposite_signs_do_not_agree() -> None:
     below, above = Interval(0.996, 0.993, 0.999, 0.99), Interval(1.004, 1.001, 1.007, 0.99)
     about = Interval(1.0, 0.998, 1.002, 0.99)
     for verdict, ratio, typical in ((Verdict.FASTER, below, above), (Verdict.SLOWER, above, below)):

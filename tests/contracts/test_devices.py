@@ -65,7 +65,7 @@ def test_it_can_be_waited_for_and_cleaned(kind: str, facts: DeviceFacts) -> None
 
 
 @for_each("kind", NAMES)
-def test_only_exhausted_memory_is_exhausted_memory(kind: str) -> None:
+def test_only_a_lack_of_memory_is_recognised_as_one(kind: str) -> None:
     device = devices.get(kind)
     for error in (ValueError("out of paper"), RuntimeError("size mismatch"), KeyError("x")):
         assert not device.is_out_of_memory(error)
@@ -101,6 +101,6 @@ def test_it_counts_its_memory_or_says_that_it_cannot(kind: str, facts: DeviceFac
     meter.mark()
     torch.empty(1 << 20, dtype=torch.uint8, device=facts.key)
     course = meter.stop()
-    assert course is not None and 0 <= course.peak - (3 << 20) <= (2 << 20 if facts.accelerated else 0)
+    assert 0 <= course.peak - (3 << 20) <= (2 << 20 if facts.accelerated else 0)
     assert sorted(one.size for one in course.held if not one.phase) == [kept.nbytes]
     assert before.nbytes == 2 * kept.nbytes

@@ -48,7 +48,7 @@ def test_a_precision_introduces_itself(name: str) -> None:
     assert precision.loss_scale >= 1 and all(one >= 1 for one in precision.multiples)
 
 
-@for_each(("name", "option"), OPTIONS, ids=lambda one: getattr(one, "name", one))
+@for_each(("name", "option"), OPTIONS)
 def test_an_option_introduces_itself(name: str, option: Option) -> None:
     known: list[str] = []
     for other in precisions.get(name).options:
@@ -64,7 +64,7 @@ def test_an_option_introduces_itself(name: str, option: Option) -> None:
 
 
 @for_each("name", NAMES)
-@for_each("facts", DEVICES, ids=lambda facts: facts.name)
+@for_each("facts", DEVICES)
 def test_support_is_a_level_with_its_reason(name: str, facts: DeviceFacts) -> None:
     support = precisions.get(name).support(facts)
     assert isinstance(support, Support) and isinstance(support.level, Level)

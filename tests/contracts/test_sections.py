@@ -93,5 +93,5 @@ def test_many_cases_build(count: int) -> None:
 
 @settings(max_examples=12)
 @given(made=wild_runs())
-def test_whatever_a_run_holds_the_page_stands(made: Made) -> None:
+def test_a_page_is_built_for_any_run(made: Made) -> None:
     check(made)

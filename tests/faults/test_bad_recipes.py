@@ -73,7 +73,7 @@ def refused(capsys: pytest.CaptureFixture[str], *words: str) -> str:
     return only_sentence(shown.err)
 
 
-@for_each(("mode", "said"), MODES, ids=[mode for mode, _ in MODES])
+@for_each(("mode", "said"), MODES)
 def test_bad_modes_are_refused_on_the_command_line(
     nothing_runs: Path, capsys: pytest.CaptureFixture[str], mode: str, said: str
 ) -> None:
@@ -94,7 +94,6 @@ def test_bad_modes_are_refused_on_the_command_line(
         torch.ones(4, 64, dtype=torch.float64),
         torch.ones(4, 64).to(torch.float8_e4m3fn),
     ],
-    ids=lambda tensor: str(tensor.dtype),
 )
 def test_tensors_that_are_no_numbers_of_a_network(tensor: torch.Tensor) -> None:
     for call in (

@@ -339,15 +339,6 @@ def test_a_date_that_was_not_known_is_brought_up(tmp_path: Path) -> None:
     assert again(tmp_path) == DONE and load_results(the_file(tmp_path)).date == 5
 
 
-def test_every_commit_has_a_file_whether_it_is_in_the_repository_or_not(store: Path) -> None:
-    before = contents(store / "asv")
-    said = update_view(keep(grid_run(facts(OTHER)), store), store)
-    assert said == "history: 2 cases of commit f00dface in the history"
-    after = contents(store / "asv")
-    assert [path.name[:8] for path in results_files(store)] == ["0a1b2c3d", "f00dface"]
-    assert {name: after[name] for name in before} == before
-
-
 def test_a_machine_that_was_renamed_goes_on_in_a_folder_of_its_own(store: Path) -> None:
     before = contents(results_folder(store) / "box")
     assert update_view(keep(grid_run(facts(machine="new")), store), store) == DONE
@@ -383,11 +374,6 @@ NOT_FILED: list[tuple[Run, str]] = [
     (grid_run(facts(7)), "this was not measured in a git repository"),
     (grid_run(facts(dirty=True)), f"the files differ {DIFFER}"),
     (grid_run(facts(dirty=None)), f"the files may differ (git does not report it) {DIFFER}"),
-    (
-        grid_run(request=Request("gemm", threads=2)),
-        "it was measured with --threads 2, but the history tracks one thread",
-    ),
-    (grid_run(request=Request("gemm", isolation=False)), "it was measured without a worker (--no-isolation)"),
     (grid_run(request=Request("gemm", seed=3)), "it was measured with --seed 3, but the history tracks seed 0"),
     (elsewhere("no_such"), "the suite no_such is unknown; --import its module"),
     (elsewhere("gemm"), "the history does not track its cases (--grid measures those that it tracks)"),

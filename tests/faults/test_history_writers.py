@@ -116,7 +116,7 @@ def partials(store: Path) -> list[Path]:
 def test_writers_of_one_commit_lose_no_sample(count: int, num_writers: int, tmp_path: Path) -> None:
     store, stop = tmp_path / "store", tmp_path / "stop"
     reader = program(READING, results_folder(store), stop)
-    assert reader.stdout is not None and reader.stdout.readline() == "ready\n"
+    assert reader.stdout.readline() == "ready\n"
     writers = [program(WRITING, store, who, count, FEW_ROUNDS) for who in range(num_writers)]
     ends = [process.communicate(timeout=1500)[1] for process in writers]
     stop.touch()
@@ -195,7 +195,6 @@ def test_asv_that_saves_in_between_loses_our_rows_until_the_next_update(tmp_path
     update_view(first, store)
     (path,) = results_files(store)
     asv = program(ASV, results_folder(store), path)
-    assert asv.stdin is not None and asv.stdout is not None
     assert asv.stdout.readline() == "has read\n"
     second = keep(grid_run(seconds=1), store)
     update_view(second, store)
@@ -220,7 +219,6 @@ def test_asv_that_saves_all_the_while_is_never_taken_for_broken(tmp_path: Path) 
     update_view(run, store)
     (path,) = results_files(store)
     asv = program(ASV, results_folder(store), path)
-    assert asv.stdin is not None
     asv.stdin.write("".join(f"{number}.5\n" for number in range(300)))
     asv.stdin.flush()
     words = {update_view(run, store) for _ in range(30)}

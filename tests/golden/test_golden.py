@@ -429,7 +429,7 @@ def file_of(name: str) -> str:
 @pytest.fixture(scope="module", autouse=True)
 def _a_case_is_resampled_once() -> Iterator[None]:
     """Caches resampling: documents show the same few runs, of more cases than a command line caches."""
-    with mock.patch.object(stats, "_resample_best_case", functools.cache(stats._resample_best_case.__wrapped__)):
+    with mock.patch.object(stats, "_resample_segments", functools.cache(stats._resample_segments.__wrapped__)):
         yield
 
 

@@ -176,20 +176,20 @@ def test_a_brisk_group_takes_a_third_of_the_time(monkeypatch: pytest.MonkeyPatch
     assert "checking numbers" not in brisk and usual["checking numbers"] > 2
 
 
-def test_what_makes_figures_right_stays_in_a_brisk_group(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_brisk_group_keeps_control_energy_and_effect(monkeypatch: pytest.MonkeyPatch) -> None:
     groups, _, timing, untimed = measured_groups(monkeypatch, True)
     for records in groups:
         lead, *_ = records
-        assert lead.control is not None and lead.control.num_rounds == 30, "identical code is timed beside itself"
+        assert lead.control.num_rounds == 30, "identical code is timed beside itself"
         for record in records:
-            assert record.energy is not None and not record.energy.why and len(record.energy.windows) == 2
+            assert not record.energy.why and len(record.energy.windows) == 2
             assert record.energy.idle_before == record.energy.idle_after == pytest.approx(80, rel=0.01)
             for window in record.energy.windows:
                 assert window.joules / window.seconds == pytest.approx(WATTS[record.case.mode], rel=0.01)
                 assert window.uncertainty is not None and window.uncertainty < 0.01
             assert record.effect == StepEffect(True)
             assert [measurement.metric for measurement in record.measurements] == ["product_error"]
-            assert record.watch is not None and record.watch.warm_up is not None and record.watch.warm_up.settled
+            assert record.watch.warm_up.settled
     # A worker that times steps has no profiler, and none starts later.
     assert {entry[0] for entry in timing.log}.isdisjoint({"memory"}) and untimed.slots() == []
     assert (timing.restarts, untimed.restarts) == (0, 0)
@@ -285,7 +285,7 @@ def test_a_clock_is_flat_within_two_seconds_of_an_h200s_start() -> None:
 def test_a_short_budget_makes_groups_brisk(requested: bool, budget: float | None, groups: int, brisk: bool) -> None:
     assert is_brisk(requested, budget, groups) is brisk
     rule = window_rule_for(Request("gemm", brisk=requested, budget=budget), groups)
-    assert rule is not None and rule.brisk is brisk and (rule.windows == 2 or not brisk)
+    assert rule.brisk is brisk and (rule.windows == 2 or not brisk)
 
 
 def test_brisk_rounds_end_earlier_and_turns_of_seconds_stay_what_they_are() -> None:
@@ -293,7 +293,7 @@ def test_brisk_rounds_end_earlier_and_turns_of_seconds_stay_what_they_are() -> N
     assert rule_for(True, None, None, True) == rule_for(True, None, None)
     for request in (Request("gemm", brisk=True, sustained=2.0), Request("gemm", brisk=True, energy_of="phases")):
         rule = window_rule_for(request, 1)
-        assert rule is not None and not rule.brisk
+        assert not rule.brisk
 
 
 def test_errors_are_shared_by_cases_with_the_same_numbers() -> None:

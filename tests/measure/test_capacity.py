@@ -15,7 +15,7 @@ from fp8bench.measure.capacity import BatchAttempt, CapacityPass, CapacityRule, 
 from fp8bench.measure.handle import Worker
 from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.measure.passes import CaseOutcome
-from fp8bench.model import Capacity, Case, DeviceFacts, MemoryUse, PlannedCase, Request
+from fp8bench.model import Capacity, DeviceFacts, MemoryUse, PlannedCase, Request
 from fp8bench.plan.make import make_plan, with_batch
 from fp8bench.protocols import SilentObserver
 from tests.counts import for_each
@@ -46,7 +46,6 @@ class Filled(Worker):
             return self.paces(int(arguments[0].param(self.axis)))
         assert name == "try_batch"
         case, _, memory_limit = arguments
-        assert isinstance(case, Case)
         batch = int(case.param(self.axis))
         self.log.append((batch, memory_limit))
         error = self.dies(batch)
@@ -198,7 +197,7 @@ def test_another_batch_is_planned_like_the_first() -> None:
     request = Request("transformer", ("bf16", "fp8"), axes=(("batch", ("4",)),), precision_map=rowwise)
     four = make_plan(request, (CPU,)).groups[0].cases[2]
     twelve = with_batch(four, 12, CPU)
-    assert twelve is not None and twelve.support == four.support and twelve.work.tokens == 3 * four.work.tokens
+    assert twelve.support == four.support and twelve.work.tokens == 3 * four.work.tokens
     assert twelve.case == replace(
         four.case, params=tuple((name, 12 if name == "batch" else value) for name, value in four.case.params)
     )

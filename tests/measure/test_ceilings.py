@@ -40,12 +40,14 @@ MAPPED = replace(planned("fp32"), case=replace(planned("fp32").case, precision_m
         (planned("fp32"), looked(bf16=1.0), Ceiling(None, None)),
     ],
 )
-def test_what_a_case_may_multiply_in(case: PlannedCase, known: Ceilings | None, ceiling: Ceiling | None) -> None:
+def test_a_cases_ceiling_includes_wider_dtypes(
+    case: PlannedCase, known: Ceilings | None, ceiling: Ceiling | None
+) -> None:
     found = derive_ceiling(case, known)
     assert (None if found is None else replace(found, rates=())) == ceiling
 
 
-def test_the_most_of_all_runs_is_what_a_case_may_reach_and_runs_that_differ_bound_nothing() -> None:
+def test_the_ceiling_is_the_highest_rate_of_all_runs() -> None:
     steady, wide = (100.0, 101.0, 102.0, 103.0, 104.0), (100.0, 101.0, 102.0, 103.0, 108.0)
     rates = Rate(Limit.PRODUCT, "fp32", steady), Rate(Limit.CACHED, runs=wide)
     assert rates[0].value == 102.0 and rates[0].spread == pytest.approx(4 / 102) and rates[0].steady

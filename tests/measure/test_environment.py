@@ -36,7 +36,7 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return tmp_path
 
 
-def test_what_makes_a_checkout_dirty(repository: Path) -> None:
+def test_changed_files_make_a_checkout_dirty(repository: Path) -> None:
     (repository / "untracked").write_text("x")
     commit, _, dirty = told()
     assert (commit, dirty) == (git(repository, "rev-parse", "HEAD").strip(), False)
@@ -44,7 +44,7 @@ def test_what_makes_a_checkout_dirty(repository: Path) -> None:
     assert told()[2] is True
 
 
-def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository: Path) -> None:
+def test_another_working_tree_of_fp8bench_makes_a_run_dirty(repository: Path) -> None:
     (repository / "fp8bench").mkdir()
     (repository / "fp8bench" / "__init__.py").write_text("")
     (repository / "fp8bench" / ".#view.py").symlink_to("somebody@somewhere")  # dangling, as editors leave them
@@ -60,7 +60,7 @@ def test_fp8benchs_own_repository_is_what_runs_only_if_its_code_does(repository:
     assert told()[2] is True
 
 
-def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_date_of_a_commit_is_the_author_date(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """asv orders a history by it; a rebase changes the committer's date. A user's settings have no effect."""
     monkeypatch.setenv("GIT_COMMITTER_DATE", "2001-01-01T00:00:00Z")
     git(repository, "commit", "-q", "--allow-empty", "--date", "2020-02-03T04:05:06+02:00", "-m", "second\n\nbody")
@@ -69,7 +69,7 @@ def test_the_date_is_the_authors(repository: Path, monkeypatch: pytest.MonkeyPat
     assert told() == (git(repository, "rev-parse", "HEAD").strip(), 1580695506000, False)
 
 
-def test_another_folder_may_count(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
+def test_the_commit_is_that_of_the_given_folder(repository: Path, tmp_path_factory: pytest.TempPathFactory) -> None:
     """A view belongs to the project's repository, wherever the command runs.
 
     A bare repository has commits, but the running code is not one of them.
@@ -91,7 +91,7 @@ def test_another_folder_may_count(repository: Path, tmp_path_factory: pytest.Tem
         assert told(folder) == UNKNOWN
 
 
-def test_why_git_names_no_commit_is_told_of_a_repository_alone(
+def test_a_repository_without_a_commit_has_a_reason(
     repository: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
 
@@ -142,7 +142,7 @@ def test_variables_that_change_speed_are_kept(monkeypatch: pytest.MonkeyPatch) -
         ([None, None], None),
     ],
 )
-def test_how_many_cores_others_keep_busy(
+def test_cores_that_other_processes_use_are_measured(
     monkeypatch: pytest.MonkeyPatch, texts: list[str | None], cores: float | None
 ) -> None:
     looks = iter(texts)

@@ -37,22 +37,22 @@ def measured(
     return by_mode(records), worker
 
 
-def test_the_fastest_is_told_by_rounds_after_the_choice() -> None:
+def test_the_fastest_case_is_judged_by_new_rounds() -> None:
     records, worker = measured()
     assert [mode for mode, record in records.items() if record.fresh] == ["bf16"]
     fresh, first = records["bf16"].fresh, records["bf16"].timing
-    assert fresh is not None and first is not None and fresh.candidates == 3 and fresh.control is not None
+    assert first is not None and fresh.candidates == 3 and fresh.control is not None
     assert [timing.num_rounds for timing in (fresh.timing, fresh.reference, fresh.control)] == [24] * 3
     for timing, nanoseconds in ((first, 4 * MS), (fresh.timing, 5 * MS)):
         assert all(set(slot.calls_ns) == {(nanoseconds,)} for slot in timing.slots)
     assert {entry[1] for entry in worker.slots()[-24 * 3 :]} == {"fp32", "fp32'", "bf16"}
     finding = {finding.case.mode: finding for finding in find(list(records.values()), {})}["bf16"]
-    assert finding.ratio is not None and finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
+    assert finding.ratio.point == pytest.approx(0.5) and finding.verdict is Verdict.FASTER
     assert finding.why == "the fastest of 3: its speed-up is from rounds after the choice"
     assert finding.best_seconds == pytest.approx(5e-3)  # the reference's over its speed-up
 
 
-def test_where_it_is_not_timed_again_that_is_said() -> None:
+def test_a_fastest_case_without_new_rounds_has_a_note() -> None:
     records, worker = measured(choose=None)
     assert all(record.fresh is None for record in records.values()) and len(worker.slots("bf16")) == 2 + 24
     found = {finding.case.mode: finding for finding in find(list(records.values()), {})}
@@ -74,7 +74,7 @@ SLOW = {mode: lasting(20) for mode in NAMES[1:]}
         (tuple(map(planned, NAMES)), SLOW),  # none is faster
     ],
 )
-def test_fewer_candidates_have_no_winner(cases: tuple[PlannedCase, ...], scripts: Mapping[str, Script]) -> None:
+def test_fewer_candidates_are_not_timed_again(cases: tuple[PlannedCase, ...], scripts: Mapping[str, Script]) -> None:
     records, worker = measured(*cases, scripts=scripts)
     assert all(record.fresh is None for record in records.values()) and len(worker.slots("fp32")) <= 2 + 24
     assert not any("fastest" in finding.why for finding in find(list(records.values()), {}))

@@ -133,7 +133,6 @@ ERRORS = [("error", "fp32"), ("error", "bf16")]
 @for_each(
     ("least_memory", "is_ahead"),
     [(1e6, True), (0.0, False), (CPU.memory_bytes / 8, False)],
-    ids=["small", "?", "large"],
 )
 def test_the_second_worker_measures_errors_of_small_cases_while_the_first_prepares(
     least_memory: float, is_ahead: bool
@@ -157,7 +156,7 @@ def test_the_second_worker_compiles_what_was_timed_compiled() -> None:
     assert asked.index(("compile", "bf16")) < asked.index(("memory", "bf16"))
 
 
-def test_what_the_second_worker_cannot_prepare_the_first_one_measures() -> None:
+def test_the_first_worker_measures_what_the_second_cannot_prepare() -> None:
     scripts = {"bf16": Script(quantisers=[2], peak=2)}
     failing = FakeWorker({"bf16": Script(quantisers=[2], faults=[Fault("prepare", WorkerLost("it crashed"))])})
     records = by_two(FakeWorker(scripts), failing, quantisers=Quantisers())
@@ -196,7 +195,7 @@ def test_an_interrupt_ends_both_workers() -> None:
     assert second.restarts and [name for name, _ in second.limits].count("memory") == 1
 
 
-def test_the_worker_that_times_nothing_starts_when_nothing_is_timed_any_more() -> None:
+def test_the_untimed_worker_starts_after_all_timing() -> None:
     worker, other = FakeWorker({}), Beginning({})
     other.log = worker.log
     method = Method(rule=TEN, judge=is_decided, seed=0)
@@ -238,7 +237,7 @@ def test_a_group_becomes_one_record_a_case() -> None:
     assert orders[0] == orders[1] != orders[2]
 
 
-def test_an_emulated_reference_has_no_control_and_leads_only_where_nothing_native_is_left() -> None:
+def test_an_emulated_reference_has_no_control() -> None:
     records, worker = measure({}, planned("fp8", EMULATED), planned("mxfp8", EMULATED))
     assert records["fp8"].is_reference and records["fp8"].control is None
     assert prepared(worker) == ["fp8", "mxfp8"]
@@ -247,7 +246,7 @@ def test_an_emulated_reference_has_no_control_and_leads_only_where_nothing_nativ
     assert records["fp8"].is_reference and records["fp8"].control is None
 
 
-def test_numerical_errors_come_in_a_pass_of_their_own_after_all_rounds() -> None:
+def test_numerical_errors_are_measured_after_all_rounds() -> None:
     scripts = {
         "fp8": Script(errors={"product_error": 0.03, "loss_error": 1e-4}),
         "bf16": Script(errors="they are constant"),
@@ -277,7 +276,7 @@ def test_a_case_without_its_numbers_fails(error: Exception) -> None:
     assert worker.restarts == 1
 
 
-def test_memory_comes_last_in_a_pass_of_its_own() -> None:
+def test_memory_is_measured_in_the_last_pass() -> None:
     scripts = {
         "fp32": Script(peak=3 << 20, errors={"product_error": 0.1}),
         "bf16": Script(errors={"product_error": math.nan}),
@@ -286,7 +285,7 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16", "fp8"), planned("tf32", skip="no"))
     assert [figure.metric for figure in records["fp32"].measurements] == ["product_error", "peak_memory"]
     peak = records["fp32"].measurement("peak_memory")
-    assert peak is not None and (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
+    assert (peak.unit, peak.samples, peak.phase) == ("B", (3.0 * (1 << 20),), None)
     assert peak.provenance is Provenance.MEASURED and "the state included" in peak.description
     assert [entry for entry in worker.log if entry[0] == "memory"] == [("memory", "fp32"), ("memory", "fp8")]
     assert worker.log[-2:] == [("memory", "fp32"), ("memory", "fp8")]
@@ -312,7 +311,7 @@ def test_memory_comes_last_in_a_pass_of_its_own() -> None:
         ("trace", "trace"),
     ],
 )
-def test_what_a_pass_cannot_say_fails_nobody(name: str, what: str, error: Exception, restarts: int) -> None:
+def test_a_missing_answer_of_a_pass_fails_no_case(name: str, what: str, error: Exception, restarts: int) -> None:
     said: dict[str, Any] = {
         "errors": {"product_error": 0.1},
         "statistics": (TensorStatistics("a", "input", 4, 1.0),),
@@ -351,7 +350,7 @@ def test_allocations_are_counted_by_a_worker_that_is_not_timed() -> None:
         assert record.detail.endswith("; no bytes: there is no probe; no calls")
 
 
-def test_traces_come_after_all_else_where_they_are_asked_for() -> None:
+def test_traces_are_recorded_last() -> None:
     scripts = {"fp32": Script(peak=1), "fp16": broken("slot")}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), planned("tf32", skip="no"), traces=TRACES)
     files = {mode: f"gemm-m=64,n=64,k=64-cpu-{mode}/fp8bench.7.pt.trace.json.gz" for mode in ("fp32", "bf16")}
@@ -373,21 +372,21 @@ def test_a_case_that_raises_fails_alone(name: str, at: int) -> None:
     assert (failed.reason, failed.detail, failed.timing) == ("ValueError: no such thing", "the trace", None)
     for mode in ("fp32", "fp16"):
         timing = records[mode].timing
-        assert timing is not None and [slot.round for slot in timing.slots] == list(range(10))
+        assert [slot.round for slot in timing.slots] == list(range(10))
     assert worker.restarts == 1  # after a GPU error nothing in that process works
     assert ("error", "bf16") not in worker.log
 
 
 @for_each("error", [WorkerLost("the worker crashed during 'slot'"), WorkerHung("no answer in 60 s")])
 @for_each(("name", "at"), [("prepare", 1), ("slot", 6)])
-def test_a_lost_worker_costs_a_restart_and_the_culprit(error: Exception, name: str, at: int) -> None:
+def test_a_lost_worker_fails_only_its_case(error: Exception, name: str, at: int) -> None:
     records, worker = measure({"bf16": broken(name, at, error)}, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "failed", "fp16": "ok"}
     assert records["bf16"].reason == str(error)
     assert worker.restarts == 1
     assert prepared(worker)[-3:] == ["fp32", "fp32'", "fp16"]
-    assert records["fp32"].timing is not None and records["fp32"].timing.num_rounds == 10
-    assert records["fp32"].control is not None and records["fp32"].control.num_rounds == 10
+    assert records["fp32"].timing.num_rounds == 10
+    assert records["fp32"].control.num_rounds == 10
 
 
 class LostAtRelease(FakeWorker):
@@ -433,7 +432,7 @@ def test_a_gpu_that_may_answer_is_measured_on(struck: WorkerError, unanswered: W
     assert [entry for entry in worker.log if entry[0] == "answers"] == [("answers", "cuda:0")]
 
 
-def test_a_gpu_that_is_lost_is_tried_no_more() -> None:
+def test_a_lost_gpu_is_not_used_again() -> None:
     worker = FakeWorker({"bf16": broken("slot", 3, WorkerFault("AcceleratorError", "CUDA error: unknown error"))})
     worker.unanswered = WorkerFault("AcceleratorError", "CUDA error: no CUDA-capable device is detected")
     method = Method(rule=TEN, judge=is_decided, seed=0)
@@ -457,7 +456,7 @@ def test_a_failing_reference_hands_over_to_the_highest_native_precision_left(scr
     assert records["fp8"].paired and records["fp8"].paired_with is None
 
 
-def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
+def test_cases_that_do_not_fit_together_are_measured_in_pairs() -> None:
     scripts = {"fp32": Script(memory=10), "bf16": lasting(5, memory=10), "fp16": lasting(8, memory=10)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=30)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
@@ -467,11 +466,11 @@ def test_what_does_not_fit_together_is_measured_in_pairs() -> None:
     assert records["fp16"].paired_with is not None and records["fp16"].control is not None
     assert all(record.paired for record in records.values())
     findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert findings["bf16"].ratio is not None and findings["bf16"].ratio.point == pytest.approx(0.5)
-    assert findings["fp16"].ratio is not None and findings["fp16"].ratio.point == pytest.approx(0.8)
+    assert findings["bf16"].ratio.point == pytest.approx(0.5)
+    assert findings["fp16"].ratio.point == pytest.approx(0.8)
 
 
-def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without_one() -> None:
+def test_a_pair_that_does_not_fit_is_measured_without_the_control() -> None:
     """It is not compared with another session's control, whose rounds have equal numbers but different conditions."""
     scripts = {
         "fp32": Script(memory=10),
@@ -484,11 +483,11 @@ def test_a_pair_that_does_not_fit_sits_without_the_control_and_is_judged_without
     assert all(record.paired for record in records.values()) and records["fp32"].control is not None
     assert records["bf16"].paired_with is not None and records["bf16"].control is None
     findings = {finding.case.mode: finding for finding in find(list(records.values()), {})}
-    assert findings["bf16"].ratio is not None and findings["bf16"].ratio.point == pytest.approx(1.2)
+    assert findings["bf16"].ratio.point == pytest.approx(1.2)
     assert (findings["bf16"].verdict, findings["bf16"].floor) == (Verdict.SLOWER, None)
 
 
-def test_cases_too_large_for_any_company_are_measured_alone_and_the_reference_so_only_once() -> None:
+def test_cases_too_large_for_a_pair_are_measured_alone() -> None:
     scripts = {"fp32": Script(memory=10), "bf16": Script(memory=20), "fp16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
     assert prepared(worker) == [
@@ -520,7 +519,7 @@ def test_cases_too_large_for_any_company_are_measured_alone_and_the_reference_so
     assert findings["bf16"].verdict is Verdict.UNSURE and "did not share rounds" in findings["bf16"].why
 
 
-def test_who_does_not_fit_even_alone_fails_and_the_others_start_again_together() -> None:
+def test_a_case_that_does_not_fit_alone_fails() -> None:
     scripts = {"fp32": Script(memory=5), "bf16": Script(memory=5), "fp16": Script(memory=50)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp16"), capacity=25)
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "failed"}
@@ -533,7 +532,7 @@ def test_who_does_not_fit_even_alone_fails_and_the_others_start_again_together()
     assert records["fp16"].is_reference and records["bf16"].paired
 
 
-def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
+def test_running_out_of_memory_in_a_round_splits_the_session() -> None:
     error = WorkerFault("OutOfMemoryError", "no memory left", out_of_memory=True)
     records, worker = measure({"bf16": broken("slot", 6, error)}, *native("fp32", "bf16", "fp16"))
     assert statuses(records) == {"fp32": "ok", "bf16": "ok", "fp16": "ok"}
@@ -541,7 +540,7 @@ def test_memory_that_gives_out_in_a_round_is_met_like_in_preparing() -> None:
     assert {records[mode].timing.num_rounds for mode in records} == {10}  # type: ignore[union-attr]
 
 
-def test_a_group_that_starts_again_forgets_who_was_alone() -> None:
+def test_a_restarted_group_forgets_which_cases_were_alone() -> None:
     crash = Fault("slot", WorkerLost("crashed"), at=3 * 2 + 2 + 10 + 2 + 1)
     scripts = {"fp32": Script(memory=10, faults=[crash]), "bf16": Script(memory=20)}
     records, worker = measure(scripts, *native("fp32", "bf16", "fp8"), capacity=25)
@@ -581,7 +580,7 @@ def test_preparing_counts_against_a_whole_budget(monkeypatch: pytest.MonkeyPatch
     assert [record.stopped for record in records] == ["time was up after 1 round"] * 2
 
 
-def test_the_observer_hears_of_every_stage() -> None:
+def test_the_observer_is_told_of_every_activity() -> None:
     listener = Listener()
     measure({}, *native("fp32", "bf16"), observer=listener)
     assert listener.told[:3] == [("fp32", "preparing", 0.0), ("fp32", "preparing", 0.0), ("bf16", "preparing", 0.0)]
@@ -591,7 +590,7 @@ def test_the_observer_hears_of_every_stage() -> None:
     assert listener.told[-8:] == [(mode, doing, 1.0) for doing in after for mode in ("fp32", "bf16")]
 
 
-def test_a_native_product_that_is_wrong_is_refused_and_not_timed_and_one_that_ends_the_worker_fails() -> None:
+def test_a_wrong_native_product_is_refused() -> None:
     scripts = {"fp8": Script(wrong_product="fp8: its forward product is wrong")}
     records, worker = measure(scripts, planned("bf16"), planned("fp8"), planned("mxfp8", EMULATED))
     refused = records["fp8"]

@@ -112,7 +112,7 @@ def test_a_step_that_does_less_once_it_is_timed(how: str, told: str, said: Any) 
 
 
 @pytest.mark.parametrize("how", sampled({"mode", "count_mode"}, LOOKED_AT))
-def test_a_step_that_works_only_while_it_is_looked_at(how: str, said: Any) -> None:
+def test_a_step_that_works_only_while_it_is_observed(how: str, said: Any) -> None:
     own = said(how)
     size = 384 if how == "mode_dropped" else 64
     assert own["late_flops"] == own["tape"]["phases"][0]["flops"] == 2 * size**3

@@ -66,14 +66,14 @@ def test_cases_take_turns_in_replays() -> None:
     found, worker = replayed({"fp32": lasting(2), "bf16": lasting(1)})
     for mode, milliseconds, calls in (("fp32", 2, 4), ("bf16", 1, 8)):
         timing = found[mode].timing
-        assert timing is not None and found[mode].why == "" and timing.segments.phases == ("unattributed",)
+        assert found[mode].why == "" and timing.segments.phases == ("unattributed",)
         assert [slot.calls_ns for slot in timing.slots] == [((milliseconds * MS // 2,),) * calls] * REPLAY_ROUNDS
     asked = [entry[1] for entry in worker.log if entry[0] == "replay"]
     assert all(set(asked[at : at + 2]) == {"fp32", "bf16"} for at in range(0, 2 * REPLAY_ROUNDS, 2))
     assert worker.restarts == 0
 
 
-def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
+def test_a_graph_with_marks_gives_the_phases_of_a_replay() -> None:
     marked = RawStep((UNATTRIBUTED, CAST, GEMM, CAST), (0, 300, 500, 200))
     found, _ = replayed({"fp8": lasting(1, replay_phases=marked), "bf16": lasting(1)})
     assert dict(found["fp8"].phases) == pytest.approx({"cast": 500e-9, "gemm": 500e-9}) and found["bf16"].phases == ()
@@ -90,7 +90,7 @@ def test_a_graph_with_marks_says_the_phases_of_a_replay() -> None:
     assert found["fp32"].timing is not None and found["fp32"].phases == ()
 
 
-def test_what_replays_leave_out_is_kept() -> None:
+def test_data_that_replays_do_not_load_is_named() -> None:
     loading = replace(planned("fp32").case, workload="transformer")
     one = replace(arm("bf16", facts=GPU), planned=replace(planned("bf16"), case=loading))
     fillings: dict[str, Filling | None] = {}
@@ -128,7 +128,7 @@ def test_a_fault_costs_replays_alone(name: str, error: Exception) -> None:
     assert {record.status.value for record in records.values()} == {"ok"}
     assert all(record.timing is not None for record in records.values())
     kept = records["fp32"].replays
-    assert kept is not None and kept.timing is None and str(error) in kept.why
+    assert kept.timing is None and str(error) in kept.why
 
 
 def test_a_group_replays_what_is_native_on_a_device() -> None:

@@ -84,7 +84,7 @@ def test_an_emulated_case_has_one_window_and_a_long_step_runs_once_at_a_time() -
 
 
 @for_each("error", [WorkerFault("ValueError", "boom", "trace"), WorkerLost("the worker crashed"), WorkerLost("killed")])
-def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerError) -> None:
+def test_a_fault_in_a_window_costs_only_energies(error: WorkerError) -> None:
     faulty = lasting(10, faults=[Fault("loop", error, at=1)])
     found, worker = measured({"fp32": lasting(10), "bf16": faulty}, WindowRule(2, 1.5))
     assert not found["bf16"].windows and f"bf16 ended the windows: {error}" in found["bf16"].why
@@ -95,7 +95,7 @@ def test_a_case_that_fails_here_costs_energies_and_nothing_else(error: WorkerErr
     assert not found["fp32"].windows and found["fp32"].why.endswith("more steps: the loss is NaN")
 
 
-def test_a_source_that_fails_in_the_middle_is_a_reason_and_no_zero() -> None:
+def test_a_source_that_fails_in_the_middle_gives_a_reason() -> None:
     power, reference = Power(), arm("fp32")
     worker = Runner(power, {"fp32": lasting(10)})
     reference.prepare(worker)
@@ -156,20 +156,20 @@ def test_cases_that_do_not_fit_together_have_windows_where_they_sat() -> None:
     records, worker = grouped(scripts, planned("fp32"), planned("bf16"), planned("fp8"))
     for mode in scripts:
         use = records[mode].energy
-        assert use is not None and len(use.windows) == 3
+        assert len(use.windows) == 3
         assert use.windows[0].joules / use.windows[0].seconds == pytest.approx(WATTS[mode], rel=0.01)
     loops = [entry[1] for entry in worker.log if entry[0] == "loop"]
     turns = [key for place, key in enumerate(loops) if place == 0 or loops[place - 1] != key]
     assert 1 <= turns.count("fp32") <= 3
 
 
-def test_a_worker_lost_in_a_window_costs_no_time() -> None:
+def test_a_worker_lost_in_a_window_keeps_the_timing() -> None:
     faulty = lasting(10, faults=[Fault("loop", WorkerLost("it crashed"))])
     records, worker = grouped({"fp32": faulty, "bf16": lasting(10)}, planned("fp32"), planned("bf16"))
     assert {record.status.value for record in records.values()} == {"ok"} and worker.restarts == 1
     assert all(record.timing is not None and record.timing.num_rounds == 10 for record in records.values())
     use = records["fp32"].energy
-    assert use is not None and use.windows == () and "fp32 ended the windows: it crashed" in use.why
+    assert use.windows == () and "fp32 ended the windows: it crashed" in use.why
     assert worker.log[-1][0] == "memory"
 
 
@@ -226,7 +226,7 @@ def test_a_turn_begins_when_the_device_has_settled_for_its_case() -> None:
         turns = found[one.key].turns
         assert len(turns) == 4
         for turn in turns:
-            assert turn.settling is not None and turn.settling.settled and turn.settling.limit == 12.0
+            assert turn.settling.settled and turn.settling.limit == 12.0
             assert turn.settling.looks[-1].temperature == pytest.approx(heat, abs=1.5)
             assert turn.clock == pytest.approx(2e9 - 5e6 * heat, rel=0.004)
 
@@ -284,3 +284,13 @@ def test_a_phase_that_spoils_its_numbers_has_no_window_and_is_tried_once() -> No
     assert found["fp32"]["cast"] == PhaseEnergy("cast", (), "what it writes is no longer finite")
     assert [len(found[mode]["gemm"].windows) for mode in ("fp32", "fp8")] == [3, 1], "an emulated case has one"
     assert [entry[1:] for entry in worker.log if entry[0] == "hold"].count(("fp32", "cast")) == 1
+
+
+def test_a_source_that_fails_in_a_phase_gives_its_reason() -> None:
+    power, reference = Power(), arm("fp32")
+    worker = Runner(power, {"fp32": PARTS})
+    reference.prepare(worker)
+    meter = power.meter()
+    power.broken = "the GPU is lost"
+    phases = WindowPass(meter, WindowRule(1), 0, lambda arm, share: None).measure_phases([reference], worker)
+    assert {part.why for part in phases[reference.key]} == {NOBODY, "the GPU is lost"}

@@ -133,7 +133,7 @@ def heating(seconds: float) -> Curve:
         (lambda at: 1.98e9 - 2e7 * min(at, 20.0), constant(60.0), 20.0, 25.0),
     ],
 )
-def test_a_device_has_settled_when_both_stand_still(
+def test_a_device_has_settled_if_clock_and_temperature_are_constant(
     clock: Curve, temperature: Curve, least: float, most: float
 ) -> None:
     after = settled_after(clock, temperature)
@@ -150,7 +150,7 @@ def test_a_device_has_settled_when_both_stand_still(
         (constant(-1.0), unknown),
     ],
 )
-def test_what_moves_or_is_unknown_never_settles(clock: Curve, temperature: Curve) -> None:
+def test_a_device_that_changes_or_is_unknown_never_settles(clock: Curve, temperature: Curve) -> None:
     assert settled_after(clock, temperature) is None
 
 
@@ -225,12 +225,12 @@ def test_the_first_way_that_works_counts_and_a_failure_becomes_its_reason() -> N
 
 
 @for_each("value", [0, 0.0, -1.0, math.nan, math.inf])
-def test_what_cannot_be_is_no_reading(value: float) -> None:
+def test_an_impossible_value_is_no_reading(value: float) -> None:
     with pytest.raises(NoReading, match=r"the sensor reported .* W, which is impossible"):
         positive(value, "W", "the sensor")
 
 
-def test_counters_grow_or_say_why_not() -> None:
+def test_the_growth_of_counters_or_a_reason() -> None:
     before = {
         "same": Reading(5, "s", "a"),
         "more": Reading(5, "s", "b"),

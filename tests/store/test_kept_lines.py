@@ -22,7 +22,7 @@ def test_the_first_line_is_the_header() -> None:
     ("content", "why"),
     [(b"", "it is empty"), (b"?\n" + HEADER, "Expecting value"), (HEADER.replace(b"plan", b"duel"), "'plan'")],
 )
-def test_without_a_header_it_is_said_why(content: bytes, why: str) -> None:
+def test_a_missing_header_has_a_reason(content: bytes, why: str) -> None:
     with pytest.raises(StoreError, match=rf"x is not a plan: its first line is not a header \(.*{why}"):
         read_header(parse_file_lines(content), Path("x"), "plan", str)
 
@@ -31,4 +31,4 @@ def test_lines_with_a_checksum_and_no_number_are_those_of_older_versions() -> No
     content = "".join(f"{sealed_line({'step': step})}\n" for step in (1, 2)).encode()
     lines = parse_file_lines(content)
     assert lines.lines == ((1, {"step": 1}), (2, {"step": 2}))
-    assert (lines.broken, lines.troubles, lines.lost, lines.sealed) == ((), (), False, False)
+    assert (lines.broken, lines.troubles, lines.lost) == ((), (), False)

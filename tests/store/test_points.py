@@ -168,7 +168,6 @@ def test_a_case_without_numbers_is_a_point_with_its_reason(status: Status) -> No
         [replace(FP32, case=case("fp32", (("m", 256), *PARAMS[1:])))],
         [],
     ],
-    ids=["of another precision", "failed", "skipped", "of another shape", "absent"],
 )
 def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list[Record]) -> None:
     """Relative to a lower precision it would be a different figure under the same name."""
@@ -183,7 +182,6 @@ def test_relative_time_is_over_the_highest_precision_of_the_grid_only(lead: list
         ({"seed": 7}, "it was measured with --seed 7, but the history tracks seed 0"),
         ({"isolation": False}, "it was measured without a worker (--no-isolation)"),
     ],
-    ids=lambda value: str(value) if isinstance(value, dict) else "",
 )
 def test_a_run_under_other_conditions_is_in_no_series(words: dict[str, Any], why: str) -> None:
     assert extract_points(run(**words)) == points.RunPoints(others=3, why=why)
@@ -314,7 +312,6 @@ def test_a_grid_that_cannot_be_followed_costs_nothing_else(monkeypatch: pytest.M
         ({"rounds": LEAST_ROUNDS}, False),
         ({"grid": True}, False),
     ],
-    ids=str,
 )
 def test_few_rounds_are_hasty(words: dict[str, Any], hasty: bool) -> None:
     by_metric = {point.series.rpartition("track_")[2]: point.hasty for point in extract_points(run(**words)).points}
@@ -349,21 +346,16 @@ def under(changed: Run) -> Any:
     [
         ({"torch": "2.12.0"}, True),
         ({"fp8bench": "9"}, True),
-        ({"cublaslt": 130100}, True),
         ({"env_ONEDNN_MAX_CPU_ISA": "AVX2"}, True),
         ({"cpu_governor": "powersave"}, True),
         ({"cpu_affinity": 1}, True),
         ({"load_1min": 3.0}, False),
-        ({"system": "Linux 7"}, False),
         ({"imports_sha256": "0123"}, False),
-        ({"commit_date": 1}, False),
         ({"cpu driver": "580.65"}, True),
-        ({"cpu power_cap": 500.0}, True),
         ({"cuda:7 driver": "580.65"}, False),
         ({"rank 0 NCCL_ALGO": "Ring"}, True),
         ({"env_FP8BENCH_QUANTISERS": "eager"}, False),
     ],
-    ids=str,
 )
 def test_software_and_settings_are_conditions(facts: dict[str, Any], counts: bool) -> None:
     """Load varies, a kernel does not make a new machine, and imports next to a suite of fp8bench do not count."""
@@ -391,7 +383,6 @@ def test_the_device_and_the_code_of_a_users_suite_are_conditions(monkeypatch: py
         ({"torch": "2.12.0"}, False),
         ({"fp8bench": "9"}, False),
     ],
-    ids=str,
 )
 def test_counts_depend_on_software_alone(facts: dict[str, Any], same: bool) -> None:
     """A changed clock governor would split their history for nothing.
@@ -462,24 +453,17 @@ OLD, NEW = (("torch", "2.12.0"),), (("torch", "2.13.0"),)
 MERGED: dict[str, tuple[list[Point], Point]] = {
     "samples in their order": ([point(3.0, 1.0), point(2.0), point(3.0)], point(3.0, 1.0, 2.0, 3.0)),
     "a whole run among hasty ones": ([point(9.0, hasty=True), point(1.0), point(8.0, hasty=True)], point(1.0)),
-    "hasty ones alone": ([point(9.0, hasty=True), point(8.0, hasty=True)], point(9.0, 8.0, hasty=True)),
     "a failure after samples": ([point(1.0), FAILED], point(1.0)),
     "a failure before samples": ([FAILED, point(1.0)], point(1.0)),
-    "a failure before hasty samples": ([FAILED, point(2.0, hasty=True)], point(2.0, hasty=True)),
     "skipped at last": ([FAILED, SKIPPED], SKIPPED),
-    "failed at last": ([SKIPPED, FAILED], FAILED),
     "an upgrade": ([point(1.0, under=OLD), point(2.0, under=NEW), point(3.0, under=NEW)], point(2.0, 3.0, under=NEW)),
-    "and back": ([point(1.0, under=OLD), point(2.0, under=NEW), point(3.0, under=OLD)], point(1.0, 3.0, under=OLD)),
     "counts, between which nobody counted 11": ([TEN, TWELVE], TWELVE),
     "a quick run of new": ([point(1.0, under=OLD), point(2.0, under=NEW, hasty=True)], point(1.0, under=OLD)),
-    "quick runs alone": (
-        [point(1.0, under=OLD, hasty=True), point(2.0, under=NEW, hasty=True)], point(2.0, under=NEW, hasty=True),
-    ),
 }  # fmt: skip
 
 
-@for_each(("given_points", "expected"), MERGED.values(), ids=list(MERGED))
-def test_what_the_points_of_one_cell_come_to(given_points: list[Point], expected: Point) -> None:
+@for_each(("given_points", "expected"), MERGED.values())
+def test_points_of_one_cell_are_merged(given_points: list[Point], expected: Point) -> None:
     ((_, content),) = merge_points(given_points).items()
     assert content == expected
 
@@ -530,7 +514,7 @@ def of_ranks(ranks: int, **facts: Scalar) -> Run:
     return run_of([record], devices=(device,), environment=Environment(facts))
 
 
-def test_ranks_are_part_of_a_cell_and_other_numbers_are_said() -> None:
+def test_ranks_are_part_of_a_cell() -> None:
     content = extract_points(of_ranks(2))
     assert {point.cell for point in content.points} == {("bf16", "all_reduce", "2 gloo")}
     values = {metric_of(point): point.samples for point in content.points}

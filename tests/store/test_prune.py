@@ -25,7 +25,7 @@ def cut_off(store: Path) -> Path:
     return writer.path
 
 
-def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8bench: Say) -> None:
+def test_unneeded_files_are_removed(tmp_path: Path, fp8bench: Say) -> None:
     history(tmp_path, 1.0)
     path = cut_off(tmp_path)
     writer = reopen_training(path)  # a file in use is locked
@@ -50,7 +50,7 @@ def test_what_nobody_needs_goes_and_what_is_in_use_stays(tmp_path: Path, fp8benc
     writer.close()
 
 
-def test_what_could_not_be_written_says_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failed_write_names_what_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(*_: object) -> None:
         raise OSError(28, "No space left on device")
 

@@ -105,7 +105,7 @@ def grids_as_text() -> str:
     return "\n".join(lines)
 
 
-def test_what_is_followed_stands_still_and_every_public_workload_is() -> None:
+def test_tracked_grids_do_not_change() -> None:
     # A changed default would silently change the meaning of a graph's line.
     assert grids_as_text() == GOLDEN.read_text(), MOVED
     own = [name for name in workloads.names() if type(workloads.get(name)).__module__.startswith("fp8bench.workloads.")]
@@ -240,14 +240,14 @@ FAULTS: dict[str, tuple[Workload, str]] = {
 }  # fmt: skip
 
 
-@for_each(("workload", "sentence"), FAULTS.values(), ids=list(FAULTS))
-def test_a_grid_that_cannot_be_followed_is_a_sentence(workload: Workload, sentence: str) -> None:
+@for_each(("workload", "sentence"), FAULTS.values())
+def test_a_grid_that_cannot_be_tracked_gives_a_message(workload: Workload, sentence: str) -> None:
     assert why_not(workload).startswith(sentence)
     with pytest.raises(UsageError):
         make_series(workload, None)
 
 
-def test_what_a_users_workload_raises_is_a_sentence_and_so_is_one_without_a_grid() -> None:
+def test_errors_of_a_users_workload_give_a_message() -> None:
     class Raising(Tiny):
         def axes(self, facts: DeviceFacts) -> tuple[Axis, ...]:
             raise ZeroDivisionError("oh no")

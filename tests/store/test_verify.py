@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import shutil
 from collections.abc import Callable
 from pathlib import Path
@@ -16,12 +15,10 @@ from fp8bench.store.asv.view import results_folder
 from fp8bench.store.figures.cache import cache_path
 from fp8bench.store.figures.history import open_history
 from fp8bench.store.merge_stores import rebuild_asv_view
-from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import lock_run
 from fp8bench.store.verify import verify_store
 from tests.counts import for_each
 from tests.histories import commit, history, keep, run_at, tree
-from tests.older import as_older
 
 
 @pytest.fixture
@@ -66,7 +63,7 @@ def test_a_sound_store(store: Path, tmp_path: Path) -> None:
     assert not faults_of(dirty)
 
 
-def test_what_can_be_made_again_is_no_fault(store: Path) -> None:
+def test_files_that_can_be_rebuilt_are_no_fault(store: Path) -> None:
     open_history(store, lambda done, runs: None)
     shutil.rmtree(results_folder(store))
     cache_path(store).write_bytes(b"no cache")
@@ -80,7 +77,7 @@ def append(path: Path, text: str) -> None:
         file.write(text)
 
 
-def test_broken_lines_of_a_run_that_is_not_whole_and_of_one_that_is(store: Path) -> None:
+def test_broken_lines_are_named(store: Path) -> None:
     path = a_run(store)
     lines = path.read_text().splitlines()
     path.write_text("\n".join([*lines[:-1], '{"rec', lines[-1]]) + "\n")
@@ -117,7 +114,7 @@ STRAY = "box/20260101T000000Z-00000009-ffffffff.jsonl"
         (lambda whole: whole.partition("\n")[2], "the header is missing"),
     ],
 )
-def test_files_that_are_no_runs(store: Path, content: Callable[[str], str], words: str) -> None:
+def test_files_that_are_not_runs_are_named(store: Path, content: Callable[[str], str], words: str) -> None:
     path = a_run(store)
     whole = path.read_text()
     path.write_text(content(whole))
@@ -136,14 +133,14 @@ def test_files_that_are_no_runs(store: Path, content: Callable[[str], str], word
         (STRAY, "is not a run file and is ignored"),
     ],
 )
-def test_what_lies_among_the_runs(store: Path, name: str, words: str) -> None:
+def test_foreign_files_among_the_runs_are_named(store: Path, name: str, words: str) -> None:
     path = store / "runs" / name
     path.parent.mkdir(exist_ok=True)
     path.mkdir() if name == STRAY else path.write_text("{}")
     only(store, path, False, words)
 
 
-def test_a_run_that_is_there_twice_or_under_a_wrong_name(store: Path) -> None:
+def test_copies_and_wrong_names_are_named(store: Path) -> None:
     path = a_run(store)
     copy = store / "runs" / "copied" / path.name
     copy.parent.mkdir()
@@ -155,7 +152,7 @@ def test_a_run_that_is_there_twice_or_under_a_wrong_name(store: Path) -> None:
     only(store, moved, True, f"Rename it to {path.name}")
 
 
-def test_runs_that_may_not_be_read_are_not_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_folders_are_named(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The failure is planted, because root may read every folder."""
     monkeypatch.setattr(os, "access", lambda path, how: Path(path).name != "box")
     only(store, store / "runs" / "box", True, "it is not readable, so its runs are unknown", "chmod")
@@ -170,20 +167,3 @@ def test_the_first_run_names_the_machine_again(store: Path) -> None:
     rebuild_asv_view(store)
     assert tree(results_folder(store)) == before
     assert load_results(a_file(store)).params["os"] == "Linux 6.1"
-
-
-def test_a_digit_that_changes_is_seen_by_its_checksum(store: Path) -> None:
-    path = max((store / "runs" / "box").glob("*.jsonl"))
-    content = path.read_bytes()
-    digit = re.search(rb'"calls_ns": ?\[\[(\d)', content)
-    assert digit is not None
-    at, new = digit.start(1), b"8" if digit[1] == b"9" else b"9"
-    path.write_bytes(content[:at] + new + content[at + 1 :])
-    fault = only(store, path, True, "checksum")
-    assert "--resume" in fault.remedy and verify_store(store).sound == 1
-
-
-def test_runs_without_checksums_are_named(store: Path) -> None:
-    for path in run_files(store):
-        as_older(path)
-    only(store, store / "runs", False, "2 of 2 run files have no checksums")

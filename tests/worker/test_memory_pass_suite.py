@@ -7,9 +7,8 @@ from collections.abc import Mapping
 from fp8bench.errors import WorkerFault, WorkerHung
 from fp8bench.measure.limits import DEFAULT_LIMITS
 from fp8bench.measure.passes import CaseOutcome, Passes
-from fp8bench.measure.sensors.driver import DeviceReader
 from fp8bench.measure.sensors.meter import Meter
-from fp8bench.measure.sensors.nvml import AbsentDevice
+from fp8bench.measure.sensors.nvml import AbsentDevice, DeviceReader
 from fp8bench.model import DeviceFacts, MemoryUse
 from fp8bench.model.readings import Read, Reading, Readings, Unavailable
 from fp8bench.protocols import SilentObserver

@@ -98,23 +98,18 @@ def _describe_busier_side(old: Sequence[Sighting], new: Sequence[Sighting]) -> s
     """
     if not all(sighting.record.case.device.startswith("cpu") for sighting in (*old, *new)):
         return ""
-    disturbed_shares = [_average_disturbed_share(old), _average_disturbed_share(new)]
-    if abs(disturbed_shares[0] - disturbed_shares[1]) > _MIN_EXTRA_DISTURBED_SHARE:
-        old_words, new_words = (percent(share, 0) for share in disturbed_shares)
-        return (
-            f"other programs took the CPU in {old_words} of the slots before and {new_words} of the slots now: "
-            "measure both sides under the same load, or duel"
-        )
-    loads = [_list_loads(old), _list_loads(new)]
-    if not all(loads):
+    remedy = "measure both sides under the same load, or duel"
+    old_share, new_share = _average_disturbed_share(old), _average_disturbed_share(new)
+    if abs(old_share - new_share) > _MIN_EXTRA_DISTURBED_SHARE:
+        shares_text = f"{percent(old_share, 0)} of the slots before and {percent(new_share, 0)} of the slots now"
+        return f"other programs took the CPU in {shares_text}: {remedy}"
+    old_loads, new_loads = _list_loads(old), _list_loads(new)
+    if not old_loads or not new_loads:
         return ""
-    mean_loads = [fmean(load) for load in loads]
-    if abs(mean_loads[0] - mean_loads[1]) > _MIN_EXTRA_LOAD:
-        old_words, new_words = (percent(load, 0) for load in mean_loads)
-        return (
-            f"the load at the start was {old_words} of the cores before and {new_words} of the cores now: "
-            "measure both sides under the same load, or duel"
-        )
+    old_load, new_load = fmean(old_loads), fmean(new_loads)
+    if abs(old_load - new_load) > _MIN_EXTRA_LOAD:
+        loads_text = f"{percent(old_load, 0)} of the cores before and {percent(new_load, 0)} of the cores now"
+        return f"the load at the start was {loads_text}: {remedy}"
     return ""
 
 
@@ -123,13 +118,9 @@ def _average_disturbed_share(side: Sequence[Sighting]) -> float:
     shares = []
     for sighting in side:
         timing = sighting.record.timing
-        has_slots = timing is not None and timing.slots
-        shares.append(
-            count_disturbed_slots(timing, DISTURBED_RATIO) / len(timing.slots)
-            if timing is not None and has_slots
-            else 0.0
-        )
-    return fmean(shares)
+        if timing is not None and timing.slots:
+            shares.append(count_disturbed_slots(timing, DISTURBED_RATIO) / len(timing.slots))
+    return sum(shares) / len(side)
 
 
 def _withhold_disturbed_time(

@@ -29,17 +29,6 @@ from fp8bench.model.specs import RELATIVE, STEP, TIME, Better, Rank
 _IGNORED_FACTS = frozenset(
     {"load_1min", BUSY_CORES, "commit", "commit_date", "commit_unknown", "dirty", "interpreter", SWITCHES_SET}
 )
-# Older runs did not record these facts. If only one side recorded such a fact, it may still be equal on both sides.
-_FACTS_MISSING_IN_OLD_RUNS = frozenset(
-    {
-        "torch_threads",
-        "torch_interop_threads",
-        "float32_matmul_precision",
-        "deterministic",
-        "fp16_reduced_precision_reduction",
-        "bf16_reduced_precision_reduction",
-    }
-)
 # The machine's name in histories: its entry in ~/.asv-machine.json, or the host's name.
 _MACHINE_FACT = "asv_machine"
 _HARDWARE_FACTS = frozenset({_MACHINE_FACT, "asv_cpu", "asv_arch", "asv_num_cpu", "cpu_count", "cpu_affinity"})
@@ -114,9 +103,8 @@ def list_differing_facts(old_runs: Sequence[Run], new_runs: Sequence[Run]) -> tu
     for name in {**old, **new}:
         if old.get(name) == new.get(name):
             continue
-        # An older run may lack a fact whose value was equal.
-        may_be_missing = name in _FACTS_MISSING_IN_OLD_RUNS or name.startswith(SWITCH)
-        if may_be_missing and not (name in old and name in new):
+        # A version of torch may lack a switch. Then the switch cannot differ.
+        if name.startswith(SWITCH) and not (name in old and name in new):
             continue
         old_words, new_words = _describe_values(old.get(name, [])), _describe_values(new.get(name, []))
         facts.append(DifferingFact(name, old_words, new_words, _changes_times(name)))

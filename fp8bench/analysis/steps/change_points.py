@@ -32,19 +32,13 @@ SETTLED_LEVEL_LENGTH = 8
 Counts = NDArray[np.intp]
 
 
-@dataclass(frozen=True)
-class Batch:
+class Batch(NamedTuple):
     """Several series as rows of a table. `lengths` has the length of each series. Values beyond this length are
     ignored.
     """
 
     values: Floats
     lengths: Counts
-
-    @property
-    def is_value(self) -> NDArray[np.bool_]:
-        rows: NDArray[np.bool_] = np.arange(self.values.shape[1]) < self.lengths[:, None]
-        return rows
 
 
 def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
@@ -59,10 +53,8 @@ def find_cuts(batch: Batch, length_price: float) -> list[list[int]]:
     series_count, longest = batch.values.shape
     rows = np.arange(series_count)
     # These arrays are indexed by (length of the longest series - length of the piece).
-    length_prices, weights = (
-        length_price * np.log(np.arange(longest, 0, -1) / MIN_LEVEL_LENGTH),
-        -1.0 / np.arange(longest, 0, -1),
-    )
+    piece_lengths = np.arange(longest, 0, -1)
+    length_prices, weights = length_price * np.log(piece_lengths / MIN_LEVEL_LENGTH), -1.0 / piece_lengths
     sums = np.zeros((series_count, longest + 1))
     (batch.values - batch.values[:, :1]).cumsum(axis=1, out=sums[:, 1:])  # subtracting the first value preserves digits
     # The lowest cost of the first s values, without the sum of their squares, which is equal for all cuts.
@@ -118,20 +110,17 @@ def estimate_noise(batch: Batch) -> Floats:
     levels and trends cancel.
     """
     counts = batch.lengths - 1
-    differences = np.where(batch.is_value[:, 1:], np.abs(np.diff(batch.values, axis=1)), np.inf)
+    differences = np.abs(np.diff(batch.values, axis=1))
+    differences[np.arange(differences.shape[1]) >= counts[:, None]] = np.inf
     differences.sort(axis=1)
     row_indices = np.arange(len(differences))
     median_difference = (differences[row_indices, (counts - 1) // 2] + differences[row_indices, counts // 2]) / 2
     squared_differences = np.where(np.isfinite(differences), differences, 0.0) ** 2
     smallest_count = (counts * _SHARE_OF_SMALLEST_DIFFERENCES).astype(np.intp)
     trimmed_mean_square = squared_differences.cumsum(axis=1)[row_indices, smallest_count - 1] / smallest_count
-    rough_noise = np.maximum(
-        np.maximum(median_difference / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square)), MIN_SPREAD
-    )
-    mean_clipped_square = (
-        np.minimum(squared_differences, (_CLIPPING_LIMIT_IN_DEVIATIONS * rough_noise[:, None]) ** 2).sum(axis=1)
-        / counts
-    )
+    rough_noise = np.maximum(median_difference / _MEDIAN_OF_GAUSSIAN, np.sqrt(trimmed_mean_square))
+    clipping_limit = _CLIPPING_LIMIT_IN_DEVIATIONS * np.maximum(rough_noise, MIN_SPREAD)[:, None]
+    mean_clipped_square = np.minimum(squared_differences, clipping_limit**2).sum(axis=1) / counts
     noise: Floats = np.maximum(np.sqrt(mean_clipped_square / 2), MIN_SPREAD)
     return noise
 
@@ -228,11 +217,9 @@ class Step:
         return Interval(math.exp(log), math.exp(log - reach), math.exp(log + reach), _INTERVAL_LEVEL)
 
 
-def find_steps(series: Sequence[Values], cut_price: float = CUT_PRICE) -> list[tuple[Step, ...]]:
+def find_steps(series: Sequence[Values]) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in order. Searching all series together is much faster than searching them one
     by one.
-
-    `cut_price` is the price of a cut. A lower price finds more steps, but also more false ones.
     """
     arrays = [np.asarray(values, dtype=np.float64) for values in series]
     for array in arrays:
@@ -245,7 +232,7 @@ def find_steps(series: Sequence[Values], cut_price: float = CUT_PRICE) -> list[t
     for begin in range(0, len(searchable), _BATCH_SIZE):
         batch_numbers = searchable[begin : begin + _BATCH_SIZE]
         batch = _make_batch([arrays[number] for number in batch_numbers])
-        for number, steps in zip(batch_numbers, _find_batch_steps(batch, cut_price), strict=True):
+        for number, steps in zip(batch_numbers, _find_batch_steps(batch), strict=True):
             steps_by_series[number] = steps
     return steps_by_series
 
@@ -262,17 +249,17 @@ class PieceLevel(NamedTuple):
 
 def find_newest_levels(series: Sequence[Values]) -> list[PieceLevel | None]:
     """Returns the newest level of each series, or None for a series that is too short for a step."""
-    return [
-        _measure_newest_level(np.asarray(values, dtype=np.float64), steps) if len(values) >= MIN_SERIES_LENGTH else None
-        for values, steps in zip(series, find_steps(series), strict=True)
-    ]
-
-
-def _measure_newest_level(values: Floats, steps: Sequence[Step]) -> PieceLevel:
-    batch = _make_batch([values])
-    cuts = [step.at for step in steps]
-    noise, freedom = _estimate_residual_noise(replace_outliers(batch, estimate_noise(batch)).values[0], cuts)
-    return PieceLevel(noise, freedom, len(values) - (cuts[-1] if cuts else 0))
+    levels: list[PieceLevel | None] = []
+    for values, steps in zip(series, find_steps(series), strict=True):
+        if len(values) < MIN_SERIES_LENGTH:
+            levels.append(None)
+            continue
+        batch = _make_batch([np.asarray(values, dtype=np.float64)])
+        row = replace_outliers(batch, estimate_noise(batch)).values[0]
+        begins = [0, *(step.at for step in steps)]
+        noise, freedom = _estimate_residual_noise(row, begins[1:])
+        levels.append(PieceLevel(noise, freedom, len(values) - begins[-1]))
+    return levels
 
 
 def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, float]:
@@ -287,8 +274,8 @@ def smallest_visible_step(level: PieceLevel, chance: float) -> tuple[float, floa
     length_term = math.log(old_values / MIN_LEVEL_LENGTH) - math.log((old_values + new_values) / MIN_LEVEL_LENGTH)
     # 1. Compute the size from which a step is worth a cut: it lowers the sum of squares by more than the price of the
     # cut.
-    cut_price = 1 + (old_values < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * length_term
-    cut_step = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(cut_price * variance)
+    squared_price = 1 + (old_values < SETTLED_LEVEL_LENGTH) + _LENGTH_PRICE / CUT_PRICE**2 * length_term
+    cut_step = _to_student_t(CUT_PRICE, level.freedom) * math.sqrt(squared_price * variance)
     # 2. Compute the size from which a step is still found without its furthest value.
     firm_step = _FIRM_STEP_ERRORS * math.sqrt(1 / (new_values - 1) + 1 / old_values) + _FURTHEST_VALUE_SHIFT
     # 3. Compute the size from which a step's p-value is small enough.
@@ -306,44 +293,30 @@ def _make_batch(series: Sequence[Floats]) -> Batch:
     return Batch(table, lengths)
 
 
-def _find_batch_steps(batch: Batch, cut_price: float) -> list[tuple[Step, ...]]:
+def _find_batch_steps(batch: Batch) -> list[tuple[Step, ...]]:
     """Returns the steps of each series in a batch. The first search uses the noise of differences between neighbours.
     If it finds cuts, a second search uses the residuals around the pieces.
     """
+    # 1. Cut at prices that follow from the noise of differences.
     noise = estimate_noise(batch)
-    without_outliers = replace_outliers(batch, noise)
-    price_per_series = _FIRST_CUT_PRICE * noise
-    first_cuts = find_cuts(
-        Batch(without_outliers.values / price_per_series[:, None], without_outliers.lengths),
-        _LENGTH_PRICE / _FIRST_CUT_PRICE**2,
-    )
+    values, lengths = replace_outliers(batch, noise).values, batch.lengths
+    first_prices = _FIRST_CUT_PRICE * noise
+    first_cuts = find_cuts(Batch(values / first_prices[:, None], lengths), _LENGTH_PRICE / _FIRST_CUT_PRICE**2)
     steps: list[tuple[Step, ...]] = [()] * len(first_cuts)
-    numbers_with_cuts = np.flatnonzero([bool(cuts) for cuts in first_cuts])
-    if not len(numbers_with_cuts):
+    numbers_with_cuts = [number for number, cuts in enumerate(first_cuts) if cuts]
+    if not numbers_with_cuts:
         return steps
-    series_with_cuts = Batch(without_outliers.values[numbers_with_cuts], without_outliers.lengths[numbers_with_cuts])
-    rows = [row[:length] for row, length in zip(series_with_cuts.values, series_with_cuts.lengths, strict=True)]
-    price_per_series = np.array(
-        [
-            _compute_cut_price(row, first_cuts[number], cut_price)
-            for row, number in zip(rows, numbers_with_cuts, strict=True)
-        ]
-    )
-    cuts = find_cuts(
-        Batch(series_with_cuts.values / price_per_series[:, None], series_with_cuts.lengths),
-        _LENGTH_PRICE / cut_price**2,
-    )
-    for number, row, places in zip(numbers_with_cuts, rows, cuts, strict=True):
-        steps[number] = tuple(_make_steps(row, _drop_weak_end(row, places)))
+    # 2. Cut again at prices that follow from the residuals: the noise times a quantile, as in Student's t.
+    values, lengths = values[numbers_with_cuts], lengths[numbers_with_cuts]
+    rows = [row[:length] for row, length in zip(values, lengths, strict=True)]
+    prices = []
+    for number, row in zip(numbers_with_cuts, rows, strict=True):
+        residual_noise, freedom = _estimate_residual_noise(row, first_cuts[number])
+        prices.append(residual_noise * _to_student_t(CUT_PRICE, freedom))
+    all_cuts = find_cuts(Batch(values / np.array(prices)[:, None], lengths), _LENGTH_PRICE / CUT_PRICE**2)
+    for number, row, cuts in zip(numbers_with_cuts, rows, all_cuts, strict=True):
+        steps[number] = tuple(_make_steps(row, _drop_weak_end(row, cuts)))
     return steps
-
-
-def _compute_cut_price(row: Floats, cuts: Sequence[int], cut_price: float) -> float:
-    """Returns how far from its level a value must be to be worth a cut: the noise times a quantile, as in Student's
-    t.
-    """
-    noise, freedom = _estimate_residual_noise(row, cuts)
-    return noise * _to_student_t(cut_price, freedom)
 
 
 def _estimate_residual_noise(row: Floats, cuts: Sequence[int]) -> tuple[float, int]:
@@ -374,21 +347,18 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
     piece_ends = [0, *cuts, len(row)]
     for begin, cut, end in zip(piece_ends, piece_ends[1:], piece_ends[2:], strict=False):
         log_likelihoods = _variance_reductions(row[begin:end]) / noise**2
-        low, high = (
-            begin
-            + 1
-            + np.searchsorted(_cumulative_probabilities(log_likelihoods), (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
-        )
+        # The probability, for each index, that the step is there or before. All indices are equally likely in advance.
+        weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
+        tails = np.searchsorted(weights / weights[-1], (_TAIL_PROBABILITY, 1 - _TAIL_PROBABILITY))
+        low, high = begin + 1 + tails
         lengths = cut - begin, end - cut
         # The lengths of two pieces cost more than the length of one piece.
-        length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths) - math.log(
-            sum(lengths) / MIN_LEVEL_LENGTH
-        )
+        length_term = sum(math.log(length / MIN_LEVEL_LENGTH) for length in lengths)
+        length_term -= math.log(sum(lengths) / MIN_LEVEL_LENGTH)
         # Convert the step's t to Gaussian standard deviations that are as rare (Wallace's approximation of Student's
         # t).
-        gaussian_deviations = math.sqrt(
-            freedom * math.log1p(math.sqrt(log_likelihoods[cut - begin - 1]) ** 2 / freedom)
-        )
+        t_squared = math.sqrt(log_likelihoods[cut - begin - 1]) ** 2
+        gaussian_deviations = math.sqrt(freedom * math.log1p(t_squared / freedom))
         gaussian_deviations = gaussian_deviations * (8 * freedom + 1) / (8 * freedom + 3)
         evidence = gaussian_deviations**2 - _LENGTH_PRICE * length_term
         yield Step(
@@ -400,15 +370,6 @@ def _make_steps(row: Floats, cuts: Sequence[int]) -> Iterator[Step]:
             math.erfc(_DEVIATION_DISCOUNT * math.sqrt(max(evidence, 0.0) / 2)),
             noise * math.sqrt(sum(1 / length for length in lengths)),
         )
-
-
-def _cumulative_probabilities(log_likelihoods: Floats) -> Floats:
-    """Returns for each index the probability that the step is there or before. All indices are equally likely in
-    advance.
-    """
-    weights = np.exp((log_likelihoods - log_likelihoods.max()) / 2).cumsum()
-    probabilities: Floats = weights / weights[-1]
-    return probabilities
 
 
 def _variance_reductions(values: Floats) -> Floats:

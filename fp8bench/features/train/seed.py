@@ -33,7 +33,7 @@ from fp8bench.features.train.values import (
 from fp8bench.measure.handle import START_SECONDS, Worker
 from fp8bench.measure.interrupts import hold_back_interrupts
 from fp8bench.measure.limits import HANG_SECONDS, HANG_STEPS
-from fp8bench.measure.sensors.driver import DeviceReader
+from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.model.readings import Reading
 
 # The number of steps in an arm's turn. Turns are short, so that a slow phase of the machine slows all arms.

@@ -6,9 +6,8 @@ in bytes. An unknown value is None, and '<key> unknown' has the reason.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from contextlib import closing
-from typing import Any
 
 from fp8bench import units
 from fp8bench.measure.sensors.energy import SourceKind
@@ -34,37 +33,41 @@ _KEPT_FACTS = (
     "mig",
 )
 
-# Lines of `fp8bench doctor`: title -> value -> function that formats the value.
-_DOCTOR_LINES: dict[str, dict[str, Callable[[Mapping[str, Any]], str]]] = {
-    "driver": {
-        "driver": lambda known: str(known["driver"]),
-        "cuda_driver": lambda known: f"CUDA up to {known['cuda_driver']}",
-        "uuid": lambda known: str(known["uuid"]),
-        "pci": lambda known: f"PCI {known['pci']}",
-    },
+# Lines of `fp8bench doctor`: the values of each line, and the phrases that show them.
+_DOCTOR_LINES = {
+    "driver": {"driver": "{}", "cuda_driver": "CUDA up to {}", "uuid": "{}", "pci": "PCI {}"},
     "settings": {
-        "power_cap": lambda known: _describe_power_cap(known["power_cap"], known.get("power_cap_default")),
-        "sm_clock_max": lambda known: f"clock up to {units.count(known['sm_clock_max'], 'Hz')}",
-        "ecc": lambda known: f"ECC {known['ecc']}",
-        "mig": lambda known: f"MIG {known['mig']}",
-        "persistence": lambda known: f"persistence mode {known['persistence']}",
+        "power_cap": "power cap {}",
+        "sm_clock_max": "clock up to {}",
+        "ecc": "ECC {}",
+        "mig": "MIG {}",
+        "persistence": "persistence mode {}",
     },
     "now": {
-        "power": lambda known: f"{known['power']:.0f} W",
-        "sm_clock": lambda known: f"clock {units.count(known['sm_clock'], 'Hz')}",
-        "temperature": lambda known: f"{known['temperature']:g} degC",
-        "memory_used": lambda known: f"{units.size(known['memory_used'])} used",
-        "throttle": lambda known: f"clocks {_describe_throttling(', '.join(reasons_in(known['throttle'])))}",
+        "power": "{}",
+        "sm_clock": "clock {}",
+        "temperature": "{}",
+        "memory_used": "{} used",
+        "throttle": "clocks {}",
     },
 }
 
 
-def _describe_power_cap(watts: float, default: float | None) -> str:
-    return f"power cap {watts:g} W" + (f" of {default:g} W" if default not in (None, watts) else "")
-
-
-def _describe_throttling(limiting_reasons: str) -> str:
-    return f"held back by {limiting_reasons}" if limiting_reasons else "not held back"
+def _format_reading(name: str, readings: Mapping[str, Reading]) -> str:
+    value, unit = readings[name].value, readings[name].unit
+    if name == "power_cap":
+        default = readings["power_cap_default"].value if "power_cap_default" in readings else value
+        return f"{value:g} W" + (f" of {default:g} W" if default != value else "")
+    if unit == "mask":
+        limiting_reasons = ", ".join(reasons_in(int(value)))
+        return f"held back by {limiting_reasons}" if limiting_reasons else "not held back"
+    if unit == "B":
+        return units.size(readings[name].number)
+    if unit == "Hz":
+        return units.count(readings[name].number, unit)
+    if unit == "degC":
+        return f"{value:g} degC"
+    return f"{value:.0f} W" if unit == "W" else str(value)
 
 
 def read_device_settings(facts: DeviceFacts, meter: Meter) -> dict[str, Scalar | None]:
@@ -84,9 +87,13 @@ def format_device_lines(meter: Meter) -> Iterator[str]:
     """Yields lines about driver, limits, modes and present state, and about the energy source or why it is missing."""
     if not isinstance(meter.device, AbsentDevice):
         facts, state = meter.device.facts(), meter.device.state()
-        values = {name: read.value for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
-        for title, phrase_makers in _DOCTOR_LINES.items():
-            phrases = [make_phrase(values) for name, make_phrase in phrase_makers.items() if name in values]
+        readings = {name: read for name, read in {**facts, **state}.items() if isinstance(read, Reading)}
+        for title, templates in _DOCTOR_LINES.items():
+            phrases = [
+                template.format(_format_reading(name, readings))
+                for name, template in templates.items()
+                if name in readings
+            ]
             yield f"{title:10}{', '.join(phrases) or 'no values'}"
         if reasons := reasons_of(facts, state):
             yield f"unknown   {'; '.join(reasons)}"

@@ -6,39 +6,26 @@ process can end although the thread never returns. The library is not called aga
 
 from __future__ import annotations
 
-import os
 import threading
 import time
-from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import Enum, auto
-from typing import Any, ClassVar, Protocol, TypeVar
+from typing import Any, TypeVar
 
-from fp8bench.model.readings import NoReading, Read, Reading, Readings, Unavailable
+from fp8bench.model.readings import NoReading, Reading
 
 _POLL_SECONDS = 0.02
 
 
-class Clock(Protocol):
-    """Time, sleeping, and the processor time of the calling thread. Tests have a clock that they advance themselves."""
-
-    def now(self) -> float: ...
-
-    def cpu(self) -> float: ...
-
-    def sleep(self, seconds: float, stop: threading.Event) -> bool: ...
-
-    def wait(self, until: Callable[[], bool]) -> None: ...
-
-
-class HostClock:
-    """The host's monotonic clock."""
+class Clock:
+    """The host's monotonic clock. Tests have a clock that they advance themselves."""
 
     def now(self) -> float:
         return time.perf_counter()
 
     def cpu(self) -> float:
+        """Returns the processor time of the calling thread."""
         return time.thread_time()
 
     def sleep(self, seconds: float, stop: threading.Event) -> bool:
@@ -49,7 +36,7 @@ class HostClock:
             time.sleep(_POLL_SECONDS)
 
 
-HOST_CLOCK = HostClock()
+HOST_CLOCK = Clock()
 
 
 # The most seconds for a call. A normal call takes microseconds. A call to a sleeping GPU without persistence mode
@@ -120,67 +107,3 @@ class Query:
     name: str
     read: ReadValue
     about: About = About.DEVICE
-
-
-@dataclass(frozen=True)
-class Queries:
-    """All queries of a library: constant facts, present state, values that change within seconds, and throttling
-    times.
-    """
-
-    facts: tuple[Query, ...]
-    state: tuple[Query, ...]
-    changing: tuple[Query, ...]
-    violations: tuple[Query, ...]
-    process_memory: Callable[[int], Query]
-    others: Callable[[int], Query]
-
-
-class DeviceReader(ABC):
-    """Reads the values of a device other than its energy. Each value is a reading, or the reason why it is missing."""
-
-    queries: Queries
-    # The number of parts that the device is split into (MIG), which share power and clocks; 0 if it is not split.
-    shared_by: int = 0
-    # True if the device reports neither clocks nor temperatures.
-    silent: ClassVar[bool] = False
-
-    def facts(self) -> Readings:
-        """Reads what is constant during a run: name, driver, limits, modes."""
-        return self._read(self.queries.facts)
-
-    def power_limit(self) -> Read:
-        facts = self._read(tuple(query for query in self.queries.facts if query.name == "power_cap"))
-        return facts.get("power_cap", Unavailable("the device reports no power limit"))
-
-    def state(self) -> Readings:
-        return self._read(self.queries.state)
-
-    def read_violations(self) -> Readings:
-        """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
-        difference of two such readings by `readings.grown`.
-        """
-        return self._read(self.queries.violations)
-
-    def process_memory(self, pid: int | None = None) -> Read:
-        """Reads the bytes that a process (by default this one) holds on the device, its context included."""
-        query = self.queries.process_memory(os.getpid() if pid is None else pid)
-        return self._read((query,))[query.name]
-
-    def count_other_processes(self, pid: int) -> Read:
-        """Reads how many processes other than `pid` use the device."""
-        query = self.queries.others(pid)
-        return self._read((query,))[query.name]
-
-    def read_changing_state(self) -> Readings:
-        """Reads the state that may change every second: clocks, temperature, throttle reasons."""
-        return self._read(self.queries.changing)
-
-    def read_in_this_thread(self) -> Readings:
-        """Reads the same values as `read_changing_state`, but in the calling thread, which may then hang."""
-        return self._read(self.queries.changing)
-
-    def close(self) -> None: ...
-
-    @abstractmethod
-    def _read(self, queries: tuple[Query, ...]) -> Readings: ...

@@ -12,13 +12,14 @@ from dataclasses import replace
 from pathlib import Path
 
 from fp8bench.measure.sensors import rapl
-from fp8bench.measure.sensors.driver import CALL_TIMEOUT, HOST_CLOCK, Clock, DeviceReader, NoAnswer
+from fp8bench.measure.sensors.driver import CALL_TIMEOUT, HOST_CLOCK, Clock, NoAnswer
 from fp8bench.measure.sensors.energy import Energy, NoWindow, Sampler, Source, SourceKind, Window
 from fp8bench.measure.sensors.mean_power import MIN_INTERVALS, measure_rhythm
 from fp8bench.measure.sensors.nvml import (
     ENERGY,
     LIBRARY,
     AbsentDevice,
+    DeviceReader,
     Library,
     NvmlDevice,
     instant_power,

@@ -2,19 +2,19 @@
 
 from __future__ import annotations
 
+import os
 import threading
+from abc import ABC, abstractmethod
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import Any, ClassVar
 
 from fp8bench.measure.sensors.driver import (
     CALL_TIMEOUT,
     About,
     AskLibrary,
-    DeviceReader,
     NoAnswer,
-    Queries,
     Query,
     ReadValue,
     T,
@@ -281,13 +281,60 @@ STATE: tuple[Query, ...] = (
 VIOLATIONS: tuple[Query, ...] = tuple(
     Query(violation.name, _read_throttled_seconds(violation)) for violation in consumed.VIOLATIONS
 )
-QUERIES = Queries(FACTS, STATE, CHANGING, VIOLATIONS, process_memory, others)
+
+
+class DeviceReader(ABC):
+    """Reads the values of a device other than its energy. Each value is a reading, or the reason why it is missing."""
+
+    # The number of parts that the device is split into (MIG), which share power and clocks; 0 if it is not split.
+    shared_by: int = 0
+    # True if the device reports neither clocks nor temperatures.
+    silent: ClassVar[bool] = False
+
+    def facts(self) -> Readings:
+        """Reads what is constant during a run: name, driver, limits, modes."""
+        return self._read(FACTS)
+
+    def power_limit(self) -> Read:
+        facts = self._read(tuple(query for query in FACTS if query.name == "power_cap"))
+        return facts.get("power_cap", Unavailable("the device reports no power limit"))
+
+    def state(self) -> Readings:
+        return self._read(STATE)
+
+    def read_violations(self) -> Readings:
+        """Reads for how many seconds each limit has throttled the clocks since some fixed time. The caller takes the
+        difference of two such readings by `readings.grown`.
+        """
+        return self._read(VIOLATIONS)
+
+    def process_memory(self, pid: int | None = None) -> Read:
+        """Reads the bytes that a process (by default this one) holds on the device, its context included."""
+        query = process_memory(os.getpid() if pid is None else pid)
+        return self._read((query,))[query.name]
+
+    def count_other_processes(self, pid: int) -> Read:
+        """Reads how many processes other than `pid` use the device."""
+        query = others(pid)
+        return self._read((query,))[query.name]
+
+    def read_changing_state(self) -> Readings:
+        """Reads the state that may change every second: clocks, temperature, throttle reasons."""
+        return self._read(CHANGING)
+
+    def read_in_this_thread(self) -> Readings:
+        """Reads the same values as `read_changing_state`, but in the calling thread, which may then hang."""
+        return self._read(CHANGING)
+
+    def close(self) -> None: ...
+
+    @abstractmethod
+    def _read(self, queries: tuple[Query, ...]) -> Readings: ...
 
 
 class AbsentDevice(DeviceReader):
     """A device that cannot be read: every query has the same reason in place of a value."""
 
-    queries = QUERIES
     silent = True
 
     def __init__(self, reason: str) -> None:
@@ -305,7 +352,7 @@ class NvmlDevice(DeviceReader):
 
     def __init__(self, identity: DeviceIdentity, library: Library = LIBRARY) -> None:
         """Raises NoReading if the library does not work or does not list the device."""
-        self._identity, self._library, self.queries = identity, library, QUERIES
+        self._identity, self._library = identity, library
         library.open()
         try:
             self._handle, self._part = library.within_timeout(self._find_handles)
@@ -331,7 +378,7 @@ class NvmlDevice(DeviceReader):
         self._library.close()
 
     def read_in_this_thread(self) -> Readings:
-        return {query.name: self._try_query(query) for query in self.queries.changing}
+        return {query.name: self._try_query(query) for query in CHANGING}
 
     def ask(self, function: str, *arguments: Any) -> Any:
         return self._library.call(function, self._handle, *arguments)

@@ -263,20 +263,13 @@ def load_results(path: Path) -> ResultsFile:
 def save_results(path: Path, file: ResultsFile) -> None:
     """Writes a results file in one step as asv would: statistics and durations have 5 digits."""
     rows = {name: write_row(row, file.columns) for name, row in file.rows.items()}
-    content: dict[str, Any] = {
-        "commit_hash": file.commit_hash,
-        "env_name": file.env_name,
-        "date": file.date,
-        "params": dict(file.params),
-        "python": file.python,
-        "requirements": dict(file.requirements),
-        "env_vars": dict(file.env_vars),
-        "result_columns": list(file.columns),
+    converted = {
+        "result_columns": file.columns,
         "results": rows | {k: v for k, v in file.broken.items() if k not in rows},
-        "durations": dict(file.durations),
     }
-    content |= {key: value for key, value in file.others.items() if key not in content}
-    write_object(path, {**content, "version": RESULTS_VERSION})
+    # asv writes the fields in this order.
+    content = {key: converted[key] if key in converted else getattr(file, key) for key in _TYPE_BY_FIELD}
+    write_object(path, {**content, **file.others, "version": RESULTS_VERSION})
 
 
 def _parse_results(content: Mapping[str, Any], path: Path) -> ResultsFile:

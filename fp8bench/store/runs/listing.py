@@ -261,8 +261,7 @@ def find_run(word: str, store: Path) -> Path:
             return given_path
         runs = listing(store)
     except (OSError, ValueError) as error:
-        reason = error.strerror if isinstance(error, OSError) else str(error)
-        raise RunNotFound(f"looking for run {word!r:.80} in {str(store)!r:.80} failed ({reason}).") from None
+        raise make_search_error(word, store, error) from None
     # 2. Find the newest run, or the run that begins with the word.
     files = runs.all_files
     if word == "last" and runs.newest is not None:
@@ -280,6 +279,11 @@ def find_run(word: str, store: Path) -> Path:
     newest_text = f" The newest is {files[0].stem}." if files else " The store has no runs yet."
     message = f"no run {word!r:.200} in {store}.{newest_text} Give an id, a run's name, a path, or 'last'."
     raise RunNotFound(message, word, meant_name("run", word, ["last"]) if files else None)
+
+
+def make_search_error(word: str, store: Path, error: OSError | ValueError) -> RunNotFound:
+    reason = error.strerror if isinstance(error, OSError) else str(error)
+    return RunNotFound(f"looking for {word!r:.80} in {str(store)!r:.80} failed ({reason}).")
 
 
 def list_running_stems(path: Path) -> list[str]:

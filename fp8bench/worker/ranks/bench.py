@@ -14,7 +14,6 @@ import random
 import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager
 from dataclasses import replace
 from datetime import timedelta
 from functools import partial
@@ -63,7 +62,7 @@ class Heart:
         self._beats += 1
         BEAT.pack_into(self._page, 0, self._beats, code, time.monotonic(), self._request)
 
-    def markers(self) -> Markers[AbstractContextManager[None]]:
+    def markers(self) -> Markers:
         open_phase_codes = [UNATTRIBUTED]
         self.phase(CELL_PHASES.index(UNATTRIBUTED))
         return Markers(

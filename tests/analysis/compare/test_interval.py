@@ -26,7 +26,7 @@ def side(*values: float, error: float = 1e-4) -> list[Estimate]:
     return [Estimate(math.log(value), error) for value in values]
 
 
-def test_one_run_each_has_no_p_value_and_says_nothing_below_ten_percent() -> None:
+def test_one_run_each_has_no_p_value_and_shows_no_change_below_ten_percent() -> None:
     difference = compare_runs(side(1.0), side(1.09))
     assert difference.alone and difference.p_value is None
     assert difference.ratio.point == pytest.approx(1.09) and difference.ratio.low > 1.08
@@ -37,7 +37,7 @@ def test_one_run_each_has_no_p_value_and_says_nothing_below_ten_percent() -> Non
     assert judge_difference(compare_runs(side(1.0, error=0.06), side(1.12, error=0.06)))[0] is Direction.UNSURE
 
 
-def test_several_runs_are_held_against_their_spread() -> None:
+def test_several_runs_are_compared_by_their_spread() -> None:
     before, after = (1.00, 1.02, 0.99, 1.01), (1.05, 1.06, 1.08, 1.04)
     difference = compare_runs(side(*before), side(*after))
     expected = scipy.stats.ttest_ind(np.log(after), np.log(before))
@@ -55,7 +55,7 @@ def test_several_runs_are_held_against_their_spread() -> None:
     assert where is Direction.UNSURE and "differ too much" in why
 
 
-def test_few_runs_are_held_against_each_other_one_by_one() -> None:
+def test_few_runs_are_compared_pair_by_pair() -> None:
     # Fewer than eight runs: 1.2 against 1.0 and 1.05 gives an interval from 1.14 to 1.2.
     difference = compare_runs(side(1.0, 1.05, error=0.0), side(1.2, error=0.0))
     assert difference.alone
@@ -72,21 +72,6 @@ def test_few_runs_are_held_against_each_other_one_by_one() -> None:
     assert compare_runs(side(*before), side(*after)).alone
 
 
-@for_each("runs", [(7, 1), (6, 2), (4, 4), (5, 5)])
-def test_p_values_of_nothing_are_uniform(runs: tuple[int, int]) -> None:
-    generator = np.random.default_rng(8)
-    found = []
-    for _ in range(3000):
-        drawn = [generator.normal(0, math.hypot(0.03, 0.005), count) for count in runs]
-        difference = compare_runs(*([Estimate(float(log), 0.005) for log in logs] for logs in drawn))
-        assert difference.p_value is not None
-        found.append(difference.p_value)
-    for level in (0.1, 0.01):
-        share = np.mean(np.array(found) < level)
-        assert share < level + 4 * math.sqrt(level / len(found))
-    assert np.mean(np.array(found) < 0.1) > 0.05
-
-
 @given(st.floats(-60, 60), st.sampled_from([1.0, 2.0, 3.0, 4.0, 7.0, 18.0, 58.0, 1e4]))
 def test_p_value(statistic: float, freedom: float) -> None:
     assert p_value(statistic, freedom) == pytest.approx(
@@ -101,8 +86,8 @@ def test_quantile(level: float, freedom: float) -> None:
     assert p_value(0.0, freedom) == pytest.approx(1.0) and p_value(math.inf, freedom) == 0.0
 
 
-def test_values_that_vary_are_shown_as_their_ratio_has_them() -> None:
+def test_varying_values_have_the_ratio_that_is_shown() -> None:
     said = compare_exact_values((1.0, 1.0, 4.0), (1.1, 1.1, 1.1))
-    assert said.ratio is not None and said.ratio.point < 1
+    assert said.ratio.point < 1
     assert said.after / said.before == pytest.approx(said.ratio.point)
     assert compare_exact_values((2.0,), (3.0, 3.0))[1:3] == (2.0, 3.0)

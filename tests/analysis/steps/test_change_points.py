@@ -40,7 +40,7 @@ def many(series: Floats) -> list[tuple[Step, ...]]:
     return find_steps(list(series))
 
 
-def test_flat_series_rarely_alarm_and_chances_are_no_smaller_than_they_say() -> None:
+def test_flat_series_rarely_have_steps_and_p_values_are_not_too_small() -> None:
     # The expected share is at most 1%; 25 of 1,000 is beyond chance.
     assert sum(bool(steps) for steps in many(noisy(0, 1000))) < 25
     # Of 3,000 flat series, the share with a step matches the stated probability, within chance.
@@ -67,7 +67,7 @@ def test_a_p_value_is_that_of_students_t_less_what_the_lengths_of_two_levels_cos
     assert step.p_value == pytest.approx(2 * stats.norm.sf(discounted), rel=0.02)
 
 
-def test_one_by_one_is_the_same() -> None:
+def test_searching_series_one_by_one_gives_the_same_steps() -> None:
     series = [
         row[: 8 + number] * np.where(np.arange(8 + number) < 9, 1, 1.3) for number, row in enumerate(noisy(1, 50))
     ]
@@ -75,17 +75,17 @@ def test_one_by_one_is_the_same() -> None:
 
 
 @for_each("values", [[], [1.0], [1.0] * (MIN_SERIES_LENGTH - 1), [1.0] * 200])
-def test_what_has_no_step(values: list[float]) -> None:
+def test_these_series_have_no_step(values: list[float]) -> None:
     assert steps_of(values) == ()
 
 
 @for_each("wrong", [0.0, -1.0, float("nan"), float("inf")])
-def test_what_has_no_logarithm_is_refused(wrong: float) -> None:
+def test_values_without_a_logarithm_are_refused(wrong: float) -> None:
     with pytest.raises(ValueError, match="positive and finite"):
         steps_of([1.0] * 20 + [wrong])
 
 
-def test_where_how_much_how_sure_and_in_both_directions() -> None:
+def test_a_step_has_its_place_size_and_certainty_in_both_directions() -> None:
     values = noisy(3, 1, 80)[0]
     values[50:] *= 1.2
     (step,) = steps_of(values)
@@ -100,7 +100,7 @@ def test_where_how_much_how_sure_and_in_both_directions() -> None:
     assert all(one.after == other.before for one, other in itertools.pairwise(steps))
 
 
-def test_ranges_hold_their_places() -> None:
+def test_ranges_contain_the_true_index() -> None:
     series = noisy(4, 300)
     series[:, 50:] *= 1.05
     found = [steps[0] for steps in many(series) if len(steps) == 1]
@@ -109,13 +109,13 @@ def test_ranges_hold_their_places() -> None:
 
 @for_each("place", [0, 20, 45, 57, 58, 59])
 @for_each("factor", [0.5, 1.3, 10.0])
-def test_a_bad_night_is_no_step(place: int, factor: float) -> None:
+def test_a_single_outlier_is_not_a_step(place: int, factor: float) -> None:
     series = noisy(6, 300)
     series[:, place] *= factor
     assert sum(bool(steps) for steps in many(series)) < 15
 
 
-def test_two_bad_nights_are_no_level_and_hide_none() -> None:
+def test_two_outliers_are_not_a_level_and_hide_no_step() -> None:
     series = noisy(7, 300)
     series[:, 30:32] *= 1.5
     assert sum(bool(steps) for steps in many(series)) < 15
@@ -131,7 +131,7 @@ def test_two_bad_nights_are_no_level_and_hide_none() -> None:
     assert sum(any(abs(step.at - 45) <= 4 for step in steps) for steps in many(series)) > 270
 
 
-def test_exact_figures_step_by_any_amount_and_few_digits_are_flat() -> None:
+def test_exact_figures_step_by_any_amount() -> None:
     values = np.repeat([1.0, 1.001, 1.0005, 3e7, 1e-9], 10)
     assert [(one.low, one.at, one.high) for one in steps_of(values)] == [(n - 1, n, n) for n in (10, 20, 30, 40)]
     values[15] = 7.0
@@ -163,7 +163,7 @@ def test_noise_of_other_kinds(kind: str) -> None:
 
 
 @given(st.lists(st.floats(1e-9, 1e9), max_size=40))
-def test_whatever_the_values(values: list[float]) -> None:
+def test_any_values_give_valid_steps(values: list[float]) -> None:
     steps = steps_of(values)
     places = [step.at for step in steps]
     assert places == sorted(set(places))
@@ -172,7 +172,7 @@ def test_whatever_the_values(values: list[float]) -> None:
 
 
 @for_each("unit", [1e-9, 3.0, 1e12])
-def test_the_unit_does_not_matter(unit: float) -> None:
+def test_the_unit_does_not_change_the_steps(unit: float) -> None:
     series = noisy(12, 50)
     series[:, 40:] *= 1.1
     places = [[step.at for step in steps] for steps in many(series)]

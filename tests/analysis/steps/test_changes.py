@@ -59,7 +59,7 @@ def only(found: Found) -> Change:
     return change
 
 
-def test_a_regression() -> None:
+def test_a_slower_level_is_a_regression() -> None:
     found = find_changes([levels((20, 1.0), (5, 1.1))])
     change = only(found)
     one = change.comparison
@@ -68,12 +68,12 @@ def test_a_regression() -> None:
     assert one.direction is Direction.WORSE and one.evidence is Evidence.HISTORY and change.alarms
     assert (one.case, one.suite, one.metric, one.unit) == ("gemm[shape=512]@box/bf16", "gemm", "time", "s")
     assert one.before == pytest.approx(1.0, rel=1e-3) and one.after == pytest.approx(1.1, rel=1e-3)
-    assert one.ratio is not None and one.ratio.low < 1.1 < one.ratio.high
+    assert one.ratio.low < 1.1 < one.ratio.high
     assert one.p_value is not None and one.p_value < 1e-9
     assert (found.looked_at, not found.left) == (1, True)
 
 
-def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_path: Path) -> None:
+def test_a_step_of_energy_is_shown_and_judged_in_joules(tmp_path: Path) -> None:
     series = replace(SERIES, name="gemm.Gemm.track_energy", metric="energy", unit="joules")
     change = only(find_changes([replace(levels((20, 0.0191), (5, 0.0221)), series=series)]))
     one = change.comparison
@@ -85,7 +85,7 @@ def test_a_step_of_energy_is_shown_in_joules_and_fits_a_threshold_in_them(tmp_pa
 
 
 @for_each(("metric", "found"), [("relative_loss", 1), ("output_error", 0)])
-def test_little_of_a_relative_loss_matters(metric: str, found: int) -> None:
+def test_a_small_change_of_a_relative_loss_counts(metric: str, found: int) -> None:
     """A third of a percent of a time is noise of code layout; of a loss the gate passes no more."""
     series = replace(SERIES, name=f"gemm.Gemm.track_{metric}", metric=metric, unit="x")
     flat = [trend(*(figure(n, 1.0002 if n < 8 else 1.0035) for n in range(11)), series=series)]
@@ -110,7 +110,7 @@ def by_both(fast: float, mean: float, before: float = 1.0) -> list[Change]:
     )
 
 
-def test_a_mean_that_says_the_same_is_no_news_and_one_that_says_more_is() -> None:
+def test_a_mean_that_agrees_is_dropped() -> None:
     (change,) = by_both(1.2, 1.21)
     assert change.trend.series.metric == "time" and Label.UNEVEN not in change.comparison.labels
     changes = by_both(1.05, 1.32)
@@ -130,7 +130,7 @@ def test_a_slow_down_of_some_calls_alarms_by_the_mean() -> None:
     assert alone.trend.series.metric == "mean_time" and alone.alarms
 
 
-def test_gaps_lie_in_the_range() -> None:
+def test_unmeasured_commits_are_in_the_range_of_a_step() -> None:
     figures = list(levels((20, 1.0), (6, 1.1)).figures)
     figures[20] = figure(20, None, status=Status.FAILED)
     figures[21] = replace(figures[21], hasty=True)
@@ -140,14 +140,14 @@ def test_gaps_lie_in_the_range() -> None:
 
 
 @for_each("changed", [{"version": "1.2"}, {"under": OLD}, {"hasty": True}])
-def test_what_does_not_compare_is_no_step(changed: dict[str, Any]) -> None:
+def test_figures_that_are_not_comparable_have_no_step(changed: dict[str, Any]) -> None:
     figures = list(levels((20, 1.0), (20, 2.0)).figures)
     figures[20:] = [replace(one, **changed) for one in figures[20:]]
     found = find_changes([trend(*figures)])
     assert not found.changes and found.looked_at == 1
 
 
-def test_what_is_no_step_or_alarms_nobody() -> None:
+def test_improvements_and_old_versions_raise_no_alarm() -> None:
     for flat in (levels((20, 1.0), (20, 1.008)), trend(*(figure(number, 0.0) for number in range(20)))):
         found = find_changes([flat])
         assert not found.changes and found.looked_at == 1
@@ -157,7 +157,7 @@ def test_what_is_no_step_or_alarms_nobody() -> None:
     assert only(find_changes([trend(*figures)])).state is ChangeState.OLD_VERSION
 
 
-def test_figures_of_other_conditions_hide_no_step() -> None:
+def test_figures_under_other_conditions_hide_no_step() -> None:
     figures = list(levels((12, 1.0), (6, 3.0), (6, 1.2)).figures)
     figures[12:18] = [replace(one, under=OLD) for one in figures[12:18]]
     change = only(find_changes([trend(*figures)]))
@@ -168,14 +168,14 @@ def test_figures_of_other_conditions_hide_no_step() -> None:
     assert change.alarms and not change.current
 
 
-def test_a_present_that_is_too_short_to_be_looked_at_is_said() -> None:
+def test_too_few_figures_since_a_change_are_reported() -> None:
     past = [replace(one, under=OLD) for one in levels((20, 1.0)).figures]
     for count, left in ((10, {TOO_FEW_SINCE_CHANGE: 1}), (11, {})):
         found = find_changes([trend(*past, *(figure(20 + number, 1.5) for number in range(count)))])
         assert (found.looked_at, found.left, found.changes) == (1, left, ())
 
 
-def test_what_was_taken_back_is_open_no_more() -> None:
+def test_a_reverted_change_is_no_longer_open() -> None:
     worse, better = sorted(find_changes([levels((20, 1.0), (20, 1.1), (20, 1.0))]).changes, key=lambda one: one.first)
     assert (worse.is_worse, worse.state) == (True, ChangeState.REVERTED)
     assert (better.is_worse, better.state) == (False, ChangeState.OPEN)
@@ -186,7 +186,7 @@ def test_what_was_taken_back_is_open_no_more() -> None:
     assert states(from_nothing) == [ChangeState.REVERTED, ChangeState.OPEN]
 
 
-def test_the_worst_comes_first_and_what_cannot_be_looked_at_is_counted() -> None:
+def test_the_worst_change_comes_first_and_skipped_trends_are_counted() -> None:
     trends = [levels((20, 1.0), (9, size)) for size in (0.5, 1.1, 1.4, 0.9, 1.2)]
     sizes = [
         round(change.comparison.ratio.point, 1) for change in find_changes(trends).changes if change.comparison.ratio
@@ -221,7 +221,7 @@ def test_an_acknowledged_change_stays_so_until_it_worsens() -> None:
     assert not ack_covers(replace(ack, since="f" * 40, until="e" * 40), change)
 
 
-def test_an_ack_is_of_one_trend_and_direction() -> None:
+def test_an_ack_covers_one_trend_and_direction() -> None:
     seen = levels((20, 1.0), (5, 1.1))
     for other in (
         replace(seen, machine={"machine": "other"}),
@@ -239,7 +239,7 @@ def test_an_ack_is_of_one_trend_and_direction() -> None:
 
 
 @for_each(("before", "after", "direction"), [(0.0, 0.03, Direction.WORSE), (0.03, 0.0, Direction.BETTER)])
-def test_from_nothing_to_something_and_back(before: float, after: float, direction: Direction) -> None:
+def test_a_change_from_or_to_zero_has_no_ratio(before: float, after: float, direction: Direction) -> None:
     values = [before] * 20 + [after] * 4
     values[10] = 0.01
     seen = trend(*(figure(number, value) for number, value in enumerate(values)))
@@ -255,7 +255,7 @@ def test_from_nothing_to_something_and_back(before: float, after: float, directi
 
 
 @for_each("broken", [float("nan"), float("inf")])
-def test_an_error_that_stops_being_a_number_alarms_at_once(broken: float) -> None:
+def test_an_error_that_becomes_nan_alarms_at_once(broken: float) -> None:
     found = find_changes([trend(figure(0, 0.02), figure(1, broken), figure(2, broken))])
     one = only(found).comparison
     assert (
@@ -283,12 +283,12 @@ def counts(*values: float) -> Found:
     return find_changes([trend(*(figure(number, value) for number, value in enumerate(values)), series=LAUNCHES)])
 
 
-def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
+def test_any_difference_of_a_count_is_a_certain_step() -> None:
     found = counts(1_000_000, 1_000_001)
     change, one = only(found), only(found).comparison
     assert change.alarms and change.is_worse and (one.before, one.after) == (1_000_000, 1_000_001)
     assert (one.since, one.until, change.first) == (commit(0), commit(1), commit(1))
-    assert one.p_value is None and one.ratio is not None and one.ratio.low == one.ratio.high and one.ratio.level == 1
+    assert one.p_value is None and one.ratio.low == one.ratio.high and one.ratio.level == 1
     assert (found.looked_at, found.counted) == (0, 1) and exceeds_threshold(one, find_threshold(one))
     assert value(one, one.after) == "1,000,001"
     known = make_ack(change, "2026-01-05", "")
@@ -302,16 +302,14 @@ def test_a_count_that_differs_from_the_last_is_a_step_and_no_chance() -> None:
     [
         ((9, 6, 6), [(False, ChangeState.OPEN)]),  # fewer launches are a separate step
         ((0, 6), [(True, ChangeState.OPEN)]),
-        ((6, 0), [(False, ChangeState.OPEN)]),
         ((6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
-        ((0, 9, 0), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
         ((0, 9, 6), [(True, ChangeState.OPEN), (False, ChangeState.OPEN)]),
         # Launches are fused, then split again.
         ((9, 6, 9), [(True, ChangeState.OPEN), (False, ChangeState.REVERTED)]),
         ((9, 6, 9, 6), [(True, ChangeState.REVERTED), (False, ChangeState.REVERTED), (False, ChangeState.REVERTED)]),
     ],
 )
-def test_counts_that_went_up_alarm_until_they_are_as_before(
+def test_counts_alarm_until_they_return_to_an_earlier_count(
     values: tuple[float, ...], states: list[tuple[bool, ChangeState]]
 ) -> None:
     found = counts(*values)

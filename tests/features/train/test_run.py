@@ -25,9 +25,9 @@ from fp8bench.features.train.values import (
 )
 from fp8bench.features.train.verdicts.summary import JudgedTraining
 from fp8bench.features.train.view import render_all
-from fp8bench.measure.sensors.driver import DeviceReader, Query
+from fp8bench.measure.sensors.driver import Query
 from fp8bench.measure.sensors.meter import Meter, Meters
-from fp8bench.measure.sensors.nvml import QUERIES
+from fp8bench.measure.sensors.nvml import DeviceReader
 from fp8bench.model import DeviceFacts, EnergyUse, MemoryUse
 from fp8bench.model.raw import StateCheck
 from fp8bench.model.readings import Reading, Readings, Unavailable
@@ -235,8 +235,6 @@ class BusyDevice(DeviceReader):
 
     def _read(self, wanted: tuple[Query, ...]) -> Readings:
         return {"use": Reading(0.75, "share", "x"), "memory_use": Unavailable("no"), "power": Reading(300.0, "W", "x")}
-
-    queries = QUERIES
 
 
 def test_the_drivers_figures_of_use_are_kept(trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -32,7 +32,7 @@ def slot(*calls: tuple[int, int], wall: float = 1.0, cpu: float = 0.5) -> RawSlo
     return RawSlot(tuple(RawStep((GEMM, COMM), call) for call in calls), wall, cpu, 0.0)
 
 
-def test_a_step_is_over_when_its_slowest_rank_is() -> None:
+def test_a_step_ends_with_its_slowest_rank() -> None:
     found = merge_answers("slot", [slot((10, 1), (10, 30), wall=1.0), slot((5, 20), (5, 20), wall=2.0)])
     assert [step.intervals_ns for step in found.steps] == [(5, 20), (10, 30)]
     assert found.ranks == (RankCalls(0, (11, 40), (1, 30)), RankCalls(1, (25, 25), (20, 20)))
@@ -45,7 +45,7 @@ def test_a_step_is_over_when_its_slowest_rank_is() -> None:
     assert merge_answers("slot", [slot((10, 20)), other]).steps == other.steps
 
 
-def test_numbers_must_agree_and_builds() -> None:
+def test_ranks_must_agree_in_numbers_and_builds() -> None:
     assert merge_answers("error", [{"sqnr_db": 31.5}, {"sqnr_db": 31.5}]) == {"sqnr_db": 31.5}
     with pytest.raises(RanksDisagree, match=r"sqnr_db is 31\.5 on rank 0 and 4\.0 on rank 1"):
         merge_answers("error", [{"sqnr_db": 31.5}, {"sqnr_db": 4.0}])
@@ -56,7 +56,7 @@ def test_numbers_must_agree_and_builds() -> None:
         merge_answers("software", [{"torch": "2", "cudnn": 91002}, {"torch": "2"}])
 
 
-def test_other_answers_are_merged_by_kind() -> None:
+def test_each_kind_of_answer_has_its_merge() -> None:
     cpu, gpu = DeviceFacts("cpu", 0, "", 1, ""), DeviceFacts("cuda", 0, "", 1, "")
     assert merge_answers("probe", [(cpu, gpu), (cpu,)]) == (cpu,)
     most = MemoryUse(9, ranks=(RankMemory(0, 5, (("weights", 5),)), RankMemory(1, 9)))
@@ -133,7 +133,7 @@ def test_an_unclear_fault_names_no_rank(states: list[RankState], named: str) -> 
     assert ("said: RuntimeError: Timed out" in said) == any(state.fault == TIMED_OUT for state in states)
 
 
-def test_sentences_say_rank_phase_and_reason() -> None:
+def test_failures_name_rank_phase_and_reason() -> None:
     waiting = state(0, 12, 9.0, "communication", answered=True, fault=TIMED_OUT)
     assert make_failed_rank(find_culprit([waiting, state(1, 11, 3.0)]).beat, 2, 10.0) == FailedRank(
         1, 2, "slot", "gemm", 11, 7.0
@@ -151,7 +151,7 @@ def test_sentences_say_rank_phase_and_reason() -> None:
     )
 
 
-def test_heartbeats_are_read_from_what_was_left() -> None:
+def test_heartbeats_are_read_from_files() -> None:
     gemm = [*Phase].index(Phase.GEMM)
     assert parse_heartbeat(1, BEAT.pack(7, gemm, 1.5, b"slot")) == Heartbeat(1, 7, "gemm", "slot", 1.5)
     assert parse_heartbeat(1, BEAT.pack(7, -1, 1.5, b"prepare")).doing == "'prepare'"

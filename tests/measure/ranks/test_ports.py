@@ -68,9 +68,7 @@ def is_loopback(address: str) -> bool:
     return address in ("0100007F", "00000000000000000000000001000000")
 
 
-def run_watched(
-    name: str, store: Path, meet: Callable[[int], object] = lambda port: None, pause: float = 0.02
-) -> tuple[int, str, dict[int, str]]:
+def run_watched(name: str, store: Path, meet: Callable[[int], object], pause: float) -> tuple[int, str, dict[int, str]]:
     """Runs a command with ranks and checks each new port at once.
 
     Returns its exit code, output, and the addresses of its ports.
@@ -100,16 +98,6 @@ def run_watched(
     return running.returncode, " ".join(said[0].split()), seen
 
 
-@pytest.mark.nightly
-@pytest.mark.timeout(600)  # while other work runs
-@pytest.mark.parametrize("name", ["parallel", "train"])
-def test_ranks_listen_on_loopback_alone(name: str, tmp_path: Path) -> None:
-    code, said, seen = run_watched(name, tmp_path)
-    assert code == 0, said
-    assert all(map(is_loopback, seen.values())), seen
-    assert gone(), left_behind()
-
-
 class Touch:
     """A pickle that leaves a file behind."""
 
@@ -134,8 +122,8 @@ def knock(port: int, file: Path, kept: list[socket.socket]) -> None:
 
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # while other work runs
-@pytest.mark.parametrize("name", sampled(["collective"], ["suite", "collective"]))
-def test_what_connects_runs_nothing_and_the_run_ends_with_the_truth_or_an_error(name: str, tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", sampled(["collective"], COMMANDS))
+def test_strangers_that_connect_run_no_code(name: str, tmp_path: Path) -> None:
     kept: list[socket.socket] = []
     file = tmp_path / "was here"
     code, said, seen = run_watched(name, tmp_path, lambda port: knock(port, file, kept), 0.005)
@@ -167,7 +155,7 @@ def greet_as_another_user(ports_told: int) -> int:
 @pytest.mark.slow
 @pytest.mark.timeout(600)  # while other work runs
 @pytest.mark.skipif(os.geteuid() != 0, reason="only root may become another user")
-def test_another_user_who_greets_first_is_told_of(tmp_path: Path) -> None:
+def test_a_connection_of_another_user_is_reported(tmp_path: Path) -> None:
     reads, writes = os.pipe()
     stranger = greet_as_another_user(reads)
     try:

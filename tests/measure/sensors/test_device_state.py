@@ -21,7 +21,7 @@ GPU = DeviceFacts("cuda", 1, "a GPU", 1, "2.13", cuda="13.0", uuid=uuid_of(1))
 CPU = DeviceFacts("cpu", 0, "a processor", 1, "2.13")
 
 
-def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
+def test_a_run_stores_the_settings_of_its_gpu(nvml: Simulation) -> None:
     with open_meter(GPU, {}) as meter:
         found = read_device_settings(GPU, meter)
     assert found["cuda:1 driver"] == "570.00.1" and found["cuda:1 power_cap"] == 650.0
@@ -31,7 +31,7 @@ def test_a_run_knows_what_its_gpu_was_set_to(nvml: Simulation) -> None:
     assert found["cuda:1 energy_why"] is None
 
 
-def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation) -> None:
+def test_missing_facts_are_none_and_have_a_reason(nvml: Simulation) -> None:
     nvml.fail("nvmlDeviceGetEccMode", 3)
     nvml.fail("nvmlDeviceGetEnforcedPowerLimit", 4)
     with open_meter(GPU, {}, energy=False) as meter:
@@ -42,7 +42,7 @@ def test_what_the_driver_does_not_tell_is_none_and_has_a_reason(nvml: Simulation
     assert "unknown   " in lines and "ECC" not in lines and "power cap" not in lines
 
 
-def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver_why_nothing_is_known() -> None:
+def test_a_device_without_a_driver_has_reasons() -> None:
     meter = Meter((), AbsentDevice("a CPU has no NVML"), "there is no RAPL")
     assert read_device_settings(CPU, meter) == {
         "cpu energy_source": "none",
@@ -55,7 +55,7 @@ def test_a_processor_says_where_its_energy_comes_from_and_a_gpu_without_a_driver
 
 
 @pytest.mark.slow
-def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
+def test_the_doctor_shows_the_devices_state(nvml: Simulation) -> None:
     device = nvml.state.device[0]
     device.reasons, device.celsius = 0x44, 91
     with open_meter(GPU, {}) as meter:
@@ -65,16 +65,16 @@ def test_the_doctor_tells_how_the_device_is_now(nvml: Simulation) -> None:
     assert settings.split(None, 1)[1].startswith("power cap 650 W of 700 W, clock up to 1.98 GHz, ECC on, MIG off")
     assert "300 W" in now and "91 degC" in now and now.endswith("clocks held back by power-cap, hw-thermal")
     period = re.fullmatch(r"energy    counter, changes every (\d+\.?\d*) ms", energy)
-    assert period is not None and 90 < float(period[1]) < 110
+    assert 90 < float(period[1]) < 110
 
 
-def test_a_worse_source_says_why_there_is_no_better_one(nvml: Simulation) -> None:
+def test_a_worse_source_has_the_reason_for_no_better_one(nvml: Simulation) -> None:
     nvml.fail("nvmlDeviceGetTotalEnergyConsumption", 3)
     with open_meter(GPU, {}) as meter:
         assert describe_energy_source(meter).startswith("instant; no better source: counter: ")
 
 
-def test_what_the_driver_lists_though_torch_sees_none_of_it(nvml: Simulation, library: Library) -> None:
+def test_the_driver_lists_devices_that_torch_does_not_see(nvml: Simulation, library: Library) -> None:
     """A CPU wheel of torch on a machine with GPUs is a frequent mistake."""
     nvml.add("Second GPU", 2)
     assert describe_driver(library) == "driver 570.00.1, 2 device(s)"

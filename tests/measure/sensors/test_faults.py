@@ -83,7 +83,7 @@ def plain(said: Read | Energy) -> object:
     return (said.value, said.source) if isinstance(said, Reading) else said.reason
 
 
-def test_the_list_is_all_that_a_run_calls(nvml: Simulation) -> None:
+def test_the_list_has_all_functions_that_a_run_calls(nvml: Simulation) -> None:
     prepared(nvml)
     run(nvml)
     called = {name for name in nvml.calls() if name.startswith("nvml")}

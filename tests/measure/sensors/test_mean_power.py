@@ -56,7 +56,7 @@ def test_the_uncertainty_bounds_the_error(first: float, last: float, a: float, b
     assert stretch.joules > 0
 
 
-def test_a_tick_that_was_seen_late_is_no_end() -> None:
+def test_a_late_tick_does_not_end_the_measured_part() -> None:
     seen = ticks(13)
     late = [Tick(seen[0].seen - 0.08, seen[0].seen, seen[0].joules), *seen[1:]]
     assert measure_tick_power(late).intervals == 11 and measure_tick_power(late).watts == pytest.approx(300)
@@ -79,7 +79,7 @@ def readings(watts: list[float], pause: float = 0.1, start: float = 0.0) -> list
     return [PowerSample(start + pause * number, value) for number, value in enumerate(watts)]
 
 
-def test_the_mean_is_by_time() -> None:
+def test_mean_power_is_weighted_by_time() -> None:
     uneven = [0.0, 0.01, 0.02, 0.03, 0.04, 0.05, 0.1, 0.3, 0.6, 0.9, 1.0]
     found = measure_mean_power([PowerSample(at, 100 + 100 * at) for at in uneven])
     assert (found.watts, found.seconds, found.intervals) == (pytest.approx(150), pytest.approx(1.0), 10)

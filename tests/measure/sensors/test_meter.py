@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import gc
 import threading
 from collections.abc import Callable
 from dataclasses import replace
@@ -17,7 +16,6 @@ from fp8bench.measure.sensors.nvml import Library
 from fp8bench.measure.sensors.nvml_match import DeviceIdentity
 from fp8bench.model import DeviceFacts
 from fp8bench.model.readings import Reading, Unavailable
-from fp8bench.worker import host_counters as host
 from tests.counts import counts, for_each
 from tests.measure.sensors.nvml.library import Simulation, pci_of, uuid_of
 from tests.measure.sensors.test_energy import measured
@@ -37,7 +35,7 @@ def test_a_gpu_is_measured_by_nvml(nvml: Simulation) -> None:
         assert meter.device.facts()["uuid"] == Reading(uuid_of(2), "", "nvmlDeviceGetUUID")
 
 
-def test_a_gpu_that_nobody_knows_has_reasons(nvml: Simulation) -> None:
+def test_an_unknown_gpu_has_reasons(nvml: Simulation) -> None:
     with open_meter(replace(GPU, uuid="GPU-ffff"), {}) as meter:
         why = Unavailable("NVML lists no device with UUID GPU-ffff or PCI address ?")
         device = meter.device
@@ -101,50 +99,39 @@ def test_mig_instances_that_share_a_gpu_share_its_energy(
         assert isinstance(meter.measure_idle(), Energy)
 
 
-def test_without_energy_a_device_can_still_be_asked(nvml: Simulation) -> None:
+def test_without_energy_the_device_is_still_read(nvml: Simulation) -> None:
     with open_meter(replace(GPU, uuid=uuid_of(1)), {}, energy=False) as meter:
         assert meter.kind is SourceKind.NONE and nvml.calls().get("nvmlDeviceGetTotalEnergyConsumption", 0) == 0
         with meter.window() as window:
             assert window.is_enough
         assert window.energy == Unavailable("--no-energy was given")
         temperature = meter.device.read_changing_state()["temperature"]
-        assert isinstance(temperature, Reading) and temperature.number == 55
+        assert temperature.number == 55
     with open_meter(CPU, {}, energy=False) as meter:
         assert meter.why == "--no-energy was given"
 
 
-MEBIBYTE = 2**20
-
-
-def held() -> tuple[set[threading.Thread], int, int]:
-    """Threads, open files, and resident bytes of this process."""
-    gc.collect()
+def held() -> tuple[set[threading.Thread], int]:
+    """Threads and open files of this process."""
     files = Path("/proc/self/fd")
     if not files.is_dir():
-        pytest.skip("needs Linux's /proc to count open files and resident memory")
-    resident = host.memory()["rss"]
-    assert isinstance(resident, Reading)
-    return set(threading.enumerate()), len(list(files.iterdir())), int(resident.number)
+        pytest.skip("needs Linux's /proc to count open files")
+    return set(threading.enumerate()), len(list(files.iterdir()))
 
 
-@pytest.mark.slow
-@counts(1000, 10_000)
-def test_many_windows_leak_neither_threads_files_nor_memory(
+@counts(20, 1000)
+def test_many_windows_leak_neither_threads_nor_files(
     count: int, nvml: Simulation, opened: Callable[[], Meter], clock: VirtualClock
 ) -> None:
     nvml.state.device[0].period_ns = 7_000_000
     meter = opened()
-    threads, files, _ = held()
-    resident = 0
-    for number in range(count):
-        if number == count // 5:
-            resident = held()[2]
+    threads, files = held()
+    for _ in range(count):
         with meter.window() as window:
-            assert len(set(threading.enumerate()) - threads) <= 1
             clock.wait(lambda window=window: window.is_enough)  # type: ignore[misc]
         assert isinstance(window.energy, Energy)
-    now, files_now, resident_now = held()
-    assert now <= threads and files_now <= files and resident_now - resident < 4 * MEBIBYTE
+    now, files_now = held()
+    assert now <= threads and files_now <= files
     calls = nvml.calls()
     assert calls["nvmlInitWithFlags"] == calls["nvmlDeviceGetHandleByUUID"] == 1
     assert nvml.state.shutdowns == 0

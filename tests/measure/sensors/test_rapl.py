@@ -77,7 +77,7 @@ def test_a_counter_that_wraps_is_continued(growths: list[int], limit: int, start
 
 
 @for_each("limit", [RANGE, None, "no number"])
-def test_a_counter_that_was_set_back_is_no_wrap(tmp_path: Path, limit: object) -> None:
+def test_a_counter_that_was_reset_is_refused(tmp_path: Path, limit: object) -> None:
     path = zone(tmp_path, "intel-rapl:0", "package-0", energy=100_000_000_000, limit=limit)
     now = [0.0]
     counter = EnergyCounter(rapl.list_domains(tmp_path), lambda: now[0])
@@ -153,7 +153,7 @@ def test_the_fastest_core_and_the_hottest_sensor_of_a_processor(tmp_path: Path) 
 
 
 @for_each("clocks", [{}, {0: "<unknown>"}, {0: "0"}])
-def test_what_cannot_be_read_is_a_reason_and_no_zero(tmp_path: Path, clocks: dict[int, str]) -> None:
+def test_unreadable_values_have_a_reason(tmp_path: Path, clocks: dict[int, str]) -> None:
     device = made(tmp_path, clocks)
     assert isinstance(device.read_changing_state()["cpu_clock"], Unavailable) and device.has_sensors == bool(clocks)
 
@@ -163,5 +163,5 @@ def test_a_processor_warms_up_by_what_it_tells(tmp_path: Path) -> None:
     worker, processor = FakeWorker({"fp32": Script(gemm_steps(10 * MS))}), arm("fp32")
     processor.prepare(worker)
     found = Settler(device, 30.0, worker.clock).settle(processor, worker)
-    assert found is not None and found.settled and found.seconds < 5
+    assert found.settled and found.seconds < 5
     assert {look.temperature for look in found.looks} == {50.0} and {look.clock for look in found.looks} == {None}

@@ -7,13 +7,14 @@ import threading
 import time
 from collections.abc import Callable
 
+from fp8bench.measure.sensors.driver import Clock
 from tests.measure.sensors.nvml.library import State
 
 _HANG = 240.0
 _LOOK = 1e-3
 
 
-class VirtualClock:
+class VirtualClock(Clock):
     """A clock that advances only by the sampler thread's sleeping, while another thread waits for an instant.
 
     Sleeps end up to `lateness` seconds too late, at random by `seed`.

@@ -76,7 +76,7 @@ def read_only() -> Iterator[Path]:
             folder.chmod(0o755)
 
 
-def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
+def test_a_read_only_folder_gives_a_message(read_only: Path) -> None:
     assert read_object(read_only, 2) == {"a": 1}
     with pytest.raises(AsvFileError, match=r"x\.json cannot be written \(Permission denied\)"):
         write_object(read_only, {"a": 2})
@@ -85,7 +85,7 @@ def test_in_a_read_only_folder_each_step_is_a_sentence(read_only: Path) -> None:
     assert read_only.read_text() == OLD and list(read_only.parent.iterdir()) == [read_only]
 
 
-def test_what_cannot_be_read_is_a_sentence_and_not_broken(old: Path) -> None:
+def test_an_unreadable_file_is_not_broken(old: Path) -> None:
     """A folder, a pipe (reading it would block) and a path below a file must not be renamed."""
     pipe = old.with_name("pipe.json")
     os.mkfifo(pipe)
@@ -156,7 +156,7 @@ def test_a_file_that_stays_torn_is_broken(
     assert len(seen) == looks
 
 
-def test_what_is_set_aside_is_kept_under_a_new_name(old: Path) -> None:
+def test_a_broken_file_is_kept_under_a_new_name(old: Path) -> None:
     first = rename_broken_file(old)
     old.write_text("second")
     second = rename_broken_file(old)
@@ -197,7 +197,7 @@ def test_merging_drops_no_name_and_replaces_a_definition_that_says_something_els
     assert before == {"time_x": FOREIGN, TIME.name: known}
 
 
-def test_lists_of_other_versions_and_torn_ones_are_sentences(tmp_path: Path) -> None:
+def test_lists_of_other_versions_give_a_message(tmp_path: Path) -> None:
     path = tmp_path / "benchmarks.json"
     for wrong in ("track", {**FOREIGN, "name": "b"}, {"name": "a.B"}, {"name": "a.B", "params": [[1]]}):
         path.write_text(json.dumps({"a.B": wrong, "version": 2}))  # asv fails on it

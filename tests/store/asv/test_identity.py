@@ -107,7 +107,7 @@ def asv_machines(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @for_each("name", [*HOMES, *BROKEN])
-def test_the_machine_is_the_one_asv_takes_and_a_broken_file_is_as_good_as_none(
+def test_the_machine_is_the_one_that_asv_uses(
     name: str, asv_machines: dict[str, Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     home = write_home(tmp_path / "home", {**HOMES, **BROKEN}[name])
@@ -135,7 +135,7 @@ def test_lists_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> 
     assert find_identity().machine == MACHINE
 
 
-def test_a_system_that_says_nothing_leaves_empty_words(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_system_has_empty_facts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "cpuinfo").write_bytes(b"processor\t: 0\nfeatures\nmodel name\t: A: \xe9 CPU \nmodel name\t: second\n")
     assert identity._read_named_value(str(tmp_path / "cpuinfo"), "model name") == "A: � CPU"
     assert identity._read_named_value(str(tmp_path / "cpuinfo"), "MemTotal") == ""
@@ -210,7 +210,7 @@ def test_an_identity_survives_a_run_file(more: dict[str, Any], machine: str, pyt
     plain = json.loads(json.dumps(encode(Environment({"torch": "2", "commit": None, **to_facts(here)}))))
     back = parse_identity(decode(Environment, plain).facts)
     assert back == here
-    assert back is not None and all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
+    assert all(type(back.machine[key]) is type(value) for key, value in here.machine.items())
 
 
 @for_each(

@@ -102,17 +102,6 @@ def test_what_asv_wrote_is_read_and_written_again_unchanged(tmp_path: Path, keep
     assert path.read_bytes() == before
 
 
-def test_asv_reads_what_is_written_here(tmp_path: Path) -> None:
-    path = by_us(tmp_path / "box" / NAME, *BENCHMARKS, keep=True)
-    read = Results.load(str(path), machine_name="box")
-    name = "gemm.Gemm.track_time"
-    assert read.commit_hash == COMMIT and read.params == PARAMS and read.benchmark_version[name] == "1"
-    assert read.get_result_value(name, DTYPES)[:3] == [2e-3, 1e-3, None]
-    assert read.get_result_stats(name, DTYPES)[1]["repeat"] == 12
-    assert read.get_result_samples(name, DTYPES)[0] == [1e-3, 2e-3, 3e-3]
-    assert read.get_result_value("gemm.Gemm.track_error", [["'fp8'"]]) == [None]
-
-
 NUMBERS = st.one_of(
     st.floats(1e-9, 1e3),
     st.floats(allow_nan=False, allow_infinity=False),
@@ -177,7 +166,7 @@ ASV_READS = {"no hash", "another commit", "no machine", "an unknown column"}
 
 
 @for_each("what", REFUSED)
-def test_what_hides_a_file_from_asv_or_makes_it_fail_is_a_sentence(tmp_path: Path, what: str) -> None:
+def test_a_file_that_asv_cannot_read_gives_a_message(tmp_path: Path, what: str) -> None:
     path = by_asv(tmp_path, *BENCHMARKS)
     content = plain(path)
     change, kind, sentence = REFUSED[what]
@@ -202,11 +191,9 @@ READ: dict[str, Change] = {
     "no version of the row": with_rows(a=[[1.5], [], None, 5]),
     "a short row": with_rows(a=[None, [["1", "2"]], "1"]),
     "a short list": with_rows(a=[[1.5], [["1", "2"]], "1"]),
-    "a whole number": with_rows(a=[[1], [], "1", 5, 2, [1], [1], [1], [1], [1], [1], [[1, 2]]]),
     "cells beyond the columns that are null": with_rows(a=[[1], [], *[None] * 20]),
     "a profile": with_rows(a=[[1], [], *[None] * 10, "eJw="]),
     "a name of a lone surrogate": lambda it: it["results"].update({"\ud800": [[1], []]}),
-    "no rows": lambda it: it.update(results={}),
 }
 
 
@@ -238,19 +225,12 @@ BROKEN: dict[str, tuple[Any, str]] = {
     "no list": ({"result": [1]}, "expected a list, found"),
     "a number": (5, "expected a list, found 5"),
     "no params": ([[1]], "'params' is None, expected lists of texts"),
-    "params of numbers": ([[1], [[1, 2]]], "expected lists of texts"),
-    "params a text": ([[1], "abc"], "expected lists of texts"),
     "too many values": ([[1, 2, 3], [["1", "2"]]], "'result' has 3 values for 2 combinations"),
-    "a value that is a dict": ([[{"samples": [1]}], []], "'result' has the value {'samples': [1]}"),
     "a value that is true": ([[True], []], "'result' has the value True"),
     "a value beyond a float": ([[10**400], []], "'result' has the value 1000"),
     "result no list": ([1.5, []], "'result' is 1.5, expected a list"),
-    "a version that is a number": ([[1], [], 1], "'version' is 1"),
-    "a start that is a text": ([[1], [], "1", "now"], "'started_at' is 'now'"),
     "an interval without quartiles": ([[1], [], "1", 5, 1, [0.5], [1.5]], "some statistics of a value are missing"),
-    "an interval that is a text": ([[1], [], "1", 5, 1, ["0"]], "'stats_ci_99_a' has the value '0'"),
     "a repeat that is no count": ([[1], [], "1", 5, 1, [1], [1], [1], [1], [1], [1.5]], "'stats_repeat' has the value"),
-    "samples not in lists": ([[1], [], "1", 5, 1, *[None] * 6, [1.5]], "'samples' has the value 1.5"),
     "samples with a hole": ([[1], [], "1", 5, 1, *[None] * 6, [[1.5, None]]], "'samples' has the value [1.5, None]"),
     "a profile that is none": ([[1], [], *[None] * 10, 5], "'profile' is 5"),
     "parameters that multiply": ([None, [["1"] * 100] * 10], "more than 100000 combinations"),
@@ -287,7 +267,7 @@ TEXTS: dict[str, tuple[bytes, type[AsvFileError], str]] = {
 
 
 @for_each("what", TEXTS)
-def test_what_is_no_object_of_json_is_a_sentence(tmp_path: Path, what: str) -> None:
+def test_a_file_without_a_json_object_gives_a_message(tmp_path: Path, what: str) -> None:
     path = tmp_path / NAME
     raw, kind, sentence = TEXTS[what]
     path.write_bytes(raw)

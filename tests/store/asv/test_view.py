@@ -16,7 +16,7 @@ from tests.runs import error
 
 
 @for_each("broken", [math.nan, math.inf])
-def test_what_is_no_finite_number_failed(tmp_path: Path, broken: float) -> None:
+def test_figures_that_are_not_finite_count_as_failed(tmp_path: Path, broken: float) -> None:
     """asv reads NaN as not measured. Its search for steps never ends at an infinite figure."""
     store = tmp_path / str(broken)
     lead, other = records()

@@ -20,7 +20,7 @@ from fp8bench.store.runs import listing as reading
 from fp8bench.store.runs.listing import COPY_REASON, REFUSED_REASON, find_run, id_of, listing, run_files
 from fp8bench.store.runs.run_file import load_run
 from tests.commands import Say, unfolded
-from tests.histories import commit, history, keep, read_trends, records, run_at
+from tests.histories import commit, history, read_trends
 
 OTHER_NAME = "20270101T000000.000Z-0000000f-ffffffff.jsonl"
 
@@ -107,12 +107,9 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     assert (runs, left) == (1, {REFUSED_REASON: 2}) and trends != whole[0]
     words = (
         f"compare {commit(0)} {own}",
-        f"compare {commit(0)} {commit(1)}",
-        f"compare {path} {other}",
         f"compare {commit(0)} {path},{other}",
         f"show {own}",
         "show last",
-        f"report {own}",
     )
     for line in words:
         code, _, err = fp8bench(*line.split())
@@ -127,7 +124,7 @@ def test_two_contents_of_one_id_are_both_refused(store: Path, lie: Callable[[Pat
     assert numbers(store) == whole
 
 
-def test_what_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
+def test_a_run_that_is_named_twice_counts_once(store: Path, tmp_path: Path) -> None:
     second = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](second)
     (tmp_path / "link").symlink_to(store.resolve())
@@ -173,10 +170,6 @@ def test_merging_stores_with_copies(store: Path, tmp_path: Path) -> None:
     edited(b"187500,", b"150000,")(path)
     lied = merge_runs(store, theirs)
     assert not lied.copied and lied.same == 1 and len(lied.failed) == 1 and str(path) in lied.failed[0]
-    theirs_too = tmp_path / "more"
-    other = keep(theirs_too, run_at(1, records=tuple(records(9.0)), id="0000beef"))
-    placed(next(run_files(store)), b"x", name=other.name)
-    assert "is a different run" in " ".join(merge_runs(store, theirs_too).failed)
 
 
 def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
@@ -192,7 +185,7 @@ def test_files_without_a_header_are_told_apart_by_content(store: Path) -> None:
     assert set(broken) < set(run_files(store))
 
 
-def test_copies_of_what_nobody_can_read_or_that_go_stop_nothing(store: Path) -> None:
+def test_copies_of_unreadable_files_stop_nothing(store: Path) -> None:
     path = history(store, 1.0, 1.5)[1]
     head = path.read_bytes().splitlines(True)[0]
     later = head.replace(b'"schema":1', b'"schema":99').replace(b"000000c8", b"00000bad")
@@ -203,7 +196,7 @@ def test_copies_of_what_nobody_can_read_or_that_go_stop_nothing(store: Path) -> 
     assert open_history(store, lambda done, runs: None).runs == 2
 
 
-def test_a_file_that_goes_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_deleted_meanwhile_stops_nothing(store: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     path = history(store, 1.0, 1.5)[1]
     copy = COPIES["another name"](path)
     known = {file: id_of(file) for file in (path, copy)}
@@ -232,7 +225,7 @@ def test_cases_of_one_precision_give_the_largest(monkeypatch: pytest.MonkeyPatch
     )
     request = reading.add_stored_scales(Request("mlp", scales_from="last"), tmp_path)
     assert request.known_scales == (("fp8", "up", "input", 3.0), ("fp8-e4m3", "up", "input", 1))
-    assert request.scales is not None and request.scales.find_magnitudes("fp8") == {("up", "input"): 3.0}
+    assert request.scales.find_magnitudes("fp8") == {("up", "input"): 3.0}
     assert request.scales.find_magnitudes("fp8-delayed") == {("up", "input"): 3.0}
     assert reading.add_stored_scales(request, tmp_path) is request
     plain = Request("mlp")

@@ -6,8 +6,6 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from hypothesis import given, settings
-from hypothesis import strategies as st
 
 from fp8bench.errors import StoreError
 from fp8bench.store.merge_stores import find_store, merge_runs
@@ -66,7 +64,7 @@ def test_a_run_that_went_on_there_is_continued(ours: Path, theirs: Path, copies:
     assert merge_runs(ours, theirs).same == 1 and len(list(run_files(ours))) == 1 and path.exists()
 
 
-def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(ours: Path, theirs: Path) -> None:
+def test_a_running_run_is_copied_up_to_its_last_whole_line(ours: Path, theirs: Path) -> None:
     path = history(theirs, 1.0)[0]
     whole = path.read_bytes()
     with path.open("ab") as file:
@@ -80,7 +78,7 @@ def test_a_run_that_is_still_measured_is_taken_as_far_as_it_is_whole(ours: Path,
     assert merged.extended[0].read_bytes() == whole + NOTE and not merged.notes
 
 
-def test_what_is_no_run_is_not_taken(ours: Path, theirs: Path) -> None:
+def test_files_that_are_not_runs_are_not_copied(ours: Path, theirs: Path) -> None:
     folder = history(theirs, 1.0)[0].parent
     (folder / "20260101T000000Z-00000001-a.jsonl").write_text("words\n")
     (folder / "20260101T000000Z-00000001-b.jsonl").write_text('{"schema":99,"header":{}}\n')
@@ -101,22 +99,6 @@ def test_a_full_disk_leaves_no_half_a_run(ours: Path, theirs: Path, monkeypatch:
     assert not tree(ours)
 
 
-@settings(max_examples=25)
-@given(st.integers(0, 10**6), st.integers(0, 10**6))
-def test_beginnings_always_merge(tmp_path_factory: pytest.TempPathFactory, here: int, there: int) -> None:
-    """Wherever two copies of one run were cut off after the header, the longer one remains."""
-    place = tmp_path_factory.mktemp("stores")
-    path = history(place / "theirs", 1.0)[0]
-    copy = merge_runs(place / "ours", place / "theirs").copied[0]
-    content = path.read_bytes()
-    first = content.index(b"\n") + 1
-    lengths = [first + one % (len(content) - first + 1) for one in (here, there)]
-    copy.write_bytes(content[: lengths[0]])
-    path.write_bytes(content[: lengths[1]])
-    assert not merge_runs(place / "ours", place / "theirs").failed
-    assert copy.read_bytes() == content[: max(lengths)]
-
-
 def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
     ours = tmp_path / "here" / ".fp8bench"
     history(ours, 1.0)
@@ -135,7 +117,7 @@ def test_stores_are_found_and_our_own_is_refused(tmp_path: Path) -> None:
         find_store(tmp_path / "nothing", ours)
 
 
-def test_a_run_reads_the_same_by_its_head(tmp_path: Path) -> None:
+def test_a_header_alone_reads_like_the_run(tmp_path: Path) -> None:
     path = history(tmp_path, 1.0)[0]
     head, run = load_header(path), load_run(path)
     assert head == replace(run, records=(), finished=False)

@@ -104,7 +104,7 @@ def test_the_same_file_is_never_written_twice_and_one_that_is_not_there_is_a_sen
             load_run(path)
 
 
-def test_a_full_disk_is_a_sentence(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_gives_a_message(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def full(descriptor: int) -> None:
         raise OSError(28, "No space left on device")
 
@@ -131,7 +131,6 @@ def test_a_torn_last_line_is_left_out_and_named(tmp_path: Path, keep: int) -> No
 @for_each(
     "broken",
     [b"garbage", b"\xff\xfe\x00", b"[1]", b"17", b'{"record": 3}', b'{"record": {}}', b"null", b"[" * 100_000],
-    ids=["words", "bytes", "list", "number", "record of a number", "empty record", "null", "too deep"],
 )
 def test_a_broken_line_in_the_middle_costs_only_itself(tmp_path: Path, broken: bytes) -> None:
     path = written(tmp_path)
@@ -247,7 +246,7 @@ def test_a_finished_run_that_lost_records_says_so(tmp_path: Path) -> None:
         (b"[" * 100_000, "line 1, the header, is broken"),
     ],
 )
-def test_what_is_no_run_file_is_refused_with_a_sentence(tmp_path: Path, content: bytes, words: str) -> None:
+def test_a_file_that_is_not_a_run_is_refused(tmp_path: Path, content: bytes, words: str) -> None:
     path = tmp_path / "some.jsonl"
     path.write_bytes(content)
     with pytest.raises(StoreError, match=words) as caught:
@@ -268,7 +267,7 @@ def store(tmp_path: Path) -> Path:
     return tmp_path
 
 
-def test_a_run_is_found_by_what_a_person_has_at_hand_and_else_refused(store: Path) -> None:
+def test_a_run_is_found_by_path_id_or_prefix(store: Path) -> None:
     (store / "runs" / "box-aaaa1111" / "99990101T000000Z-nocommit-eeee5555.jsonl").mkdir()  # a folder is not a run
     assert [path.stem[-8:] for path in run_files(store)] == ["cccc3333", "bbbb4444", "aaaa2222", "aaaa1111"]
     for words, name in (
@@ -284,7 +283,7 @@ def test_a_run_is_found_by_what_a_person_has_at_hand_and_else_refused(store: Pat
         ("a", r"fits 2 runs .*aaaa1111.*Give more of the name"),
         ("2026", r"fits 4 runs .*aaaa1111"),
         *((word, r"no run .*The newest is 20260104T000000Z-01234567-cccc3333\.") for word in ("zzzz", "", ".", "..")),
-        ("a" * 400, "looking for run 'a+ in .* failed"),
+        ("a" * 400, "looking for 'a+ in .* failed"),
     ):
         with pytest.raises(RunNotFound, match=why):
             find_run(word, store)
@@ -322,7 +321,7 @@ def test_a_store_that_cannot_be_written_is_refused_before_anything_runs(
             start_run(run_called("x"), store)
 
 
-def test_the_newest_run_is_by_its_milliseconds(tmp_path: Path) -> None:
+def test_milliseconds_decide_which_run_is_newest(tmp_path: Path) -> None:
     for name, started in (("ffff", "2026-01-01T00:00:00.001+00:00"), ("aaaa", "2026-01-01T00:00:00.002+00:00")):
         start_run(run_called(name, started), tmp_path).finish("finished")
     assert find_run("last", tmp_path).name == "20260101T000000.002Z-01234567-aaaa.jsonl"
@@ -346,7 +345,7 @@ def test_two_processes_of_one_number_do_not_meet_in_the_probe(tmp_path: Path, mo
 
 
 @for_each("place", [-1, 99, 10**30])
-def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Path) -> None:
+def test_a_reference_outside_of_its_group_breaks_the_header(place: int, tmp_path: Path) -> None:
     run, _ = measured()
     writer = start_run(run, tmp_path)
     writer.append(run.records)
@@ -361,7 +360,7 @@ def test_a_reference_that_is_no_case_breaks_the_header(place: int, tmp_path: Pat
 
 
 @for_each("spoil", [b"", b'{"record":', b"x"])
-def test_what_is_measured_again_after_damage_is_read(spoil: bytes, tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_damaged_records(spoil: bytes, tmp_path: Path) -> None:
     path = written(tmp_path, end="interrupted")
     lines = path.read_bytes().splitlines(keepends=True)
     path.write_bytes(b"".join([*lines[:2], spoil + b"\n", *lines[3:]]))
