@@ -174,8 +174,6 @@ def _metric_fields(metric: Metric) -> TidyRow:
 
 def _finding_fields(result: Result) -> TidyRow:
     finding = result.finding
-    if finding is None or finding.best_seconds is None:
-        return {}
     label_reasons = "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons)
     return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": label_reasons}
 
@@ -203,13 +201,11 @@ def run_document(run: Run, findings: FindingsById) -> dict[str, Any]:
 
 
 def _result_document(case: NamedCase) -> dict[str, Any]:
-    finding = None
-    if case.finding:
-        finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
-        # Drop fields that the document has in other places: the case is in the record, and times by phase are in the
-        # metrics.
-        finding.pop("case", None)
-        finding.pop("typical", None)
+    finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
+    # Drop fields that the document has in other places: the case is in the record, and times by phase are in the
+    # metrics.
+    finding.pop("case")
+    finding.pop("typical", None)
     figures = {}
     for metric in case.figures.values():
         value = metric.value if metric.best is None else metric.best

@@ -20,9 +20,9 @@ from fp8bench.analysis.labels import describe_load
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Run
 from fp8bench.report import topics
-from fp8bench.report.case_status import cost_tone
+from fp8bench.report.case_status import row_cost_tone
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Elements, Field, Page, Part, Table, Text
+from fp8bench.report.elements import Chart, Element, Elements, Page, Part, Table, Text
 from fp8bench.report.page.charts import is_worth_drawing, numbers_table
 from fp8bench.report.panels import CaseValue, FindingsById, NamedCase, Panel, Result, group_into_panels, join_parts
 from fp8bench.report.words.naming import (
@@ -92,13 +92,12 @@ def load_sections() -> dict[str, Section]:
     return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 
-def _case_field(row: CaseValue[Any]) -> Field:
-    """Returns the precision and setting of a case, as 'fp8 (emulated), m=256 n=256'."""
-    case_name = join_parts(mark_emulation(row.case, row.case.mode), row.case.setting_name)
-    return Field(case_name, tone=cost_tone(row.case))
-
-
-PRECISION_COLUMN: Col[CaseValue[Any]] = Col("precision", _case_field)
+# A column with the precision and setting of a case, as 'fp8 (emulated), m=256 n=256'.
+PRECISION_COLUMN: Col[CaseValue[Any]] = Col(
+    "precision",
+    lambda row: join_parts(mark_emulation(row.case, row.case.mode), row.case.setting_name),
+    tone=row_cost_tone,
+)
 
 
 def mark_emulation(result: Result, name: str) -> str:

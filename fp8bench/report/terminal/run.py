@@ -201,7 +201,7 @@ def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
     if not record.is_ok:
         yield "FAILED" if record.status is Status.FAILED else record.status.value, record.reason
         return
-    if finding is not None and finding.why and not finding.is_judged:
+    if finding.why and not finding.is_judged:
         yield "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value, finding.why
     if is_timed and Label.EAGER_QUANTISER in result.labels:
         yield Label.EAGER_QUANTISER, result.reason(Label.EAGER_QUANTISER)

@@ -8,7 +8,7 @@ from dataclasses import replace
 from fp8bench.model import Capacity, Measurement, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.elements import Stacks, Table
-from fp8bench.report.panels import group_into_panels, phase_seconds
+from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.memory import capacity_tables, device_peak_ratio, peak_ratio, phases_at_peak
 from fp8bench.report.topics.memory import memory_table as memory_of
 from tests.materials import Made, built, of_kind, part, told
@@ -192,6 +192,6 @@ def test_each_precision_at_its_own_batch() -> None:
     assert bf16["h for 1 G tokens"] == 1e9 / 2048 / 3600
     case_bf16, _, _ = panel.members
     assert case_bf16.best_seconds and bf16["same batch"] == 1024 / case_bf16.best_seconds
-    update = dict(phase_seconds(case_bf16))["optimizer_step"]
+    update = dict(case_bf16.finding.phases)["optimizer_step"]
     assert bf16["at 8.19 k a step"] == 8192 / (2 * (2 - update) + update) and update > 0
     assert fp16["at 8.19 k a step"] == 8192 / 2
