@@ -37,9 +37,6 @@ def test_results() -> Told:
     yield "not even where a finding carries one", part("results", (run, findings))
     alone = (replace(run.records[2], is_reference=True),)
     yield "an emulated reference is called so", tables((replace(run, records=alone), findings))
-    for verdict in Verdict:
-        if verdict not in (Verdict.REFERENCE, Verdict.EMULATED):
-            yield f"colour follows the verdict: {verdict}", part("results", judged((verdict, 0.5)))
     yield "a doubted verdict is perhaps one", part("results", judged((Verdict.SLOWER, 1.25, Label.NOISY)))
     yield "columns that say nothing are left out", part("results", skipped())
     yield "runs side by side have a column", part("results", gemm(), transformer())

@@ -4,16 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Environment, Resumption, Run, Scalar
+from fp8bench.model import Environment, Run, Scalar
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.words.naming import (
-    count_statuses,
     describe_commit,
     describe_missing_records,
     describe_sizes,
     join_words,
-    list_notes,
-    many,
     name_setting,
     shorten_line,
     show_start,
@@ -44,11 +41,7 @@ def test_naming() -> Told:
         "",
     ):
         yield f"when {started!r} was", show_start(replace(under(), started=started))
-    yield "records are counted", [count_statuses(run) for run in (gemm()[0], transformer()[0], under())]
-    yield "what is counted has a plural", [many(number, "case") for number in (0, 1, 12)]
     yield "what is too long is cut, on one line", [shorten_line(" a\n b ", 3), shorten_line("abcdef", 5)]
-    resumed = replace(transformer()[0], resumptions=(Resumption("2026-01-06", "", Environment({})),), notes=("beside",))
-    yield "notes are the plan's, of resuming, and the run's", list_notes(resumed)
     run, _ = gemm()
     cut = replace(run, records=run.records[:4])
     yield "cases without a record are counted", describe_missing_records(cut)
