@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fp8bench.report.page.drawing.scale import MAX_LABELS, cut_to_room
+from fp8bench.report.page.drawing.scale import MAX_LABELS
 from fp8bench.report.page.drawing.sheet import Sheet
 
 # A label that is wider than this, in pixels, is shortened in the middle.
@@ -49,7 +49,7 @@ def write_labels(
     for x, y, label, style in texts:
         if num_written == MAX_LABELS:
             return
-        text = cut_to_room(label, _MAX_LABEL_WIDTH, sheet.font_size)
+        text = sheet.cut_to_room(label, _MAX_LABEL_WIDTH)
         if not text:
             continue
         for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):

@@ -15,7 +15,6 @@ from fp8bench.report.page.drawing.scale import (
     MAX_ROWS,
     MAX_SERIES,
     Scale,
-    cut_to_room,
     fit_scale,
     interval_ends,
     is_drawable,
@@ -52,7 +51,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     max_label_width = _MAX_LABEL_SHARE * sheet.width
     texts: list[str] = []
     for _, labels in groups:
-        texts += [cut_to_room(label, max_label_width, sheet.font_size) for label in labels]
+        texts += [sheet.cut_to_room(label, max_label_width) for label in labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
     left = label_width + _LABEL_GAP
     tops: list[float] = []
@@ -60,7 +59,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     for index, (heading, group) in enumerate(groups):
         if has_headings:
             y += 10.0 if index else 0.0
-            sheet.add_text(0, y + 10, cut_to_room(heading, sheet.width, sheet.font_size, bold=True), "heading")
+            sheet.add_text(0, y + 10, sheet.cut_to_room(heading, sheet.width, bold=True), "heading")
             y += 26.0
         for _ in group:
             sheet.add_text(left - _LABEL_GAP, y + height / 2, texts[len(tops)], "label", anchor="end")
@@ -75,7 +74,7 @@ def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: 
     if tick_texts:
         sheet.add_lines("grid", [[(x, top), (x, bottom)] for x, _ in tick_texts], layer=0)
     write_along_axis(sheet, tick_texts, bottom + 13)
-    text = cut_to_room(title, scale.end - scale.start, sheet.font_size)
+    text = sheet.cut_to_room(title, scale.end - scale.start)
     sheet.add_text((scale.start + scale.end) / 2, bottom + 34, text, "quiet", anchor="middle")
     return bottom + 46
 
@@ -95,7 +94,7 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
     x = 0.0
     max_text_width = sheet.width / 3
     for shape, style, label in entries:
-        text = cut_to_room(label, max_text_width, sheet.font_size)
+        text = sheet.cut_to_room(label, max_text_width)
         entry_width = 18 + sheet.measure_text(text)
         # Continue on the next line if the entry does not fit.
         if x and x + entry_width > sheet.width:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import MAX_SERIES, escape, text_width
+from fp8bench.report.page.drawing.scale import MAX_SERIES, cut_to_room, escape, text_width
 
 _SHEET_WIDTH = 880.0
 # The font size in pixels, equal to that in charts.css.
@@ -87,6 +87,9 @@ class Sheet:
 
     def measure_text(self, text: str, bold: bool = False) -> float:
         return text_width(text, self.font_size, bold)
+
+    def cut_to_room(self, text: str, max_width: float, bold: bool = False) -> str:
+        return cut_to_room(text, max_width, self.font_size, bold)
 
     def note_missing_values(self, num_hidden: int) -> None:
         """Notes in the chart's description how many values are not drawn. They are too many, or beyond the axis."""
