@@ -45,6 +45,12 @@ def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return by_key
 
 
+# The metrics that all suites about tensors have.
+SQNR_METRIC = "sqnr_db"
+WORST_BLOCKS_METRIC = "sqnr_block_p1_db"
+UNDERFLOW_METRIC = "underflow_percent"
+
+
 def join_parts(*parts: str, separator: str = ", ") -> str:
     """Joins the texts that are not empty: 'a', '' and 'b' give 'a, b'."""
     return separator.join(filter(None, parts))
@@ -215,6 +221,11 @@ class Panel:
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(measurement.metric for measurement in self.measurements))
+
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether the suite measures times. A suite about tensors measures only their errors."""
+        return not {SQNR_METRIC, WORST_BLOCKS_METRIC, UNDERFLOW_METRIC} <= {*self.metrics}
 
 
 def list_cases(panels: Iterable[Panel]) -> list[NamedCase]:

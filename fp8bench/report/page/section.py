@@ -205,6 +205,10 @@ class Entry:
     def panels(self) -> tuple[Panel, ...]:
         return group_into_panels(self.run, self.findings)
 
+    @cached_property
+    def timed_panels(self) -> list[Panel]:
+        return [panel for panel in self.panels if panel.is_timed]
+
 
 @dataclass(frozen=True)
 class Material:
@@ -264,6 +268,10 @@ _LABEL_SOURCES: tuple[Callable[[Run], str], ...] = (
     ),
     lambda run: ",".join(dict.fromkeys(record.case.mode for record in run.records)),
 )
+
+
+def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
+    return ((title, panel) for title, panel in panels_with_titles(material) if panel.is_timed)
 
 
 def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:

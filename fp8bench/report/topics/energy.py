@@ -29,7 +29,7 @@ from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Elements, Field, Sentences, Tables, Text, Tone, bullet_list
-from fp8bench.report.page.section import Material, rename_tables, section
+from fp8bench.report.page.section import Material, rename_tables, section, timed_panels
 from fp8bench.report.panels import (
     CaseValue,
     NamedCase,
@@ -41,7 +41,6 @@ from fp8bench.report.panels import (
     name_incomparable,
     together,
 )
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, many
 

@@ -20,7 +20,14 @@ from fp8bench.report.case_status import row_cost_tone
 from fp8bench.report.columns import Col, Cols, add_figure_columns, table
 from fp8bench.report.elements import ChartAxis, Elements, Stacks, Tables, Text
 from fp8bench.report.page.charts import stack_chart
-from fp8bench.report.page.section import Material, mark_emulation, panels_with_titles, rename_tables, section
+from fp8bench.report.page.section import (
+    Material,
+    mark_emulation,
+    panels_with_titles,
+    rename_tables,
+    section,
+    timed_panels,
+)
 from fp8bench.report.panels import (
     Cases,
     CaseValue,
@@ -32,7 +39,6 @@ from fp8bench.report.panels import (
     name_incomparable,
 )
 from fp8bench.report.topics.own_batch import make_own_batch, own_batch_table
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
 from fp8bench.report.words.naming import figure_words
 

@@ -21,7 +21,14 @@ from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, Cols, case_columns, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
-from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
+from fp8bench.report.page.section import (
+    PRECISION_COLUMN,
+    Material,
+    panels_with_titles,
+    section,
+    table_of_cases,
+    timed_panels,
+)
 from fp8bench.report.panels import (
     CaseValue,
     NamedCase,
@@ -32,7 +39,6 @@ from fp8bench.report.panels import (
     show_value,
     together,
 )
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import figure_words, join_words
 

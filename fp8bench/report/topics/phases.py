@@ -16,9 +16,8 @@ from fp8bench.model.run import BENCH
 from fp8bench.report.columns import Col, Cols, case_columns, table
 from fp8bench.report.elements import ChartAxis, Elements, Stacks, Table, Tables, Text, Texts, Tone
 from fp8bench.report.page.charts import stack_chart
-from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.page.section import Material, panels_with_titles, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, together
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, name_unsplit_work, phase_sort_key, phase_words
 

@@ -42,7 +42,6 @@ from fp8bench.report.panels import (
 )
 from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, verdict_word
 from fp8bench.report.topics.memory import device_peak_bytes
-from fp8bench.report.topics.tensors import is_about_tensors
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import figure_words, shorten_line
 
@@ -101,7 +100,7 @@ def results_section(material: Material) -> Elements:
     """A line for each case, with the reason for its verdict. A step is the best case: undisturbed, with a hot
     cache unless cache= is set. The time of an emulated case is the cost of emulating.
     """
-    panels = [(entry, panel) for entry, panel in material.panels() if not is_about_tensors(panel)]
+    panels = [(entry, panel) for entry, panel in material.panels() if panel.is_timed]
     if not panels:
         if not any(entry.panels for entry in material.entries):
             yield Text("This report has no cases.", Tone.DOUBT)

@@ -27,9 +27,8 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables, Text, Texts
-from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.page.section import Material, panels_with_titles, section, timed_panels
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result, join_parts, together
-from fp8bench.report.topics.tensors import is_about_tensors, timed_panels
 from fp8bench.report.words.naming import figure_words, join_words, many
 
 _SustainedCase = CaseValue[Sustained]
@@ -145,8 +144,7 @@ def speedup_section(material: Material) -> Elements:
 
 def _timed_cases(material: Material) -> Iterator[_TitledCase]:
     for (entry, panel), (title, _) in zip(material.panels(), panels_with_titles(material), strict=True):
-        # Suites about tensors compare errors and have no times.
-        if not is_about_tensors(panel):
+        if panel.is_timed:
             for case in panel.members:
                 yield _TitledCase(f"{entry.label} {panel.device}", title, case)
 

@@ -17,14 +17,20 @@ from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
 from fp8bench.report.page.section import Material, panels_with_titles, section
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, median_value
+from fp8bench.report.panels import (
+    SQNR_METRIC,
+    UNDERFLOW_METRIC,
+    WORST_BLOCKS_METRIC,
+    NamedCase,
+    Panel,
+    Result,
+    ResultGroup,
+    median_value,
+)
 from fp8bench.report.terminal.layout import GAP, INDENT
 from fp8bench.report.words.naming import join_words
 
-SQNR_METRIC = "sqnr_db"
 WORST_ROWS_METRIC = "sqnr_row_p1_db"
-WORST_BLOCKS_METRIC = "sqnr_block_p1_db"
-UNDERFLOW_METRIC = "underflow_percent"
 SATURATION_METRIC = "saturation_percent"
 # The title and the description of the column of each metric. docs/formats.md defines the metrics.
 TENSOR_METRICS = {
@@ -85,14 +91,6 @@ class TensorCell(NamedTuple):
 
     fmt: str
     name: str
-
-
-def is_about_tensors(panel: Panel) -> bool:
-    return {SQNR_METRIC, WORST_BLOCKS_METRIC, UNDERFLOW_METRIC} <= {*panel.metrics}
-
-
-def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    return ((title, panel) for title, panel in panels_with_titles(material) if not is_about_tensors(panel))
 
 
 def name_precision(result: Result) -> TensorCell:
@@ -269,7 +267,7 @@ def tensors_section(material: Material) -> Elements:
     left. The largest values decide it; for small values look at the worst rows and blocks, and at underflow. The suite
     cast is about the times.
     """
-    panels = [(title, panel) for title, panel in panels_with_titles(material) if is_about_tensors(panel)]
+    panels = [(title, panel) for title, panel in panels_with_titles(material) if not panel.is_timed]
     for title, panel in panels:
         for overview in _sqnr_tables(panel, _PAGE_WIDTH):
             yield replace(overview, name=f"sqnr-{panel.suite}", caption=f"{title}: SQNR in dB, higher is better")

@@ -20,12 +20,12 @@ from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
 from fp8bench.report.case_status import Standing, describe_intervals, find_standing, list_speeds, speed_up
 from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
-from fp8bench.report.page.section import Entry, Material, section
+from fp8bench.report.page.section import Entry, Material, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, list_cases, together
 from fp8bench.report.terminal.short_answer import as_sentence
 from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, propose_commands
 from fp8bench.report.topics.ranks import CPU_REMARK
-from fp8bench.report.topics.tensors import is_about_tensors, name_best_precisions, timed_panels
+from fp8bench.report.topics.tensors import name_best_precisions
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import (
@@ -241,15 +241,16 @@ def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
     yield from report_failures(entry)
     # 1. Write a sentence for each precision, timed suites first. The suite and the device are named only if there are
     # several.
-    panels = [panel for panel in entry.panels if not is_about_tensors(panel)]
+    panels = entry.timed_panels
     has_suites = len({panel.suite for panel in panels}) > 1
     has_devices = len({panel.device for panel in panels}) > 1
     answers: list[Text] = []
     for panel in panels:
         place = join_parts(panel.suite if has_suites else "", panel.device if has_devices else "", separator=" on ")
         answers += compare_precisions(panel, place)
-    for panel in filter(is_about_tensors, entry.panels):
-        answers += map(Text, name_best_precisions(panel))
+    for panel in entry.panels:
+        if not panel.is_timed:
+            answers += map(Text, name_best_precisions(panel))
     if answers:
         yield Items(tuple(answers))
     # 2. Propose a command. Then give the reasons for doubt, and name the cases without a verdict.
