@@ -177,15 +177,12 @@ def runs_page(
 
 
 def faults_page(faults: Sequence[Fault], num_sound: int, num_files: int, store: str) -> Page:
-    lines_by_title: dict[str, list[str]] = {"broken": [], "worth knowing": []}
-    for fault in faults:
-        title = "broken" if fault.broken else "worth knowing"
-        lines_by_title[title].append(f"{fault.path}: {fault.what}. {fault.remedy}.")
     parts: list[Part] = []
-    for title, lines in lines_by_title.items():
-        parts += list_of(title, title, lines)
+    for title, is_broken in (("broken", True), ("worth knowing", False)):
+        listed = [fault for fault in faults if fault.broken is is_broken]
+        parts += list_of(title, title, (f"{fault.path}: {fault.what}. {fault.remedy}." for fault in listed))
     parts.append(Part("sound", "", (Text(f"sound: {num_sound} of {num_files} run files"),)))
-    num_broken = len(lines_by_title["broken"])
+    num_broken = sum(fault.broken for fault in faults)
     summary = f"{many(num_broken, 'thing is', 'things are')} broken" if num_broken else "nothing is broken"
     return Page(f"{store}: {summary}", "", tuple(parts))
 
@@ -237,9 +234,7 @@ def _change_ratio(figure: Figure, previous: Figure | None) -> float | None:
     """Returns a value divided by the previous one, or None if they do not compare, or if the ratio is not a positive
     number.
     """
-    if previous is None or figure.value is None or previous.value is None:
-        return None
-    if not _is_same_work(figure, previous):
+    if previous is None or figure.value is None or previous.value is None or not _is_same_work(figure, previous):
         return None
     if figure.value == previous.value:
         return 1.0

@@ -25,6 +25,7 @@ from fp8bench.report.panels import (
     shared_params,
     show_params,
     show_value,
+    together,
 )
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer_parts, describe_device_state, describe_storage, next_commands
@@ -185,17 +186,18 @@ def _panel_notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
                 yield f"{result.mode} {subject}".rstrip(), text, group.setting_name
         if panel.is_timed:
             yield from ((modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group))
-        modes_by_condition: dict[str, list[str]] = {}
-        for result in group.results:
-            kernel = describe_attention(result.record)
-            attention = f"attention by torch's kernel {kernel}" if kernel else ""
-            for condition in (attention, describe_cache(result.record, run.devices), describe_replays(result.record)):
-                modes_by_condition.setdefault(condition, []).append(result.mode)
-        yield from (
-            (", ".join(modes), condition, group.setting_name)
-            for condition, modes in modes_by_condition.items()
-            if condition
+        modes_by_condition = together(
+            (condition, result.mode) for result in group.results for condition in _describe_conditions(result, run)
         )
+        for condition, modes in modes_by_condition.items():
+            yield ", ".join(modes), condition, group.setting_name
+
+
+def _describe_conditions(result: Result, run: Run) -> Iterable[str]:
+    kernel = describe_attention(result.record)
+    attention = f"attention by torch's kernel {kernel}" if kernel else ""
+    cache = describe_cache(result.record, run.devices)
+    return filter(None, (attention, cache, describe_replays(result.record)))
 
 
 def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:

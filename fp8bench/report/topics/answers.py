@@ -331,8 +331,7 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
     if is_measuring and cases and all(case.is_reference for case in cases):
         yield f"name precisions to compare: {remove_option(command, '--dtypes')} --dtypes fp32,bf16,fp8"
     elif under_load:
-        full_command = remove_option(remove_option(command, "--quick"), "--rounds")
-        yield f"free the machine, and measure again: {full_command}"
+        yield f"free the machine, and measure again: {remove_option(command, '--quick', '--rounds')}"
     if not is_measuring:
         return
     # 2. Propose more rounds for verdicts that are open.
@@ -354,7 +353,7 @@ def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
     speeds = list_speeds(cases)
     if not speeds:
         return
-    full_command = remove_option(remove_option(command, "--quick"), "--rounds")
+    full_command = remove_option(command, "--quick", "--rounds")
     # The range of a few rounds does not show how many rounds would be enough.
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {full_command}"
@@ -398,13 +397,13 @@ def _keeps_state(case: NamedCase) -> bool:
         return True
 
 
-def remove_option(command: str, option: str) -> str:
-    """Returns the command without an option and its value."""
+def remove_option(command: str, *options: str) -> str:
+    """Returns the command without these options and their values."""
     command_words = iter(command.split(" "))
     kept_words = []
     for word in command_words:
-        if word == option and option in _OPTIONS_WITH_VALUE:
-            next(command_words, None)
-        elif word != option and not word.startswith(f"{option}="):
+        if word.partition("=")[0] not in options:
             kept_words.append(word)
+        elif word in _OPTIONS_WITH_VALUE:
+            next(command_words, None)
     return " ".join(kept_words)

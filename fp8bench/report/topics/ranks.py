@@ -62,11 +62,9 @@ def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseVa
     """Yields why figures in a table are unknown. A reason that leaves a dash in the table is followed by the modes
     that it applies to.
     """
-    modes_by_reason: dict[Untold, list[str]] = {}
-    for case, figures in rows:
-        for figure in figures:
-            if isinstance(figure, Untold):
-                modes_by_reason.setdefault(figure, []).append(case.mode)
+    modes_by_reason = together(
+        (figure, case.mode) for case, figures in rows for figure in figures if isinstance(figure, Untold)
+    )
     # The table shows that a pipeline has no hidden share, and the remark on its bubble explains the waiting.
     modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
@@ -171,10 +169,7 @@ _TimedRanks = CaseValue[Sequence[RankTimes]]
 
 def _times_table(panel: Panel) -> Table:
     timed_cases = panel.find_values(lambda result: result.record.timing)
-    rows: list[_TimedRanks] = []
-    for case, timing in timed_cases:
-        if times := rank_times(timing):
-            rows.append(CaseValue(case, times))
+    rows: list[_TimedRanks] = [CaseValue(case, times) for case, timing in timed_cases if (times := rank_times(timing))]
 
     def max_waiting(row: _TimedRanks) -> float | None:
         sends = row.case.figures[specs.COMMUNICATION].value is not None
@@ -230,10 +225,10 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
     """Yields a sentence for each collective. It names the formats that no other format beats both in bytes and in
     error. Only messages of the largest size are compared.
     """
-    by_collective: dict[str, list[CaseValue[Transfer]]] = {}
-    for row in panel.find_values(lambda result: result.record.transfer):
-        name = str(dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite))
-        by_collective.setdefault(name.replace("_", "-"), []).append(row)
+    all_rows = panel.find_values(lambda result: result.record.transfer)
+    by_collective = together(
+        (dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite), row) for row in all_rows
+    )
     for collective, rows in by_collective.items():
         sizes = {row.value.logical for row in rows}
         cost_by_text: dict[str, tuple[float, float]] = {}
@@ -249,7 +244,7 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
         if len(best_numbers) < len(texts):
             size_text = f" of {units.size(max(sizes))}" if len(sizes) > 1 else ""
             trade_offs = "; ".join(texts[number] for number in best_numbers)
-            yield f"{collective}{size_text}: best trade-offs of bytes and error: {trade_offs}."
+            yield f"{str(collective).replace('_', '-')}{size_text}: best trade-offs of bytes and error: {trade_offs}."
 
 
 def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from fp8bench import units
@@ -26,6 +27,7 @@ from fp8bench.report.panels import (
     Result,
     ResultGroup,
     median_value,
+    together,
 )
 from fp8bench.report.terminal.layout import GAP, INDENT
 from fp8bench.report.words.naming import join_words
@@ -169,10 +171,7 @@ def name_best_precisions(panel: Panel) -> Iterator[str]:
     If only one precision of a width was measured, this width has no sentence.
     """
     # For each width of an element in bits, a list of tensors with the SQNR of every precision.
-    tensors_by_bits: dict[int, list[dict[str, float]]] = {}
-    for group in panel.groups:
-        for bits, sqnr_by_precision in _sqnr_by_bits(group).items():
-            tensors_by_bits.setdefault(bits, []).append(sqnr_by_precision)
+    tensors_by_bits = together(pair for group in panel.groups for pair in _sqnr_by_bits(group).items())
     for bits, tensors in sorted(tensors_by_bits.items(), reverse=True):
         if len(set().union(*tensors)) > 1:
             yield _describe_best(bits, tensors, panel.suite)
@@ -192,10 +191,9 @@ def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
 
 
 def _describe_best(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
-    wins_by_precision: Counter[str] = Counter()
-    for sqnr_by_precision in tensors:
-        wins_by_precision[max(sqnr_by_precision, key=lambda precision: sqnr_by_precision[precision])] += 1
-    best_sqnrs = [max(sqnr_by_precision.values()) for sqnr_by_precision in tensors]
+    best = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
+    wins_by_precision = Counter(precision for precision, _ in best)
+    best_sqnrs = [sqnr for _, sqnr in best]
     low = units.decibels(min(best_sqnrs))
     high = units.decibels(max(best_sqnrs))
     sqnr_range = low if low == high else f"{low.removesuffix(' dB')} to {high}"

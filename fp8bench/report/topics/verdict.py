@@ -48,11 +48,11 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, 
 
     An example: 'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'.
     """
-    cases_by_reason: dict[str, list[NamedCase]] = {}
-    for case in cases:
-        if find_standing(case) is status:
-            reason = shorten_line(case.record.reason, MAX_REASON_LENGTH) or "no reason was given"
-            cases_by_reason.setdefault(reason, []).append(case)
+    cases_by_reason = together(
+        (shorten_line(case.record.reason, MAX_REASON_LENGTH) or "no reason was given", case)
+        for case in cases
+        if find_standing(case) is status
+    )
     lines = []
     for reason, members in cases_by_reason.items():
         modes = {case.mode: "" for case in members}
@@ -154,11 +154,11 @@ def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) 
     if entry.run.request.ranks and on_cpu:
         yield CPU_REMARK.removesuffix(".")
     # 3. Name reasons of single cases, the most frequent first.
-    modes_by_reason: dict[str, list[str]] = {}
-    for case in list_cases(panels):
-        for reason in _case_doubts(case, bool(load_warning)):
-            modes_by_reason.setdefault(reason, []).append(case.mode)
-    num_cases = Counter(case.mode for case in list_cases(panels))
+    cases = list_cases(panels)
+    modes_by_reason = together(
+        (reason, case.mode) for case in cases for reason in _case_doubts(case, bool(load_warning))
+    )
+    num_cases = Counter(case.mode for case in cases)
     reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
     for reason in reasons[:max_reasons]:
         counts = Counter(modes_by_reason[reason]).items()
