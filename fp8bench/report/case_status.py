@@ -183,14 +183,12 @@ def status_words(result: Result) -> str:
 
 def describe_doubts(result: Result) -> tuple[str, ...]:
     """Returns the meaning of each label that casts doubt on a case, followed by the reason for the verdict."""
-    sentences = []
-    for label in result.labels:
-        if label.casts_doubt:
-            reason = result.reason(label)
-            sentences.append(f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}")
-    if result.finding.why:
-        sentences.append(result.finding.why)
-    return tuple(sentences)
+    sentences = [
+        f"{label}: {LABELS[label].meaning}" + (f" ({reason})" if (reason := result.reason(label)) else "")
+        for label in result.labels
+        if label.casts_doubt
+    ]
+    return tuple(filter(None, (*sentences, result.finding.why)))
 
 
 def describe_labels(result: Result) -> list[str]:

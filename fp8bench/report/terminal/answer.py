@@ -25,7 +25,7 @@ from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import Cases, NamedCase, Panel, describe_params, join_parts, list_cases
 from fp8bench.report.terminal.short_answer import short_answer
 from fp8bench.report.topics.answers import QUESTION, QUESTION_OF_CALLABLES, find_answers
-from fp8bench.report.topics.break_even import break_even_table, list_swept_modes
+from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import explain_missing_energy, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables
 from fp8bench.report.topics.phases import phases_table
@@ -210,7 +210,7 @@ def _requested_tables(panel: Panel) -> Iterator[Part]:
         *phase_energy_table(panel),
         *figure_tables(panel),
         *capacity_tables(panel),
-        *break_even_table(panel, list_swept_modes(panel)),
+        *break_even_table(panel),
         *tables_with_rows(transfer_table(panel)),
     ]
     if tables:

@@ -31,7 +31,7 @@ from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer_parts, describe_device_state, describe_storage, next_commands
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
-from fp8bench.report.topics.break_even import break_even_table, list_swept_modes
+from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import energy_table, explain_missing_energy, list_energy_doubts, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables, has_memory_by_role, memory_table
 from fp8bench.report.topics.numbers import data_table, is_sampler_step_error, sampler_elements
@@ -125,7 +125,7 @@ def _detail_parts(detail: str, panel: Panel, run: Run, width: int) -> Iterator[P
 def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     elements: list[Element] = [*describe_device_state(panel, run), cases_table(panel), *phases_table(panel)]
     elements += [*sustained_table(panel), *energy_table(panel), *phase_energy_table(panel), *memory_table(panel)]
-    elements += [*figure_tables(panel), *break_even_table(panel, list_swept_modes(panel))]
+    elements += [*figure_tables(panel), *break_even_table(panel)]
     elements += [*rank_elements(panel), *capacity_tables(panel), *data_table(panel)]
     yield from _panel_part(panel, run, elements, _reference_line(panel))
     if measurements := _list_other_measurements(panel):

@@ -173,12 +173,10 @@ def energy_table(panel: Panel) -> Tables:
     caption = f"energy of a step, by {SOURCE_NAMES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    rows = []
-    work_counts: set[str] = set()
-    for case, figures in panel.find_values(lambda result: energy_figures(result.record)):
-        rows.append(_EnergyRow(case, figures, ratio_to_reference(case)))
-        # Show only the first kind of work, as tokens, because it is the usual one of the suite.
-        work_counts.update(name for name, _ in figures.per[:1])
+    measured = panel.find_values(lambda result: energy_figures(result.record))
+    rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured]
+    # Show only the first kind of work, as tokens, because it is the usual one of the suite.
+    work_counts = {row.energy.per[0][0] for row in rows if row.energy.per}
 
     def metric_column(spec: str, heading: str) -> Col[_EnergyRow]:
         return Col(heading, lambda row: row.case.figures[spec].shown, number=True)
@@ -264,8 +262,6 @@ def energy_section(material: Material) -> Elements:
 
 def _panel_energy(title: str, panel: Panel) -> Elements:
     yield from rename_tables((*energy_table(panel), *phase_energy_table(panel)), panel.suite, title)
-    notes: list[tuple[str, str, str]] = []
-    for group in panel.groups:
-        notes += [(modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group)]
+    notes = [(modes, doubt, group.setting_name) for group in panel.groups for modes, doubt in list_energy_doubts(group)]
     doubt_sentences = [f"{doubt.removeprefix('- ')}." for doubt in merge_notes(notes, len(panel.groups))]
     yield from bullet_list(doubt_sentences, Tone.DOUBT)

@@ -70,9 +70,7 @@ def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
     get_fact = partial(environment_fact, run)
     measured_keys = {record.case.device for record in run.records}
     devices = [facts for facts in run.devices if facts.key in measured_keys]
-    pairs: list[tuple[str, str]] = []
-    for facts in devices:
-        pairs += _device_facts(run, facts)
+    pairs = [pair for facts in devices for pair in _device_facts(run, facts)]
     processors = get_fact("cpu_count")
     usable_processors = get_fact("cpu_affinity")
     if processors and usable_processors not in ("", processors):
@@ -108,10 +106,12 @@ def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("seed", str(run.request.seed) if run.started else ""),
         ("code of --import", _add_prefix("sha256 ", get_fact("imports_sha256"))),
     ]
-    for name, value in sorted(run.environment.facts.items()):
-        # Environment variables that change the behaviour of torch or of a library.
-        if name.startswith(_VARIABLE_PREFIX):
-            pairs.append((name.removeprefix(_VARIABLE_PREFIX), str(value)))
+    # Environment variables that change the behaviour of torch or of a library.
+    pairs += [
+        (name.removeprefix(_VARIABLE_PREFIX), str(value))
+        for name, value in sorted(run.environment.facts.items())
+        if name.startswith(_VARIABLE_PREFIX)
+    ]
     pairs.append(("samples", run.path or "this run was not stored"))
     return ((name, text) for name, text in pairs if text)
 

@@ -97,10 +97,9 @@ def _phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
 
 
 def _phase_notes(title: str, cases: Cases) -> Texts:
-    cases_by_phase: dict[str, list[str]] = {}
-    for case in cases:
-        for phase in set(case.finding.below_floor) - {UNATTRIBUTED}:
-            cases_by_phase.setdefault(phase_words(phase), []).append(case.name)
+    cases_by_phase = together(
+        (phase_words(phase), case.name) for case in cases for phase in case.finding.below_floor if phase != UNATTRIBUTED
+    )
     if cases_by_phase:
         phases_text = "; ".join(f"{phase} in {join_words(names)}" for phase, names in cases_by_phase.items())
         floor_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
@@ -214,12 +213,12 @@ def gains_section(material: Material) -> Elements:
     their times differ a little. Grey phases do not differ clearly. Runs of few rounds have no intervals, and are left
     out.
     """
-    tables: list[Table] = []
-    for title, panel in panels_with_titles(material):
-        for case in panel.members:
-            num_phases = sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains)
-            if num_phases >= _MIN_PHASES:
-                tables.append(_gains_table(title, panel, case))
+    tables = [
+        _gains_table(title, panel, case)
+        for title, panel in panels_with_titles(material)
+        for case in panel.members
+        if sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
+    ]
     yield from tables[:_MAX_GAINS_TABLES]
     if len(tables) > _MAX_GAINS_TABLES:
         yield Text(f"{len(tables) - _MAX_GAINS_TABLES} more cases are left out; the run's CSV has all their phases.")

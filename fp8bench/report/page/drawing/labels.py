@@ -66,8 +66,7 @@ def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iter
     half_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
         middle = y + lines * size * 1.25
-        top = middle - half_height
-        bottom = middle + half_height
+        top, bottom = middle - half_height, middle + half_height
         yield Box(x - width / 2, top, x + width / 2, bottom), "middle", x
         yield Box(x, top, x + width, bottom), "start", x
         yield Box(x - width, top, x, bottom), "end", x

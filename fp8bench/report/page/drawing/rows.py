@@ -49,9 +49,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     has_headings = any(heading for heading, _ in groups)
     # Cut longer labels, because they would leave no room for bars.
     max_label_width = _MAX_LABEL_SHARE * sheet.width
-    texts: list[str] = []
-    for _, labels in groups:
-        texts += [sheet.cut_to_room(label, max_label_width) for label in labels]
+    texts = [sheet.cut_to_room(label, max_label_width) for _, labels in groups for label in labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
     left = label_width + _LABEL_GAP
     tops: list[float] = []
@@ -258,14 +256,14 @@ def _part_classes(chart: Stacks) -> list[str]:
         for color_number in count()
         if color_number >= len(_PHASES_WITH_COLOR) or _PHASES_WITH_COLOR[color_number] not in phases
     )
-    styles = []
-    for part, phase in zip(chart.parts, phases, strict=True):
+
+    def part_class(part: str, phase: str) -> str:
         if part in _REMAINDER_PARTS:
-            styles.append("rest")
-        else:
-            color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
-            styles.append(f"part s{color_number % MAX_SERIES + 1}")
-    return styles
+            return "rest"
+        color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
+        return f"part s{color_number % MAX_SERIES + 1}"
+
+    return list(map(part_class, chart.parts, phases))
 
 
 def _draw_stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:

@@ -155,10 +155,8 @@ def shape_outline(shape: str, size: float) -> PathCommands:
         points += [(-y, x) for x, y in points[-6:]]
     commands: list[PathCommand] = [("M", (0.0, size / 2))]
     for index in range(0, len(points), 3):
-        coordinates: list[float] = []
-        for x, y in points[index : index + 3]:
-            coordinates += [x * size, -y * size]
-        commands.append(("C", coordinates))
+        curve = points[index : index + 3]
+        commands.append(("C", [coordinate for x, y in curve for coordinate in (x * size, -y * size)]))
     return [*commands, ("z", ())]
 
 
@@ -191,6 +189,4 @@ def _to_decimals(number: float) -> str:
     The number is first rounded to six decimals, so that floating-point noise does not decide between two hundredths.
     """
     text = f"{round(float(number), 6):.2f}".rstrip("0").rstrip(".")
-    if text == "-0":
-        return "0"
-    return text
+    return "0" if text == "-0" else text
