@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Run, Verdict
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import describe_doubts, describe_labels
+from fp8bench.report.case_status import describe_doubts
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.verdict import compare_precisions
@@ -74,9 +74,7 @@ def test_labels() -> Told:
             of_kind(part("environment", capped(number)), Items),
         )
     yield "a long reason is not in the row, and stands in the notes", on_terminal(LONG, "labels", "notes")
-    yield "nor is it among the labels in short", list(describe_labels(group_into_panels(*LONG)[0].members[1]))
     yield "eager quantisers are told with the reason they ran so", on_terminal(eager(), "labels", "notes")
-    yield "on the page, too", of_kind(part("environment", eager()), Items)
 
 
 def test_legends_say_what_labels_mean() -> None:

@@ -10,9 +10,7 @@ from fp8bench.report.words.naming import (
     describe_commit,
     describe_missing_records,
     describe_sizes,
-    join_words,
     name_setting,
-    shorten_line,
     show_start,
 )
 from tests.runs import case, gemm, run_of, transformer
@@ -30,7 +28,6 @@ def test_naming() -> Told:
     yield "one that is alone by its sizes", name_setting(alone.groups[0])
     params: dict[str, Scalar] = {"tokens": 256, "rate": 0.5, "gated": True, "pass": "training"}
     yield "sizes are numbers alone: a choice is none, nor is yes or no", describe_sizes(case("mlp", "bf16", params))
-    yield "lists are cut", [join_words(list("abcdefg")[:number]) for number in (0, 1, 2, 5, 7)]
     for facts in ({"commit": "0a1b2c3d4e5f", "dirty": False}, {"commit": "0a1b2c3d4e5f", "dirty": True}, {}):
         yield f"the commit of {facts}", describe_commit(under(**facts))
     for started in (
@@ -41,7 +38,6 @@ def test_naming() -> Told:
         "",
     ):
         yield f"when {started!r} was", show_start(replace(under(), started=started))
-    yield "what is too long is cut, on one line", [shorten_line(" a\n b ", 3), shorten_line("abcdef", 5)]
     run, _ = gemm()
     cut = replace(run, records=run.records[:4])
     yield "cases without a record are counted", describe_missing_records(cut)
