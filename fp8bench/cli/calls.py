@@ -37,11 +37,10 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
 
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
         _check_keywords(name, keywords, (*options, "progress"))
-        typed_words: list[str] = []
-        for option in options.values():
-            # a fixed word at the beginning of a command, as `suite` in `duel suite`
-            if option.choices and not option.option_strings:
-                typed_words += option.choices
+        # Begin with fixed words of the command, as `suite` in `duel suite`.
+        typed_words = [
+            str(word) for option in options.values() if not option.option_strings for word in option.choices or ()
+        ]
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
             typed_words += _option_words(keyword, options[keyword], value)
         arguments = parse_words(build_parser([name]), [name, *typed_words])

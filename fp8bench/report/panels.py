@@ -205,10 +205,7 @@ class Panel:
 
     @cached_property
     def measurements(self) -> list[Measurement]:
-        measurements: list[Measurement] = []
-        for case in self.members:
-            measurements += case.record.measurements
-        return measurements
+        return [measurement for case in self.members for measurement in case.record.measurements]
 
     def find_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
         """Returns each case with the result of `get_value`. Cases for which the result is None are left out."""
@@ -273,9 +270,7 @@ class Figures(dict[str, Metric]):
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         rate = self[next(rates, "") if self._sound else ""]
-        if rate.best is None:
-            return rate
-        return replace(rate, value=rate.best)
+        return rate if rate.best is None else replace(rate, value=rate.best)
 
 
 def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
@@ -317,10 +312,7 @@ def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
-    common = all_params[0]
-    for params in all_params[1:]:
-        common = tuple(pair for pair in common if pair in params)
-    return common
+    return tuple(pair for pair in all_params[0] if all(pair in params for params in all_params))
 
 
 def show_params(params: Iterable[tuple[str, object]]) -> str:
@@ -379,9 +371,7 @@ def _describe_settings(settings: Sequence[str], num_settings: int) -> str:
 
 def median_value(measurement: Measurement | None) -> float | None:
     """Returns the median of a measurement's samples, or None without samples."""
-    if measurement and measurement.samples:
-        return statistics.median(measurement.samples)
-    return None
+    return statistics.median(measurement.samples) if measurement and measurement.samples else None
 
 
 def show_value(measurement: Measurement) -> str:

@@ -162,11 +162,10 @@ def report_page(material: Material) -> Page:
 
 
 def _page_title(runs: Sequence[Run]) -> str:
-    suites: dict[str, None] = {}
-    devices: dict[str, None] = {}
-    for run in runs:
-        suites |= dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for name in list_suites(run))
-        devices |= dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for name in list_devices(run))
+    suites, devices = (
+        dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for run in runs for name in list_names(run))
+        for list_names in (list_suites, list_devices)
+    )
     suites_text = ", ".join(suites) if len(suites) <= _MAX_SUITES_IN_TITLE else many(len(suites), "suite")
     return (
         join_parts(suites_text, join_words(devices, _MAX_DEVICES_IN_TITLE), separator=" on ")
@@ -279,15 +278,13 @@ def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
 
     If two panels would have the same title, the reference is added.
     """
-    titles: list[str] = []
-    panels: list[Panel] = []
+    titled: list[tuple[str, Panel]] = []
     for entry in material.entries:
         has_devices = len({panel.device for panel in entry.panels}) > 1
-        label_suffix = f", {entry.label}" if entry.label and not material.is_single_run else ""
-        titles += [f"{panel.suite}{f' on {panel.device}' * has_devices}{label_suffix}" for panel in entry.panels]
-        panels += entry.panels
-    panels_by_title = Counter(titles)
-    for title, panel in zip(titles, panels, strict=True):
+        suffix = f", {entry.label}" if entry.label and not material.is_single_run else ""
+        titled += [(f"{panel.suite}{f' on {panel.device}' * has_devices}{suffix}", panel) for panel in entry.panels]
+    panels_by_title = Counter(title for title, _ in titled)
+    for title, panel in titled:
         is_unique = panels_by_title[title] == 1 or not panel.reference
         yield title if is_unique else f"{title} against {panel.reference}", panel
 

@@ -337,12 +337,13 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
     # 2. Propose more rounds for verdicts that are open.
     if not under_load:
         # If a label removed the verdict, more rounds cannot restore it.
-        unsure_cases = []
-        for case in cases:
-            withdrawing_labels = {*case.finding.hard} - {Label.CONTENDED}
-            is_hopeless = case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
-            if find_standing(case) is Standing.UNSURE and not withdrawing_labels and not is_hopeless:
-                unsure_cases.append(case)
+        unsure_cases = [
+            case
+            for case in cases
+            if find_standing(case) is Standing.UNSURE
+            and not {*case.finding.hard} - {Label.CONTENDED}
+            and not case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
+        ]
         default_budget = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _propose_longer_run(unsure_cases, command, budget or default_budget)
     # 3. Propose changes that would act on the reason for the speed.

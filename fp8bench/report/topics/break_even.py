@@ -43,9 +43,6 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         size_range = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
         return f"{row.sweep.axis} = {size_range}, {len(points)} sizes"
 
-    def crossing_tone(row: _SweptRow) -> Tone:
-        return Tone.DOUBT if row.mode.found is None or row.mode.doubted else Tone.PLAIN
-
     cols: Cols[_SweptRow] = [
         Col("", describe_sweep, shared=True),
         Col("case", "mode.mode"),
@@ -53,7 +50,7 @@ def break_even_table(panel: Panel, title: str = "") -> Tables:
         Col(
             "pays",
             lambda row: describe_crossings(row.sweep.axis, row.mode.found) if row.mode.found else None,
-            tone=crossing_tone,
+            tone=lambda row: Tone.DOUBT if row.mode.found is None or row.mode.doubted else Tone.PLAIN,
         ),
         Col("measured", describe_sizes),
         Col("remarks", lambda row: "; ".join(list_remarks(row.mode)), below=True),

@@ -78,10 +78,7 @@ def cases_table(panel: Panel) -> Table:
 
 
 def _describe_doubts(case: NamedCase) -> str:
-    doubts = [case.finding.why if case.finding.is_judged else ""]
-    if labels := _name_labels(case):
-        doubts.insert(0, labels)
-    return join_parts(*doubts, separator="\n")
+    return join_parts(_name_labels(case), case.finding.why if case.finding.is_judged else "", separator="\n")
 
 
 def _name_labels(case: NamedCase) -> str:

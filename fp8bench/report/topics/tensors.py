@@ -135,11 +135,12 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
     params_of_namesakes = [
         neighbour for neighbour in all_params if neighbour.get(_TENSOR_PARAM) == params[_TENSOR_PARAM]
     ]
-    name_parts = [str(params[_TENSOR_PARAM])]
-    for name, value in params.items():
-        if any(namesake.get(name) != value for namesake in params_of_namesakes):
-            name_parts.append(f"{name}={value}")
-    return " ".join(name_parts)
+    differing = [
+        f"{name}={value}"
+        for name, value in params.items()
+        if any(namesake.get(name) != value for namesake in params_of_namesakes)
+    ]
+    return " ".join([str(params[_TENSOR_PARAM]), *differing])
 
 
 def show_metric(result: Result, metric: str) -> tuple[str, float | None]:
@@ -156,9 +157,7 @@ def show_figure(value: float, unit: str) -> str:
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
-        if 0.1 <= abs(value) < 10:
-            return units.significant(value, 5)
-        return units.relative_error(value)
+        return units.significant(value, 5) if 0.1 <= abs(value) < 10 else units.relative_error(value)
     if unit == "%":
         return units.percentage(value)
     return units.significant(value)

@@ -41,15 +41,10 @@ class Scale:
     unit: str = ""
 
     def to_pixels(self, value: float) -> float:
-        value = min(max(value, self.low), self.high)
-        distance = value - self.low
-        range_size = self.high - self.low
+        value, low, high = min(max(value, self.low), self.high), self.low, self.high
         if self.log:
-            # Use a difference of logarithms if the quotient overflows.
-            quotient = value / self.low
-            distance = math.log(quotient) if quotient < math.inf else math.log(value) - math.log(self.low)
-            range_size = math.log(self.high) - math.log(self.low)
-        return self.start + distance / range_size * (self.end - self.start)
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, max_ticks: int) -> list[tuple[float, str]]:
         values = _log_ticks(self.low, self.high, max_ticks, self.unit) if self.log else []
