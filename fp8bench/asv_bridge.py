@@ -163,10 +163,11 @@ def _check_class(cls: type[Suite]) -> None:
     workload = getattr(cls, "workload", None)
     if not isinstance(workload, str):
         raise UsageError(f"the suite class {name} names no workload. Write workload = 'NAME' in it.")
-    if (module, name) != (workload, class_name(workload)):
+    right_name = class_name(workload)
+    if (module, name) != (workload, right_name):
         raise UsageError(
             f"the suite class {module}.{name} is of workload {workload!r}: its runs are stored under the name "
-            f"{workload}.{class_name(workload)}. Call the file {workload}.py and the class {class_name(workload)}."
+            f"{workload}.{right_name}. Call the file {workload}.py and the class {right_name}."
         )
     if getattr(vars(cls).get("setup_cache"), "__module__", None) != cls.__module__:
         raise UsageError(

@@ -392,10 +392,8 @@ def is_locked(path: Path) -> bool:
     with open_file(path, most=None) as file:
         try:
             fcntl.flock(file, fcntl.LOCK_SH | fcntl.LOCK_NB)
-        except BlockingIOError:
-            return True
-        except OSError:
-            return False
+        except OSError as error:
+            return isinstance(error, BlockingIOError)
     return False
 
 

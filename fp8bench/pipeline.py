@@ -9,7 +9,7 @@ import contextlib
 import os
 import secrets
 import time
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import replace
 from datetime import UTC, datetime
@@ -44,7 +44,7 @@ from fp8bench.measure.ranks.worker import RanksWorker
 from fp8bench.measure.sensors.device_state import read_device_settings
 from fp8bench.measure.sensors.meter import Meters
 from fp8bench.measure.windows import window_rule_for
-from fp8bench.model import Ceilings, DeviceFacts, Group, Interval, Measurement, Plan, Record, Request, Resumption, Run
+from fp8bench.model import Case, Ceilings, DeviceFacts, Group, Interval, Plan, Record, Request, Resumption, Run
 from fp8bench.model.raw import Settings
 from fp8bench.model.request import NVTX, PROFILERS
 from fp8bench.model.run import BENCH, Cell
@@ -55,7 +55,7 @@ from fp8bench.plan.corpus import Corpus
 from fp8bench.plan.make import has_reference_added, make_plan, settings_with_batch_search, with_batch
 from fp8bench.plan.resolve import Switches, resolve
 from fp8bench.plan.resumable import find_difference, refuse_changed_conditions, refuse_lost_header, refuse_missing_files
-from fp8bench.protocols import Observer
+from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.registry import workloads
 from fp8bench.store.ceilings import find_or_measure_ceilings
 from fp8bench.store.reruns import add_rerun_spreads, store_ratios
@@ -63,6 +63,7 @@ from fp8bench.store.runs.listing import add_stored_scales, list_running_stems, s
 from fp8bench.store.runs.run_file import RunWriter, check_store, find_incomplete_groups, load_run, reopen_run, start_run
 
 Sessions = Mapping[str, tuple[Interval, ...]]
+NO_SESSIONS: Sessions = MappingProxyType({})
 # The origin of a run in which the gate measures selected cases of an earlier run again.
 REMEASURED_ORIGIN = "gate"
 
@@ -76,7 +77,7 @@ def execute(
     folder: Path | None = None,
     note: str = "",
     cell: tuple[str, Cell] | None = None,
-    sessions: Sessions = MappingProxyType({}),
+    sessions: Sessions = NO_SESSIONS,
     begun: Sequence[ProcessWorker] = (),
     meanwhile: Callable[[], object] = lambda: None,
 ) -> Run:
@@ -92,28 +93,20 @@ def execute(
     store fails during the run, raises NotKept, which holds the run.
     """
     # 1. Refuse requests that cannot be measured, before any worker starts.
-    start = time.monotonic()
     request = add_stored_scales(request, store)
-    with _prepare_run(request, store, begun=begun) as ready, Meters(request.energy) as meters:
+    with _prepare_run(request, store, observer, begun=begun) as ready:
         meanwhile()
-        run = replace(_open_run(request, ready, meters, command, folder), origin=origin)
+        run = replace(_open_run(request, ready, command, folder), origin=origin)
         if cell is not None:
             run = replace(run, plan=restrict_to_cell(run.plan, cell[1]), cell=cell[0])
-        # 2. Show the plan and store the header before the first group.
-        observer.planned(run.plan)
-        writer = start_run(run, store)
-        for text in filter(None, (note, *run.notes)):
-            writer.note(text)
-        run = replace(run, path=str(writer.path))
-        # 3. Measure all groups of the plan.
-        return _measure_groups(run, run.plan.groups, store, writer, ready, meters, observer, start, sessions)
+        # 2. Measure all groups of the plan.
+        return _measure_new_run(run, ready, filter(None, (note, *run.notes)), sessions)
 
 
 def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[bool, Run]:
     """Measures the missing groups of an interrupted run. Returns whether there were any, and the run, which is again
     unfinished after another interrupt. `store` is used if the run's file is not in a store.
     """
-    start = time.monotonic()
     run = load_run(path)
     # Refuse a damaged file first, because resuming would append to it.
     refuse_lost_header(run)
@@ -122,7 +115,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         return False, run
     refuse_missing_files(run)
     store = store_of(path) or store
-    with _prepare_run(run.request, store) as ready, Meters(run.request.energy) as meters:
+    with _prepare_run(run.request, store, observer) as ready:
         # Check that machine, versions and environment are the same: a run must not mix different conditions.
         facts = ready.timing.probe()
         environment = gather(ready.timing.software(), __version__, run.request.threads, _list_user_code(run.request))
@@ -132,7 +125,7 @@ def resume(path: Path, store: Path, observer: Observer, command: str) -> tuple[b
         observer.planned(replace(run.plan, groups=groups))
         writer = reopen_run(path, Resumption(now(), command, environment))
         run = load_run(path)  # load the run again: this leaves out the records of interrupted groups
-        return True, _measure_groups(run, find_incomplete_groups(run), store, writer, ready, meters, observer, start)
+        return True, _measure_groups(run, find_incomplete_groups(run), writer, ready)
 
 
 def measure_again(run: Run, cases: Collection[str], store: Path, observer: Observer, command: str) -> Run:
@@ -141,74 +134,66 @@ def measure_again(run: Run, cases: Collection[str], store: Path, observer: Obser
 
     Raises UsageError if the conditions differ from those of the run, for example another machine, commit or torch.
     """
-    start = time.monotonic()
     refuse_lost_header(run)
     refuse_missing_files(run)
     request = replace(run.request, trace=None, isolation=True)
-    with _prepare_run(request, store) as ready, Meters(request.energy) as meters:
-        new_run = _open_run(request, ready, meters, command, None, has_reference_added(run.plan))
-        repeated = replace(new_run, origin=REMEASURED_ORIGIN)
+    with _prepare_run(request, store, observer) as ready:
+        repeated = replace(
+            _open_run(request, ready, command, None, has_reference_added(run.plan)), origin=REMEASURED_ORIGIN
+        )
         difference = find_difference(run, repeated.plan, repeated.devices, repeated.environment)
         if difference:
             raise UsageError(
                 f"the run {run.id} was measured under other conditions: {difference}. Measure under its conditions."
             )
         groups = tuple(group for group in repeated.plan if any(planned.case.id in cases for planned in group.cases))
-        repeated = replace(repeated, plan=replace(repeated.plan, groups=groups))
-        observer.planned(repeated.plan)
-        writer = start_run(repeated, store)
-        repeated = replace(repeated, path=str(writer.path))
-        return _measure_groups(repeated, groups, store, writer, ready, meters, observer, start)
+        return _measure_new_run(replace(repeated, plan=replace(repeated.plan, groups=groups)), ready)
 
 
 def plan_only(request: Request, store: Path) -> tuple[Plan, tuple[DeviceFacts, ...]]:
     """Returns the plan of a run, and the devices of this machine. Measures nothing."""
     request = add_stored_scales(request, store)
-    with _prepare_run(request, store, write=False) as ready:
+    with _prepare_run(request, store, SilentObserver(), write=False) as ready:
         facts = ready.timing.probe()
     return make_plan(request, facts, ready.text), facts
 
 
+def _measure_new_run(run: Run, ready: RunResources, notes: Iterable[str] = (), sessions: Sessions = NO_SESSIONS) -> Run:
+    """Shows the plan, stores the header of the run and measures all groups."""
+    ready.observer.planned(run.plan)
+    writer = start_run(run, ready.store)
+    for text in notes:
+        writer.note(text)
+    return _measure_groups(replace(run, path=str(writer.path)), run.plan.groups, writer, ready, sessions)
+
+
 def _measure_groups(
-    run: Run,
-    groups: Sequence[Group],
-    store: Path,
-    writer: RunWriter,
-    ready: RunResources,
-    meters: Meters,
-    observer: Observer,
-    start: float,
-    sessions: Sessions = MappingProxyType({}),
+    run: Run, groups: Sequence[Group], writer: RunWriter, ready: RunResources, sessions: Sessions = NO_SESSIONS
 ) -> Run:
     """Measures the groups one by one. Each group is stored before the next one begins."""
-    worker = ready.timing
     noted_runs: set[str] = set()
     measured: list[Record] = []
-    quantisers = Quantisers(ready.switches.why_eager)
-    errors: dict[str, tuple[Measurement, ...]] = {}
-    lost: dict[str, str] = {}
     try:
         ready.wait_for_second()
-        ceilings = _get_ceilings(run, groups, store, ready, observer)
+        method = _choose_method(run, groups, ready)
         for index, group in enumerate(groups):
             # Note other runs on this machine as soon as they appear, because two runs disturb each other.
             for stem in sorted(set(list_running_stems(writer.path)) - noted_runs):
                 writer.note(f"run {stem} was measured at the same time ({describe_load()}): each disturbs the other")
                 noted_runs.add(stem)
-            budget = budget_share(run.request.budget, start, len(groups) - index)
-            untimed = _choose_counting_worker(run, group, worker if group is groups[-1] else None, ready.untimed)
-            records = _measure_group(
-                group, run, budget, ready, meters, observer, quantisers, ceilings, lost, errors, untimed
-            )
+            budget = budget_share(run.request.budget, ready.start, len(groups) - index)
+            untimed = _choose_counting_worker(run, group, method.brisk, ready, is_last=group is groups[-1])
+            records = _measure_group(group, run, method, budget, ready, untimed)
             # Differences between earlier runs of the same cases widen the intervals. This run becomes one of the
             # earlier runs afterwards.
-            with_earlier = add_rerun_spreads(records, run, store)
-            measured += [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
+            with_earlier = add_rerun_spreads(records, run, ready.store)
+            finished = [replace(record, sessions=sessions.get(record.case.id, ())) for record in with_earlier]
+            measured += finished
             with hold_back_interrupts():
-                writer.append(measured[-len(group.cases) :])
-            for record in measured[-len(group.cases) :]:
-                observer.finished(record)
-            store_ratios(records, run, store)
+                writer.append(finished)
+            for record in finished:
+                ready.observer.finished(record)
+            store_ratios(records, run, ready.store)
         writer.finish("finished")
     except KeyboardInterrupt:
         with (
@@ -224,27 +209,26 @@ def _measure_groups(
         return load_run(writer.path)
 
 
-def _get_ceilings(
-    run: Run, groups: Sequence[Group], store: Path, ready: RunResources, observer: Observer
-) -> dict[str, Ceilings]:
+def _get_ceilings(run: Run, groups: Sequence[Group], ready: RunResources) -> dict[str, Ceilings]:
     """Returns the ceilings (highest measured rates) of each device for this run's number of threads. They are read
     from the store or measured now. Devices for which neither is possible are left out.
     """
     if run.request.ranks is not None:  # the ranks run in several processes, which would share a rate
         return {}
-    first_cases = {
-        case.case.device: case.case for group in reversed(groups) for case in reversed(group.cases) if case.runs
-    }
+    first_cases = {case.device: case for case in reversed(_list_running_cases(groups))}
 
     def measure(device: DeviceFacts) -> Ceilings:
-        observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
+        ready.observer.working(first_cases[device.key], MEASURING_CEILINGS, 0.0)
         return measure_ceilings(ready.timing, device)
 
     by_device = {}
-    for device in (device_facts for device_facts in run.devices if device_facts.key in first_cases):
-        measure_now = partial(measure, device) if ready.switches.ceilings else None
+    for device in run.devices:
+        if device.key not in first_cases:
+            continue
         try:
-            ceilings = find_or_measure_ceilings(store, run.environment, device, measure_now)
+            ceilings = find_or_measure_ceilings(
+                ready.store, run.environment, device, partial(measure, device) if ready.switches.ceilings else None
+            )
         except WorkerError:  # continue without a ceiling, in a fresh worker
             ready.timing.restart()
             continue
@@ -253,15 +237,24 @@ def _get_ceilings(
     return by_device
 
 
+def _list_running_cases(groups: Iterable[Group]) -> list[Case]:
+    """Returns the cases that are measured, without those that the plan skips."""
+    return [planned.case for group in groups for planned in group.cases if planned.runs]
+
+
 class RunResources(NamedTuple):
-    """The text, the switches and the workers of a run.
+    """The store, the switches, the text, the meters and the workers of a run, which began at `start`.
 
     `timing` is the worker that times steps, and `untimed` runs the untimed passes. `counting` counts allocations, if
     that was requested. `second` is the same worker as `untimed`, if it may run while the timing worker works.
     """
 
+    store: Path
+    observer: Observer
+    start: float
     corpus: Corpus | None
     switches: Switches
+    meters: Meters
     timing: Worker
     untimed: Worker
     counting: CountingWorker | None
@@ -280,11 +273,12 @@ class RunResources(NamedTuple):
 
 @contextmanager
 def _prepare_run(
-    request: Request, store: Path, write: bool = True, begun: Sequence[ProcessWorker] = ()
+    request: Request, store: Path, observer: Observer, write: bool = True, begun: Sequence[ProcessWorker] = ()
 ) -> Iterator[RunResources]:
     """Refuses impossible requests, then starts the workers, unless `begun` already holds them. During the body, no
     other run measures in this process.
     """
+    start = time.monotonic()
     with ExitStack() as stack:
         stack.enter_context(claim_process(request.isolation))
         resolved = resolve(request, os.environ)
@@ -304,13 +298,12 @@ def _prepare_run(
         timing, untimed = (
             stack.enter_context(worker_for(request, corpus, worker)) for worker in (*begun, None, None)[:2]
         )
-        needs_counters = request.counters and write
-        counting_allocations = (
-            stack.enter_context(counting_worker(worker_settings(request, corpus))) if needs_counters else None
-        )
-        yield RunResources(
-            corpus, resolved.switches, timing, untimed, counting_allocations, untimed if len(begun) > 1 else None
-        )
+        counting = None
+        if request.counters and write:
+            counting = stack.enter_context(counting_worker(worker_settings(request, corpus)))
+        meters = stack.enter_context(Meters(request.energy))
+        second = untimed if len(begun) > 1 else None
+        yield RunResources(store, observer, start, corpus, resolved.switches, meters, timing, untimed, counting, second)
 
 
 def worker_settings(request: Request, corpus: Corpus | None) -> Settings:
@@ -342,21 +335,19 @@ def _list_user_code(request: Request) -> tuple[str, ...]:
     return (*request.imports, *dict.fromkeys(file for file in files if file.endswith(".py")))
 
 
-def _open_run(
-    request: Request, ready: RunResources, meters: Meters, command: str, folder: Path | None, compares: bool = True
-) -> Run:
+def _open_run(request: Request, ready: RunResources, command: str, folder: Path | None, compares: bool = True) -> Run:
     """Returns a run with its header. Only the overheads of measuring have been measured by then."""
     worker = ready.timing
     facts = worker.probe()
     plan = make_plan(request, facts, ready.text, compares)
     remarks = examine(plan, facts, worker, Limits(request.case_timeout))
-    used_devices = {planned.case.device for group in plan for planned in group.cases if planned.runs}
+    used_devices = {case.device for case in _list_running_cases(plan)}
     ready.wait_for_second()
     environment = gather(worker.software(), __version__, request.threads, _list_user_code(request), folder=folder)
     for fact in facts:
         # Leave out settings of devices that the run does not use: they would make equal runs look different.
         if fact.key in used_devices:
-            environment = environment.also(read_device_settings(fact, meters.of(fact)))
+            environment = environment.also(read_device_settings(fact, ready.meters.of(fact)))
     return Run(
         id=secrets.token_hex(4),
         started=now(),
@@ -398,17 +389,16 @@ def now() -> str:
 
 
 def _choose_counting_worker(
-    run: Run, group: Group, free_worker: Worker | None, untimed_worker: Worker
+    run: Run, group: Group, is_brisk_run: bool, ready: RunResources, is_last: bool
 ) -> Worker | None:
     """Returns the worker that counts the operators of a group, or None if this run does not count them. Usually it is
-    the untimed worker. After the last group it may be the timing worker, which is then free (`free_worker`).
+    the untimed worker. After the last group it may be the timing worker, which is then free.
     """
     if run.origin == REMEASURED_ORIGIN or run.request.ranks is not None:
         return None  # the earlier run already counted the operators of these cases
     is_compiled = run.request.shares or any(case.work.setup_seconds for case in group.cases)
-    is_brisk_run = is_brisk(run.request.brisk, run.request.budget, len(run.plan.groups))
     on_gpu = any(not case.case.device.startswith("cpu") for case in group.cases)
-    return untimed_worker if free_worker is None or is_compiled or (is_brisk_run and on_gpu) else free_worker
+    return ready.timing if is_last and not is_compiled and not (is_brisk_run and on_gpu) else ready.untimed
 
 
 def budget_share(budget: float | None, start: float, remaining_parts: int) -> float | None:
@@ -418,52 +408,43 @@ def budget_share(budget: float | None, start: float, remaining_parts: int) -> fl
     return None if budget is None else max(0.0, budget - (time.monotonic() - start)) / remaining_parts
 
 
-def _measure_group(
-    group: Group,
-    run: Run,
-    budget: float | None,
-    ready: RunResources,
-    meters: Meters,
-    observer: Observer,
-    quantisers: Quantisers,
-    ceilings: Mapping[str, Ceilings],
-    lost: dict[str, str],
-    errors: dict[str, tuple[Measurement, ...]],
-    untimed: Worker | None,
-) -> tuple[Record, ...]:
-    request, facts, switches = (
-        run.request,
-        {device_facts.key: device_facts for device_facts in run.devices},
-        ready.switches,
-    )
+def _choose_method(run: Run, groups: Sequence[Group], ready: RunResources) -> Method:
+    """Returns how the groups of a run are measured. `_measure_group` adds what differs between groups."""
+    request, switches = run.request, ready.switches
     is_brisk_run = is_brisk(request.brisk, request.budget, len(run.plan.groups))
-    window_rule = window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None
-    if not workloads.get(group.cases[0].case.workload).fused:
-        window_rule, quantisers = None, Quantisers("the suite is about numbers, and compiles none")
-    device = next((facts[planned.case.device] for planned in group.cases if planned.runs), None)
-    searches_batch = request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan)
-    method = Method(
-        rule=rule_for(request.quick, request.rounds, budget, is_brisk_run),
+    return Method(
+        rule=rule_for(request.quick, request.rounds, request.budget, is_brisk_run),
         judge=is_decided,
         seed=request.seed,
         limits=Limits(request.case_timeout),
-        quantisers=quantisers,
-        windows=window_rule,
-        capacity=CapacityRule(request.memory_limit or None, with_batch) if searches_batch else None,
+        quantisers=Quantisers(switches.why_eager),
+        windows=window_rule_for(request, len(run.plan.groups)) if request.ranks is None else None,
         traces=make_trace_folder(run),
-        ceilings=ceilings,
+        ceilings=_get_ceilings(run, groups, ready),
         warm_up_seconds=switches.warm_up_seconds,
-        lost=lost,
         choose=None if request.quick or is_brisk_run or request.budget is not None else find_fastest,
         tapes=switches.tapes,
         tapes_apart=switches.tapes_apart,
         looks_again=request.tape or not request.quick,
         shares=request.shares,
         brisk=is_brisk_run,
-        errors=errors,
     )
-    meter = meters.of(device) if device is not None else None
+
+
+def _measure_group(
+    group: Group, run: Run, method: Method, budget: float | None, ready: RunResources, untimed: Worker | None
+) -> tuple[Record, ...]:
+    """Measures one group. `budget` is the number of seconds for it, and `untimed` counts its operators."""
+    request, facts = run.request, {device.key: device for device in run.devices}
+    method = replace(method, rule=rule_for(request.quick, request.rounds, budget, method.brisk))
+    if not workloads.get(group.cases[0].case.workload).fused:
+        eager = Quantisers("the suite is about numbers, and compiles none")
+        method = replace(method, windows=None, quantisers=eager)
+    if request.memory_limit is not None and group.setting in settings_with_batch_search(run.plan):
+        method = replace(method, capacity=CapacityRule(request.memory_limit or None, with_batch))
+    device = next((facts[case.device] for case in _list_running_cases([group])), None)
+    meter = ready.meters.of(device) if device is not None else None
     second_worker = ready.second if device is not None and not device.accelerated else None
     return GroupMeasurement(
-        group, facts, ready.timing, observer, method, meter, untimed, ready.counting, second_worker
+        group, facts, ready.timing, ready.observer, method, meter, untimed, ready.counting, second_worker
     ).run()

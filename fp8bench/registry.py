@@ -19,15 +19,12 @@ from fp8bench.protocols import Backend, Device, Precision, Workload
 
 T = TypeVar("T")
 
-# The types of the attributes that leaves must have.
-_ATTRIBUTE_TYPES = {"name": str, "summary": str, "version": str, "rank": int, "kind": str}
-
 
 class Registry(Generic[T]):
     """The leaves of one kind, in the order of their modules.
 
     `base` is their base class. `words` are the attributes that each leaf must have. The first of these attributes
-    holds the leaf's name.
+    holds the leaf's name. All are texts, except for `rank`, which is a number.
     """
 
     def __init__(self, kind: str, package: str, base: type = object, words: tuple[str, ...] = ()) -> None:
@@ -122,9 +119,9 @@ class Registry(Generic[T]):
                 f"{getattr(leaf, self._words[0])!r}. Use the same name in both places."
             )
         # A wrong type would otherwise be noticed much later, in a report or a comparison.
-        for word, kind in _ATTRIBUTE_TYPES.items():
-            value = getattr(leaf, word, None)
-            if word in self._words and type(value) is not kind:
+        for word in self._words:
+            value, kind = getattr(leaf, word), int if word == "rank" else str
+            if type(value) is not kind:
                 raise Fp8benchError(
                     f"the {self.kind} {name!r} has {word} = {value!r:.80}, and it must be "
                     f"{'text' if kind is str else 'a whole number'}. Correct it in {_qualified_name(leaf)}."
@@ -198,20 +195,17 @@ class PrecisionRegistry(Registry[Precision]):
                 return from_maker
         name, *pairs = word.split(":")
         leaf = self._leaves[self._expand_alias(name)]
-        backend_names = [pair.removeprefix(_BACKEND_OPTION) for pair in pairs if pair.startswith(_BACKEND_OPTION)]
-        precision = leaf(
-            self._parse_options(word, leaf, [pair for pair in pairs if not pair.startswith(_BACKEND_OPTION)])
-        )
-        if not backend_names or backend_names == [AUTO]:
+        backend_pairs = [pair for pair in pairs if pair.startswith(_BACKEND_OPTION)]
+        precision = leaf(self._parse_options(word, leaf, [pair for pair in pairs if pair not in backend_pairs]))
+        if backend_pairs in ([], [f"{_BACKEND_OPTION}{AUTO}"]):
             return precision
-        if len(backend_names) > 1:
+        if len(backend_pairs) > 1:
             raise UsageError(f"the dtype {word!r} gives backend twice. Keep one of the two.")
         if not leaf.takes_backend:
             raise UsageError(
-                f"{leaf.name} is torch's own, and no other backend multiplies in it. Leave "
-                f"{_BACKEND_OPTION}{backend_names[0]} out."
+                f"{leaf.name} is torch's own, and no other backend multiplies in it. Leave {backend_pairs[0]} out."
             )
-        return precision.by(backends.get(backend_names[0]))
+        return precision.by(backends.get(backend_pairs[0].removeprefix(_BACKEND_OPTION)))
 
     def _parse_options(self, word: str, leaf: type[Precision], pairs: Sequence[str]) -> dict[str, Scalar]:
         values: dict[str, Scalar] = {}

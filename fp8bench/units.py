@@ -49,12 +49,8 @@ def symbol(unit: str) -> str:
 
 def typed_units() -> dict[str, tuple[float, str]]:
     """Returns every unit that a user may type, with its factor to the stored unit, and the stored unit."""
-    units = [
-        (name, scale, base)
-        for base, scales in {**_UNIT_SCALES, "B": (*_BINARY_UNITS, (1, "B"))}.items()
-        for scale, name in scales
-    ]
-    return {name: (float(scale), base) for name, scale, base in (*units, ("x", 1.0, "x"), ("", 1.0, ""))}
+    units = {name: (float(scale), base) for base in (*_UNIT_SCALES, "B") for scale, name in scales_of(base)}
+    return {**units, "x": (1.0, "x"), "": (1.0, "")}
 
 
 def scales_of(unit: str) -> Sequence[tuple[float, str]]:
@@ -101,9 +97,9 @@ def seconds(value: float | None, digits: int = 3) -> str:
     return _with_prefix(value, "s", digits)
 
 
-def joules(value: float | None, digits: int = 3) -> str:
+def joules(value: float | None) -> str:
     """Formats an energy: 0.0191 -> '19.1 mJ'."""
-    return _with_prefix(value, "J", digits)
+    return _with_prefix(value, "J", 3)
 
 
 def clock(value: float) -> str:
@@ -208,9 +204,8 @@ def change(ratio: float | None) -> str:
         return f"x{significant(ratio)}"
     share = 100 * (ratio - 1)
     for decimals in (1, 2):
-        text = f"{share:+.{decimals}f}%"
-        if float(text[:-1]):
-            return text
+        if round(share, decimals):
+            return f"{share:+.{decimals}f}%"
     return "0%" if share == 0 else f"{'+' if share > 0 else '-'}<0.01%"
 
 

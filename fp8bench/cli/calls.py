@@ -9,7 +9,8 @@ from __future__ import annotations
 
 import argparse
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+import re
+from collections.abc import Callable, Collection, Iterable, Mapping
 from dataclasses import Field, fields
 from functools import wraps
 from pathlib import Path
@@ -35,14 +36,11 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
     signature = _make_signature(options)
 
     def call(*words: Any, progress: bool = True, **keywords: Any) -> CommandResult:
-        for keyword in keywords:
-            if keyword not in options:
-                raise _unknown_argument_error(name, keyword, (*options, "progress"))
-        typed_words: list[str] = []
-        for option in options.values():
-            # a fixed word at the beginning of a command, as `suite` in `duel suite`
-            if option.choices and not option.option_strings:
-                typed_words += option.choices
+        _check_keywords(name, keywords, (*options, "progress"))
+        # Begin with fixed words of the command, as `suite` in `duel suite`.
+        typed_words = [
+            str(word) for option in options.values() if not option.option_strings for word in option.choices or ()
+        ]
         for keyword, value in signature.bind_partial(*words, **keywords).arguments.items():
             typed_words += _option_words(keyword, options[keyword], value)
         arguments = parse_words(build_parser([name]), [name, *typed_words])
@@ -58,9 +56,11 @@ def make_command_call(name: str) -> Callable[..., CommandResult]:
     return call
 
 
-def _unknown_argument_error(name: str, keyword: str, names: Iterable[str]) -> UnknownName:
-    listed_names = f"{', '.join(sorted(names))}; help(fp8bench.{name}) explains them"
-    return UnknownName(f"argument of {name}", keyword, names, listed_names)
+def _check_keywords(name: str, keywords: Iterable[str], known: Collection[str]) -> None:
+    for keyword in keywords:
+        if keyword not in known:
+            listed_names = f"{', '.join(sorted(known))}; help(fp8bench.{name}) explains them"
+            raise UnknownName(f"argument of {name}", keyword, known, listed_names)
 
 
 def _make_signature(options: Mapping[str, argparse.Action]) -> inspect.Signature:
@@ -162,9 +162,7 @@ def accept_fields_of(*classes: type, excluded: Iterable[str] = ()) -> Callable[[
         @wraps(function)
         # 3. Refuse a wrong keyword before anything runs.
         def call(*values: Any, **keywords: Any) -> Any:
-            for word in keywords:
-                if word not in parameters:
-                    raise _unknown_argument_error(function.__name__, word, parameters)
+            _check_keywords(function.__name__, keywords, parameters)
             return function(*values, **keywords)
 
         # help() and editors read the signature from this attribute.
@@ -236,11 +234,7 @@ def _parser_type(action: argparse.Action) -> str:
     name = getattr(action.type, "__qualname__", "str").partition(".")[0]
     parser = vars(types).get(name)
     returned_type = parser.__annotations__["return"] if parser is not None else name
-    return str(
-        returned_type.removeprefix("Callable[[str], ").removesuffix("]")
-        if returned_type.startswith("Call")
-        else returned_type
-    )
+    return re.sub(r"^Callable\[\[str\], (.*)\]$", r"\1", returned_type)
 
 
 # Most calls have the options of the command with the same name. These calls have the options of other commands.
@@ -269,9 +263,8 @@ def explain_arguments(name: str, call: Callable[..., Any]) -> None:
     for command in _COMMANDS_OF_CALL.get(name, (name,) if name in COMMANDS else ()):
         for action in subparsers_by_name(build_parser([command]))[command]._actions:
             text = f"{'False: ' if action.const is False else ''}{(action.help or '').replace('%%', '%')}"
-            help_by_argument |= {
-                word: text for word in (action.dest, python_keyword(action)) if word not in help_by_argument
-            }
+            for word in (action.dest, python_keyword(action)):
+                help_by_argument.setdefault(word, text)
     for line in (inspect.getdoc(call) or "").splitlines():
         word, _, text = line.partition(": ")
         if text and word in parameters:

@@ -120,9 +120,16 @@ def parse_with_config(
 
 def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
     """Returns the values in a file by the name under which argparse stores their option."""
+    content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
+    try:
+        return _parse_options(content, command)
+    except UsageError as error:
+        raise UsageError(f"{file}: {error}") from None
+
+
+def _parse_options(content: dict[str, Any], command: argparse.ArgumentParser) -> dict[str, Any]:
     # 1. Take out the keys that together form one mode, as fp8-delayed:history=16.
     options = _options_by_key(command)
-    content = read_mapping("--config", file, "options, in lines like `dtypes: fp32,bf16`")
     mode_options = {key: content.pop(key) for key in (FP8_SWITCH, *MODE_OPTIONS) if key in content}
     # 2. Parse each value with the parser of its option, so that the file and the command line mean the same.
     values: dict[str, Any] = {}
@@ -138,16 +145,13 @@ def read_config(file: Path, command: argparse.ArgumentParser) -> dict[str, Any]:
                 continue
             parsed_value = _parse_value(command, action, value)
         except ValueError as error:
-            raise UsageError(f"{file}: {key}: {error}.") from None
-        except UsageError as error:
-            raise UsageError(f"{file}: {error}") from None
+            raise UsageError(f"{key}: {error}.") from None
         if action.dest in values and not _is_repeatable(action):
-            raise UsageError(f"{file}: {key!r} sets what another key sets. Keep one of the two.")
+            raise UsageError(f"{key!r} sets what another key sets. Keep one of the two.")
         values[action.dest] = [*values.get(action.dest, ()), *parsed_value] if _is_repeatable(action) else parsed_value
     # 3. Add the FP8 mode to the dtypes.
     is_compiled = values.get("compile") == "yes" or ("compile", ("yes",)) in values.get("axes", ())
-    mode = _fp8_mode(file, mode_options, is_compiled)
-    if mode:
+    if mode := _fp8_mode(mode_options, is_compiled):
         values["dtypes"] = (*values.get("dtypes", _DEFAULT_DTYPES), mode)
     return values
 
@@ -169,26 +173,22 @@ def _translate_key(key: str, value: Any, options: Mapping[str, Any]) -> tuple[st
     raise ValueError(f"{value!r:.80} is not supported: {trainer_key.instead}")
 
 
-def _fp8_mode(file: Path, mode_options: Mapping[str, Any], is_compiled: bool) -> str:
+def _fp8_mode(mode_options: Mapping[str, Any], is_compiled: bool) -> str:
     """Returns the FP8 mode that the file asks for, with its options. Returns '' if use_fp8 is off."""
-    if not mode_options:
-        return ""
     switch = str(mode_options.get(FP8_SWITCH, "false")).lower()
     if switch not in ("true", "false"):
-        raise UsageError(f"{file}: {FP8_SWITCH}: expected true or false, got {switch!r:.80}.")
+        raise UsageError(f"{FP8_SWITCH}: expected true or false, got {switch!r:.80}.")
     pairs = [
         f"{option}={str(mode_options[key]).lower()}" for key, option in MODE_OPTIONS.items() if key in mode_options
     ]
-    try:
-        mode = precisions.canonical(":".join([DELAYED_MODE, *pairs]))
-    except UsageError as error:
-        raise UsageError(f"{file}: {error}") from None
-    if is_compiled and switch == "true":
-        return _compiled_mode(file, mode)
-    return mode if switch == "true" else ""
+    # Parse the options even if the switch is off, so that a wrong one is reported.
+    mode = precisions.canonical(":".join([DELAYED_MODE, *pairs]))
+    if switch == "false":
+        return ""
+    return _compiled_mode(mode) if is_compiled else mode
 
 
-def _compiled_mode(file: Path, mode: str) -> str:
+def _compiled_mode(mode: str) -> str:
     """Returns the FP8 mode that has the same formats and can be compiled by torch.compile.
 
     Raises UsageError if the mode has options of a history.
@@ -197,7 +197,7 @@ def _compiled_mode(file: Path, mode: str) -> str:
     history_options = [option for option in options if not option.startswith("formats=")]
     if history_options:
         raise UsageError(
-            f"{file}: {', '.join(history_options)} belongs to delayed scaling, which depends on earlier casts, and a "
+            f"{', '.join(history_options)} belongs to delayed scaling, which depends on earlier casts, and a "
             "compiled graph does not know them. Leave these keys out, or write torch_compile: false."
         )
     return ":".join([COMPILED_MODE, *options])

@@ -198,9 +198,7 @@ def _describe_missing_arguments(parser: argparse.ArgumentParser, *names: str) ->
 
 
 def _list_options(parser: argparse.ArgumentParser) -> set[str]:
-    options: set[str] = set()
-    for action in parser._actions:
-        options.update(action.option_strings)
+    options = {word for action in parser._actions for word in action.option_strings}
     return options.union(*map(_list_options, subparsers_by_name(parser).values()))
 
 

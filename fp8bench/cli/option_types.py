@@ -110,7 +110,7 @@ def number_or_text_parser(rule: Rule) -> Callable[[str], float | str]:
 
 
 def text_parser(rule: Rule) -> Callable[[str], str]:
-    return lambda word: _check_rule(rule, word, word)
+    return lambda text: _check_rule(rule, text, text)
 
 
 def factors_parser(rule: Rule) -> Callable[[str], tuple[tuple[str, float], ...]]:
@@ -136,18 +136,10 @@ def _check_rule(rule: Rule, text: str, value: T) -> T:
     return value
 
 
-def _float_or_nan(text: str) -> float:
-    """Returns the number in a text. Other texts give NaN, which fails every rule."""
-    try:
-        return float(text)
-    except ValueError:
-        return math.nan
-
-
 def parse_duration(text: str) -> float:
     """Parses a duration in seconds, as '90s', '10m', '1.5h' or a bare number."""
-    unit = text[-1:] if text[-1:] in _SECONDS_PER_UNIT else ""
-    seconds = _float_or_nan(text.removesuffix(unit)) * _SECONDS_PER_UNIT.get(unit, 1)
+    factor = _SECONDS_PER_UNIT.get(text[-1:])
+    seconds = number_of(text[:-1]) * factor if factor else number_of(text)
     # This comparison also rejects NaN.
     if not 0 <= seconds < _MAX_SECONDS:
         raise argparse.ArgumentTypeError(f"expected a time below a week, like 90s, 10m or 1h, got {text!r}")

@@ -120,10 +120,10 @@ def add_request_options(group: argparse._ArgumentGroup, kind: type = Request) ->
             group.add_argument(option, **keywords)
 
 
-def refuse_other_options(words: Sequence[str], allowed: Collection[str], positional: Sequence[str] = ()) -> None:
+def refuse_other_options(words: Sequence[str], allowed: Collection[str], positional: Sequence[str | None]) -> None:
     # Treat '--rounds=5' like '--rounds 5'.
     options = [word.partition("=")[0] for word in words if word.startswith("--") and word != "--"]
-    refused_words = [*positional, *(word for word in options if word not in allowed)]
+    refused_words = [*filter(None, positional), *(word for word in options if word not in allowed)]
     if refused_words:
         raise UsageError(
             f"{'the plan of --plan' if '--plan' in allowed else 'the run of --resume'} determines what is measured "

@@ -115,10 +115,9 @@ def check_outputs(arguments: argparse.Namespace) -> None:
 
 def log_targets(target_texts: str | Iterable[str]) -> tuple[LogTarget, ...]:
     """Parses and checks the log targets that a Python caller passes."""
+    texts = [target_texts] if isinstance(target_texts, str) else target_texts
     try:
-        targets = tuple(
-            parse_log_target(text) for text in ([target_texts] if isinstance(target_texts, str) else target_texts)
-        )
+        targets = tuple(map(parse_log_target, texts))
     except argparse.ArgumentTypeError as error:
         raise UsageError(f"log: {error}.") from None
     for target in targets:
@@ -189,20 +188,16 @@ def tell(
     again.
     """
     values = vars(arguments)
-    csv_table, markdown_text = csv_text(*rows()) if values.get("csv") is not None else "", ""
-    if values.get("md") is not None:
-        markdown_text = markdown.render((full_page or page)())
-    with write_outputs(
-        {"--csv": (values.get("csv"), csv_table), "--md": (values.get("md"), markdown_text)}, repeat_hint
-    ):
+    csv_table = csv_text(*rows()) if values.get("csv") is not None else ""
+    markdown_text = markdown.render((full_page or page)()) if values.get("md") is not None else ""
+    texts = {"--csv": (values.get("csv"), csv_table), "--md": (values.get("md"), markdown_text)}
+    with write_outputs(texts, repeat_hint):
         if values.get("csv") == "-":
             say(csv_table)
+        elif values.get("json"):
+            say(json_line(document()))
         else:
-            say(
-                json_line(document())
-                if values.get("json")
-                else render(page(), *stdout_format(values.get("explain", False)))
-            )
+            say(render(page(), *stdout_format(values.get("explain", False))))
 
 
 def import_renderers() -> None:
@@ -241,13 +236,14 @@ def in_store(run_or_store: Run | Path) -> str:
     """Returns ' --store DIR', with which another command finds this store or the run's store, as the user named it.
     Returns '' for the default store.
     """
-    if isinstance(run_or_store, Path):
-        return "" if run_or_store == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(run_or_store))}"
-    store = store_of(Path(run_or_store.path))
-    if store is None or store == Path(DEFAULT_STORE).resolve():
-        return ""
-    given_path = next((folder for folder in Path(run_or_store.path).parents if folder.resolve() == store), store)
-    return f" --store {shlex.quote(str(given_path))}"
+    path = run_or_store
+    if isinstance(path, Run):
+        run_path = Path(path.path)
+        store = store_of(run_path)
+        if store is None or store == Path(DEFAULT_STORE).resolve():
+            return ""
+        path = next((folder for folder in run_path.parents if folder.resolve() == store), store)
+    return "" if path == Path(DEFAULT_STORE) else f" --store {shlex.quote(str(path))}"
 
 
 def store_and_import_options(arguments: argparse.Namespace) -> str:

@@ -20,9 +20,10 @@ from fp8bench import units
 from fp8bench.cli.remaining_time import RemainingTime
 from fp8bench.cli.streams import complain, terminal_width
 from fp8bench.jobs.observer import JobObserver, Tell
-from fp8bench.model import Case, Plan, Record, Scalar
+from fp8bench.model import Case, Plan, Record
 from fp8bench.protocols import Observer, SilentObserver
 from fp8bench.report.elements import printable
+from fp8bench.report.panels import shared_params, show_params, together
 
 REDRAW_SECONDS = 0.2
 # After a shorter time than this, the remaining time is not estimated, because the estimate would jump.
@@ -101,10 +102,7 @@ class LiveBlock(_TerminalWriter):
     def show(self, text: str) -> None:
         """Shows these lines, cut at the edges of the terminal. The text may contain colour codes."""
         old_size, self._size = self._size, _terminal_size(self._stream)
-        if old_size in (self._size, _NO_SIZE):
-            erase_codes = self._erase()
-        else:
-            erase_codes = _CLEAR_SCREEN
+        erase_codes = self._erase() if old_size in (self._size, _NO_SIZE) else _CLEAR_SCREEN
         # Keep the cursor in the last line, because a line break after this line would scroll a full screen.
         lines = text.rstrip("\n").split("\n")[: self._size[1]]
         self._write(erase_codes + _DISABLE_WRAP + "\n".join(lines) + _ENABLE_WRAP)
@@ -149,7 +147,8 @@ class _PlanProgress:
     """Follows the progress of a planned run, and names the settings of the plan."""
 
     def __init__(self, clock: Callable[[], float]) -> None:
-        self._clock, self._begun = clock, clock()
+        self._clock = clock
+        self._begun = clock()
         self._begin(Plan(()))
 
     def _begin(self, plan: Plan) -> None:
@@ -170,16 +169,14 @@ class _PlanProgress:
 def _name_settings(plan: Plan) -> dict[str, str]:
     """Returns a name for each setting, as 'gemm m=256': its workload, and the parameters that distinguish it."""
     cases = [group.cases[0].case for group in plan]
-    values_by_param: dict[tuple[str, str], set[Scalar]] = {}
-    # Collect the values of each parameter, because only parameters with several values are named.
-    for case in cases:
-        for name, value in (*case.params, ("device", case.device)):
-            values_by_param.setdefault((case.workload, name), set()).add(value)
     name_by_setting = {}
-    for case in cases:
-        pairs = (*case.params, ("device", case.device))
-        distinguishing = [f"{name}={value}" for name, value in pairs if len(values_by_param[case.workload, name]) > 1]
-        name_by_setting[case.setting] = " ".join([case.workload, *distinguishing])
+    for suite, members in together((case.workload, case) for case in cases).items():
+        all_params = [(*case.params, ("device", case.device)) for case in members]
+        common = shared_params(all_params)
+        for case, params in zip(members, all_params, strict=True):
+            name_by_setting[case.setting] = (
+                f"{suite} {show_params(pair for pair in params if pair not in common)}".rstrip()
+            )
     return name_by_setting
 
 

@@ -10,10 +10,13 @@ from fp8bench.model.words import MEASURING_CEILINGS
 MEASURING_ROUNDS = "measuring"
 # The seconds of two parts of a run on an idle machine. The first is from its start to the plan. The second is after
 # the last group, for asv's files and the report.
-_SECONDS_BEFORE_GROUPS, _SECONDS_AFTER_GROUPS = 1.7, 0.5
+_SECONDS_BEFORE_GROUPS = 1.7
+_SECONDS_AFTER_GROUPS = 0.5
 # Typical seconds for measuring ceilings, for the untimed passes of a group, and for its rounds. Rounds have a time
 # limit, and many groups are decided before it.
-_CEILINGS_SECONDS, _PASSES_SECONDS, _ROUNDS_SECONDS = 15.0, 2.5, 7.0
+_CEILINGS_SECONDS = 15.0
+_PASSES_SECONDS = 2.5
+_ROUNDS_SECONDS = 7.0
 # The ratio of a group's passes to its preparation, in time. It was 2 to 4 without compiling, and nearer to 2 with two
 # workers.
 _PASSES_PER_PREPARATION = 2.7
@@ -26,102 +29,89 @@ _MIN_REMAINING_SHARE = 0.1
 
 
 @dataclass
-class _GroupTimes:
-    """The times of a group. Has the starts of its preparation, rounds and passes, and the known or predicted seconds
-    of its rounds and passes. `learned_passes` has the mean seconds of the passes of earlier groups. It is None in the
-    first group.
-    """
-
-    setting: str
-    start: float
-    learned_passes: float | None = None
-    doing: str = ""
-    doing_start: float = 0.0
-    compiling_seconds: float = 0.0
-    rounds_start: float | None = None
-    passes_start: float | None = None
-    rounds_seconds: float = _ROUNDS_SECONDS
-    passes_seconds: float = _PASSES_SECONDS
-
-    def follow(self, doing: str, share: float, now: float) -> None:
-        if doing == MEASURING_ROUNDS:
-            if self.rounds_start is None:
-                self.rounds_start = now
-                self.passes_seconds = self.learned_passes or _PASSES_PER_PREPARATION * (
-                    now - self.start - self.compiling_seconds
-                )
-            if _MIN_ROUNDS_SHARE <= share <= 1:
-                self.rounds_seconds = (now - self.rounds_start) / share
-        elif self.rounds_start is not None and self.passes_start is None:
-            self.passes_start, self.rounds_seconds = now, now - self.rounds_start
-        if doing != self.doing:
-            if self.doing.startswith("compiling"):
-                self.compiling_seconds += now - self.doing_start
-            if self.passes_start is not None and doing in _SHARE_BEFORE_PASS and self.learned_passes is None:
-                self.passes_seconds = (now - self.passes_start) / _SHARE_BEFORE_PASS[doing]
-            self.doing, self.doing_start = doing, now
-
-    def predict_remaining(self, now: float) -> float:
-        if self.passes_start is not None:
-            return max(self.passes_seconds - (now - self.passes_start), _MIN_REMAINING_SHARE * self.passes_seconds)
-        rounds_start = now if self.rounds_start is None else self.rounds_start
-        return max(self.rounds_seconds - (now - rounds_start), 0.0) + self.passes_seconds
-
-
-@dataclass
 class RemainingTime:
     """Predicts the remaining time of a run of `groups`, whose planning took `start_seconds`.
 
     If planning was slow, untimed work is expected to be slow as well. The rounds of a group end with their budget, so
-    their progress is known. The time of the passes after the rounds is learned from earlier groups, and from the
-    first passes of the group.
+    their progress is known. The time of the passes after the rounds is predicted from the group's preparation and its
+    first passes.
     """
 
     groups: int
     start_seconds: float = _SECONDS_BEFORE_GROUPS
-    _group: _GroupTimes | None = None
     _ceilings_start: float | None = None
-    _seconds: list[float] = field(default_factory=list)
-    _passes: list[float] = field(default_factory=list)
+    _group_seconds: list[float] = field(default_factory=list)
+    # The current group and its activity, and when they began.
+    _setting: str = ""
+    _group_start: float = 0.0
+    _doing: str = ""
+    _doing_start: float = 0.0
+    _compiling_seconds: float = 0.0
+    # When the rounds and the passes of the current group began, and how long they take, as far as is known.
+    _rounds_start: float | None = None
+    _passes_start: float | None = None
+    _rounds_seconds: float = _ROUNDS_SECONDS
+    _passes_seconds: float = _PASSES_SECONDS
 
     def follow(self, setting: str, doing: str, share: float, now: float) -> None:
+        """Takes note of the current activity of a group, and of the share of the activity that is done."""
         if doing == MEASURING_CEILINGS:
             if self._ceilings_start is None:
                 self._ceilings_start = now
             return
-        group = self._group
-        if group is None or group.setting != setting:
-            if group is not None:
-                self._finish(group, now)
-            learned_passes = fmean(self._passes) if self._passes else None
-            group = self._group = _GroupTimes(
-                setting, now, learned_passes, passes_seconds=_PASSES_SECONDS * self._slowness
-            )
-        group.follow(doing, share, now)
+        if setting != self._setting:
+            self._begin_group(setting, now)
+        if doing == MEASURING_ROUNDS:
+            if self._rounds_start is None:
+                self._rounds_start = now
+                self._passes_seconds = _PASSES_PER_PREPARATION * (now - self._group_start - self._compiling_seconds)
+            if _MIN_ROUNDS_SHARE <= share <= 1:
+                self._rounds_seconds = (now - self._rounds_start) / share
+        elif self._rounds_start is not None and self._passes_start is None:
+            self._passes_start = now
+        if doing != self._doing:
+            if self._doing.startswith("compiling"):
+                self._compiling_seconds += now - self._doing_start
+            if self._passes_start is not None and doing in _SHARE_BEFORE_PASS:
+                self._passes_seconds = (now - self._passes_start) / _SHARE_BEFORE_PASS[doing]
+            self._doing = doing
+            self._doing_start = now
+
+    def _begin_group(self, setting: str, now: float) -> None:
+        if self._setting:
+            self._group_seconds.append(now - self._group_start)
+        self._setting = setting
+        self._group_start = now
+        self._compiling_seconds = 0.0
+        self._rounds_start = self._passes_start = None
+        self._rounds_seconds = _ROUNDS_SECONDS
+        self._passes_seconds = _PASSES_SECONDS * self._slowness
 
     @property
     def _slowness(self) -> float:
         return max(1.0, self.start_seconds / _SECONDS_BEFORE_GROUPS)
 
-    def _finish(self, group: _GroupTimes, now: float) -> None:
-        self._seconds.append(now - group.start)
-        if group.passes_start is not None:
-            self._passes.append(now - group.passes_start)
-
     def predict(self, now: float) -> float:
         """Returns the predicted remaining seconds of the run."""
-        group, end_seconds = self._group, _SECONDS_AFTER_GROUPS * self._slowness
-        group_seconds = self._seconds or [_ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness]
-        if group is None:
-            ceilings_start = self._ceilings_start
-            ceilings = (
-                0.0 if ceilings_start is None else max(0.0, ceilings_start + _CEILINGS_SECONDS * self._slowness - now)
-            )
-            return ceilings + self.groups * fmean(group_seconds) + end_seconds
-        current_group = group.predict_remaining(now)
-        num_later_groups = self.groups - len(self._seconds) - 1
+        end_seconds = _SECONDS_AFTER_GROUPS * self._slowness
+        # 1. Before the first group, add up typical times.
+        if not self._setting:
+            group_seconds = _ROUNDS_SECONDS + _PASSES_SECONDS / 2 * self._slowness
+            ceilings_seconds = 0.0
+            if self._ceilings_start is not None:
+                ceilings_seconds = max(0.0, self._ceilings_start + _CEILINGS_SECONDS * self._slowness - now)
+            return ceilings_seconds + self.groups * group_seconds + end_seconds
+        # 2. Predict the rest of the current group.
+        if self._passes_start is not None:
+            current_seconds = self._passes_seconds - (now - self._passes_start)
+            current_seconds = max(current_seconds, _MIN_REMAINING_SHARE * self._passes_seconds)
+        else:
+            rounds_start = now if self._rounds_start is None else self._rounds_start
+            current_seconds = max(self._rounds_seconds - (now - rounds_start), 0.0) + self._passes_seconds
+        # 3. Later groups are expected to take as long as the groups so far.
+        num_later_groups = max(0, self.groups - len(self._group_seconds) - 1)
         return (
-            current_group
-            + max(0, num_later_groups) * fmean([*group_seconds, now - group.start + current_group])
+            current_seconds
+            + num_later_groups * fmean([*self._group_seconds, now - self._group_start + current_seconds])
             + end_seconds
         )

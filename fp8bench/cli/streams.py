@@ -49,14 +49,11 @@ def complain(text: str) -> None:
 
     columns_variable = os.environ.get("COLUMNS", "")
     width = (int(columns_variable) if columns_variable.isdecimal() else 0) or terminal_width(sys.stderr)
-    lines = [printable(line) for line in f"fp8bench: {text}".splitlines()]
-    # Do not wrap lines in a log, so that whole sentences can be searched.
-    if width:
-        fold_width = max(width, MIN_WIDTH)
-        folded_lines: list[str] = []
-        for line in lines:
-            folded_lines += [line] if line.startswith(" ") else wrap(line, fold_width, hang=INDENT * 2)
-        lines = folded_lines
+    lines: list[str] = []
+    for line in map(printable, f"fp8bench: {text}".splitlines()):
+        # Do not wrap lines in a log, so that whole sentences can be searched.
+        is_wrapped = width and not line.startswith(" ")
+        lines += wrap(line, max(width, MIN_WIDTH), hang=INDENT * 2) if is_wrapped else [line]
     with contextlib.suppress(OSError):
         sys.stderr.write("".join(f"{line}\n" for line in lines))
         sys.stderr.flush()

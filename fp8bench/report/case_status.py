@@ -8,11 +8,12 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable, Sequence
 from enum import StrEnum
+from typing import Any
 
 from fp8bench import units
 from fp8bench.model import Interval, Label, Level, Reruns, Status, Verdict
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import Result, join_parts
+from fp8bench.report.panels import CaseValue, Result, join_parts
 from fp8bench.report.words.legend import LABELS
 
 
@@ -36,9 +37,13 @@ class Standing(StrEnum):
 # The reasons of these labels are left out here. They are long and equal for many cases, so other parts of the report
 # show them once.
 _LABELS_WITH_LONG_REASONS = frozenset({Label.EAGER_QUANTISER, Label.ENERGY_UNRESOLVED, Label.REPLAY_PACE})
-# The status of each verdict that is certain unless a label casts doubt on it. Only with such a label, its words begin
-# with "perhaps".
-CERTAIN_STANDINGS = {Verdict.FASTER: Standing.FASTER, Verdict.SLOWER: Standing.SLOWER, Verdict.SAME: Standing.SAME}
+# The status of a case with this verdict, unless a label casts doubt on the verdict.
+_STANDING_BY_VERDICT = {
+    Verdict.FASTER: Standing.FASTER,
+    Verdict.SLOWER: Standing.SLOWER,
+    Verdict.SAME: Standing.SAME,
+    Verdict.UNSURE: Standing.UNSURE,
+}
 # The tone of a status. Other statuses are grey, because they are doubtful or not about speed.
 _STANDING_TONES = {
     Standing.FASTER: Tone.GOOD,
@@ -53,29 +58,25 @@ def cost_tone(result: Result) -> Tone:
     """Returns the tone of the figures of a case's time and memory. It is grey for an emulated case, because these are
     the cost of emulation.
     """
-    if result.is_emulated:
-        return Tone.DOUBT
-    return Tone.PLAIN
+    return Tone.DOUBT if result.is_emulated else Tone.PLAIN
+
+
+def row_cost_tone(row: CaseValue[Any]) -> Tone:
+    return cost_tone(row.case)
 
 
 def find_standing(result: Result) -> Standing:
     """Returns the most serious status that applies to a case."""
     if not result.is_ok:
-        if result.record.status is Status.FAILED:
-            return Standing.FAILED
-        return Standing.SKIPPED
+        return Standing.FAILED if result.record.status is Status.FAILED else Standing.SKIPPED
     if result.is_emulated:
         return Standing.EMULATED
     if result.is_reference:
         return Standing.REFERENCE
     finding = result.finding
-    if finding is None or finding.verdict not in (*CERTAIN_STANDINGS, Verdict.UNSURE):
-        return Standing.UNTIMED
-    if finding.verdict is Verdict.UNSURE:
-        return Standing.UNSURE
-    if finding.doubtful:
+    if finding.is_judged and finding.doubtful:
         return Standing.DOUBTED
-    return CERTAIN_STANDINGS[finding.verdict]
+    return _STANDING_BY_VERDICT.get(finding.verdict, Standing.UNTIMED)
 
 
 def standing_tone(result: Result) -> Tone:
@@ -89,37 +90,38 @@ def speed_up(result: Result) -> Interval | None:
     """Returns how many times as fast as its reference a case is, with an interval. Returns None if the case has no
     speed.
     """
-    if find_standing(result) not in (*CERTAIN_STANDINGS.values(), Standing.DOUBTED, Standing.UNSURE):
-        return None
-    return invert_ratio(result.finding.ratio if result.finding else None)
+    if find_standing(result) in (*_STANDING_BY_VERDICT.values(), Standing.DOUBTED):
+        return invert_ratio(result.finding.ratio)
+    return None
+
+
+def list_speeds(results: Iterable[Result]) -> list[Interval]:
+    return [speed for result in results if (speed := speed_up(result)) is not None]
 
 
 def invert_ratio(ratio: Interval | None) -> Interval | None:
     """Returns the speed that belongs to a ratio of times. Returns None unless the ratio is positive and finite."""
-    if ratio is not None and 0 < ratio.point < math.inf:
-        return ratio.inverse
-    return None
+    return ratio.inverse if ratio is not None and 0 < ratio.point < math.inf else None
 
 
 def show_speed(speed: Interval | None) -> str:
     """Returns a speed with its interval as '1.62x [1.60, 1.64]', or '' for None."""
-    if speed:
-        return f"{units.speed_up(speed.point)} {show_bounds(speed)}"
-    return ""
+    return f"{units.speed_up(speed.point)} {show_bounds(speed)}" if speed else ""
+
+
+def has_bounds(speed: Interval) -> bool:
+    """Returns whether the bounds of a speed are known. One or two rounds may not even have a range."""
+    return math.isfinite(speed.low) and math.isfinite(speed.half_width)
 
 
 def show_bounds(speed: Interval) -> str:
     """Returns the bounds of a speed: '[1.60, 1.64]' for an interval, '(1.5 to 1.7)' for the range of a few rounds,
     otherwise '[no interval]'.
     """
-    # A few rounds have only a range instead of an interval. One or two rounds may not even have a range.
-    if math.isinf(speed.half_width) or not math.isfinite(speed.low):
+    if not has_bounds(speed):
         return "[no interval]"
-    low = units.significant(speed.low)
-    high = units.significant(speed.high)
-    if speed.level:
-        return f"[{low}, {high}]"
-    return f"({low} to {high})"
+    low, high = map(units.significant, (speed.low, speed.high))
+    return f"[{low}, {high}]" if speed.level else f"({low} to {high})"
 
 
 def describe_intervals(results: Iterable[Result]) -> str:
@@ -133,25 +135,23 @@ def describe_intervals(results: Iterable[Result]) -> str:
     has_interval_of_rounds = False
     for result in results:
         speed = speed_up(result)
-        record = result.record
         if speed is None:
             continue
         # An interval that earlier runs have widened covers the spread between runs as well.
-        if speed.level and record.reruns is not None:
-            reruns.append(record.reruns)
+        if speed.level and result.record.reruns is not None:
+            reruns.append(result.record.reruns)
         elif speed.level:
             has_interval_of_rounds = True
-        if record.sessions:
-            session_counts.append(1 + len(record.sessions))
-    interval_text = join_parts(
+        if result.record.sessions:
+            session_counts.append(1 + len(result.record.sessions))
+    sources = join_parts(
         f"of any run, from {_describe_earlier_runs(reruns)}" if reruns else "",
         "of this run" if has_interval_of_rounds else "",
         separator=", else ",
     )
-    if interval_text:
-        interval_text = f"the 99% interval {interval_text}"
     return join_parts(
-        interval_text, f"over {units.span(session_counts, '{:.0f}'.format)} sessions" if session_counts else ""
+        f"the 99% interval {sources}" if sources else "",
+        f"over {units.span(session_counts, str)} sessions" if session_counts else "",
     )
 
 
@@ -159,12 +159,11 @@ def _describe_earlier_runs(reruns: Sequence[Reruns]) -> str:
     """Describes the runs behind intervals. Files of older versions only have the number of all runs."""
     own_counts = [reach.own_runs for reach in reruns if reach.own_runs is not None]
     if len(own_counts) < len(reruns):
-        return f"{units.span((reach.runs for reach in reruns), '{:.0f}'.format)} earlier runs"
+        return f"{units.span((reach.runs for reach in reruns), str)} earlier runs"
     if not any(own_counts):
         return "earlier runs of other cases"
-    count = units.span(own_counts, "{:.0f}".format)
     noun = "runs" if max(own_counts) > 1 else "run"
-    return f"{count} earlier {noun} of the same case and commit, and of other cases"
+    return f"{units.span(own_counts, str)} earlier {noun} of the same case and commit, and of other cases"
 
 
 def status_words(result: Result) -> str:
@@ -172,31 +171,24 @@ def status_words(result: Result) -> str:
     status = find_standing(result)
     if status is Standing.FAILED:
         return "FAILED"
-    if status is Standing.SKIPPED:
-        is_refused = result.record.support.level is Level.REFUSED
-        if is_refused:
-            return Level.REFUSED.value
+    if status is Standing.SKIPPED and result.record.support.level is Level.REFUSED:
+        return Level.REFUSED.value
+    if status is Standing.EMULATED and result.is_reference:
+        return f"{Verdict.REFERENCE}, emulated"
+    if status in (Standing.SKIPPED, Standing.EMULATED):
         return status.value
-    if status is Standing.EMULATED:
-        if result.is_reference:
-            return f"{Verdict.REFERENCE}, emulated"
-        return status.value
-    # The case has no samples, or its reference was not measured.
-    if result.finding is None or result.finding.verdict is Verdict.NONE:
-        return units.NONE
-    return result.finding.verdict_words
+    # Without samples, or if its reference was not measured, a case has no verdict.
+    return units.NONE if result.finding.verdict is Verdict.NONE else result.finding.verdict_words
 
 
 def describe_doubts(result: Result) -> tuple[str, ...]:
     """Returns the meaning of each label that casts doubt on a case, followed by the reason for the verdict."""
-    sentences = []
-    for label in result.labels:
-        if label.casts_doubt:
-            reason = result.reason(label)
-            sentences.append(f"{label}: {LABELS[label].meaning}{f' ({reason})' if reason else ''}")
-    if result.finding and result.finding.why:
-        sentences.append(result.finding.why)
-    return tuple(sentences)
+    sentences = [
+        f"{label}: {LABELS[label].meaning}" + (f" ({reason})" if (reason := result.reason(label)) else "")
+        for label in result.labels
+        if label.casts_doubt
+    ]
+    return tuple(filter(None, (*sentences, result.finding.why)))
 
 
 def describe_labels(result: Result) -> list[str]:
@@ -204,10 +196,9 @@ def describe_labels(result: Result) -> list[str]:
 
     Labels that removed the verdict are left out, because the verdict's reason already names them.
     """
-    withdrawing_labels = result.finding.hard if result.finding else ()
     descriptions = []
     for label in result.labels:
-        if label in withdrawing_labels:
+        if label in result.finding.hard:
             continue
         reason = "" if label in _LABELS_WITH_LONG_REASONS else result.reason(label)
         descriptions.append(f"{label} ({reason})" if reason else label.value)

@@ -135,6 +135,11 @@ def figure_column(
     return Col(figure_words(spec), get_value, show=spec.to_text, unit=spec.unit, tone=tone, hint=spec.description)
 
 
+def case_figure_column(spec: MetricSpec, tone: Callable[[Any], Tone] | None = None) -> Col[Any]:
+    """Returns a column with a metric of each row's case. The rows have an attribute `case`."""
+    return figure_column(spec, lambda row: row.case.figures[spec].value, tone)
+
+
 def figure_tables(panel: Panel) -> Tables:
     """Yields the tables that no section builds, because only the specs of metrics name them. A table is left out if
     no case of the panel has one of its metrics.

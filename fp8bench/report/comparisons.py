@@ -86,9 +86,7 @@ def describe_direction(comparison: Comparison) -> str:
     """Returns the direction of a change, as 'worse' or 'FAILED', or '-' if it has none."""
     if comparison.failed:
         return "FAILED"
-    if comparison.direction is Direction.NONE:
-        return units.NONE
-    return comparison.direction.value
+    return units.NONE if comparison.direction is Direction.NONE else comparison.direction.value
 
 
 def split_case_id(case_id: str) -> tuple[str, str]:
@@ -177,19 +175,18 @@ def describe_side(side: Side) -> str:
     """Returns one side of the comparison with its commits and runs, as 'HEAD: commit 0a1b2c3d, 3 runs (5f6a7b8c,
     ...)'.
     """
-    commits: dict[str, None] = {}
+    commits = []
     for run in side.runs:
-        commit = run.environment.get("commit")
-        commit_text = "of no commit"
-        if isinstance(commit, str):
-            is_clean = run.environment.get("dirty") is False
-            commit_text = f"commit {commit[:8]}{'' if is_clean else ' with other changes'}"
-        commits[commit_text] = None
+        commit, is_clean = run.environment.get("commit"), run.environment.get("dirty") is False
+        name = f"commit {commit[:8]}" if isinstance(commit, str) else ""
+        commits.append(f"{name}{'' if is_clean else ' with other changes'}" if name else "of no commit")
     ids = [run.id for run in side.runs]
     shown_ids = ", ".join(ids[:4]) + (f" and {len(ids) - 4} more" if len(ids) > 4 else "")
     num_unfinished = sum(not run.finished for run in side.runs)
     unfinished_text = f"; {num_unfinished} of them unfinished" if num_unfinished else ""
-    return f"{side.name}: {' and '.join(commits)}, {many(len(ids), 'run')} ({shown_ids}){unfinished_text}"
+    return (
+        f"{side.name}: {' and '.join(dict.fromkeys(commits))}, {many(len(ids), 'run')} ({shown_ids}){unfinished_text}"
+    )
 
 
 # The digest of imported code and of files with callables.
@@ -219,9 +216,7 @@ def _comparison_table(comparisons: Sequence[Comparison], with_reasons: bool) -> 
         yield Text(f"all times (best case, not the median): {', '.join(shared_labels)}")
 
     def direction_tone(comparison: Comparison) -> Tone:
-        if comparison.failed:
-            return Tone.BAD
-        return DIRECTION_TONES.get(comparison.direction, Tone.PLAIN)
+        return Tone.BAD if comparison.failed else DIRECTION_TONES.get(comparison.direction, Tone.PLAIN)
 
     def explain_no_direction(comparison: Comparison) -> str:
         has_reason = comparison.direction is Direction.NONE or comparison.metric in COUNTS

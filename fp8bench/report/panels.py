@@ -12,7 +12,6 @@ from typing import Generic, NamedTuple, TypeVar
 from fp8bench import units
 from fp8bench.analysis.metric import Metric, Reference
 from fp8bench.model import (
-    UNATTRIBUTED,
     Case,
     DeviceFacts,
     Finding,
@@ -22,6 +21,7 @@ from fp8bench.model import (
     Record,
     Run,
     Scalar,
+    Verdict,
 )
 from fp8bench.model.specs import ENERGY, LOSS_ERROR, STEP, Better, spec_of
 from fp8bench.protocols.axes import QUIET_DEFAULTS
@@ -45,6 +45,12 @@ def together(pairs: Iterable[tuple[K, V]]) -> dict[K, list[V]]:
     return by_key
 
 
+# The metrics that all suites about tensors have.
+SQNR_METRIC = "sqnr_db"
+WORST_BLOCKS_METRIC = "sqnr_block_p1_db"
+UNDERFLOW_METRIC = "underflow_percent"
+
+
 def join_parts(*parts: str, separator: str = ", ") -> str:
     """Joins the texts that are not empty: 'a', '' and 'b' give 'a, b'."""
     return separator.join(filter(None, parts))
@@ -52,10 +58,10 @@ def join_parts(*parts: str, separator: str = ", ") -> str:
 
 @dataclass(frozen=True)
 class Result:
-    """The record of a case, and the finding from its samples. Without samples, the finding is None."""
+    """The record of a case, and the finding from its samples. Without samples, the finding has no figures."""
 
     record: Record
-    finding: Finding | None
+    finding: Finding
 
     @property
     def mode(self) -> str:
@@ -75,26 +81,18 @@ class Result:
 
     @property
     def best_seconds(self) -> float | None:
-        if self.finding:
-            return self.finding.best_seconds
-        return None
-
-    @property
-    def spread(self) -> float | None:
-        if self.finding:
-            return self.finding.spread
-        return None
+        return self.finding.best_seconds
 
     @property
     def labels(self) -> tuple[Label, ...]:
-        if self.finding:
-            return self.finding.labels
-        return ()
+        return self.finding.labels
 
     def reason(self, label: Label) -> str:
-        if self.finding:
-            return dict(self.finding.label_reasons).get(label, "")
-        return ""
+        return dict(self.finding.label_reasons).get(label, "")
+
+    def median(self, metric: str) -> float | None:
+        """Returns the median of a metric's samples. Returns None if the metric was not measured."""
+        return median_value(self.record.measurement(metric))
 
 
 @dataclass(frozen=True)
@@ -145,7 +143,7 @@ class NamedCase(Result):
     @property
     def error_value(self) -> float | None:
         """The median of the error metric that reports show first."""
-        return median_value(self.record.measurement(self.group.error_metric))
+        return self.median(self.group.error_metric)
 
     @property
     def setting_name(self) -> str:
@@ -155,6 +153,13 @@ class NamedCase(Result):
     def name(self) -> str:
         """The setting and the mode, as '256 x 256 x 64 bf16'. If the panel has one group, it is the mode alone."""
         return f"{self.setting_name} {self.mode}".strip()
+
+
+def name_incomparable(result: Result) -> str:
+    """Returns why a case has no ratio to its reference, as 'reference' or 'emulated'. Otherwise returns a dash."""
+    if result.is_reference:
+        return "reference"
+    return "emulated" if result.is_emulated else units.NONE
 
 
 class CaseValue(NamedTuple, Generic[V]):
@@ -200,10 +205,7 @@ class Panel:
 
     @cached_property
     def measurements(self) -> list[Measurement]:
-        measurements: list[Measurement] = []
-        for case in self.members:
-            measurements += case.record.measurements
-        return measurements
+        return [measurement for case in self.members for measurement in case.record.measurements]
 
     def find_values(self, get_value: Callable[[Result], V | None]) -> list[CaseValue[V]]:
         """Returns each case with the result of `get_value`. Cases for which the result is None are left out."""
@@ -216,6 +218,11 @@ class Panel:
     @cached_property
     def metrics(self) -> tuple[str, ...]:
         return tuple(dict.fromkeys(measurement.metric for measurement in self.measurements))
+
+    @cached_property
+    def is_timed(self) -> bool:
+        """Whether the suite measures times. A suite about tensors measures only their errors."""
+        return not {SQNR_METRIC, WORST_BLOCKS_METRIC, UNDERFLOW_METRIC} <= {*self.metrics}
 
 
 def list_cases(panels: Iterable[Panel]) -> list[NamedCase]:
@@ -232,9 +239,8 @@ def list_metrics(case: NamedCase) -> Iterator[Metric]:
 
     # Ratios need the result of the group's reference, which may be missing.
     result = case.reference_result
-    return metrics_of(
-        case.record, case.finding, Reference(result.record, result.labels) if result is not None else None
-    )
+    reference = Reference(result.record, result.labels) if result is not None else None
+    return metrics_of(case.record, case.finding, reference)
 
 
 class Figures(dict[str, Metric]):
@@ -264,18 +270,19 @@ class Figures(dict[str, Metric]):
         """
         rates = (name for name, metric in self.items() if metric.better is Better.HIGHER and metric.unit.endswith("/s"))
         rate = self[next(rates, "") if self._sound else ""]
-        if rate.best is None:
-            return rate
-        return replace(rate, value=rate.best)
+        return rate if rate.best is None else replace(rate, value=rate.best)
 
 
 def group_into_panels(run: Run, findings: FindingsById) -> tuple[Panel, ...]:
     # 1. Group results by setting. If the reference of a group was not measured, take the planned reference.
     planned_references = {group.setting: group.cases[group.reference].case.mode for group in run.plan}
-    by_setting = together((record.case.setting, Result(record, findings.get(record.case.id))) for record in run.records)
+    by_setting = together((record.case.setting, record) for record in run.records)
     groups = []
-    for setting, results in by_setting.items():
-        references = (result.mode for result in results if result.record.is_reference)
+    for setting, records in by_setting.items():
+        results = [
+            Result(record, findings.get(record.case.id) or Finding(record.case, Verdict.NONE)) for record in records
+        ]
+        references = (result.mode for result in results if result.is_reference)
         groups.append(ResultGroup(tuple(results), next(references, planned_references.get(setting, ""))))
     # 2. Combine neighbouring groups that can share a table.
     panels = groupby(groups, key=lambda group: (group.case.workload, group.case.device, group.reference))
@@ -305,10 +312,7 @@ def _name_settings(groups: Sequence[ResultGroup]) -> tuple[ResultGroup, ...]:
 
 
 def shared_params(all_params: Sequence[Params]) -> Params:
-    common = all_params[0]
-    for params in all_params[1:]:
-        common = tuple(pair for pair in common if pair in params)
-    return common
+    return tuple(pair for pair in all_params[0] if all(pair in params for params in all_params))
 
 
 def show_params(params: Iterable[tuple[str, object]]) -> str:
@@ -367,9 +371,7 @@ def _describe_settings(settings: Sequence[str], num_settings: int) -> str:
 
 def median_value(measurement: Measurement | None) -> float | None:
     """Returns the median of a measurement's samples, or None without samples."""
-    if measurement and measurement.samples:
-        return statistics.median(measurement.samples)
-    return None
+    return statistics.median(measurement.samples) if measurement and measurement.samples else None
 
 
 def show_value(measurement: Measurement) -> str:
@@ -391,17 +393,5 @@ def error_name(measurement: Measurement) -> str:
 
 def show_floors(results: Iterable[Result]) -> str:
     """Returns the range of the noise floors (A/A) of these cases, as '+-0.6%', or '' if none was measured."""
-    floors = (result.finding.floor for result in results if result.finding and result.finding.floor is not None)
+    floors = (result.finding.floor for result in results if result.finding.floor is not None)
     return units.span(floors, lambda floor: f"+-{units.percent(floor)}")
-
-
-def phase_seconds(result: Result) -> tuple[tuple[str, float], ...]:
-    """Returns the seconds of each phase of the best case. Time that belongs to no phase is included as a phase."""
-    finding = result.finding
-    if finding is None or finding.best_seconds is None:
-        return ()
-    # Runs of earlier versions did not store the time that belongs to no phase.
-    if any(name == UNATTRIBUTED for name, _ in finding.phases):
-        return finding.phases
-    unattributed = finding.best_seconds - sum(seconds for _, seconds in finding.phases)
-    return (*finding.phases, (UNATTRIBUTED, max(0.0, unattributed)))

@@ -17,7 +17,6 @@ from hypothesis import strategies as st
 
 from fp8bench import pipeline
 from fp8bench.cli.main import build_parser, import_user_code, main, subparsers_by_name
-from fp8bench.cli.streams import complain
 from fp8bench.errors import WorkerLost
 from fp8bench.features.selftest import checks, power
 from fp8bench.jobs import doctor, several_runs
@@ -288,18 +287,6 @@ def test_a_failed_case_is_code_3_and_a_row(dtypes: str, store: Path, failing: st
 EMPTY = Run(
     "abc", "2026-01-01T00:00:00+00:00", "words", Request("gemm"), Plan(()), Environment({}), (CPU,), path="kept.jsonl"
 )
-
-
-def test_a_command_to_copy_is_not_folded(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("COLUMNS", "40")
-    complain(
-        "interrupted; what was finished is kept in kept.jsonl.\n  To do the rest: fp8bench suite --resume 12345678"
-    )
-    assert capsys.readouterr().err.splitlines() == [
-        "fp8bench: interrupted; what was finished",
-        "    is kept in kept.jsonl.",
-        "  To do the rest: fp8bench suite --resume 12345678",
-    ]
 
 
 @for_each(

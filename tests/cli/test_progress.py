@@ -211,16 +211,6 @@ def test_progress_erases_its_line_also_after_an_error(screen: Screen, monkeypatc
     assert screen.draws() == 2 and screen.shown() == ""
 
 
-def test_what_cases_take_of_memory_is_said_before_the_first(clock: Clock) -> None:
-    lines: list[str] = []
-    plan = Plan(PLAN.groups, ("memory: the largest case takes 3 GiB", "another note"))
-    GroupLines(lines.append, clock).planned(plan)
-    assert lines == ["memory: the largest case takes 3 GiB"]
-    screen = Screen()
-    line(screen, clock).planned(plan)
-    assert "3 GiB" in screen.getvalue() and "another" not in screen.getvalue()
-
-
 def test_counting_says_lines_where_stderr_is_no_terminal(
     clock: Clock, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

@@ -12,7 +12,6 @@ PASSES = "checking numbers", "looking at products", "checking what steps do", "m
 # Seconds of a group: preparing, compiling, rounds, the rounds' share of their budget, and each pass.
 Course = tuple[float, float, float, float, Sequence[float]]
 TRANSFORMER: list[Course] = [(1.0, 0.5, 12.0, 1.0, (0.7, 0.9, 1.6, 2.7, 0.7))]
-PREFILL: list[Course] = [(1.1, 0, 11.0, 1.0, (0.3, 0.3, 0.5, 0.8, 0.5))]
 GEMM: list[Course] = [
     (0.2, 0.1, 2.7, 0.21, (0.1, 0.1, 0.1, 0.1, 3.6)),
     (0.3, 0, 2.3, 0.18, (0.2, 0.1, 0.1, 0.1, 0.1)),
@@ -20,15 +19,7 @@ GEMM: list[Course] = [
     (0.5, 0, 10.8, 1.0, (0.5, 0.5, 0.3, 0.4, 0.4)),
     (1.7, 0, 4.8, 0.32, (0.8, 0.9, 0.4, 0.3, 1.2)),
 ]
-DECODE: list[Course] = [
-    (1.4, 0, 5.1, 0.33, (0.1, 0.2, 0.4, 0.4, 4.5)),
-    (1.0, 0, 6.6, 0.44, (0.2, 0.2, 0.4, 0.3, 0.2)),
-    (0.9, 0, 5.5, 0.42, (0.2, 0.2, 0.3, 0.4, 0.1)),
-    (0.6, 0, 8.5, 0.69, (0.3, 0.2, 0.5, 0.3, 0.3)),
-    (1.2, 0, 11.5, 1.0, (0.4, 0.4, 0.7, 0.6, 0.5)),
-]
-# On a core of its own, by one worker, and by two, of which the second measures memory silently.
-QUIET: list[Course] = [(0.9, 0.1, 6.9, 1.0, (0.35, 0.42, 0.8, 1.62, 0.45))]
+# On a core of its own, by two workers, of which the second measures memory silently.
 QUIET_TWO: list[Course] = [(0.9, 0.1, 6.9, 1.0, (0.35, 0.42, 0.76, 0.0, 0.4))]
 # A run under a load of 10 that started 11 s before its plan.
 CROWDED: list[Course] = [(4.5, 1.7, 21.1, 1.0, (2.1, 2.8, 4.5, 9.0, 6.0))]
@@ -62,12 +53,9 @@ def predictions(
     [
         (TRANSFORMER, 0.0, 4.0, 2.0),
         (TRANSFORMER, 21.6, 4.0, 2.0),
-        (QUIET, 0.0, 1.6, 0.5),
         (QUIET_TWO, 0.0, 1.6, 0.5),
         (QUIET_TWO, 15.0, 1.6, 0.5),
-        (PREFILL, 0.0, 4.0, 2.0),
         (GEMM, 0.0, 4.0, 2.0),
-        (DECODE, 0.0, 4.0, 2.0),
         (TRANSFORMER * 5, 0.0, 4.0, 2.0),
         (CROWDED, 0.0, 11.0, 6.0),
         (CROWDED, 74.0, 11.0, 6.0),

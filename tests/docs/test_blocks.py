@@ -29,11 +29,6 @@ def test_a_page_shows_what_the_command_prints(block: Block, project: Project) ->
     assert missing == "", f"{missing}\nis not in\n{printed}\n{AGAIN}"
 
 
-def test_the_pages_have_blocks_of_both_kinds() -> None:
-    assert {block.is_quick for block in BLOCKS} == {True, False}
-    assert {"doctor", "profile", "train", "advise", "init", "gate"} <= {block.words[0] for block in BLOCKS}
-
-
 @for_each(
     ("one", "other"),
     [

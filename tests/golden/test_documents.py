@@ -6,10 +6,9 @@ from pathlib import Path
 
 from tests.golden.documents import changes, load, save
 
-LONG = "a sentence that is long enough for a line of its own, so that it is worth a reference"
+LONG = "a sentence that is long enough for a reference, because it has more than a hundred characters in one section"
 BEFORE = {
-    "a.md": f"# a\n\n## One\n\n{LONG}\n\n- {LONG}: \\[1, 2\\] &lt;3\n\n| {LONG} | ▼ x |\n\n## Two\n\n{LONG}\n{LONG}\n",
-    "a.html": f"style and script 1\n== 2\nOne\n{LONG}: [1, 2] <3\n{LONG}\n{LONG} x\n{LONG}\n",
+    "a.md": f"# a\n\n## One\n\n{LONG}\n\n- {LONG}\n\n## Two\n\n{LONG}\n{LONG}\n",
     "a.txt": f"one\n\n{LONG}\n{LONG}\n",
     "a-all.txt": f"one\ntwo\n\n{LONG}\n{LONG}\n\n\n",
     "b.txt": f"{LONG}\n{LONG}\n",
@@ -20,10 +19,9 @@ BEFORE = {
 
 def test_documents_are_read_as_they_were_written(tmp_path: Path) -> None:
     save(tmp_path / "texts.txt", BEFORE)
-    text = (tmp_path / "texts.txt").read_text()
     assert load(tmp_path / "texts.txt") == BEFORE
-    assert "%% section 2 of a.txt" in text or "%% section 1 of a.txt" in text
-    assert text.count(LONG) == sum(BEFORE[name].count(LONG) for name in ("a.md", "a.txt"))
+    text = (tmp_path / "texts.txt").read_text()
+    assert "%% section 2 of a.md" in text and text.count(LONG) < sum(part.count(LONG) for part in BEFORE.values())
 
 
 def test_a_change_is_printed_once_with_all_that_hold_it() -> None:

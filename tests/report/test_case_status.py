@@ -39,7 +39,6 @@ def result(
         (result(Verdict.SAME), Standing.SAME, Tone.PLAIN),
         (result(Verdict.UNSURE), Standing.UNSURE, Tone.DOUBT),
         (result(Verdict.NONE), Standing.UNTIMED, Tone.DOUBT),
-        (Result(Record(CASE, NATIVE, Status.OK), None), Standing.UNTIMED, Tone.DOUBT),
         *((result(Verdict.FASTER, label), Standing.FASTER, Tone.GOOD) for label in sorted(REMARKS)),
         (result(Verdict.FASTER, support=EMULATED), Standing.EMULATED, Tone.DOUBT),
         (result(Verdict.REFERENCE, reference=True), Standing.REFERENCE, Tone.PLAIN),
@@ -92,7 +91,6 @@ def test_speed_up_is_the_inverse_with_its_ends_turned() -> None:
         result(Verdict.NONE),
         result(ratio=None),
         *(result(ratio=replace(HALF, point=point)) for point in (0.0, -1.0, math.nan, math.inf)),
-        Result(Record(CASE, NATIVE, Status.OK), None),
     ],
 )
 def test_where_there_is_no_speed_none_is_made_up(case_result: Result) -> None:

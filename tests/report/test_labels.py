@@ -5,10 +5,8 @@ from __future__ import annotations
 from dataclasses import replace
 
 from fp8bench.model import Finding, Label, Run, Verdict
-from fp8bench.model.specs import STEP
 from fp8bench.model.words import REMARKS
-from fp8bench.report.case_status import describe_doubts, describe_labels
-from fp8bench.report.data.run import run_document, tidy_rows
+from fp8bench.report.case_status import describe_doubts
 from fp8bench.report.elements import Items
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.verdict import compare_precisions
@@ -76,9 +74,7 @@ def test_labels() -> Told:
             of_kind(part("environment", capped(number)), Items),
         )
     yield "a long reason is not in the row, and stands in the notes", on_terminal(LONG, "labels", "notes")
-    yield "nor is it among the labels in short", list(describe_labels(group_into_panels(*LONG)[0].members[1]))
     yield "eager quantisers are told with the reason they ran so", on_terminal(eager(), "labels", "notes")
-    yield "on the page, too", of_kind(part("environment", eager()), Items)
 
 
 def test_legends_say_what_labels_mean() -> None:
@@ -102,14 +98,3 @@ def eager() -> Made:
     reasons = ((Label.EAGER_QUANTISER, why),)
     findings[fp8.case.id] = replace(findings[fp8.case.id], labels=(Label.EAGER_QUANTISER,), label_reasons=reasons)
     return run, findings
-
-
-def test_other_programs_get_labels_with_their_reasons() -> None:
-    why = "--quick compiles nothing"
-    of_fp8 = [row for row in tidy_rows(*eager()) if row["mode"] == "fp8"]
-    (step,) = [row for row in of_fp8 if (row["phase"], row["metric"]) == (STEP, "time")]
-    assert (step["labels"], step["label_reasons"], step["why"]) == ("eager-quantiser", f"eager-quantiser: {why}", why)
-    assert all(row["why"] is None for row in of_fp8 if row["phase"] not in (STEP, None))
-    record = run_document(*eager())["records"][-1]
-    assert record["finding"]["labels"] == ["eager-quantiser"]
-    assert record["timing"]["eager"] == why and record["timing"]["fused"] is False

@@ -5,20 +5,16 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Iterator
-from dataclasses import replace
 
 import numpy as np
 import pytest
 
 from fp8bench import units
-from fp8bench.analysis.compare.compare import compare
-from fp8bench.analysis.compare.sides import make_side
 from fp8bench.analysis.findings import findings
 from fp8bench.features.advise.basis import Basis
 from fp8bench.features.advise.decide import advise
 from fp8bench.features.advise.view import render_page as advice_page
 from fp8bench.model import Finding, Label, Run, Segments, SlotSample, Timing, Work
-from fp8bench.report.comparisons import comparison_page as comparison_page
 from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.page.html import render as html
 from fp8bench.report.page.section import make_material, report_page
@@ -50,9 +46,9 @@ def steps(microseconds: float, calls: int, seed: int, slow: float = 0.0) -> Timi
     return Timing(Segments(("cast", "gemm"), (0, 0)), tuple(slots))
 
 
-def measured(microseconds: float, slow: float = 0.0, calls: int = 60) -> Run:
+def measured(microseconds: float, slow: float) -> Run:
     lead = record(steps(900, 9, 1), "fp32", is_reference=True, control=steps(912, 9, 2), work=Work(flops=1e9))
-    return run_of([lead, record(steps(microseconds, calls, 3, slow), "bf16", work=Work(flops=1e9))])
+    return run_of([lead, record(steps(microseconds, 60, 3, slow), "bf16", work=Work(flops=1e9))])
 
 
 def prints(run: Run, found: dict[str, Finding]) -> Iterator[str]:
@@ -82,18 +78,3 @@ def test_all_that_is_printed_of_a_case_has_one_speed_up(microseconds: float, slo
     row = table["bf16"]
     assert row["speedup"] == pytest.approx(speed.point) and 1 / row["ratio_to_reference"] == pytest.approx(speed.point)  # type: ignore[operator]
     assert table["fp32"]["best_in_unit"] / row["best_in_unit"] == pytest.approx(speed.point)  # type: ignore[operator]
-
-
-def test_a_comparison_prints_the_times_that_the_run_has() -> None:
-    """If both sides were cut to equal rounds and calls, a longer run would have another time in each comparison."""
-    before, after = measured(860.0), replace(measured(300.0, calls=12), id="other")
-    sides = [make_side(name, [(run, findings(run))]) for name, run in (("A", before), ("B", after))]
-    compared = compare(*sides)
-    text = layout.render(comparison_page(compared), 200)
-    for run in (before, after):
-        for finding in findings(run).values():
-            assert units.seconds(finding.best_seconds) in text
-    for comparison in compared.comparisons:
-        assert comparison.before and comparison.after and comparison.ratio is not None
-        assert comparison.after / comparison.before == pytest.approx(comparison.ratio.point)
-        assert comparison.ratio.low <= comparison.ratio.point <= comparison.ratio.high

@@ -15,7 +15,7 @@ from matplotlib.image import imread
 from fp8bench.cli.main import main
 from fp8bench.report.elements import PICTURE_FORMATS, Bars, ChartAxis, Mark, Tone
 from fp8bench.report.page.drawing.draw import draw_svg
-from fp8bench.report.page.drawing.pictures import css_properties, draw_picture
+from fp8bench.report.page.drawing.pictures import draw_picture
 from tests.counts import for_each, paired
 from tests.report.test_drawing import CHARTS, KINDS, parsed, texts_of
 
@@ -43,16 +43,6 @@ def test_every_text_of_the_page_is_in_the_picture(kind: str) -> None:
     for text in texts_of(parsed(draw_svg(chart))):
         texts.remove(" ".join(text.split()))
     assert texts[0] == chart.title and " ".join(texts[1:]).startswith(chart.description)
-
-
-def test_colours_are_those_of_the_light_page() -> None:
-    assert css_properties("path", "bar good")["fill"] == GREEN
-    assert css_properties("path", "bar doubt") | {"fill": "#626a74", "fill-opacity": ".18"} == css_properties(
-        "path", "bar doubt"
-    )
-    assert (
-        css_properties("path", "line s2")["stroke"] == "#bf5a0d" and css_properties("text", "tick")["fill"] == "#59626d"
-    )
 
 
 def lengths(png: bytes) -> list[int]:

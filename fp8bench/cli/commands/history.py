@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import argparse
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -111,15 +111,15 @@ def _list(arguments: argparse.Namespace, store: Path) -> int:
     from fp8bench.jobs.history import read_history
 
     # 1. Read the history. With --runs this is not needed, because listing run files is faster.
-    history = read_history(store, TERMINAL) if not arguments.runs else None
+    history = None if arguments.runs else read_history(store, TERMINAL)
     if history is not None:
         has_results = bool(history.runs or history.left)
     else:
         has_results = bool(_list_other_results(store, Counter())) or any(iterate_newest_files(store))
     # 2. If the store has no results, explain how to begin, or that its files may not be read.
     if not has_results:
-        empty_store_hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
-        print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else empty_store_hint}"])
+        hint = "no runs yet. Begin with: fp8bench suite gemm --grid"
+        print_lines([f"{store}: {'no runs that may be read' if list_unreadable_folders(store) else hint}"])
         return EXIT_OK
     word = arguments.word.lower()
     if history is None:
@@ -208,8 +208,7 @@ def _rebuild(arguments: argparse.Namespace, store: Path) -> int:
 
     view = rebuild_asv_view(store)
     tell(arguments, partial(asv_files_page, str(store), len(view.files), view.series, view.runs, view.left))
-    _complain_all(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
-    return _complain_all(view.failed)
+    return _complain_all(view.failed, view.aside)
 
 
 def _merge(arguments: argparse.Namespace) -> int:
@@ -228,13 +227,15 @@ def _merge(arguments: argparse.Namespace) -> int:
         "asv's files written again": len(view.files),
     }
     tell(arguments, partial(merge_page, f"{store}: imported {other_store}", counts))
-    _complain_all(merged.notes)
-    _complain_all(f"{path.name} was broken, and was set aside in {path.parent}" for path in view.aside)
-    return _complain_all([*merged.failed, *view.failed])
+    for note in merged.notes:
+        complain(note)
+    return _complain_all([*merged.failed, *view.failed], view.aside)
 
 
-def _complain_all(sentences: Iterable[str]) -> int:
-    messages = list(sentences)
-    for sentence in messages:
-        complain(sentence)
-    return EXIT_FAILED if messages else EXIT_OK
+def _complain_all(failures: Sequence[str], files_set_aside: Iterable[Path]) -> int:
+    """Prints the failures, and which broken files of asv were set aside. Returns the exit code."""
+    for path in files_set_aside:
+        complain(f"{path.name} was broken, and was set aside in {path.parent}")
+    for failure in failures:
+        complain(failure)
+    return EXIT_FAILED if failures else EXIT_OK

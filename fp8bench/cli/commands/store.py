@@ -25,9 +25,13 @@ def run(arguments: argparse.Namespace) -> int:
 
     store = check_store_exists(arguments.store, TERMINAL)
     parts = prune_store(store, remove=arguments.yes)
-    total, verb = units.size(sum(size for _, size in parts)), "removed" if arguments.yes else "can be removed"
-    lines = [f"{store}: {total} {verb}" if parts else f"{store}: there is nothing to remove"]
+    if not parts:
+        print_lines([f"{store}: there is nothing to remove"])
+        return EXIT_OK
+    total = units.size(sum(size for _, size in parts))
+    lines = [f"{store}: {total} {'removed' if arguments.yes else 'can be removed'}"]
     lines += [f"  {units.size(size)}: {content}" for content, size in parts]
-    lines += ["  remove these files with --yes"] if parts and not arguments.yes else []
+    if not arguments.yes:
+        lines.append("  remove these files with --yes")
     print_lines(lines)
     return EXIT_OK

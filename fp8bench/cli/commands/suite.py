@@ -49,7 +49,6 @@ OUTPUT_OPTIONS = (
     "--no-report",
     "--log",
 )
-_RESUME_OPTIONS = {"--resume", "--store", *OUTPUT_OPTIONS}
 EXAMPLES = (
     "fp8bench suite transformer --dtypes fp8,bf16  # with fp32 as the reference",
     "fp8bench suite gemm --set shape=1024 --quick  # does it run?",
@@ -185,8 +184,10 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
     words = [word for word in arguments.words if word != "--dry-run"]
     # If an option is repeated, the last one counts.
     words += ["--trace", NVTX]
-    if arguments.store == Path(DEFAULT_STORE):
-        words += ["--store", f"fp8bench-{profiler}"]
+    folder = arguments.store
+    if folder == Path(DEFAULT_STORE):
+        folder = f"fp8bench-{profiler}"
+        words += ["--store", folder]
     command += [sys.executable, "-m", "fp8bench", *words]
     if arguments.dry_run:
         say(shlex.join(command))
@@ -196,7 +197,6 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
             f"--trace {profiler}: {profiler} is not installed here. Install it, run this where it is installed, or "
             f"print the command with --dry-run: {shlex.join(command)}"
         )
-    folder = f"fp8bench-{profiler}" if arguments.store == Path(DEFAULT_STORE) else arguments.store
     complain(f"the run is stored in {folder}; its times are distorted by {profiler}, so compare it with no other run")
     return subprocess.call(command)
 
@@ -204,11 +204,24 @@ def _run_under_profiler(profiler: str, arguments: argparse.Namespace) -> int:
 def measure_and_print(
     request: Request, arguments: argparse.Namespace, execute: Callable[[Request, Path, Observer, str], Run]
 ) -> int:
+    return _measure(arguments, lambda *where: (True, execute(request, *where)))
+
+
+def _measure(
+    arguments: argparse.Namespace,
+    measure: Callable[[Path, Observer, str], tuple[bool, Run]],
+    why_unmeasured: Callable[[Run], str] = str,
+) -> int:
+    """Measures a run, prints and stores it. `measure` returns False and the stored run if nothing was missing, which
+    `why_unmeasured` explains.
+    """
     with interrupt_only_once():
         with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
-            run = execute(request, arguments.store, observer, command_line())
+            was_measured, run = measure(arguments.store, observer, command_line())
         _explain_resume(run)
-    return _print_and_store(run, arguments)
+    if was_measured:
+        return _print_and_store(run, arguments)
+    return _print_again(run, arguments, why_unmeasured(run))
 
 
 def _measure_ceilings(request: Request, arguments: argparse.Namespace) -> int:
@@ -274,29 +287,18 @@ def _measure_cell(arguments: argparse.Namespace) -> int:
     if arguments.plan is None or arguments.cell is None:
         raise UsageError("--plan FILE and --cell NUMBER only work together. Give both, or neither.")
     # Refuse other options. The request in the plan counts, so they would be ignored.
-    positional = [arguments.suite] if arguments.suite is not None else []
-    refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, positional)
-    plan = read_plan(arguments.plan)
-    with interrupt_only_once(), _print_unstored_run(arguments), TERMINAL.measuring() as observer:
-        was_measured, run = measure_cell(plan, arguments.cell, arguments.store, observer, command_line())
-    if was_measured:
-        return _print_and_store(run, arguments)
-    return _print_again(run, arguments, f"cell {run.cell} is done: run {run.id}")
+    refuse_other_options(arguments.words, {"--plan", "--cell", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
+    measure = partial(measure_cell, read_plan(arguments.plan), arguments.cell)
+    return _measure(arguments, measure, lambda run: f"cell {run.cell} is done: run {run.id}")
 
 
 def _resume(arguments: argparse.Namespace) -> int:
     """Resumes an interrupted run, by the request in the run's file."""
     from fp8bench.pipeline import resume
 
-    refuse_other_options(arguments.words, _RESUME_OPTIONS, [arguments.suite] if arguments.suite is not None else [])
+    refuse_other_options(arguments.words, {"--resume", "--store", *OUTPUT_OPTIONS}, [arguments.suite])
     path = find_run(arguments.resume, arguments.store)
-    with interrupt_only_once():
-        with _print_unstored_run(arguments), TERMINAL.measuring() as observer:
-            was_resumed, run = resume(path, arguments.store, observer, command_line())
-        _explain_resume(run)
-    if was_resumed:
-        return _print_and_store(run, arguments)
-    return _print_again(run, arguments, f"run {run.id} is finished; nothing was missing")
+    return _measure(arguments, partial(resume, path), lambda run: f"run {run.id} is finished; nothing was missing")
 
 
 def _print_again(run: Run, arguments: argparse.Namespace, reason: str) -> int:

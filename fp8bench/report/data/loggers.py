@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
 from datetime import datetime
 from importlib import import_module
 from pathlib import Path
@@ -150,34 +151,31 @@ class ScalarLogger:
         self._say, self._consequence = say, consequence
         self._sinks: dict[LogTarget, Sink] = {}
         for target in targets:
-            try:
+            with self._dropping_on_failure(target):
                 self._sinks[target] = _SINKS[target.kind](target.place, source)
-            except Exception as error:
-                self._report(target, error)
 
     def log(self, name: str, step: int, value: float) -> None:
         """Logs a value to all sinks, unless it is infinite or NaN, which boards do not draw."""
         if not math.isfinite(value):
             return
         for target, sink in list(self._sinks.items()):
-            try:
+            with self._dropping_on_failure(target):
                 sink.log(name, step, value)
-            except Exception as error:
-                del self._sinks[target]
-                self._report(target, error)
 
     def close(self) -> None:
         sinks, self._sinks = self._sinks, {}
         for target, sink in sinks.items():
-            try:
+            with self._dropping_on_failure(target):
                 sink.close()
-            except Exception as error:
-                self._report(target, error)
-            else:
                 self._say(f"logged to {target}")
 
-    def _report(self, target: LogTarget, error: Exception) -> None:
-        self._say(f"not logged to {target} ({type(error).__name__}: {error}); {self._consequence}")
+    @contextmanager
+    def _dropping_on_failure(self, target: LogTarget) -> Iterator[None]:
+        try:
+            yield
+        except Exception as error:
+            self._sinks.pop(target, None)
+            self._say(f"not logged to {target} ({type(error).__name__}: {error}); {self._consequence}")
 
 
 def check_target(target: LogTarget) -> None:

@@ -19,7 +19,15 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.model.specs import TIME, Rank
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import printable
-from fp8bench.report.panels import FindingsById, NamedCase, Result, group_into_panels, list_metrics, show_params
+from fp8bench.report.panels import (
+    FindingsById,
+    NamedCase,
+    Result,
+    group_into_panels,
+    list_cases,
+    list_metrics,
+    show_params,
+)
 from fp8bench.report.topics.break_even import BreakEvenRow, break_even_rows
 
 Cell = Scalar | None
@@ -55,11 +63,8 @@ _FIGURE_COLUMNS = (
 
 def csv_columns(*runs: Run) -> tuple[str, ...]:
     """Returns the CSV columns for these runs, including one for each parameter of their cases."""
-    all_params: dict[str, Scalar] = {}
-    for run in runs:
-        for record in run.records:
-            all_params |= dict(record.case.params)
-    return (*_CASE_COLUMNS, *(f"param_{name}" for name in all_params), *_FIGURE_COLUMNS)
+    params = (f"param_{name}" for run in runs for record in run.records for name, _ in record.case.params)
+    return (*_CASE_COLUMNS, *dict.fromkeys(params), *_FIGURE_COLUMNS)
 
 
 def tidy_rows(run: Run, findings: FindingsById) -> list[TidyRow]:
@@ -174,8 +179,6 @@ def _metric_fields(metric: Metric) -> TidyRow:
 
 def _finding_fields(result: Result) -> TidyRow:
     finding = result.finding
-    if finding is None or finding.best_seconds is None:
-        return {}
     label_reasons = "; ".join(f"{label}: {reason}" for label, reason in finding.label_reasons)
     return {"spread": finding.spread, "noise_floor": finding.floor, "label_reasons": label_reasons}
 
@@ -183,9 +186,7 @@ def _finding_fields(result: Result) -> TidyRow:
 def run_rows(runs_with_findings: Sequence[tuple[Run, FindingsById]]) -> Rows:
     if not runs_with_findings:
         return (), ()
-    all_rows: list[TidyRow] = []
-    for run, findings in runs_with_findings:
-        all_rows += tidy_rows(run, findings)
+    all_rows = [row for run, findings in runs_with_findings for row in tidy_rows(run, findings)]
     return csv_columns(*(run for run, _ in runs_with_findings)), all_rows
 
 
@@ -194,25 +195,19 @@ def run_document(run: Run, findings: FindingsById) -> dict[str, Any]:
     break-even sizes come last.
     """
     header = {field.name: encode(getattr(run, field.name)) for field in fields(run) if field.name != "records"}
-    result_by_case: dict[str, dict[str, Any]] = {}
-    for panel in group_into_panels(run, findings):
-        result_by_case |= {case.record.case.id: _result_document(case) for case in panel.members}
+    cases = list_cases(group_into_panels(run, findings))
+    result_by_case = {case.record.case.id: _result_document(case) for case in cases}
     records = [{**encode(record), **result_by_case[record.case.id]} for record in run.records]
     break_even = [{**row._asdict(), "held": dict(row.held)} for row in break_even_rows(run, findings)]
     return {"schema": SCHEMA, **header, "records": records, "break_even": break_even}
 
 
 def _result_document(case: NamedCase) -> dict[str, Any]:
-    finding = None
-    if case.finding:
-        finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
-        # Drop fields that the document has in other places: the case is in the record, and times by phase are in the
-        # metrics.
-        finding.pop("case", None)
-        finding.pop("typical", None)
-    figures = {}
-    for metric in case.figures.values():
-        value = metric.value if metric.best is None else metric.best
-        if value is not None:
-            figures[metric.name] = encode(value)
-    return {"finding": finding, "metrics": figures}
+    finding = {**encode(case.finding), "verdict_words": case.finding.verdict_words}
+    # Drop fields that the document has in other places: the case is in the record, and times by phase are in the
+    # metrics.
+    finding.pop("case")
+    finding.pop("typical", None)
+    figures = {metric.name: metric.value if metric.best is None else metric.best for metric in case.figures.values()}
+    metrics = {name: encode(value) for name, value in figures.items() if value is not None}
+    return {"finding": finding, "metrics": metrics}

@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
-from operator import itemgetter
+from operator import attrgetter, itemgetter
 from typing import Any, NamedTuple
 
 from fp8bench import units
-from fp8bench.model import UNATTRIBUTED
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import (
     AnyChart,
@@ -23,11 +21,9 @@ from fp8bench.report.elements import (
     Stacks,
     Table,
 )
-from fp8bench.report.panels import Result, phase_seconds
-from fp8bench.report.words.naming import phase_sort_key, phase_words
 
 # A chart needs at least this many values. Fewer values are easier to read as numbers.
-_MIN_POINTS = 3
+_MIN_VALUES = 3
 # If the largest total exceeds the smallest by more than this factor, each bar shows shares of its total instead of
 # absolute values.
 _MAX_RATIO_OF_BARS = 8.0
@@ -35,14 +31,14 @@ _MAX_RATIO_OF_BARS = 8.0
 
 def is_worth_drawing(chart: AnyChart) -> bool:
     """Returns whether a chart has enough values. A chart of few values would show no more than a table of them."""
-    return _count_points(chart) >= _MIN_POINTS
+    return _count_values(chart) >= _MIN_VALUES
 
 
-def _count_points(chart: AnyChart) -> int:
+def _count_values(chart: AnyChart) -> int:
     match chart:
         case Bars():
-            marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
-            return sum(1 + len(mark.samples) for mark in marks)
+            all_marks = itertools.chain.from_iterable(marks for _, marks in chart.groups)
+            return sum(1 + len(mark.samples) for mark in all_marks)
         case Scatter():
             return len(chart.points)
         case Stacks():
@@ -80,22 +76,6 @@ def stack_chart(
     return Stacks(name, title, description, bar_axis, tuple(parts.values()), tuple(bars))
 
 
-def has_time(result: Result) -> bool:
-    return result.best_seconds is not None and 0 < result.best_seconds < math.inf
-
-
-def name_phases(results: Iterable[Result]) -> dict[str, str]:
-    """Returns the words for each phase that occurs in some result, in order.
-
-    All charts of a page use the same phases, so that a phase has one colour.
-    """
-    # Every step has unattributed time.
-    phases = {UNATTRIBUTED}
-    for result in filter(has_time, results):
-        phases |= {name for name, seconds in phase_seconds(result) if 0 < seconds < math.inf}
-    return {name: phase_words(name) for name in sorted(phases, key=phase_sort_key)}
-
-
 class _NumbersRow(NamedTuple):
     """A row of the table that lists a chart's numbers. It has a mark or a point, and the texts of the two label
     columns.
@@ -117,39 +97,29 @@ def numbers_table(chart: AnyChart) -> Table:
             part_columns.append(Col(chart.parts[part], get_part_value, number=True, unit=chart.axis.unit))
         return table(name, caption, part_columns, chart.rows)
     rows = []
-    headings = ("group", "case")
     match chart:
         case Bars():
+            headings = ("group", "case")
             for title, marks in chart.groups:
                 rows += [_NumbersRow(title, mark.label, mark) for mark in marks]
-            number_columns = _interval_columns(chart.axis)
         case Lines():
             headings = ("at", "series")
             for index, place in enumerate(chart.places):
                 marks_at_place = [(series, marks[index]) for series, marks in chart.series]
                 rows += [_NumbersRow(place, series, mark) for series, mark in marks_at_place if mark is not None]
-            number_columns = _interval_columns(chart.axis)
         case Scatter():
             headings = ("series", "case")
             rows = [_NumbersRow(point.series, point.label, point) for point in chart.points]
-            number_columns = [_number_column(chart.x.title, "x", chart.x), _number_column(chart.y.title, "y", chart.y)]
+    if isinstance(chart, Scatter):
+        numbers = [("x", chart.x.title, chart.x), ("y", chart.y.title, chart.y)]
+    else:
+        numbers = [("value", chart.axis.title, chart.axis), ("low", "low", chart.axis), ("high", "high", chart.axis)]
     columns: Cols[_NumbersRow] = [
         # The only group of a bar chart has no heading, so it needs no column.
         Col(headings[0], "first", when=any(row.first for row in rows) or not isinstance(chart, Bars)),
-        Col(headings[1], "second", tone=lambda row: row.mark.tone),
-        *number_columns,
-        Col("notes", "mark.hint", when=any(row.mark.hint for row in rows)),
+        Col(headings[1], "second", tone=attrgetter("mark.tone")),
     ]
+    for attribute, title, axis in numbers:
+        columns.append(Col(title, f"mark.{attribute}", number=True, unit=axis.unit, show=axis.show))
+    columns.append(Col("notes", "mark.hint", when=any(row.mark.hint for row in rows)))
     return table(name, caption, columns, rows)
-
-
-def _number_column(title: str, name: str, axis: ChartAxis) -> Col[_NumbersRow]:
-    return Col(title, f"mark.{name}", number=True, unit=axis.unit, show=axis.show)
-
-
-def _interval_columns(axis: ChartAxis) -> list[Col[_NumbersRow]]:
-    return [
-        _number_column(axis.title, "value", axis),
-        _number_column("low", "low", axis),
-        _number_column("high", "high", axis),
-    ]

@@ -149,10 +149,10 @@ def _page_blocks(part: Part, ids: _UniqueIds, draw: Callable[[AnyChart], str]) -
 
 def _make_html_table(table: Table, anchor: str) -> _HtmlTable:
     """Wraps a table for the template. Each column has a flag that is True if it sorts by numbers."""
-    columns = []
-    for index, column in enumerate(table.columns):
-        has_values = any(row[index].value is not None for row in table.rows)
-        columns.append((column, column.number or has_values))
+    columns = [
+        (column, column.number or any(row[index].value is not None for row in table.rows))
+        for index, column in enumerate(table.columns)
+    ]
     return _HtmlTable(anchor, table, tuple(columns))
 
 
@@ -169,13 +169,9 @@ def _sort_value(field: Field) -> str:
         return ""
     # JavaScript would sort 'inf' as text, so infinity is written as in JavaScript.
     if math.isinf(field.value):
-        if field.value > 0:
-            return "Infinity"
-        return "-Infinity"
+        return "Infinity" if field.value > 0 else "-Infinity"
     exact_text = repr(float(field.value)).removesuffix(".0")
-    if exact_text == field.text:
-        return ""
-    return exact_text
+    return "" if exact_text == field.text else exact_text
 
 
 # The card is within this many bytes from the beginning of a page.
@@ -259,9 +255,7 @@ def read_card(page_start: str) -> Card | None:
 
 def show_begin(folder: str) -> str:
     match = _TIME_IN_FOLDER_PATTERN.match(folder)
-    if match:
-        return f"{match[1]}-{match[2]}-{match[3]} {match[4]}:{match[5]}"
-    return ""
+    return "{}-{}-{} {}:{}".format(*match.groups()) if match else ""
 
 
 def index_page(reports: Iterable[ListedReport], num_unlisted: int = 0) -> Page:

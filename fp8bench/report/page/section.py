@@ -20,9 +20,9 @@ from fp8bench.analysis.labels import describe_load
 from fp8bench.feature_list import feature_parts
 from fp8bench.model import Run
 from fp8bench.report import topics
-from fp8bench.report.case_status import cost_tone
+from fp8bench.report.case_status import row_cost_tone
 from fp8bench.report.columns import Col, table
-from fp8bench.report.elements import Chart, Element, Elements, Field, Page, Part, Table, Text
+from fp8bench.report.elements import Chart, Element, Elements, Page, Part, Table, Text
 from fp8bench.report.page.charts import is_worth_drawing, numbers_table
 from fp8bench.report.panels import CaseValue, FindingsById, NamedCase, Panel, Result, group_into_panels, join_parts
 from fp8bench.report.words.naming import (
@@ -92,13 +92,12 @@ def load_sections() -> dict[str, Section]:
     return {section.name: section for section in sorted(_sections.values(), key=lambda section: section.rank)}
 
 
-def _case_field(row: CaseValue[Any]) -> Field:
-    """Returns the precision and setting of a case, as 'fp8 (emulated), m=256 n=256'."""
-    case_name = join_parts(mark_emulation(row.case, row.case.mode), row.case.setting_name)
-    return Field(case_name, tone=cost_tone(row.case))
-
-
-PRECISION_COLUMN: Col[CaseValue[Any]] = Col("precision", _case_field)
+# A column with the precision and setting of a case, as 'fp8 (emulated), m=256 n=256'.
+PRECISION_COLUMN: Col[CaseValue[Any]] = Col(
+    "precision",
+    lambda row: join_parts(mark_emulation(row.case, row.case.mode), row.case.setting_name),
+    tone=row_cost_tone,
+)
 
 
 def mark_emulation(result: Result, name: str) -> str:
@@ -163,11 +162,10 @@ def report_page(material: Material) -> Page:
 
 
 def _page_title(runs: Sequence[Run]) -> str:
-    suites: dict[str, None] = {}
-    devices: dict[str, None] = {}
-    for run in runs:
-        suites |= dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for name in list_suites(run))
-        devices |= dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for name in list_devices(run))
+    suites, devices = (
+        dict.fromkeys(shorten_line(name, _MAX_NAME_LENGTH) for run in runs for name in list_names(run))
+        for list_names in (list_suites, list_devices)
+    )
     suites_text = ", ".join(suites) if len(suites) <= _MAX_SUITES_IN_TITLE else many(len(suites), "suite")
     return (
         join_parts(suites_text, join_words(devices, _MAX_DEVICES_IN_TITLE), separator=" on ")
@@ -205,6 +203,10 @@ class Entry:
     @cached_property
     def panels(self) -> tuple[Panel, ...]:
         return group_into_panels(self.run, self.findings)
+
+    @cached_property
+    def timed_panels(self) -> list[Panel]:
+        return [panel for panel in self.panels if panel.is_timed]
 
 
 @dataclass(frozen=True)
@@ -267,20 +269,22 @@ _LABEL_SOURCES: tuple[Callable[[Run], str], ...] = (
 )
 
 
+def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
+    return ((title, panel) for title, panel in panels_with_titles(material) if panel.is_timed)
+
+
 def panels_with_titles(material: Material) -> Iterator[tuple[str, Panel]]:
     """Yields each panel with its title: the suite, and the device and the run if there are several.
 
     If two panels would have the same title, the reference is added.
     """
-    titles: list[str] = []
-    panels: list[Panel] = []
+    titled: list[tuple[str, Panel]] = []
     for entry in material.entries:
         has_devices = len({panel.device for panel in entry.panels}) > 1
-        label_suffix = f", {entry.label}" if entry.label and not material.is_single_run else ""
-        titles += [f"{panel.suite}{f' on {panel.device}' * has_devices}{label_suffix}" for panel in entry.panels]
-        panels += entry.panels
-    panels_by_title = Counter(titles)
-    for title, panel in zip(titles, panels, strict=True):
+        suffix = f", {entry.label}" if entry.label and not material.is_single_run else ""
+        titled += [(f"{panel.suite}{f' on {panel.device}' * has_devices}{suffix}", panel) for panel in entry.panels]
+    panels_by_title = Counter(title for title, _ in titled)
+    for title, panel in titled:
         is_unique = panels_by_title[title] == 1 or not panel.reference
         yield title if is_unique else f"{title} against {panel.reference}", panel
 

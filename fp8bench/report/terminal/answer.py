@@ -18,21 +18,21 @@ from fp8bench.model import Run
 from fp8bench.model.consumed import reasons_in
 from fp8bench.model.request import PHASE_ENERGY
 from fp8bench.model.run import BENCH
-from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
+from fp8bench.report.case_status import Standing, find_standing, list_speeds, speed_up, standing_tone, status_words
 from fp8bench.report.columns import Col, Cols, figure_tables, table
 from fp8bench.report.elements import Element, Elements, Facts, Field, Part, Sentences, Text, Texts, Tone
 from fp8bench.report.page.section import Entry
 from fp8bench.report.panels import Cases, NamedCase, Panel, describe_params, join_parts, list_cases
 from fp8bench.report.terminal.short_answer import short_answer
 from fp8bench.report.topics.answers import QUESTION, QUESTION_OF_CALLABLES, find_answers
-from fp8bench.report.topics.break_even import break_even_table, list_swept_modes
+from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import explain_missing_energy, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables
 from fp8bench.report.topics.phases import phases_table
 from fp8bench.report.topics.ranks import best_trade_offs, tables_with_rows, transfer_table
 from fp8bench.report.topics.shares import describe_coverage, find_coverages
 from fp8bench.report.topics.speedup import describe_sustained_speed, sustained_table
-from fp8bench.report.topics.tensors import is_about_tensors, name_best_precisions, tensor_tables
+from fp8bench.report.topics.tensors import name_best_precisions, tensor_tables
 from fp8bench.report.topics.verdict import (
     describe_comparison,
     explain_doubts,
@@ -76,16 +76,15 @@ def _parts_without_links(entry: Entry, width: int) -> Iterator[Part]:
         yield Part("losses", "", failures)
     # 2. Answer for suites that measure times. A run of one suite has an answer for each panel, a run of several
     # suites has one answer for all panels.
-    timed_panels = [panel for panel in entry.panels if not is_about_tensors(panel)]
-    if len({panel.suite for panel in timed_panels}) > 1:
-        yield _answer_panels(timed_panels, entry)
+    if len({panel.suite for panel in entry.timed_panels}) > 1:
+        yield _answer_panels(entry.timed_panels, entry)
     else:
-        for panel in timed_panels:
+        for panel in entry.timed_panels:
             yield _answer_panels([panel], entry)
             yield from _requested_tables(panel)
     # 3. Answer for suites that measure errors of tensors.
     for panel in entry.panels:
-        if is_about_tensors(panel):
+        if not panel.is_timed:
             best_precisions = [Text(f"{sentence}.") for sentence in name_best_precisions(panel)]
             # A table of more tensors would be wider than the terminal.
             has_table = not best_precisions or len(panel.groups) <= _MAX_TENSORS
@@ -111,10 +110,8 @@ def describe_storage(run_path: str, page_path: str) -> str:
 
 def next_commands(entry: Entry, store_options: str) -> Sentences:
     """Yields commands that could settle, change or explain an answer."""
-    timed_panels = [panel for panel in entry.panels if not is_about_tensors(panel)]
-    yield from propose_next_commands(timed_panels, entry)
-    has_speed = any(speed_up(case) is not None for case in list_cases(timed_panels))
-    if has_speed and entry.run.request.suite != BENCH:
+    yield from propose_next_commands(entry.timed_panels, entry)
+    if list_speeds(list_cases(entry.timed_panels)) and entry.run.request.suite != BENCH:
         yield f"get advice on what to run in which precision: fp8bench advise {entry.run.id}{store_options}"
 
 
@@ -122,11 +119,8 @@ def _answer_panels(panels: Sequence[Panel], entry: Entry) -> Part:
     """Returns one answer for all these panels. It has each precision with a reason, what to do next, and the times."""
     cases = list_cases(panels)
     is_timed = any(case.best_seconds for case in cases)
-    tables: list[Element] = []
-    for panel in panels:
-        tables += [Text(f"{describe_coverage(*pair)}.") for pair in find_coverages(panel)]
-    for panel in panels:
-        tables += map(Text, best_trade_offs(panel))
+    tables: list[Element] = [Text(f"{describe_coverage(*pair)}.") for panel in panels for pair in find_coverages(panel)]
+    tables += [Text(trade_off) for panel in panels for trade_off in best_trade_offs(panel)]
     if is_timed and len(panels) == len(panels[0].groups) == 1:
         tables += phases_table(panels[0], native_only=True)
     else:
@@ -154,13 +148,13 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
     rounds in 18 s'.
     """
     # 1. Name the suites and their parameters.
-    params = ""
     device_keys = {panel.device for panel in panels}
     devices = [facts for facts in run.devices if facts.key in device_keys]
+    num_settings = sum(len(panel.groups) for panel in panels)
+    params_text = many(num_settings, "setting") if num_settings > 1 else ""
     if len(panels) == 1:
         params = describe_params(panels[0].common_params, usual_params(panels[0].case, devices).items())
-    num_settings = sum(len(panel.groups) for panel in panels)
-    params_text = join_parts(params, many(num_settings, "setting") if num_settings > 1 else "", separator="; ")
+        params_text = join_parts(params, params_text, separator="; ")
     suites = ", ".join(dict.fromkeys(panel.suite for panel in panels))
     # 2. Name the machine.
     on_cpu = any(key.startswith("cpu") for key in device_keys)
@@ -171,13 +165,10 @@ def _answer_heading(panels: Sequence[Panel], run: Run) -> str:
         f"torch {devices[0].torch.partition('+')[0]}" if devices else "",
     )
     # 3. Give the number of rounds and their duration.
-    rounds = 0
-    seconds = 0.0
-    for case in list_cases(panels):
-        if (timing := case.record.timing) is not None:
-            rounds = max(rounds, timing.num_rounds)
-            seconds += sum(slot.wall_seconds for slot in timing.slots)
+    timings = [timing for case in list_cases(panels) if (timing := case.record.timing) is not None]
+    seconds = sum(slot.wall_seconds for timing in timings for slot in timing.slots)
     duration = f" in {units.clock(seconds)}" if seconds >= 1 else ""
+    rounds = max((timing.num_rounds for timing in timings), default=0)
     rounds_text = f": {many(rounds, 'round')}{duration}" if rounds else ""
     return f"{suites}{f' ({params_text})' if params_text else ''} on {machine}{rounds_text}"
 
@@ -192,20 +183,20 @@ def describe_device_state(panel: Panel, run: Run) -> Texts:
         if (watch := case.record.watch) is not None:
             clocks += [clock for clock in (watch.sm_clock_lowest, watch.sm_clock) if clock is not None]
             throttle_reasons += reasons_in(watch.throttle or 0)
-    power_cap = run.environment.get(f"{panel.device} power_cap")
-    default_cap = run.environment.get(f"{panel.device} power_cap_default")
-    max_clock = run.environment.get(f"{panel.device} sm_clock_max")
-    is_lowered = False
+
+    def setting(name: str) -> float | None:
+        value = run.environment.get(f"{panel.device} {name}")
+        return value if isinstance(value, int | float) else None
+
+    power_cap, default_cap, max_clock = map(setting, ("power_cap", "power_cap_default", "sm_clock_max"))
+    is_lowered = power_cap is not None and default_cap is not None and power_cap < default_cap
     facts = []
-    if isinstance(power_cap, int | float):
-        share_of_default = ""
-        if isinstance(default_cap, int | float):
-            is_lowered = power_cap < default_cap
-            share_of_default = f", {units.percent(power_cap / default_cap, 0)} of its default"
+    if power_cap is not None:
+        share_of_default = f", {units.percent(power_cap / default_cap, 0)} of its default" if default_cap else ""
         facts.append(f"{'POWER CAP' if is_lowered else 'power cap'} {units.count(power_cap, 'W')}{share_of_default}")
     if clocks:
-        max_clock_text = f" of {units.count(max_clock, 'Hz')}" if isinstance(max_clock, int | float) else ""
-        facts.append(f"SM clock {units.span(clocks, lambda clock: units.count(clock, 'Hz'))}{max_clock_text}")
+        max_clock_text = f" of {units.count(max_clock, 'Hz')}" if max_clock is not None else ""
+        facts.append(f"SM clock {units.span(clocks, partial(units.count, unit='Hz'))}{max_clock_text}")
     if throttle_reasons:
         facts.append(f"held back by {join_words(throttle_reasons)}")
     if facts:
@@ -219,7 +210,7 @@ def _requested_tables(panel: Panel) -> Iterator[Part]:
         *phase_energy_table(panel),
         *figure_tables(panel),
         *capacity_tables(panel),
-        *break_even_table(panel, list_swept_modes(panel)),
+        *break_even_table(panel),
         *tables_with_rows(transfer_table(panel)),
     ]
     if tables:
@@ -240,20 +231,14 @@ def _speed_table(panels: Sequence[Panel], is_timed: bool) -> Elements:
             name = f"{panel.suite} on {panel.device}" if has_devices else panel.suite
             cases_by_row.setdefault(name, []).extend(panel.members)
     # Precisions with a speed get a column for this speed. References get a column for their time.
-    modes: dict[str, None] = {}
-    has_speed = False
-    for case in chain.from_iterable(cases_by_row.values()):
-        if speed_up(case) is not None:
-            has_speed = True
-            modes[case.mode] = None
-        elif case.is_reference or not is_timed:
-            modes[case.mode] = None
+    cases = list(chain.from_iterable(cases_by_row.values()))
+    modes = [case.mode for case in cases if case.is_reference or not is_timed or speed_up(case) is not None]
 
     def speed_of_mode(row: tuple[str, list[NamedCase]], mode: str) -> Field:
         return _speed_field([case for case in row[1] if case.mode == mode])
 
-    cols: Cols[tuple[str, list[NamedCase]]] = [Col("Speed-up" if has_speed else "Setting", itemgetter(0))]
-    cols += [Col(mode, partial(speed_of_mode, mode=mode), number=True) for mode in modes]
+    cols: Cols[tuple[str, list[NamedCase]]] = [Col("Speed-up" if list_speeds(cases) else "Setting", itemgetter(0))]
+    cols += [Col(mode, partial(speed_of_mode, mode=mode), number=True) for mode in dict.fromkeys(modes)]
     yield table("speeds", "", cols, cases_by_row.items())
     if len(panels) == 1 and len(panels[0].groups) > _MAX_GROUPS:
         yield Text(f"{len(panels[0].groups) - _MAX_GROUPS} more settings are in --all and on the page.")
@@ -273,9 +258,9 @@ def _speed_field(cases: Cases) -> Field:
         return Field(units.seconds(first_case.best_seconds))
     # The field has one word for all cases, so this word must be true for each of them.
     standings = list(map(find_standing, cases))
-    speeds = [speed.point for case in cases if (speed := speed_up(case)) is not None]
+    speeds = [speed.point for speed in list_speeds(cases)]
     if Standing.FAILED in standings or not speeds:
-        named_case = cases[standings.index(Standing.FAILED)] if Standing.FAILED in standings else first_case
+        named_case = min(cases, key=lambda case: find_standing(case) is not Standing.FAILED)
         return Field(status_words(named_case), tone=standing_tone(named_case))
     qualifier = ""
     if not _UNCERTAIN.isdisjoint(standings):

@@ -14,10 +14,10 @@ from fp8bench.model.codec import SCHEMA, encode
 from fp8bench.report.columns import Col, table
 from fp8bench.report.comparisons import show_change
 from fp8bench.report.elements import Code, Elements, Page, Part, Text, Tone
-from fp8bench.report.panels import together
-from fp8bench.report.terminal.history import count_noun, describe_machine, show_trend_value
+from fp8bench.report.panels import join_parts, together
+from fp8bench.report.terminal.history import count_series, describe_machine, show_trend_value, sort_counts
 from fp8bench.report.terminal.layout import list_of
-from fp8bench.report.words.naming import join_words
+from fp8bench.report.words.naming import join_words, many
 
 _CHANGE_COLUMNS: tuple[Col[tuple[str, Change]], ...] = (
     Col("commits", lambda row: row[0], shared=True), Col("series", lambda row: row[1].trend.name),
@@ -33,7 +33,6 @@ _CHANGE_COLUMNS: tuple[Col[tuple[str, Change]], ...] = (
 _CHANGE_LEGEND = (
     "change: from the level before the step to the level after it, with a 99% interval; less is better everywhere"
 )
-_COMMITS_LEGEND = "after, up to: the step lies after the one commit, and not after the other"
 _REPEAT_LEGEND = (
     "these figures were measured at different times: before you blame a commit, measure it and the one before it "
     "again, or duel them"
@@ -41,11 +40,14 @@ _REPEAT_LEGEND = (
 _COUNTS_LEGEND = (
     "FLOPs, bytes and launches are counted, not timed: any change raises an alarm, because the step does different work"
 )
-_CONTRADICTED_LEGEND = (
-    "contradicted: the mean over all calls changed the opposite way, so the fastest calls prove nothing"
+_FURTHER_LEGEND = (
+    "after, up to: the step lies after the one commit, and not after the other",
+    _REPEAT_LEGEND,
+    _COUNTS_LEGEND,
+    "contradicted: the mean over all calls changed the opposite way, so the fastest calls prove nothing",
+    "reverted: a later step took at least half of it back",
+    "old version: the work or the method has changed since, and numbers of today do not compare",
 )
-_REVERTED_LEGEND = "reverted: a later step took at least half of it back"
-_OLD_VERSION_LEGEND = "old version: the work or the method has changed since, and numbers of today do not compare"
 
 
 def changes_page(search_result: Found, store: str, with_closed: bool = False, store_options: str = "") -> Page:
@@ -53,21 +55,16 @@ def changes_page(search_result: Found, store: str, with_closed: bool = False, st
     changes. `store_options` are the options with which another command finds the same store.
     """
     # Name the machine only if the history has several machines.
-    has_machines = (
-        len({(change.trend.machine.get("machine"), change.trend.python) for change in search_result.changes}) > 1
-    )
+    machines = {(change.trend.machine.get("machine"), change.trend.python) for change in search_result.changes}
     parts = []
-    for title, changes in _group_changes(search_result, with_closed):
+    groups = _group_changes(search_result)
+    for title in _SECTION_TITLES if with_closed else _SECTION_TITLES[:4]:
         # List changes between the same two commits next to each other.
-        rows: list[tuple[str, Change]] = []
-        for commits, members in together(
-            (_describe_commits(change, has_machines), change) for change in changes
-        ).items():
-            rows += [(commits, change) for change in members]
+        by_commits = together((_describe_commits(change, len(machines) > 1), change) for change in groups[title])
+        rows = [(commits, change) for commits, members in by_commits.items() for change in members]
         if rows:
             parts.append(Part("changes", title, (table(title, "", _CHANGE_COLUMNS, rows),)))
-    reasons = sorted(search_result.left.items(), key=lambda pair: (-pair[1], pair[0]))
-    ignored_series = (f"{count_noun(count, 'series', 'series')}: {reason}" for reason, count in reasons)
+    ignored_series = (f"{count_series(count)}: {reason}" for reason, count in sort_counts(search_result.left))
     parts += list_of("left", "not looked at", ignored_series)
     # Show the commands for the first alarm only, because readers can adapt them to other changes.
     first_alarm = next((change for change in search_result.changes if change.alarms), None)
@@ -85,9 +82,7 @@ def _describe_commits(change: Change, with_machine: bool) -> str:
     if change.commits > 1:
         unmeasured = f" ({change.unmeasured} of them without a figure that compares)" if change.unmeasured else ""
         commit_range += f", one of {change.commits} commits{unmeasured}, most likely {change.first[:8]}"
-    if with_machine:
-        return f"{commit_range}, {describe_machine(change.trend)}"
-    return commit_range
+    return f"{commit_range}, {describe_machine(change.trend)}" if with_machine else commit_range
 
 
 def _next_steps(change: Change, store_options: str) -> Elements:
@@ -135,47 +130,53 @@ def _change_document(change: Change) -> dict[str, object]:
 
 def _summarize(search_result: Found) -> str:
     num_series = search_result.looked_at + search_result.counted
-    num_ignored = sum(search_result.left.values())
     if not num_series:
         return "no series was long enough to look for changes"
-    worse = fewer = better = acknowledged = 0
+    groups = _group_changes(search_result)
+    counts = [many(len(groups[_WORSE]), "regression"), many(len(groups[_BETTER]), "improvement")]
+    if groups[_FEWER]:
+        counts.insert(1, f"{many(len(groups[_FEWER]), 'count')} that went down")
+    num_acknowledged = len(groups[ChangeState.ACKNOWLEDGED])
+    num_ignored = sum(search_result.left.values())
+    return join_parts(
+        f"{join_words(counts)} in {count_series(num_series)}",
+        f"{many(num_acknowledged, 'change')} acknowledged" if num_acknowledged else "",
+        f"{count_series(num_ignored)} not looked at" if num_ignored else "",
+        separator="; ",
+    )
+
+
+_WORSE = "regressions"
+# A count of operations that went down may be an improvement, or the step may do different work.
+_FEWER = "counts that went down"
+_BETTER = "improvements"
+# The titles of the sections of changes. The first four are always listed.
+_SECTION_TITLES = (
+    _WORSE,
+    _FEWER,
+    _BETTER,
+    ChangeState.CONTRADICTED,
+    ChangeState.ACKNOWLEDGED,
+    ChangeState.REVERTED,
+    ChangeState.OLD_VERSION,
+)
+
+
+def _group_changes(search_result: Found) -> dict[str, list[Change]]:
+    """Returns the changes by the title of their section: open changes by their direction, other changes by state."""
+    groups: dict[str, list[Change]] = {title: [] for title in _SECTION_TITLES}
     for change in search_result.changes:
-        is_open = change.state is ChangeState.OPEN
-        worse += is_open and change.is_worse
-        fewer += is_open and _is_lower_count(change)
-        better += is_open and not change.is_worse and not _is_lower_count(change)
-        acknowledged += change.state is ChangeState.ACKNOWLEDGED
-    counts = [count_noun(worse, "regression")]
-    if fewer:
-        counts.append(f"{count_noun(fewer, 'count')} that went down")
-    counts.append(count_noun(better, "improvement"))
-    remark = f"; {count_noun(acknowledged, 'change')} acknowledged" if acknowledged else ""
-    if num_ignored:
-        remark += f"; {count_noun(num_ignored, 'series', 'series')} not looked at"
-    return f"{join_words(counts)} in {count_noun(num_series, 'series', 'series')}{remark}"
-
-
-def _is_lower_count(change: Change) -> bool:
-    """Returns whether a count of operations went down. The step may have improved, or may do different work."""
-    return change.is_counted and not change.is_worse
-
-
-def _group_changes(search_result: Found, with_closed: bool) -> Iterator[tuple[str, list[Change]]]:
-    by_state = together((change.state, change) for change in search_result.changes)
-    open_changes = by_state.get(ChangeState.OPEN, [])
-    yield "regressions", [change for change in open_changes if change.is_worse]
-    yield "counts that went down", [change for change in open_changes if _is_lower_count(change)]
-    yield "improvements", [change for change in open_changes if not change.is_worse and not _is_lower_count(change)]
-    for state in ChangeState:
-        if state is ChangeState.CONTRADICTED or (with_closed and state is not ChangeState.OPEN):
-            yield state.value, by_state.get(state, [])
+        direction = _WORSE if change.is_worse else _FEWER if change.is_counted else _BETTER
+        groups[direction if change.state is ChangeState.OPEN else change.state].append(change)
+    return groups
 
 
 def _change_notes(change: Change) -> Iterator[str]:
-    if change.is_counted and change.comparison.why:
-        yield change.comparison.why
-    if Label.UNEVEN in change.comparison.labels:
-        yield f"{Label.UNEVEN}: {change.comparison.why}"
+    comparison = change.comparison
+    if change.is_counted and comparison.why:
+        yield comparison.why
+    if Label.UNEVEN in comparison.labels:
+        yield f"{Label.UNEVEN}: {comparison.why}"
     if not change.current:
         yield "the last commits were measured under different conditions, which may explain the change"
     if change.ack is not None:
@@ -187,15 +188,7 @@ def _legend(search_result: Found, with_closed: bool) -> list[str]:
     states = {change.state for change in search_result.changes}
     if ChangeState.OPEN not in states and not (with_closed and states):
         return []
-    expected_false_alarms = round(search_result.looked_at * FALSE_STEP_SHARE)
-    false_alarms_text = (
-        f"; of {search_result.looked_at} flat series about {expected_false_alarms} would show one"
-        if expected_false_alarms
-        else ""
-    )
-    lines = [
-        _CHANGE_LEGEND,
-        f"chance: that a flat series shows such a step or a clearer one{false_alarms_text}",
-        _COMMITS_LEGEND,
-    ]
-    return [*lines, _REPEAT_LEGEND, _COUNTS_LEGEND, _CONTRADICTED_LEGEND, _REVERTED_LEGEND, _OLD_VERSION_LEGEND]
+    chance_legend = "chance: that a flat series shows such a step or a clearer one"
+    if expected_false_alarms := round(search_result.looked_at * FALSE_STEP_SHARE):
+        chance_legend += f"; of {search_result.looked_at} flat series about {expected_false_alarms} would show one"
+    return [_CHANGE_LEGEND, chance_legend, *_FURTHER_LEGEND]

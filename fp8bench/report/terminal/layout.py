@@ -74,9 +74,7 @@ def wrap(text: str, width: int, indent: str = "", hang: str = "") -> list[str]:
 
 def list_of(name: str, title: str, sentences: Iterable[str]) -> list[Part]:
     texts = tuple(map(Text, sentences))
-    if texts:
-        return [Part(name, title, (Items(texts),))]
-    return []
+    return [Part(name, title, (Items(texts),))] if texts else []
 
 
 def render(page: Page, width: int = 100, color: bool = False, explain: bool = True) -> str:
@@ -101,16 +99,12 @@ def render(page: Page, width: int = 100, color: bool = False, explain: bool = Tr
     for part in [*parts, *summary_parts]:
         blocks += _part_blocks(part, width, paint)
     text = "\n\n".join("\n".join(lines) for lines in blocks if lines) + "\n"
-    if has_hint and not summary_parts:
-        return f"{text}{_EXPLAIN_HINT}\n"
-    return text
+    return f"{text}{_EXPLAIN_HINT}\n" if has_hint and not summary_parts else text
 
 
 def _paint_lines(text: str, tone: Tone, width: int, paint: Paint, indent: str = "") -> list[str]:
     """Wraps a text and colours each line in the tone. An empty text gives no lines."""
-    if text:
-        return [paint(line, tone) for line in wrap(text, width, indent, INDENT)]
-    return []
+    return [paint(line, tone) for line in wrap(text, width, indent, INDENT)] if text else []
 
 
 def _part_blocks(part: Part, width: int, paint: Paint) -> Iterator[list[str]]:
@@ -212,9 +206,7 @@ def _fold_columns(columns: Sequence[Column], fields: Sequence[Field], width: int
         if field.text not in ("", units.NONE):
             text = " ".join(field.text.split())
             pairs.append(f"{column.title}: {text}".removeprefix(": "))
-    if pairs:
-        return wrap("; ".join(pairs), width, INDENT * 3, INDENT)
-    return []
+    return wrap("; ".join(pairs), width, INDENT * 3, INDENT) if pairs else []
 
 
 def _room_for_name(widths: Sequence[int], width: int) -> int:
@@ -236,6 +228,4 @@ def _row_lines(
         text = paint(field.text, field.tone)
         cells.append(padding + text if column.number else text + padding)
     line = (INDENT + GAP.join(cells)).rstrip()
-    if line:
-        return [*lines, line]
-    return lines
+    return [*lines, line] if line else lines

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from itertools import chain, groupby
 
@@ -25,12 +25,13 @@ from fp8bench.report.panels import (
     shared_params,
     show_params,
     show_value,
+    together,
 )
 from fp8bench.report.terminal import layout
 from fp8bench.report.terminal.answer import answer_parts, describe_device_state, describe_storage, next_commands
 from fp8bench.report.terminal.layout import list_of
 from fp8bench.report.topics import roofline
-from fp8bench.report.topics.break_even import break_even_table, list_swept_modes
+from fp8bench.report.topics.break_even import break_even_table
 from fp8bench.report.topics.energy import energy_table, explain_missing_energy, list_energy_doubts, phase_energy_table
 from fp8bench.report.topics.memory import capacity_tables, has_memory_by_role, memory_table
 from fp8bench.report.topics.numbers import data_table, is_sampler_step_error, sampler_elements
@@ -39,7 +40,7 @@ from fp8bench.report.topics.ranks import rank_elements
 from fp8bench.report.topics.results import cases_table, describe_noise_floor
 from fp8bench.report.topics.shares import coverage_elements
 from fp8bench.report.topics.speedup import sustained_table
-from fp8bench.report.topics.tensors import TENSORS_LEGEND, is_about_tensors, tensor_tables
+from fp8bench.report.topics.tensors import TENSORS_LEGEND, tensor_tables
 from fp8bench.report.topics.verdict import warn_of_false_verdicts, warn_of_load
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import explain_label
@@ -105,30 +106,26 @@ def _panel_part(panel: Panel, run: Run, elements: Iterable[Element], lead: str =
 
 
 def _detail_parts(detail: str, panel: Panel, run: Run, width: int) -> Iterator[Part]:
-    is_timed = not is_about_tensors(panel)
     if detail == "all":
         if coverage := tuple(coverage_elements(panel)):
             yield Part("coverage", "coverage", coverage)
-        if is_timed:
+        if panel.is_timed:
             yield from _timed_parts(panel, run)
         else:
             yield from _panel_part(panel, run, [*tensor_tables(panel, width), *data_table(panel)])
     if detail in ("notes", "all"):
         yield from list_of("notes", "notes", merge_notes(_panel_notes(panel, run), len(panel.groups)))
-    elif detail == "data":
-        yield from _panel_part(panel, run, data_table(panel))
-    elif detail == "memory" and is_timed:
-        yield from _panel_part(panel, run, [*memory_table(panel), *capacity_tables(panel)])
-    elif detail == "numbers" and is_timed:
-        yield from _panel_part(panel, run, _list_other_measurements(panel))
-    elif detail == "energy" and is_timed:
-        yield from _panel_part(panel, run, [*energy_table(panel), *phase_energy_table(panel)])
+    elif detail == "data" or panel.is_timed:
+        elements: list[Element] = []
+        for list_elements in _ELEMENTS_OF_DETAIL[detail]:
+            elements += list_elements(panel)
+        yield from _panel_part(panel, run, elements)
 
 
 def _timed_parts(panel: Panel, run: Run) -> Iterator[Part]:
     elements: list[Element] = [*describe_device_state(panel, run), cases_table(panel), *phases_table(panel)]
     elements += [*sustained_table(panel), *energy_table(panel), *phase_energy_table(panel), *memory_table(panel)]
-    elements += [*figure_tables(panel), *break_even_table(panel, list_swept_modes(panel))]
+    elements += [*figure_tables(panel), *break_even_table(panel)]
     elements += [*rank_elements(panel), *capacity_tables(panel), *data_table(panel)]
     yield from _panel_part(panel, run, elements, _reference_line(panel))
     if measurements := _list_other_measurements(panel):
@@ -173,26 +170,34 @@ def _list_other_measurements(panel: Panel) -> list[Element]:
     return []
 
 
+_ELEMENTS_OF_DETAIL: dict[str, Sequence[Callable[[Panel], Iterable[Element]]]] = {
+    "data": [data_table],
+    "memory": [memory_table, capacity_tables],
+    "numbers": [_list_other_measurements],
+    "energy": [energy_table, phase_energy_table],
+}
+
+
 def _panel_notes(panel: Panel, run: Run) -> Iterator[tuple[str, str, str]]:
     """Yields notes on the cases of a panel. A note is a tuple of its subject, its text and the name of the setting."""
-    is_timed = not is_about_tensors(panel)
     for group in panel.groups:
         for result in group.results:
-            for subject, text in _case_notes(result, is_timed):
+            for subject, text in _case_notes(result, panel.is_timed):
                 yield f"{result.mode} {subject}".rstrip(), text, group.setting_name
-        if is_timed:
+        if panel.is_timed:
             yield from ((modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group))
-        modes_by_condition: dict[str, list[str]] = {}
-        for result in group.results:
-            kernel = describe_attention(result.record)
-            attention = f"attention by torch's kernel {kernel}" if kernel else ""
-            for condition in (attention, describe_cache(result.record, run.devices), describe_replays(result.record)):
-                modes_by_condition.setdefault(condition, []).append(result.mode)
-        yield from (
-            (", ".join(modes), condition, group.setting_name)
-            for condition, modes in modes_by_condition.items()
-            if condition
+        modes_by_condition = together(
+            (condition, result.mode) for result in group.results for condition in _describe_conditions(result, run)
         )
+        for condition, modes in modes_by_condition.items():
+            yield ", ".join(modes), condition, group.setting_name
+
+
+def _describe_conditions(result: Result, run: Run) -> Iterable[str]:
+    kernel = describe_attention(result.record)
+    attention = f"attention by torch's kernel {kernel}" if kernel else ""
+    cache = describe_cache(result.record, run.devices)
+    return filter(None, (attention, cache, describe_replays(result.record)))
 
 
 def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
@@ -201,7 +206,7 @@ def _case_notes(result: Result, is_timed: bool) -> Iterator[tuple[str, str]]:
     if not record.is_ok:
         yield "FAILED" if record.status is Status.FAILED else record.status.value, record.reason
         return
-    if finding is not None and finding.why and not finding.is_judged:
+    if finding.why and not finding.is_judged:
         yield "no verdict" if finding.verdict is Verdict.NONE else finding.verdict.value, finding.why
     if is_timed and Label.EAGER_QUANTISER in result.labels:
         yield Label.EAGER_QUANTISER, result.reason(Label.EAGER_QUANTISER)
@@ -223,7 +228,7 @@ def _legend_lines(panels: Sequence[Panel], output: str = "answer") -> list[str]:
     """Returns the lines that explain how to read an output. An output is 'answer', 'all', or a single detail as
     'memory'.
     """
-    timed = [panel for panel in panels if not is_about_tensors(panel)]
+    timed = [panel for panel in panels if panel.is_timed]
     lines = list(_LEGEND_BY_OUTPUT) if timed else []
     lines += [("numbers all", line) for line in _describe_measurements(timed)]
     if len(timed) < len(panels):
@@ -234,19 +239,17 @@ def _legend_lines(panels: Sequence[Panel], output: str = "answer") -> list[str]:
 
 
 def _describe_measurements(panels: Sequence[Panel]) -> list[str]:
-    lines = set()
-    for panel in panels:
-        metrics_elsewhere = _metrics_in_other_tables(panel)
-        for measurement in panel.measurements:
-            if measurement.description and measurement.metric not in metrics_elsewhere:
-                lines.add(f"{measurement.metric}: {measurement.description}")
+    lines = {
+        f"{measurement.metric}: {measurement.description}"
+        for panel in panels
+        for measurement in panel.measurements
+        if measurement.description and measurement.metric not in _metrics_in_other_tables(panel)
+    }
     return sorted(lines)
 
 
 def _metrics_in_other_tables(panel: Panel) -> tuple[str, ...]:
-    if has_memory_by_role(panel):
-        return PEAKS
-    return (DEVICE_PEAK_MEMORY,)
+    return PEAKS if has_memory_by_role(panel) else (DEVICE_PEAK_MEMORY,)
 
 
 def _closing_texts(detail: str, run: Run, panels: Sequence[Panel]) -> list[Text]:
@@ -269,20 +272,13 @@ _MAX_PANELS_IN_FULL = 2
 def plan_page(plan: Plan, facts: Sequence[DeviceFacts], expected_time: str = "") -> Page:
     by_panel = groupby(plan, key=lambda group: (group.cases[0].case.workload, group.cases[0].case.device))
     panels = [tuple(members) for _, members in by_panel]
-    parts = []
     # The full plan of all suites would fill several screens.
-    if len(panels) > _MAX_PANELS_IN_FULL:
-        parts.append(_plan_overview(panels))
-    else:
-        for members in panels:
-            parts += _planned_panel(members, facts)
+    parts = [_plan_overview(panels)]
+    if len(panels) <= _MAX_PANELS_IN_FULL:
+        parts = [part for members in panels for part in _planned_panel(members, facts)]
     num_measured = sum(case.runs for case in _planned_cases(plan))
-    lines = [f"note: {note}" for note in plan.notes]
-    lines.append(
-        f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
-    )
-    if expected_time:
-        lines.append(expected_time)
+    counts = f"groups: {len(plan.groups)}; cases: {num_measured} to measure, {plan.num_cases - num_measured} skipped"
+    lines = filter(None, (*(f"note: {note}" for note in plan.notes), counts, expected_time))
     return Page("", "", (*parts, Part("ending", "", tuple(map(Text, lines)))))
 
 
@@ -326,10 +322,8 @@ def _planned_panel(groups: Sequence[Group], facts: Sequence[DeviceFacts]) -> Ite
             else:
                 skipped_modes.append(planned.case.mode)
                 skip_notes.append((f"{planned.case.mode} skipped", planned.skip, setting))
-        modes = join_parts(
-            ", ".join(measured_modes), f"skip {', '.join(skipped_modes)}" if skipped_modes else "", separator="; "
-        )
-        lines.append(f"{setting or 'one group'}: {modes}")
+        skips = f"skip {', '.join(skipped_modes)}" if skipped_modes else ""
+        lines.append(f"{setting or 'one group'}: {join_parts(', '.join(measured_modes), skips, separator='; ')}")
     lines += merge_notes(skip_notes, len(groups))
     title = panel_heading(case.workload, common_params, case.device, facts)
     yield Part("panel", title, (_support_table(groups),))

@@ -21,9 +21,17 @@ from fp8bench.model import UNATTRIBUTED, Interval, Label, Phase, PhaseGain, Verd
 from fp8bench.model.run import BENCH
 from fp8bench.model.specs import BEYOND_ROUNDING_ERROR, DIFFERENCE_ERROR, OUTPUT_ERROR
 from fp8bench.registry import precisions
-from fp8bench.report.case_status import Standing, find_standing, speed_up, standing_tone, status_words
+from fp8bench.report.case_status import (
+    Standing,
+    find_standing,
+    has_bounds,
+    list_speeds,
+    speed_up,
+    standing_tone,
+    status_words,
+)
 from fp8bench.report.elements import Sentences, Tone
-from fp8bench.report.panels import Cases, NamedCase, Panel, Result, median_value, together
+from fp8bench.report.panels import Cases, NamedCase, Panel, Result, together
 from fp8bench.report.terminal.short_answer import Answer
 from fp8bench.report.topics.energy import ratio_to_reference
 from fp8bench.report.topics.memory import device_peak_ratio, peak_ratio
@@ -73,13 +81,11 @@ def find_answers(cases: Iterable[NamedCase]) -> list[Answer]:
 
 def find_answer(cases: Cases) -> Answer:
     """Returns the answer for one precision, which sums up all its cases."""
-    speeds = [speed for case in cases if (speed := speed_up(case)) is not None]
-    if len(speeds) == len(cases) == 1:
+    speeds = list_speeds(cases)
+    if len(cases) == 1 and speeds:
         speed_text = describe_speed(speeds[0])
-    elif speeds:
-        speed_text = units.span((speed.point for speed in speeds), units.speed_up)
     else:
-        speed_text = _explain_emulation(cases)
+        speed_text = units.span((speed.point for speed in speeds), units.speed_up) or _explain_emulation(cases)
     accuracy = _describe_callable_accuracy(cases) if cases[0].suite == BENCH else _describe_accuracy(cases)
     is_wrong = any(case.record.measurement(BEYOND_ROUNDING_ERROR) for case in cases)
     # The answer has a reason only if all cases have the same reason.
@@ -96,10 +102,8 @@ def find_answer(cases: Cases) -> Answer:
 
 def _describe_verdicts(results: Sequence[Result]) -> str:
     """Returns the verdicts of a precision, as 'faster' or 'faster in 4 of 5, slower in 1'. Failures come first."""
-    count_by_verdict = Counter(map(verdict_word, results))
-    (main_verdict, main_count), *less_common = sorted(
-        count_by_verdict.items(), key=lambda pair: (pair[0] != "FAILED", -pair[1])
-    )
+    counts = Counter(map(verdict_word, results)).most_common()
+    (main_verdict, main_count), *less_common = sorted(counts, key=lambda pair: pair[0] != "FAILED")
     if not less_common:
         return main_verdict
     other_verdicts = [f"{word} in {count}" for word, count in less_common]
@@ -167,7 +171,7 @@ def describe_speed(speed: Interval) -> str:
     """Returns a speed as '1.01x, could be 0.997x to 1.02x'. A speed from a few rounds has only a range, as 'seen
     0.99x to 1.1x'.
     """
-    if math.isinf(speed.half_width) or not math.isfinite(speed.low):
+    if not has_bounds(speed):
         return units.speed_up(speed.point)
     certainty = "could be" if speed.level else "seen"
     return f"{units.speed_up(speed.point)}, {certainty} {units.speed_up(speed.low)} to {units.speed_up(speed.high)}"
@@ -192,16 +196,12 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     An example: 'differs from torch:matmul by 2.9e-03; less exact: off float64 by 2.9e-03, torch:matmul by 2.9e-07'.
     """
     # 1. Compare the callable with the results of the reference.
-    differences = []
-    for case in cases:
-        difference = median_value(case.record.measurement(DIFFERENCE_ERROR))
-        if difference is not None:
-            differences.append((difference, case))
+    all_differences = [(case.median(DIFFERENCE_ERROR), case) for case in cases]
+    differences = [(difference, case) for difference, case in all_differences if difference is not None]
     if not differences:
         return ""
     largest, case = max(differences, key=itemgetter(0))
     mode = case.group.reference
-    reference = case.reference_result
     if case.record.measurement(BEYOND_ROUNDING_ERROR):
         if largest < 0.5:
             return f"a column differs from {mode} by more than half of its size, which rounding does not explain"
@@ -210,8 +210,8 @@ def _describe_callable_accuracy(cases: Cases) -> str:
     prefix = "up to " if len(differences) > 1 else ""
     difference_text = f"differs from {mode} by {prefix}{show_error(largest)}" if largest else f"equal to {mode}"
     # 2. Compare the callable and the reference with results in float64.
-    error = median_value(case.record.measurement(OUTPUT_ERROR))
-    reference_error = median_value(reference.record.measurement(OUTPUT_ERROR)) if reference is not None else None
+    error = case.median(OUTPUT_ERROR)
+    reference_error = case.reference_result.median(OUTPUT_ERROR) if case.reference_result is not None else None
     if error is None or reference_error is None:
         return f"{difference_text}; its error is unknown: {mode} does not compute in float64"
     if max(error, reference_error) <= _EQUAL_ERROR_RATIO * min(error, reference_error):
@@ -230,16 +230,12 @@ def _describe_memory(cases: Cases) -> str:
         return f"memory {units.span(measured_ratios, units.change)}"
     # An emulation needs other memory than hardware with the format.
     estimated_ratios = [ratio for case in cases if case.is_emulated and (ratio := device_peak_ratio(case)) is not None]
-    if estimated_ratios:
-        return f"memory {units.span(estimated_ratios, units.change)} (est.)"
-    return ""
+    return f"memory {units.span(estimated_ratios, units.change)} (est.)" if estimated_ratios else ""
 
 
 def _describe_energy(cases: Cases) -> str:
-    ratios = [ratio.point for case in cases if not case.is_emulated and (ratio := ratio_to_reference(case)) is not None]
-    if ratios:
-        return f"energy {units.span(ratios, units.change)}"
-    return ""
+    ratios = [ratio.point for case in cases if (ratio := ratio_to_reference(case)) is not None]
+    return f"energy {units.span(ratios, units.change)}" if ratios else ""
 
 
 def explain_speed(case: NamedCase) -> str:
@@ -248,29 +244,24 @@ def explain_speed(case: NamedCase) -> str:
 
     Returns '' for an emulated case, and for a case whose verdict was removed by a label other than launch-bound.
     """
-    finding = case.finding
-    if finding is None or case.is_emulated:
+    if case.is_emulated:
         return ""
-    if {*finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in finding.labels:
+    if {*case.finding.hard} == {Label.LAUNCH_BOUND} and Label.LAUNCH_BOUND in case.labels:
         return "the device waits for the host, so faster arithmetic cannot shorten this step"
     reason = find_case_reason(case)
-    if reason is not None:
-        return describe_reason(reason, name_unsplit_work(case))
-    return ""
+    return describe_reason(reason, name_unsplit_work(case)) if reason is not None else ""
 
 
 def find_case_reason(case: NamedCase) -> Reason | None:
     """Returns which phases explain the speed of a case, or None if unknown. Phases that are too short to measure are
     ignored.
     """
-    finding = case.finding
-    reference = case.reference_result
-    if finding is None or finding.hard:
+    if case.finding.hard:
         return None
-    short_phases = {*finding.below_floor}
-    if reference is not None and reference.finding is not None:
-        short_phases.update(reference.finding.below_floor)
-    return find_reason(finding.gains, short_phases)
+    short_phases = {*case.finding.below_floor}
+    if case.reference_result is not None:
+        short_phases.update(case.reference_result.finding.below_floor)
+    return find_reason(case.finding.gains, short_phases)
 
 
 def describe_reason(reason: Reason, unsplit_work: str = "") -> str:
@@ -314,11 +305,10 @@ def _describe_gains(gains: Sequence[PhaseGain], unsplit_work: str) -> str:
 
 def _describe_seconds(gain: PhaseGain) -> str:
     seconds = units.seconds(abs(gain.saved_seconds))
-    if min(gain.seconds, gain.reference_seconds) <= 0:
+    shorter, longer = sorted((gain.seconds, gain.reference_seconds))
+    if shorter <= 0:
         return seconds
-    if gain.saved_seconds > 0:
-        return f"{seconds} ({units.speed_up(gain.reference_seconds / gain.seconds)})"
-    return f"{seconds} ({units.speed_up(gain.seconds / gain.reference_seconds)} slower)"
+    return f"{seconds} ({units.speed_up(longer / shorter)}{'' if gain.saved_seconds > 0 else ' slower'})"
 
 
 def propose_commands(cases: Cases, command: str, under_load: bool = False, budget: float | None = None) -> Sentences:
@@ -341,19 +331,19 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
     if is_measuring and cases and all(case.is_reference for case in cases):
         yield f"name precisions to compare: {remove_option(command, '--dtypes')} --dtypes fp32,bf16,fp8"
     elif under_load:
-        full_command = remove_option(remove_option(command, "--quick"), "--rounds")
-        yield f"free the machine, and measure again: {full_command}"
+        yield f"free the machine, and measure again: {remove_option(command, '--quick', '--rounds')}"
     if not is_measuring:
         return
     # 2. Propose more rounds for verdicts that are open.
     if not under_load:
         # If a label removed the verdict, more rounds cannot restore it.
-        unsure_cases = []
-        for case in cases:
-            withdrawing_labels = {*case.finding.hard} - {Label.CONTENDED} if case.finding else ()
-            is_hopeless = case.finding is not None and case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
-            if find_standing(case) is Standing.UNSURE and not withdrawing_labels and not is_hopeless:
-                unsure_cases.append(case)
+        unsure_cases = [
+            case
+            for case in cases
+            if find_standing(case) is Standing.UNSURE
+            and not {*case.finding.hard} - {Label.CONTENDED}
+            and not case.finding.why.endswith(ROUNDS_DO_NOT_HELP)
+        ]
         default_budget = _DEFAULT_GROUP_SECONDS * len({case.group.case.setting for case in cases})
         yield from _propose_longer_run(unsure_cases, command, budget or default_budget)
     # 3. Propose changes that would act on the reason for the speed.
@@ -361,10 +351,10 @@ def _propose_runs(cases: Cases, command: str, under_load: bool, budget: float | 
 
 
 def _propose_longer_run(cases: Cases, command: str, budget: float) -> Sentences:
-    speeds = [speed for case in cases if (speed := speed_up(case)) is not None]
+    speeds = list_speeds(cases)
     if not speeds:
         return
-    full_command = remove_option(remove_option(command, "--quick"), "--rounds")
+    full_command = remove_option(command, "--quick", "--rounds")
     # The range of a few rounds does not show how many rounds would be enough.
     if any(speed.level == 0 for speed in speeds):
         yield f"measure this again in full on a quiet machine: {full_command}"
@@ -408,13 +398,13 @@ def _keeps_state(case: NamedCase) -> bool:
         return True
 
 
-def remove_option(command: str, option: str) -> str:
-    """Returns the command without an option and its value."""
+def remove_option(command: str, *options: str) -> str:
+    """Returns the command without these options and their values."""
     command_words = iter(command.split(" "))
     kept_words = []
     for word in command_words:
-        if word == option and option in _OPTIONS_WITH_VALUE:
-            next(command_words, None)
-        elif word != option and not word.startswith(f"{option}="):
+        if word.partition("=")[0] not in options:
             kept_words.append(word)
+        elif word in _OPTIONS_WITH_VALUE:
+            next(command_words, None)
     return " ".join(kept_words)

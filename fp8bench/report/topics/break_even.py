@@ -29,10 +29,8 @@ def list_swept_modes(panel: Panel) -> list[SweptModes]:
     return [(sweep, modes) for sweep in sweeps if (modes := tuple(iterate_swept_modes(sweep, groups)))]
 
 
-def break_even_table(panel: Panel, sweeps: Sequence[SweptModes], title: str = "") -> Tables:
-    rows: list[_SweptRow] = []
-    for sweep, modes in sweeps:
-        rows += [_SweptRow(sweep, mode) for mode in modes]
+def break_even_table(panel: Panel, title: str = "") -> Tables:
+    rows = [_SweptRow(sweep, mode) for sweep, modes in list_swept_modes(panel) for mode in modes]
     if not rows:
         return
 
@@ -45,11 +43,6 @@ def break_even_table(panel: Panel, sweeps: Sequence[SweptModes], title: str = ""
         size_range = f"{units.whole(points[0][0])} to {units.whole(points[-1][0])}"
         return f"{row.sweep.axis} = {size_range}, {len(points)} sizes"
 
-    def crossing_tone(row: _SweptRow) -> Tone:
-        if row.mode.found is None or row.mode.doubted:
-            return Tone.DOUBT
-        return Tone.PLAIN
-
     cols: Cols[_SweptRow] = [
         Col("", describe_sweep, shared=True),
         Col("case", "mode.mode"),
@@ -57,7 +50,7 @@ def break_even_table(panel: Panel, sweeps: Sequence[SweptModes], title: str = ""
         Col(
             "pays",
             lambda row: describe_crossings(row.sweep.axis, row.mode.found) if row.mode.found else None,
-            tone=crossing_tone,
+            tone=lambda row: Tone.DOUBT if row.mode.found is None or row.mode.doubted else Tone.PLAIN,
         ),
         Col("measured", describe_sizes),
         Col("remarks", lambda row: "; ".join(list_remarks(row.mode)), below=True),
@@ -72,12 +65,8 @@ def describe_crossings(axis: str, break_even: BreakEven) -> str:
         if not verdicts:
             return "cannot be told: every size is within the noise"
         if len(break_even.stretches) == 1:
-            if verdicts[0]:
-                return "at every size"
-            return "nowhere"
-        if verdicts[0]:
-            return "wherever it can be told"
-        return "nowhere that can be told"
+            return "at every size" if verdicts[0] else "nowhere"
+        return "wherever it can be told" if verdicts[0] else "nowhere that can be told"
     ranges = []
     range_start = ""
     for crossing in break_even.crossings:
@@ -169,4 +158,4 @@ def break_even_rows(run: Run, findings: FindingsById) -> Iterator[BreakEvenRow]:
 @section("break-even", "From which size on it pays", 75, lead=BREAK_EVEN)
 def break_even_section(material: Material) -> Elements:
     for title, panel in panels_with_titles(material):
-        yield from break_even_table(panel, list_swept_modes(panel), f"{title}: ")
+        yield from break_even_table(panel, f"{title}: ")

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable
 from functools import partial
+from itertools import chain
 from typing import NamedTuple
 
 from fp8bench import units
@@ -28,7 +29,7 @@ from fp8bench.model import Label, Run, specs
 from fp8bench.model.specs import ENERGY, ENERGY_PER
 from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Elements, Field, Sentences, Tables, Text, Tone, bullet_list
-from fp8bench.report.page.section import Material, rename_tables, section
+from fp8bench.report.page.section import Material, rename_tables, section, timed_panels
 from fp8bench.report.panels import (
     CaseValue,
     NamedCase,
@@ -37,9 +38,9 @@ from fp8bench.report.panels import (
     ResultGroup,
     list_cases,
     merge_notes,
+    name_incomparable,
     together,
 )
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, many
 
@@ -62,22 +63,8 @@ SOURCE_NAMES = {
 DEMAND_TONES = {Demand.LESS: Tone.GOOD, Demand.MORE: Tone.BAD, Demand.UNCLEAR: Tone.DOUBT}
 
 
-def case_energy(result: Result) -> EnergyFigures | None:
-    if result.is_ok:
-        return energy_figures(result.record)
-    return None
-
-
 def case_phase_energies(result: Result) -> PhaseEnergies | None:
-    if result.is_ok:
-        return phase_energies(result.record, result.finding)
-    return None
-
-
-def show_power_limits(result: Result) -> str:
-    """Returns the power limits of the device during the run, as '650 W', or '' if unknown."""
-    limits = result.record.energy.power_limits if result.record.energy else ()
-    return ", ".join(units.count(watts, "W") for watts in limits)
+    return phase_energies(result.record, result.finding)
 
 
 def ratio_to_reference(case: NamedCase) -> EnergyRatio | None:
@@ -93,13 +80,14 @@ def ratio_to_reference(case: NamedCase) -> EnergyRatio | None:
 
 
 def list_sources(results: Iterable[Result]) -> list[str]:
-    return list(dict.fromkeys(figures.source for result in results if (figures := case_energy(result)) is not None))
+    sources = (figures.source for result in results if (figures := energy_figures(result.record)) is not None)
+    return list(dict.fromkeys(sources))
 
 
 def show_ratio(ratio: EnergyRatio) -> str:
     """Returns a ratio with its range, as '0.613x [0.607, 0.619]'."""
-    low, high = (units.ratio(value).removesuffix("x") for value in (ratio.low, ratio.high))
-    return f"{units.ratio(ratio.point)} [{low}, {high}]"
+    point, low, high = map(units.ratio, (ratio.point, ratio.low, ratio.high))
+    return f"{point} [{low.removesuffix('x')}, {high.removesuffix('x')}]"
 
 
 def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
@@ -107,17 +95,17 @@ def list_energy_doubts(group: ResultGroup) -> list[tuple[str, str]]:
     reason.
     """
     doubts: list[tuple[str, str]] = []
+    unclear_ratios = []
     for case in group.members:
         sentences = [*_describe_missing(case), *_describe_pace(case)]
         phases = case_phase_energies(case)
         if phases is not None and phases.void:
             sentences.append(f"energy of phases is void: {phases.void}")
         doubts += [(doubt, case.mode) for doubt in sentences]
-    for case in group.members:
         ratio = ratio_to_reference(case)
         if ratio is not None and ratio.demand is Demand.UNCLEAR:
-            doubts.append((f"energy unclear: {ratio.why}", case.mode))
-    return [(", ".join(modes), doubt) for doubt, modes in together(doubts).items()]
+            unclear_ratios.append((f"energy unclear: {ratio.why}", case.mode))
+    return [(", ".join(modes), doubt) for doubt, modes in together(doubts + unclear_ratios).items()]
 
 
 def _describe_missing(result: Result) -> Sentences:
@@ -126,9 +114,9 @@ def _describe_missing(result: Result) -> Sentences:
     Yields nothing if the device cannot measure energy at all, because `explain_missing_energy` mentions that once for
     the run.
     """
-    figures = case_energy(result)
+    figures = energy_figures(result.record)
     label_reason = result.reason(Label.ENERGY_UNRESOLVED)
-    energy_use = result.record.energy if result.is_ok else None
+    energy_use = result.record.energy
     # The reason of the label has more detail than the other reasons.
     if label_reason:
         yield f"{Label.ENERGY_UNRESOLVED if figures else 'no energy'}: {label_reason}"
@@ -148,14 +136,11 @@ def _describe_missing(result: Result) -> Sentences:
 
 def _describe_pace(result: Result) -> Sentences:
     """Yields a sentence if a step took longer or shorter in the energy windows than in the timed slots."""
-    figures = case_energy(result)
-    finding = result.finding
-    if figures is None or finding is None or result.is_emulated:
-        return
+    figures = energy_figures(result.record)
     # the table of sustained speeds shows this difference already
-    if sustained_figures(result.record, finding) is not None:
+    if figures is None or result.is_emulated or sustained_figures(result.record, result.finding) is not None:
         return
-    pace = compare_pace(figures, finding)
+    pace = compare_pace(figures, result.finding)
     if pace is not None:
         seconds = figures.seconds.middle
         windows_text = f"{units.seconds(seconds)} ({units.change(pace)}) in the seconds of its energy windows"
@@ -175,14 +160,6 @@ def explain_missing_energy(run: Run) -> list[str]:
     return lines
 
 
-def _show_demand(row: _EnergyRow) -> str:
-    if row.ratio:
-        return row.ratio.demand.value
-    if row.case.is_reference:
-        return "reference"
-    return "emulated" if row.case.is_emulated else units.NONE
-
-
 def _show_windows(row: _EnergyRow) -> str:
     uncertainty = row.energy.uncertainty
     uncertainty_text = "" if uncertainty is None else f" (+-{units.percent(uncertainty)})"
@@ -196,31 +173,32 @@ def energy_table(panel: Panel) -> Tables:
     caption = f"energy of a step, by {SOURCE_NAMES.get(sources[0], sources[0])}"
     if len(sources) > 1:
         caption = f"energy of a step; sources differ, and their figures do not compare ({', '.join(sources)})"
-    rows = []
-    work_counts: set[str] = set()
-    for case in panel.members:
-        if (figures := case_energy(case)) is not None:
-            rows.append(_EnergyRow(case, figures, ratio_to_reference(case)))
-            # Show only the first kind of work, as tokens, because it is the usual one of the suite.
-            work_counts.update(name for name, _ in figures.per[:1])
+    measured = panel.find_values(lambda result: energy_figures(result.record))
+    rows = [_EnergyRow(case, figures, ratio_to_reference(case)) for case, figures in measured]
+    # Show only the first kind of work, as tokens, because it is the usual one of the suite.
+    work_counts = {row.energy.per[0][0] for row in rows if row.energy.per}
 
     def metric_column(spec: str, heading: str) -> Col[_EnergyRow]:
         return Col(heading, lambda row: row.case.figures[spec].shown, number=True)
 
-    def demand_tone(row: _EnergyRow) -> Tone:
+    def show_demand(row: _EnergyRow) -> Field:
         if row.ratio:
-            return DEMAND_TONES[row.ratio.demand]
-        return Tone.PLAIN
+            return Field(row.ratio.demand.value, tone=DEMAND_TONES[row.ratio.demand])
+        return Field(name_incomparable(row.case))
+
+    def ratio_field(row: _EnergyRow) -> Field:
+        return Field(show_ratio(row.ratio), tone=DEMAND_TONES[row.ratio.demand]) if row.ratio else Field("")
 
     def show_power(row: _EnergyRow) -> str:
-        limits = show_power_limits(row.case)
-        return row.case.figures[specs.POWER].shown + f" of {limits}" * bool(limits)
+        power = row.case.figures[specs.POWER].shown
+        limits = row.case.record.energy.power_limits if row.case.record.energy else ()
+        return f"{power} of {', '.join(units.count(watts, 'W') for watts in limits)}" if limits else power
 
     cols: Cols[_EnergyRow] = [
         *case_columns(),
         metric_column(ENERGY, "per step"),
-        Col(f"vs {panel.reference or 'reference'}", _show_demand, tone=demand_tone),
-        Col("", lambda row: show_ratio(row.ratio) if row.ratio else "", tone=demand_tone),
+        Col(f"vs {panel.reference or 'reference'}", show_demand),
+        Col("", ratio_field),
         metric_column(specs.ENERGY_NET, "net/step"),
         *(metric_column(spec, spec.heading) for spec, _ in ENERGY_PER.values() if spec in work_counts),
         Col("power", show_power, number=True),
@@ -277,17 +255,13 @@ def _energy_lead(material: Material) -> str:
 def energy_section(material: Material) -> Elements:
     for title, panel in timed_panels(material):
         yield from _panel_energy(title, panel)
-    lines: list[str] = []
-    for entry in material.entries:
-        lines += explain_missing_energy(entry.run)
+    lines = chain.from_iterable(explain_missing_energy(entry.run) for entry in material.entries)
     for line in dict.fromkeys(lines):
         yield Text(f"{line.replace('energy: n', 'N', 1)}.", Tone.DOUBT)
 
 
 def _panel_energy(title: str, panel: Panel) -> Elements:
     yield from rename_tables((*energy_table(panel), *phase_energy_table(panel)), panel.suite, title)
-    notes: list[tuple[str, str, str]] = []
-    for group in panel.groups:
-        notes += [(modes, doubt, group.setting_name) for modes, doubt in list_energy_doubts(group)]
+    notes = [(modes, doubt, group.setting_name) for group in panel.groups for modes, doubt in list_energy_doubts(group)]
     doubt_sentences = [f"{doubt.removeprefix('- ')}." for doubt in merge_notes(notes, len(panel.groups))]
     yield from bullet_list(doubt_sentences, Tone.DOUBT)

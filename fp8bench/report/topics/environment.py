@@ -2,18 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.energy import NO_SOURCE
-from fp8bench.model import DeviceFacts, Label, Record, Run, Timing
-from fp8bench.model.run import MARKS_SHARE, SWITCHES_SET
+from fp8bench.model import DeviceFacts, Label, Run
+from fp8bench.model.run import SWITCHES_SET
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Code, Elements, Facts, Items, Table, Text, Texts, Tone
 from fp8bench.report.page.section import Entry, Material, section
-from fp8bench.report.panels import join_parts
+from fp8bench.report.panels import join_parts, list_cases
 from fp8bench.report.words.legend import explain_label
 from fp8bench.report.words.naming import (
     count_statuses,
@@ -27,7 +26,6 @@ from fp8bench.report.words.naming import (
 
 _MAX_REMARKS = 20
 _VARIABLE_PREFIX = "env_"
-_DIRTY_SUFFIX = " with uncommitted changes"
 _LOST_HEADER = "the header of its file is lost: its request, plan and machine are unknown"
 
 
@@ -70,20 +68,20 @@ def _entry_label(entry: Entry) -> Texts:
 def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
     run = entry.run
     get_fact = partial(environment_fact, run)
-    timings = list(_list_timings(run.records))
-    devices = _measured_devices(run)
-    pairs: list[tuple[str, str]] = []
-    for facts in devices:
-        pairs += _device_facts(run, facts)
-    cpu_count = get_fact("cpu_count")
-    usable_cpus = get_fact("cpu_affinity")
-    processors = (
-        f"{usable_cpus} of {cpu_count}" if usable_cpus and cpu_count and usable_cpus != cpu_count else cpu_count
-    )
+    measured_keys = {record.case.device for record in run.records}
+    devices = [facts for facts in run.devices if facts.key in measured_keys]
+    pairs = [pair for facts in devices for pair in _device_facts(run, facts)]
+    processors = get_fact("cpu_count")
+    usable_processors = get_fact("cpu_affinity")
+    if processors and usable_processors not in ("", processors):
+        processors = f"{usable_processors} of {processors}"
     # The vector widths of compiled quantisers, on machines where the compiler lets fp8bench choose the width.
-    vector_bits = set().union(*(timing.vector_bits for timing in timings))
-    slots = chain.from_iterable(timing.slots for timing in timings)
-    seconds = sum(slot.wall_seconds for slot in slots)
+    vector_bits: set[int] = set()
+    seconds = 0.0
+    for record in run.records:
+        for timing in filter(None, (record.timing, record.control, record.paired_with)):
+            vector_bits.update(timing.vector_bits)
+            seconds += sum(slot.wall_seconds for slot in timing.slots)
     pairs += [
         ("torch", _add_in_brackets(get_fact("torch"), "git ", get_fact("torch_git")[:8])),
         ("CUDA", join_words(facts.cuda for facts in devices if facts.cuda)),
@@ -98,7 +96,7 @@ def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("threads", get_fact("threads") or (str(run.request.threads) if run.started else "")),
         ("switches", get_fact(SWITCHES_SET)),
         ("load at start", _add_in_brackets(get_fact("load_1min"), "mean of ", "1 minute")),
-        ("commit", get_fact("commit") + (_DIRTY_SUFFIX if describe_commit(run).endswith(_DIRTY_SUFFIX) else "")),
+        ("commit", describe_commit(run, shorten=False)),
         ("started", show_start(run)),
         ("timed", f"{units.clock(seconds)} inside timed slots" if seconds else ""),
         ("cases", count_statuses(run)),
@@ -108,17 +106,14 @@ def _list_facts(entry: Entry) -> Iterator[tuple[str, str]]:
         ("seed", str(run.request.seed) if run.started else ""),
         ("code of --import", _add_prefix("sha256 ", get_fact("imports_sha256"))),
     ]
-    for name, value in sorted(run.environment.facts.items()):
-        # Environment variables that change the behaviour of torch or of a library.
-        if name.startswith(_VARIABLE_PREFIX):
-            pairs.append((name.removeprefix(_VARIABLE_PREFIX), str(value)))
+    # Environment variables that change the behaviour of torch or of a library.
+    pairs += [
+        (name.removeprefix(_VARIABLE_PREFIX), str(value))
+        for name, value in sorted(run.environment.facts.items())
+        if name.startswith(_VARIABLE_PREFIX)
+    ]
     pairs.append(("samples", run.path or "this run was not stored"))
     return ((name, text) for name, text in pairs if text)
-
-
-def _measured_devices(run: Run) -> list[DeviceFacts]:
-    keys = {record.case.device for record in run.records}
-    return [facts for facts in run.devices if facts.key in keys]
 
 
 def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
@@ -136,44 +131,14 @@ def _device_facts(run: Run, facts: DeviceFacts) -> Iterator[tuple[str, str]]:
         default_cap = run.environment.get(f"{key} power_cap_default")
         is_changed = isinstance(default_cap, float | int) and default_cap != power_cap
         yield f"power cap {key}", f"{power_cap:g} W" + (f" of {default_cap:g} W" if is_changed else "")
-    mode_facts = (("ECC ", "ecc"), ("MIG ", "mig"), ("persistence mode ", "persistence"))
-    yield (
-        f"modes {key}",
-        join_parts(*(_add_prefix(word, environment_fact(run, f"{key} {name}")) for word, name in mode_facts)),
-    )
-    yield f"phase marks {key}", _describe_time_stamp_cost(run, key)
+    mode_facts = {"ecc": "ECC ", "mig": "MIG ", "persistence": "persistence mode "}
+    modes = (_add_prefix(prefix, environment_fact(run, f"{key} {name}")) for name, prefix in mode_facts.items())
+    yield f"modes {key}", join_parts(*modes)
     energy_source = environment_fact(run, f"{key} energy_source")
     if energy_source not in ("", NO_SOURCE):
         energy_period = run.environment.get(f"{key} energy_period")
         period_text = f", changes every {units.seconds(energy_period)}" if isinstance(energy_period, float) else ""
         yield f"energy {key}", f"{energy_source}{period_text}"
-
-
-def _describe_time_stamp_cost(run: Run, key: str) -> str:
-    """Returns the largest share of a GPU step that the time stamps between phases take, or '' on a CPU."""
-    overheads = dict(run.overheads).get(key)
-    if overheads is None or overheads.event_pair is None:
-        return ""
-    step_shares = []
-    for record in run.records:
-        timing = record.timing
-        call_ns = [sum(call) for slot in timing.slots for call in slot.calls_ns] if timing is not None else []
-        if timing is not None and record.case.device == key and call_ns:
-            num_stamps = sum(count for _, count in timing.entries) - 1
-            step_share = 1e9 * overheads.stamp_cost * num_stamps / max(1, min(call_ns))
-            step_shares.append((step_share, record.case.mode, record.case.ranks))
-    if not step_shares:
-        return ""
-    step_share, mode, ranks = max(step_shares)
-    cost_text = f"at most {step_share:.2%} of a step ({mode})"
-    if step_share <= MARKS_SHARE:
-        return cost_text
-    if ranks > 1:
-        return f"{cost_text}: more than {MARKS_SHARE:.1%}, but steps of several ranks are all marked"
-    return (
-        f"{cost_text}: more than {MARKS_SHARE:.1%}, so only one step in several is marked, and each step after it is "
-        "divided into phases in the same proportions"
-    )
 
 
 def _add_prefix(word: str, text: str) -> str:
@@ -182,11 +147,6 @@ def _add_prefix(word: str, text: str) -> str:
 
 def _add_in_brackets(text: str, word: str, addition: str) -> str:
     return f"{text} ({word}{addition})" if text and addition else text
-
-
-def _list_timings(records: Iterable[Record]) -> Iterator[Timing]:
-    for record in records:
-        yield from filter(None, (record.timing, record.control, record.paired_with))
 
 
 def _list_remarks(entry: Entry) -> Elements:
@@ -205,12 +165,11 @@ def _list_remarks(entry: Entry) -> Elements:
 
 
 def _explain_labels(entry: Entry) -> Texts:
-    results = chain.from_iterable(panel.members for panel in entry.panels)
-    measured_results = [result for result in results if result.is_ok]
+    measured_cases = [case for case in list_cases(entry.panels) if case.is_ok]
     for label in Label:
-        labelled_results = [result for result in measured_results if label in result.labels]
-        if labelled_results:
-            reasons = join_words(filter(None, (result.reason(label) for result in labelled_results)))
-            name = f"{label} ({len(labelled_results)} of {many(len(measured_results), 'case')})"
-            explanation = explain_label(label, name, f" ({reasons})" if reasons else "")
+        reasons = [case.reason(label) for case in measured_cases if label in case.labels]
+        if reasons:
+            name = f"{label} ({len(reasons)} of {many(len(measured_cases), 'case')})"
+            reasons_text = join_words(filter(None, reasons))
+            explanation = explain_label(label, name, f" ({reasons_text})" if reasons_text else "")
             yield Text(explanation, Tone.DOUBT if label.casts_doubt else Tone.PLAIN)

@@ -2,29 +2,43 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.analysis.metric import capacity_ratio, explain_batch_limit
-from fp8bench.model import PHASES, UNATTRIBUTED, Capacity, MemoryRole, MemoryUse, Phase, Record
+from fp8bench.model import PHASES, UNATTRIBUTED, Capacity, MemoryRole, MemoryUse, Phase
 from fp8bench.model.specs import (
     DEVICE_MAX_BATCH,
     DEVICE_PEAK_MEMORY,
     MAX_BATCH_MEMORY,
     MAX_BATCH_TOKENS,
     MEMORY_COUNTERS,
-    MetricSpec,
     memory_of_role,
 )
-from fp8bench.report.case_status import cost_tone
+from fp8bench.report.case_status import row_cost_tone
 from fp8bench.report.columns import Col, Cols, add_figure_columns, table
-from fp8bench.report.elements import ChartAxis, Elements, Stacks, Tables, Text, Tone
+from fp8bench.report.elements import ChartAxis, Elements, Stacks, Tables, Text
 from fp8bench.report.page.charts import stack_chart
-from fp8bench.report.page.section import Material, mark_emulation, panels_with_titles, rename_tables, section
-from fp8bench.report.panels import Cases, CaseValue, NamedCase, Panel, Result, describe_params, join_parts, median_value
+from fp8bench.report.page.section import (
+    Material,
+    mark_emulation,
+    panels_with_titles,
+    rename_tables,
+    section,
+    timed_panels,
+)
+from fp8bench.report.panels import (
+    Cases,
+    CaseValue,
+    NamedCase,
+    Panel,
+    Result,
+    describe_params,
+    join_parts,
+    name_incomparable,
+)
 from fp8bench.report.topics.own_batch import make_own_batch, own_batch_table
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words.legend import MEMORY_TITLES, MEMORY_WORDS, PHASE_TITLES
 from fp8bench.report.words.naming import figure_words
 
@@ -39,24 +53,20 @@ _CaseMemory = CaseValue[MemoryUse]
 _CaseCapacity = CaseValue[Capacity]
 
 
-def memory_use(record: Record) -> MemoryUse | None:
-    if record.is_ok:
-        return record.memory
-    return None
+def memory_use(result: Result) -> MemoryUse | None:
+    return result.record.memory if result.is_ok else None
 
 
 def peak_bytes(result: Result) -> float | None:
     """Returns the peak memory of a step in bytes. All tables, charts and CSV rows use this number."""
-    measured_peak = median_value(result.record.measurement(PEAK_METRIC))
-    recorded_memory = memory_use(result.record)
-    if measured_peak is None and recorded_memory is not None:
-        return recorded_memory.peak
-    return measured_peak
+    measured_peak = result.median(PEAK_METRIC)
+    use = memory_use(result)
+    return use.peak if measured_peak is None and use is not None else measured_peak
 
 
 def bytes_by_role(result: Result) -> dict[MemoryRole, int]:
-    recorded_memory = memory_use(result.record)
-    sizes = dict(recorded_memory.roles) if recorded_memory else {}
+    use = memory_use(result)
+    sizes = dict(use.roles) if use else {}
     return {role: sizes[role] for role in MemoryRole if role in sizes}
 
 
@@ -73,47 +83,39 @@ def peak_ratio(case: NamedCase) -> float | None:
 
     A native case is not compared with an emulated reference, because that peak is the cost of emulation.
     """
-    if case.reference_result is not None and case.reference_result.is_emulated and not case.is_emulated:
+    reference = case.reference_result
+    if reference is None or case.is_reference or (reference.is_emulated and not case.is_emulated):
         return None
-    reference_peak = _reference_peak(case)
-    peak = peak_bytes(case)
-    if case.is_reference or peak is None or not 0 < reference_peak < math.inf or not 0 <= peak < math.inf:
-        return None
-    return peak / reference_peak
+    return _divide_peaks(peak_bytes(case), peak_bytes(reference))
+
+
+def _divide_peaks(peak: float | None, reference_peak: float | None) -> float | None:
+    """Returns the ratio of two peaks, or None if one of them is unknown or the second one is 0."""
+    return peak / reference_peak if peak is not None and reference_peak else None
 
 
 def device_peak_bytes(result: Result) -> float | None:
-    """Returns the peak memory that an emulated case would have on hardware with its formats, by an estimate. Returns
-    None for a native case.
+    """Returns the estimated peak memory of an emulated case on hardware with its formats. Returns None for a native
+    case.
     """
-    if result.is_emulated:
-        return median_value(result.record.measurement(DEVICE_PEAK_MEMORY))
-    return None
+    return result.median(DEVICE_PEAK_MEMORY) if result.is_emulated else None
 
 
 def device_peak_ratio(case: NamedCase) -> float | None:
     """Returns the estimated peak memory on hardware with the formats, divided by the reference's peak. Returns None
     if unknown. If the reference is emulated, its estimated peak is used.
     """
-    reference_peak = _reference_peak(case)
-    peak = device_peak_bytes(case)
-    if case.reference_result is not None and case.reference_result.is_emulated:
-        reference_peak = device_peak_bytes(case.reference_result) or 0.0
-    if peak is None or not 0 < reference_peak < math.inf:
+    reference = case.reference_result
+    if reference is None:
         return None
-    return peak / reference_peak
+    reference_peak = device_peak_bytes(reference) if reference.is_emulated else peak_bytes(reference)
+    return _divide_peaks(device_peak_bytes(case), reference_peak)
 
 
 def _show_device_peak(row: _CaseMemory) -> str | None:
     """Returns the estimated peak memory on hardware with the formats, as '0.55x (186 KiB)', or None if unknown."""
     ratio = device_peak_ratio(row.case)
-    if ratio is None:
-        return None
-    return f"{units.ratio(ratio)} ({units.size(device_peak_bytes(row.case))})"
-
-
-def _reference_peak(case: NamedCase) -> float:
-    return (peak_bytes(case.reference_result) if case.reference_result else None) or 0.0
+    return None if ratio is None else f"{units.ratio(ratio)} ({units.size(device_peak_bytes(row.case))})"
 
 
 def batch_title(search: Capacity) -> str:
@@ -129,35 +131,25 @@ def _show_device_batch(row: _CaseCapacity) -> str | None:
     """Returns the largest batch that would fit on hardware with the formats, as '1203, 3.20x'. The ratio is to the
     reference's batch.
     """
-    search = row.value
-    reference = row.case.reference_result
-    if search.on_device is None:
+    batch = row.value.on_device
+    if batch is None:
         return None
+    reference = row.case.reference_result
     reference_batch = None
     if reference is not None and reference.record.capacity is not None:
-        reference_search = reference.record.capacity
-        reference_batch = reference_search.on_device if reference.is_emulated else reference_search.batch
-    return join_parts(
-        str(search.on_device), units.speed_up(search.on_device / reference_batch) if reference_batch else ""
-    )
+        search = reference.record.capacity
+        reference_batch = search.on_device if reference.is_emulated else search.batch
+    return join_parts(str(batch), units.speed_up(batch / reference_batch) if reference_batch else "")
 
 
 def has_memory_by_role(panel: Panel) -> bool:
     return any(len(bytes_by_role(case)) > 1 for case in panel.members)
 
 
-def list_counters(cases: Iterable[NamedCase]) -> list[MetricSpec]:
-    names: set[str] = set()
-    for case in cases:
-        if memory_use(case.record) is not None:
-            names |= {name for name, metric in case.figures.items() if metric.value is not None}
-    return [spec for spec in MEMORY_COUNTERS if spec in names]
-
-
 def memory_table(panel: Panel) -> Tables:
     if not has_memory_by_role(panel):
         return
-    uses = panel.find_values(lambda result: memory_use(result.record))
+    uses = panel.find_values(memory_use)
     # All columns have the same unit, so that readers can compare them at a glance.
     scale, unit = units.binary_unit(max(peak_bytes(use.case) or 0.0 for use in uses))
 
@@ -177,7 +169,7 @@ def memory_table(panel: Panel) -> Tables:
 
     cols: Cols[_CaseMemory] = [
         Col("group", "case.setting_name", shared=True),
-        Col("case", lambda row: mark_emulation(row.case, row.case.mode), tone=lambda row: cost_tone(row.case)),
+        Col("case", lambda row: mark_emulation(row.case, row.case.mode), tone=row_cost_tone),
         Col("peak", lambda row: peak_bytes(row.case), show=show_size),
         Col(f"vs {panel.reference or 'reference'}", lambda row: peak_ratio(row.case), unit="x"),
     ]
@@ -186,9 +178,9 @@ def memory_table(panel: Panel) -> Tables:
     measured_roles = set().union(*(bytes_by_role(use.case) for use in uses))
     cols += [metric_column(MEMORY_TITLES[role], memory_of_role(role)) for role in MemoryRole if role in measured_roles]
     cols.append(Col("in", phase_at_peak, hint="the phase of the highest point"))
-    cols += [
-        metric_column(figure_words(spec), spec, spec.unit, spec.description) for spec in list_counters(panel.members)
-    ]
+    for spec in MEMORY_COUNTERS:
+        if any(use.case.figures[spec].value is not None for use in uses):
+            cols.append(metric_column(figure_words(spec), spec, spec.unit, spec.description))
     yield table("memory", f"memory at the highest point of a step, in {unit}", cols, uses)
 
 
@@ -203,14 +195,11 @@ def capacity_tables(panel: Panel) -> Elements:
             (name, value) for name, value in row.case.group.case.params if name not in shared and name != row.value.axis
         )
 
-    def row_tone(row: _CaseCapacity) -> Tone:
-        return cost_tone(row.case)
-
     cols: Cols[_CaseCapacity] = [
         Col("group", describe_setting, shared=True),
-        Col("case", "case.mode", tone=row_tone),
-        Col("largest", "value.batch", show=lambda batch: str(batch or "none"), tone=row_tone),
-        Col(f"vs {panel.reference or 'reference'}", _show_batch_ratio, tone=row_tone),
+        Col("case", "case.mode", tone=row_cost_tone),
+        Col("largest", "value.batch", show=lambda batch: str(batch or "none"), tone=row_cost_tone),
+        Col(f"vs {panel.reference or 'reference'}", _show_batch_ratio, tone=row_cost_tone),
         Col(MAX_BATCH_TOKENS.heading, lambda row: row.value.tokens or None, show=MAX_BATCH_TOKENS.to_text),
         Col(MAX_BATCH_MEMORY.heading, "value.peak", unit="B"),
         Col("does not fit", lambda row: explain_batch_limit(row.value)),
@@ -228,23 +217,15 @@ def capacity_tables(panel: Panel) -> Elements:
 
 
 def _show_batch_ratio(row: _CaseCapacity) -> str:
-    case = row.case
-    ratio = capacity_ratio(case.record, case.reference_result.record if case.reference_result is not None else None)
-    if ratio is not None:
-        return units.speed_up(ratio)
-    if case.is_emulated:
-        return "emulated"
-    return "reference" if case.is_reference else units.NONE
+    reference = row.case.reference_result
+    ratio = capacity_ratio(row.case.record, reference.record if reference is not None else None)
+    return units.speed_up(ratio) if ratio is not None else name_incomparable(row.case)
 
 
 def _memory_lead(material: Material) -> str:
-    description = ""
-    for _, panel in timed_panels(material):
-        descriptions = [
-            measurement.description for measurement in panel.measurements if measurement.metric == PEAK_METRIC
-        ]
-        description = description or next(filter(None, descriptions), "")
-    description = description or "memory at the highest point of a step"
+    measurements = chain.from_iterable(panel.measurements for _, panel in timed_panels(material))
+    descriptions = [measurement.description for measurement in measurements if measurement.metric == PEAK_METRIC]
+    description = next(filter(None, descriptions), "memory at the highest point of a step")
     return f"{description[:1].upper()}{description[1:]}; from a separate pass, which is not timed."
 
 

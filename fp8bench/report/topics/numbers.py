@@ -21,7 +21,14 @@ from fp8bench.model.words import Phase
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, Cols, case_columns, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
-from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
+from fp8bench.report.page.section import (
+    PRECISION_COLUMN,
+    Material,
+    panels_with_titles,
+    section,
+    table_of_cases,
+    timed_panels,
+)
 from fp8bench.report.panels import (
     CaseValue,
     NamedCase,
@@ -32,7 +39,6 @@ from fp8bench.report.panels import (
     show_value,
     together,
 )
-from fp8bench.report.topics.tensors import timed_panels
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import figure_words, join_words
 
@@ -68,11 +74,10 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     if not largest_by_role:
         return
     # 2. If a format can hold all values, the caption names it. Each other format gets a column.
-    exceeded_formats: dict[str, bool] = {}
-    for tensor in largest_by_role:
-        for fmt, above, vanishing in tensor.outside:
-            exceeded_formats[fmt] = exceeded_formats.get(fmt, False) or bool(above or vanishing)
-    sufficient_formats = ", ".join(fmt for fmt, is_outside in exceeded_formats.items() if not is_outside)
+    outside = together(
+        (fmt, above or vanishing) for tensor in largest_by_role for fmt, above, vanishing in tensor.outside
+    )
+    sufficient_formats = ", ".join(fmt for fmt, shares in outside.items() if not any(shares))
     unit_scaled_modes = [case.mode for case in panel.members if precisions.unit_scaled(case.record.case.precision)]
     caption = join_parts(
         f"{suite}: " * bool(suite) + "data, before any scaling",
@@ -89,8 +94,8 @@ def data_table(panel: Panel, name: str = "data", suite: str = "") -> Tables:
     hint = "share above its largest / share that would become zero"
     cols += [
         Col(fmt, partial(_outside_field, name=fmt), number=True, hint=hint)
-        for fmt in exceeded_formats
-        if exceeded_formats[fmt]
+        for fmt, shares in outside.items()
+        if any(shares)
     ]
     yield table(name, caption, cols, largest_by_role)
 
@@ -99,16 +104,15 @@ def _largest_statistics(tensors: Sequence[TensorStatistics]) -> TensorStatistics
     """Combines the statistics of tensors of one kind and role in several groups. Returns the largest value of each
     statistic.
     """
-    shares_by_format: dict[str, tuple[float, float]] = {}
-    for tensor in tensors:
-        for fmt, above, vanishing in tensor.outside:
-            previous_shares = shares_by_format.get(fmt, (above, vanishing))
-            shares_by_format[fmt] = max(previous_shares[0], above), max(previous_shares[1], vanishing)
+    formats = dict.fromkeys(fmt for tensor in tensors for fmt, _, _ in tensor.outside)
+    shares = {fmt: [shares_outside(tensor, fmt) for tensor in tensors] for fmt in formats}
     return replace(
         tensors[0],
         count=max(tensor.count for tensor in tensors),
         amax=max(tensor.amax for tensor in tensors),
-        outside=tuple((fmt, *shares) for fmt, shares in shares_by_format.items()),
+        outside=tuple(
+            (fmt, max(map(itemgetter(0), of_fmt)), max(map(itemgetter(1), of_fmt))) for fmt, of_fmt in shares.items()
+        ),
     )
 
 
@@ -136,9 +140,10 @@ def numbers_section(material: Material) -> Elements:
     """
     for title, panel in timed_panels(material):
         yield from _panel_errors(title, panel)
-    tables: list[Table] = []
-    for title, panel in panels_with_titles(material):
-        tables += data_table(panel, f"data-{panel.suite}", title)
+    titled_panels = panels_with_titles(material)
+    tables = list(
+        chain.from_iterable(data_table(panel, f"data-{panel.suite}", title) for title, panel in titled_panels)
+    )
     if tables:
         yield Text("The data", Tone.STRONG)
         yield Text(f"{legend.DATA[:1].upper()}{legend.DATA[1:]}.")

@@ -12,9 +12,10 @@ from fp8bench import units
 from fp8bench.model import Capacity, Phase
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Text
-from fp8bench.report.panels import Result, phase_seconds
+from fp8bench.report.panels import Result
 
-_GIGATOKEN, _SECONDS_PER_HOUR = 1e9, 3600.0
+_GIGATOKEN = 1e9
+_SECONDS_PER_HOUR = 3600.0
 _METHOD_TEXT = (
     "Each case was timed alone at its own batch, not in rounds with the others, so a few percent mean nothing. The "
     "last column is computed: every case takes this number of tokens in a step, in micro-batches, with one update."
@@ -54,9 +55,10 @@ class OwnBatch:
 
 
 def make_own_batch(result: Result, search: Capacity) -> OwnBatch:
-    tokens, best_seconds = result.record.work.tokens, result.best_seconds
-    update_seconds = dict(phase_seconds(result)).get(Phase.OPTIMIZER_STEP)
-    return OwnBatch(result.mode, search, tokens / best_seconds if best_seconds else None, update_seconds)
+    best_seconds = result.best_seconds
+    shared_rate = result.record.work.tokens / best_seconds if best_seconds else None
+    update_seconds = dict(result.finding.phases).get(Phase.OPTIMIZER_STEP)
+    return OwnBatch(result.mode, search, shared_rate, update_seconds)
 
 
 def own_batch_table(searches: Iterable[OwnBatch]) -> Elements:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from functools import partial
 from itertools import chain
 from operator import attrgetter
@@ -11,14 +11,13 @@ from typing import NamedTuple
 
 from fp8bench import units
 from fp8bench.analysis.findings import BELOW_FLOOR_MARKERS
-from fp8bench.model import CELL_PHASES, UNATTRIBUTED, Finding, Level, PhaseGain, Timing
+from fp8bench.model import UNATTRIBUTED, Level, Timing
 from fp8bench.model.run import BENCH
 from fp8bench.report.columns import Col, Cols, case_columns, table
-from fp8bench.report.elements import ChartAxis, Elements, Field, Stacks, Table, Tables, Text, Texts, Tone
-from fp8bench.report.page.charts import has_time, name_phases, stack_chart
-from fp8bench.report.page.section import Material, panels_with_titles, section
-from fp8bench.report.panels import Cases, NamedCase, Panel, Result, phase_seconds, together
-from fp8bench.report.topics.tensors import timed_panels
+from fp8bench.report.elements import ChartAxis, Elements, Stacks, Table, Tables, Text, Texts, Tone
+from fp8bench.report.page.charts import stack_chart
+from fp8bench.report.page.section import Material, panels_with_titles, section, timed_panels
+from fp8bench.report.panels import Cases, NamedCase, Panel, together
 from fp8bench.report.words.legend import PHASE_TITLES
 from fp8bench.report.words.naming import join_words, name_unsplit_work, phase_sort_key, phase_words
 
@@ -36,44 +35,41 @@ def phases_table(panel: Panel, native_only: bool = False) -> Tables:
     used_phases: set[str] = set()
     if panel.suite != BENCH:  # callables have no phases and declare no work
         for case in cases:
-            used_phases |= _phase_shares(case).keys()
-    # The custom phases of a suite come last.
-    sorted_phases = sorted(
-        used_phases, key=lambda name: CELL_PHASES.index(name) if name in CELL_PHASES else len(CELL_PHASES)
-    )
-
-    def show_total(case: NamedCase) -> str:
-        # Mark the time of an emulation, because it must not be read as a speed.
-        return f"{Level.EMULATED} " * case.is_emulated + units.seconds(case.best_seconds)
+            used_phases |= {name for name, seconds in case.finding.phases if seconds or name == UNATTRIBUTED}
 
     def show_share(case: NamedCase, name: str) -> str:
-        is_below_floor = case.finding is not None and name in case.finding.below_floor
-        if is_below_floor:
+        if name in case.finding.below_floor:
             return "<"
-        return units.percent(_phase_shares(case).get(name), 0)
+        seconds = dict(case.finding.phases).get(name)
+        # A step without this phase shows a dash. Unattributed time may be 0%.
+        if seconds or (name == UNATTRIBUTED and seconds is not None):
+            return units.percent(seconds / (case.best_seconds or math.inf), 0)
+        return units.NONE
 
     cols: Cols[NamedCase] = [Col("Time of a step", "mode")] if native_only else [*case_columns(case_path="")]
     cols.append(Col("total", show_total, number=True))
-    cols += [Col(PHASE_TITLES.get(name, name), partial(show_share, name=name), number=True) for name in sorted_phases]
+    for name in sorted(used_phases, key=phase_sort_key):
+        cols.append(Col(PHASE_TITLES.get(name, name), partial(show_share, name=name), number=True))
     yield table("phases", "" if native_only else "time of a step", cols, cases)
 
 
-def _phase_shares(case: NamedCase) -> dict[str, float]:
-    """Returns the share of each phase in the step. Phases without time are left out, except the unattributed time."""
-    best = case.best_seconds or math.inf
-    return {name: seconds / best for name, seconds in phase_seconds(case) if seconds or name == UNATTRIBUTED}
+def show_total(case: NamedCase) -> str:
+    """Returns the time of a step. The time of an emulation is marked, because it must not be read as a speed."""
+    return f"{Level.EMULATED} " * case.is_emulated + units.seconds(case.best_seconds)
 
 
 @section("phases", "Where the time goes", 60)
 def phases_section(material: Material) -> Elements:
     """Each bar is the best case of one step, divided into its phases. Other is time outside of all phases."""
     panels = []
-    results: list[Result] = []
+    used_phases = {UNATTRIBUTED}
     for title, panel in timed_panels(material):
-        cases = [case for case in panel.members if has_time(case)]
-        results += cases
+        cases = [case for case in panel.members if 0 < (case.best_seconds or 0.0) < math.inf]
         panels.append((title, cases))
-    parts = name_phases(results)
+        for case in cases:
+            used_phases |= {name for name, seconds in case.finding.phases if seconds}
+    # All charts of the page have the same parts, so that each phase has one colour.
+    parts = {name: phase_words(name) for name in sorted(used_phases, key=phase_sort_key)}
     for title, cases in panels:
         yield from _suite_elements(title, cases, parts)
 
@@ -92,12 +88,8 @@ def _suite_elements(title: str, cases: Cases, parts: Mapping[str, str]) -> Eleme
     yield from _phase_notes(title, cases)
 
 
-def _drawable_phases(case: NamedCase) -> dict[str, float]:
-    return {name: seconds if 0 < seconds < math.inf else 0.0 for name, seconds in phase_seconds(case)}
-
-
 def _phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
-    bars = [(case.name, case.best_seconds or 0.0, _drawable_phases(case)) for case in cases]
+    bars = [(case.name, case.best_seconds or 0.0, dict(case.finding.phases)) for case in cases]
     name = f"phases-{cases[0].suite}"
     axis = ChartAxis("best case of a step", "s")
     description = "The best case of a step, cut into its phases."
@@ -105,11 +97,9 @@ def _phases_chart(title: str, cases: Cases, parts: Mapping[str, str]) -> Stacks:
 
 
 def _phase_notes(title: str, cases: Cases) -> Texts:
-    cases_by_phase: dict[str, list[str]] = {}
-    for case in cases:
-        phases = case.finding.below_floor if case.finding else ()
-        for phase in set(phases) - {UNATTRIBUTED}:
-            cases_by_phase.setdefault(phase_words(phase), []).append(case.name)
+    cases_by_phase = together(
+        (phase_words(phase), case.name) for case in cases for phase in case.finding.below_floor if phase != UNATTRIBUTED
+    )
     if cases_by_phase:
         phases_text = "; ".join(f"{phase} in {join_words(names)}" for phase, names in cases_by_phase.items())
         floor_text = f"less than {BELOW_FLOOR_MARKERS} times the cost of marking it"
@@ -125,21 +115,29 @@ StepPhases = list[tuple[str, float]]
 _MAX_TIMELINES = 2
 # A step with fewer phases than this gets no timeline, because it is a single operation with its casts.
 _MIN_PHASES = 3
+_STEP_IN_ORDER = (
+    "One timed step of each precision, the one of median length, with its phases in the order in which they ran."
+)
+_VARYING_STEPS = (
+    "One timed step of each precision, the one of median length. Steps differed in their phases, so only sums were "
+    "stored: this is not the order of a step."
+)
 
 
 def _timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     """Yields a timeline with one step of each case. If the run has no samples of phases, yields nothing."""
     # 1. Choose one step of each case, and collect the phases that occur.
     steps = []
-    timings = []
+    description = _STEP_IN_ORDER
     used_phases: set[str] = set()
     for case in cases:
         timing = case.record.timing
         step = _median_step(timing) if timing is not None else []
         if timing is not None and step:
-            timings.append(timing)
             steps.append((case.mode, step))
             used_phases.update(phase for phase, _ in step)
+            if timing.varying:
+                description = _VARYING_STEPS
     if len(used_phases - {UNATTRIBUTED}) < _MIN_PHASES:
         return
     # 2. Make a row of pieces from each step, with the sum of each phase.
@@ -155,7 +153,7 @@ def _timelines(title: str, cases: Cases, folded: bool) -> Iterator[Stacks]:
     yield Stacks(
         f"timeline-{cases[0].suite}",
         f"{title}: one step in time",
-        _describe_order(timings),
+        description,
         ChartAxis("time since the step began", "s"),
         tuple(map(phase_words, phases)),
         tuple(rows),
@@ -184,26 +182,17 @@ def _median_step(timing: Timing) -> StepPhases:
     return pieces
 
 
-def _describe_order(timings: Sequence[Timing]) -> str:
-    description = "One timed step of each precision, the one of median length"
-    if any(timing.varying for timing in timings):
-        return (
-            f"{description}. Steps differed in their phases, so only sums were stored: this is not the order of a step."
-        )
-    return f"{description}, with its phases in the order in which they ran."
-
-
-_NAME_OF_STEP_ROW = "step"
 _MAX_GAINS_TABLES = 12
 
 
 class _GainRow(NamedTuple):
-    """The time of one phase, or of the whole step, in a case and in its reference. `gain` is None for the step."""
+    """The time of one phase, or of the whole step, in a case and in its reference. Only a phase has an `interval`."""
 
-    phase: str
+    name: str
     seconds: float
     reference_seconds: float
-    gain: PhaseGain | None = None
+    tone: Tone = Tone.STRONG
+    interval: str = units.NONE
 
     @property
     def saving(self) -> float:
@@ -212,26 +201,9 @@ class _GainRow(NamedTuple):
     @property
     def speed(self) -> float | None:
         """The reference's time divided by the time of the case, or None if one of these is not positive."""
-        if self.seconds <= 0 or self.reference_seconds <= 0:
-            return None
-        ratio = self.reference_seconds / self.seconds
-        if ratio < math.inf:
-            return ratio
+        if self.seconds > 0 and self.reference_seconds > 0:
+            return self.reference_seconds / self.seconds
         return None
-
-    @property
-    def tone(self) -> Tone:
-        if self.gain is None:
-            return Tone.STRONG
-        if self.gain.is_clear:
-            return Tone.PLAIN
-        return Tone.DOUBT
-
-    @property
-    def interval(self) -> str:
-        if self.gain is None:
-            return units.NONE
-        return f"{_show_saving(self.gain.low)} to {_show_saving(self.gain.high)}"
 
 
 @section("gains", "Where it gains", 70)
@@ -241,27 +213,30 @@ def gains_section(material: Material) -> Elements:
     their times differ a little. Grey phases do not differ clearly. Runs of few rounds have no intervals, and are left
     out.
     """
-    tables: list[Table] = []
-    for title, panel in panels_with_titles(material):
-        for case, finding in panel.find_values(attrgetter("finding")):
-            num_phases = sum(gain.phase != UNATTRIBUTED for gain in finding.gains)
-            if num_phases >= _MIN_PHASES:
-                tables.append(_gains_table(title, panel, case, finding))
+    tables = [
+        _gains_table(title, panel, case)
+        for title, panel in panels_with_titles(material)
+        for case in panel.members
+        if sum(gain.phase != UNATTRIBUTED for gain in case.finding.gains) >= _MIN_PHASES
+    ]
     yield from tables[:_MAX_GAINS_TABLES]
     if len(tables) > _MAX_GAINS_TABLES:
         yield Text(f"{len(tables) - _MAX_GAINS_TABLES} more cases are left out; the run's CSV has all their phases.")
 
 
-def _gains_table(title: str, panel: Panel, case: NamedCase, finding: Finding) -> Table:
-    gains = sorted(finding.gains, key=lambda gain: phase_sort_key(gain.phase))
-    rows = [_GainRow(gain.phase, gain.seconds, gain.reference_seconds, gain) for gain in gains]
-    rows.append(
-        _GainRow(_NAME_OF_STEP_ROW, sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows))
-    )
+def _gains_table(title: str, panel: Panel, case: NamedCase) -> Table:
+    finding = case.finding
+    rows = []
+    for gain in sorted(finding.gains, key=lambda gain: phase_sort_key(gain.phase)):
+        unsplit_work = name_unsplit_work(case) if gain.phase == UNATTRIBUTED else ""
+        tone = Tone.PLAIN if gain.is_clear else Tone.DOUBT
+        interval = f"{_show_saving(gain.low)} to {_show_saving(gain.high)}"
+        name = unsplit_work or phase_words(gain.phase)
+        rows.append(_GainRow(name, gain.seconds, gain.reference_seconds, tone, interval))
+    rows.append(_GainRow("step", sum(row.seconds for row in rows), sum(row.reference_seconds for row in rows)))
     speed_hint = "the reference's time over this, above 1x is faster"
-    special_names = {UNATTRIBUTED: name_unsplit_work(case)}
     cols: Cols[_GainRow] = [
-        Col("phase", lambda row: Field(special_names.get(row.phase) or phase_words(row.phase), tone=row.tone)),
+        Col("phase", "name", tone=attrgetter("tone")),
         Col(panel.reference, lambda row: row.reference_seconds or None, unit="s"),
         Col(case.mode, lambda row: row.seconds or None, unit="s"),
         Col("saved", "saving", show=_show_saving, unit="s", tone=attrgetter("tone")),

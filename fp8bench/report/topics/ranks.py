@@ -7,7 +7,7 @@ from __future__ import annotations
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from operator import attrgetter
-from typing import NamedTuple
+from typing import Any
 
 from fp8bench import units
 from fp8bench.analysis.ranks import (
@@ -19,17 +19,15 @@ from fp8bench.analysis.ranks import (
     RankTimes,
     Untold,
     compute_efficiency,
-    compute_rank_skew,
     find_overlap,
     find_pareto_points,
     measure_bubble,
-    measure_communication,
     rank_times,
 )
-from fp8bench.model import Timing, specs
-from fp8bench.model.ranks import Overlap, RankScaling, Sent, Transfer
-from fp8bench.report.case_status import cost_tone
-from fp8bench.report.columns import Col, Cols, case_columns, figure_column, table
+from fp8bench.model import specs
+from fp8bench.model.ranks import Sent, Transfer
+from fp8bench.report.case_status import cost_tone, row_cost_tone
+from fp8bench.report.columns import Col, Cols, case_columns, case_figure_column, figure_column, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Texts, Tone
 from fp8bench.report.page.section import Material, panels_with_titles, rename_tables, section
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, join_parts, together
@@ -60,11 +58,15 @@ def _range_field(
     return Field(f"{show_value(figure.value)} ({units.span(figure[1:], show_value)})", figure.value * factor, tone)
 
 
-def _explain_unknown(subject: str, figures: Iterable[tuple[str, Middle | Untold]]) -> Texts:
-    """Yields why values in a table are unknown. A reason that leaves a dash in the table is followed by the modes
+def _explain_unknown(subject: str, rows: Iterable[CaseValue[Efficiency] | CaseValue[OverlapFigures]]) -> Texts:
+    """Yields why figures in a table are unknown. A reason that leaves a dash in the table is followed by the modes
     that it applies to.
     """
-    modes_by_reason = together((figure, mode) for mode, figure in figures if isinstance(figure, Untold))
+    modes_by_reason = together(
+        (figure, case.mode) for case, figures in rows for figure in figures if isinstance(figure, Untold)
+    )
+    # The table shows that a pipeline has no hidden share, and the remark on its bubble explains the waiting.
+    modes_by_reason.pop(PIPELINE_WAITING, None)
     explanations = []
     for reason, modes in modes_by_reason.items():
         if reason.word == units.NONE:
@@ -83,18 +85,12 @@ def rank_elements(panel: Panel) -> Iterator[Table | Text]:
     yield from tables_with_rows(_times_table(panel), transfer_table(panel))
     yield from map(Text, best_trade_offs(panel))
     # 2. Show the speed-up over one rank.
-    scaled_cases = _find_scaled_cases(panel)
-    if scaled_cases:
-        yield _efficiency_table(panel, scaled_cases)
-        figures: list[tuple[str, Middle | Untold]] = []
-        for row in scaled_cases:
-            figures += [(row.case.mode, figure) for figure in row.efficiency]
-        yield from _explain_unknown("efficiency", figures)
+    efficiencies = panel.find_values(lambda result: compute_efficiency(result.record))
+    yield from tables_with_rows(_efficiency_table(panel, efficiencies))
+    yield from _explain_unknown("efficiency", efficiencies)
     # 3. Show how communication overlaps with products.
-    yield from tables_with_rows(_sent_table(panel), _overlap_table(panel))
-    overlaps: list[tuple[str, Middle | Untold]] = []
-    for case, overlap in panel.find_values(lambda result: find_overlap(result.record)):
-        overlaps += [(case.mode, figure) for figure in (overlap.exposed, overlap.hidden) if figure != PIPELINE_WAITING]
+    overlaps = panel.find_values(lambda result: find_overlap(result.record))
+    yield from tables_with_rows(_sent_table(panel), _overlap_table(overlaps))
     yield from _explain_unknown("overlap", overlaps)
     yield from _describe_bubbles(panel)
     # Warn on a CPU, because readers could take its numbers for those of a cluster.
@@ -106,55 +102,33 @@ def tables_with_rows(*tables: Table) -> Tables:
     return (table for table in tables if table.rows)
 
 
-class _ScaledCase(NamedTuple):
-    case: NamedCase
-    scaling: RankScaling
-    efficiency: Efficiency
+def _median_column(heading: str, path: str, hint: str = "") -> Col[CaseValue[Any]]:
+    """Returns a column with the median of a record's seconds. `path` is their attribute path, as 'scaling.whole'."""
+    get_seconds = attrgetter(f"case.record.{path}")
+
+    def median_or_none(row: CaseValue[Any]) -> float | None:
+        seconds = get_seconds(row)
+        return statistics.median(seconds) if seconds else None
+
+    return Col(heading, median_or_none, unit="s", hint=hint)
 
 
-def _find_scaled_cases(panel: Panel) -> list[_ScaledCase]:
-    rows = []
-    for case, scaling in panel.find_values(lambda result: result.record.scaling):
-        case_efficiency = compute_efficiency(case.record)
-        if case_efficiency is not None:
-            rows.append(_ScaledCase(case, scaling, case_efficiency))
-    return rows
+def _efficiency_table(panel: Panel, rows: Sequence[CaseValue[Efficiency]]) -> Table:
+    def share_column(name: str, hint: str) -> Col[CaseValue[Efficiency]]:
+        get_share = attrgetter(f"value.{name}")
 
+        def share_field(row: CaseValue[Efficiency]) -> Field:
+            return _range_field(get_share(row), units.percent, 100, cost_tone(row.case))
 
-def _efficiency_table(panel: Panel, rows: Sequence[_ScaledCase]) -> Table:
-    def share_column(heading: str, get_share: Callable[[_ScaledCase], Middle | Untold], hint: str) -> Col[_ScaledCase]:
-        return Col(
-            heading,
-            lambda row: _range_field(get_share(row), units.percent, 100, cost_tone(row.case)),
-            unit="%",
-            hint=hint,
-        )
+        return Col(name, share_field, unit="%", hint=f"{hint}; in brackets: the range of rounds")
 
-    cols: Cols[_ScaledCase] = [
+    cols: Cols[CaseValue[Efficiency]] = [
         *case_columns(""),
-        Col(
-            "one rank",
-            lambda row: _median_or_none(row.scaling.whole),
-            unit="s",
-            hint="the whole batch, by one rank while the others wait",
-        ),
-        Col(
-            "its share", lambda row: _median_or_none(row.scaling.share), unit="s", hint="one rank's share of the batch"
-        ),
-        Col(
-            "together",
-            lambda row: _median_or_none(row.scaling.together),
-            unit="s",
-            hint="the whole batch, by all ranks",
-        ),
-        share_column(
-            "strong",
-            lambda row: row.efficiency.strong,
-            "one rank / (ranks x together); in brackets: the range of rounds",
-        ),
-        share_column(
-            "weak", lambda row: row.efficiency.weak, "one rank's share / together; in brackets: the range of rounds"
-        ),
+        _median_column("one rank", "scaling.whole", "the whole batch, by one rank while the others wait"),
+        _median_column("its share", "scaling.share", "one rank's share of the batch"),
+        _median_column("together", "scaling.together", "the whole batch, by all ranks"),
+        share_column("strong", "one rank / (ranks x together)"),
+        share_column("weak", "one rank's share / together"),
     ]
     return table("scaling", f"scaling efficiency of {panel.case.ranks} ranks", cols, rows)
 
@@ -171,10 +145,9 @@ def _sent_table(panel: Panel) -> Table:
         rows += [CaseValue(case, messages) for messages in messages_by_kind.values()]
 
     def min_bytes(row: _CaseMessages) -> float:
-        # If some rank sent nothing, it has no message, and the minimum is 0.
-        if len(row.value) == panel.case.ranks:
-            return min(message.bytes for message in row.value)
-        return 0.0
+        # A rank that sends nothing has no message.
+        sends_all = len(row.value) == panel.case.ranks
+        return min(message.bytes for message in row.value) if sends_all else 0.0
 
     def largest_message(row: _CaseMessages) -> Sent:
         return max(row.value, key=attrgetter("bytes"))
@@ -190,38 +163,30 @@ def _sent_table(panel: Panel) -> Table:
     return table("sent", "bytes that a rank sends in a step", cols, rows)
 
 
-class _TimedRanks(NamedTuple):
-    case: NamedCase
-    timing: Timing
-    ranks: Sequence[RankTimes]
+# A case with the times of its ranks.
+_TimedRanks = CaseValue[Sequence[RankTimes]]
 
 
 def _times_table(panel: Panel) -> Table:
-    rows = []
-    for case, timing in panel.find_values(lambda result: result.record.timing):
-        if times := rank_times(timing):
-            rows.append(_TimedRanks(case, timing, times))
+    timed_cases = panel.find_values(lambda result: result.record.timing)
+    rows: list[_TimedRanks] = [CaseValue(case, times) for case, timing in timed_cases if (times := rank_times(timing))]
 
     def max_waiting(row: _TimedRanks) -> float | None:
-        if measure_communication(row.timing) is None:
-            return None
-        return max(rank.waiting for rank in row.ranks)
+        sends = row.case.figures[specs.COMMUNICATION].value is not None
+        return max(rank.waiting for rank in row.value) if sends else None
 
     cols: Cols[_TimedRanks] = [
         *case_columns(""),
-        Col("slowest", lambda row: max(rank.step for rank in row.ranks), unit="s", hint="median of the slowest rank"),
-        Col("fastest", lambda row: min(rank.step for rank in row.ranks), unit="s"),
-        figure_column(specs.RANK_SKEW, lambda row: (compute_rank_skew(row.timing) or 0.0) * 100),
-        figure_column(specs.COMMUNICATION, lambda row: measure_communication(row.timing)),
+        Col("slowest", lambda row: max(rank.step for rank in row.value), unit="s", hint="median of the slowest rank"),
+        Col("fastest", lambda row: min(rank.step for rank in row.value), unit="s"),
+        case_figure_column(specs.RANK_SKEW),
+        case_figure_column(specs.COMMUNICATION),
         Col("waiting", max_waiting, unit="s", hint="of the rank that waits most"),
     ]
     return table("ranks", f"{panel.case.ranks} ranks", cols, rows)
 
 
 def transfer_table(panel: Panel) -> Table:
-    def rate_column(spec: specs.MetricSpec) -> Col[CaseValue[Transfer]]:
-        return figure_column(spec, lambda row: row.case.figures[spec].value, lambda row: cost_tone(row.case))
-
     def error_column(heading: str, name: str, unit: str) -> Col[CaseValue[Transfer]]:
         return Col(heading, lambda row: row.case.figures[name].value, unit=unit)
 
@@ -229,7 +194,7 @@ def transfer_table(panel: Panel) -> Table:
         *case_columns(""),
         figure_column(specs.WIRE_BYTES, "value.wire"),
         figure_column(specs.LOGICAL_BYTES, "value.logical"),
-        *map(rate_column, _RATE_SPECS),
+        *(case_figure_column(spec, row_cost_tone) for spec in _RATE_SPECS),
         error_column("SQNR", _SQNR_METRIC, "dB"),
         error_column("saturated", _SATURATED_METRIC, "ppm"),
         error_column("flushed", _FLUSHED_METRIC, "%"),
@@ -242,9 +207,7 @@ def _name_format(case: NamedCase, is_counted: bool) -> str:
     """Returns the format of a message, as 'bf16', or 'two-shot rowwise' for fp8bench's own FP8 collectives."""
     params = dict(case.group.case.params)
     name_parts = [str(params[name]).replace("_", "-") for name in _FP8_PARAMS if is_counted and name in params]
-    if not name_parts or case.mode != "fp8":
-        name_parts.insert(0, case.mode)
-    return " ".join(name_parts)
+    return " ".join(name_parts if name_parts and case.mode == "fp8" else [case.mode, *name_parts])
 
 
 def _describe_transfer(case: NamedCase, wire_bytes: float, sqnr: float) -> str:
@@ -262,64 +225,45 @@ def best_trade_offs(panel: Panel) -> Iterator[str]:
     """Yields a sentence for each collective. It names the formats that no other format beats both in bytes and in
     error. Only messages of the largest size are compared.
     """
-    by_collective: dict[str, list[CaseValue[Transfer]]] = {}
-    for row in panel.find_values(lambda result: result.record.transfer):
-        name = str(dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite))
-        by_collective.setdefault(name.replace("_", "-"), []).append(row)
+    all_rows = panel.find_values(lambda result: result.record.transfer)
+    by_collective = together(
+        (dict(row.case.group.case.params).get(_COLLECTIVE_PARAM, panel.suite), row) for row in all_rows
+    )
     for collective, rows in by_collective.items():
         sizes = {row.value.logical for row in rows}
-        cost_by_name: dict[str, tuple[float, float]] = {}
-        text_by_name: dict[str, str] = {}
+        cost_by_text: dict[str, tuple[float, float]] = {}
         for case, transfer in rows:
             sqnr = case.figures[_SQNR_METRIC].value
             # Leave out smaller messages, because their time depends on latency and not on the format.
             if sqnr is not None and transfer.logical == max(sizes):
                 name = _name_format(case, transfer.counted)
-                cost_by_name[name] = (transfer.wire, sqnr)
-                text_by_name[name] = f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"
-        sorted_names = sorted(text_by_name, key=cost_by_name.__getitem__)
-        frontier_numbers = find_pareto_points([cost_by_name[name] for name in sorted_names])
+                cost_by_text[f"{name} ({_describe_transfer(case, transfer.wire, sqnr)})"] = (transfer.wire, sqnr)
+        texts = sorted(cost_by_text, key=cost_by_text.__getitem__)
+        best_numbers = find_pareto_points([cost_by_text[text] for text in texts])
         # If no format beats another one, the sentence would not help to choose.
-        if len(frontier_numbers) < len(sorted_names):
+        if len(best_numbers) < len(texts):
             size_text = f" of {units.size(max(sizes))}" if len(sizes) > 1 else ""
-            trade_offs = "; ".join(text_by_name[sorted_names[number]] for number in frontier_numbers)
-            yield f"{collective}{size_text}: best trade-offs of bytes and error: {trade_offs}."
+            trade_offs = "; ".join(texts[number] for number in best_numbers)
+            yield f"{str(collective).replace('_', '-')}{size_text}: best trade-offs of bytes and error: {trade_offs}."
 
 
-class _OverlapCase(NamedTuple):
-    case: NamedCase
-    seconds: Overlap
-    figures: OverlapFigures
-
-
-def _overlap_table(panel: Panel) -> Table:
-    rows = []
-    for case, overlap in panel.find_values(lambda result: result.record.overlap):
-        figures = find_overlap(case.record)
-        if figures is not None:
-            rows.append(_OverlapCase(case, overlap, figures))
-    cols: Cols[_OverlapCase] = [
+def _overlap_table(rows: Sequence[CaseValue[OverlapFigures]]) -> Table:
+    cols: Cols[CaseValue[OverlapFigures]] = [
         *case_columns(""),
-        Col("products", lambda row: _median_or_none(row.seconds.compute), unit="s"),
-        Col("communication", lambda row: _median_or_none(row.seconds.communication), unit="s"),
-        Col("both at once", lambda row: _median_or_none(row.seconds.both), unit="s"),
+        _median_column("products", "overlap.compute"),
+        _median_column("communication", "overlap.communication"),
+        _median_column("both at once", "overlap.both"),
         Col(
             "check sum",
-            "figures.check_sum",
+            "value.check_sum",
             show="{:.3f}".format,
-            tone=lambda row: Tone.DOUBT if row.figures.exposed is SUM_MISMATCH else Tone.PLAIN,
+            tone=lambda row: Tone.DOUBT if row.value.exposed is SUM_MISMATCH else Tone.PLAIN,
             hint="time of both one after the other / sum of both measured alone",
         ),
-        figure_column(specs.EXPOSED, lambda row: _range_field(row.figures.exposed, units.seconds)),
-        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.figures.hidden, units.percent, 100)),
+        figure_column(specs.EXPOSED, lambda row: _range_field(row.value.exposed, units.seconds)),
+        figure_column(specs.HIDDEN_COMMUNICATION, lambda row: _range_field(row.value.hidden, units.percent, 100)),
     ]
     return table("overlap", "communication during products", cols, rows)
-
-
-def _median_or_none(seconds: Sequence[float]) -> float | None:
-    if seconds:
-        return statistics.median(seconds)
-    return None
 
 
 def _describe_bubbles(panel: Panel) -> Texts:

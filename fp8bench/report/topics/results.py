@@ -2,13 +2,30 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
+from itertools import chain
 
 from fp8bench import units
-from fp8bench.model import Params
-from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY, MetricSpec
-from fp8bench.report.case_status import cost_tone, describe_labels, show_speed, speed_up, standing_tone, status_words
-from fp8bench.report.columns import Col, Cols, add_figure_columns, figure_column, figure_tables, specs_in_table, table
+from fp8bench.model.specs import DEVICE_PEAK_MEMORY, ENERGY, PEAK_MEMORY, REPLAY
+from fp8bench.report.case_status import (
+    cost_tone,
+    describe_labels,
+    row_cost_tone,
+    show_speed,
+    speed_up,
+    standing_tone,
+    status_words,
+)
+from fp8bench.report.columns import (
+    Col,
+    Cols,
+    add_figure_columns,
+    case_figure_column,
+    figure_column,
+    figure_tables,
+    specs_in_table,
+    table,
+)
 from fp8bench.report.elements import Elements, Field, Items, Table, Text, Tone, bullet_list
 from fp8bench.report.page.section import Material, section
 from fp8bench.report.panels import (
@@ -21,10 +38,10 @@ from fp8bench.report.panels import (
     join_parts,
     shared_params,
     show_floors,
+    together,
 )
 from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, verdict_word
 from fp8bench.report.topics.memory import device_peak_bytes
-from fp8bench.report.topics.tensors import is_about_tensors
 from fp8bench.report.words import legend
 from fp8bench.report.words.naming import figure_words, shorten_line
 
@@ -50,9 +67,9 @@ def cases_table(panel: Panel) -> Table:
         Col("best", "best_seconds", unit="s"),
         Col("replayed", lambda case: case.figures[REPLAY].best, unit="s"),
         Col("error", "error_value", show=units.relative_error),
-        Col("spread", "spread", show=units.percent),
+        Col("spread", "finding.spread", show=units.percent),
         Col("throughput", "figures.rate.shown", number=True),
-        Col("labels", lambda case: "\n".join(_describe_doubts(case)), below=True, tone=lambda _: Tone.DOUBT),
+        Col("labels", _describe_doubts, below=True, tone=lambda _: Tone.DOUBT),
     ]
     required_headings = {"group", "case", "verdict", "best", "spread", "labels"}
     return add_figure_columns(
@@ -60,13 +77,13 @@ def cases_table(panel: Panel) -> Table:
     )
 
 
-def _describe_doubts(case: NamedCase) -> Iterator[str]:
-    finding = case.finding
+def _describe_doubts(case: NamedCase) -> str:
+    return join_parts(_name_labels(case), case.finding.why if case.finding.is_judged else "", separator="\n")
+
+
+def _name_labels(case: NamedCase) -> str:
     labels = ", ".join(describe_labels(case))
-    if labels and case.is_ok:
-        yield f"labels: {labels}"
-    if finding and finding.is_judged and finding.why:
-        yield finding.why
+    return f"labels: {labels}" if labels and case.is_ok else ""
 
 
 def describe_noise_floor(group: ResultGroup) -> str:
@@ -80,15 +97,14 @@ def results_section(material: Material) -> Elements:
     """A line for each case, with the reason for its verdict. A step is the best case: undisturbed, with a hot
     cache unless cache= is set. The time of an emulated case is the cost of emulating.
     """
-    panels = [(entry, panel) for entry, panel in material.panels() if not is_about_tensors(panel)]
+    panels = [(entry, panel) for entry, panel in material.panels() if panel.is_timed]
     if not panels:
         if not any(entry.panels for entry in material.entries):
             yield Text("This report has no cases.", Tone.DOUBT)
         return
     # 1. Find the parameters that all cases of a suite share, on any device and in any run.
-    params_by_suite: dict[str, list[Params]] = {}
-    for _, panel in panels:
-        params_by_suite.setdefault(panel.suite, []).extend(group.case.params for group in panel.groups)
+    all_groups = chain.from_iterable(panel.groups for _, panel in panels)
+    params_by_suite = together((group.case.workload, group.case.params) for group in all_groups)
     shared_by_suite = {suite: shared_params(params) for suite, params in params_by_suite.items()}
     # 2. Make a row for each case. Its name is the precision, with the parameters that differ between rows.
     has_devices = len({panel.device for _, panel in panels}) > 1
@@ -98,10 +114,9 @@ def results_section(material: Material) -> Elements:
         device = panel.device if has_devices else ""
         label = "" if material.is_single_run or entry.label == suite else entry.label
         for case in panel.members:
-            setting = describe_params(
-                pair for pair in case.group.case.params if pair not in shared_by_suite[panel.suite]
-            )
-            rows.append(CaseValue(case, join_parts(case.mode, f"{suite} {setting}".strip(), device, label)))
+            differing = [pair for pair in case.group.case.params if pair not in shared_by_suite[panel.suite]]
+            setting = f"{suite} {describe_params(differing)}".strip()
+            rows.append(CaseValue(case, join_parts(case.mode, setting, device, label)))
     cases = [row.case for row in rows]
     # 3. Show the answers in one table and all other metrics in a second table. A short table cannot be filtered.
     is_main = len(rows) > _MAX_UNFILTERED_ROWS
@@ -127,63 +142,43 @@ def _compare_with_earlier(cases: Cases, material: Material) -> Iterator[Items]:
     for case in cases:
         earlier_seconds = material.earlier.get(case.record.case.id)
         if earlier_seconds and case.best_seconds is not None and not case.is_emulated:
-            runs_text = (
-                f"the last {len(earlier_seconds)} runs of this case took"
-                if len(earlier_seconds) > 1
-                else "the run before took"
-            )
-            seconds_text = units.seconds(case.best_seconds)
+            num_runs = len(earlier_seconds)
+            runs_text = f"the last {num_runs} runs of this case took" if num_runs > 1 else "the run before took"
             earlier_range = units.span(earlier_seconds, units.seconds)
+            seconds_text = units.seconds(case.best_seconds)
             sentences.append(f"{case.name}: {runs_text} {earlier_range} a step, this one {seconds_text}")
     yield from bullet_list(sentences[:_MAX_COMPARED_CASES])
-
-
-def _cost_tone(row: _TitledCase) -> Tone:
-    return cost_tone(row.case)
 
 
 def _answer_columns() -> list[Col[_TitledCase]]:
     """Returns the columns that have the answer for each case, in the same words as on the terminal."""
     return [
         Col("case", "value"),
-        Col(
-            "verdict",
-            _show_verdict,
-            tone=lambda row: standing_tone(row.case),
-            hint=legend.VERDICT.removeprefix("verdict: "),
-        ),
+        Col("verdict", _verdict_field, hint=legend.VERDICT.removeprefix("verdict: ")),
         Col("speed-up", _speed_field, unit="x"),
-        Col("a step", "case.best_seconds", unit="s", tone=_cost_tone),
+        Col("a step", "case.best_seconds", unit="s", tone=row_cost_tone),
         Col("why, and at what cost", lambda row: _explain_case(row.case), below=True),
     ]
 
 
-def _show_verdict(row: _TitledCase) -> str:
-    if row.case.is_reference:
-        return status_words(row.case)
-    return verdict_word(row.case)
+def _verdict_field(row: _TitledCase) -> Field:
+    describe_verdict = status_words if row.case.is_reference else verdict_word
+    return Field(describe_verdict(row.case), tone=standing_tone(row.case))
 
 
 def _speed_field(row: _TitledCase) -> Field | None:
     speed = speed_up(row.case)
-    if speed is None:
-        return None
-    return Field(show_speed(speed), speed.point, standing_tone(row.case))
+    return Field(show_speed(speed), speed.point, standing_tone(row.case)) if speed is not None else None
 
 
 def _explain_case(case: NamedCase) -> str:
     """Returns the reason, the costs and the doubts of a case. A reference has only doubts."""
-    phrases: list[str] = []
-    costs: Sequence[str] = ()
+    phrases = [case.finding.why]
     if not case.is_reference or not case.is_ok:
         answer = find_answer([case])
         emulation_reason = "" if speed_up(case) is not None else answer.figure
-        phrases += [answer.reason, emulation_reason]
-        costs = answer.costs
-    labels = ", ".join(describe_labels(case)) if case.is_ok else ""
-    phrases += [case.finding.why if case.finding else "", *costs, f"labels: {labels}" if labels else ""]
-    if case.is_ok:
-        phrases.append(case.record.detail)
+        phrases = [answer.reason, emulation_reason, *phrases, *answer.costs]
+    phrases += [_name_labels(case), case.record.detail if case.is_ok else ""]
     return join_parts(*(shorten_line(phrase, MAX_REASON_LENGTH) for phrase in phrases), separator="; ")
 
 
@@ -194,25 +189,21 @@ def _detail_columns(cases: Cases) -> Iterator[Col[_TitledCase]]:
     yield Col(
         error_heading, "case.error_value", show=units.relative_error, hint="against the reference that the suite names"
     )
-    yield _figure_column(PEAK_MEMORY)
-    yield figure_column(DEVICE_PEAK_MEMORY, lambda row: device_peak_bytes(row.case), _cost_tone)
-    yield _figure_column(ENERGY)
-    yield figure_column(REPLAY, lambda row: row.case.figures[REPLAY].best, _cost_tone)
+    yield case_figure_column(PEAK_MEMORY, row_cost_tone)
+    yield figure_column(DEVICE_PEAK_MEMORY, lambda row: device_peak_bytes(row.case), row_cost_tone)
+    yield case_figure_column(ENERGY, row_cost_tone)
+    yield figure_column(REPLAY, lambda row: row.case.figures[REPLAY].best, row_cost_tone)
     hint = "distance of the quartiles / median, over all calls"
-    yield Col("spread", "case.spread", show=units.percent, hint=hint)
+    yield Col("spread", "case.finding.spread", show=units.percent, hint=hint)
     # If all cases count the same kind of work, the column has one unit.
     rate_units = {rate.unit for case in cases if (rate := case.figures.rate).value is not None}
     unit = rate_units.pop() if len(rate_units) == 1 else ""
     yield Col("throughput", _throughput_field, number=True, unit=unit, hint="of the best case")
     hint = "native: by the hardware; emulated: the error is real, ignore time and memory; refused: not possible here"
-    yield Col("how", "case.record.support.level.value", tone=_cost_tone, hint=hint)
-    yield from map(_figure_column, specs_in_table("cases"))
+    yield Col("how", "case.record.support.level.value", tone=row_cost_tone, hint=hint)
+    yield from (case_figure_column(spec, row_cost_tone) for spec in specs_in_table("cases"))
 
 
 def _throughput_field(row: _TitledCase) -> Field | None:
     rate = row.case.figures.rate
     return Field(rate.shown, rate.value, cost_tone(row.case)) if rate.value is not None else None
-
-
-def _figure_column(spec: MetricSpec) -> Col[_TitledCase]:
-    return figure_column(spec, lambda row: row.case.figures[spec].value, _cost_tone)

@@ -4,23 +4,15 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 from functools import partial
-from itertools import chain
 
 from fp8bench import units
-from fp8bench.analysis.roofline import (
-    Bound,
-    Gain,
-    PhaseRoof,
-    compute_gain,
-    find_datasheet,
-    phase_roofs,
-)
+from fp8bench.analysis.roofline import Bound, Gain, PhaseRoof, compute_gain, find_datasheet, phase_roofs
 from fp8bench.model import Limit, Rate, Run
 from fp8bench.report.case_status import Standing, find_standing, speed_up
 from fp8bench.report.columns import Col, Cols
 from fp8bench.report.elements import Elements, Sentences, Text, bullet_list
 from fp8bench.report.page.section import PRECISION_COLUMN, Material, panels_with_titles, section, table_of_cases
-from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result
+from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result, list_cases
 from fp8bench.report.words.naming import join_words, phase_words
 
 # Sentences leave out a phase if its share of the step is smaller than this.
@@ -35,10 +27,8 @@ def describe_bound(roof: PhaseRoof) -> str:
     """
     if roof.bound is None:
         return ""
-    exceeds_memory = (
-        roof.bound is Bound.MEMORY and (roof.share_of_ceiling or roof.share_of_datasheet or 0.0) > _MAX_MEMORY_SHARE
-    )
-    if exceeds_memory:
+    share_of_peak = roof.share_of_ceiling or roof.share_of_datasheet or 0.0
+    if roof.bound is Bound.MEMORY and share_of_peak > _MAX_MEMORY_SHARE:
         return "served from cache"
     return roof.bound.value
 
@@ -66,12 +56,11 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
     Otherwise returns ''.
     """
     roofs: list[PhaseRoof] = []
-    for case in chain.from_iterable(panel.members for panel in panels):
-        if case.is_emulated:
-            continue
-        if case.record.ceiling is not None and case.record.ceiling.rates:
-            return ""
-        roofs += phase_roofs(case.record, case.finding)
+    for case in list_cases(panels):
+        if not case.is_emulated:
+            if case.record.ceiling is not None and case.record.ceiling.rates:
+                return ""
+            roofs += phase_roofs(case.record, case.finding)
     if not roofs or any(roof.bound for roof in roofs):
         return ""
     threads_option = f" --threads {run.request.threads}" if run.request.threads != 1 else ""
@@ -84,9 +73,9 @@ def explain_unknown_limits(panels: Iterable[Panel], run: Run) -> str:
 
 def _find_gain(case: NamedCase) -> Gain | None:
     reference = case.reference_result
-    if reference is None or reference.finding is None or find_standing(reference) is not Standing.REFERENCE:
+    if reference is None or find_standing(reference) is not Standing.REFERENCE:
         return None
-    if case.finding is None or case.is_reference or case.is_emulated:
+    if case.is_reference or case.is_emulated:
         return None
     return compute_gain(case.record, case.finding, reference.record, reference.finding)
 
@@ -99,8 +88,8 @@ def cite_peaks(results: Sequence[Result]) -> Sentences:
         # If repetitions of a measurement differ much, the real peak may be higher than the measured one.
         uncertain_rates = [rate for rate in ceiling.rates if rate.runs and not rate.steady]
         rates_text = join_words(f"{describe_rate(rate)} by {units.percent(rate.spread)}" for rate in uncertain_rates)
-        uncertainty_text = f". Some may be higher, because repeated measurements differ: {rates_text}"
-        yield f"Ceilings were measured here{uncertainty_text if uncertain_rates else ''}."
+        uncertainty = f". Some may be higher, because repeated measurements differ: {rates_text}" if rates_text else ""
+        yield f"Ceilings were measured here{uncertainty}."
     sheet = find_datasheet(ceiling.device)
     if sheet is not None:
         rates_text = sheet.cite("dense", "bandwidth")
@@ -115,7 +104,7 @@ def _describe_case_bounds(result: Result) -> str:
     phases_by_bound: dict[str, list[str]] = {}
     for roof in sorted(phase_roofs(result.record, result.finding), key=lambda roof: -roof.seconds):
         bound = describe_bound(roof)
-        if bound and step_seconds and roof.seconds >= _MIN_STEP_SHARE * step_seconds:
+        if bound and roof.seconds >= _MIN_STEP_SHARE * step_seconds > 0:
             step_share = units.percent(roof.seconds / step_seconds, 0)
             phase = f"{phase_words(roof.count.phase)} ({step_share} of the step{_show_share_of_peak(roof)})"
             phases_by_bound.setdefault(bound, []).append(phase)
@@ -142,10 +131,9 @@ def _describe_gain(case: NamedCase, setting: str, gain: Gain) -> str:
     its own ceiling would give at most 1.38x'.
     """
     speed = speed_up(case)
-    status = find_standing(case)
     measured_gain = "what it gives is not clear"
-    if speed is not None and status is not Standing.UNSURE:
-        qualifier = "perhaps " if status is Standing.DOUBTED else ""
+    if speed is not None and find_standing(case) is not Standing.UNSURE:
+        qualifier = "perhaps " if case.finding.doubtful else ""
         measured_gain = f"it {qualifier}gives {units.speed_up(speed.point)}"
     if gain.cast_bytes:
         product_speeds = f"{units.speed_up(gain.kernels)} as fast, with the casts {units.speed_up(gain.with_casts)}"

@@ -4,7 +4,7 @@ converted.
 
 from __future__ import annotations
 
-from collections import Counter, defaultdict
+from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from functools import partial
@@ -101,27 +101,24 @@ def _sort_by_share(shares: Sequence[Mapping[str, float]]) -> list[str]:
     """Returns the kinds of work or modules, sorted by their largest share in any case. The unattributed time is left
     out.
     """
-    largest_share: dict[str, float] = {}
-    for shares_of_case in shares:
-        for key, share in shares_of_case.items():
-            largest_share[key] = max(largest_share.get(key, 0.0), share)
-    largest_share.pop(UNATTRIBUTED, None)
-    return sorted(largest_share, key=lambda key: -largest_share[key])
+    shares_by_key = together(pair for shares_of_case in shares for pair in shares_of_case.items())
+    shares_by_key.pop(UNATTRIBUTED, None)
+    return sorted(shares_by_key, key=lambda key: -max(shares_by_key[key]))
 
 
 def shares_document(parts: Sequence[StepShares]) -> dict[str, object]:
-    shares = []
-    for part in parts:
-        values = {
+    shares = [
+        {
             "case": part.case.id,
             "precision": part.case.mode,
             "why": part.why,
             "seconds": part.seconds,
             "of": part.shares.of.value if part.shares is not None else None,
             "remarks": list(part.remarks),
-            "parts": [encode(row) for row in part.rows],
+            "parts": list(map(encode, part.rows)),
         }
-        shares.append(values)
+        for part in parts
+    ]
     return {"shares": shares}
 
 
@@ -213,33 +210,29 @@ def _kinds_table(name: str, modes: str, coverage: Coverage) -> Table:
         Col("products of", itemgetter(0)),
         Col("weights", itemgetter(1), show=str),
         Col("FLOPs", itemgetter(2), show=units.count),
-        Col("share", lambda row: _ratio_or_zero(row[2], coverage.flops), show=units.percent),
-        Col("converted", lambda row: _ratio_or_zero(row[3], row[2]), show=units.percent),
+        Col("share", lambda row: row[2] / max(coverage.flops, 1), show=units.percent),
+        Col("converted", lambda row: row[3] / max(row[2], 1), show=units.percent),
     ]
     return table(name, f"what is converted in {modes}", cols, rows)
 
 
 def list_unconverted_products(coverage: Coverage) -> list[Unconverted]:
     """Returns the products that are not converted as (reason, names, FLOPs). The largest FLOPs come first."""
-    names_by_reason = defaultdict[str, list[str]](list)
-    flops_by_reason = Counter[str]()
-    for holder in coverage.holders:
-        if not holder.converted:
-            names_by_reason[holder.reason].append(holder.name)
-            flops_by_reason[holder.reason] += holder.flops
+    products = [(holder.reason, (holder.name, holder.flops)) for holder in coverage.holders if not holder.converted]
     for product in coverage.others:
-        names_by_reason[product.reason].append(product.weight or product.module or product.operator)
-        flops_by_reason[product.reason] += product.flops or 0
-    return sorted(
-        ((reason, names_by_reason[reason], flops_by_reason[reason]) for reason in names_by_reason),
-        key=lambda row: -row[2],
-    )
+        name = product.weight or product.module or product.operator
+        products.append((product.reason, (name, product.flops or 0)))
+    rows = [
+        (reason, [name for name, _ in members], sum(flops for _, flops in members))
+        for reason, members in together(products).items()
+    ]
+    return sorted(rows, key=lambda row: -row[2])
 
 
 def _unconverted_table(name: str, modes: str, reasons: Sequence[Unconverted], coverage: Coverage) -> Table:
     cols: Cols[Unconverted] = [
         Col("not converted", lambda row: join_words(row[1], 3)),
-        Col("share", lambda row: _ratio_or_zero(row[2], coverage.flops), show=units.percent),
+        Col("share", lambda row: row[2] / max(coverage.flops, 1), show=units.percent),
         Col("why", itemgetter(0), below=True),
     ]
     return table(name, f"what is not converted in {modes}, and why", cols, reasons)
@@ -259,12 +252,6 @@ def shape_remarks(coverage: Coverage) -> Sentences:
     refused_holders = [holder for holder in coverage.holders if holder.converted and holder.native]
     for reason, names in together((holder.native, holder.name) for holder in refused_holders).items():
         yield f"{join_words(names, 3)}: {reason}"
-
-
-def _ratio_or_zero(part: int, total: int) -> float:
-    if total:
-        return part / total
-    return 0.0
 
 
 @section("coverage", "Coverage", 15)

@@ -8,6 +8,7 @@ import math
 import statistics
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import replace
+from functools import partial
 from itertools import chain
 from typing import NamedTuple
 
@@ -27,9 +28,8 @@ from fp8bench.report.case_status import (
 )
 from fp8bench.report.columns import Col, Cols, add_figure_columns, case_columns, table
 from fp8bench.report.elements import Bars, ChartAxis, ChartPoint, Elements, Mark, Scatter, Tables, Text, Texts
-from fp8bench.report.page.section import Material, panels_with_titles, section
+from fp8bench.report.page.section import Material, panels_with_titles, section, timed_panels
 from fp8bench.report.panels import CaseValue, NamedCase, Panel, Result, join_parts, together
-from fp8bench.report.topics.tensors import is_about_tensors, timed_panels
 from fp8bench.report.words.naming import figure_words, join_words, many
 
 _SustainedCase = CaseValue[Sustained]
@@ -112,12 +112,8 @@ def _show_range(values: Iterable[float | None], show: Callable[[float], str]) ->
     return units.span([value for value in values if value is not None], show)
 
 
-def _show_hertz(value: float) -> str:
-    return units.count(value, "Hz")
-
-
-def _show_watts(value: float) -> str:
-    return units.count(value, "W")
+_show_hertz = partial(units.count, unit="Hz")
+_show_watts = partial(units.count, unit="W")
 
 
 class _TitledCase(NamedTuple):
@@ -145,8 +141,7 @@ def speedup_section(material: Material) -> Elements:
 
 def _timed_cases(material: Material) -> Iterator[_TitledCase]:
     for (entry, panel), (title, _) in zip(material.panels(), panels_with_titles(material), strict=True):
-        # Suites about tensors compare errors and have no times.
-        if not is_about_tensors(panel):
+        if panel.is_timed:
             for case in panel.members:
                 yield _TitledCase(f"{entry.label} {panel.device}", title, case)
 
@@ -198,16 +193,13 @@ def _speed_mark(case: NamedCase) -> Mark:
     # 2. Describe the bar for hovering.
     speed = _find_speed(case) or _REFERENCE_SPEED
     hints = [f"{case.mode} {units.speed_up(speed.point)} as fast as {_name_reference(case)}"]
-    low: float | None = None
-    high: float | None = None
     if speed is _REFERENCE_SPEED:
         hints = [f"{case.mode}, the reference"]
-    elif math.isfinite(speed.high):
-        low = speed.low
-        high = speed.high
     hints += describe_doubts(case)
     if samples:
         hints.append(f"fastest calls of {many(len(seconds), 'round')}: {units.span(seconds, units.seconds)}")
+    has_interval = speed is not _REFERENCE_SPEED and math.isfinite(speed.high)
+    low, high = (speed.low, speed.high) if has_interval else (None, None)
     return Mark(case.mode, speed.point, low, high, standing_tone(case), "; ".join(hints), samples=samples)
 
 

@@ -51,9 +51,7 @@ def tape_remarks(tape: Tape) -> list[str]:
         lines.append(
             f"{tape.unwritten} tensors were written outside of torch's operators, and that work is not counted"
         )
-    if tape.fused:
-        return [*lines, tape.fused]
-    return lines
+    return [*lines, tape.fused] if tape.fused else lines
 
 
 def tape_page(title: str, taped: Sequence[Taped]) -> Page:
@@ -64,13 +62,8 @@ def tape_page(title: str, taped: Sequence[Taped]) -> Page:
 
 
 def _setting_elements(taped: Sequence[Taped]) -> Elements:
-    counted_cases = []
-    remarks = []
-    for case in taped:
-        if case.tape is None:
-            remarks.append(f"{case.mode}: no tape: {case.why}")
-        else:
-            counted_cases.append(_Counts(case, case.tape))
+    counted_cases = [_Counts(case, case.tape) for case in taped if case.tape is not None]
+    remarks = [f"{case.mode}: no tape: {case.why}" for case in taped if case.tape is None]
     if counted_cases:
         columns: Cols[_Counts] = [Col("tape", "case.mode"), *_count_columns()]
         columns.insert(2, Col("declared", lambda row: row.case.declared or None, show=units.count))
@@ -78,8 +71,7 @@ def _setting_elements(taped: Sequence[Taped]) -> Elements:
             get_share = partial(lambda bits, row: compute_flops_share(row.value, bits) or None, bits)
             columns.append(Col(f"{bits} bits", get_share, show=units.percent))
         yield table("counts", "", columns, counted_cases)
-        rows = tabulate_operators([row.value for row in counted_cases])
-        if rows:
+        if rows := tabulate_operators([row.value for row in counted_cases]):
             yield _operators_table([row.case.mode for row in counted_cases], rows)
     yield from bullet_list([*remarks, *join_remarks((row.case.mode, tape_remarks(row.value)) for row in counted_cases)])
 

@@ -8,6 +8,7 @@ from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from functools import cache
+from operator import itemgetter
 from typing import NamedTuple
 
 from fp8bench import units
@@ -17,14 +18,21 @@ from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, Cols, table
 from fp8bench.report.elements import Elements, Field, Table, Tables, Text, Tone
 from fp8bench.report.page.section import Material, panels_with_titles, section
-from fp8bench.report.panels import NamedCase, Panel, Result, ResultGroup, median_value
+from fp8bench.report.panels import (
+    SQNR_METRIC,
+    UNDERFLOW_METRIC,
+    WORST_BLOCKS_METRIC,
+    NamedCase,
+    Panel,
+    Result,
+    ResultGroup,
+    median_value,
+    together,
+)
 from fp8bench.report.terminal.layout import GAP, INDENT
 from fp8bench.report.words.naming import join_words
 
-SQNR_METRIC = "sqnr_db"
 WORST_ROWS_METRIC = "sqnr_row_p1_db"
-WORST_BLOCKS_METRIC = "sqnr_block_p1_db"
-UNDERFLOW_METRIC = "underflow_percent"
 SATURATION_METRIC = "saturation_percent"
 # The title and the description of the column of each metric. docs/formats.md defines the metrics.
 TENSOR_METRICS = {
@@ -87,14 +95,6 @@ class TensorCell(NamedTuple):
     name: str
 
 
-def is_about_tensors(panel: Panel) -> bool:
-    return {SQNR_METRIC, WORST_BLOCKS_METRIC, UNDERFLOW_METRIC} <= {*panel.metrics}
-
-
-def timed_panels(material: Material) -> Iterator[tuple[str, Panel]]:
-    return ((title, panel) for title, panel in panels_with_titles(material) if not is_about_tensors(panel))
-
-
 def name_precision(result: Result) -> TensorCell:
     """Returns the format and the short name of a result's precision."""
     case = result.record.case
@@ -135,11 +135,12 @@ def tensor_name(panel: Panel, group: ResultGroup) -> str:
     params_of_namesakes = [
         neighbour for neighbour in all_params if neighbour.get(_TENSOR_PARAM) == params[_TENSOR_PARAM]
     ]
-    name_parts = [str(params[_TENSOR_PARAM])]
-    for name, value in params.items():
-        if any(namesake.get(name) != value for namesake in params_of_namesakes):
-            name_parts.append(f"{name}={value}")
-    return " ".join(name_parts)
+    differing = [
+        f"{name}={value}"
+        for name, value in params.items()
+        if any(namesake.get(name) != value for namesake in params_of_namesakes)
+    ]
+    return " ".join([str(params[_TENSOR_PARAM]), *differing])
 
 
 def show_metric(result: Result, metric: str) -> tuple[str, float | None]:
@@ -156,9 +157,7 @@ def show_figure(value: float, unit: str) -> str:
     if unit == "dB":
         return units.decibels(value).removesuffix(" dB")
     if unit == units.RATIO:
-        if 0.1 <= abs(value) < 10:
-            return units.significant(value, 5)
-        return units.relative_error(value)
+        return units.significant(value, 5) if 0.1 <= abs(value) < 10 else units.relative_error(value)
     if unit == "%":
         return units.percentage(value)
     return units.significant(value)
@@ -171,10 +170,7 @@ def name_best_precisions(panel: Panel) -> Iterator[str]:
     If only one precision of a width was measured, this width has no sentence.
     """
     # For each width of an element in bits, a list of tensors with the SQNR of every precision.
-    tensors_by_bits: dict[int, list[dict[str, float]]] = {}
-    for group in panel.groups:
-        for bits, sqnr_by_precision in _sqnr_by_bits(group).items():
-            tensors_by_bits.setdefault(bits, []).append(sqnr_by_precision)
+    tensors_by_bits = together(pair for group in panel.groups for pair in _sqnr_by_bits(group).items())
     for bits, tensors in sorted(tensors_by_bits.items(), reverse=True):
         if len(set().union(*tensors)) > 1:
             yield _describe_best(bits, tensors, panel.suite)
@@ -194,10 +190,9 @@ def _sqnr_by_bits(group: ResultGroup) -> dict[int, dict[str, float]]:
 
 
 def _describe_best(bits: int, tensors: Sequence[Mapping[str, float]], suite: str) -> str:
-    wins_by_precision: Counter[str] = Counter()
-    for sqnr_by_precision in tensors:
-        wins_by_precision[max(sqnr_by_precision, key=lambda precision: sqnr_by_precision[precision])] += 1
-    best_sqnrs = [max(sqnr_by_precision.values()) for sqnr_by_precision in tensors]
+    best = [max(sqnr_by_precision.items(), key=itemgetter(1)) for sqnr_by_precision in tensors]
+    wins_by_precision = Counter(precision for precision, _ in best)
+    best_sqnrs = [sqnr for _, sqnr in best]
     low = units.decibels(min(best_sqnrs))
     high = units.decibels(max(best_sqnrs))
     sqnr_range = low if low == high else f"{low.removesuffix(' dB')} to {high}"
@@ -269,7 +264,7 @@ def tensors_section(material: Material) -> Elements:
     left. The largest values decide it; for small values look at the worst rows and blocks, and at underflow. The suite
     cast is about the times.
     """
-    panels = [(title, panel) for title, panel in panels_with_titles(material) if is_about_tensors(panel)]
+    panels = [(title, panel) for title, panel in panels_with_titles(material) if not panel.is_timed]
     for title, panel in panels:
         for overview in _sqnr_tables(panel, _PAGE_WIDTH):
             yield replace(overview, name=f"sqnr-{panel.suite}", caption=f"{title}: SQNR in dB, higher is better")

@@ -18,19 +18,14 @@ from fp8bench.analysis.verdicts import FINAL_LEVEL
 from fp8bench.model import Label, Status
 from fp8bench.model.run import BENCH
 from fp8bench.model.words import OF_ANOTHER_KIND
-from fp8bench.report.case_status import (
-    Standing,
-    describe_intervals,
-    find_standing,
-    speed_up,
-)
+from fp8bench.report.case_status import Standing, describe_intervals, find_standing, list_speeds, speed_up
 from fp8bench.report.elements import Element, Elements, Items, Sentences, Text, Texts, Tone, bullet_list
-from fp8bench.report.page.section import Entry, Material, section
+from fp8bench.report.page.section import Entry, Material, section, timed_panels
 from fp8bench.report.panels import Cases, NamedCase, Panel, Result, join_parts, list_cases, together
 from fp8bench.report.terminal.short_answer import as_sentence
 from fp8bench.report.topics.answers import MAX_REASON_LENGTH, find_answer, propose_commands
 from fp8bench.report.topics.ranks import CPU_REMARK
-from fp8bench.report.topics.tensors import is_about_tensors, name_best_precisions, timed_panels
+from fp8bench.report.topics.tensors import name_best_precisions
 from fp8bench.report.words import legend
 from fp8bench.report.words.legend import LABELS
 from fp8bench.report.words.naming import (
@@ -53,15 +48,15 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, 
 
     An example: 'FAILED: fp8 in 1 of 3 cases of gemm (m=512): out of memory, even alone'.
     """
-    cases_without_result = [case for case in cases if find_standing(case) is status]
-    reasons = (
+    cases_by_reason = together(
         (shorten_line(case.record.reason, MAX_REASON_LENGTH) or "no reason was given", case)
-        for case in cases_without_result
+        for case in cases
+        if find_standing(case) is status
     )
     lines = []
-    for reason, members in together(reasons).items():
-        modes = dict.fromkeys(case.mode for case in members)
-        suites = dict.fromkeys(case.suite for case in members)
+    for reason, members in cases_by_reason.items():
+        modes = {case.mode: "" for case in members}
+        suites = {case.suite: "" for case in members}
         num_cases = sum(case.mode in modes and case.suite in suites for case in cases)
         count_text = f"in {len(members)} of {num_cases} cases of" if num_cases > 1 else "on"
         settings = join_words(name_setting(case.group) for case in members)
@@ -76,14 +71,11 @@ def describe_cases_without_result(cases: Sequence[NamedCase], status: Standing, 
 def describe_emulations(cases: Sequence[NamedCase]) -> list[str]:
     emulated_cases = [case for case in cases if case.is_emulated]
     # If errors of an emulation are infinite or NaN, even its numbers are not right.
-    broken_modes = {
-        case.mode for case in emulated_cases if case.error_value is not None and not math.isfinite(case.error_value)
-    }
+    broken_modes = {case.mode for case in emulated_cases if not math.isfinite(case.error_value or 0.0)}
     lines = []
     for is_broken, members in together((case.mode in broken_modes, case) for case in emulated_cases).items():
-        reasons = together((case.record.support.reason, case.mode) for case in members)
         modes = []
-        for reason, names in reasons.items():
+        for reason, names in together((case.record.support.reason, case.mode) for case in members).items():
             modes.append(", ".join(dict.fromkeys(names)) + f" ({reason})" * bool(reason))
         validity = "errors are not all finite" if is_broken else "errors are real"
         costs = "the speed is unknown, and (est.) means estimated for hardware with this precision"
@@ -118,7 +110,7 @@ def _lacks_other_runs(result: Result) -> bool:
 def describe_comparison(panels: Sequence[Panel]) -> str:
     """Returns what precisions are compared with, as 'compared with fp32; identical code differed by up to 1.5%'."""
     references = join_words(panel.reference for panel in panels if panel.reference)
-    floors = [case.finding.floor for case in list_cases(panels) if case.finding and case.finding.floor]
+    floors = [case.finding.floor for case in list_cases(panels) if case.finding.floor]
     return join_parts(
         f"compared with {references}" if references else "",
         f"identical code differed by up to {units.percent(max(floors))}" if floors else "",
@@ -127,10 +119,10 @@ def describe_comparison(panels: Sequence[Panel]) -> str:
 
 
 def propose_next_commands(panels: Sequence[Panel], entry: Entry) -> Sentences:
-    run, cases = entry.run, list_cases(panels)
+    cases = list_cases(panels)
     # A decided verdict needs no second run, even if other programs were running.
     under_load = bool(describe_load_warning(entry)) and not is_decided(cases)
-    return propose_commands(cases, run.command, under_load, run.request.budget)
+    return propose_commands(cases, entry.run.command, under_load, entry.run.request.budget)
 
 
 def is_decided(cases: Cases) -> bool:
@@ -162,11 +154,11 @@ def explain_doubts(panels: Sequence[Panel], entry: Entry, max_reasons: int = 2) 
     if entry.run.request.ranks and on_cpu:
         yield CPU_REMARK.removesuffix(".")
     # 3. Name reasons of single cases, the most frequent first.
-    modes_by_reason: dict[str, list[str]] = {}
-    for case in list_cases(panels):
-        for reason in _case_doubts(case, bool(load_warning)):
-            modes_by_reason.setdefault(reason, []).append(case.mode)
-    num_cases = Counter(case.mode for case in list_cases(panels))
+    cases = list_cases(panels)
+    modes_by_reason = together(
+        (reason, case.mode) for case in cases for reason in _case_doubts(case, bool(load_warning))
+    )
+    num_cases = Counter(case.mode for case in cases)
     reasons = sorted(modes_by_reason, key=lambda reason: -len(modes_by_reason[reason]))
     for reason in reasons[:max_reasons]:
         counts = Counter(modes_by_reason[reason]).items()
@@ -182,17 +174,16 @@ def _count_cases(mode: str, count: int, num_cases: int) -> str:
 def _case_doubts(result: Result, under_load: bool) -> Sentences:
     """Yields the doubts about a case. With `under_load`, leaves out doubts that the load of the machine explains."""
     finding = result.finding
-    if finding is None or result.is_emulated or not result.is_ok:
+    if result.is_emulated or not result.is_ok:
         return
     # The answer names the load once for the whole run.
     is_explained_by_load = under_load and not {*finding.hard} - {Label.CONTENDED}
-    labels = (
-        [label for label in result.labels if label.casts_doubt] if find_standing(result) is Standing.DOUBTED else []
-    )
-    other_kinds = [label for label in labels if label in OF_ANOTHER_KIND]
-    if other_kinds:
-        meaning, _, remedy = LABELS[other_kinds[0]]
-        yield f"{result.reason(other_kinds[0]) or meaning}. Remedy: {remedy}"
+    is_doubted = find_standing(result) is Standing.DOUBTED
+    labels = [label for label in result.labels if is_doubted and label.casts_doubt]
+    other_kind = next((label for label in labels if label in OF_ANOTHER_KIND), None)
+    if other_kind:
+        meaning, _, remedy = LABELS[other_kind]
+        yield f"{result.reason(other_kind) or meaning}. Remedy: {remedy}"
     elif not is_explained_by_load and finding.why:
         yield finding.why
     elif not is_explained_by_load and labels:
@@ -205,25 +196,24 @@ def _case_doubts(result: Result, under_load: bool) -> Sentences:
 
 def warn_of_false_verdicts(entry: Entry) -> Texts:
     """If a run has several cases, yields how many false verdicts to expect, because each case is judged separately."""
-    num_judged = sum(speed_up(case) is not None for case in list_cases(entry.panels))
+    num_judged = len(list_speeds(list_cases(entry.panels)))
     if num_judged > 1:
         # At most 1% of the verdicts on cases that are really as fast as their reference are wrong.
         expected_mistakes = num_judged * (1 - FINAL_LEVEL)
-        mistakes_text = (
-            f"up to {expected_mistakes:.2g} cases would be"
-            if expected_mistakes >= 1
-            else f"the chance is {expected_mistakes:.0%} that one is"
+        mistakes_text = f"the chance is {expected_mistakes:.0%} that one is"
+        if expected_mistakes >= 1:
+            mistakes_text = f"up to {expected_mistakes:.2g} cases would be"
+        yield Text(
+            f"each of the {num_judged} cases is judged separately: if none really differed, {mistakes_text} called "
+            "faster or slower by mistake",
+            Tone.DOUBT,
         )
-        explanation = (
-            f"each of the {num_judged} cases is judged separately: if none really differed, {mistakes_text} called"
-        )
-        yield Text(f"{explanation} faster or slower by mistake", Tone.DOUBT)
 
 
 def _verdict_lead(material: Material) -> str:
     panels = [panel for _, panel in timed_panels(material)]
     cases = list_cases(panels)
-    speeds = [speed for case in cases if (speed := speed_up(case))]
+    speeds = list_speeds(cases)
     if not speeds:
         return ""
     intervals = describe_intervals(cases)
@@ -251,15 +241,16 @@ def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
     yield from report_failures(entry)
     # 1. Write a sentence for each precision, timed suites first. The suite and the device are named only if there are
     # several.
-    panels = [panel for panel in entry.panels if not is_about_tensors(panel)]
+    panels = entry.timed_panels
     has_suites = len({panel.suite for panel in panels}) > 1
     has_devices = len({panel.device for panel in panels}) > 1
     answers: list[Text] = []
     for panel in panels:
         place = join_parts(panel.suite if has_suites else "", panel.device if has_devices else "", separator=" on ")
         answers += compare_precisions(panel, place)
-    for panel in filter(is_about_tensors, entry.panels):
-        answers += map(Text, name_best_precisions(panel))
+    for panel in entry.panels:
+        if not panel.is_timed:
+            answers += map(Text, name_best_precisions(panel))
     if answers:
         yield Items(tuple(answers))
     # 2. Propose a command. Then give the reasons for doubt, and name the cases without a verdict.
@@ -276,12 +267,11 @@ def _describe_entry(entry: Entry, is_single_run: bool) -> Elements:
 def report_failures(entry: Entry) -> Elements:
     records = entry.run.records
     num_failed = sum(record.status is Status.FAILED for record in records)
-    failures = describe_cases_without_result(list_cases(entry.panels), Standing.FAILED, "FAILED")
-    if failures:
+    if num_failed:
         yield Text(f"{num_failed} of {len(records)} cases failed.", Tone.BAD)
+        failures = describe_cases_without_result(list_cases(entry.panels), Standing.FAILED, "FAILED")
         yield from bullet_list(failures, Tone.BAD)
-    missing_records = describe_missing_records(entry.run)
-    if missing_records:
+    if missing_records := describe_missing_records(entry.run):
         yield Text(f"{missing_records[0].upper()}{missing_records[1:]}.", Tone.BAD)
     if not any(record.is_ok for record in records):
         yield Text(f"Nothing was measured (cases: {count_statuses(entry.run)}).", Tone.STRONG)
@@ -291,12 +281,7 @@ def compare_precisions(panel: Panel, place: str = "") -> list[Text]:
     """Returns a sentence for each precision of a panel, as 'bf16: faster, 1.62x, could be 1.60x to 1.64x; memory
     +1.1%'. Failed and skipped cases have none. The sentence names `place` unless it is ''.
     """
-    compared_cases = [
-        case
-        for case in panel.members
-        if case.mode != panel.reference and find_standing(case) not in (Standing.FAILED, Standing.SKIPPED)
-    ]
-    by_mode = together((case.mode, case) for case in compared_cases)
+    by_mode = together((case.mode, case) for case in panel.members if case.mode != panel.reference and case.is_ok)
     return [_compare_precision(cases, place) for cases in by_mode.values()] or _describe_lone_reference(panel, place)
 
 
@@ -310,15 +295,13 @@ def _describe_labels(results: Sequence[Result]) -> str:
     """Returns the labels that cast doubt, as ' (noisy, drift in 2 of them)'. The power cap is included, because it
     explains a speed.
     """
-    cases_by_label = Counter(chain.from_iterable(map(_doubtful_labels, results)))
-    phrases = [
-        f"{label} in {cases_by_label[label]} of them" if cases_by_label[label] < len(results) else label
-        for label in Label
-        if cases_by_label[label]
-    ]
-    if phrases:
-        return f" ({', '.join(phrases)})"
-    return ""
+    counts = Counter(chain.from_iterable(map(_doubtful_labels, results)))
+
+    def count_label(label: Label) -> str:
+        return label if counts[label] == len(results) else f"{label} in {counts[label]} of them"
+
+    phrases = [count_label(label) for label in Label if counts[label]]
+    return f" ({', '.join(phrases)})" if phrases else ""
 
 
 def _doubtful_labels(result: Result) -> list[Label]:
@@ -326,19 +309,16 @@ def _doubtful_labels(result: Result) -> list[Label]:
     are left out.
     """
     finding = result.finding
-    doubts: list[Label] = []
     # Labels are only shown if there is a speed, and the verdict on it is not certain.
-    if not result.is_emulated and (finding is None or finding.doubtful or not finding.is_judged):
-        withdrawing_labels = finding.hard if finding else ()
-        doubts = [label for label in result.labels if label.casts_doubt and label not in withdrawing_labels]
+    is_certain = result.is_emulated or (finding.is_judged and not finding.doubtful)
+    doubts = [label for label in result.labels if label.casts_doubt and label not in finding.hard and not is_certain]
     return [*doubts, *({Label.POWER_CAPPED} & {*result.labels})]
 
 
 def _describe_lone_reference(panel: Panel, place: str) -> list[Text]:
-    num_timed = sum(
-        find_standing(case) is Standing.REFERENCE and case.best_seconds is not None for case in panel.members
-    )
-    if not num_timed:
+    timed_cases = [case for case in panel.members if case.best_seconds is not None]
+    num_references = sum(find_standing(case) is Standing.REFERENCE for case in timed_cases)
+    if not num_references:
         return []
-    cases = f"{many(num_timed, 'case')} of {place or panel.suite}"
+    cases = f"{many(num_references, 'case')} of {place or panel.suite}"
     return [Text(f"only {panel.reference} was timed, in {cases}: there is nothing to compare it with")]

@@ -5,7 +5,9 @@ from __future__ import annotations
 import re
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import suppress
 from datetime import UTC, datetime
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.errors import UsageError
@@ -15,7 +17,7 @@ from fp8bench.model.words import UNTOUCHED
 from fp8bench.protocols.axes import CACHE, COLD, HOT
 from fp8bench.registry import workloads
 from fp8bench.report.elements import Tone
-from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find_device
+from fp8bench.report.panels import NamedCase, ResultGroup, describe_params, find_device, join_parts, together
 
 COMMIT_LETTERS = 8
 # Values of parameters that mean "off" or "torch decides". The second constant is the name of the parameter that holds
@@ -26,24 +28,22 @@ _DATA_PARAM = "data"
 _TRADEMARKS_PATTERN = re.compile(r"\((?:R|TM|C)\)| (?:CPU|Processor)\b| @ .*")
 
 
-def list_suites(run: Run) -> tuple[str, ...]:
+def list_suites(run: Run) -> list[str]:
     """Returns the names of a run's suites. A model of the user has the name 'net.py:make' instead of 'model'."""
-    return tuple(dict.fromkeys(str(dict(case.params).get("make", case.workload)) for case in _list_cases(run)))
+    return list(dict.fromkeys(str(dict(case.params).get("make", case.workload)) for case in _list_cases(run)))
 
 
-def list_devices(run: Run) -> tuple[str, ...]:
+def list_devices(run: Run) -> list[str]:
     """Returns the names of a run's devices, as 'AMD EPYC'. If the facts of a device are lost, its key is used, as
     'cpu'.
     """
     names = {facts.key: describe_devices([facts]) for facts in run.devices}
-    return tuple(dict.fromkeys(names.get(case.device, case.device) for case in _list_cases(run)))
+    return list(dict.fromkeys(names.get(case.device, case.device) for case in _list_cases(run)))
 
 
 def _list_cases(run: Run) -> list[Case]:
-    cases = [record.case for record in run.records]
-    for group in run.plan:
-        cases += [planned.case for planned in group.cases]
-    return cases
+    planned_cases = chain.from_iterable(group.cases for group in run.plan)
+    return [record.case for record in run.records] + [planned.case for planned in planned_cases]
 
 
 def environment_fact(run: Run, name: str) -> str:
@@ -52,11 +52,12 @@ def environment_fact(run: Run, name: str) -> str:
     return "" if value is None else str(value)
 
 
-def describe_commit(run: Run) -> str:
+def describe_commit(run: Run, shorten: bool = True) -> str:
     """Returns the commit of a run, as '0a1b2c3d', with a note on uncommitted changes. Returns '' outside a
     repository.
     """
-    commit = environment_fact(run, "commit")[:COMMIT_LETTERS]
+    commit = environment_fact(run, "commit")
+    commit = commit[:COMMIT_LETTERS] if shorten else commit
     return f"{commit} with uncommitted changes" if commit and run.environment.get("dirty") else commit
 
 
@@ -93,14 +94,10 @@ def describe_replays(record: Record) -> str:
         return ""
     if replays.why:
         return f"not replayed: {replays.why}"
-    sentences = []
-    if replays.loaded:
-        sentences.append(f"replayed without loading {replays.loaded}, which are already on the device")
-    if replays.phases:
-        total = sum(seconds for _, seconds in replays.phases)
-        shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in replays.phases)
-        sentences.append(f"phases of a replay: {shares}")
-    return "; ".join(sentences)
+    total = sum(seconds for _, seconds in replays.phases)
+    shares = ", ".join(f"{phase} {seconds / total:.0%}" for phase, seconds in replays.phases)
+    loading = f"replayed without loading {replays.loaded}, which are already on the device" if replays.loaded else ""
+    return join_parts(loading, f"phases of a replay: {shares}" if shares else "", separator="; ")
 
 
 def show_start(run: Run) -> str:
@@ -114,19 +111,14 @@ def show_start(run: Run) -> str:
 
 def count_statuses(run: Run) -> str:
     """Returns how many cases have each status, as '10 measured, 1 skipped, 1 failed'."""
-    count_by_status = Counter(record.status for record in run.records)
+    counts = Counter(record.status for record in run.records)
     word_by_status = {Status.OK: "measured", Status.SKIPPED: "skipped", Status.FAILED: "failed"}
-    return (
-        ", ".join(
-            f"{count_by_status[status]} {word}" for status, word in word_by_status.items() if count_by_status[status]
-        )
-        or "none"
-    )
+    return ", ".join(f"{counts[status]} {word}" for status, word in word_by_status.items() if counts[status]) or "none"
 
 
-def many(number: int, noun: str) -> str:
-    """Returns a number with its noun: '1 case', '12 cases'."""
-    return f"{units.whole(number)} {noun}{'' if number == 1 else 's'}"
+def many(number: int, noun: str, plural: str = "") -> str:
+    """Returns a number with its noun: '1 case', '12 cases'. Only a noun with an irregular plural needs `plural`."""
+    return f"{units.whole(number)} {noun if number == 1 else plural or noun + 's'}"
 
 
 def shorten_line(text: str, max_length: int) -> str:
@@ -148,9 +140,7 @@ def list_notes(run: Run) -> list[str]:
 
 def count_missing(run: Run) -> tuple[int, int]:
     """Returns the number of planned cases without a record, and the number of all planned cases."""
-    planned_ids: set[str] = set()
-    for group in run.plan:
-        planned_ids.update(case.case.id for case in group.cases)
+    planned_ids = {planned.case.id for planned in chain.from_iterable(group.cases for group in run.plan)}
     return len(planned_ids - {record.case.id for record in run.records}), len(planned_ids)
 
 
@@ -175,17 +165,17 @@ def usual_params(case: Case, devices: Iterable[DeviceFacts]) -> dict[str, Scalar
     """Returns the parameters of a case that need no mention. They have the default of the suite, or are off or left
     to torch.
     """
-    params = dict(case.params)
-    unset_params = {name: value for name, value in params.items() if name == _DATA_PARAM or str(value) in _OFF_VALUES}
     facts = find_device(devices, case.device)
-    try:
-        axes = workloads.get(case.workload).axes(facts) if facts is not None else ()
-    except UsageError:  # this process has not imported the module of the suite
-        return unset_params
-    defaults = set[tuple[str, ...]]()
-    for axis in axes:
-        defaults |= {(axis.name, *axis.default), (axis.name, *axis.quick)}
-    return unset_params | {name: value for name, value in params.items() if (name, str(value)) in defaults}
+    # An axis with several default values has no usual value: their joined text equals none of them.
+    usual_values: dict[str, tuple[str, ...]] = {}
+    with suppress(UsageError):  # this process may not have imported the module of the suite
+        for axis in workloads.get(case.workload).axes(facts) if facts is not None else ():
+            usual_values[axis.name] = tuple(",".join(values) for values in (axis.default, axis.quick))
+    return {
+        name: value
+        for name, value in case.params
+        if name == _DATA_PARAM or str(value) in (*_OFF_VALUES, *usual_values.get(name, ()))
+    }
 
 
 def describe_devices(devices: Iterable[DeviceFacts]) -> str:
@@ -195,9 +185,7 @@ def describe_devices(devices: Iterable[DeviceFacts]) -> str:
 
 def describe_sizes(case: Case) -> str:
     """Returns the numeric parameters of a case in words, as '2 x 96 tokens'."""
-    return describe_params(
-        pair for pair in case.params if isinstance(pair[1], int | float) and not isinstance(pair[1], bool)
-    )
+    return describe_params((name, value) for name, value in case.params if type(value) in (int, float))
 
 
 def join_words(words: Iterable[str], max_words: int = 5) -> str:
@@ -212,11 +200,10 @@ def join_remarks(
     remarks_by_name: Iterable[tuple[str, Iterable[str]]], join: Callable[[Iterable[str]], str] = join_words
 ) -> Iterator[str]:
     """Yields each distinct remark with the names to which it applies, as 'bf16 and fp8: 3 calls were not counted'."""
-    names_by_remark: dict[str, list[str]] = {}
+    pairs: list[tuple[str, str]] = []
     for name, remarks in remarks_by_name:
-        for remark in remarks:
-            names_by_remark.setdefault(remark, []).append(name)
-    for remark, names in names_by_remark.items():
+        pairs += [(remark, name) for remark in remarks]
+    for remark, names in together(pairs).items():
         yield f"{join(names)}: {remark}"
 
 
@@ -238,8 +225,9 @@ def name_unsplit_work(case: NamedCase) -> str:
     """Returns what the time outside of phases consists of, if the reference is a model of the user's own. Only its
     data, casts and optimizer are phases. Otherwise returns ''.
     """
-    unsplit_work = "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"
-    return unsplit_work if case.group.reference == UNTOUCHED else ""
+    if case.group.reference != UNTOUCHED:
+        return ""
+    return "forward" if ("pass", "forward") in case.record.case.params else "forward and backward"
 
 
 def phase_sort_key(phase: str) -> tuple[float, str]:
@@ -267,9 +255,7 @@ MAJORITY_SHARE = 0.75
 
 def common_tone(tones: Iterable[Tone]) -> Tone:
     """Returns the tone that most cases have. If good and bad tones occur, returns the plain tone."""
-    count_by_tone = Counter(tones)
-    if count_by_tone[Tone.GOOD] and count_by_tone[Tone.BAD]:
-        return Tone.PLAIN
-    return next(
-        (tone for tone, count in count_by_tone.items() if count >= MAJORITY_SHARE * count_by_tone.total()), Tone.PLAIN
-    )
+    counts = Counter(tones)
+    ((tone, count), *_) = counts.most_common() or [(Tone.PLAIN, 0)]
+    is_mixed = counts[Tone.GOOD] and counts[Tone.BAD]
+    return Tone.PLAIN if is_mixed or count < MAJORITY_SHARE * counts.total() else tone

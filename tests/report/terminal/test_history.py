@@ -76,6 +76,12 @@ def test_trends() -> Told:
     )
 
 
+def test_equal_names_on_two_machines_are_two_series() -> None:
+    changed, new = trend(figure(1, 1.0), figure(2, 2.0)), trend(figure(2, 1.0), machine={"machine": "h200"})
+    (summary, *_) = trends_page([changed.ending, new.ending], "s", 2, 2, {}).parts
+    assert summary.elements[0].text.startswith("1 of 1 series with an earlier commit changed by more than 2%; the lar")
+
+
 @as_before
 def test_pages_of_stores() -> Told:
     rows = [

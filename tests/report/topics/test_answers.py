@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 from dataclasses import replace
+from typing import Any
 
 from fp8bench.analysis.phase_gains import find_reason
-from fp8bench.model import Case, Finding, Interval, PhaseGain, Run, Verdict
-from fp8bench.report.panels import Panel, group_into_panels
+from fp8bench.model import Case, Interval, PhaseGain, Verdict
+from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.answers import VERDICT_COLUMNS, describe_reason, propose_commands, verdict_rows
 from fp8bench.report.words.naming import name_unsplit_work
 from tests.counts import for_each
-from tests.materials import recased
+from tests.materials import Made, recased
 from tests.runs import judged, transformer
 from tests.told_before import Told, as_before
 
@@ -58,22 +59,16 @@ def test_a_reference_without_phases_has_forward_and_backward_as_one() -> None:
     assert "forward and backward save 20.0 ms (2.00x)" in describe_reason(reason, name_unsplit_work(named[1]))
 
 
-def unsettled(low: float, point: float, high: float, level: float = 0.99, **params: str) -> Panel:
-    """A panel of one case whose verdict is open."""
+def unsettled(low: float, point: float, high: float, level: float = 0.99, **changes: object) -> Made:
+    """A run of one case whose verdict is open."""
     run, findings = judged((Verdict.UNSURE, point))
     own = list(findings)[1]
-    findings[own] = replace(findings[own], ratio=Interval(point, low, high, level))
-    return with_params((run, findings), params) if params else group_into_panels(run, findings)[0]
+    findings[own] = replace(findings[own], ratio=Interval(point, low, high, level), **changes)  # type: ignore[arg-type]
+    return run, findings
 
 
-def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) -> Panel:
-    (panel,) = group_into_panels(*made)
-    (group,) = panel.groups
-    results = []
-    for result in group.results:
-        case = replace(result.record.case, params=(*result.record.case.params, *params.items()))
-        results.append(replace(result, record=replace(result.record, case=case)))
-    return Panel((replace(group, results=tuple(results)),))
+def proposals(made: Made, command: str, **options: Any) -> list[str]:
+    return list(propose_commands(group_into_panels(*made)[0].members, command, **options))
 
 
 @for_each(
@@ -85,47 +80,41 @@ def with_params(made: tuple[Run, dict[str, Finding]], params: dict[str, str]) ->
     ],
 )
 def test_time_that_settles_a_verdict(ratio: tuple[float, float, float], seconds: int) -> None:
-    (proposal,) = propose_commands(unsettled(*ratio).members, COMMAND)
+    (proposal,) = proposals(unsettled(*ratio), COMMAND)
     assert proposal.endswith(f"{COMMAND} --budget {seconds}")
 
 
 def test_a_verdict_that_no_time_settles_has_no_proposal() -> None:
-    assert not [*propose_commands(unsettled(0.4, 0.995, 2.5).members, COMMAND)]
+    assert not proposals(unsettled(0.4, 0.995, 2.5), COMMAND)
 
 
 def test_an_earlier_budget_is_replaced_and_a_quick_look_is_measured_in_full() -> None:
-    (proposal,) = propose_commands(
-        unsettled(0.93, 0.96, 0.99).members, f"{COMMAND} --budget 100 --rounds 80", budget=100
-    )
+    (proposal,) = proposals(unsettled(0.93, 0.96, 0.99), f"{COMMAND} --budget 100 --rounds 80", budget=100)
     assert proposal.endswith(f"{COMMAND} --budget 200")
-    (proposal,) = propose_commands(unsettled(0.93, 0.96, 0.99, level=0.0).members, f"{COMMAND} --quick --rounds 8")
+    (proposal,) = proposals(unsettled(0.93, 0.96, 0.99, level=0.0), f"{COMMAND} --quick --rounds 8")
     assert proposal.endswith(f"quiet machine: {COMMAND}")
-    assert not [*propose_commands(unsettled(0.97, 0.99, 1.01).members, f"{COMMAND} --budget 300", budget=300)]
+    assert not proposals(unsettled(0.97, 0.99, 1.01), f"{COMMAND} --budget 300", budget=300)
 
 
 def test_a_reference_alone_gets_precisions_to_compare() -> None:
-    references = [case for case in unsettled(0.93, 0.96, 0.99).members if case.is_reference]
-    (proposal,) = propose_commands(references, COMMAND, under_load=True)
+    run, findings = unsettled(0.93, 0.96, 0.99)
+    (proposal,) = proposals((replace(run, records=run.records[:1]), findings), COMMAND, under_load=True)
     assert proposal == f"name precisions to compare: {COMMAND.replace('bf16', 'fp32,bf16,fp8')}"
     assert not [*propose_commands([], COMMAND)]
 
 
 @for_each("command", ["fp8bench profile ./model.py:make", "fp8bench suite --plan plan.json --cell 0"])
 def test_only_a_suite_is_measured_again(command: str) -> None:
-    assert not [*propose_commands(unsettled(0.93, 0.96, 0.99).members, command)]
+    assert not proposals(unsettled(0.93, 0.96, 0.99), command)
 
 
 def test_what_loses_time_is_changed_by_an_option_that_was_not_used() -> None:
     losses = (gain("cast", 5, 0), gain("attention", 9, 3), gain("gemm", 5, 16))
-    panel = unsettled(0.93, 0.96, 0.99, attention="auto", compile="no")
-    (group,) = panel.groups
-    results = tuple(
-        replace(result, finding=result.finding and replace(result.finding, gains=losses)) for result in group.results
-    )
-    panel = Panel((replace(group, results=results),))
-    said = " ".join(propose_commands(panel.members, COMMAND))
+    params = (("attention", "auto"), ("compile", "no"))
+    made = recased(unsettled(0.93, 0.96, 0.99, gains=losses), lambda case: replace(case, params=params))
+    said = " ".join(proposals(made, COMMAND))
     assert "--set attention=auto,math" in said and "--set compile=yes" in said
-    assert "attention=auto,math" not in " ".join(propose_commands(panel.members, f"{COMMAND} --set attention=flash"))
+    assert "attention=auto,math" not in " ".join(proposals(made, f"{COMMAND} --set attention=flash"))
 
 
 def test_rows_of_verdicts_are_those_of_the_terminal() -> None:

@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from fp8bench.analysis.break_even import SizedRatio, break_even
 from fp8bench.model import Interval, Label, Scalar
-from fp8bench.report.topics.break_even import break_even_rows, break_even_table, describe_crossings, list_swept_modes
+from fp8bench.report.topics.break_even import break_even_rows, break_even_table, describe_crossings
 from tests.materials import Made, built, material, part, shapes
 from tests.told_before import Told, as_before
 
@@ -50,7 +50,7 @@ def test_break_even() -> Told:
         "remarks name what is not sure": swept_shapes(1.0, 1.0, 1.25, 2.0, labels=(Label.NOISY,)),
     }.items():
         ((_, panel),) = material(made).panels()
-        yield claim, list(break_even_table(panel, list_swept_modes(panel)))
+        yield claim, list(break_even_table(panel))
     run, findings = swept_shapes(2.0, 2.0, 2.0)
     emulated = replace(run, records=tuple(record for record in run.records if record.case.mode != "bf16"))
     yield "a sweep of emulations alone has no line to draw", part("break-even", (emulated, findings))

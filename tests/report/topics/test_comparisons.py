@@ -6,11 +6,9 @@ import math
 from dataclasses import replace
 
 from fp8bench.model import Finding, Interval, Label, Run, Verdict
-from fp8bench.model.words import REMARKS
-from fp8bench.report.elements import Text, Tone
+from fp8bench.report.elements import Text
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.verdict import compare_precisions
-from tests.counts import for_each
 from tests.runs import gemm, judged, phases, transformer
 from tests.told_before import Told, as_before
 
@@ -67,11 +65,3 @@ def test_comparisons() -> Told:
     case = run.records[1].case.id
     findings[case] = replace(findings[case], ratio=Interval(0.5, 0.0, math.inf, 0.99))
     yield "no interval is said to be none", said((run, findings))
-
-
-@for_each("label", sorted(set(Label) - REMARKS))
-@for_each("verdict", [FASTER, SLOWER, SAME])
-@for_each("number", [1, 3])
-def test_no_label_that_casts_doubt_goes_unsaid(verdict: tuple[Verdict, float], label: Label, number: int) -> None:
-    (text,) = said(judged(*[(*verdict, label)] * number))
-    assert "perhaps" in text.text and f"({label})" in text.text and text.tone is Tone.DOUBT

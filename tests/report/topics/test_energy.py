@@ -35,15 +35,11 @@ def lines(made: Made) -> list[str]:
 
 @as_before
 def test_energy() -> Told:
-    average = with_energy(bf16=use((1.9,) * 3, source="average"))
-    yield "sources that do not compare are named", part("energy", average).lead
     yield "where nobody can tell there is the reason", part("energy", unmeasured())
     yield "a verdict tells of energy that is clear, and of no other", part("verdict", energetic())
     joules = {"cast": 0.12, "gemm": 0.9, "attention": 0.2, "optimizer_step": 0.2, "elementwise": 0.4}
     whole = replace(use((1.9, 1.9, 1.9), 0.0062), phases=phased(joules), power_limits=(650.0,))
     yield ("phases by themselves have a chart and a table", part("energy", alone(whole)))
-    slow = with_energy(bf16=use((1.9, 1.9, 1.9), 0.0075), nvfp4=use((31.0,), 0.5))
-    yield "windows whose steps take another time say so; of an emulation no time is a speed", part("energy", slow)
 
 
 @as_before

@@ -6,7 +6,6 @@ from dataclasses import replace
 
 from fp8bench.model import DeviceFacts, Environment, Overheads, Resumption, Scalar, Verdict
 from fp8bench.report.elements import Code, Facts, Items
-from tests.fakes import steady
 from tests.materials import Made, of_kind, part, recased
 from tests.runs import gemm, judged, transformer
 from tests.told_before import Told, as_before
@@ -67,28 +66,6 @@ def test_environment() -> Told:
     yield "a run gone on with has every command", of_kind(part("environment", resumed), Code)
     lost = replace(kept()[0], command="", started="", environment=Environment({}), devices=()), kept()[1]
     yield "a lost header is said, and nothing made up", part("environment", lost)
-
-
-def test_a_gpu_says_what_its_marks_take() -> None:
-    """Of the fastest step; where that is more than half a percent, not every step was marked, but those of ranks."""
-    run, findings = recased(gemm(), lambda case: replace(case, device="cuda:0"))
-    gpu = DeviceFacts("cuda", 0, "NVIDIA H200", 139 << 30, "2.13.0", (9, 0))
-    words = []
-    for pair, ranks in ((None, 1), (1e-6, 1), (1e-3, 1), (1e-3, 2)):
-        overheads = (("cuda:0", Overheads(0.0, 0.0, 0.5e-6, pair)),)
-        records = [
-            replace(
-                record,
-                case=replace(record.case, ranks=ranks),
-                timing=replace(steady(500_000, 3), entries=(("cast", 1), ("gemm", 2))),
-            )
-            for record in run.records
-        ]
-        made = replace(run, records=tuple(records), devices=(gpu,), overheads=overheads), findings
-        words.append(dict(facts(made).pairs).get("phase marks cuda:0", ""))
-    assert words[0] == "" and words[1].startswith("at most 0.40% of a step (")
-    assert "marked" not in words[1] and ": more than 0.5%, so only one step in several is marked, and each" in words[2]
-    assert words[3].endswith(": more than 0.5%, but steps of several ranks are all marked")
 
 
 def test_a_gpu_that_idles_before_its_slots_is_a_remark() -> None:

@@ -8,9 +8,10 @@ from dataclasses import replace
 from fp8bench.model import Capacity, Measurement, MemoryUse, PhaseMemory, Provenance, Record, Status
 from fp8bench.report.data.run import tidy_rows
 from fp8bench.report.elements import Stacks, Table
-from fp8bench.report.panels import group_into_panels, phase_seconds
+from fp8bench.report.panels import group_into_panels
 from fp8bench.report.topics.memory import capacity_tables, device_peak_ratio, peak_ratio, phases_at_peak
 from fp8bench.report.topics.memory import memory_table as memory_of
+from fp8bench.report.topics.own_batch import OwnBatch, own_batch_table
 from tests.materials import Made, built, of_kind, part, told
 from tests.runs import EMULATED, NATIVE, case, gemm, memory, render, render_whole, run_of, transformer
 from tests.told_before import Told, as_before
@@ -43,15 +44,13 @@ def use(roles: Mapping[str, int], phases: Sequence[tuple[str, int]] = (), **more
     return replace(MemoryUse(peak, tuple(roles.items()), known), **more)  # type: ignore[arg-type]
 
 
-def with_uses(*uses: MemoryUse | None, made: Made | None = None) -> Made:
+def with_uses(*uses: MemoryUse) -> Made:
     """A transformer run with these memory uses: bf16 the reference, fp16, and emulated fp8."""
-    run, findings = made or transformer()
+    run, findings = transformer()
     records = []
     for record, own_use in zip(run.records, uses, strict=True):
-        others = tuple(measurement for measurement in record.measurements if measurement.metric != "peak_memory")
-        records.append(
-            replace(record, memory=own_use, measurements=others if own_use is None else (*others, memory(own_use.peak)))
-        )
+        others = (measurement for measurement in record.measurements if measurement.metric != "peak_memory")
+        records.append(replace(record, memory=own_use, measurements=(*others, memory(own_use.peak))))
     return replace(run, records=tuple(records)), findings
 
 
@@ -64,17 +63,15 @@ def usual() -> Made:
     )
 
 
-def on_a_device(size: int | None, why: str = "", made: Made | None = None) -> Made:
-    """A run, by default the transformer's, whose last case with known memory would take this much on a device."""
-    run, findings = made or usual()
-    known = max(number for number, record in enumerate(run.records) if record.memory)
-    last = run.records[known]
-    assert last.memory is not None
-    derived = Measurement("device_peak_memory", "B", (float(size),), Provenance.DERIVED) if size is not None else None
-    measurements = (*last.measurements, *([derived] if derived else []))
-    memory_use = replace(last.memory, on_device=size, off_device=why)
-    told_of = replace(last, memory=memory_use, measurements=measurements)
-    return replace(run, records=(*run.records[:known], told_of, *run.records[known + 1 :])), findings
+def on_device(size: int) -> Measurement:
+    return Measurement("device_peak_memory", "B", (float(size),), Provenance.DERIVED)
+
+
+def on_a_device(size: int) -> Made:
+    """A transformer run whose emulated case would take this much on a device."""
+    run, findings = usual()
+    *others, fp8 = run.records
+    return replace(run, records=(*others, replace(fp8, measurements=(*fp8.measurements, on_device(size))))), findings
 
 
 def table_of(made: Made) -> list[str]:
@@ -85,7 +82,7 @@ def table_of(made: Made) -> list[str]:
 def test_memory() -> Told:
     yield "what a device would hold stands beside the peak of emulated cases", table_of(on_a_device(150 * MIB))
     yield "and in the answer", render(*on_a_device(150 * MIB))
-    yield "where nobody can say there is no column", table_of(on_a_device(None, "no cast was seen"))
+    yield "where nobody can say there is no column", table_of(usual())
     far = with_uses(use(FP32), use({"weights": MIB, "data": 3 * MIB}), use(FP8))
     yield "cases far apart are shares, with their sizes in their names", of_kind(part("memory", far), Stacks)
     unknown = with_uses(use(FP32), MemoryUse(200 * MIB, why="nobody listened"), use(FP8))
@@ -154,44 +151,20 @@ def test_a_native_case_is_not_compared_with_the_cost_of_emulation() -> None:
     """With an emulated reference the bytes on a device count, compared only with others on a device."""
     run, findings = on_a_device(100 * MIB)
     bf16, *others = run.records
-    on_device = Measurement("device_peak_memory", "B", (200.0 * MIB,), Provenance.DERIVED)
-    reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device))
+    reference = replace(bf16, support=EMULATED, measurements=(*bf16.measurements, on_device(200 * MIB)))
     (panel,) = group_into_panels(replace(run, records=(reference, *others)), findings)
     cases = {case.mode: case for case in panel.members}
     assert peak_ratio(cases["fp16"]) is None
     assert (device_peak_ratio(cases["bf16"]), device_peak_ratio(cases["fp8"])) == (1.0, 0.5)
 
 
-def test_terminal_page_and_rows_tell_one_peak() -> None:
-    """A record has its peak twice, as a figure and as the sum of its roles: all show the figure."""
-    run, findings = usual()
-    records = [replace(record, memory=record.memory and replace(record.memory, peak=7 * MIB)) for record in run.records]
-    made = replace(run, records=tuple(records)), findings
-    assert table_of(made) == table_of((run, findings))
-    (page,) = (table for table in of_kind(part("memory", *[made]), Table) if table.name.startswith("memory-of"))
-    peak = [column.title for column in page.columns].index("peak")
-    shown = [row[peak].value for row in page.rows]
-    assert shown == [
-        row["median_in_unit"] for row in tidy_rows(*made) if row["metric"] == "peak_memory" and row["phase"] == "step"
-    ]
-
-
 def test_each_precision_at_its_own_batch() -> None:
     """Next to the common batch, and at equal tokens per step, where bf16 accumulates two micro-batches."""
-    run, findings = transformer()
-    found = (replace(fits(16), tokens=4096, seconds=(9.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0)),)
-    found += (replace(fits(32), tokens=8192, seconds=(2.0,) * 8), replace(fits(20), tokens=4096))
-    records = [replace(record, capacity=own) for record, own in zip(run.records, found, strict=True)]
-    (panel,) = group_into_panels(replace(run, records=tuple(records)), findings)
-    table = next(element for element in capacity_tables(panel) if getattr(element, "name", "") == "own-batch")
-    assert isinstance(table, Table)
-    bf16, fp16 = (
-        {column.title: field.value for column, field in zip(table.columns, row, strict=True)} for row in table.rows
-    )
-    assert (bf16["tokens/s"], fp16["tokens/s"], bf16["step"]) == (2048, 4096, 2.0)
-    assert bf16["h for 1 G tokens"] == 1e9 / 2048 / 3600
-    case_bf16, _, _ = panel.members
-    assert case_bf16.best_seconds and bf16["same batch"] == 1024 / case_bf16.best_seconds
-    update = dict(phase_seconds(case_bf16))["optimizer_step"]
-    assert bf16["at 8.19 k a step"] == 8192 / (2 * (2 - update) + update) and update > 0
-    assert fp16["at 8.19 k a step"] == 8192 / 2
+    search = replace(fits(16), tokens=4096, seconds=(9.0, 2.0, 2.0, 2.0, 9.0, 2.0, 2.0, 2.0))
+    bf16 = OwnBatch("bf16", search, 1000.0, 0.5)
+    fp16 = OwnBatch("fp16", replace(fits(32), tokens=8192, seconds=(2.0,) * 8), None, 0.5)
+    assert (bf16.rate, fp16.rate, bf16.seconds) == (2048, 4096, 2.0)
+    assert (bf16.accumulated_rate(8192), fp16.accumulated_rate(8192)) == (8192 / 3.5, 8192 / 2)
+    table, _ = own_batch_table([bf16, fp16, OwnBatch("fp8", replace(fits(20), tokens=4096), None, None)])
+    assert isinstance(table, Table) and [row[0].text for row in table.rows] == ["bf16", "fp16"]
+    assert table.rows[0][-2].value == 1e9 / 2048 / 3600

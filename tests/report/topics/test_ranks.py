@@ -11,10 +11,9 @@ from fp8bench.analysis.ranks import find_pareto_points
 from fp8bench.model import Case, MemoryUse, Record, Run, Segments, SlotSample, Status, Timing
 from fp8bench.model.ranks import FailedRank, Overlap, RankCalls, RankMemory, RankScaling, Transfer
 from fp8bench.report.data.run import tidy_rows
-from fp8bench.report.elements import Table, Text
-from fp8bench.report.page.section import make_material
 from fp8bench.report.panels import Panel, group_into_panels
-from fp8bench.report.topics.ranks import rank_elements, ranks_section
+from fp8bench.report.topics.ranks import rank_elements
+from tests.materials import part
 from tests.runs import EMULATED, NATIVE, error, run_of
 from tests.told_before import Told, as_before
 
@@ -85,18 +84,11 @@ def test_efficiencies_stand_with_what_rounds_leave_of_them() -> None:
     run = run_of(
         [record("fp32", "fp8_ring", 6.0, 1.0, scaling=known), record("bf16", "fp8_ring", 6.0, 1.0, scaling=apart)]
     )
-    (panel,) = group_into_panels(run, findings(run))
-    on_page = list(ranks_section(make_material([run], [findings(run)])))
-    for elements in (list(rank_elements(panel)), on_page):
-        (table,) = (
-            element for element in elements if isinstance(element, Table) and element.name.startswith("scaling")
-        )
-        assert [[field.text for field in row[-2:]] for row in table.rows] == [
-            ["83.3% (71.4% to 100.0%)"] * 2,
-            ["wide", "wide"],
-        ]
-        said = [element.text for element in elements if isinstance(element, Text)]
-        assert any("Efficiency is unknown where the table has a word: wide: " in sentence for sentence in said), said
+    elements = part("ranks", (run, findings(run))).elements
+    (table,) = (element for element in elements if getattr(element, "name", "").startswith("scaling"))
+    last_fields = [[field.text for field in row[-2:]] for row in table.rows]
+    assert last_fields == [["83.3% (71.4% to 100.0%)"] * 2, ["wide", "wide"]]
+    assert "Efficiency is unknown where the table has a word: wide: " in str(elements)
     efficiencies = [row for row in tidy_rows(run, findings(run)) if row["metric"] == "strong_scaling"]
     bounds = [
         (row["median_in_unit"], row["low_in_unit"], row["high_in_unit"], bool(row["why"])) for row in efficiencies

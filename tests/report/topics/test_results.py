@@ -14,7 +14,7 @@ from fp8bench.model import (
 )
 from fp8bench.report.elements import Field, Table, Text
 from tests.counts import for_each
-from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part, skipped
+from tests.materials import Made, emulated_with_a_ratio, nothing, of_kind, part
 from tests.runs import gemm, judged, transformer
 from tests.told_before import Told, as_before
 
@@ -37,11 +37,7 @@ def test_results() -> Told:
     yield "not even where a finding carries one", part("results", (run, findings))
     alone = (replace(run.records[2], is_reference=True),)
     yield "an emulated reference is called so", tables((replace(run, records=alone), findings))
-    for verdict in Verdict:
-        if verdict not in (Verdict.REFERENCE, Verdict.EMULATED):
-            yield f"colour follows the verdict: {verdict}", part("results", judged((verdict, 0.5)))
     yield "a doubted verdict is perhaps one", part("results", judged((Verdict.SLOWER, 1.25, Label.NOISY)))
-    yield "columns that say nothing are left out", part("results", skipped())
     yield "runs side by side have a column", part("results", gemm(), transformer())
     run, findings = judged(FASTER)
     moved = replace(run.records[1], case=replace(run.records[1].case, device="cuda:0"))

@@ -6,13 +6,9 @@ from dataclasses import replace
 
 from fp8bench.model import Measurement, Record, Status
 from fp8bench.report.elements import Table, Text
+from fp8bench.report.page.section import timed_panels
 from fp8bench.report.panels import Panel, Result, group_into_panels
-from fp8bench.report.topics.tensors import (
-    is_about_tensors,
-    name_best_precisions,
-    name_precision,
-    timed_panels,
-)
+from fp8bench.report.topics.tensors import name_best_precisions, name_precision
 from tests.counts import for_each
 from tests.materials import Made, built, material, of_kind, part
 from tests.report.tensors import left, products, tensors
@@ -29,13 +25,13 @@ def result(precision: str, *figures: Measurement, **params: int) -> Result:
     return Result(Record(case("numerics", precision, {**params}), EMULATED, Status.OK, measurements=figures), None)
 
 
-def test_a_panel_is_about_tensors_if_its_cases_have_their_figures() -> None:
+def test_a_panel_is_timed_unless_its_cases_have_the_figures_of_tensors() -> None:
     """An equally named figure in a second suite is not enough."""
-    assert is_about_tensors(panel(tensors("gaussian"))) and not is_about_tensors(panel(products()))
+    assert panel(products()).is_timed and not panel(tensors("gaussian")).is_timed
     run, findings = gemm()
     first, *others = run.records
     first = replace(first, measurements=(*first.measurements, Measurement("sqnr_db", "dB", (30.0,))))
-    assert not any(map(is_about_tensors, group_into_panels(replace(run, records=(first, *others)), findings)))
+    assert panel((replace(run, records=(first, *others)), findings)).is_timed
 
 
 @for_each(

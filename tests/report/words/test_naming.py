@@ -4,18 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from fp8bench.model import Environment, Resumption, Run, Scalar
+from fp8bench.model import Environment, Run, Scalar
 from fp8bench.report.panels import group_into_panels
 from fp8bench.report.words.naming import (
-    count_statuses,
     describe_commit,
     describe_missing_records,
     describe_sizes,
-    join_words,
-    list_notes,
-    many,
     name_setting,
-    shorten_line,
     show_start,
 )
 from tests.runs import case, gemm, run_of, transformer
@@ -33,7 +28,6 @@ def test_naming() -> Told:
     yield "one that is alone by its sizes", name_setting(alone.groups[0])
     params: dict[str, Scalar] = {"tokens": 256, "rate": 0.5, "gated": True, "pass": "training"}
     yield "sizes are numbers alone: a choice is none, nor is yes or no", describe_sizes(case("mlp", "bf16", params))
-    yield "lists are cut", [join_words(list("abcdefg")[:number]) for number in (0, 1, 2, 5, 7)]
     for facts in ({"commit": "0a1b2c3d4e5f", "dirty": False}, {"commit": "0a1b2c3d4e5f", "dirty": True}, {}):
         yield f"the commit of {facts}", describe_commit(under(**facts))
     for started in (
@@ -44,11 +38,6 @@ def test_naming() -> Told:
         "",
     ):
         yield f"when {started!r} was", show_start(replace(under(), started=started))
-    yield "records are counted", [count_statuses(run) for run in (gemm()[0], transformer()[0], under())]
-    yield "what is counted has a plural", [many(number, "case") for number in (0, 1, 12)]
-    yield "what is too long is cut, on one line", [shorten_line(" a\n b ", 3), shorten_line("abcdef", 5)]
-    resumed = replace(transformer()[0], resumptions=(Resumption("2026-01-06", "", Environment({})),), notes=("beside",))
-    yield "notes are the plan's, of resuming, and the run's", list_notes(resumed)
     run, _ = gemm()
     cut = replace(run, records=run.records[:4])
     yield "cases without a record are counted", describe_missing_records(cut)

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
-from fp8bench.report.page.drawing.scale import MAX_LABELS, cut_to_room
+from fp8bench.report.page.drawing.scale import MAX_LABELS
 from fp8bench.report.page.drawing.sheet import Sheet
 
 # A label that is wider than this, in pixels, is shortened in the middle.
@@ -49,7 +49,7 @@ def write_labels(
     for x, y, label, style in texts:
         if num_written == MAX_LABELS:
             return
-        text = cut_to_room(label, _MAX_LABEL_WIDTH, sheet.font_size)
+        text = sheet.cut_to_room(label, _MAX_LABEL_WIDTH)
         if not text:
             continue
         for box, anchor, anchor_x in find_boxes(x, y, sheet.measure_text(text), sheet.font_size):
@@ -66,8 +66,7 @@ def boxes_above_and_below(x: float, y: float, width: float, size: float) -> Iter
     half_height = size * 0.6
     for lines in (-1, -2, -3, -4, 1, 2, 3):
         middle = y + lines * size * 1.25
-        top = middle - half_height
-        bottom = middle + half_height
+        top, bottom = middle - half_height, middle + half_height
         yield Box(x - width / 2, top, x + width / 2, bottom), "middle", x
         yield Box(x, top, x + width, bottom), "start", x
         yield Box(x - width, top, x, bottom), "end", x

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from itertools import pairwise
+from operator import itemgetter
 
 from fp8bench.report.elements import ChartPoint, Lines, Mark, Scatter, Tone
 from fp8bench.report.page.drawing.labels import Box, boxes_above_and_below, boxes_around, write_labels
@@ -16,7 +18,6 @@ from fp8bench.report.page.drawing.scale import (
     MAX_POINTS,
     MAX_SERIES,
     Scale,
-    cut_to_room,
     fit_scale,
     interval_ends,
     is_drawable,
@@ -34,17 +35,16 @@ _MAX_PLACE_LABELS = 7
 # If there are more places than this, marks are visible only on hovering.
 _MAX_VISIBLE_MARKS = 60
 
-Marks = Sequence[Mark | None]
+# the marks of a series, each with the index of its place on the axis
+Marks = list[tuple[int, Mark]]
 Series = Sequence[tuple[str, Marks]]
-# marks of one series, each with the index of its place on the axis
-IndexedMarks = list[tuple[int, Mark]]
 Point = tuple[float, float]
 
 
 @dataclass(frozen=True)
 class _LinePlot:
     """A line chart on its sheet. Has the series to draw, the shape and CSS class of each series (`looks`), and the
-    scales of both axes. A mark that cannot be drawn on the axis is None.
+    scales of both axes.
     """
 
     sheet: Sheet
@@ -58,6 +58,9 @@ class _LinePlot:
     def is_on_axis(self, mark: Mark) -> bool:
         return self.y.low <= mark.value <= self.y.high
 
+    def position(self, place: int, mark: Mark) -> Point:
+        return self.x.to_pixels(place), self.y.to_pixels(mark.value)
+
     def horizontal_line(self, value: float) -> list[Point]:
         height = self.y.to_pixels(value)
         return [(self.x.start - 4, height), (self.x.end + 4, height)]
@@ -66,17 +69,12 @@ class _LinePlot:
 def draw_lines(sheet: Sheet, chart: Lines) -> float:
     # 1. Limit the chart to the last places and the first series.
     places = chart.places[-MAX_PLACES:]
-    series: list[tuple[str, Marks]] = []
-    for name, marks in chart.series[:MAX_SERIES]:
-        drawable_marks = [
-            mark if mark is not None and is_drawable(mark.value) else None for mark in marks[-MAX_PLACES:]
-        ]
-        series.append((name, drawable_marks))
-    sheet.note_missing_values(len(list(_iterate_marks(chart.series))) - len(list(_iterate_marks(series))))
+    series = [(name, _find_drawable_marks(marks[-MAX_PLACES:])) for name, marks in chart.series[:MAX_SERIES]]
+    num_marks = sum(len(marks) - marks.count(None) for _, marks in chart.series)
+    sheet.note_missing_values(num_marks - sum(len(marks) for _, marks in series))
     # 2. Fit the value axis to the settled places. If they have no marks, fit it to all places.
-    first_settled = max(0, chart.settled - len(chart.places[:-MAX_PLACES]))
-    settled_series = [(name, marks_of_series[first_settled:]) for name, marks_of_series in series]
-    values = _values_and_ends(settled_series) or _values_and_ends(series)
+    first_settled = chart.settled - len(chart.places[:-MAX_PLACES])
+    values = _values_and_ends(series, first_settled) or _values_and_ends(series, 0)
     if not values:
         return 0.0
     # 3. Write the legend and the title, and draw the lines below. Each series has the same shape and colour in the
@@ -85,93 +83,73 @@ def draw_lines(sheet: Sheet, chart: Lines) -> float:
     top = 0.0
     if len(series) > 1:
         top = draw_legend(sheet, [(shape, f"point {style}", name) for name, (shape, style) in looks.items()], top)
-    sheet.add_text(0, top + 8, cut_to_room(chart.axis.title, sheet.width, sheet.font_size), "quiet")
+    sheet.add_text(0, top + 8, sheet.cut_to_room(chart.axis.title, sheet.width), "quiet")
     bottom = top + 284.0
     y = fit_scale(values, bottom, top + 24, unit=chart.axis.unit, margin_share=0.05)
-    plot = _LinePlot(sheet, chart, places, series, looks, _scale_of_places(sheet, chart, series, y, len(places)), y)
+    plot = _LinePlot(sheet, chart, places, series, looks, _scale_of_places(sheet, series, y, len(places)), y)
     _draw_axes_of_lines(plot)
     for value, level_name in chart.levels:
         if y.low <= value <= y.high:
             sheet.add_lines("level-line", [plot.horizontal_line(value)], layer=0)
             sheet.add_text(plot.x.start, y.to_pixels(value) - 8, level_name, "quiet")
-    for name, marks_of_series in series:
-        _draw_line(plot, name, marks_of_series)
+    for name, marks in series:
+        _draw_line(plot, name, marks)
     _write_flags(plot)
     _write_last_values(plot)
     return bottom + 26
 
 
-def _iterate_marks(series: Series) -> Iterator[Mark]:
-    for _, marks in series:
-        yield from (mark for mark in marks if mark is not None)
+def _find_drawable_marks(marks: Sequence[Mark | None]) -> Marks:
+    return [(place, mark) for place, mark in enumerate(marks) if mark is not None and is_drawable(mark.value)]
 
 
-def _values_and_ends(series: Series) -> list[float]:
+def _values_and_ends(series: Series, first_place: int) -> list[float]:
     values = []
-    for mark in _iterate_marks(series):
-        values.append(mark.value)
-        values += interval_ends(mark)
+    for _, marks in series:
+        for place, mark in marks:
+            if place >= first_place:
+                values += [mark.value, *interval_ends(mark)]
     return values
 
 
 def _write_flags(plot: _LinePlot) -> None:
     """Writes the events of marks next to them."""
-    x = plot.x
-    y = plot.y
+    x, y = plot.x, plot.y
     texts = []
     for name, marks in plot.series:
-        style = f"flag {plot.looks[name][1]}"
-        for place, mark in enumerate(marks):
-            if mark is None or not mark.flag or not plot.is_on_axis(mark):
-                continue
-            texts += [(x.to_pixels(place), y.to_pixels(mark.value), flag, style) for flag in mark.flag.split(", ")]
+        for place, mark in marks:
+            if mark.flag and plot.is_on_axis(mark):
+                position, style = plot.position(place, mark), f"flag {plot.looks[name][1]}"
+                texts += [(*position, flag, style) for flag in mark.flag.split(", ")]
     # Keep flags away from the ticks on the left and the last values on the right.
     frame = Box(x.start - 4, y.end - 4, x.end + 8, y.start)
     write_labels(plot.sheet, texts, [], [frame], boxes_above_and_below)
 
 
-def _scale_of_places(sheet: Sheet, chart: Lines, series: Series, y: Scale, num_places: int) -> Scale:
+def _scale_of_places(sheet: Sheet, series: Series, y: Scale, num_places: int) -> Scale:
     """Returns the x scale of a line chart. It leaves room for the ticks of the y axis on the left, and for the last
     values on the right.
     """
     tick_width = max(sheet.measure_text(text) for _, text in y.ticks(6)) + 14
-    value_width = 0.0
-    for _, marks in series:
-        last_mark = _last_mark(marks)
-        if last_mark is not None:
-            text = show_number(last_mark.value, chart.axis.unit)
-            value_width = max(value_width, sheet.measure_text(text, bold=True))
+    last_values = [show_number(marks[-1][1].value, y.unit) for _, marks in series if marks]
+    value_width = max(sheet.measure_text(text, bold=True) for text in last_values)
     low = -0.5 if num_places == 1 else 0.0
     return Scale(low, max(0.5, num_places - 1.0), tick_width + 4, sheet.width - value_width - _VALUE_GAP - 4)
 
 
-def _last_mark(marks: Marks) -> Mark | None:
-    return next((mark for mark in reversed(marks) if mark is not None), None)
-
-
 def _draw_axes_of_lines(plot: _LinePlot) -> None:
-    sheet = plot.sheet
-    places = plot.places
-    x = plot.x
-    y = plot.y
+    sheet, places, y = plot.sheet, plot.places, plot.y
     for value, text in y.ticks(6):
         sheet.add_lines("grid", [plot.horizontal_line(value)], layer=0)
-        sheet.add_text(x.start - 12, y.to_pixels(value), text, "tick", anchor="end")
+        sheet.add_text(plot.x.start - 12, y.to_pixels(value), text, "tick", anchor="end")
     sheet.add_lines("axis", [plot.horizontal_line(y.low)], layer=0)
-    ticks = [[(x.to_pixels(place), y.start), (x.to_pixels(place), y.start + 4)] for place in range(len(places))]
-    sheet.add_lines("ticks", ticks)
+    positions = [plot.x.to_pixels(place) for place in range(len(places))]
+    sheet.add_lines("ticks", [[(x, y.start), (x, y.start + 4)] for x in positions])
     # Choose the labels of places so that the last place has a label.
-    max_label_width = (x.end - x.start) / _MAX_PLACE_LABELS
+    max_label_width = (plot.x.end - plot.x.start) / _MAX_PLACE_LABELS
     stride = max(1, -(-(len(places) - 1) // (_MAX_PLACE_LABELS - 1)))
-    labelled_places = range((len(places) - 1) % stride, len(places), stride)
-    write_along_axis(
-        sheet,
-        [
-            (x.to_pixels(place), cut_to_room(places[place], max_label_width, sheet.font_size))
-            for place in labelled_places
-        ],
-        y.start + 14,
-    )
+    labels = [(x, sheet.cut_to_room(place, max_label_width)) for x, place in zip(positions, places, strict=True)]
+    write_along_axis(sheet, labels[(len(places) - 1) % stride :: stride], y.start + 14)
 
 
 def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
@@ -179,89 +157,70 @@ def _draw_line(plot: _LinePlot, name: str, marks: Marks) -> None:
     a mark shows its value.
     """
     sheet = plot.sheet
-    x = plot.x
-    y = plot.y
     shape, style = plot.looks[name]
     line_pieces: list[list[Point]] = []
-    on_axis: IndexedMarks = []
     for stretch in _unbroken_stretches(marks):
         _draw_intervals(plot, style, stretch)
-        line_pieces += _clip_line([(x.to_pixels(place), mark.value) for place, mark in stretch], y)
-        on_axis += [(place, mark) for place, mark in stretch if plot.is_on_axis(mark)]
+        line_pieces += _clip_line([(plot.x.to_pixels(place), mark.value) for place, mark in stretch], plot.y)
     if line_pieces:
         sheet.add_lines(f"line {style}", line_pieces)
-    usual_tone = " faint" if len(marks) > _MAX_VISIBLE_MARKS else ""
+    usual_tone = " faint" if len(plot.places) > _MAX_VISIBLE_MARKS else ""
+    on_axis = [(place, mark) for place, mark in marks if plot.is_on_axis(mark)]
     for place, mark in _thin_out(on_axis, MAX_HOVERABLE_MARKS // min(MAX_SERIES, len(plot.chart.series))):
         tone = usual_tone if mark.tone is Tone.PLAIN else f" {mark.tone.value}"
         hint = mark_hint(mark, plot.chart.axis, name, plot.places[place])
-        sheet.add_dot(f"mark point {style}{tone}", shape, x.to_pixels(place), y.to_pixels(mark.value), 8.0, hint)
+        sheet.add_dot(f"mark point {style}{tone}", shape, *plot.position(place, mark), hint=hint)
 
 
-def _unbroken_stretches(marks: Marks) -> list[IndexedMarks]:
-    """Splits a series wherever a place has no mark. Returns the marks of each stretch with the indices of their
-    places.
-    """
-    stretches: list[IndexedMarks] = []
-    previous: Mark | None = None
-    for place, mark in enumerate(marks):
-        if mark is not None:
-            if previous is None:
-                stretches.append([])
-            stretches[-1].append((place, mark))
-        previous = mark
+def _unbroken_stretches(marks: Marks) -> list[Marks]:
+    """Splits a series wherever a place has no mark."""
+    stretches: list[Marks] = []
+    for place, mark in marks:
+        if not stretches or stretches[-1][-1][0] != place - 1:
+            stretches.append([])
+        stretches[-1].append((place, mark))
     return stretches
 
 
-def _draw_intervals(plot: _LinePlot, style: str, stretch: IndexedMarks) -> None:
+def _draw_intervals(plot: _LinePlot, style: str, stretch: Marks) -> None:
     """Draws the intervals of a stretch of marks. If all marks have intervals, it draws a band. Otherwise it draws a
     whisker for each mark that has one.
     """
-    upper_ends = []
-    lower_ends = []
+    whiskers = []
     for place, mark in stretch:
         if interval := interval_ends(mark):
-            heights = [plot.y.to_pixels(end) for end in interval]
-            upper_ends.append((plot.x.to_pixels(place), min(heights)))
-            lower_ends.append((plot.x.to_pixels(place), max(heights)))
-    if 1 < len(stretch) == len(upper_ends):
-        plot.sheet.add_lines(f"haze {style}", [upper_ends + lower_ends[::-1]], closed=True)
-    elif upper_ends:
-        plot.sheet.add_lines("whisker", [list(pair) for pair in zip(lower_ends, upper_ends, strict=True)])
+            # Pixels count downwards, so the lower end has the larger number.
+            whiskers.append([(plot.x.to_pixels(place), plot.y.to_pixels(end)) for end in interval])
+    if 1 < len(stretch) == len(whiskers):
+        lower_ends, upper_ends = zip(*whiskers, strict=True)
+        plot.sheet.add_lines(f"haze {style}", [[*upper_ends, *lower_ends[::-1]]], closed=True)
+    elif whiskers:
+        plot.sheet.add_lines("whisker", whiskers)
 
 
 def _clip_line(points: Sequence[Point], y: Scale) -> list[list[Point]]:
     """Cuts a line at the ends of the value axis. Returns the pieces of it that lie within the axis."""
     pieces: list[list[Point]] = []
-    for (left_x, left_value), (right_x, right_value) in pairwise(points):
+    for (left_x, left), (right_x, right) in pairwise(points):
         # Where the segment enters and leaves the axis, as fractions of its length.
-        enter_fraction = 0.0
-        leave_fraction = 1.0
-        if left_value != right_value:
-            crossings = sorted(
-                ((y.low - left_value) / (right_value - left_value), (y.high - left_value) / (right_value - left_value))
-            )
-            enter_fraction = max(enter_fraction, crossings[0])
-            leave_fraction = min(leave_fraction, crossings[1])
-        elif not y.low <= left_value <= y.high:
+        enter, leave = 0.0, float(y.low <= left <= y.high)
+        if left != right:
+            enter, leave = sorted((end - left) / (right - left) for end in (y.low, y.high))
+        enter, leave = max(enter, 0.0), min(leave, 1.0)
+        if enter >= leave:
             continue
-        if enter_fraction >= leave_fraction:
-            continue
-        start = (
-            left_x + (right_x - left_x) * enter_fraction,
-            y.to_pixels(left_value + (right_value - left_value) * enter_fraction),
+        start, stop = (
+            (left_x + (right_x - left_x) * fraction, y.to_pixels(left + (right - left) * fraction))
+            for fraction in (enter, leave)
         )
-        stop = (
-            left_x + (right_x - left_x) * leave_fraction,
-            y.to_pixels(left_value + (right_value - left_value) * leave_fraction),
-        )
-        if pieces and enter_fraction == 0 and pieces[-1][-1] == start:
+        if pieces and enter == 0 and pieces[-1][-1] == start:
             pieces[-1].append(stop)
         else:
             pieces.append([start, stop])
     return pieces
 
 
-def _thin_out(marks: IndexedMarks, max_marks: int) -> IndexedMarks:
+def _thin_out(marks: Marks, max_marks: int) -> Marks:
     """Returns at most `max_marks` evenly spaced marks. All marks that have a tone are added to these."""
     if len(marks) <= max_marks:
         return marks
@@ -273,29 +232,19 @@ def _write_last_values(plot: _LinePlot) -> None:
     """Writes the last value of each series to the right of the lines. Values that would overlap are written one below
     another.
     """
-    sheet = plot.sheet
-    y = plot.y
-    texts = []
-    last_place = 0
-    for name, marks in plot.series:
-        last_mark = _last_mark(marks)
-        if last_mark is not None:
-            texts.append(
-                (y.to_pixels(last_mark.value), plot.looks[name][1], show_number(last_mark.value, plot.chart.axis.unit))
-            )
-            last_place = max(last_place, *(place for place, mark in enumerate(marks) if mark is not None))
+    ends = [(*marks[-1], plot.looks[name][1]) for name, marks in plot.series if marks]
+    x = plot.x.to_pixels(max(place for place, _, _ in ends)) + _VALUE_GAP + 2
     # Sort by height, then by CSS class, so that the drawing is reproducible.
-    texts.sort(key=lambda text: text[:2])
-    heights: list[float] = []
-    for height, _, _ in texts:
-        # Move a text down if it would overlap the one above it.
-        heights.append(max(height, heights[-1] + sheet.font_size if heights else height))
-    for index, (_, style, text) in enumerate(texts):
-        # Keep the text above the axis, because the labels of places are below the axis.
-        max_height = y.start - (len(texts) - 1 - index) * sheet.font_size
-        sheet.add_text(
-            plot.x.to_pixels(last_place) + _VALUE_GAP + 2, min(heights[index], max_height), text, f"last {style}"
-        )
+    texts = sorted(
+        (plot.y.to_pixels(mark.value), style, show_number(mark.value, plot.y.unit)) for _, mark, style in ends
+    )
+    height = -math.inf
+    for index, (own_height, style, text) in enumerate(texts):
+        # Move a text down if it would overlap the one above it. Keep it above the axis, because the labels of places
+        # are below the axis.
+        height = max(own_height, height + plot.sheet.font_size)
+        max_height = plot.y.start - (len(texts) - 1 - index) * plot.sheet.font_size
+        plot.sheet.add_text(x, min(height, max_height), text, f"last {style}")
 
 
 # Points of a scatter chart have no line between them, so they are larger than marks on a line.
@@ -330,25 +279,25 @@ def draw_scatter(sheet: Sheet, chart: Scatter) -> float:
     entries = [(*looks[name], name) for name in names[:_MAX_LEGEND_SERIES] if len(names) > 1 or name]
     top = draw_legend(sheet, entries, 0.0)
     margin_title = chart.margin if any(point.x is None for point in points) else ""
-    margin_title = cut_to_room(margin_title, 0.45 * sheet.width, sheet.font_size)
-    title = cut_to_room(chart.y.title, sheet.width - sheet.measure_text(margin_title) - 12, sheet.font_size)
+    margin_title = sheet.cut_to_room(margin_title, 0.45 * sheet.width)
+    title = sheet.cut_to_room(chart.y.title, sheet.width - sheet.measure_text(margin_title) - 12)
     sheet.add_text(0, top + 8, title, "quiet")
     sheet.add_text(sheet.width, top + 8, margin_title, "quiet", anchor="end")
     # 3. Draw the axes, then whiskers, marks and labels, so that later layers cover earlier ones.
     frame = _fit_frame(chart, points, sheet, top + 24)
     lower_end = _draw_axes_of_scatter(sheet, chart, frame)
-    positions = _find_positions(points, names, frame)
-    whiskers: list[list[Point]] = []
-    for point, (_, y) in zip(points, positions, strict=True):
+    placed_points = list(zip(points, _find_positions(points, names, frame), strict=True))
+    whiskers = []
+    for point, (_, y) in placed_points:
         if interval := x_ends(point):
             whiskers.append([(frame.x.to_pixels(bound), y) for bound in interval])
     if whiskers:
         sheet.add_lines("whisker", whiskers)
-    for point, (x, y) in zip(points, positions, strict=True):
+    for point, position in placed_points:
         shape, style = looks[point.series]
         tone = f" {point.tone.value}" if point.tone is not Tone.PLAIN else ""
-        sheet.add_dot(f"mark {style}{tone}", shape, x, y, _DOT_SIZE, _point_hint(chart, point))
-    _label_points(sheet, points, positions, whiskers, frame)
+        sheet.add_dot(f"mark {style}{tone}", shape, *position, _DOT_SIZE, _point_hint(chart, point))
+    _label_points(sheet, placed_points, whiskers, frame)
     return lower_end
 
 
@@ -412,8 +361,7 @@ def _point_hint(chart: Scatter, point: ChartPoint) -> str:
 
 def _label_points(
     sheet: Sheet,
-    points: Sequence[ChartPoint],
-    positions: Sequence[Point],
+    placed_points: Sequence[tuple[ChartPoint, Point]],
     whiskers: Sequence[Sequence[Point]],
     frame: _Frame,
 ) -> None:
@@ -421,14 +369,13 @@ def _label_points(
     room.
     """
     # Keep labels off all points and whiskers.
-    occupied = [Box(x - 6, y - 6, x + 6, y + 6) for x, y in positions]
-    for (left_x, left_y), (right_x, right_y) in whiskers:
-        occupied.append(Box(left_x, min(left_y, right_y) - 2, right_x, max(left_y, right_y) + 2))
+    occupied = [Box(x - 6, y - 6, x + 6, y + 6) for _, (x, y) in placed_points]
+    occupied += [Box(left_x, y - 2, right_x, y + 2) for (left_x, y), (right_x, _) in whiskers]
     points_by_series = Counter[str]()
-    label_order = []
-    for index, point in enumerate(points):
-        label_order.append((points_by_series[point.series], index))
+    texts = []
+    for point, position in placed_points:
+        texts.append((points_by_series[point.series], (*position, point.label, "label")))
         points_by_series[point.series] += 1
-    texts = [(*positions[index], points[index].label, "label") for _, index in sorted(label_order)]
+    texts.sort(key=itemgetter(0))
     frames = [box for box in (frame.plot, frame.margin) if box]
-    write_labels(sheet, texts, occupied, frames, boxes_around)
+    write_labels(sheet, [text for _, text in texts], occupied, frames, boxes_around)

@@ -15,7 +15,6 @@ from fp8bench.report.page.drawing.scale import (
     MAX_ROWS,
     MAX_SERIES,
     Scale,
-    cut_to_room,
     fit_scale,
     interval_ends,
     is_drawable,
@@ -50,9 +49,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     has_headings = any(heading for heading, _ in groups)
     # Cut longer labels, because they would leave no room for bars.
     max_label_width = _MAX_LABEL_SHARE * sheet.width
-    texts: list[str] = []
-    for _, labels in groups:
-        texts += [cut_to_room(label, max_label_width, sheet.font_size) for label in labels]
+    texts = [sheet.cut_to_room(label, max_label_width) for _, labels in groups for label in labels]
     label_width = max(map(sheet.measure_text, texts), default=0.0)
     left = label_width + _LABEL_GAP
     tops: list[float] = []
@@ -60,7 +57,7 @@ def arrange_rows(sheet: Sheet, groups: Sequence[tuple[str, Sequence[str]]], heig
     for index, (heading, group) in enumerate(groups):
         if has_headings:
             y += 10.0 if index else 0.0
-            sheet.add_text(0, y + 10, cut_to_room(heading, sheet.width, sheet.font_size, bold=True), "heading")
+            sheet.add_text(0, y + 10, sheet.cut_to_room(heading, sheet.width, bold=True), "heading")
             y += 26.0
         for _ in group:
             sheet.add_text(left - _LABEL_GAP, y + height / 2, texts[len(tops)], "label", anchor="end")
@@ -75,7 +72,7 @@ def draw_axis_below(sheet: Sheet, scale: Scale, title: str, top: float, bottom: 
     if tick_texts:
         sheet.add_lines("grid", [[(x, top), (x, bottom)] for x, _ in tick_texts], layer=0)
     write_along_axis(sheet, tick_texts, bottom + 13)
-    text = cut_to_room(title, scale.end - scale.start, sheet.font_size)
+    text = sheet.cut_to_room(title, scale.end - scale.start)
     sheet.add_text((scale.start + scale.end) / 2, bottom + 34, text, "quiet", anchor="middle")
     return bottom + 46
 
@@ -95,7 +92,7 @@ def draw_legend(sheet: Sheet, entries: Sequence[tuple[str, str, str]], y: float)
     x = 0.0
     max_text_width = sheet.width / 3
     for shape, style, label in entries:
-        text = cut_to_room(label, max_text_width, sheet.font_size)
+        text = sheet.cut_to_room(label, max_text_width)
         entry_width = 18 + sheet.measure_text(text)
         # Continue on the next line if the entry does not fit.
         if x and x + entry_width > sheet.width:
@@ -259,14 +256,14 @@ def _part_classes(chart: Stacks) -> list[str]:
         for color_number in count()
         if color_number >= len(_PHASES_WITH_COLOR) or _PHASES_WITH_COLOR[color_number] not in phases
     )
-    styles = []
-    for part, phase in zip(chart.parts, phases, strict=True):
+
+    def part_class(part: str, phase: str) -> str:
         if part in _REMAINDER_PARTS:
-            styles.append("rest")
-        else:
-            color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
-            styles.append(f"part s{color_number % MAX_SERIES + 1}")
-    return styles
+            return "rest"
+        color_number = _PHASES_WITH_COLOR.index(phase) if phase in _PHASES_WITH_COLOR else next(free_colors)
+        return f"part s{color_number % MAX_SERIES + 1}"
+
+    return list(map(part_class, chart.parts, phases))
 
 
 def _draw_stack(sheet: Sheet, chart: Stacks, styles: Sequence[str], row: _Stack, middle: float, scale: Scale) -> None:

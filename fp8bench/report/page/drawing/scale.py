@@ -12,6 +12,7 @@ import re
 import unicodedata
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 
 from fp8bench import units
@@ -40,15 +41,10 @@ class Scale:
     unit: str = ""
 
     def to_pixels(self, value: float) -> float:
-        value = min(max(value, self.low), self.high)
-        distance = value - self.low
-        range_size = self.high - self.low
+        value, low, high = min(max(value, self.low), self.high), self.low, self.high
         if self.log:
-            # Use a difference of logarithms if the quotient overflows.
-            quotient = value / self.low
-            distance = math.log(quotient) if quotient < math.inf else math.log(value) - math.log(self.low)
-            range_size = math.log(self.high) - math.log(self.low)
-        return self.start + distance / range_size * (self.end - self.start)
+            value, low, high = math.log(value), math.log(low), math.log(high)
+        return self.start + (value - low) / (high - low) * (self.end - self.start)
 
     def ticks(self, max_ticks: int) -> list[tuple[float, str]]:
         values = _log_ticks(self.low, self.high, max_ticks, self.unit) if self.log else []
@@ -75,11 +71,9 @@ def fit_scale(
     elif high - low > max(_EQUALITY_TOLERANCE * magnitude, 1e-290):
         low, high = low - margin_share * (high - low), high + margin_share * (high - low)
     elif magnitude > 1e-289:
-        low = low - magnitude / 10
-        high = high + magnitude / 10
+        low, high = low - magnitude / 10, high + magnitude / 10
     else:
-        low = 0.0
-        high = 1.0
+        low, high = 0.0, 1.0
     return Scale(low, high, start, end, log, unit)
 
 
@@ -88,9 +82,7 @@ def _exp_within_bounds(logarithm: float) -> float:
 
 
 def show_value(value: float, axis: ChartAxis) -> str:
-    if axis.show is not None:
-        return axis.show(value)
-    return show_number(value, axis.unit)
+    return axis.show(value) if axis.show is not None else show_number(value, axis.unit)
 
 
 def show_number(value: float, unit: str) -> str:
@@ -128,15 +120,12 @@ def _log_ticks(low: float, high: float, max_ticks: int, unit: str) -> list[float
     # how many times the value doubles from one end of the axis to the other
     doublings = (last_power - first_power) / math.log10(2)
     if unit == "x" and doublings <= 3.2 and low > 0.2:
-        if doublings >= 1.3:
-            return _ratio_ticks(low, high)
-        return []
+        return _ratio_ticks(low, high) if doublings >= 1.3 else []
     # On an axis shorter than a factor of five, linear ticks read better.
     if last_power - first_power < 0.7:
         return []
-    ticks: list[float] = []
-    for power in range(math.floor(first_power), math.ceil(last_power) + 1):
-        ticks += [digit * 10.0**power for digit in (1, 2, 5)]
+    powers = range(math.floor(first_power), math.ceil(last_power) + 1)
+    ticks = [digit * 10.0**power for power in powers for digit in (1, 2, 5)]
     ticks = [value for value in ticks if low * (1 - _EQUALITY_TOLERANCE) <= value <= high * (1 + _EQUALITY_TOLERANCE)]
     if len(ticks) <= max_ticks:
         return ticks
@@ -162,41 +151,34 @@ def _format_ticks(values: Sequence[float], unit: str, log: bool) -> list[str]:
     """Formats the values of ticks with as few digits as possible. The texts must still be exact and differ from each
     other.
     """
-    magnitude = max((abs(value) for value in values), default=0.0)
-    magnitudes = values if log else [magnitude] * len(values)
-    exact_values = [
-        _parse_number(_format_tick(value, unit, 15, magnitude))
-        for value, magnitude in zip(values, magnitudes, strict=True)
-    ]
-    texts: list[str] = []
-    for digits in range(2, 13):
-        texts = [
+    magnitudes = values if log else [max(map(abs, values), default=0.0)] * len(values)
+
+    def format_all(digits: int) -> list[str]:
+        return [
             _format_tick(value, unit, digits, magnitude) for value, magnitude in zip(values, magnitudes, strict=True)
         ]
+
+    exact_values = list(map(_parse_number, format_all(15)))
+    texts: list[str] = []
+    for digits in range(2, 13):
+        texts = format_all(digits)
         # With fewer digits, ticks may differ from each other but be inexact, as 0.13x for 0.125x.
-        are_exact = all(
-            math.isclose(_parse_number(text), exact, rel_tol=1e-6)
-            for text, exact in zip(texts, exact_values, strict=True)
-        )
-        if are_exact and len(set(texts)) == len(texts):
+        are_exact = map(partial(math.isclose, rel_tol=1e-6), map(_parse_number, texts), exact_values)
+        if all(are_exact) and len(set(texts)) == len(texts):
             break
     return texts
 
 
 def _parse_number(text: str) -> float:
     match = re.match(r"-?[\d.]+(?:e[+-]?\d+)?", text)
-    if match:
-        return float(match.group())
-    return 0.0
+    return float(match.group()) if match else 0.0
 
 
 def _format_tick(value: float, unit: str, digits: int, magnitude: float) -> str:
     if unit in ("x", "%"):
         return _strip_zeros(units.significant(value, digits)) + unit
     if magnitude and (unit == units.RATIO or (not unit and not _EXPONENT_BELOW <= abs(magnitude) < 1e18)):
-        if value:
-            return _strip_zeros(f"{value:.{digits - 1}e}")
-        return "0"
+        return _strip_zeros(f"{value:.{digits - 1}e}") if value else "0"
     # All ticks of a linear axis have the same unit: 0.5, 1 and 1.5 ms, not 500 us and 1 ms.
     scales = units.scales_of("" if unit == units.RATIO else unit)
     scale, name = next(
@@ -308,10 +290,8 @@ def x_ends(point: ChartPoint) -> list[float]:
 
 def _sort_drawable(bounds: Sequence[float | None], log: bool) -> list[float]:
     """Returns the two bounds with the lower one first, or an empty list if one of them cannot be drawn."""
-    drawable_bounds = [value for value in bounds if value is not None and is_drawable(value, log)]
-    if len(drawable_bounds) == 2:
-        return sorted(drawable_bounds)
-    return []
+    drawable_bounds = sorted(value for value in bounds if value is not None and is_drawable(value, log))
+    return drawable_bounds if len(drawable_bounds) == 2 else []
 
 
 def mark_hint(mark: Mark, axis: ChartAxis, *names: str) -> str:

@@ -9,7 +9,7 @@ from collections.abc import Sequence
 from functools import cache
 
 from fp8bench.report.elements import Chart
-from fp8bench.report.page.drawing.scale import MAX_SERIES, escape, text_width
+from fp8bench.report.page.drawing.scale import MAX_SERIES, cut_to_room, escape, text_width
 
 _SHEET_WIDTH = 880.0
 # The font size in pixels, equal to that in charts.css.
@@ -88,6 +88,9 @@ class Sheet:
     def measure_text(self, text: str, bold: bool = False) -> float:
         return text_width(text, self.font_size, bold)
 
+    def cut_to_room(self, text: str, max_width: float, bold: bool = False) -> str:
+        return cut_to_room(text, max_width, self.font_size, bold)
+
     def note_missing_values(self, num_hidden: int) -> None:
         """Notes in the chart's description how many values are not drawn. They are too many, or beyond the axis."""
         if num_hidden:
@@ -152,10 +155,8 @@ def shape_outline(shape: str, size: float) -> PathCommands:
         points += [(-y, x) for x, y in points[-6:]]
     commands: list[PathCommand] = [("M", (0.0, size / 2))]
     for index in range(0, len(points), 3):
-        coordinates: list[float] = []
-        for x, y in points[index : index + 3]:
-            coordinates += [x * size, -y * size]
-        commands.append(("C", coordinates))
+        curve = points[index : index + 3]
+        commands.append(("C", [coordinate for x, y in curve for coordinate in (x * size, -y * size)]))
     return [*commands, ("z", ())]
 
 
@@ -188,6 +189,4 @@ def _to_decimals(number: float) -> str:
     The number is first rounded to six decimals, so that floating-point noise does not decide between two hundredths.
     """
     text = f"{round(float(number), 6):.2f}".rstrip("0").rstrip(".")
-    if text == "-0":
-        return "0"
-    return text
+    return "0" if text == "-0" else text
