@@ -1,9 +1,9 @@
 """Outputs shown below commands in pages: read from a page, produced by running the command, compared, and rewritten.
 
-Figures, verdict words, the machine's name and line breaks may differ from a page. A line of three dots stands for
-omitted lines, as do both ends of an output. `python -m tests.docs.blocks [PAGE ...] [--quick]` runs the commands (one
-minute with --quick, otherwise half an hour) and corrects wrong outputs in the pages: read the diff. Correct outputs
-keep their figures, because sentences nearby quote them.
+Figures, verdict words, the name and units of the machine, and line breaks may differ from a page. A line of three dots
+stands for omitted lines, as do both ends of an output. `python -m tests.docs.blocks [PAGE ...] [--quick]` runs the
+commands (one minute with --quick, otherwise half an hour) and corrects wrong outputs in the pages: read the diff.
+Correct outputs keep their figures, because sentences nearby quote them.
 """
 
 from __future__ import annotations
@@ -38,6 +38,7 @@ _NUMBER = re.compile(
 )
 _RUN = re.compile(r"\b(?=[a-f]*\d)[0-9a-f]{8}\b")
 _MACHINE = re.compile(r"(AMD|Intel)[^(\n]*(\(R\)[^(\n]*)*")
+_UNITS = re.compile(r"(?<=^  units) .*", re.MULTILINE)
 _VERDICT = re.compile(
     rf"\b(perhaps )?({'|'.join(map(re.escape, Verdict))}|worse|better|negligible|small|moderate|large)\b"
 )
@@ -122,8 +123,8 @@ class Project:
 
 
 def shape_of(text: str) -> str:
-    """Returns the words of a text, with placeholders for figures, runs, machines and verdicts."""
-    text = _RUN.sub("RUN", _MACHINE.sub("MACHINE ", text))
+    """Returns the words of a text, with placeholders for figures, runs, machines, their units and verdicts."""
+    text = _RUN.sub("RUN", _MACHINE.sub("MACHINE ", _UNITS.sub(" UNITS", text)))
     return " ".join(_VERDICT.sub("VERDICT", _NUMBER.sub("N", text)).split())
 
 
