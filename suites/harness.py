@@ -9,7 +9,6 @@ from __future__ import annotations
 import enum
 import itertools
 import os
-import resource
 import statistics
 import subprocess
 import sys
@@ -27,7 +26,7 @@ from fp8bench.plan.make import make_plan
 from suites import long_history
 from suites.long_history import COMMITS, PAIRS, Cost
 from suites.quantisers import CASTS, linear_over_product, over_copy
-from suites.trials import FP8BENCH, environment, options, ran, say, scratch
+from suites.trials import FP8BENCH, cpu_seconds, environment, options, ran, say, scratch
 
 SUITES = Path(__file__).resolve().parent
 _T = TypeVar("_T")
@@ -72,18 +71,10 @@ for _ in range(10):
 """
 
 
-def _cpu_seconds(size: Size, word: str, *words: str, end: int = 0) -> float:
+def _cpu_seconds(size: Size, *words: str, end: int = 0) -> float:
     """Returns the smallest CPU time of a few runs of a command, in an empty folder."""
-    best = float("inf")
     with scratch() as folder:
-        for _ in range(size.repeats):
-            usage_at_start = resource.getrusage(resource.RUSAGE_CHILDREN)
-            ran((*FP8BENCH, word, *words), folder, (end,))
-            usage_at_end = resource.getrusage(resource.RUSAGE_CHILDREN)
-            best = min(
-                best, usage_at_end.ru_utime + usage_at_end.ru_stime - usage_at_start.ru_utime - usage_at_start.ru_stime
-            )
-    return best
+        return min(cpu_seconds((*FP8BENCH, *words), folder, (end,)) for _ in range(size.repeats))
 
 
 def _markers() -> tuple[float, float]:

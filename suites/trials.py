@@ -6,6 +6,7 @@ import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,12 +25,12 @@ FP8BENCH = (sys.executable, "-m", "fp8bench")
 Row = dict[str, Any]
 
 
-def options(description: str | None, **known: tuple[Any, str]) -> argparse.Namespace:
+def options(description: str | None, **choices: tuple[Any, str]) -> argparse.Namespace:
     """Parses command-line options, each given as (default, help). A default of False makes a switch, and a type makes
     an option without a default.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (default, words) in known.items():
+    for name, (default, words) in choices.items():
         if default is False:
             parser.add_argument(f"--{name}", action="store_true", help=words)
         elif isinstance(default, type):
@@ -86,13 +87,21 @@ def ran(
     return done
 
 
+def cpu_seconds(words: Sequence[str], folder: Path, ends: Sequence[int] = (0,)) -> float:
+    """Returns the CPU time of a command."""
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
+    ran(words, folder, ends)
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
+
+
 def conditions() -> Row:
     """Returns the versions, the machine and the load under which a result was made."""
     words = ["git", "rev-parse", "--short=8", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "fp8bench": fp8bench.__version__,
-        "commit": commit,
+        "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "system": platform.platform(),
