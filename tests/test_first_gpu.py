@@ -162,11 +162,11 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
     steps = (STEPS[0], step_of("x"), step_of("x-ray"))
     for step in steps:
         ended(tmp_path, step).store.mkdir(parents=True)
-    first_gpu.forget(steps, ["x"], tmp_path)
+    first_gpu.forget(steps, "x", tmp_path)
     assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
     with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
-        first_gpu.forget(steps, ["nosuch"], tmp_path)
+        first_gpu.forget(steps, "nosuch", tmp_path)
 
 
 def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path) -> None:

@@ -31,7 +31,7 @@ from fp8bench.registry import precisions
 from suites import first_gpu
 from suites.first_gpu import ARCHIVE, chosen, closing, go, only_native, seconds_of, unpack
 from suites.first_gpu_brisk import BRISK_STEPS, STEPS, GroupClock, clock_of, request_of_words
-from suites.first_gpu_cards import MAMF, TE_FORWARD, card_of, compared, remarks, vllm_ratio
+from suites.first_gpu_cards import MAMF, TE_FORWARD, card_of, compare, describe_conditions, vllm_ratio
 from suites.first_gpu_steps import (
     NATIVE,
     PROBE,
@@ -268,7 +268,7 @@ H200_AT_CAP = {"clock": 1.46e9, "power": 692.0}
 def test_a_figure_is_held_against_a_published_one(
     number: float, published: Any, device: dict[str, Any], clocks: dict[str, float], words: str
 ) -> None:
-    told = compared(number, published, device, clocks)
+    told = compare(number, published, device, clocks)
     assert told.startswith(words) if not words.startswith(":") else told.startswith("below ") and told.endswith(words)
 
 
@@ -296,7 +296,7 @@ def test_every_speed_has_a_published_figure_or_is_one_nobody_published() -> None
     ],
 )
 def test_what_changes_the_meaning_of_figures_is_said(device: dict[str, Any], words: str) -> None:
-    told = [*remarks(device)]
+    told = [*describe_conditions(device)]
     assert len(told) == bool(words) and all(sentence.startswith(words) for sentence in told)
 
 
