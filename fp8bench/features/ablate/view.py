@@ -243,15 +243,15 @@ def _make_arm_table(ablation: Ablation) -> Element:
             number=True,
         ),
         Col("speed-up", lambda arm: _format_speedup(Savings(ablation).measure_speedup(arm)), number=True),
-        Col("memory", lambda arm: arm.memory, unit="B"),
-        Col("energy", lambda arm: arm.joules, unit="J", when=any(arm.joules for arm in ablation.arms)),
+        Col("memory", "memory", unit="B"),
+        Col("energy", "joules", unit="J", when=any(arm.joules for arm in ablation.arms)),
         Col(
             ablation.error.replace("_", " ") or "error",
             lambda arm: arm.error,
             show=units.relative_error,
             when=bool(ablation.error),
         ),
-        Col("why", lambda arm: arm.why, below=True, when=any(arm.why for arm in ablation.arms)),
+        Col("why", "why", below=True, when=any(arm.why for arm in ablation.arms)),
     ]
     return table("arms", "", columns, ablation.arms)
 

@@ -155,8 +155,8 @@ def _count_cases(cases: Sequence[Conformity], *kinds: Difference | None) -> str:
 
 _FAULT_KINDS = [kind for kind in Difference if not kind.conforms]
 _MODES: tuple[Col[ModeConformity], ...] = (
-    Col("precision", lambda mode: mode.mode),
-    Col("here", lambda mode: mode.support.level.value),
+    Col("precision", "mode"),
+    Col("here", "support.level.value"),
     Col("compared", lambda mode: _count_cases(mode.found, *Difference), number=True),
     Col("same bits", lambda mode: _count_cases(mode.found, Difference.NONE), number=True),
     Col("order", lambda mode: _count_cases(mode.found, Difference.ORDER), number=True),
@@ -178,16 +178,16 @@ def _format_first_difference(row: Conformity) -> str:
 
 
 _DIFFERENCES: tuple[Col[Conformity], ...] = (
-    Col("precision", lambda row: row.mode),
-    Col("what", lambda row: row.what),
-    Col("shape", lambda row: row.shape),
+    Col("precision", "mode"),
+    Col("what", "what"),
+    Col("shape", "shape"),
     Col(
         "difference", lambda row: str(row.difference), tone=lambda row: _choose_tone(row.difference not in _FAULT_KINDS)
     ),
     Col("differ", lambda row: f"{units.whole(row.count)} of {units.whole(row.total)}", number=True),
     Col("at most", lambda row: units.significant(row.largest), number=True),
     Col("first", _format_first_difference),
-    Col("why", lambda row: row.why, below=True),
+    Col("why", "why", below=True),
 )
 
 

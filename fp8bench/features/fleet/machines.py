@@ -8,6 +8,7 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
+from itertools import chain
 from statistics import median
 
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
@@ -225,9 +226,8 @@ def _software_fields(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _find_devices(run: Run) -> list[DeviceFacts]:
-    keys: set[str] = set()
-    for group in run.plan:
-        keys |= {planned.case.device for planned in group.cases}
+    cases = chain.from_iterable(group.cases for group in run.plan)
+    keys = {planned.case.device for planned in cases}
     return [device for device in run.devices if device.key in keys]
 
 
@@ -272,7 +272,6 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
         score = 0.0
         if distance:
             score = distance / spread if spread else math.copysign(math.inf, distance)
-        deviations[machine] = Deviation(
-            ratio, score, abs(score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
-        )
+        is_outlier = abs(score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
+        deviations[machine] = Deviation(ratio, score, is_outlier)
     return deviations

@@ -135,7 +135,7 @@ def _times_table(answer: ServingAnswer, everything: bool) -> Table:
 
     cols: list[Col[ArmTimes]] = [
         Col("arm", lambda times: format_arm(times.arm)),
-        Col(f"prompt of {answer.prompt}", lambda times: times.ttft, unit="s"),
+        Col(f"prompt of {answer.prompt}", "ttft", unit="s"),
         Col("tokens/s in", lambda times: divide_by_seconds(batch * answer.prompt, times.ttft), show=units.count),
         Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, unit="s"),
         Col("tokens/s out", lambda times: divide_by_seconds(batch, answer.tpot(times)), show=units.count),

@@ -172,13 +172,13 @@ def _find_pace_band(question: ParallelQuestion, plan: Planned) -> float | None:
 
 def _parallelism_table(question: ParallelQuestion) -> Table:
     cols: list[Col[DivisionVerdict]] = [
-        Col("kind", lambda ruling: ruling.kind),
+        Col("kind", "kind"),
         Col(
             "worth it",
-            lambda ruling: ruling.say,
+            "say",
             tone=lambda ruling: Tone.GOOD if ruling.say is Worthwhile.YES else Tone.PLAIN,
         ),
-        Col("why", lambda ruling: ruling.why, below=True),
+        Col("why", "why", below=True),
     ]
     return table("matrix", "", cols, judge_divisions(question))
 

@@ -205,13 +205,13 @@ def _probes_table(study: Study) -> Table:
     by_kind = study.by is LoweredUnit.KIND  # the first column then has the kind
     cols: list[Col[LayerTrial]] = [
         Col("low" if by_kind else "low layer", lambda trial: trial.name),
-        Col("kind", lambda trial: trial.kind, when=not by_kind),
+        Col("kind", "kind", when=not by_kind),
         Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
         Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
         Col(
             "verdict", lambda trial: study.verdict(trial).value, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]
         ),
-        Col("why", lambda trial: trial.failure, below=True),
+        Col("why", "failure", below=True),
     ]
     return table("probes", "", cols, study.ranking)
 
@@ -220,7 +220,7 @@ def _formats_table(study: Study) -> Table:
     proposed_formats = study.proposed_formats
     trials = {trial.name: trial for trial in study.probes}
     cols: list[Col[LayerTrial]] = [
-        Col("layer", lambda trial: trial.name),
+        Col("layer", "name"),
         *(
             Col(number_format, partial(_show_format_error, study, number_format), number=True)
             for number_format in FORMATS
@@ -246,7 +246,7 @@ def _candidates_table(study: Study) -> Table:
         return Field("failed" if trial.failure else objection, tone=Tone.BAD)
 
     cols: list[Col[LayerTrial]] = [
-        Col("candidate", lambda trial: trial.name),
+        Col("candidate", "name"),
         Col("layers low", lambda trial: str(len(trial.low)), number=True),
         Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
         Col(
@@ -256,7 +256,7 @@ def _candidates_table(study: Study) -> Table:
             when=study.gradient_tolerance is not None,
         ),
         Col("verdict", verdict),
-        Col("why", lambda trial: trial.failure, below=True),
+        Col("why", "failure", below=True),
     ]
     return table("candidates", "", cols, study.candidates)
 
