@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 from collections.abc import Iterator, Sequence
 from functools import partial
+from itertools import chain
 
 from fp8bench import units
 from fp8bench.cli.options import add_common
@@ -22,6 +23,7 @@ from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Items, Page, Part, Text, Tone
+from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
@@ -114,16 +116,13 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if equal_modes := [_describe_mode(mode) for mode in emulated if mode.is_compared]:
-        emulated_text = (
-            f"emulated on this device, with the same results as torch's kernels: {join_words(equal_modes, 20)}"
-        )
-        parts.append(Part("emulated", "", (Text(emulated_text),)))
+        names = join_words(equal_modes, 20)
+        text = f"emulated on this device, with the same results as torch's kernels: {names}"
+        parts.append(Part("emulated", "", (Text(text),)))
     # By default, only faults are shown: another order of summation is not a fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULT_KINDS
-    shown_cases: list[Conformity] = []
-    for mode in conformities:
-        shown_cases += [case for case in mode.found if case.difference in listed_kinds]
-    if shown_cases:
+    cases = chain.from_iterable(mode.found for mode in conformities)
+    if shown_cases := [case for case in cases if case.difference in listed_kinds]:
         caption = "results that differ in some bits"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown_cases),)))
     if skipped := list(_list_skip_reasons(conformities)):
@@ -134,11 +133,8 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
 
 def _list_skip_reasons(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """Yields a line for each reason, such as 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
-    by_reason: dict[str, list[Conformity]] = {}
-    for mode in conformities:
-        for case in mode.found:
-            if case.difference is None:
-                by_reason.setdefault(case.why, []).append(case)
+    cases = chain.from_iterable(mode.found for mode in conformities)
+    by_reason = together((case.why, case) for case in cases if case.difference is None)
     for reason, members in by_reason.items():
         mode_names = join_words((member.mode for member in members), 20)
         yield f"{mode_names}, {len({member.what for member in members})} casts and products: {reason}"

@@ -15,8 +15,9 @@ import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import asdict, dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -163,28 +164,22 @@ def run_power(
             # 2. Record the conditions under which the figures are measured.
             environment = gather(worker.software(), __version__, 1)
             recorded_facts = {**{name: environment.get(name) for name in _RECORDED_FACTS}, "device": facts.name}
-            results: list[OperationResult] = []
-            selected_keys = names or OPERATIONS
-            chosen_operations = [
-                operation for operation in list_operations(corpus.identity, facts) if operation.key in selected_keys
-            ]
+            results: dict[str, OperationResult] = {}
+
+            def report_trial(tell: Tell, result: OperationResult) -> None:
+                tell(len(result.loads), trials, "trials", result.operation)
+                if path is not None:
+                    _write_results(path, [*(results | {result.operation: result}).values()], recorded_facts)
+
             # 3. Measure one operation after the other. An interrupt only loses the current trial.
-            for operation in chosen_operations:
-                finished_results = tuple(results)
-                with observer.counting() as tell:  # each operation shows its own remaining time
-
-                    def report_trial(
-                        result: OperationResult,
-                        finished_results: tuple[OperationResult, ...] = finished_results,
-                        tell: Tell = tell,
-                    ) -> None:
-                        tell(len(result.loads), trials, "trials", result.operation)
-                        if path is not None:
-                            _write_results(path, (*finished_results, result), recorded_facts)
-
-                    results.append(measure_power(worker, facts, operation, trials, len(results), report_trial))
-    loads = itertools.chain.from_iterable(result.loads for result in results)
-    return Power(tuple(summarize_rows(results)), tuple(sorted(loads)))
+            for operation in list_operations(corpus.identity, facts):
+                if operation.key in (names or OPERATIONS):
+                    with observer.counting() as tell:  # each operation shows its own remaining time
+                        report = partial(report_trial, tell)
+                        result = measure_power(worker, facts, operation, trials, len(results), report)
+                    results[operation.name] = result
+    loads = itertools.chain.from_iterable(result.loads for result in results.values())
+    return Power(tuple(summarize_rows(results.values())), tuple(sorted(loads)))
 
 
 def measure_power(
@@ -204,9 +199,8 @@ def measure_power(
     # extra work.
     result.step_seconds = bare_seconds = _measure_best_seconds(worker, operation, facts, 0)
     probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * bare_seconds / _TINY_SECONDS))
-    result.tiny_seconds = max(
-        (_measure_best_seconds(worker, operation, facts, probe_calls) - bare_seconds) / probe_calls, 1e-9
-    )
+    extra_seconds = _measure_best_seconds(worker, operation, facts, probe_calls) - bare_seconds
+    result.tiny_seconds = max(extra_seconds / probe_calls, 1e-9)
     for trial in range(trials):
         # Create new states, to vary the memory layout.
         if trial % TRIALS_PER_STATE == 0:
@@ -262,16 +256,9 @@ def _run_trial(worker: Worker, session: RoundSession, operation: Operation, resu
         conclusion = conclude(timing, reference, control)
         assert conclusion is not None
         verdict, interval = conclusion.verdict, conclusion.ratio
-        result.outcomes.setdefault(effect, []).append(
-            PowerOutcome(
-                verdict.value,
-                _sum_seconds(timing, reference, control),
-                timing.num_rounds,
-                interval.point,
-                interval.low,
-                interval.high,
-            )
-        )
+        seconds, bounds = _sum_seconds(timing, reference, control), (interval.point, interval.low, interval.high)
+        outcome = PowerOutcome(verdict.value, seconds, timing.num_rounds, *bounds)
+        result.outcomes.setdefault(effect, []).append(outcome)
     result.loads.append(os.getloadavg()[0])
 
 
@@ -283,7 +270,7 @@ def _sum_seconds(case: Timing, reference: Timing, control: Timing | None) -> flo
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
 
 
-def summarize_rows(results: Sequence[OperationResult]) -> list[PowerRow]:
+def summarize_rows(results: Iterable[OperationResult]) -> list[PowerRow]:
     rows: list[PowerRow] = []
     for result in results:
         rows += [_summarize_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]

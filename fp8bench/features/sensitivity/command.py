@@ -169,10 +169,12 @@ _VERDICT_TONES = {
 
 
 def render_page(study: Study) -> Page:
-    lowered_text = {LoweredUnit.KIND: "one layer kind", LoweredUnit.FORMAT: "each format of one layer"}.get(
-        study.by, "one layer"
-    )
-    description = f"{study.low} ({study.level}) in {lowered_text} at a time, {study.reference} in the rest"
+    lowered_texts = {
+        LoweredUnit.LAYER: "one layer",
+        LoweredUnit.KIND: "one layer kind",
+        LoweredUnit.FORMAT: "each format of one layer",
+    }
+    description = f"{study.low} ({study.level}) in {lowered_texts[study.by]} at a time, {study.reference} in the rest"
     elements: list[list[Element]] = [[Text(description), Text(_describe_reference(study))]]
     if study.probes:
         elements.append([_formats_table(study) if study.by is LoweredUnit.FORMAT else _probes_table(study)])
@@ -193,9 +195,8 @@ def _describe_reference(study: Study) -> str:
     sentence += " on its single batch" if "make" in dict(study.params) else ""
     draw_gaps = [_signed_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
     if draw_gaps and study.noise is None:
-        sentence += (
-            "; other initial weights give the same loss, for example because make() sets a seed: the noise is unknown"
-        )
+        reason = "for example because make() sets a seed"
+        sentence += f"; other initial weights give the same loss, {reason}: the noise is unknown"
     elif draw_gaps:
         sentence += f"; with other initial weights {' and '.join(draw_gaps)}: a gap up to {_show_noise(study)} is noise"
     return sentence
@@ -204,7 +205,7 @@ def _describe_reference(study: Study) -> str:
 def _probes_table(study: Study) -> Table:
     by_kind = study.by is LoweredUnit.KIND  # the first column then has the kind
     cols: list[Col[LayerTrial]] = [
-        Col("low" if by_kind else "low layer", lambda trial: trial.name),
+        Col("low" if by_kind else "low layer", "name"),
         Col("kind", "kind", when=not by_kind),
         Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
         Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
@@ -221,10 +222,7 @@ def _formats_table(study: Study) -> Table:
     trials = {trial.name: trial for trial in study.probes}
     cols: list[Col[LayerTrial]] = [
         Col("layer", "name"),
-        *(
-            Col(number_format, partial(_show_format_error, study, number_format), number=True)
-            for number_format in FORMATS
-        ),
+        *(Col(name, partial(_show_format_error, study, name), number=True) for name in FORMATS),
         Col("proposed", lambda trial: proposed_formats[trial.name]),
     ]
     return table(
@@ -240,10 +238,10 @@ def _candidates_table(study: Study) -> Table:
     def verdict(trial: LayerTrial) -> Field:
         if study.keeps(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
-        objection = (
-            "above the tolerance" if (study.gap(trial) or 0) > study.tolerance else "its gradient error is too large"
-        )
-        return Field("failed" if trial.failure else objection, tone=Tone.BAD)
+        if trial.failure:
+            return Field("failed", tone=Tone.BAD)
+        has_large_gap = (study.gap(trial) or 0) > study.tolerance
+        return Field("above the tolerance" if has_large_gap else "its gradient error is too large", tone=Tone.BAD)
 
     cols: list[Col[LayerTrial]] = [
         Col("candidate", "name"),

@@ -227,14 +227,7 @@ class StudyRunner:
             self._try_formats(report_progress)
             return
         for name, kind, names in groups:
-            layer_map: PrecisionMap
-            if self.reference.precision != UNTOUCHED:
-                precision = self.reference.precision
-                layer_map = make_map_of_one(self.layers, name, names, (self.low.precision, precision))
-            # an unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
-            # unchanged
-            else:
-                precision, layer_map = self.low.precision, self._lower_layers(names)
+            precision, layer_map = self._lower_one(name, names, self.low.precision)
             trial = LayerTrial(name, kind, precision, layer_map, names)
             self.add(probes=(*self.study.probes, train_trial(f"{name} low", trial, gradients=True)))
         for number, (name, low_layers) in enumerate(self._yield_candidates()):
@@ -251,12 +244,7 @@ class StudyRunner:
         trial_count = len(self.layers) * len(FORMATS)
         for number, (layer, number_format) in enumerate(itertools.product(self.layers, FORMATS)):
             report_progress(number, trial_count, "formats", f"{layer.name} in {number_format}")
-            if self.reference.precision == UNTOUCHED:
-                precision = number_format
-                layer_map = make_map(self.layers, (layer.name,), (number_format, UNTOUCHED), number_format)
-            else:
-                precision = self.reference.precision
-                layer_map = make_map_of_one(self.layers, layer.name, (layer.name,), (number_format, precision))
+            precision, layer_map = self._lower_one(layer.name, (layer.name,), number_format)
             trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
             self.add(probes=(*self.study.probes, self._measure_gradients(trial)))
         names = tuple(layer.name for layer in self.layers)
@@ -280,6 +268,15 @@ class StudyRunner:
                 del low_layers[layer_name]
             if low_layers:
                 yield name, tuple(low_layers)
+
+    def _lower_one(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
+        """Returns the precision and the map of a model in which only one layer or kind, `key`, has a mode."""
+        reference = self.reference.precision
+        if reference != UNTOUCHED:
+            return reference, make_map_of_one(self.layers, key, names, (mode, reference))
+        # An unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
+        # unchanged.
+        return mode, make_map(self.layers, names, (mode, reference), self.high)
 
     def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:
         return make_map(self.layers, names, (self.low.precision, self.reference.precision), self.high)
