@@ -101,7 +101,7 @@ def test_slurm_runs_each_worker_as_a_job(plan: Path, fp8bench: Say, store: Path)
     script = next((store / "cells" / "logs").glob("*_submission.sh")).read_text()
     assert "#SBATCH --no-requeue" in script and "#SBATCH --comment=cells" in script and "--exclusive" not in script
     code, _, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--option", "partition=nowhere")
-    assert code == 2 and "slurm took no job" in err and "partition" in err
+    assert code == 2 and "Slurm accepted no job" in err and "partition" in err
 
 
 @pytest.mark.nightly

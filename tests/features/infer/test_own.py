@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -138,47 +139,33 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
         assert gemm.support(params, precisions.get(precision), H200).level is Level.REFUSED
 
 
+def decoded(context: int, precision: str, timing: Timing) -> Record:
+    """A record of decoding at a context."""
+    decoding = case("decode", precision, {"context": context})
+    return Record(decoding, NATIVE, Status.OK, timing=timing, is_reference=precision == "fp32")
+
+
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
-    records = []
-    for context in (128, 256, 512, 1024):
-        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
-        for precision in ("fp32", "bf16"):
-            failed = context > 512 and precision == "bf16"
-            made = case("decode", precision, params)
-            timing = None if failed else steady(int(1e6), 24)
-            status, reason = (Status.FAILED, "out of memory") if failed else (Status.OK, "")
-            lead = precision == "fp32"
-            records.append(Record(made, NATIVE, status, reason=reason, timing=timing, is_reference=lead))
-    arms = Arm("fp32"), Arm("bf16")
-    question = ServingQuestion("nano", arms, (128, 256, 512, 1024), 1, True, 512)
+    arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024)
+    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context in contexts for arm in arms]
+    records[-1] = replace(records[-1], status=Status.FAILED, reason="out of memory", timing=None)
+    question = ServingQuestion("nano", arms, contexts, 1, True, 512)
     times = tuple(collect_arm_times(question, arms, run_of(records), run_of([])))
     answer = ServingAnswer(question, "cpu", times, 128, None, bandwidth=1e9)
     lead, low = times
     assert answer.tpot(lead) == pytest.approx(1e-3) and answer.tpot(low) is None and len(low.tpot) == 3
     assert low.why == "at a context of 1024: out of memory"
     _, rows = table_rows(answer)
-    assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
+    assert "tpot_1024" in rows[0] and "tpot_1024" not in rows[1]
 
 
 def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
-    records = []
-    for context in contexts:
-        for arm in arms:
-            decoding = case("decode", arm.carrier, {"context": context})
-            timing = steady(int(1e6), 24)
-            records.append(Record(decoding, NATIVE, Status.OK, timing=timing, is_reference=arm == arms[0]))
+    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context in contexts for arm in arms]
 
-    def answered(*runs: Run) -> ServingAnswer:
-        given = iter(runs)
-
-        def executed(*words: object, **more: object) -> Run:
-            for run in given:
-                return run
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(job, "execute", executed)
+    def answered(run: Run) -> ServingAnswer:
+        monkeypatch.setattr(job, "execute", Mock(side_effect=[run, KeyboardInterrupt]))
         return job._measure_times(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
 
     whole = answered(run_of(records))
@@ -189,15 +176,13 @@ def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_a_figure_lies_on_its_line() -> None:
-    records = []
-    for context in (128, 512, 1024, 2048):
-        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
+    records, contexts = [], (128, 512, 1024, 2048)
+    for context in contexts:
         seconds = 1e-3 + 2e-6 * context
         calls, waited = ((int(3e9 * seconds),),) * 4, 8 * seconds
         slots = (SlotSample(number, calls, 1.0, 1.0, waited_seconds=waited) for number in range(12))
-        timing = Timing(Segments(("gemm",), (0,)), tuple(slots))
-        records.append(Record(case("decode", "fp32", params), NATIVE, Status.OK, timing=timing, is_reference=True))
-    question = ServingQuestion("nano", (Arm("fp32"),), (128, 512, 1024, 2048), 1, True, 512)
+        records.append(decoded(context, "fp32", Timing(Segments(("gemm",), (0,)), tuple(slots))))
+    question = ServingQuestion("nano", (Arm("fp32"),), contexts, 1, True, 512)
     (times,) = collect_arm_times(question, [Arm("fp32")], run_of(records), run_of([]))
     assert times.line is not None
     for context, tpot in times.tpot:

@@ -122,16 +122,6 @@ def test_pace_equals_a_count_by_hand() -> None:
     assert tokens_per_second(layout, LOAD, found) == tokens / found.step / 2
 
 
-def test_a_pipeline_idles_less_in_more_pieces() -> None:
-    paces = [
-        predict_pace(
-            SMALL, ParallelLayout(pipeline=4, virtual=virtual), replace(LOAD, micro_batches=count), LINKS
-        ).bubble
-        for virtual, count in ((1, 1), (1, 8), (2, 8))
-    ]
-    assert paces == [3.0, 0.375, 0.1875]
-
-
 @given(
     shards=some.sampled_from([1, 2, 4, 8]),
     tensor=some.sampled_from([1, 2]),
