@@ -28,7 +28,7 @@ from fp8bench.store.reruns import add_rerun_spreads, store_ratios
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
 from fp8bench.units import percent
-from suites.trials import FP8BENCH, Row, options, ran, say, scratch
+from suites.trials import FP8BENCH, Row, options, run_command, say, scratch
 
 LOADS = (0, 2, 4, 8)
 RUNS = 6  # runs of each case at each load
@@ -83,7 +83,7 @@ def run_case(case: str, load: int, store: Path) -> list[Row]:
     suite, dtypes, *axes = CASES[case]
     with busy_loops(load):
         command = [*FP8BENCH, "suite", suite, "--dtypes", dtypes, "--store", str(store)]
-        ran([*command, *(f"--set={axis}" for axis in axes)], more=QUICKER)
+        run_command([*command, *(f"--set={axis}" for axis in axes)], more=QUICKER)
     (path,) = set(run_files(store)) - earlier_files
     return rows_of(load_run(path), facts)
 

@@ -151,7 +151,7 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str,
     return state
 
 
-def waiting(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
+def find_open_steps(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
     """Returns the steps that have not ended, in their order."""
     steps_files = (StepFiles(step, folder) for step in steps)
     return [files for files in steps_files if files.state().get("state") != "ended"]
@@ -170,7 +170,7 @@ def seconds_of(files: StepFiles, probe: Mapping[str, Any]) -> float:
     return expected_seconds(files.step, words, probe)
 
 
-def go(
+def run_steps(
     steps: Sequence[FirstStep],
     folder: Path,
     seconds: float,
@@ -188,7 +188,7 @@ def go(
         remaining, device = end - clock(), probe.device()
         native = native_of(device)
         open_steps = {}
-        for files in waiting(steps, folder):
+        for files in find_open_steps(steps, folder):
             if files.step.name not in tried and not files.step.missing_units(native):
                 open_steps[files.step.name] = files, seconds_of(files, device)
         fitting = [name for name, (_, seconds) in open_steps.items() if seconds <= remaining]
@@ -227,7 +227,7 @@ def unpack(path: Path, folder: Path) -> None:
     already has steps.
     """
     if any(folder.glob("*.state.json")):
-        raise SystemExit(f"--archive: {folder} holds steps already. Leave --archive out to go on with them.")
+        raise SystemExit(f"--archive: {folder} already holds steps. Leave --archive out to continue them.")
     try:
         with tarfile.open(path) as file:
             file.extractall(folder, filter="data")
@@ -311,7 +311,7 @@ def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
     return "\n".join(lines)
 
 
-def closing(steps: Sequence[FirstStep], folder: Path) -> int:
+def write_results(steps: Sequence[FirstStep], folder: Path) -> int:
     """Prints and stores the table and the changes. Returns 1 unless every line is reached or measured."""
     every = [StepFiles(step, folder) for step in steps]
     rows = rows_of(every)
@@ -334,7 +334,7 @@ def find_steps(steps: Sequence[FirstStep], words: str | None, option: str) -> li
     return [steps_by_name[name] for name in names]
 
 
-def chosen(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
+def choose_steps(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
     """Returns the probe and the named steps, in the order of the names; without names all steps."""
     named_steps = find_steps(steps, only, "--only")
     return [*dict.fromkeys([steps[0], *named_steps])] if named_steps else [*steps]
@@ -351,12 +351,12 @@ def forget(steps: Sequence[FirstStep], names: str | None, folder: Path) -> None:
 def main() -> int:
     asked = options(
         __doc__,
-        minutes=(9.0, "that it may take"),
-        out=(Path, "the folder; of an earlier start, to go on"),
+        minutes=(9.0, "time limit in minutes"),
+        out=(Path, "folder of the results; with the folder of an earlier call, continues it"),
         again=(str, "steps to repeat, separated by commas"),
-        only=(str, "these steps alone, with commas, in this order; the probe comes first"),
-        brisk=(False, "the steps that answer what is open, for a GPU that is lent for minutes"),
-        archive=(Path, f"an earlier call's {ARCHIVE}, to go on with in a new folder"),
+        only=(str, "only these steps, separated by commas, in this order; the probe comes first"),
+        brisk=(False, "only the first steps, which answer the open questions, for a GPU that is lent for minutes"),
+        archive=(Path, f"{ARCHIVE} of an earlier call, to continue it in a new folder"),
     )
     if asked.out is None:
         raise SystemExit("--out names the folder of results and was not given. Give --out FOLDER.")
@@ -368,13 +368,13 @@ def main() -> int:
             raise SystemExit(
                 f"{asked.out} is in use by a different process. Wait for it, or give a different --out."
             ) from None
-        steps = chosen(BRISK_STEPS if asked.brisk else STEPS, asked.only)
+        steps = choose_steps(BRISK_STEPS if asked.brisk else STEPS, asked.only)
         if asked.archive is not None:
             unpack(asked.archive, asked.out)
         forget(steps, asked.again, asked.out)
         # The minutes include the time to interrupt the last step.
-        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
-        return closing(steps, asked.out)
+        run_steps(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
+        return write_results(steps, asked.out)
 
 
 if __name__ == "__main__":

@@ -139,7 +139,7 @@ class StepFiles:
             lines = path.read_text(errors="replace").splitlines() if path.exists() else []
             if lines and lines[-1].strip():
                 return lines[-1][:300]
-        return "it said nothing"
+        return "it printed nothing"
 
     def json(self) -> Any:
         try:

@@ -26,7 +26,7 @@ from fp8bench.plan.make import make_plan
 from suites import long_history
 from suites.long_history import COMMITS, PAIRS, Cost
 from suites.quantisers import CASTS, linear_over_product, over_copy
-from suites.trials import FP8BENCH, cpu_seconds, environment, options, ran, say, scratch
+from suites.trials import FP8BENCH, cpu_seconds, environment, options, run_command, say, scratch
 
 SUITES = Path(__file__).resolve().parent
 _T = TypeVar("_T")
@@ -136,7 +136,7 @@ def _mission(size: Size, *words: str) -> tuple[str, ...]:
 def _wall_seconds(words: tuple[str, ...]) -> float:
     with scratch() as folder:
         start = time.monotonic()
-        ran(words, folder)
+        run_command(words, folder)
         return time.monotonic() - start
 
 
@@ -256,7 +256,7 @@ def show(names: Collection[str]) -> None:
 
 
 def main() -> None:
-    only = options(__doc__, only=("", f"some of {', '.join(FIGURES)}; all unless given")).only
+    only = options(__doc__, only=("", f"figures to measure, of {', '.join(FIGURES)}; all without this option")).only
     names = only.split(",") if only else [*FIGURES]
     if unknown := set(names) - FIGURES.keys():
         sys.exit(f"--only {min(unknown)}: no such figure. There are {', '.join(FIGURES)}.")

@@ -317,10 +317,10 @@ def main() -> None:
         __doc__,
         folder=(Path, "where the lines of trainings are stored"),
         seeds=("judge", "tune: thresholds may be set by them; judge: those that are reported"),
-        only=("", "names with this"),
-        kinds=("ill well", "which of ill, lead and well"),
-        wells=("", "seeds of healthy styles, like 21,22, in place of those that go with --seeds"),
-        families=(False, "the illnesses of suites/illness_families.py: their half that these seeds go with"),
+        only=("", "only illnesses and styles with this text in their title"),
+        kinds=("ill well", "trials to run: ill, lead and well"),
+        wells=("", "seeds of healthy styles, like 21,22, instead of those of --seeds"),
+        families=(False, "the illnesses of suites/illness_families.py: the half that belongs to --seeds"),
         report=(Path, "folder that gets all rows"),
     )
     torch.set_num_threads(1)

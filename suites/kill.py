@@ -24,7 +24,7 @@ from pathlib import Path
 from fp8bench.model import Record, Run, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import find_incomplete_groups, load_run
-from suites.trials import FP8BENCH, conditions, environment, options, tell
+from suites.trials import FP8BENCH, conditions, environment, options, write_document
 
 SUITE = """
 import time
@@ -236,16 +236,21 @@ def trials(kills: int, seed: int, store: Callable[[Tally], object] = str) -> Tal
 
 
 def main() -> int:
-    asked = options(__doc__, kills=(30, "that hit"), seed=(0, "of moments and victims"), json=(Path, "the tally"))
+    asked = options(
+        __doc__,
+        kills=(30, "kills that hit a running process"),
+        seed=(0, "seed of moments and victims"),
+        json=(Path, "also write the tally to this file"),
+    )
     begun = time.monotonic()
 
-    def report(tally: Tally, aloud: bool = False) -> None:
+    def report(tally: Tally, prints: bool = False) -> None:
         command = f"python -m suites.kill --kills {tally.kills.total()} --seed {asked.seed}"
         seconds = round(time.monotonic() - begun, 1)
-        tell({"command": command, **vars(tally), "seconds": seconds, **conditions()}, asked.json, aloud)
+        write_document({"command": command, **vars(tally), "seconds": seconds, **conditions()}, asked.json, prints)
 
     tally = trials(asked.kills, asked.seed, report)
-    report(tally, aloud=True)
+    report(tally, prints=True)
     return int(bool(tally.broken))
 
 

@@ -34,7 +34,7 @@ from fp8bench.model import (
 )
 from fp8bench.store.figures.cache import cache_path
 from fp8bench.store.runs.run_file import infer_plan, start_run
-from suites.trials import ran
+from suites.trials import run_command
 
 COMMITS = 300
 # The number of pairs of cases, fp32 and bf16, with eleven series each.
@@ -237,7 +237,7 @@ def cost_of(work: str, folder: Path, reading: bool = False) -> Cost:
     If `reading` is false, reading a run is an error.
     """
     script = _MEASURED.format(work=work, reading=reading)
-    cpu, peak = ran((sys.executable, "-c", script), folder).stdout.split()
+    cpu, peak = run_command((sys.executable, "-c", script), folder).stdout.split()
     return Cost(float(cpu), int(peak))
 
 

@@ -20,7 +20,7 @@ from typing import Any
 
 from suites import harness
 from suites.quantisers import CASTS, over_copy
-from suites.trials import FP8BENCH, Table, cpu_seconds, least_seconds, options, ran, scratch
+from suites.trials import FP8BENCH, Table, cpu_seconds, least_seconds, options, run_command, scratch
 
 SIDES = (288, 544, 1344)  # about 0.3, 2 and 30 ms on a core of 2023
 PLANTED = {"same": 0.0, "slower_1": 0.01, "slower_2_5": 0.025, "slower_5": 0.05}
@@ -107,18 +107,18 @@ def plant(folder: Path, side: int) -> float:
 def run_program(folder: Path, program: str, seconds: float) -> dict[str, Any]:
     text = IN_PROCESS.format(seconds=seconds, program=program, names=[REFERENCE, *PLANTED])
     (folder / "measure.py").write_text(text)  # asv reads the source of what it times
-    document: dict[str, Any] = json.loads(ran((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
+    document: dict[str, Any] = json.loads(run_command((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
     return document
 
 
 def compare_by_fp8bench(folder: Path, seconds: float) -> dict[str, Answer]:
     functions = [f"planted.py:{name}" for name in PLANTED]
     budget = str(seconds * (len(PLANTED) + 2))  # the reference is measured twice
-    ran(
+    run_command(
         (*FP8BENCH, "bench", *functions, "--against", f"planted.py:{REFERENCE}", "--budget", budget, "--no-report"),
         folder,
     )
-    ran((*FP8BENCH, "show", "last", "--csv", "run.csv"), folder)
+    run_command((*FP8BENCH, "show", "last", "--csv", "run.csv"), folder)
     with (folder / "run.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["phase"], row["metric"]) == ("step", "time")]
     ratios = {row["precision"].partition(":")[2]: row for row in rows if row["ratio_to_reference"]}
@@ -159,7 +159,7 @@ def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
 
     (folder / "timed.py").write_text(PYPERF.format(names=[REFERENCE, *PLANTED]))
     value = seconds / 3 / 5  # each process takes five values
-    ran(
+    run_command(
         (sys.executable, "timed.py", "-o", "pyperf.json", "--min-time", str(value), "--copy-env"),
         folder,
         more=ONE_THREAD,
@@ -176,7 +176,7 @@ def compare_by_pytest(folder: Path, seconds: float) -> dict[str, Answer]:
     """
     (folder / "test_planted.py").write_text(PYTEST.format(names=[REFERENCE, *PLANTED]))
     limit = f"--benchmark-max-time={seconds}"
-    ran(
+    run_command(
         (sys.executable, "-m", "pytest", "-q", "--benchmark-json=times.json", limit, "test_planted.py"),
         folder,
         more=ONE_THREAD,

@@ -45,12 +45,12 @@ def say(words: str) -> None:
     print(words, flush=True)
 
 
-def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = True) -> None:
+def write_document(document: Mapping[str, Any], path: Path | None = None, prints: bool = True) -> None:
     """Prints a document as JSON and, with `path`, writes it to a file."""
     text = json.dumps(document, indent=1)
     if path:
         path.write_text(text + "\n")
-    if aloud:
+    if prints:
         say(text)
 
 
@@ -77,7 +77,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "ASV_PYTHONPATH": path, **(more or {})}
 
 
-def ran(
+def run_command(
     words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command and returns its result. Raises RuntimeError if its exit code is not in `ends`."""
@@ -90,7 +90,7 @@ def ran(
 def cpu_seconds(words: Sequence[str], folder: Path, ends: Sequence[int] = (0,)) -> float:
     """Returns the CPU time of a command."""
     start = resource.getrusage(resource.RUSAGE_CHILDREN)
-    ran(words, folder, ends)
+    run_command(words, folder, ends)
     end = resource.getrusage(resource.RUSAGE_CHILDREN)
     return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
 

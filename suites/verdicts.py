@@ -27,7 +27,7 @@ from fp8bench.features.train.verdicts.curves import (
     judge_pairs,
 )
 from fp8bench.features.train.verdicts.verdicts import judge_arms, measure_speed
-from suites.trials import ROOT, Table, options, tell
+from suites.trials import ROOT, Table, options, write_document
 
 MARGIN = 0.01
 SEEDS = 5
@@ -226,14 +226,14 @@ def print_figures(studies: int, only: str) -> dict[str, list[float]]:
 def main() -> None:
     asked = options(
         __doc__,
-        studies=(10_000, "of each kind"),
+        studies=(10_000, "studies of each kind"),
         only=("", "noises with this word in their names"),
         json=(Path, "also write the figures into this file"),
     )
     figures = print_figures(asked.studies, asked.only)
     if asked.json:
         facts = {"margin": MARGIN, "seeds": SEEDS, "studies": asked.studies, "deviations": SPREADS}
-        tell({**facts, "shares": figures}, asked.json, aloud=False)
+        write_document({**facts, "shares": figures}, asked.json, prints=False)
 
 
 if __name__ == "__main__":

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from suites import first_gpu
-from suites.first_gpu import changes, command_of, go, rows_of, take, waiting
+from suites.first_gpu import changes, command_of, find_open_steps, rows_of, run_steps, take
 from suites.first_gpu_brisk import STEPS
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
 from suites.trials import conditions
@@ -134,7 +134,7 @@ def test_without_a_gpu_nothing_but_the_probe_is_tried(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(first_gpu, "take", take)
     StepFiles(STEPS[0], tmp_path).path("json").write_text("{}")
-    go((STEPS[0], step_of("next")), tmp_path, 1000)
+    run_steps((STEPS[0], step_of("next")), tmp_path, 1000)
     assert taken == ["probe"]
 
 
@@ -163,7 +163,7 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
     for step in steps:
         ended(tmp_path, step).store.mkdir(parents=True)
     first_gpu.forget(steps, "x", tmp_path)
-    assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
+    assert [files.step.name for files in find_open_steps(steps, tmp_path)] == ["x"]
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
     with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
         first_gpu.forget(steps, "nosuch", tmp_path)
