@@ -6,7 +6,7 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
 from itertools import chain
@@ -20,7 +20,6 @@ from fp8bench.features.ablate.values import AblatedArm, Ablation
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import LEAST_ROUNDS
-from fp8bench.model.words import REMARKS
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Page, Part, Text, Tone
@@ -118,9 +117,6 @@ def _make_interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     return Interval(point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE)
 
 
-# The speed-up that is often quoted for FP8 together with all of these axis values is 3 to 4.
-_LEAST_QUOTED_SPEEDUP = 3.0
-_QUOTED_AXES = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 _LEGEND = (
     "saves: seconds of a step; below 0 it costs time; [low, high]: 99% interval of this run, or the range of rounds",
     "alone: only this option; then: added to the earlier options; left out: the loss if only this option is missing",
@@ -167,39 +163,9 @@ def describe_results(ablation: Ablation) -> Iterator[str]:
     yield f"{names} together: {verdict}, {_format_speedup(speedup)} of {ablation.reference}"
     # 3. Describe how the options interact.
     yield from _describe_interaction(ablation)
-    # 4. Judge the often-quoted speed-up only if the intervals and the machine allow it.
-    if (
-        speedup.level
-        and savings.floor is not None
-        and _has_quoted_options(ablation)
-        and _are_quiet((base_arm, full_arm))
-    ):
-        outcome = "not decided"
-        if speedup.high < _LEAST_QUOTED_SPEEDUP:
-            outcome = "refuted"
-        elif speedup.low >= _LEAST_QUOTED_SPEEDUP:
-            outcome = "reached"
-        yield (
-            f"the often-quoted '{_LEAST_QUOTED_SPEEDUP:g} to 4 times' of FP8 with compile, flash attention, a fused "
-            f"optimizer and checkpointing: {outcome} here"
-        )
     if savings.floor is not None:
         too_few = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
         yield f"noise floor (A/A): +-{units.percent(savings.floor)}{too_few * (not speedup.level)}"
-
-
-def _has_quoted_options(ablation: Ablation) -> bool:
-    """Returns whether all options were measured to which the often-quoted speed-up refers. Other sets of options do
-    not test it.
-    """
-    values = {option.axis: option.on for option in ablation.options}
-    has_fp8 = any("fp8" in option.precision for option in ablation.options)
-    return has_fp8 and _QUOTED_AXES.items() <= values.items()
-
-
-def _are_quiet(arms: Sequence[AblatedArm]) -> bool:
-    remarks = {label.value for label in REMARKS}
-    return all(remarks.issuperset(arm.labels) for arm in arms)
 
 
 def _describe_interaction(ablation: Ablation) -> Iterator[str]:

@@ -130,43 +130,6 @@ def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
         assert told.startswith("speed is unknown") and Savings(none).compute_savings("a")["alone"] is None
 
 
-CLAIM = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
-
-
-def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = CLAIM, rounds: int = 60) -> Ablation:
-    """An ablation of a precision and axes that together make a step `times` as fast."""
-    known = ablation(lambda chosen: 10e-3 / (times if chosen == NAMES else 1.0), rounds=rounds)
-    options = [AblatedOption(precision, precision=precision)]
-    options += [AblatedOption(f"{axis}={value}", axis=axis, on=value) for axis, value in axes.items()]
-    names = tuple(option.name for option in options)
-    first, whole = known.find_arm(()), known.find_arm(NAMES)
-    arms = [replace(whole if chosen == names else first, options=chosen) for chosen in iterate_arms(names)]
-    return replace(known, options=tuple(options), arms=tuple(arms))
-
-
-@for_each(
-    ("known", "judged"),
-    [
-        (claimed(), "refuted here"),
-        (claimed(5.0), "reached here"),
-        (claimed(3.0), "not decided here"),
-        # Without one of its options, or with another precision, the claim is not judged.
-        (claimed(precision="bf16"), ""),
-        (claimed(precision="bf16", axes={"checkpointing": "blocks"}), ""),
-        *((claimed(axes={**CLAIM, missing: "no"}), "") for missing in CLAIM),
-        (claimed(axes={**CLAIM, "attention": "math"}), ""),
-        # Nor with disturbed or few rounds, without a control, or emulated.
-        (replace(claimed(), arms=tuple(replace(arm, labels=("noisy",)) for arm in claimed().arms)), ""),
-        (claimed(rounds=10), ""),
-        (replace(claimed(), control=()), ""),
-        (replace(claimed(), arms=tuple(replace(arm, level=Level.EMULATED) for arm in claimed().arms)), ""),
-    ],
-)
-def test_the_quoted_speed_up_is_judged_by_its_own_options_only(known: Ablation, judged: str) -> None:
-    (*said,) = (sentence for sentence in describe_results(known) if "quoted" in sentence)
-    assert len(said) == bool(judged) and all(sentence.endswith(judged) for sentence in said)
-
-
 def test_a_saving_within_the_noise_floor_is_not_claimed() -> None:
     """Identical code differs by 30% here, so a fifth faster is not evidence."""
     known = ablation(lambda options: 10e-3 * (1.2 if options == NAMES else 1.0))
