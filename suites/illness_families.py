@@ -101,8 +101,7 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.project(mixed))
-        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.feed_norm(x)))))
-        return result
+        return x + self.dropout(self.down(F.gelu(self.up(self.feed_norm(x)))))
 
 
 class Transformer(nn.Module):
@@ -127,8 +126,7 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        logits: Tensor = self.head(x.mean(1)) if self.classes else self.head(x).flatten(0, 1)
-        return logits
+        return self.head(x.mean(1)) if self.classes else self.head(x).flatten(0, 1)
 
 
 class Experts(nn.Module):
@@ -181,8 +179,7 @@ class Denoiser(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         x, times = inputs
-        noise: Tensor = self.layers(torch.cat([x, self.times(times)], 1))
-        return noise
+        return self.layers(torch.cat([x, self.times(times)], 1))
 
 
 def diffusion(seed: int) -> Loop:

@@ -190,8 +190,7 @@ class Adapted(nn.Module):
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x) + 2 * self.up(self.down(x))
-        return result
+        return self.inner(x) + 2 * self.up(self.down(x))
 
 
 class Nano(nn.Module):
@@ -280,8 +279,7 @@ def gan(seed: int, watches_judge: bool = False) -> Loop:
     loop = Loop(*watched, lambda number: (torch.zeros(0), torch.zeros(0)))
 
     def make_points() -> Tensor:
-        points: Tensor = generator(torch.randn(64, 4, generator=make_generator(seed + 7, loop.step)))
-        return points
+        return generator(torch.randn(64, 4, generator=make_generator(seed + 7, loop.step)))
 
     def train(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
         optimizer.zero_grad()
