@@ -184,13 +184,15 @@ def _measure_times(
         )
     native_arms = [arm for arm in question.arms if supports[arm].is_native]
 
-    def measure_suite(suite: str, arms: Sequence[ServedArm], **axes: Sequence[object]) -> Run:
+    def measure_suite(suite: str, *contexts: int) -> Run:
+        dtypes = tuple(map(arm_precision, native_arms))
+        axes = {"size": (question.size,), "batch": (str(question.batch),), "context": tuple(map(str, contexts))}
         request = Request(
             suite,
-            tuple(map(arm_precision, arms)),
+            dtypes,
             (facts.key,),
-            arm_precision(arms[0]),
-            tuple((name, tuple(map(str, values))) for name, values in axes.items()),
+            dtypes[0],
+            tuple(axes.items()),
             quick=question.quick,
             seed=question.seed,
             threads=question.threads,
@@ -200,12 +202,11 @@ def _measure_times(
 
     # 2. Time decoding at every context, then a prompt. After an interrupt during the prompt, the decode times are
     # kept.
-    sizes: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
-    decode = measure_suite("decode", native_arms, **sizes, context=question.contexts)
+    decode = measure_suite("decode", *question.contexts)
     runs = [decode]
     with suppress(KeyboardInterrupt):
         if decode.finished:
-            runs.append(measure_suite("prefill", native_arms, **sizes, context=[answer.prompt]))
+            runs.append(measure_suite("prefill", answer.prompt))
     # 3. Fit a line to each arm's times, or store the reason why it has none.
     finished = len(runs) == 2 and runs[-1].finished
     measured_contexts = tuple(sorted({_context_length(record) for record in decode.records}))

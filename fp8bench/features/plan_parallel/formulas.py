@@ -141,6 +141,11 @@ class Load:
     def state_bytes(self) -> StateBytes:
         return STATES[self.states]
 
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of a weight that FSDP gathers."""
+        return _FP8_BYTES if self.narrow_gather else self.state_bytes.copy
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -186,6 +191,9 @@ class Topology:
 
     def link(self, gpus: int) -> float:
         return self.inside if gpus <= self.node else self.between
+
+    def rate(self, precision: str) -> float:
+        return self.fp8 if precision == "fp8" else self.bf16
 
 
 _BF16_BYTES, _FP8_BYTES = 2, 1
@@ -333,7 +341,7 @@ def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topolo
     # 3. FSDP: gathering the weights of a stage once, and sending its gradients to their owners once.
     ranks = layout.shards * layout.context
     seconds_per_byte = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
-    gather = (_FP8_BYTES if load.narrow_gather else load.state_bytes.copy) * seconds_per_byte
+    gather = load.gathered_bytes * seconds_per_byte
     scatter = load.state_bytes.gradient * seconds_per_byte
     # Stages of a pipeline keep their gathered weights and sum gradients unsharded until the end of the step.
     gather_in_backward = 0.0 if has_pipeline else gather
@@ -379,8 +387,7 @@ def _product_seconds(
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
         Checkpointing.FULL: 1.0,
     }[load.checkpointing]
-    block_rate = topology.fp8 if load.precision == "fp8" else topology.bf16
-    blocks = 2.0 * model.layers * model.block_products / block_rate
+    blocks = 2.0 * model.layers * model.block_products / topology.rate(load.precision)
     head_seconds = 2.0 * model.ends / topology.bf16
     attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE)
     recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
