@@ -45,7 +45,10 @@ NOT_FINITE = ("not-finite", "tensor-not-finite")
 
 
 def upper_bound(events: int, trials: int, level: float = 0.95) -> float:
-    """Returns Clopper and Pearson's bound: the rate at which so few events occur with a probability of 1 - `level`."""
+    """Returns Clopper and Pearson's upper bound of a rate.
+
+    At this rate, at most `events` of `trials` occur with a probability of 1 - `level`.
+    """
     low, high = 0.0, 1.0
     for _ in range(100):
         rate = (low + high) / 2

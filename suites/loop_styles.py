@@ -80,7 +80,7 @@ class Loop:
 
 @dataclass(frozen=True)
 class Illness:
-    """What goes wrong in a style of loop. Any of the `rules` is a right diagnosis.
+    """A planted fault of a training loop. Any of the `rules` is a right diagnosis.
 
     `plant` is called with the loop and the `arguments`: once before a step, or with `each` before every step from then
     on.
@@ -417,7 +417,7 @@ STYLES: dict[str, Style] = {
     "MLP, a rate that warms up and swings": scheduled(style(), wave),
     "MLP, a rate that ends at 0": scheduled(style(make=sgd), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))),
     "MLP, RMSprop": style(make=lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3)),
-    # So few batches that the model memorizes them.
+    # The model memorizes these eight batches.
     "MLP, learned by heart": style(batch=lambda seed: lambda number: vectors(seed)(number % 8)),
     "MLP, random labels": random_labels,
     "MLP, kinds of batches in turn": mixed,

@@ -104,9 +104,9 @@ def names_in(path: Path) -> list[str]:
 
 @pytest.fixture
 def programme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programme:
-    made = Programme(tmp_path, STARTED_H200)
-    monkeypatch.setattr(first_gpu, "take", made.take)
-    return made
+    new_programme = Programme(tmp_path, STARTED_H200)
+    monkeypatch.setattr(first_gpu, "take", new_programme.take)
+    return new_programme
 
 
 def test_what_is_open_comes_first_and_all_of_it_ends_in_time(

@@ -33,8 +33,8 @@ def product(a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dty
 
 
 def step(stage: Stage, facts: DeviceFacts = H200, **params: int | str) -> None:
-    given = tuple({**dict(GEMM), **params}.items())
-    stage.second_step(Case("gemm", given, "fp8", facts.key), facts)
+    arguments = tuple({**dict(GEMM), **params}.items())
+    stage.second_step(Case("gemm", arguments, "fp8", facts.key), facts)
 
 
 def test_what_is_right_passes(stage: Stage) -> None:
@@ -73,7 +73,7 @@ def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "a", "b", "kind", "output", "why"),
+    ("facts", "a", "b", "kind", "output", "reason"),
     [
         (H200, E5M2, E5M2, ScalingType.TensorWise, torch.bfloat16, "two E5M2 operands"),
         (B200, E5M2, E5M2, ScalingType.TensorWise, torch.bfloat16, "two E5M2 operands"),
@@ -83,10 +83,16 @@ def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
     ],
 )
 def test_products_that_a_device_has_not(
-    facts: DeviceFacts, a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype, why: str, stage: Stage
+    facts: DeviceFacts,
+    a: torch.dtype,
+    b: torch.dtype,
+    kind: ScalingType,
+    output: torch.dtype,
+    reason: str,
+    stage: Stage,
 ) -> None:
     product(a, b, kind, output)
-    with pytest.raises(AssertionError, match=why), stage.ledger(facts):
+    with pytest.raises(AssertionError, match=reason), stage.ledger(facts):
         product(a, b, kind, output)
 
 
@@ -94,11 +100,11 @@ def test_fast_sums_under_scales_of_blocks(stage: Stage) -> None:
     x, y = (torch.empty(128, 128, dtype=E4M3, device="meta") for _ in range(2))
     scale = torch.ones(1, 128, device="meta").t()
     kind = [ScalingType.BlockWise1x128.value]
-    given = x, y.t(), [scale], kind, [], [scale], kind, [], None, torch.bfloat16, []
+    arguments = x, y.t(), [scale], kind, [], [scale], kind, [], None, torch.bfloat16, []
     with stage.ledger(H200):
-        torch.ops.aten._scaled_mm_v2.default(*given, False)
+        torch.ops.aten._scaled_mm_v2.default(*arguments, False)
         with pytest.raises(AssertionError, match="never fast"):
-            torch.ops.aten._scaled_mm_v2.default(*given, True)
+            torch.ops.aten._scaled_mm_v2.default(*arguments, True)
 
 
 @pytest.mark.parametrize(

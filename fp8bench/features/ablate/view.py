@@ -122,7 +122,7 @@ _LEGEND = (
     "alone: only this option; then: added to the earlier options; left out: the loss if only this option is missing",
     "alone below left out: it needs another option; alone above left out: another option does the same work",
     "time: of a step, in the fastest quarter of the rounds; another batch size is scaled to the same tokens",
-    "emulated: the results are right, but times say nothing, so no saving is computed from such an arm",
+    "emulated: the results are right, but the times do not show speed, so no saving is computed from such an arm",
 )
 
 

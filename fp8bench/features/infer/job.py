@@ -81,7 +81,7 @@ def answer_question(
     with claim_process(True), ProcessWorker(settings, module=_WORKER_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
         model = trained or shipped_model(question.tokens)
-        if question.is_own:
+        if question.is_user_model:
             OWN_SHAPES[question.size] = ServedShape(
                 *_ask_worker(worker, "read_shape", question.size, facts, question.seed)
             )

@@ -81,7 +81,7 @@ class ServingQuestion:
     rollout: bool = False
 
     @property
-    def is_own(self) -> bool:
+    def is_user_model(self) -> bool:
         return ":" in self.size
 
 

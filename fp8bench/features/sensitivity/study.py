@@ -242,8 +242,8 @@ def make_map_of_one(layers: Sequence[Layer], key: str, low: Collection[str], mod
 def _add_exceptions(
     layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
-    """Adds entries for layers to which the other entries give a wrong mode. This happens if the name of one layer is
-    the kind of another.
+    """Adds entries for layers to which the other entries give a wrong mode. This happens if a layer
+    has the same name as the kind of a different layer.
     """
     # Each pass names more layers, so the loop ends.
     while True:

@@ -222,8 +222,8 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
     words += ["--option", f"address={address}", "--wait"]
 
     def submitted(file: Path) -> subprocess.CompletedProcess[str]:
-        given = [str(file) if word == "PLAN" else word for word in words]
-        return subprocess.run(given, env=environment, capture_output=True, text=True, check=False)
+        command = [str(file) if word == "PLAN" else word for word in words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     elsewhere = plan.with_name("h200.json")
     held = read_plan(plan)
@@ -248,14 +248,14 @@ def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
     order = WorkerOrder(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
-    for engine, given, words in (
+    for engine, changed_order, words in (
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
         ("ray", replace(order, waits=True, options={"partition": "gpu"}), "the option address alone, not partition"),
         ("ray", replace(order, waits=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
-            start_workers(engine, given, lambda jobs: None)
+            start_workers(engine, changed_order, lambda jobs: None)
 
 
 def test_options_are_names_and_values_and_addresses_answer() -> None:

@@ -35,7 +35,7 @@ MODELS = "tests.nn.served_models"
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> str:
+def user_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
@@ -43,11 +43,15 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
     return maker
 
 
-def test_a_step_of_a_model_of_ones_own(own: str) -> None:
+def test_a_step_of_a_model_of_ones_own(user_model: str) -> None:
     for name, new in (("decode", 1), ("prefill", 24)):
         workload = workloads.get(name)
         for precision in ("fp32", "bf16", "served:weights=int8", "served:kv=fp8:weights=int4"):
-            setup = setup_of(name, {"size": own, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, precision)
+            setup = setup_of(
+                name,
+                {"size": user_model, "batch": 2, "context": 24, "kv": "own", "weights": "own"},
+                precision,
+            )
             state = workload.prepare(setup)
             assert state.tokens.shape == (2, new) and state.at == 24 - new
             workload.step(state, SilentPhases())
@@ -60,9 +64,9 @@ def test_a_step_of_a_model_of_ones_own(own: str) -> None:
 
 
 @pytest.mark.slow
-def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> None:
+def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(user_model: str) -> None:
     bench, arms = InferBench(Settings()), (Arm("fp32"), Arm("bf16"), Arm("bf16", "nvfp4"))
-    quality = bench.measure_quality(QualityTask(ServedModel(own), 512, arms, CPU, 0))
+    quality = bench.measure_quality(QualityTask(ServedModel(user_model), 512, arms, CPU, 0))
     assert not quality.caution and quality.tokens == 3 * 16
     assert quality.itself.kl == 0 < quality.arms[0].kl < quality.arms[1].kl
     assert quality.arms[0].bits == 16.0
@@ -95,17 +99,17 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 
-def test_questions_about_a_users_model_are_completed_or_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
-    shape = OWN_SHAPES[own]
-    question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
-    assert question.is_own and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
+def test_questions_about_a_users_model_are_completed_or_refused(user_model: str, fp8bench: Say, tmp_path: Path) -> None:
+    shape = OWN_SHAPES[user_model]
+    question = ServingQuestion(user_model, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
+    assert question.is_user_model and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
     assert complete_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
     assert complete_question(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
     value = encode_answer(ServingAnswer(complete_question(question), "cpu", (), 128, None))
     assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
     assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
     support = workloads.get("decode").support
-    params = {"size": own, "kv": "own", "weights": "own", "batch": 1, "context": 8}
+    params = {"size": user_model, "kv": "own", "weights": "own", "batch": 1, "context": 8}
     assert support(params, precisions.get("fp8"), CPU).level is Level.REFUSED
     assert support(params, precisions.get("served:weights=int4"), CPU).level is Level.NATIVE
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
@@ -119,8 +123,8 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
     params = dict(small("decode", "fp32").case.params)
     arms = f"served:carrier={carrier}:kv={carrier}", carrier
     setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
-    same, own = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
-    assert same == own and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
+    carried, served = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
+    assert carried == served and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
 
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
@@ -168,9 +172,9 @@ def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) 
         monkeypatch.setattr(job, "execute", Mock(side_effect=[run, KeyboardInterrupt]))
         return job._measure_times(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
 
-    whole = answered(run_of(records))
-    assert not whole.finished and len(whole.runs) == 1 and whole.question == question
-    assert [time.crossing is None for time in whole.times] == [True, False] and whole.times[1].ttft is None
+    partial = answered(run_of(records))
+    assert not partial.finished and len(partial.runs) == 1 and partial.question == question
+    assert [time.crossing is None for time in partial.times] == [True, False] and partial.times[1].ttft is None
     few = answered(replace(run_of(records[:8]), finished=False))
     assert not few.finished and few.question.contexts == contexts[:4] and few.tpot(few.times[1]) is not None
 

@@ -29,7 +29,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 @for_each(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why a device has no such product"),
         ("nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
@@ -37,13 +37,13 @@ def say(store: Path, fp8bench: Say) -> Say:
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
     ],
 )
-def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int, said: str) -> None:
+def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int, message: str) -> None:
     ended, out, _ = say(*words.split())
-    assert ended == code and said in " ".join(out.split()), out
+    assert ended == code and message in " ".join(out.split()), out
 
 
 @for_each(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("gpt3", "Did you mean 'gpt2'"),
         ("net.py", "is not a function"),
@@ -53,9 +53,9 @@ def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
     ],
 )
-def test_bad_arguments_are_refused(say: Say, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(say: Say, words: str, message: str) -> None:
     code, out, err = say(*words.split())
-    assert (code, out) == (2, "") and said in only_sentence(err)
+    assert (code, out) == (2, "") and message in only_sentence(err)
 
 
 NET = """

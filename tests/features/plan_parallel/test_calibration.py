@@ -52,8 +52,8 @@ def test_what_is_said_of_errors_is_what_they_are() -> None:
     long = {pair.machine for pair in pairs if pair.row.load.sequence > 8192}
     assert long == {"titan-h100"}
     least, middling, most = (units.percent(error, 0) for error in (min(rough), median(rough), max(rough)))
-    said = f"{least} to {most} too fast in {len(rough)} published trainings (median {middling})"
-    assert said == UNCALIBRATED_TEXT
+    sentence = f"{least} to {most} too fast in {len(rough)} published trainings (median {middling})"
+    assert sentence == UNCALIBRATED_TEXT
 
 
 def test_recipes_are_the_middle_of_published_machines() -> None:
