@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from itertools import chain
 
@@ -144,26 +144,28 @@ def _choose_tone(conforms: bool) -> Tone:
     return Tone.PLAIN if conforms else Tone.BAD
 
 
-def _count_cases(cases: Sequence[Conformity], *kinds: Difference | None) -> str:
-    count = sum(case.difference in kinds for case in cases)
-    return str(count) if count else units.NONE
+def _count_column(
+    heading: str, *kinds: Difference | None, tone: Callable[[ModeConformity], Tone] | None = None
+) -> Col[ModeConformity]:
+    """Returns a column with the number of casts and products whose difference is of these kinds."""
+
+    def count_cases(mode: ModeConformity) -> str:
+        count = sum(case.difference in kinds for case in mode.found)
+        return str(count) if count else units.NONE
+
+    return Col(heading, count_cases, number=True, tone=tone)
 
 
 _FAULT_KINDS = [kind for kind in Difference if not kind.conforms]
-_MODES: tuple[Col[ModeConformity], ...] = (
-    Col("precision", "mode"),
-    Col("here", "support.level.value"),
-    Col("compared", lambda mode: _count_cases(mode.found, *Difference), number=True),
-    Col("same bits", lambda mode: _count_cases(mode.found, Difference.NONE), number=True),
-    Col("order", lambda mode: _count_cases(mode.found, Difference.ORDER), number=True),
-    Col("units", lambda mode: _count_cases(mode.found, Difference.UNITS, Difference.SHORT_SUMS), number=True),
-    Col(
-        "wrong",
-        lambda mode: _count_cases(mode.found, *_FAULT_KINDS),
-        True,
-        tone=lambda mode: _choose_tone(mode.conforms),
-    ),
-    Col("not done", lambda mode: _count_cases(mode.found, None), number=True),
+_MODES = (
+    Col[ModeConformity]("precision", "mode"),
+    Col[ModeConformity]("here", "support.level.value"),
+    _count_column("compared", *Difference),
+    _count_column("same bits", Difference.NONE),
+    _count_column("order", Difference.ORDER),
+    _count_column("units", Difference.UNITS, Difference.SHORT_SUMS),
+    _count_column("wrong", *_FAULT_KINDS, tone=lambda mode: _choose_tone(mode.conforms)),
+    _count_column("not done", None),
 )
 
 

@@ -207,11 +207,9 @@ def _probes_table(study: Study) -> Table:
     cols: list[Col[LayerTrial]] = [
         Col("low" if by_kind else "low layer", "name"),
         Col("kind", "kind", when=not by_kind),
-        Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
-        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
-        Col(
-            "verdict", lambda trial: study.verdict(trial).value, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]
-        ),
+        Col("loss gap", study.gap, show=_signed_percent),
+        Col("gradient error", "gradient_error", show=units.percent),
+        Col("verdict", study.verdict, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]),
         Col("why", "failure", below=True),
     ]
     return table("probes", "", cols, study.ranking)
@@ -246,13 +244,8 @@ def _candidates_table(study: Study) -> Table:
     cols: list[Col[LayerTrial]] = [
         Col("candidate", "name"),
         Col("layers low", lambda trial: str(len(trial.low)), number=True),
-        Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
-        Col(
-            "gradient error",
-            lambda trial: units.percent(trial.gradient_error),
-            number=True,
-            when=study.gradient_tolerance is not None,
-        ),
+        Col("loss gap", study.gap, show=_signed_percent),
+        Col("gradient error", "gradient_error", show=units.percent, when=study.gradient_tolerance is not None),
         Col("verdict", verdict),
         Col("why", "failure", below=True),
     ]
@@ -301,11 +294,6 @@ def measuring_command(study: Study, trial: LayerTrial) -> str:
     if precision_map := study.explicit_map(trial):
         parts.append(f"--precision-map {format_map(precision_map)}")
     return " ".join(parts)
-
-
-def _show_gap(study: Study, trial: LayerTrial) -> str:
-    gap = study.gap(trial)
-    return units.NONE if gap is None else _signed_percent(gap)
 
 
 def _signed_percent(share: float) -> str:
