@@ -7,11 +7,12 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
+from dataclasses import replace
 from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
@@ -27,7 +28,6 @@ from fp8bench.features.sensitivity.study import (
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.report.columns import Col, table
@@ -131,18 +131,12 @@ def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         )
     # 2. Request two cases of a suite, in the low and the reference precision. Maps assign these precisions to their
     # layers.
-    request = Request(
-        Model.name if target else "transformer",
-        (arguments.dtype,),
-        (arguments.device,) if arguments.device else (),
-        arguments.reference or (UNTOUCHED if target else "bf16"),
-        (axis,),
-        data=arguments.data,
-        seed=arguments.seed,
-        threads=arguments.threads,
-        imports=tuple(arguments.imports),
-        isolation=arguments.isolation,
-        case_timeout=arguments.case_timeout,
+    arguments.suite, arguments.axes = Model.name if target else "transformer", [axis]
+    request = replace(
+        make_request(arguments),
+        dtypes=(arguments.dtype,),
+        devices=(arguments.device,) if arguments.device else (),
+        reference=arguments.reference or (UNTOUCHED if target else "bf16"),
     )
     # 3. Convert percentages to shares.
     gradient_tolerance = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
