@@ -239,6 +239,10 @@ class ServingAnswer:
         question = self.question
         return step_bytes(find_served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
 
+    def arm_times(self, arm: ServedArm) -> ArmTimes:
+        """Returns the times of an arm. They are empty after an interrupt before its first step."""
+        return next((times for times in self.times if times.arm == arm), ArmTimes(arm))
+
     def tpot(self, times: ArmTimes) -> float | None:
         """Returns the arm's seconds per token at the longest context, where arms differ most; None if it was not
         timed.

@@ -75,11 +75,10 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
 
 def _arm_answers(answer: ServingAnswer) -> list[Answer]:
     reference = answer.question.arms[0]
-    times = {time.arm: time for time in answer.times}
-    reference_tpot = answer.tpot(times.get(reference, ArmTimes(reference)))
+    reference_tpot = answer.tpot(answer.arm_times(reference))
     answers = []
     for arm in answer.question.arms[1:]:
-        time, quality = times.get(arm, ArmTimes(arm)), answer.arm_quality(arm)
+        time, quality = answer.arm_times(arm), answer.arm_quality(arm)
         verdict, tone, reason = _judge_arm_times(time)
         # The time of a step is at best proportional to the bytes that it reads.
         byte_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
@@ -152,11 +151,10 @@ def _times_table(answer: ServingAnswer, everything: bool) -> Table:
 
 
 def _costs_table(answer: ServingAnswer) -> Table:
-    times_by_arm = {time.arm: time for time in answer.times}
     step_bytes = {arm: answer.bytes_read(arm) for arm in answer.question.arms}
 
     def bandwidth_share(arm: ServedArm) -> str | None:
-        seconds = answer.tpot(times_by_arm[arm]) if arm in times_by_arm else None
+        seconds = answer.tpot(answer.arm_times(arm))
         if seconds is None or not answer.bandwidth:
             return None
         share = step_bytes[arm].total / seconds / answer.bandwidth
@@ -248,10 +246,9 @@ def encode_answer(answer: ServingAnswer) -> dict[str, Any]:
 
 
 def table_rows(answer: ServingAnswer) -> Rows:
-    rows, times = [], {time.arm: time for time in answer.times}
+    rows = []
     for arm in answer.question.arms:
-        quality, step_bytes = answer.arm_quality(arm), answer.bytes_read(arm)
-        time = times.get(arm, ArmTimes(arm))
+        time, quality, step_bytes = answer.arm_times(arm), answer.arm_quality(arm), answer.bytes_read(arm)
         # If runs have doubts, no crossing is shown, as in the short answer.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(

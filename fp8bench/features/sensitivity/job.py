@@ -208,6 +208,10 @@ class StudyRunner:
     def add(self, **changes: Any) -> None:
         self.study = replace(self.study, **changes)
 
+    def append(self, part: str, trial: LayerTrial) -> None:
+        """Appends a trial to the draws, probes or candidates of the study."""
+        self.add(**{part: (*getattr(self.study, part), trial)})
+
     def run(self, report_progress: Tell) -> None:
         groups = group_layers(self.layers, self.study.by)
         training_count = 1 + WEIGHT_DRAWS + len(groups) + 1
@@ -222,18 +226,18 @@ class StudyRunner:
             return
         for draw in range(1, WEIGHT_DRAWS + 1):
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
-            self.add(draws=(*self.study.draws, train_trial(f"the reference, draw {draw}", trial)))
+            self.append("draws", train_trial(f"the reference, draw {draw}", trial))
         if self.study.by is LoweredUnit.FORMAT:
             self._try_formats(report_progress)
             return
         for name, kind, names in groups:
             precision, layer_map = self._lower_one(name, names, self.low.precision)
             trial = LayerTrial(name, kind, precision, layer_map, names)
-            self.add(probes=(*self.study.probes, train_trial(f"{name} low", trial, gradients=True)))
+            self.append("probes", train_trial(f"{name} low", trial, gradients=True))
         for number, (name, low_layers) in enumerate(self._yield_candidates()):
             trial = LayerTrial(name, "", self.low.precision, self._lower_layers(low_layers), low_layers)
             gradients = number == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, train_trial(name, trial, gradients, number)))
+            self.append("candidates", train_trial(name, trial, gradients, number))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 
@@ -246,7 +250,7 @@ class StudyRunner:
             report_progress(number, trial_count, "formats", f"{layer.name} in {number_format}")
             precision, layer_map = self._lower_one(layer.name, (layer.name,), number_format)
             trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
-            self.add(probes=(*self.study.probes, self._measure_gradients(trial)))
+            self.append("probes", self._measure_gradients(trial))
         names = tuple(layer.name for layer in self.layers)
         defaults = {layer.name: self.high if layer.high else self.low.precision for layer in self.layers}
         formats_by_layer = {
@@ -256,7 +260,7 @@ class StudyRunner:
         for name, by_layer in formats_by_layer.items():
             report_progress(trial_count, trial_count, "formats", f"training with {name}")
             trial = LayerTrial(name, "", self.low.precision, shorten_map(self.layers, by_layer, defaults), names)
-            self.add(candidates=(*self.study.candidates, self._train(trial, gradients=True)))
+            self.append("candidates", self._train(trial, gradients=True))
 
     def _yield_candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         low_layers = {layer.name: None for layer in self.layers}
