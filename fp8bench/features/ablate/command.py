@@ -10,6 +10,7 @@ from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
+from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import interrupt_only_once
 from fp8bench.model.words import UNTOUCHED
@@ -66,7 +67,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
-    from fp8bench.features.ablate.kind import AblationKind
     from fp8bench.features.ablate.run import ablate, store_ablation
 
     # 1. A user's model is measured by the suite `model`; the reference is its unchanged copy.
