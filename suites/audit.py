@@ -3,8 +3,6 @@
 Exit code 1 means that a lie passed, or that an honest kernel was accused.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 

@@ -3,8 +3,6 @@
 All steps use only torch, so that they run on any device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -38,8 +36,6 @@ Step = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
 Memory = dict[Any, Any]
 LARGEST, _LEAST = 448.0, 1e-30
-# Promises.
-IN_BF16, IN_FP8, IN_BLOCKS, IN_MXFP8 = (signed("product", name) for name in ("bf16", "fp8", "fp8-block", "mxfp8"))
 ATTENTION, CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
 
 
@@ -47,16 +43,21 @@ ATTENTION, CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", cau
 class Kernel:
     """A kernel, its promise, and the `code` that an audit must find; '' if the kernel is honest.
 
+    A promise that is only a precision is that of a product.
     If it `remembers`, its function takes a dict before the arguments, which is empty at first. `thread` is a public
     issue about the same mistake.
     """
 
     name: str
-    signature: Signature
+    promise: Signature | str
     function: Callable[..., Any]
     code: str = ""
     thread: str = ""
     remembers: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        return signed("product", self.promise) if isinstance(self.promise, str) else self.promise
 
     def made(self) -> Callable[..., Any]:
         """Returns the kernel's function with a new, empty memory."""

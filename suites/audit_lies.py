@@ -1,7 +1,5 @@
 """Kernels that lie, each with the public issue that it is taken from, and honest kernels with various sums."""
 
-from __future__ import annotations
-
 import math
 import sys
 from functools import partial
@@ -20,10 +18,6 @@ from suites.audit_kernels import (
     BLOCKS,
     CAUSAL,
     FP8,
-    IN_BF16,
-    IN_BLOCKS,
-    IN_FP8,
-    IN_MXFP8,
     LARGEST,
     MXFP4,
     MXFP8,
@@ -170,66 +164,67 @@ def _low_attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     return (weights @ last.transpose(-1, -2)).to(BF16).view(q.shape)
 
 
-_ROWS, _MX4, _NV = (signed("product", name) for name in ("fp8-rowwise", "mxfp4", "nvfp4"))
-_LINEAR, _EXACT_ROWS = signed("linear", "fp8"), signed("product", "fp8-rowwise:scale=exact")
+_LINEAR, _EXACT_ROWS = signed("linear", "fp8"), "fp8-rowwise:scale=exact"
 _remembering, _row = partial(Kernel, remembers=True), partial(Operand, amax=rows_amax)
 
 LIES: tuple[Kernel, ...] = (
-    Kernel("bf16 under the name of fp8", IN_FP8, plain, "not-cast", "Hyperloom #421"),
-    Kernel("weights alone are cast", IN_FP8, lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16),
+    Kernel("bf16 under the name of fp8", "fp8", plain, "not-cast", "Hyperloom #421"),
+    Kernel("weights alone are cast", "fp8", lambda a, b: (a.float() @ rounded(b, FP8).t()).to(BF16),
            "not-cast", "Quartet #12"),
-    Kernel("scales rounded up", IN_FP8, lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO)),
+    Kernel("scales rounded up", "fp8", lambda a, b: product(a, b, Treatment(E4M3, TENSOR_POWER_OF_TWO)),
            "scale-rounding", "huggingface/transformers #47030"),
     Kernel(
-        "MX scales of the specification for rounded-up ones", IN_MXFP8,
+        "MX scales of the specification for rounded-up ones", "mxfp8",
         lambda a, b: product(a, b, Treatment(E4M3, Scaling(1, 32, MX.scale, ScaleRounding.FLOOR))),
         "scale-rounding", "huggingface/transformers #47030",
     ),
     Kernel(
-        "blocks along the wrong dimension", IN_MXFP8,
+        "blocks along the wrong dimension", "mxfp8",
         lambda a, b: (rounded(a.t().contiguous(), MXFP8).t() @ rounded(b, MXFP8).t()).to(BF16),
         "blocks-turned", "flashinfer-ai/flashinfer #3882",
     ),
-    Kernel("block scales in the order of tiles", IN_MXFP8, rescaled(lambda s: s.roll(1, 0)),
+    Kernel("block scales in the order of tiles", "mxfp8", rescaled(lambda s: s.roll(1, 0)),
            "scale-layout", "vllm-project/vllm #50084"),
     Kernel(
-        "block scales read transposed", IN_BLOCKS,
+        "block scales read transposed", "fp8-block",
         rescaled(lambda s: s.t().reshape(s.shape), BLOCKS, SQUARES),
         "scale-layout", "NVIDIA/cutlass #3394",
     ),
-    Kernel("the first block's scale for all", IN_BLOCKS, rescaled(lambda s: s[:, :1], BLOCKS, SQUARES),
+    Kernel("the first block's scale for all", "fp8-block", rescaled(lambda s: s[:, :1], BLOCKS, SQUARES),
            "scale-layout", "NVIDIA/cutlass #3394"),
-    Kernel("the tensor's scale left out", _NV, lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448)),
+    Kernel("the tensor's scale left out", "nvfp4",
+           lambda a, b: product(a, b, *NV) / (a.float().abs().amax() / (6 * 448)),
            "factor", "modular/modular #6600"),
-    Kernel("the tensor's scale inverted", IN_FP8,
+    Kernel("the tensor's scale inverted", "fp8",
            lambda a, b: product(a, b) * (LARGEST / a.float().abs().amax()) ** 2,
            "factor", "modular/modular #6600"),
-    Kernel("codes read as another format's", IN_FP8, lambda a, b: product(a, b) / 2,
+    Kernel("codes read as another format's", "fp8", lambda a, b: product(a, b) / 2,
            "fnuz", "vllm-project/vllm #45302"),
-    Kernel("cast to a different format", IN_FP8, lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
+    Kernel("cast to a different format", "fp8", lambda a, b: product(a, b, Treatment(E4M3FNUZ, TENSOR)),
            "other-precision", "ROCm/AMDMIGraphX #2533"),
-    Kernel("one scale a tensor for one a row", _ROWS, product, "other-precision", "flashinfer-ai/flashinfer #3882"),
-    Kernel("the codes of a byte exchanged", _MX4, _exchanged, "layout", "Comfy-Org/comfy-kitchen #41"),
-    _remembering("results by address", IN_FP8, remember_by(Tensor.data_ptr), "wrong-values", "gpu-mode/kernelbot #501"),
-    _remembering("results by a few values", IN_FP8, remember_by(lambda x: float(x[0, 0])),
+    Kernel("one scale a tensor for one a row", "fp8-rowwise", product,
+           "other-precision", "flashinfer-ai/flashinfer #3882"),
+    Kernel("the codes of a byte exchanged", "mxfp4", _exchanged, "layout", "Comfy-Org/comfy-kitchen #41"),
+    _remembering("results by address", "fp8", remember_by(Tensor.data_ptr), "wrong-values", "gpu-mode/kernelbot #501"),
+    _remembering("results by a few values", "fp8", remember_by(lambda x: float(x[0, 0])),
                  "keyed", "flashinfer-ai/flashinfer-bench-starter-kit #21"),
-    _remembering("wrong after many calls", IN_FP8, _after_many, "late", "karpathy/llm.c #852"),
-    _remembering("one result for all calls", IN_FP8, _one_buffer, "overwritten", "tensara/tensara #238"),
-    _remembering("a row that is not written", IN_FP8, _unwritten, "wrong-values", "AMD-AGI/Primus-Turbo #397"),
-    _remembering("the first call's scale for good", IN_FP8, _old_scale, "gain", "NVIDIA/TransformerEngine #1169"),
-    Kernel("writes into its input", IN_FP8, _writes_input, "input-changed", "ScalingIntelligence/KernelBench #82"),
+    _remembering("wrong after many calls", "fp8", _after_many, "late", "karpathy/llm.c #852"),
+    _remembering("one result for all calls", "fp8", _one_buffer, "overwritten", "tensara/tensara #238"),
+    _remembering("a row that is not written", "fp8", _unwritten, "wrong-values", "AMD-AGI/Primus-Turbo #397"),
+    _remembering("the first call's scale for good", "fp8", _old_scale, "gain", "NVIDIA/TransformerEngine #1169"),
+    Kernel("writes into its input", "fp8", _writes_input, "input-changed", "ScalingIntelligence/KernelBench #82"),
     Kernel(
-        "no tail of the contraction", IN_FP8,
+        "no tail of the contraction", "fp8",
         lambda a, b: (n := max(a.shape[1] // 64 * 64, 16)) and product(a[:, :n], b[:, :n]),
         "tail", "AMD-AGI/Primus-Turbo #397",
     ),
-    Kernel("NaN of zeros", IN_FP8, kernel(Operand(scale=lambda x: x / LARGEST), PLAIN), "zeros", "pytorch/ao #4713"),
-    Kernel("a NaN that is lost", IN_FP8, lambda a, b: product(a.nan_to_num(0.0), b),
+    Kernel("NaN of zeros", "fp8", kernel(Operand(scale=lambda x: x / LARGEST), PLAIN), "zeros", "pytorch/ao #4713"),
+    Kernel("a NaN that is lost", "fp8", lambda a, b: product(a.nan_to_num(0.0), b),
            "nan-lost", "vllm-project/vllm #39645"),
-    Kernel("no product of zeros", IN_FP8, lambda a, b: product(a, b) if bool(a.any()) else _zeros(a, b),
+    Kernel("no product of zeros", "fp8", lambda a, b: product(a, b) if bool(a.any()) else _zeros(a, b),
            "data-shortcut", "AI-Hypercomputer/accelerator-agents #50"),
-    _remembering("casts outside of what is timed", IN_FP8, _casts_once, "remembered-work", "gpu-mode/kernelbot #501"),
-    Kernel("nothing beyond a size", IN_FP8, lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
+    _remembering("casts outside of what is timed", "fp8", _casts_once, "remembered-work", "gpu-mode/kernelbot #501"),
+    Kernel("nothing beyond a size", "fp8", lambda a, b: (_zeros if len(a) * len(b) > 200_000 else product)(a, b),
            "too-fast", "ScalingIntelligence/KernelBench #82"),
     Kernel("gradients in bf16", _LINEAR, layer(product), "not-cast", "Quartet #12"),
     Kernel("gradients in the wrong format", _LINEAR, layer(product, partial(_gradients, into_x=FP8)),
@@ -251,19 +246,19 @@ LIES: tuple[Kernel, ...] = (
     Kernel("attention in bf16 for mxfp8", signed("attention", "mxfp8"), attend,
            "not-cast", "vllm-project/vllm #51828"),
     # Everyday mistakes that no public issue reports.
-    Kernel("rows are taken to follow one another", IN_FP8, kernel(Operand(_row_stride)), "strides"),
-    Kernel("a NaN beyond the first rows is zero", IN_FP8, kernel(Operand(_nan_in_first_rows), PLAIN), "nan-lost"),
-    Kernel("an infinity of the second operand is zero", IN_FP8, kernel(PLAIN, Operand(_no_infinity)), "infinity-lost"),
-    Kernel("columns past 256 are zero", IN_FP8, kernel(out=_first_columns), "wrong-values"),
-    Kernel("amax is 1e-4 at least", IN_FP8, kernel(Operand(scale=lambda amax: amax.clamp(min=1e-4) / LARGEST)),
+    Kernel("rows are taken to follow one another", "fp8", kernel(Operand(_row_stride)), "strides"),
+    Kernel("a NaN beyond the first rows is zero", "fp8", kernel(Operand(_nan_in_first_rows), PLAIN), "nan-lost"),
+    Kernel("an infinity of the second operand is zero", "fp8", kernel(PLAIN, Operand(_no_infinity)), "infinity-lost"),
+    Kernel("columns past 256 are zero", "fp8", kernel(out=_first_columns), "wrong-values"),
+    Kernel("amax is 1e-4 at least", "fp8", kernel(Operand(scale=lambda amax: amax.clamp(min=1e-4) / LARGEST)),
            "wrong-values"),
-    Kernel("scales are kept in fp16", IN_FP8, kernel(Operand(scale=_in_fp16)), "not-finite"),
+    Kernel("scales are kept in fp16", "fp8", kernel(Operand(scale=_in_fp16)), "not-finite"),
     Kernel("a row of zeros is NaN", _EXACT_ROWS, kernel(_row(cast=_nan_rows), _row()), "not-finite"),
-    Kernel("bf16 sums of 512", IN_FP8, kernel(sums=parts(512, BF16)), "short-sums"),
-    Kernel("0.2% too large", IN_FP8, kernel(out=lambda sums: (sums * 1.002).to(BF16)), "gain"),
-    Kernel("one scale of two is applied", IN_FP8, kernel(PLAIN, Operand(shown=torch.ones_like)), "scale-missing"),
-    Kernel("cut toward zero", IN_FP8, kernel(Operand(cast=to_steps(torch.floor))), "cut"),
-    Kernel("sums kept in bf16", IN_BF16, lambda a, b: parts(8, BF16)(a, b).to(BF16), "too-bad",
+    Kernel("bf16 sums of 512", "fp8", kernel(sums=parts(512, BF16)), "short-sums"),
+    Kernel("0.2% too large", "fp8", kernel(out=lambda sums: (sums * 1.002).to(BF16)), "gain"),
+    Kernel("one scale of two is applied", "fp8", kernel(PLAIN, Operand(shown=torch.ones_like)), "scale-missing"),
+    Kernel("cut toward zero", "fp8", kernel(Operand(cast=to_steps(torch.floor))), "cut"),
+    Kernel("sums kept in bf16", "bf16", lambda a, b: parts(8, BF16)(a, b).to(BF16), "too-bad",
            "deepseek-ai/DeepSeek-V3 #1148"),
 )  # fmt: skip
 
@@ -279,27 +274,34 @@ def _torchao(x: Tensor, weight: Tensor) -> Tensor:
     return low(x)
 
 
-_EMULATED = {IN_FP8: (FP8,), _ROWS: (ROWS,), IN_BLOCKS: (BLOCKS, SQUARES), IN_MXFP8: (MXFP8,), _MX4: (MXFP4,), _NV: NV}
+_EMULATED = {
+    "fp8": (FP8,),
+    "fp8-rowwise": (ROWS,),
+    "fp8-block": (BLOCKS, SQUARES),
+    "mxfp8": (MXFP8,),
+    "mxfp4": (MXFP4,),
+    "nvfp4": NV,
+}
 HONEST: tuple[Kernel, ...] = (
     *(
-        Kernel(f"torch.mm in {name}", signed("product", name), plain)
+        Kernel(f"torch.mm in {name}", name, plain)
         for name in ("bf16", "fp16", "fp32")
     ),
     *(
-        Kernel(f"emulated {signature.precision}", signature, lambda a, b, t=treatments: product(a, b, *t))
-        for signature, treatments in _EMULATED.items()
+        Kernel(f"emulated {name}", name, lambda a, b, t=treatments: product(a, b, *t))
+        for name, treatments in _EMULATED.items()
     ),
-    *(Kernel(f"sums of {size}", IN_FP8, kernel(sums=parts(size))) for size in (16, 32, 128)),
+    *(Kernel(f"sums of {size}", "fp8", kernel(sums=parts(size))) for size in (16, 32, 128)),
     Kernel(
-        "sums of 128 under block scales", IN_BLOCKS,
+        "sums of 128 under block scales", "fp8-block",
         lambda a, b: parts(128)(rounded(a, BLOCKS), rounded(b, SQUARES)).to(BF16),
     ),
-    Kernel("ties away from zero", IN_FP8, kernel(Operand(cast=to_steps(lambda steps: (steps + 0.5).floor())))),
-    Kernel("the reciprocal of a scale", IN_FP8, kernel(Operand(scale=lambda x: 1 / (LARGEST / x.clamp(min=1e-30))))),
-    Kernel("split-K sums of four parts", IN_FP8, kernel(sums=lambda a, b: parts(-(-a.shape[1] // 4))(a, b))),
+    Kernel("ties away from zero", "fp8", kernel(Operand(cast=to_steps(lambda steps: (steps + 0.5).floor())))),
+    Kernel("the reciprocal of a scale", "fp8", kernel(Operand(scale=lambda x: 1 / (LARGEST / x.clamp(min=1e-30))))),
+    Kernel("split-K sums of four parts", "fp8", kernel(sums=lambda a, b: parts(-(-a.shape[1] // 4))(a, b))),
     Kernel("a scale a row, divided by it", _EXACT_ROWS, kernel(_row(), sums=parts(128))),
-    Kernel("sums backwards", IN_FP8, kernel(sums=lambda a, b: a.flip(1) @ b.flip(1).t())),
-    Kernel("scales after the sum", _ROWS, kernel(_row(scale=exponent))),
+    Kernel("sums backwards", "fp8", kernel(sums=lambda a, b: a.flip(1) @ b.flip(1).t())),
+    Kernel("scales after the sum", "fp8-rowwise", kernel(_row(scale=exponent))),
     Kernel(
         "torch's scaled product", signed("product", "fp8", "codes", "kn", 16),
         lambda a, b, down, across: torch._scaled_mm(a, b, scale_a=down, scale_b=across, out_dtype=BF16),
@@ -315,11 +317,11 @@ HONEST: tuple[Kernel, ...] = (
 # Lies that cannot be seen by comparing results with the promise.
 UNCAUGHT: tuple[Kernel, ...] = (
     Kernel(
-        "looks whether it is audited", IN_FP8,
+        "looks whether it is audited", "fp8",
         lambda a, b: product(a, b) if "fp8bench.features.audit.promises" in sys.modules else a @ b.t(),
         thread="gpu-mode/reference-kernels #162",
     ),
-    Kernel("FP8 subnormals of blocks are zero", IN_MXFP8, _no_subnormals),
-    Kernel("wrong at one size", IN_FP8, lambda a, b: product(a, b) * (-1 if a.shape[0] == 1000 else 1),
+    Kernel("FP8 subnormals of blocks are zero", "mxfp8", _no_subnormals),
+    Kernel("wrong at one size", "fp8", lambda a, b: product(a, b) * (-1 if a.shape[0] == 1000 else 1),
            thread="flashinfer-ai/flashinfer #3882"),
 )  # fmt: skip

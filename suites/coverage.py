@@ -5,8 +5,6 @@ of a case is the median of all its other runs. The file rows.jsonl in the folder
 from one processor.
 """
 
-from __future__ import annotations
-
 import json
 import math
 import os

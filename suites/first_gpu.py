@@ -12,8 +12,6 @@ repeated (except with `--again NAME`), and an interrupted run or training is res
 the figures, and FOLDER/changes.md has what to change in README.md and docs/status.md.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os

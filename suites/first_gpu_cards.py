@@ -1,7 +1,5 @@
 """Limits of GPU cards, published figures, and reasons why the figures of this machine may differ."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple

@@ -1,7 +1,5 @@
 """Steps on a first GPU: their commands, the lines of the table with targets, and how figures are read."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re

@@ -4,8 +4,6 @@ fp8bench's energy is compared with the driver's counter, which this program read
 one update of the counter to another around a window, under a steady load.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time

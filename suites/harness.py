@@ -4,8 +4,6 @@ Lower is better for all figures. Where a shared machine makes wall time unreliab
 runs that follow each other. All processes measure the fp8bench that this process imports.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 import os
@@ -15,7 +13,7 @@ import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.measure.ranks.worker import RanksWorker
@@ -29,7 +27,6 @@ from suites.quantisers import CASTS, linear_over_product, over_copy
 from suites.trials import FP8BENCH, cpu_seconds, environment, options, run_command, say, scratch
 
 SUITES = Path(__file__).resolve().parent
-_T = TypeVar("_T")
 Benchmark = Callable[..., float]
 
 
@@ -39,7 +36,7 @@ class Size(enum.Enum):
     FULL = enum.auto()
     SMALLEST = enum.auto()
 
-    def choose(self, full: _T, smallest: _T) -> _T:
+    def choose(self, full: Any, smallest: Any) -> Any:
         return full if self is Size.FULL else smallest
 
     @property

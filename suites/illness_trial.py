@@ -10,8 +10,6 @@ earlier the first alarm came. A delay is counted until the step in which the ala
 one of the first alarms comes from a rule that the illness names.
 """
 
-from __future__ import annotations
-
 import gzip
 import json
 import math
@@ -30,8 +28,7 @@ from torch.nn import functional as F
 import fp8bench
 from fp8bench.features.train.health.health import Health
 from fp8bench.features.train.values import Arm, ArmRole, StepRow, StreamLine, TrainingEvent
-from suites import illness_families
-from suites.illness_families import grow, leave_in_eval, scale_inputs
+from suites import illness_families as families
 from suites.loop_styles import STYLES, WELL_STEPS, Batch, Illness, Loop, healthy_loops, in_styles, make_generator
 from suites.trials import Row, conditions, options, say
 
@@ -150,18 +147,19 @@ ILLNESSES = tuple(chain(
     in_styles("a loader that stands still from the start", (LSTM,), SAME, repeat_first_batch, onset=0),
     in_styles("biases that kill every unit", (ADAM,), "dead-units", kill_units),
     in_styles("biases that kill every unit, from the start", (CNN,), "dead-units", kill_units, onset=0),
-    in_styles("inputs 255 times as large", (ADAM, CNN), "amax-jump", scale_inputs, 255),
+    in_styles("inputs 255 times as large", (ADAM, CNN), "amax-jump", families.scale_inputs, 255),
     in_styles("a quarter of each batch four times", (ADAM, CNN), "duplicate-inputs", Loop.change_batches,
               repeat_quarter),
     in_styles("inputs one deviation higher", (ADAM, CNN), "data-drift", Loop.change_batches, shift),
-    in_styles("inputs of zeros", (AUTOCAST,), f"amax-jump dead-units {SAME}", scale_inputs, 0),
-    in_styles("a layer's weights 64 times as large", (AUTOCAST, BF16), "amax-jump", grow, 64),
+    in_styles("inputs of zeros", (AUTOCAST,), f"amax-jump dead-units {SAME}", families.scale_inputs, 0),
+    in_styles("a layer's weights 64 times as large", (AUTOCAST, BF16), "amax-jump", families.grow, 64),
     in_styles("recurrent weights drawn anew, 8 times as large", (LSTM,), f"amax-jump {ROSE}",
               redraw_recurrent_weights),
-    in_styles("a table 64 times as large", ("sparse tables, two optimizers",), "amax-jump", grow, 64, nn.EmbeddingBag),
-    in_styles("gains that grow 15% a step", (ADAM,), "norm-gain", grow, 1.15, nn.LayerNorm, each=True),
-    in_styles("a head 200 times as large", (LSTM_SGD,), "large-logits amax-jump", grow, 200, nn.Linear, -1),
-    in_styles("a head that grows 8% a step", (ADAM,), "large-logits", grow, 1.08, nn.Linear, -1, each=True),
+    in_styles("a table 64 times as large", ("sparse tables, two optimizers",), "amax-jump",
+              families.grow, 64, nn.EmbeddingBag),
+    in_styles("gains that grow 15% a step", (ADAM,), "norm-gain", families.grow, 1.15, nn.LayerNorm, each=True),
+    in_styles("a head 200 times as large", (LSTM_SGD,), "large-logits amax-jump", families.grow, 200, nn.Linear, -1),
+    in_styles("a head that grows 8% a step", (ADAM,), "large-logits", families.grow, 1.08, nn.Linear, -1, each=True),
     in_styles("zero_grad forgotten", (ADAM,), "gradients-left", setattr, "zero", None),
     in_styles("zero_grad forgotten from the start", (CNN,), "gradients-left", setattr, "zero", None, onset=0),
     in_styles("zero_grad forgotten", (LSTM,), "gradients-left", setattr, "zero", None),
@@ -175,7 +173,7 @@ ILLNESSES = tuple(chain(
     in_styles("moments gone on resume", (ADAM, ADAPTERS), "moments-gone", forget_moments),
     in_styles("a head that is frozen by mistake", ("two optimizers",), "layer-stands-still", freeze_head),
     in_styles("labels that are always wrong", (ADAM, "CNN, two micro-batches"), ROSE, falsify_labels),
-    in_styles("a model left in eval mode", ("MLP, dropout",), "unseen", leave_in_eval, nn.Module),
+    in_styles("a model left in eval mode", ("MLP, dropout",), "unseen", families.leave_in_eval, nn.Module),
     in_styles("a weight that is infinite", (LSTM_SGD,), "not-finite tensor-not-finite", set_infinite_weights),
 ))  # fmt: skip
 # Illnesses that end, slowly or at once, in values that are not finite. An alarm of any rule counts.
@@ -183,11 +181,11 @@ LEADS = tuple(chain(
     in_styles("a rate that grows 10% a step", (CNN, ADAM, "nano"), "", Loop.change_rate, 1.1, each=True),
     in_styles("updates uphill", (SGD,), "", Loop.change_rate, -1),
     in_styles("a loss scale left in", (SGD,), "", leave_scale_in, 2.0**10),
-    in_styles("a layer's weights that grow 30% a step", (SGD, BF16, ADAM), "", grow, 1.3, each=True),
-    in_styles("gains that grow 30% a step", (ADAM,), "", grow, 1.3, nn.LayerNorm, each=True),
-    in_styles("a head that grows 30% a step", (ADAM,), "", grow, 1.3, nn.Linear, -1, each=True),
+    in_styles("a layer's weights that grow 30% a step", (SGD, BF16, ADAM), "", families.grow, 1.3, each=True),
+    in_styles("gains that grow 30% a step", (ADAM,), "", families.grow, 1.3, nn.LayerNorm, each=True),
+    in_styles("a head that grows 30% a step", (ADAM,), "", families.grow, 1.3, nn.Linear, -1, each=True),
 ))  # fmt: skip
-ALL_STYLES = STYLES | illness_families.STYLES | illness_families.HEALTHY_STYLES
+ALL_STYLES = STYLES | families.STYLES | families.HEALTHY_STYLES
 # A training that is finite for this many steps does not count.
 LEAD_STEPS = 400
 
@@ -332,8 +330,8 @@ def main() -> None:
     leads.mkdir(parents=True, exist_ok=True)
     illnesses, healthy = ILLNESSES, healthy_loops(STYLES)
     if arguments.families:
-        illnesses = tuple(illness_families.split_in_halves()[arguments.seeds])
-        healthy = illness_families.HEALTHY
+        illnesses = tuple(families.split_in_halves()[arguments.seeds])
+        healthy = families.HEALTHY
     trials = {
         "ill": (judge_illness, arguments.folder, product(illnesses, seeds), summarize_illnesses),
         "lead": (judge_lead, leads, product(LEADS, seeds), summarize_leads),

@@ -5,8 +5,6 @@ killed again, until a start without a kill finishes it. After each kill the stor
 its previous content, and no process may be left. Resuming may measure only what is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random

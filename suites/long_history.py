@@ -4,8 +4,6 @@ The store has 300 commits of a suite with 1,001 series of ten samples. Figures v
 tenth pair of cases has a step of 5%. suites/harness.py uses this module.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import shutil
@@ -15,23 +13,7 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8bench.model import (
-    Case,
-    DeviceFacts,
-    Environment,
-    Level,
-    Measurement,
-    Record,
-    Request,
-    Run,
-    Scalar,
-    Segments,
-    SlotSample,
-    Status,
-    Support,
-    Timing,
-    Work,
-)
+from fp8bench import model
 from fp8bench.store.figures.cache import cache_path
 from fp8bench.store.runs.run_file import infer_plan, start_run
 from suites.trials import run_command
@@ -45,9 +27,9 @@ REST = 100
 SUITE = "long_history"
 _MACHINE = "long"
 _FIRST = datetime(2026, 1, 5, tzinfo=UTC)
-_CPU = DeviceFacts("cpu", 0, "a processor", 8 << 30, "2.13.0")
-_NATIVE = Support(Level.NATIVE, "torch's own kernels")
-_WORK = Work(flops=1e9)
+_CPU = model.DeviceFacts("cpu", 0, "a processor", 8 << 30, "2.13.0")
+_NATIVE = model.Support(model.Level.NATIVE, "torch's own kernels")
+_WORK = model.Work(flops=1e9)
 _MODULE = '''"""A suite whose grid is as large as it is told to be; nobody measures it."""
 
 from fp8bench.suites import Axis, Grid, Workload, whole_number, workloads
@@ -118,9 +100,9 @@ def make(folder: Path, commits: int = COMMITS, pairs: int = PAIRS) -> None:
     write_store(folder / ".fp8bench", commits, pairs)
 
 
-def run_of(number: int, records: tuple[Record, ...]) -> Run:
+def run_of(number: int, records: tuple[model.Record, ...]) -> model.Run:
     when = _FIRST + timedelta(hours=number)
-    facts: dict[str, Scalar | None] = {
+    facts: dict[str, model.Scalar | None] = {
         "fp8bench": "0",
         "machine": _MACHINE,
         "commit": f"{number:08x}" * 5,
@@ -137,29 +119,31 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
         "asv_ram": "8589934592",
         "asv_python": "/opt/venv/bin/python3",
     }
-    return Run(
+    return model.Run(
         f"{number:08x}",
         (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"),
         f"fp8bench suite {SUITE}",
-        Request(SUITE),
+        model.Request(SUITE),
         infer_plan(records),
-        Environment(facts),
+        model.Environment(facts),
         (_CPU,),
         records=records,
     )
 
 
-def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
+def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[model.Record]:
     """Yields the records of a size in fp32, the reference, and in bf16. They use the next of `nanoseconds`."""
     for precision, phases in (("fp32", ("gemm",)), ("bf16", ("cast", "gemm"))):
         slots = []
         for number in range(ROUNDS):
             call = (*(next(nanoseconds) for _ in phases), REST)
-            slots.append(SlotSample(number, (call,), 1e-3, 1e-3))
-        timing = Timing(Segments((*phases, "unattributed"), (0,) * (1 + len(phases))), tuple(slots))
-        memory = Measurement("peak_memory", "B", (4096.0 * size,))
-        case = Case(SUITE, (("size", size),), precision, "cpu")
-        yield Record(case, _NATIVE, Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,))
+            slots.append(model.SlotSample(number, (call,), 1e-3, 1e-3))
+        timing = model.Timing(model.Segments((*phases, "unattributed"), (0,) * (1 + len(phases))), tuple(slots))
+        memory = model.Measurement("peak_memory", "B", (4096.0 * size,))
+        case = model.Case(SUITE, (("size", size),), precision, "cpu")
+        yield model.Record(
+            case, _NATIVE, model.Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,)
+        )
 
 
 class Cost(NamedTuple):

@@ -1,7 +1,5 @@
 """Healthy training loops in many styles: with various models, optimizers, batches and habits."""
 
-from __future__ import annotations
-
 import math
 from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext

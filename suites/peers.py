@@ -5,8 +5,6 @@ longer, as each tool would, with the same seconds for each function. `pip instal
 tools. A tool that is not installed has no row.
 """
 
-from __future__ import annotations
-
 import csv
 import json
 import statistics

@@ -1,7 +1,5 @@
 """Options, tables, processes and alternating timings that the programs of this folder share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os

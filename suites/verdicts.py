@@ -7,8 +7,6 @@ tails. Simulated held-out losses always agree with training losses, which is the
 are percentages of studies.
 """
 
-from __future__ import annotations
-
 import json
 from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace

@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from functools import partial
-from itertools import chain
 
 from fp8bench import units
 from fp8bench.cli.options import add_common
@@ -23,7 +22,6 @@ from fp8bench.plan.make import device_named
 from fp8bench.registry import precisions
 from fp8bench.report.columns import Col, table
 from fp8bench.report.elements import Items, Page, Part, Text, Tone
-from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 
 _LEGEND = (
@@ -121,8 +119,10 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
         parts.append(Part("emulated", "", (Text(text),)))
     # By default, only faults are shown: another order of summation is not a fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULT_KINDS
-    cases = chain.from_iterable(mode.found for mode in conformities)
-    if shown_cases := [case for case in cases if case.difference in listed_kinds]:
+    shown_cases: list[Conformity] = []
+    for mode in conformities:
+        shown_cases += [case for case in mode.found if case.difference in listed_kinds]
+    if shown_cases:
         caption = "results that differ in some bits"
         parts.append(Part("differences", "", (table("differences", caption, _DIFFERENCES, shown_cases),)))
     if skipped := list(_list_skip_reasons(conformities)):
@@ -133,8 +133,11 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
 
 def _list_skip_reasons(conformities: Sequence[ModeConformity]) -> Iterator[str]:
     """Yields a line for each reason, such as 'mxfp4, mxfp8 and nvfp4, 3 casts and products: ...'."""
-    cases = chain.from_iterable(mode.found for mode in conformities)
-    by_reason = together((case.why, case) for case in cases if case.difference is None)
+    by_reason: dict[str, list[Conformity]] = {}
+    for mode in conformities:
+        for case in mode.found:
+            if case.difference is None:
+                by_reason.setdefault(case.why, []).append(case)
     for reason, members in by_reason.items():
         mode_names = join_words((member.mode for member in members), 20)
         yield f"{mode_names}, {len({member.what for member in members})} casts and products: {reason}"
@@ -144,28 +147,23 @@ def _choose_tone(conforms: bool) -> Tone:
     return Tone.PLAIN if conforms else Tone.BAD
 
 
-def _count_column(
-    heading: str, *kinds: Difference | None, tone: Callable[[ModeConformity], Tone] | None = None
-) -> Col[ModeConformity]:
-    """Returns a column with the number of casts and products whose difference is of these kinds."""
-
-    def count_cases(mode: ModeConformity) -> str:
-        count = sum(case.difference in kinds for case in mode.found)
-        return str(count) if count else units.NONE
-
-    return Col(heading, count_cases, number=True, tone=tone)
+def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> str:
+    """Returns the number of casts and products whose difference is of these kinds."""
+    count = sum(case.difference in kinds for case in mode.found)
+    return str(count) if count else units.NONE
 
 
 _FAULT_KINDS = [kind for kind in Difference if not kind.conforms]
-_MODES = (
-    Col[ModeConformity]("precision", "mode"),
-    Col[ModeConformity]("here", "support.level.value"),
-    _count_column("compared", *Difference),
-    _count_column("same bits", Difference.NONE),
-    _count_column("order", Difference.ORDER),
-    _count_column("units", Difference.UNITS, Difference.SHORT_SUMS),
-    _count_column("wrong", *_FAULT_KINDS, tone=lambda mode: _choose_tone(mode.conforms)),
-    _count_column("not done", None),
+_UNIT_KINDS = [Difference.UNITS, Difference.SHORT_SUMS]
+_MODES: tuple[Col[ModeConformity], ...] = (
+    Col("precision", "mode"),
+    Col("here", "support.level.value"),
+    Col("compared", partial(_count_cases, list(Difference)), number=True),
+    Col("same bits", partial(_count_cases, [Difference.NONE]), number=True),
+    Col("order", partial(_count_cases, [Difference.ORDER]), number=True),
+    Col("units", partial(_count_cases, _UNIT_KINDS), number=True),
+    Col("wrong", partial(_count_cases, _FAULT_KINDS), number=True, tone=lambda mode: _choose_tone(mode.conforms)),
+    Col("not done", partial(_count_cases, [None]), number=True),
 )
 
 

@@ -8,7 +8,6 @@ import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
-from itertools import chain
 from statistics import median
 
 from fp8bench.model import DeviceFacts, Record, Run, Status, Timing
@@ -226,8 +225,9 @@ def _software_fields(run: Run) -> Iterator[tuple[str, str]]:
 
 
 def _find_devices(run: Run) -> list[DeviceFacts]:
-    cases = chain.from_iterable(group.cases for group in run.plan)
-    keys = {planned.case.device for planned in cases}
+    keys: set[str] = set()
+    for group in run.plan:
+        keys |= {planned.case.device for planned in group.cases}
     return [device for device in run.devices if device.key in keys]
 
 

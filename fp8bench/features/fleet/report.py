@@ -265,7 +265,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
             names = join_words([f"{setting} (run {run})" for setting, run in interrupted.items()])
             explanation = f"{len(interrupted)} of its cells were cut off and not resumed: {names}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, explanation)
-        counts = Counter(chain.from_iterable(complete[other] for other in complete if other != machine))
+        counts = Counter(chain.from_iterable(complete[name] for name in complete if name != machine))
         common_settings = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(complete) - 1]
         missing = [setting for setting in common_settings if setting not in complete[machine] | interrupted]
         if missing:

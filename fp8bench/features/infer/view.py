@@ -59,16 +59,16 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
         tables.append(_rollouts_table(answer, answer.quality.rollouts))
     if everything:
         tables.append(_costs_table(answer))
-    more = "--all has the bytes and the quality of each arm"
+    next_steps = "--all has the bytes and the quality of each arm"
     if answer.runs:
-        more += f"; stored as runs {', '.join(answer.runs)}"
+        next_steps += f"; stored as runs {', '.join(answer.runs)}"
     part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
         f"Does low precision pay when generating? (compared with {format_arm(question.arms[0])})",
         _arm_answers(answer),
         doubts=[answer.quality.caution] if answer.quality is not None and answer.quality.caution else (),
         tables=tables,
-        closing_facts=(("More", more),),
+        closing_facts=(("More", next_steps),),
     )
     return Page("", "", (part,), _LEGEND)
 

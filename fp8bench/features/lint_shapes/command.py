@@ -7,7 +7,7 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from functools import partial
 
@@ -226,7 +226,7 @@ _REFUSED_COLUMNS: tuple[Col[RefusedRow], ...] = (
 )
 
 
-def _format_modes_and_devices(modes_and_devices: Iterable[tuple[str, str]]) -> str:
+def _format_modes_and_devices(modes_and_devices: Sequence[tuple[str, str]]) -> str:
     """Formats pairs of mode and device, such as 'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
     devices = together(dict.fromkeys(modes_and_devices))
     modes = together((tuple(names), mode) for mode, names in devices.items())

@@ -20,7 +20,6 @@ from fp8bench.model import (
     Params,
     Phase,
     PlannedCase,
-    Scalar,
     Support,
     Verdict,
     Work,
@@ -73,7 +72,7 @@ def check_rounding() -> SelfCheck:
     )
 
 
-def make_base_params(workload: str, **params: Scalar) -> Params:
+def make_base_params(workload: str, **params: str | int) -> Params:
     """Returns the parameters of the workload `_planted`, which slows down a workload with these parameters."""
     return ("base", workload), *((f"base.{name}", value) for name, value in params.items())
 

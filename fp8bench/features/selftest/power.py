@@ -9,15 +9,13 @@ three arms count towards its time limit. States are created again every few tria
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, field
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -26,7 +24,7 @@ from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
 from fp8bench.errors import UnknownName
 from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE, make_base_params, make_product_params
 from fp8bench.files import keeping, write_whole
-from fp8bench.jobs.observer import JobObserver, Tell
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -164,22 +162,25 @@ def run_power(
             # 2. Record the conditions under which the figures are measured.
             environment = gather(worker.software(), __version__, 1)
             recorded_facts = {**{name: environment.get(name) for name in _RECORDED_FACTS}, "device": facts.name}
-            results: dict[str, OperationResult] = {}
+            results: list[OperationResult] = []
 
-            def report_trial(tell: Tell, result: OperationResult) -> None:
-                tell(len(result.loads), trials, "trials", result.operation)
-                if path is not None:
-                    _write_results(path, [*(results | {result.operation: result}).values()], recorded_facts)
+            def measure_operation(operation: Operation) -> OperationResult:
+                def report_trial(result: OperationResult) -> None:
+                    tell(len(result.loads), trials, "trials", result.operation)
+                    if path is not None:
+                        _write_results(path, [*results, result], recorded_facts)
+
+                with observer.counting() as tell:  # each operation shows its own remaining time
+                    return measure_power(worker, facts, operation, trials, len(results), report_trial)
 
             # 3. Measure one operation after the other. An interrupt only loses the current trial.
             for operation in list_operations(corpus.identity, facts):
                 if operation.key in (names or OPERATIONS):
-                    with observer.counting() as tell:  # each operation shows its own remaining time
-                        report = partial(report_trial, tell)
-                        result = measure_power(worker, facts, operation, trials, len(results), report)
-                    results[operation.name] = result
-    loads = itertools.chain.from_iterable(result.loads for result in results.values())
-    return Power(tuple(summarize_rows(results.values())), tuple(sorted(loads)))
+                    results += [measure_operation(operation)]
+    loads: list[float] = []
+    for result in results:
+        loads += result.loads
+    return Power(tuple(summarize_rows(results)), tuple(sorted(loads)))
 
 
 def measure_power(
@@ -270,7 +271,7 @@ def _sum_seconds(case: Timing, reference: Timing, control: Timing | None) -> flo
     return sum(slot.wall_seconds for slot in slots if slot.round in rounds)
 
 
-def summarize_rows(results: Iterable[OperationResult]) -> list[PowerRow]:
+def summarize_rows(results: Sequence[OperationResult]) -> list[PowerRow]:
     rows: list[PowerRow] = []
     for result in results:
         rows += [_summarize_row(result.operation, effect, outcomes) for effect, outcomes in result.outcomes.items()]
@@ -322,7 +323,7 @@ def format_power_table(power: Power) -> str:
     # Without a slow-down, every difference that is found is false. With a slow-down, "faster" is false.
     identical_rows = [row for row in rows if row.planted == 0]
     alarms = sum(row.slower + row.faster for row in identical_rows)
-    pairs, comparisons = (sum(row.trials for row in group) for group in (identical_rows, rows))
+    pairs, comparisons = sum(row.trials for row in identical_rows), sum(row.trials for row in rows)
     wrong_signs = sum(row.wrong_signs for row in rows)
     false_alarms = f"false alarms: {alarms} of {pairs} identical pairs"
     lines += ["", f"{false_alarms}; wrong signs: {wrong_signs} of {comparisons} comparisons"]

@@ -7,7 +7,6 @@ from __future__ import annotations
 import argparse
 import shlex
 from collections.abc import Iterator
-from dataclasses import replace
 from functools import partial
 
 from fp8bench import units
@@ -131,13 +130,14 @@ def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         )
     # 2. Request two cases of a suite, in the low and the reference precision. Maps assign these precisions to their
     # layers.
-    arguments.suite, arguments.axes = Model.name if target else "transformer", [axis]
-    request = replace(
-        make_request(arguments),
-        dtypes=(arguments.dtype,),
-        devices=(arguments.device,) if arguments.device else (),
-        reference=arguments.reference or (UNTOUCHED if target else "bf16"),
-    )
+    cases = {
+        "suite": Model.name if target else "transformer",
+        "axes": [axis],
+        "dtypes": (arguments.dtype,),
+        "devices": (arguments.device,) if arguments.device else (),
+        "reference": arguments.reference or (UNTOUCHED if target else "bf16"),
+    }
+    request = make_request(argparse.Namespace(**vars(arguments) | cases))
     # 3. Convert percentages to shares.
     gradient_tolerance = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(

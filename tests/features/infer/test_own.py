@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
 from unittest.mock import Mock
 
@@ -151,7 +152,7 @@ def decoded(context: int, precision: str, timing: Timing) -> Record:
 
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024)
-    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context in contexts for arm in arms]
+    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context, arm in product(contexts, arms)]
     records[-1] = replace(records[-1], status=Status.FAILED, reason="out of memory", timing=None)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
     times = tuple(collect_arm_times(question, arms, run_of(records), run_of([])))
@@ -166,7 +167,7 @@ def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
 def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
-    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context in contexts for arm in arms]
+    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context, arm in product(contexts, arms)]
 
     def answered(run: Run) -> ServingAnswer:
         monkeypatch.setattr(job, "execute", Mock(side_effect=[run, KeyboardInterrupt]))
