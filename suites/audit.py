@@ -3,8 +3,6 @@
 Exit code 1 means that a lie passed, or that an honest kernel was accused.
 """
 
-from __future__ import annotations
-
 import sys
 from collections.abc import Sequence
 
@@ -46,7 +44,7 @@ def codes_of(audit: Audit) -> str:
 def main() -> int:
     import torch
 
-    device = options(__doc__, device=("cpu", "or cuda")).device
+    device = options(__doc__, device=("cpu", "cpu or cuda")).device
     torch.set_num_threads(1)
     ceilings = measure_ceilings(LocalWorker(Settings()), devices.get(device).available()[0])
     audits: dict[str, list[Audit]] = {}

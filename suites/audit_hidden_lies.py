@@ -2,8 +2,6 @@
 and honest kernels that do unusual things.
 """
 
-from __future__ import annotations
-
 import random
 import threading
 import time
@@ -11,27 +9,41 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from fp8bench.features.audit import operands
 from fp8bench.user_code.named import signed
-from suites.audit_kernels import BF16, BLOCKS, FP8, MXFP8, SQUARES, Kernel, kernel, parts, product, rounded
+from suites.audit_kernels import (
+    ATTENTION,
+    BF16,
+    BLOCKS,
+    CAUSAL,
+    FP8,
+    SQUARES,
+    Kernel,
+    Memory,
+    Product,
+    attend,
+    kernel,
+    layer,
+    parts,
+    plain,
+    product,
+    remember_by,
+    rescaled,
+    rounded,
+    wide_gradients,
+)
 
-_FP8, _BLOCKS, _MX = signed("product", "fp8"), signed("product", "fp8-block"), signed("product", "mxfp8")
-_WIDE, _LINEAR = signed("product", "bf16"), signed("linear", "bf16")
-_ATTENTION, _CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
+_LINEAR = signed("linear", "bf16")
 _remembering = partial(Kernel, remembers=True)
-Lie = Callable[[Tensor, Tensor], Tensor]
 
 
-def _where(wrong: Callable[[int, int, int], bool], lie: Lie, right: Lie = product) -> Lie:
+def _where(wrong: Callable[[int, int, int], bool], lie: Product, right: Product = product) -> Product:
     """Returns a product that is wrong at some sizes (M, N, K)."""
     return lambda a, b: (lie if wrong(len(a), len(b), a.shape[1]) else right)(a, b)
-
-
-def _plain(a: Tensor, b: Tensor) -> Tensor:
-    return a @ b.t()
 
 
 def _half_sum(a: Tensor, b: Tensor) -> Tensor:
@@ -39,25 +51,18 @@ def _half_sum(a: Tensor, b: Tensor) -> Tensor:
     return product(a[:, :half], b[:, :half])
 
 
-def _some_columns(count: int) -> Lie:
+def _lose(place: Any) -> Product:
+    """Returns a product whose results at a place are zero."""
+
     def run(a: Tensor, b: Tensor) -> Tensor:
         result = product(a, b)
-        result[:, count:] = 0
+        result[place] = 0
         return result
 
     return run
 
 
-def _some_rows(count: int) -> Lie:
-    def run(a: Tensor, b: Tensor) -> Tensor:
-        result = product(a, b)
-        result[count:] = 0
-        return result
-
-    return run
-
-
-def _some_terms(count: int) -> Lie:
+def _some_terms(count: int) -> Product:
     return lambda a, b: product(a[:, :count], b[:, :count])
 
 
@@ -70,38 +75,12 @@ def _turned_grid(a: Tensor, b: Tensor) -> Tensor:
     return (rounded(a, BLOCKS) @ (weight.elements * scales[: b.shape[0], : b.shape[1]]).t()).to(BF16)
 
 
-def _moved_scales(a: Tensor, b: Tensor) -> Tensor:
-    """Takes the scales of each row from the next block if there are more than 40 blocks."""
-    left = operands.round_operand(a, MXFP8)
-    count = left.scales.shape[1]
-    scales = left.scales.roll(1, 1) if count > 40 else left.scales
-    spread = scales.repeat_interleave(32, 1)[:, : a.shape[1]]
-    return (left.elements * spread @ rounded(b, MXFP8).t()).to(BF16)
+def _sample(x: Tensor) -> tuple[int, str]:
+    """Returns the address and a sample of the values."""
+    return x.data_ptr(), str(x.reshape(-1)[:: max(x.numel() // 16, 1)].tolist())
 
 
-def _by_address_and_sample(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    places = [x.reshape(-1)[:: max(x.numel() // 16, 1)].tolist() for x in (a, b)]
-    key = a.data_ptr(), b.data_ptr(), a.shape, b.shape, str(places)
-    if key not in memory:
-        memory[key] = product(a, b)
-    return memory[key].clone()
-
-
-def _by_sums(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    key = a.shape, b.shape, float(a.double().abs().sum()), float(b.double().abs().sum())
-    if key not in memory:
-        memory[key] = product(a, b)
-    return memory[key].clone()
-
-
-def _by_version(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
-    key = a.data_ptr(), a._version, b.data_ptr(), b._version, a.shape, b.shape
-    if key not in memory:
-        memory[key] = product(a, b)
-    return memory[key].clone()
-
-
-def _old_after_many(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _old_after_many(memory: Memory, a: Tensor, b: Tensor) -> Tensor:
     """Returns the third result again, from the fourth call with a large shape on."""
     memory[a.shape, b.shape] = calls = memory.get((a.shape, b.shape), 0) + 1
     if calls > 3 and a.numel() > 200_000:
@@ -140,7 +119,7 @@ def _in_a_thread(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
-def _clobbers(when: Callable[[Tensor, Tensor], bool]) -> Lie:
+def _clobbers(when: Callable[[Tensor, Tensor], bool]) -> Product:
     def run(a: Tensor, b: Tensor) -> Tensor:
         result = product(a, b)
         if when(a, b):
@@ -172,8 +151,8 @@ def _unwritten_edge(a: Tensor, b: Tensor) -> Tensor:
     return result
 
 
-def _one_in(count: int) -> Callable[[dict[Any, Any], Tensor, Tensor], Tensor]:
-    def run(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _one_in(count: int) -> Callable[[Memory, Tensor, Tensor], Tensor]:
+    def run(memory: Memory, a: Tensor, b: Tensor) -> Tensor:
         memory["calls"] = memory.get("calls", 0) + 1
         result = product(a, b)
         if memory["calls"] % count == 0:
@@ -188,49 +167,21 @@ def _by_chance(a: Tensor, b: Tensor) -> Tensor:
     return result * 2 if random.random() < 1 / 200 else result
 
 
-class _LastInput(torch.autograd.Function):
-    """A linear layer whose backward uses the input of the latest forward, not of its matching forward."""
-
-    kept: Tensor
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor) -> Tensor:
-        ctx.save_for_backward(weight)
-        _LastInput.kept = x.detach()
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor]:
-        (weight,), (gradient,) = ctx.saved_tensors, gradients
-        return gradient @ weight, gradient.t() @ _LastInput.kept.view(-1, weight.shape[1])[: len(gradient)]
+_latest: dict[str, Tensor] = {}
 
 
-def _last_input(x: Tensor, weight: Tensor) -> Tensor:
-    return _LastInput.apply(x, weight)  # type: ignore[no-untyped-call]
+def _store_input(x: Tensor, weight: Tensor) -> Tensor:
+    _latest["input"] = x.detach()
+    return plain(x, weight)
 
 
-class _Parts(torch.autograd.Function):
-    """A linear layer that loses part of a gradient at some sizes."""
-
-    @staticmethod
-    def forward(ctx: Any, x: Tensor, weight: Tensor, tokens: int) -> Tensor:
-        ctx.save_for_backward(x, weight)
-        ctx.tokens = tokens
-        return x @ weight.t()
-
-    @staticmethod
-    def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor, Tensor, None]:
-        (x, weight), (gradient,) = ctx.saved_tensors, gradients
-        tokens = ctx.tokens or len(x)
-        return gradient @ weight, gradient[:tokens].t() @ x[:tokens], None
+def _latest_gradients(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    """Uses the input of the latest forward, not of the matching forward."""
+    return wide_gradients(_latest["input"].view(-1, weight.shape[1])[: len(gradient)], weight, gradient)
 
 
-def _layer(tokens: int = 0) -> Lie:
-    return lambda x, weight: _Parts.apply(x, weight, tokens)  # type: ignore[no-untyped-call]
-
-
-def _attends(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
-    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
+def _gradients_of_512(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return gradient @ weight, gradient[:512].t() @ x[:512]
 
 
 def _mask(length: int, past: int, later: int) -> Tensor:
@@ -240,78 +191,79 @@ def _mask(length: int, past: int, later: int) -> Tensor:
 
 
 def _late_mask(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-    return _attends(q, k, v, _mask(q.shape[2], 576, 1))
+    return attend(q, k, v, _mask(q.shape[2], 576, 1))
 
 
 def _window(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Attends only to the last 1000 positions."""
     visible = torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril()
-    return _attends(q, k, v, visible & ~visible.tril(-1000))
+    return attend(q, k, v, visible & ~visible.tril(-1000))
 
 
 def _first_heads(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Uses the values of eight heads at most: head 8 gets those of head 0."""
     which = torch.arange(q.shape[1]) % 8
-    return _attends(q, k, v[:, which])
+    return attend(q, k, v[:, which])
 
 
 def _one_size(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
     """Scales scores for a head size of 64, also for larger heads."""
-    return _attends(q, k, v, scale=min(q.shape[-1], 64) ** -0.5) if q.shape[-1] in (80, 96, 112) else _attends(q, k, v)
+    return attend(q, k, v, scale=min(q.shape[-1], 64) ** -0.5) if q.shape[-1] in (80, 96, 112) else attend(q, k, v)
 
 
 HIDDEN_LIES: tuple[Kernel, ...] = (
-    Kernel("half of K where M is a multiple of 256", _FP8, _where(lambda m, n, k: m % 256 == 0, _half_sum)),
-    Kernel("columns past 512 are zero", _FP8, _where(lambda m, n, k: n > 512, _some_columns(512))),
-    Kernel("columns past 1000 are zero", _FP8, _where(lambda m, n, k: n > 1000, _some_columns(1000))),
-    Kernel("columns past 20000 are zero", _FP8, _where(lambda m, n, k: n > 20_000, _some_columns(20_000))),
-    Kernel("rows past 1500 are zero", _FP8, _where(lambda m, n, k: m > 1500, _some_rows(1500))),
-    Kernel("a square grid of weight scales is transposed", _BLOCKS, _turned_grid),
-    Kernel("block scales are one off beyond 40", _MX, _moved_scales),
-    Kernel("wrong where K is 768", _FP8, _where(lambda m, n, k: k == 768, lambda a, b: product(a, b) * 1.02)),
-    Kernel("nothing beyond 4096 of K", _FP8, _where(lambda m, n, k: k > 4096, _some_terms(4096))),
-    Kernel("nothing beyond 8192 of K", _FP8, _where(lambda m, n, k: k > 8192, _some_terms(8192))),
-    Kernel("K of 11008 in bf16", _FP8, _where(lambda m, n, k: k == 11008, _plain)),
-    Kernel("a square of 4096 in bf16", _FP8, _where(lambda m, n, k: n == k == 4096, _plain)),
-    Kernel("bf16 sums where M is at most 8", _FP8,
+    Kernel("half of K where M is a multiple of 256", "fp8", _where(lambda m, n, k: m % 256 == 0, _half_sum)),
+    Kernel("columns past 512 are zero", "fp8", _lose(np.s_[:, 512:])),
+    Kernel("columns past 1000 are zero", "fp8", _lose(np.s_[:, 1000:])),
+    Kernel("columns past 20000 are zero", "fp8", _lose(np.s_[:, 20_000:])),
+    Kernel("rows past 1500 are zero", "fp8", _lose(np.s_[1500:])),
+    Kernel("a square grid of weight scales is transposed", "fp8-block", _turned_grid),
+    Kernel("block scales are one off beyond 40", "mxfp8",
+           rescaled(lambda scales: scales.roll(int(scales.shape[1] > 40), 1))),
+    Kernel("wrong where K is 768", "fp8", _where(lambda m, n, k: k == 768, lambda a, b: product(a, b) * 1.02)),
+    Kernel("nothing beyond 4096 of K", "fp8", _some_terms(4096)),
+    Kernel("nothing beyond 8192 of K", "fp8", _some_terms(8192)),
+    Kernel("K of 11008 in bf16", "fp8", _where(lambda m, n, k: k == 11008, plain)),
+    Kernel("a square of 4096 in bf16", "fp8", _where(lambda m, n, k: n == k == 4096, plain)),
+    Kernel("bf16 sums where M is at most 8", "fp8",
            _where(lambda m, n, k: m <= 8, kernel(sums=parts(64, BF16)), kernel())),
-    Kernel("bf16 sums of bf16 where M is at most 8", _WIDE,
-           _where(lambda m, n, k: m <= 8, lambda a, b: parts(64, BF16)(a, b).to(BF16), _plain)),
-    Kernel("one row is not cast", _FP8, _where(lambda m, n, k: m == 1, _plain)),
-    Kernel("odd rows beyond 256 lose the last", _FP8, _where(lambda m, n, k: m > 256 and m % 2 == 1, _some_rows(-1))),
-    Kernel("1024 rows and columns are not summed", _FP8,
+    Kernel("bf16 sums of bf16 where M is at most 8", "bf16",
+           _where(lambda m, n, k: m <= 8, lambda a, b: parts(64, BF16)(a, b).to(BF16), plain)),
+    Kernel("one row is not cast", "fp8", _where(lambda m, n, k: m == 1, plain)),
+    Kernel("odd rows beyond 256 lose the last", "fp8", _where(lambda m, n, k: m > 256 and m % 2 == 1, _lose(-1))),
+    Kernel("1024 rows and columns are not summed", "fp8",
            _where(lambda m, n, k: m >= 1024 and n >= 1024, _half_sum)),
-    _remembering("results by address and sample", _FP8, _by_address_and_sample),
-    _remembering("results by sums", _FP8, _by_sums),
-    _remembering("results by version", _FP8, _by_version),
-    _remembering("old results after three calls", _FP8, _old_after_many),
-    Kernel("computed when read", _FP8, _lazy),
-    Kernel("computed by a thread", _FP8, _in_a_thread),
-    Kernel("an input lost where M is odd", _FP8, _clobbers(lambda a, b: len(a) % 2 == 1 and len(a) > 1)),
-    Kernel("an input lost where it is strided", _FP8, _clobbers(lambda a, b: not a.is_contiguous())),
-    Kernel("an input lost where it is large", _FP8, _clobbers(lambda a, b: a.numel() >= 1 << 20)),
-    Kernel("memory before its input", _FP8, _beside_its_input),
-    Kernel("sums on what was in memory", _FP8, _unwritten_sums),
-    Kernel("an edge that is not written", _FP8, _unwritten_edge),
-    _remembering("one call in 400 differs", _FP8, _one_in(400)),
-    _remembering("one call in 900 differs", _FP8, _one_in(900)),
-    Kernel("a call differs by chance", _FP8, _by_chance),
-    Kernel("backward of the last forward", _LINEAR, _last_input),
-    Kernel("the weight gradient of 512 tokens", _LINEAR, _layer(512)),
-    Kernel("a causal mask that is one off past 576", _CAUSAL, _late_mask),
-    Kernel("a causal window of 1000", _CAUSAL, _window),
-    Kernel("values of eight heads", _ATTENTION, _first_heads),
-    Kernel("scores of a different size", _ATTENTION, _one_size),
+    _remembering("results by address and sample", "fp8", remember_by(_sample)),
+    _remembering("results by sums", "fp8", remember_by(lambda x: float(x.double().abs().sum()))),
+    _remembering("results by version", "fp8", remember_by(lambda x: (x.data_ptr(), x._version))),
+    _remembering("old results after three calls", "fp8", _old_after_many),
+    Kernel("computed when read", "fp8", _lazy),
+    Kernel("computed by a thread", "fp8", _in_a_thread),
+    Kernel("an input lost where M is odd", "fp8", _clobbers(lambda a, b: len(a) % 2 == 1 and len(a) > 1)),
+    Kernel("an input lost where it is strided", "fp8", _clobbers(lambda a, b: not a.is_contiguous())),
+    Kernel("an input lost where it is large", "fp8", _clobbers(lambda a, b: a.numel() >= 1 << 20)),
+    Kernel("memory before its input", "fp8", _beside_its_input),
+    Kernel("sums on what was in memory", "fp8", _unwritten_sums),
+    Kernel("an edge that is not written", "fp8", _unwritten_edge),
+    _remembering("one call in 400 differs", "fp8", _one_in(400)),
+    _remembering("one call in 900 differs", "fp8", _one_in(900)),
+    Kernel("a call differs by chance", "fp8", _by_chance),
+    Kernel("backward of the last forward", _LINEAR, layer(_store_input, _latest_gradients)),
+    Kernel("the weight gradient of 512 tokens", _LINEAR, layer(differentiate=_gradients_of_512)),
+    Kernel("a causal mask that is one off past 576", CAUSAL, _late_mask),
+    Kernel("a causal window of 1000", CAUSAL, _window),
+    Kernel("values of eight heads", ATTENTION, _first_heads),
+    Kernel("scores of a different size", ATTENTION, _one_size),
 )  # fmt: skip
 
 
-def _at_random_places(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _at_random_places(memory: Memory, a: Tensor, b: Tensor) -> Tensor:
     """Sums in a different order in each call."""
     size = random.choice((16, 32, 64, 96))
     return kernel(sums=parts(size))(a, b)
 
 
-def _in_one_workspace(memory: dict[Any, Any], a: Tensor, b: Tensor) -> Tensor:
+def _in_one_workspace(memory: Memory, a: Tensor, b: Tensor) -> Tensor:
     """Casts into memory that it reuses between calls, and returns new memory."""
     key = a.shape, b.shape
     left, right = memory.setdefault(key, (torch.empty(a.shape), torch.empty(b.shape)))
@@ -354,20 +306,20 @@ class MarkedTensor(Tensor):
 
 
 UNUSUAL: tuple[Kernel, ...] = (
-    _remembering("another order of sums each time", _FP8, _at_random_places),
-    _remembering("a workspace", _FP8, _in_one_workspace),
-    Kernel("another way to decode", _FP8, _split_by_size),
-    Kernel("a transposed result", _FP8, _transposed_result),
-    Kernel("part of a larger result", _FP8, _part_of_a_larger),
-    Kernel("refuses few rows", _FP8, _large_sizes_only),
-    Kernel("refuses strides", _FP8, _contiguous_only),
-    Kernel("a result of a subclass", _FP8, lambda a, b: product(a, b).as_subclass(MarkedTensor)),
-    Kernel("a parameter", _FP8, lambda a, b: torch.nn.Parameter(product(a, b), requires_grad=False)),
-    Kernel("results in float32", _FP8, lambda a, b: rounded(a, FP8) @ rounded(b, FP8).t()),
+    _remembering("another order of sums each time", "fp8", _at_random_places),
+    _remembering("a workspace", "fp8", _in_one_workspace),
+    Kernel("another way to decode", "fp8", _split_by_size),
+    Kernel("a transposed result", "fp8", _transposed_result),
+    Kernel("part of a larger result", "fp8", _part_of_a_larger),
+    Kernel("refuses few rows", "fp8", _large_sizes_only),
+    Kernel("refuses strides", "fp8", _contiguous_only),
+    Kernel("a result of a subclass", "fp8", lambda a, b: product(a, b).as_subclass(MarkedTensor)),
+    Kernel("a parameter", "fp8", lambda a, b: torch.nn.Parameter(product(a, b), requires_grad=False)),
+    Kernel("results in float32", "fp8", lambda a, b: rounded(a, FP8) @ rounded(b, FP8).t()),
     Kernel("a linear layer of torch's", _LINEAR, torch.nn.functional.linear),
-    Kernel("a separate linear layer", _LINEAR, _layer()),
-    Kernel("causal attention by a mask", _CAUSAL,
-           lambda q, k, v: _attends(q, k, v, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril())),
-    Kernel("fp16 squares", signed("product", "fp16"), _plain),
-    Kernel("emulated blocks", _BLOCKS, lambda a, b: product(a, b, BLOCKS, SQUARES)),
+    Kernel("a separate linear layer", _LINEAR, layer()),
+    Kernel("causal attention by a mask", CAUSAL,
+           lambda q, k, v: attend(q, k, v, torch.ones(q.shape[2], q.shape[2], dtype=torch.bool).tril())),
+    Kernel("fp16 squares", "fp16", plain),
+    Kernel("emulated blocks", "fp8-block", lambda a, b: product(a, b, BLOCKS, SQUARES)),
 )  # fmt: skip

@@ -3,8 +3,6 @@
 All steps use only torch, so that they run on any device.
 """
 
-from __future__ import annotations
-
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import partial
@@ -13,6 +11,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from fp8bench.features.audit import operands
 from fp8bench.formats.grids import E2M1, E4M3
 from fp8bench.formats.operators import values
 from fp8bench.formats.recipes import (
@@ -26,6 +25,7 @@ from fp8bench.formats.recipes import (
     Treatment,
 )
 from fp8bench.model.promises import Signature
+from fp8bench.user_code.named import signed
 
 BF16 = torch.bfloat16
 FP8, ROWS = Treatment(E4M3, TENSOR), Treatment(E4M3, ROW_POWER_OF_TWO)
@@ -34,23 +34,30 @@ MXFP8, MXFP4 = Treatment(E4M3, MX), Treatment(E2M1, MX)
 NV = Treatment(E2M1, NVFP4), Treatment(E2M1, NVFP4_SQUARE)
 Step = Callable[[Tensor], Tensor]
 Product = Callable[[Tensor, Tensor], Tensor]
+Memory = dict[Any, Any]
 LARGEST, _LEAST = 448.0, 1e-30
+ATTENTION, CAUSAL = signed("attention", "bf16"), signed("attention", "bf16", causal=True)
 
 
 @dataclass(frozen=True)
 class Kernel:
     """A kernel, its promise, and the `code` that an audit must find; '' if the kernel is honest.
 
+    A promise that is only a precision is that of a product.
     If it `remembers`, its function takes a dict before the arguments, which is empty at first. `thread` is a public
     issue about the same mistake.
     """
 
     name: str
-    signature: Signature
+    promise: Signature | str
     function: Callable[..., Any]
     code: str = ""
     thread: str = ""
     remembers: bool = False
+
+    @property
+    def signature(self) -> Signature:
+        return signed("product", self.promise) if isinstance(self.promise, str) else self.promise
 
     def made(self) -> Callable[..., Any]:
         """Returns the kernel's function with a new, empty memory."""
@@ -66,8 +73,64 @@ def product(a: Tensor, b: Tensor, first: Treatment = FP8, second: Treatment | No
     return (rounded(a, first) @ rounded(b, second or first).t()).to(BF16)
 
 
-def same(x: Tensor) -> Tensor:
-    return x
+def plain(a: Tensor, b: Tensor) -> Tensor:
+    """Multiplies without any cast."""
+    return a @ b.t()
+
+
+def remember_by(key: Callable[[Tensor], object]) -> Callable[[Memory, Tensor, Tensor], Tensor]:
+    """Returns a product that returns an earlier result if both operands have the keys and shapes of that call."""
+
+    def run(memory: Memory, a: Tensor, b: Tensor) -> Tensor:
+        keys = a.shape, b.shape, key(a), key(b)
+        if keys not in memory:
+            memory[keys] = product(a, b)
+        return memory[keys].clone()
+
+    return run
+
+
+def rescaled(change: Step, first: Treatment = MXFP8, second: Treatment = MXFP8) -> Product:
+    """Returns a product that applies changed scales to the blocks of its first operand."""
+    block = 128 if first is BLOCKS else 32
+
+    def run(a: Tensor, b: Tensor) -> Tensor:
+        operand = operands.round_operand(a, first)
+        scales = change(operand.scales).expand_as(operand.scales).repeat_interleave(block, 1)[:, : a.shape[1]]
+        return (operand.elements * scales @ rounded(b, second).t()).to(BF16)
+
+    return run
+
+
+def attend(q: Tensor, k: Tensor, v: Tensor, visible: Tensor | None = None, **options: Any) -> Tensor:
+    return torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=visible, **options)
+
+
+class LinearFunction(torch.autograd.Function):
+    """A linear layer with a given product and given gradients; see `layer`."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, weight: Tensor, multiply: Product, differentiate: Callable[..., Any]) -> Tensor:
+        ctx.save_for_backward(x, weight)
+        ctx.differentiate = differentiate
+        return multiply(x, weight)
+
+    @staticmethod
+    def backward(ctx: Any, *gradients: Tensor) -> Any:
+        return *ctx.differentiate(*ctx.saved_tensors, *gradients), None, None
+
+
+def wide_gradients(x: Tensor, weight: Tensor, gradient: Tensor) -> tuple[Tensor, Tensor]:
+    return gradient @ weight, gradient.t() @ x
+
+
+def layer(multiply: Product = plain, differentiate: Callable[..., Any] = wide_gradients) -> Product:
+    """Returns a linear layer. `differentiate` returns the gradients of input and weight from these two and the
+    gradient of the result.
+    """
+    return lambda x, weight: LinearFunction.apply(  # type: ignore[no-untyped-call]
+        x, weight, multiply, differentiate
+    )
 
 
 def rows_amax(x: Tensor) -> Tensor:
@@ -104,11 +167,11 @@ def to_steps(round_steps: Step) -> Step:
 class Operand:
     """Reads, scales and casts a matrix. `shown` changes the scale that the kernel reports."""
 
-    read: Step = same
+    read: Step = lambda x: x
     amax: Step = lambda x: x.abs().amax()
     scale: Step = over_448
     cast: Step = saturated
-    shown: Step = same
+    shown: Step = lambda scale: scale
 
     def __call__(self, x: Tensor) -> tuple[Tensor, Tensor]:
         x = self.read(x).float()
@@ -122,7 +185,7 @@ PLAIN = Operand()
 def kernel(
     first: Operand = PLAIN,
     second: Operand | None = None,
-    sums: Product = lambda a, b: a @ b.t(),
+    sums: Product = plain,
     out: Step = lambda sums: sums.to(BF16),
 ) -> Product:
     """Returns a product of two operands that applies their scales to its sums. `second` defaults to `first`."""

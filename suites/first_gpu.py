@@ -12,8 +12,6 @@ repeated (except with `--again NAME`), and an interrupted run or training is res
 the figures, and FOLDER/changes.md has what to change in README.md and docs/status.md.
 """
 
-from __future__ import annotations
-
 import ctypes
 import fcntl
 import os
@@ -25,13 +23,14 @@ import tarfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from datetime import UTC, datetime
+from itertools import islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, EXIT_USAGE, Fp8benchError
 from fp8bench.files import write_whole
 from suites.first_gpu_brisk import BRISK_STEPS, STEPS, expected_seconds
-from suites.first_gpu_cards import card_of, compared, remarks
+from suites.first_gpu_cards import card_of_probe, compare, describe_conditions
 from suites.first_gpu_steps import NATIVE, FirstStep, Line, NoFigure, StepFiles, base_of
 from suites.kill import children, wait_until_gone
 from suites.trials import ROOT, conditions, environment, options, say
@@ -74,11 +73,14 @@ def command_of(files: StepFiles, native: Mapping[str, str]) -> list[str]:
     words = [word.format(json=files.path("json")) for word in step.words.split()]
     kind = words[1] if words[0] == "fp8bench" else words[0]
     if begun := files.begun():
-        words = [*words[:2], "--resume", begun[-1].stem.split("-")[-1], *(["--json"] if kind == "train" else [])]
-    words = [only_native(word, native) for word in words]
+        words = [*words[:2], "--resume", begun[-1].stem.split("-")[-1]]
+        if kind == "train":
+            words.append("--json")
     if kind == "suite":
         words += ["--csv", str(files.path("csv")), "--no-report"]
-    return [sys.executable, "-m", *words, *(["--store", str(files.store)] if kind in _STORED else [])]
+    if kind in _STORED:
+        words += ["--store", str(files.store)]
+    return [sys.executable, "-m", *(only_native(word, native) for word in words)]
 
 
 def _descendants(pid: int) -> list[int]:
@@ -113,12 +115,8 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str,
     if state.get("commit", commit) != commit:  # results of two commits would not be comparable
         shutil.rmtree(files.store, ignore_errors=True)
     command = command_of(files, native)
-    state |= {
-        "commit": commit,
-        "attempts": state["attempts"] + 1,
-        "command": command[1:],
-        "begun": datetime.now(UTC).isoformat(),
-    }
+    state |= {"commit": commit, "command": command[1:], "begun": datetime.now(UTC).isoformat()}
+    state["attempts"] += 1
     files.write(state)
     start = time.monotonic()
     with files.path("out").open("wb") as out, files.path("err").open("wb") as err:
@@ -137,9 +135,8 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str,
             _end(process)
             state["code"] = None
     state["seconds"] = round(time.monotonic() - start, 1)
-    if (
-        state["code"] == EXIT_USAGE and "--resume" in command
-    ):  # files have changed: the two parts would not be comparable
+    if state["code"] == EXIT_USAGE and "--resume" in command:
+        # Files have changed: the two parts would not be comparable.
         shutil.rmtree(files.store)
         return take(files, max(1.0, limit - state["seconds"]), native)
     # A step that a signal ended, for example because memory ran out, has no answer. A step that had too little time
@@ -152,10 +149,10 @@ def take(files: StepFiles, limit: float, native: Mapping[str, str]) -> dict[str,
     return state
 
 
-def waiting(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
+def find_open_steps(steps: Sequence[FirstStep], folder: Path) -> list[StepFiles]:
     """Returns the steps that have not ended, in their order."""
-    every = (StepFiles(step, folder) for step in steps)
-    return [files for files in every if (files.state() or {}).get("state") != "ended"]
+    steps_files = (StepFiles(step, folder) for step in steps)
+    return [files for files in steps_files if files.state().get("state") != "ended"]
 
 
 def native_of(probe: Mapping[str, Any]) -> dict[str, str]:
@@ -171,7 +168,7 @@ def seconds_of(files: StepFiles, probe: Mapping[str, Any]) -> float:
     return expected_seconds(files.step, words, probe)
 
 
-def go(
+def run_steps(
     steps: Sequence[FirstStep],
     folder: Path,
     seconds: float,
@@ -188,27 +185,26 @@ def go(
     while True:
         remaining, device = end - clock(), probe.device()
         native = native_of(device)
-        open_steps = [
-            files
-            for files in waiting(steps, folder)
-            if files.step.name not in tried and not files.step.missing_units(native)
-        ]
-        expected = {files.step.name: seconds_of(files, device) for files in open_steps}
-        files = next((files for files in open_steps if expected[files.step.name] <= remaining), None)
-        is_blind = files is not None and files.step is not steps[0] and bool(probe.state()) and not device
-        if files is None or is_blind:
-            for waits in open_steps if not is_blind else ():
-                name = waits.step.name
-                say(f"{name}: left out, it takes {expected[name]:.0f} s and {max(0.0, remaining):.0f} s are left")
+        open_steps = {}
+        for files in find_open_steps(steps, folder):
+            if files.step.name not in tried and not files.step.missing_units(native):
+                open_steps[files.step.name] = files, seconds_of(files, device)
+        fitting = [name for name, (_, seconds) in open_steps.items() if seconds <= remaining]
+        if not fitting:
+            for name, (_, seconds) in open_steps.items():
+                say(f"{name}: left out, it takes {seconds:.0f} s and {max(0.0, remaining):.0f} s are left")
             return
-        name = files.step.name
+        name = fitting[0]
+        if name != steps[0].name and probe.state() and not device:
+            return  # the probe has found no GPU
+        files, expected = open_steps[name]
         # A step that takes far longer than its plan, for example because its groups start again, is continued in a
         # later call.
-        most = max(_LEAST_LIMIT, _SLOWER * expected[name]) if "--brisk" in files.step.words else LONGEST
+        most = max(_LEAST_LIMIT, _SLOWER * expected) if "--brisk" in files.step.words else LONGEST
         state = take(files, min(LONGEST, remaining, most), native)
-        files.write(files.state() | {"expected": round(expected[name])})
+        files.write(files.state() | {"expected": round(expected)})
         tried.add(name)
-        words = f"{name}: {state['state']} after {state['seconds']:.0f} s (computed {expected[name]:.0f})"
+        words = f"{name}: {state['state']} after {state['seconds']:.0f} s (computed {expected:.0f})"
         say(f"{words}, exit {state['code']}; {max(0.0, end - clock()):.0f} s are left")
         archive(folder)
 
@@ -229,7 +225,7 @@ def unpack(path: Path, folder: Path) -> None:
     already has steps.
     """
     if any(folder.glob("*.state.json")):
-        raise SystemExit(f"--archive: {folder} holds steps already. Leave --archive out to go on with them.")
+        raise SystemExit(f"--archive: {folder} already holds steps. Leave --archive out to continue them.")
     try:
         with tarfile.open(path) as file:
             file.extractall(folder, filter="data")
@@ -242,72 +238,82 @@ def rows_of(every: Sequence[StepFiles]) -> list[Row]:
     passed.
     """
     probe = every[0].device()
-    nothing = "" if probe.get("computes") else "no GPU that computes was seen"
-    rows, trusted = [], True
-    for files, line in ((step, line) for step in every for line in step.step.lines):
-        row = Row(*(word.replace("|", "/") for word in row_of(files, line, nothing, probe)))  # bars are the table's
-        if files.step.name in ("conform", "selftest"):
-            trusted &= row.verdict == "reached"
-        if line.speed and not trusted and row.verdict in ("reached", "missed", "measured"):
-            row = Row(line.what, row.target, "withheld", "could not be: conform and selftest have not held here")
-        rows.append(row)
+    rows, is_trusted = [], True
+    for files in every:
+        for line in files.step.lines:
+            row = make_row(files, line, probe)
+            row = Row(*(word.replace("|", "/") for word in row))  # bars are the table's
+            if files.step.name in ("conform", "selftest"):
+                is_trusted &= row.verdict == "reached"
+            if line.speed and not is_trusted and row.verdict in ("reached", "missed", "measured"):
+                row = Row(line.what, row.target, "withheld", "could not be: conform and selftest have not held here")
+            rows.append(row)
     return rows
 
 
-def row_of(files: StepFiles, line: Line, nothing: str, probe: Mapping[str, Any]) -> Row:
+def make_row(files: StepFiles, line: Line, probe: Mapping[str, Any]) -> Row:
     """Returns the row of a line: its figure with target, verdict and comparison, or why the figure is missing."""
-    state = files.state()
-    card = card_of(str(probe.get("device", {}).get("name", "")))
-    target = line.target_words(card)
+    card = card_of_probe(probe)
+    row = Row(line.what, line.target_words(card), "-", "measured")
     try:
-        if missing := files.step.missing_units(native_of(probe)):
-            return Row(line.what, target, "-", f"left out: {missing}")
-        if state.get("overruns", 0) >= _MOST_OVERRUNS:
-            raise NoFigure(f"{_MOST_OVERRUNS} attempts were ended by a signal or after {LONGEST} s")
-        if state.get("state") != "ended":
-            waits = f"waits, takes {seconds_of(files, probe):.0f} s"
-            return Row(line.what, target, "-", f"{waits}, cut off {state['attempts']} times" if state else waits)
+        if open_reason := find_open_reason(files, probe):
+            return row._replace(verdict=open_reason)
         measured = line.read(files)
     except NoFigure as reason:
-        return Row(line.what, target, "-", f"could not be: {reason}")
+        return row._replace(verdict=f"could not be: {reason}")
     except (ArithmeticError, LookupError, OSError, StopIteration, TypeError, ValueError, Fp8benchError) as failure:
-        return Row(line.what, target, "-", f"could not be: read from its files, {type(failure).__name__}: {failure}")
-    if nothing:
-        return Row(line.what, target, measured.text, f"could not be: {nothing}")
+        return row._replace(verdict=f"could not be: read from its files, {type(failure).__name__}: {failure}")
+    row = row._replace(measured=measured.text)
+    if not probe.get("computes"):
+        return row._replace(verdict="could not be: no GPU that computes was seen")
     if measured.number is None:
-        return Row(line.what, target, measured.text, "measured")
-    verdict = "measured" if target == "-" else "reached" if line.reached(measured.number, card) else "missed"
-    comparison = compared(measured.number, line.published, probe, files.clocks()) if line.published else ""
-    return Row(line.what, target, measured.text, verdict, comparison)
+        return row
+    if row.target != "-":
+        row = row._replace(verdict="reached" if line.reached(measured.number, card) else "missed")
+    if line.published:
+        row = row._replace(published=compare(measured.number, line.published, probe, files.clocks()))
+    return row
+
+
+def find_open_reason(files: StepFiles, probe: Mapping[str, Any]) -> str:
+    """Returns why a step has not ended; '' if it has."""
+    state = files.state()
+    if missing := files.step.missing_units(native_of(probe)):
+        return f"left out: {missing}"
+    if state.get("overruns", 0) >= _MOST_OVERRUNS:
+        return f"could not be: {_MOST_OVERRUNS} attempts were ended by a signal or after {LONGEST} s"
+    if state.get("state") == "ended":
+        return ""
+    cuts = f", cut off {state['attempts']} times" if state else ""
+    return f"waits, takes {seconds_of(files, probe):.0f} s{cuts}"
 
 
 def changes(every: Sequence[StepFiles], rows: Sequence[Row]) -> str:
     """Returns the new text for README.md, and for rows of docs/status.md."""
-    device, verdicts = every[0].device(), iter(rows)
+    device, remaining_rows = every[0].device(), iter(rows)
     if not device.get("computes"):
         return "Nothing changes: no GPU that computes was seen.\n"
     where = f"{device['device']['name']}, torch {device['torch']}, driver {device['driver'].get('driver_version', '?')}"
-    texts_by_row: dict[str, list[str]] = {}
+    verdicts_by_row: dict[str, list[str]] = {}
     for files in every:
-        step_rows = [next(verdicts) for _ in files.step.lines]
+        verdicts = [f"{row.line}: {row.verdict}" for row in islice(remaining_rows, len(files.step.lines))]
         for row in files.step.rows:
-            texts_by_row.setdefault(row, []).extend(f"{each.line}: {each.verdict}" for each in step_rows)
-    table = {
-        line.split(" | ")[0].removeprefix("| "): line for line in (ROOT / "docs" / "status.md").read_text().splitlines()
-    }
+            verdicts_by_row.setdefault(row, []).extend(verdicts)
+    status_lines = (ROOT / "docs" / "status.md").read_text().splitlines()
+    table = {line.split(" | ")[0].removeprefix("| "): line for line in status_lines}
     lines = [f"README.md, Status: run on {where}, at {device['commit']}.", ""]
-    for row, verdict in texts_by_row.items():
-        done = all(words.endswith((": reached", ": measured")) for words in verdict)
-        words = f"run on {where}" if done else f"**tried on {where}**: {'; '.join(verdict)}"
+    for row, verdicts in verdicts_by_row.items():
+        is_done = all(verdict.endswith((": reached", ": measured")) for verdict in verdicts)
+        words = f"run on {where}" if is_done else f"**tried on {where}**: {'; '.join(verdicts)}"
         lines += [f"- {table[row]}", f"+ {table[row].replace('**not run yet**', words, 1)}", ""]
     return "\n".join(lines)
 
 
-def closing(steps: Sequence[FirstStep], folder: Path) -> int:
+def write_results(steps: Sequence[FirstStep], folder: Path) -> int:
     """Prints and stores the table and the changes. Returns 1 unless every line is reached or measured."""
     every = [StepFiles(step, folder) for step in steps]
     rows = rows_of(every)
-    lines = [*remarks(every[0].device()), "", "| line | target | measured | verdict | others published |"]
+    lines = [*describe_conditions(every[0].device()), "", "| line | target | measured | verdict | others published |"]
     lines += ["|---|---|---|---|---|", *(f"| {' | '.join(row)} |" for row in rows)]
     text = "\n".join(lines).lstrip() + "\n"
     write_whole(folder / "table.md", text)
@@ -317,37 +323,38 @@ def closing(steps: Sequence[FirstStep], folder: Path) -> int:
     return EXIT_OK if all(row.verdict in ("reached", "measured") for row in rows) else EXIT_FAILED
 
 
-def chosen(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
-    """Returns the probe and the named steps, in the order of the names. Raises SystemExit for an unknown name."""
-    if not only:
-        return [*steps]
+def find_steps(steps: Sequence[FirstStep], words: str | None, option: str) -> list[FirstStep]:
+    """Returns the steps with these names, which commas separate. Raises SystemExit for an unknown name."""
     steps_by_name = {step.name: step for step in steps}
-    names = [name for name in only.split(",") if name]
+    names = [name for name in (words or "").split(",") if name]
     if unknown := [name for name in names if name not in steps_by_name]:
-        raise SystemExit(f"--only: unknown step {unknown[0]!r}. Choose of {', '.join(steps_by_name)}.")
-    return [steps_by_name[name] for name in dict.fromkeys([steps[0].name, *names])]
+        raise SystemExit(f"{option}: unknown step {unknown[0]!r}. Choose of {', '.join(steps_by_name)}.")
+    return [steps_by_name[name] for name in names]
 
 
-def forget(steps: Sequence[FirstStep], names: Sequence[str], folder: Path) -> None:
-    """Deletes all files of these steps. Raises SystemExit for an unknown name."""
-    files_by_name = {step.name: StepFiles(step, folder) for step in steps}
-    if unknown := [name for name in names if name not in files_by_name]:
-        raise SystemExit(f"--again: unknown step {unknown[0]!r}. Choose of {', '.join(files_by_name)}.")
-    for name in names:
-        shutil.rmtree(files_by_name[name].store, ignore_errors=True)
-        for path in folder.glob(f"{name}.*"):
+def choose_steps(steps: Sequence[FirstStep], only: str | None) -> list[FirstStep]:
+    """Returns the probe and the named steps, in the order of the names; without names all steps."""
+    named_steps = find_steps(steps, only, "--only")
+    return [*dict.fromkeys([steps[0], *named_steps])] if named_steps else [*steps]
+
+
+def forget(steps: Sequence[FirstStep], names: str | None, folder: Path) -> None:
+    """Deletes all files of these steps."""
+    for step in find_steps(steps, names, "--again"):
+        shutil.rmtree(StepFiles(step, folder).store, ignore_errors=True)
+        for path in folder.glob(f"{step.name}.*"):
             path.unlink()
 
 
 def main() -> int:
     asked = options(
         __doc__,
-        minutes=(9.0, "that it may take"),
-        out=(Path, "the folder; of an earlier start, to go on"),
+        minutes=(9.0, "time limit in minutes"),
+        out=(Path, "folder of the results; with the folder of an earlier call, continues it"),
         again=(str, "steps to repeat, separated by commas"),
-        only=(str, "these steps alone, with commas, in this order; the probe comes first"),
-        brisk=(False, "the steps that answer what is open, for a GPU that is lent for minutes"),
-        archive=(Path, f"an earlier call's {ARCHIVE}, to go on with in a new folder"),
+        only=(str, "only these steps, separated by commas, in this order; the probe comes first"),
+        brisk=(False, "only the first steps, which answer the open questions, for a GPU that is lent for minutes"),
+        archive=(Path, f"{ARCHIVE} of an earlier call, to continue it in a new folder"),
     )
     if asked.out is None:
         raise SystemExit("--out names the folder of results and was not given. Give --out FOLDER.")
@@ -359,13 +366,13 @@ def main() -> int:
             raise SystemExit(
                 f"{asked.out} is in use by a different process. Wait for it, or give a different --out."
             ) from None
-        steps = chosen(BRISK_STEPS if asked.brisk else STEPS, asked.only)
+        steps = choose_steps(BRISK_STEPS if asked.brisk else STEPS, asked.only)
         if asked.archive is not None:
             unpack(asked.archive, asked.out)
-        forget(steps, asked.again.split(",") if asked.again else [], asked.out)
+        forget(steps, asked.again, asked.out)
         # The minutes include the time to interrupt the last step.
-        go(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
-        return closing(steps, asked.out)
+        run_steps(steps, asked.out, 60 * asked.minutes - _GRACE * asked.brisk)
+        return write_results(steps, asked.out)
 
 
 if __name__ == "__main__":

@@ -4,8 +4,6 @@ A step is started only if enough seconds are left for it. The prediction comes f
 `GroupClock`, whose figures were measured on an H200. Tests compare them with groups on a simulated clock.
 """
 
-from __future__ import annotations
-
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any

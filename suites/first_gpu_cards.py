@@ -1,7 +1,5 @@
 """Limits of GPU cards, published figures, and reasons why the figures of this machine may differ."""
 
-from __future__ import annotations
-
 import re
 from collections.abc import Iterator, Mapping
 from typing import Any, NamedTuple
@@ -39,6 +37,10 @@ def card_of(name: str) -> Card:
     """Returns the figures of a card by the driver's name for the device, such as 'NVIDIA H100 80GB HBM3'."""
     fitting = (card for card in CARDS if re.search(rf"\b{card.name}\b", name))
     return max(fitting, key=lambda card: len(card.name), default=_UNKNOWN)
+
+
+def card_of_probe(probe: Mapping[str, Any]) -> Card:
+    return card_of(str(probe.get("device", {}).get("name", "")))
 
 
 class Published(NamedTuple):
@@ -99,41 +101,39 @@ def vllm_ratio(rows: int, ready: bool) -> Published:
 _WITHIN = 0.05
 
 
-def compared(number: float, published: Published, device: Mapping[str, Any], clocks: Mapping[str, float]) -> str:
+def compare(number: float, published: Published, probe: Mapping[str, Any], clocks: Mapping[str, float]) -> str:
     """Describes whether a figure is within, above or below a published figure, and what may explain a difference."""
-    low, high = published.low * (1 - _WITHIN), published.high * (1 + _WITHIN)
-    verdict = "within" if low <= number <= high else "above" if number > high else "below"
-    reasons = [] if verdict == "within" else [*_reasons(published, device, clocks)]
-    because = f": {', '.join(reasons)}" if reasons else "" if verdict == "within" else ": nothing known explains it"
-    return f"{verdict} {published.words()}{because}"
+    if published.low * (1 - _WITHIN) <= number <= published.high * (1 + _WITHIN):
+        return f"within {published.words()}"
+    side = "above" if number > published.high else "below"
+    reasons = ", ".join(find_reasons(published, probe, clocks))
+    return f"{side} {published.words()}: {reasons or 'nothing known explains it'}"
 
 
-def _reasons(published: Published, device: Mapping[str, Any], clocks: Mapping[str, float]) -> Iterator[str]:
-    name = str(device.get("device", {}).get("name", ""))
+def find_reasons(published: Published, probe: Mapping[str, Any], clocks: Mapping[str, float]) -> Iterator[str]:
+    driver = probe.get("driver", {})
     if not published.card:
         yield "the source names no card"
-    elif card_of(name).name != published.card:
-        yield f"another card ({name})"
-    driver = device.get("driver", {})
-    cap, most = _number(driver.get("power.limit")), _number(driver.get("power.max_limit"))
-    if cap and most and cap < most:
+    elif card_of_probe(probe).name != published.card:
+        yield f"another card ({probe.get('device', {}).get('name', '')})"
+    cap, most = _number(driver, "power.limit"), _number(driver, "power.max_limit")
+    if 0 < cap < most:
         yield f"power cap {cap:g} W of {most:g} W"
-    clock, top = clocks.get("clock"), _number(driver.get("clocks.max.sm"))
-    if clock and top and clock / 1e6 < (1 - _WITHIN) * top:
-        at_cap = " at the power cap" if clocks.get("power", 0.0) > (1 - _WITHIN) * (cap or float("inf")) else ""
-        yield f"clock {clock / 1e9:.2f} GHz of {top / 1e3:.2f} GHz{at_cap}"
+    clock, top = clocks.get("clock", 0.0) / 1e9, _number(driver, "clocks.max.sm") / 1e3
+    if 0 < clock < (1 - _WITHIN) * top:
+        is_at_cap = 0 < (1 - _WITHIN) * cap < clocks.get("power", 0.0)
+        yield f"clock {clock:.2f} GHz of {top:.2f} GHz{' at the power cap' if is_at_cap else ''}"
 
 
-def _number(word: object) -> float | None:
-    """Returns the number that a value of nvidia-smi begins with ('700.00 W'); None for '[N/A]'."""
-    match = re.match(r"[\d.]+", str(word or ""))
-    return float(match[0]) if match else None
+def _number(driver: Mapping[str, str], field: str) -> float:
+    """Returns the number that a value of nvidia-smi begins with ('700.00 W'); 0 for '[N/A]'."""
+    match = re.match(r"[\d.]+", driver.get(field, ""))
+    return float(match[0]) if match else 0.0
 
 
-def remarks(device: Mapping[str, Any]) -> Iterator[str]:
+def describe_conditions(probe: Mapping[str, Any]) -> Iterator[str]:
     """Yields a sentence for each property of the machine that changes the meaning of its figures."""
-    driver, energy = device.get("driver", {}), device.get("energy", {})
-    card = card_of(str(device.get("device", {}).get("name", "")))
+    driver, energy, card = probe.get("driver", {}), probe.get("energy", {}), card_of_probe(probe)
     if not card.name:
         yield "Nothing is known of this card: figures have no target, and published ones are of other cards."
     if driver.get("mig.mode.current") == "Enabled":
@@ -141,18 +141,18 @@ def remarks(device: Mapping[str, Any]) -> Iterator[str]:
             "MIG is on: this is a part of a GPU, whose energy and power are known for the whole only. Speeds are the "
             "part's, targets are those of a whole card: expect its share of them."
         )
-    cap, most = _number(driver.get("power.limit")), _number(driver.get("power.max_limit"))
-    if cap and most and cap < most:
+    cap, most = _number(driver, "power.limit"), _number(driver, "power.max_limit")
+    if 0 < cap < most:
         yield f"The power cap is {cap:g} W of {most:g} W: sustained figures are those of this cap."
     elif cap and card.watts and abs(cap / card.watts - 1) > _WITHIN:
         yield f"The power cap is {cap:g} W; targets are those of a {card.name} with {card.watts:g} W."
     if driver.get("ecc.mode.current") == "Disabled" and card.copy:
         yield "ECC is off: copies and casts may be some percent faster than targets, which were measured with ECC on."
-    if source := energy.get("source"):
-        if source != "counter":
-            yield (
-                f"NVML has no energy counter here: joules come from the {source} power sensor, whose error nobody "
-                "knows, and no verdict on energy is given."
-            )
-    elif reason := energy.get("why"):
+    if "why" in energy:
+        reason = energy["why"]
         yield f"Energy could not be measured ({reason}): there are no joules; sustained figures need `--sustained 2`."
+    elif energy.get("source", "counter") != "counter":
+        yield (
+            f"NVML has no energy counter here: joules come from the {energy['source']} power sensor, whose error "
+            "nobody knows, and no verdict on energy is given."
+        )

@@ -1,7 +1,5 @@
 """Steps on a first GPU: their commands, the lines of the table with targets, and how figures are read."""
 
-from __future__ import annotations
-
 import csv
 import json
 import re
@@ -13,9 +11,10 @@ from typing import Any, NamedTuple
 
 from fp8bench.analysis.samples import sustained_samples
 from fp8bench.files import write_whole
+from fp8bench.model.consumed import EnergyWindow
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import load_run
-from suites.first_gpu_cards import Card, Published, card_of
+from suites.first_gpu_cards import Card, Published, card_of_probe
 from suites.trials import ROOT
 
 
@@ -103,18 +102,20 @@ class StepFiles:
     def path(self, kind: str) -> Path:
         return self.folder / f"{self.step.name}.{kind}"
 
+    def _document(self, kind: str) -> dict[str, Any]:
+        path = self.path(kind)
+        return json.loads(path.read_text()) if path.exists() else {}
+
     def state(self) -> dict[str, Any]:
         """Returns the state of the step; {} if it has not begun."""
-        path = self.path("state.json")
-        return json.loads(path.read_text()) if path.exists() else {}
+        return self._document("state.json")
 
     def write(self, state: dict[str, Any]) -> None:
         write_whole(self.path("state.json"), json.dumps(state, indent=1) + "\n")
 
     def device(self) -> dict[str, Any]:
         """Returns what the probe found; {} without a GPU."""
-        path = self.path("json")
-        return json.loads(path.read_text()) if path.exists() else {}
+        return self._document("json")
 
     @property
     def store(self) -> Path:
@@ -124,36 +125,35 @@ class StepFiles:
     def begun(self) -> list[Path]:
         """Returns the runs or trainings of the step, oldest first."""
         kind = self.step.words.split()[1]
-        every = run_files(self.store) if kind == "suite" else (self.store / "trainings").glob("*-*")
-        return sorted(every, key=lambda path: path.stem)
+        paths = run_files(self.store) if kind == "suite" else (self.store / "trainings").glob("*-*")
+        return sorted(paths, key=lambda path: path.stem)
 
     def text(self) -> str:
         return self.path("out").read_text(errors="replace")
 
-    def why(self) -> str:
-        """Returns the last line that the step printed."""
-        outputs = [self.path(kind) for kind in ("err", "out") if self.path(kind).exists()]
-        lines = [
-            line for path in outputs for line in path.read_text(errors="replace").splitlines()[-1:] if line.strip()
-        ]
-        return lines[0][:300] if lines else "it said nothing"
+    def last_line(self) -> str:
+        """Returns the last line that the step printed, first of all to stderr."""
+        for path in (self.path("err"), self.path("out")):
+            lines = path.read_text(errors="replace").splitlines() if path.exists() else []
+            if lines and lines[-1].strip():
+                return lines[-1][:300]
+        return "it printed nothing"
 
     def json(self) -> Any:
-        path = self.path("json")
         try:
-            return json.loads(path.read_text() if path.exists() else self.text())
+            return self._document("json") or json.loads(self.text())
         except ValueError:
-            raise NoFigure(self.why()) from None
+            raise NoFigure(self.last_line()) from None
 
     def rows(self) -> list[dict[str, str]]:
         if not self.path("csv").exists():
-            raise NoFigure(self.why())
+            raise NoFigure(self.last_line())
         with self.path("csv").open() as file:
             return list(csv.DictReader(file))
 
     @property
     def card(self) -> Card:
-        return card_of(str(StepFiles(PROBE, self.folder).device().get("device", {}).get("name", "")))
+        return card_of_probe(StepFiles(PROBE, self.folder).device())
 
     def clocks(self) -> dict[str, float]:
         """Returns the median clock in hertz and the median power in watts over the cases, if they were read."""
@@ -163,12 +163,11 @@ class StepFiles:
         for row in self.rows():
             if row["phase"] == "step" and row["median_in_unit"]:
                 values_by_metric.setdefault(row["metric"], []).append(float(row["median_in_unit"]))
-        names = {"clock": ("sustained_clock", "sm_clock"), "power": ("sustained_power",)}
-        values_by_name = {
-            name: next((values_by_metric[metric] for metric in metrics if metric in values_by_metric), [])
-            for name, metrics in names.items()
-        }
-        return {name: median(values) for name, values in values_by_name.items() if values}
+        medians = {}
+        for metric, name in (("sm_clock", "clock"), ("sustained_clock", "clock"), ("sustained_power", "power")):
+            if metric in values_by_metric:
+                medians[name] = median(values_by_metric[metric])
+        return medians
 
     def values(self, metric: str, precision: str, *params: str) -> dict[str, float]:
         """Returns a metric of whole steps by case, for one precision and for cases with these parameters.
@@ -183,16 +182,10 @@ class StepFiles:
             raise NoFigure(f"{bad['status']}: {bad['reason']}".splitlines()[0])
         if rows[0]["level"] != "native":
             raise NoFigure(f"{precision} was {rows[0]['level']}")
-        step_rows = [
-            row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]
-        ]
-        return {row["params"]: float(row["median_in_unit"]) for row in step_rows} or _none(
-            f"{precision} has no {metric}"
-        )
-
-
-def _none(reason: str) -> Any:
-    raise NoFigure(reason)
+        rows = [row for row in rows if row["metric"] == metric and row["phase"] == "step" and row["median_in_unit"]]
+        if not rows:
+            raise NoFigure(f"{precision} has no {metric}")
+        return {row["params"]: float(row["median_in_unit"]) for row in rows}
 
 
 def ratio(metric: str, above: str, below: str, *params: str) -> Reader:
@@ -217,14 +210,18 @@ def sustained(above: str, below: str) -> Reader:
     def read(files: StepFiles) -> Measured:
         for precision in (above, below):
             files.values("time", precision)  # raises if a precision was not measured
-        records = [record for record in load_run(files.begun()[-1]).records if record.case.precision in (above, below)]
-        seconds = {(record.case.precision, record.case.params): median(sustained_samples(record)) for record in records}
-        slow, fast = ({place: value for (mode, place), value in seconds.items() if mode == of} for of in (above, below))
-        total = sum(slow.values()) / sum(fast[place] for place in slow)
-        uses = [record.energy for record in records if record.case.precision == below and record.energy]
-        windows = [window for use in uses for window in use.windows]
-        clock, watts = median(window.sm_clock or 0 for window in windows), median(w.joules / w.seconds for w in windows)
-        ratios = ", ".join(f"{slow[place] / fast[place]:.3g}" for place in slow)
+        seconds: dict[str, dict[Any, float]] = {above: {}, below: {}}
+        windows: list[EnergyWindow] = []
+        for record in load_run(files.begun()[-1]).records:
+            if record.case.precision in seconds:
+                seconds[record.case.precision][record.case.params] = median(sustained_samples(record))
+            if record.case.precision == below and record.energy:
+                windows += record.energy.windows
+        slow, fast = seconds[above], seconds[below]
+        total = sum(slow.values()) / sum(fast[case] for case in slow)
+        clock = median(window.sm_clock or 0 for window in windows)
+        watts = median(window.joules / window.seconds for window in windows)
+        ratios = ", ".join(f"{slow[case] / fast[case]:.3g}" for case in slow)
         return Measured(total, f"{total:.3g} (by case {ratios}) at {clock / 1e9:.2f} GHz, {watts:.0f} W")
 
     return read
@@ -270,7 +267,7 @@ def conforms(files: StepFiles) -> Measured:
     native = [mode for mode in files.json()["modes"] if mode["support"]["level"] == "native"]
     differences = [case["difference"] for mode in native for case in mode["found"]]
     if not [difference for difference in differences if difference]:
-        raise NoFigure(next((case["why"] for mode in native for case in mode["found"]), files.why()))
+        raise NoFigure(next((case["why"] for mode in native for case in mode["found"]), files.last_line()))
     kinds = ", ".join(f"{differences.count(kind)} {kind or 'not done'}" for kind in dict.fromkeys(differences))
     return Measured(differences.count("unexplained"), f"{len(native)} native precisions: {kinds}")
 
@@ -279,7 +276,9 @@ def alarms(files: StepFiles) -> Measured:
     """Counts verdicts on candidates that equal the reference, and are therefore false alarms."""
     same = [row for row in files.json()["rows"] if row["planted"] == 0]
     wrong, trials = sum(row["slower"] + row["faster"] for row in same), sum(row["trials"] for row in same)
-    return Measured(wrong, f"{wrong} of {trials}") if trials else _none("no trial was done")
+    if not trials:
+        raise NoFigure("no trial was done")
+    return Measured(wrong, f"{wrong} of {trials}")
 
 
 def counted(bad: str, good: str) -> Reader:
@@ -288,9 +287,11 @@ def counted(bad: str, good: str) -> Reader:
     """
 
     def read(files: StepFiles) -> Measured:
-        every = (re.findall(words, files.text(), re.MULTILINE) for words in (bad, good))
-        wrong, right = (sum(int(word) if word.isdigit() else 1 for word in words) for words in every)
-        return Measured(wrong, f"{wrong} failed, {right} held") if wrong + right else _none(files.why())
+        matches = (re.findall(pattern, files.text(), re.MULTILINE) for pattern in (bad, good))
+        wrong, right = (sum(int(word) if word.isdigit() else 1 for word in words) for words in matches)
+        if not wrong + right:
+            raise NoFigure(files.last_line())
+        return Measured(wrong, f"{wrong} failed, {right} held")
 
     return read
 
@@ -313,30 +314,31 @@ def energy(files: StepFiles) -> Measured:
     return Measured(difference, f"{difference:.2g}% of {probed['nvml_watts']:.0f} W, by {probed['source']}")
 
 
-def said(pattern: str) -> Reader:
-    """The first line of what it printed that has these words, which may hold a number."""
+def printed(pattern: str) -> Reader:
+    """Returns a reader of the first printed line that matches a pattern."""
 
     def read(files: StepFiles) -> Measured:
         line = next((line for line in files.text().splitlines() if re.search(pattern, line)), None)
         if line is None or files.state()["code"] not in (0, 1):
-            raise NoFigure(files.why())
+            raise NoFigure(files.last_line())
         return Measured(None, line.strip())
 
     return read
 
 
-def passes(files: StepFiles) -> Measured:
-    """1 where an audit fails; raises NoFigure without a verdict."""
-    verdict = next((line for line in files.text().splitlines() if re.search("PASS|FAIL", line)), None)
-    return Measured(files.state()["code"], verdict) if verdict else _none(files.why())
+def fails(files: StepFiles) -> Measured:
+    """Reads the exit code of an audit: 1 if it fails. Raises NoFigure without a verdict."""
+    return Measured(files.state()["code"], printed("PASS|FAIL")(files).text)
 
 
 def cases(files: StepFiles) -> Measured:
-    """How many cases were measured, of how many."""
+    """Reads how many cases were measured, of how many."""
     status = {row["case"]: (row["status"], row["reason"]) for row in files.rows()}
     bad = [f"{name}: {reason}".splitlines()[0] for name, (word, reason) in status.items() if word != "ok"]
     words = f"{len(status) - len(bad)} of {len(status)} cases" + (f"; {bad[0][:200]}" if bad else "")
-    return Measured(None, words) if len(status) > len(bad) else _none(words)
+    if len(status) == len(bad):
+        raise NoFigure(words)
+    return Measured(None, words)
 
 
 def learns(files: StepFiles) -> Measured:
@@ -367,7 +369,7 @@ def _tests() -> Iterator[FirstStep]:
 
 # Steps after the first ones (suites/first_gpu_brisk.py).
 LATER_STEPS = (
-    FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", said("cuda")),)),
+    FirstStep("doctor", "fp8bench doctor", 45, (Line("doctor", printed("cuda")),)),
     FirstStep("selftest", "fp8bench selftest --device cuda", 90, (
         Line("checks of selftest that fail", counted("^FAIL ", "^ok "), high=0),
     ), ("`selftest`, and its `--power`",)),
@@ -380,10 +382,10 @@ LATER_STEPS = (
     _suite(
         "compiled-whole", "fp8bench suite transformer --brisk --set size=gpt-350m --set compile=yes --dtypes "
         "native:bf16,fp8", 400, rows=("`compile=yes`",)),
-    FirstStep("ceilings", "fp8bench suite ceilings", 90, (Line("ceilings", said("FLOP/s")),), (
+    FirstStep("ceilings", "fp8bench suite ceilings", 90, (Line("ceilings", printed("FLOP/s")),), (
         "ceilings (`suite ceilings`), the roofline by them",)),
     FirstStep("audit", "fp8bench audit suites/gpu_probe.py:scaled_product", 60, (
-        Line("audit of torch's scaled product, 1: it fails", passes, high=0),
+        Line("audit of torch's scaled product, 1: it fails", fails, high=0),
     ), ("`fp8bench audit`: kernels, converted models",), needs=("fp8",)),
     *_tests(),
     _suite(
@@ -397,7 +399,7 @@ LATER_STEPS = (
         "train-gpt2", "fp8bench train --model gpt2-124m --steps 200 --seeds 1 --dtypes native:bf16,fp8 --json", 300,
         Line("gpt2-124m, 200 steps", learns)),
     _suite(
-        "infer", "fp8bench infer --size llama-1b", 240, Line("infer", said("pays|faster|slower")),
+        "infer", "fp8bench infer --size llama-1b", 240, Line("infer", printed("pays|faster|slower")),
         rows=("`suite prefill`, `suite decode`, `infer`: caches and weights in their own formats, experts",)),
     _suite(
         "moe", "fp8bench suite moe --dtypes native:bf16,fp8-rowwise,mxfp8", 150,
@@ -407,7 +409,7 @@ LATER_STEPS = (
         rows=("`suite vision`: layouts, a ViT, image next to text",)),
     FirstStep(
         "layout", "fp8bench ablate vision --set model=resnet --options channels_last,bf16", 120,
-        (Line("layout", said("together: ")),),
+        (Line("layout", printed("together: ")),),
     ),
     _suite(
         "diffusion", "fp8bench suite diffusion --set denoiser=dit --dtypes native:bf16,fp8-rowwise,mxfp8", 200,
@@ -416,10 +418,10 @@ LATER_STEPS = (
     _suite("te", f"{_STEP} native:bf16,fp8:backend=te", 150, rows=("backend `te`",)),
     FirstStep(
         "ablate", "fp8bench ablate transformer --reference bf16 --options fp8,compile,cached-weights", 300,
-        (Line("ablate", said("together: ")),), needs=("fp8",),
+        (Line("ablate", printed("together: ")),), needs=("fp8",),
     ),
     FirstStep("claims", "fp8bench claim --published --device cuda", 500, (
-        Line("published figures: within, above, below, or other conditions", said("claims: ")),
+        Line("published figures: within, above, below, or other conditions", printed("claims: ")),
     )),
-    FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", said("phase marker on")),)),
+    FirstStep("calibrate", "fp8bench doctor --calibrate", 300, (Line("harness", printed("phase marker on")),)),
 )  # fmt: skip

@@ -4,8 +4,6 @@ fp8bench's energy is compared with the driver's counter, which this program read
 one update of the counter to another around a window, under a steady load.
 """
 
-from __future__ import annotations
-
 import importlib
 import sys
 import time
@@ -25,7 +23,7 @@ from fp8bench.model import DeviceFacts
 from fp8bench.model.codec import encode
 from fp8bench.model.raw import Settings
 from fp8bench.registry import precisions
-from suites.trials import conditions, options, ran, tell
+from suites.trials import conditions, options, run_command, write_document
 
 _FIELDS = (
     "name,driver_version,vbios_version,clocks.sm,clocks.mem,clocks.max.sm,clocks.applications.graphics,power.draw,"
@@ -50,7 +48,7 @@ def _computes(device: str) -> bool:
 
 def _driver() -> dict[str, str]:
     try:
-        values = ran(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).stdout.splitlines()[0]
+        values = run_command(["nvidia-smi", f"--query-gpu={_FIELDS}", "--format=csv,noheader"]).stdout.splitlines()[0]
     except (OSError, RuntimeError) as failure:
         return {"why": str(failure)}
     return dict(zip(_FIELDS.split(","), map(str.strip, values.split(",")), strict=False))
@@ -121,9 +119,9 @@ def probe() -> dict[str, Any]:
 
 
 def main() -> int:
-    asked = options(__doc__, json=(Path, "also write it there"))
+    asked = options(__doc__, json=(Path, "also write the document to this file"))
     document = probe()
-    tell(document, asked.json)
+    write_document(document, asked.json)
     return EXIT_OK if document["computes"] else EXIT_FAILED
 
 

@@ -4,19 +4,16 @@ Lower is better for all figures. Where a shared machine makes wall time unreliab
 runs that follow each other. All processes measure the fp8bench that this process imports.
 """
 
-from __future__ import annotations
-
 import enum
 import itertools
 import os
-import resource
 import statistics
 import subprocess
 import sys
 import time
 from collections.abc import Callable, Collection, Iterable, Iterator
 from pathlib import Path
-from typing import NamedTuple, TypeVar
+from typing import Any, NamedTuple
 
 from fp8bench.measure.handle import ProcessWorker
 from fp8bench.measure.ranks.worker import RanksWorker
@@ -27,10 +24,9 @@ from fp8bench.plan.make import make_plan
 from suites import long_history
 from suites.long_history import COMMITS, PAIRS, Cost
 from suites.quantisers import CASTS, linear_over_product, over_copy
-from suites.trials import FP8BENCH, environment, options, ran, say, scratch
+from suites.trials import FP8BENCH, cpu_seconds, environment, options, run_command, say, scratch
 
 SUITES = Path(__file__).resolve().parent
-_T = TypeVar("_T")
 Benchmark = Callable[..., float]
 
 
@@ -40,7 +36,7 @@ class Size(enum.Enum):
     FULL = enum.auto()
     SMALLEST = enum.auto()
 
-    def choose(self, full: _T, smallest: _T) -> _T:
+    def choose(self, full: Any, smallest: Any) -> Any:
         return full if self is Size.FULL else smallest
 
     @property
@@ -72,18 +68,10 @@ for _ in range(10):
 """
 
 
-def _cpu_seconds(size: Size, word: str, *words: str, end: int = 0) -> float:
+def _cpu_seconds(size: Size, *words: str, end: int = 0) -> float:
     """Returns the smallest CPU time of a few runs of a command, in an empty folder."""
-    best = float("inf")
     with scratch() as folder:
-        for _ in range(size.repeats):
-            usage_at_start = resource.getrusage(resource.RUSAGE_CHILDREN)
-            ran((*FP8BENCH, word, *words), folder, (end,))
-            usage_at_end = resource.getrusage(resource.RUSAGE_CHILDREN)
-            best = min(
-                best, usage_at_end.ru_utime + usage_at_end.ru_stime - usage_at_start.ru_utime - usage_at_start.ru_stime
-            )
-    return best
+        return min(cpu_seconds((*FP8BENCH, *words), folder, (end,)) for _ in range(size.repeats))
 
 
 def _markers() -> tuple[float, float]:
@@ -145,7 +133,7 @@ def _mission(size: Size, *words: str) -> tuple[str, ...]:
 def _wall_seconds(words: tuple[str, ...]) -> float:
     with scratch() as folder:
         start = time.monotonic()
-        ran(words, folder)
+        run_command(words, folder)
         return time.monotonic() - start
 
 
@@ -265,7 +253,7 @@ def show(names: Collection[str]) -> None:
 
 
 def main() -> None:
-    only = options(__doc__, only=("", f"some of {', '.join(FIGURES)}; all unless given")).only
+    only = options(__doc__, only=("", f"figures to measure, of {', '.join(FIGURES)}; all without this option")).only
     names = only.split(",") if only else [*FIGURES]
     if unknown := set(names) - FIGURES.keys():
         sys.exit(f"--only {min(unknown)}: no such figure. There are {', '.join(FIGURES)}.")

@@ -11,8 +11,9 @@ before. The diagnosis is right if one of the first alarms comes from a rule that
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Sequence
 from functools import partial
+from itertools import chain
 from typing import Any
 
 import torch
@@ -21,15 +22,19 @@ from torch.nn import functional as F
 
 from suites.loop_styles import (
     Adapted,
-    Kind,
+    Batch,
+    Batches,
+    Illness,
     Loop,
     Style,
     adam,
     chains,
     convolutions,
-    drawn,
+    healthy_loops,
     images,
-    made,
+    in_styles,
+    make_generator,
+    make_loop,
     mlp,
     scheduled,
     sgd,
@@ -38,7 +43,6 @@ from suites.loop_styles import (
 )
 
 SPLIT = 2026
-Batch = Callable[[int], tuple[Any, Tensor]]
 
 
 def cast_to_e4m3(x: Tensor, scale: Tensor | float) -> Tensor:
@@ -97,8 +101,7 @@ class Block(nn.Module):
         q, k, v = (part.unflatten(-1, (4, -1)).transpose(1, 2) for part in parts)
         mixed = F.scaled_dot_product_attention(q, k, v, is_causal=self.causal).transpose(1, 2).flatten(2)
         x = x + self.dropout(self.project(mixed))
-        result: Tensor = x + self.dropout(self.down(F.gelu(self.up(self.feed_norm(x)))))
-        return result
+        return x + self.dropout(self.down(F.gelu(self.up(self.feed_norm(x)))))
 
 
 class Transformer(nn.Module):
@@ -107,7 +110,6 @@ class Transformer(nn.Module):
     def __init__(
         self,
         words: int = 24,
-        length: int = 12,
         linear: type[nn.Linear] = nn.Linear,
         classes: int = 0,
         dropout: float = 0,
@@ -115,7 +117,7 @@ class Transformer(nn.Module):
         super().__init__()
         width = 32
         self.classes = classes
-        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(length, width)
+        self.tokens, self.positions = nn.Embedding(words, width), nn.Embedding(12, width)
         self.blocks = nn.ModuleList(Block(width, linear, not classes, dropout) for _ in range(2))
         self.norm, self.head = nn.LayerNorm(width), nn.Linear(width, classes or words)
 
@@ -124,18 +126,16 @@ class Transformer(nn.Module):
         for block in self.blocks:
             x = block(x)
         x = self.norm(x)
-        logits: Tensor = self.head(x.mean(1)) if self.classes else self.head(x).flatten(0, 1)
-        return logits
+        return self.head(x.mean(1)) if self.classes else self.head(x).flatten(0, 1)
 
 
 class Experts(nn.Module):
     """Sends each example to one of four experts, with noise. If `masked`, computes all experts and uses one."""
 
-    def __init__(self, width: int = 32, masked: bool = False) -> None:
+    def __init__(self, masked: bool) -> None:
         super().__init__()
-        self.masked, self.router = masked, nn.Linear(width, 4)
-        pairs = ((nn.Linear(width, 64), nn.Linear(64, width)) for _ in range(4))
-        self.experts = nn.ModuleList(nn.Sequential(up, nn.ReLU(), down) for up, down in pairs)
+        self.masked, self.router = masked, nn.Linear(32, 4)
+        self.experts = nn.ModuleList(nn.Sequential(nn.Linear(32, 64), nn.ReLU(), nn.Linear(64, 32)) for _ in range(4))
 
     def forward(self, x: Tensor) -> Tensor:
         logits = self.router(x)
@@ -154,10 +154,10 @@ class Experts(nn.Module):
 class Residual(nn.Module):
     """Adds two layers to its input, after a norm or with a gate that begins at zero."""
 
-    def __init__(self, width: int, normed: bool = True) -> None:
+    def __init__(self, normed: bool) -> None:
         super().__init__()
-        self.norm = nn.LayerNorm(width) if normed else nn.Identity()
-        self.up, self.down = nn.Linear(width, width), nn.Linear(width, width)
+        self.norm = nn.LayerNorm(32) if normed else nn.Identity()
+        self.up, self.down = nn.Linear(32, 32), nn.Linear(32, 32)
         self.gate = None if normed else nn.Parameter(torch.zeros(()))
 
     def forward(self, x: Tensor) -> Tensor:
@@ -165,8 +165,8 @@ class Residual(nn.Module):
         return x + (y if self.gate is None else self.gate * y)
 
 
-def residuals(normed: bool = True, depth: int = 8) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 32), *(Residual(32, normed) for _ in range(depth)), nn.Linear(32, 10))
+def residuals(normed: bool = True) -> nn.Sequential:
+    return nn.Sequential(nn.Linear(16, 32), *(Residual(normed) for _ in range(8)), nn.Linear(32, 10))
 
 
 class Denoiser(nn.Module):
@@ -179,19 +179,18 @@ class Denoiser(nn.Module):
 
     def forward(self, inputs: tuple[Tensor, Tensor]) -> Tensor:
         x, times = inputs
-        noise: Tensor = self.layers(torch.cat([x, self.times(times)], 1))
-        return noise
+        return self.layers(torch.cat([x, self.times(times)], 1))
 
 
-def diffusion(seed: int, size: int = 32) -> Loop:
+def diffusion(seed: int) -> Loop:
     """Makes a diffusion loop. Its `notes` record the batch from which times or noise come."""
-    centres = 2 * torch.randn(5, 8, generator=drawn(seed, -1))
+    centres = 2 * torch.randn(5, 8, generator=make_generator(seed, -1))
     loop = Loop(model := Denoiser(), adam(model), vectors(seed), F.mse_loss)
 
-    def batch(number: int) -> tuple[Any, Tensor]:
-        kind = torch.randint(5, (size,), generator=drawn(seed, number))
-        times = torch.randint(40, (size,), generator=drawn(seed + 3, loop.notes.get("times", number)))
-        noise = torch.randn(size, 8, generator=drawn(seed + 5, loop.notes.get("noise", number)))
+    def batch(number: int) -> Any:
+        kind = torch.randint(5, (32,), generator=make_generator(seed, number))
+        times = torch.randint(40, (32,), generator=make_generator(seed + 3, loop.notes.get("times", number)))
+        noise = torch.randn(32, 8, generator=make_generator(seed + 5, loop.notes.get("noise", number)))
         if "time" in loop.notes:
             times = torch.full_like(times, loop.notes["time"])
         share = (times[:, None] + 1) / 40
@@ -206,18 +205,15 @@ class Branched(nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        self.body, self.often, self.seldom = (
-            mlp(32),
-            nn.Linear(32, 10),
-            nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 10)),
-        )
+        self.body, self.often = mlp(32), nn.Linear(32, 10)
+        self.seldom = nn.Sequential(nn.Linear(32, 16), nn.Linear(16, 10))
         self.calls = 0
 
     def forward(self, x: Tensor) -> Tensor:
         self.calls += 1
         hidden = self.body(x)
-        logits: Tensor = self.often(hidden) if self.calls % 5 else self.often(hidden) + self.seldom(hidden)
-        return logits
+        logits: Tensor = self.often(hidden)
+        return logits if self.calls % 5 else logits + self.seldom(hidden)
 
 
 class Towers(nn.Module):
@@ -233,41 +229,44 @@ class Towers(nn.Module):
 
 
 def towers(seed: int) -> Loop:
-    loop = made(Towers(), adam, vectors(seed))
-    loop.batches(lambda x, y: (x, torch.arange(len(x))))
+    loop = make_loop(Towers(), adam, vectors(seed))
+    loop.change_batches(lambda x, y: (x, torch.arange(len(x))))
     return loop
 
 
-def documents(seed: int, size: int = 32, classes: int = 6, weights: Any = None) -> Batch:
-    """Makes batches of token sequences, whose token frequencies depend on their class."""
-    tables = torch.randn(classes, 40, generator=drawn(seed, -1)).softmax(-1)
-    shares = torch.ones(classes) if weights is None else torch.tensor(weights)
+def documents(seed: int, weights: Sequence[float] = (1.0,) * 6) -> Batches:
+    """Makes batches of token sequences, whose token frequencies depend on their class. Classes have these weights."""
+    tables = torch.randn(6, 40, generator=make_generator(seed, -1)).softmax(-1)
+    shares = torch.tensor(weights)
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        draw = drawn(seed, number)
-        y = torch.multinomial(shares, size, replacement=True, generator=draw)
+    def batch(number: int) -> Batch:
+        draw = make_generator(seed, number)
+        y = torch.multinomial(shares, 32, replacement=True, generator=draw)
         return torch.multinomial(tables[y], 12, replacement=True, generator=draw), y
 
     return batch
 
 
-def finite_set(batch: Batch, count: int, shuffled: bool = False) -> Batch:
+def finite_set(batch: Batches, count: int) -> Batches:
     """Repeats the first `count` batches over and over."""
+    return lambda number: batch(number % count)
 
-    def pick(number: int) -> int:
-        if not shuffled:
-            return number % count
-        order = torch.randperm(count, generator=drawn(9, number // count)).tolist()
-        return int(order[number % count])
 
-    return lambda number: batch(pick(number))
+def shuffled_set(batch: Batches, count: int) -> Batches:
+    """Repeats the first `count` batches in another order in each epoch."""
+
+    def pick(number: int) -> Batch:
+        order = torch.randperm(count, generator=make_generator(9, number // count))
+        return batch(int(order[number % count]))
+
+    return pick
 
 
 def autoencoder(seed: int) -> Loop:
     model = nn.Sequential(nn.Conv2d(3, 8, 3, 2, 1), nn.ReLU(), nn.Conv2d(8, 4, 3, padding=1), nn.ReLU(),
                           nn.ConvTranspose2d(4, 3, 2, 2))  # fmt: skip
-    loop = made(model, adam, images(seed), criterion=F.mse_loss)
-    loop.batches(lambda x, y: (x, x))
+    loop = make_loop(model, adam, images(seed), criterion=F.mse_loss)
+    loop.change_batches(lambda x, y: (x, x))
     return loop
 
 
@@ -276,12 +275,12 @@ def low_rank(seed: int) -> Loop:
     model: Any = Transformer()
     for block in model.blocks:
         block.up, block.down = Adapted(block.up), Adapted(block.down)
-    return made(model, partial(adam, rate=4e-3), chains(seed))
+    return make_loop(model, partial(adam, rate=4e-3), chains(seed))
 
 
 def frozen_norms(seed: int) -> Loop:
     """Makes a loop whose batch norms are in eval mode from the start, as in fine-tuning."""
-    loop = made(convolutions(), adam, images(seed))
+    loop = make_loop(convolutions(), adam, images(seed))
     for module in loop.model.modules():
         if isinstance(module, nn.BatchNorm2d):
             module.eval()
@@ -290,7 +289,7 @@ def frozen_norms(seed: int) -> Loop:
 
 def interrupted(seed: int) -> Loop:
     """Makes a loop that is evaluated in eval mode every 60 steps, and loads its checkpoint every 150 steps."""
-    loop = made(mlp(10, nn.Dropout(0.1)), adam, vectors(seed))
+    loop = make_loop(mlp(10, nn.Dropout(0.1)), adam, vectors(seed))
     step = loop.advance
 
     def advance() -> None:
@@ -307,20 +306,20 @@ def interrupted(seed: int) -> Loop:
     return loop
 
 
-def with_warm_up(style: Style, steps: int = 60, peak: float = 1.0) -> Style:
-    """Makes the rate rise linearly to `peak` times its value, and stay there."""
-    return scheduled(style, lambda step: peak * min(1.0, (step + 1) / steps))
+def with_warm_up(style: Style) -> Style:
+    """Makes the rate rise linearly in the first 60 steps, and stay there."""
+    return scheduled(style, lambda step: min(1.0, (step + 1) / 60))
 
 
 def longer(seed: int) -> Loop:
     """Makes a loop whose sequences grow from 4 to 12 tokens, as in a curriculum."""
-    loop = made(Transformer(), adam, chains(seed))
+    loop = make_loop(Transformer(), adam, chains(seed))
 
-    def shorten(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
+    def shorten(x: Tensor, y: Tensor) -> Batch:
         length = min(12, 4 + loop.step // 60)
         return x[:, :length], y.reshape(-1, 12)[:, :length].reshape(-1)
 
-    loop.batches(shorten)
+    loop.change_batches(shorten)
     return loop
 
 
@@ -332,7 +331,7 @@ ACCUMULATED = "decoder, four micro-batches, clipped"
 
 
 def routed(masked: bool) -> nn.Sequential:
-    return nn.Sequential(nn.Linear(16, 32), Experts(masked=masked), nn.Linear(32, 10))
+    return nn.Sequential(nn.Linear(16, 32), Experts(masked), nn.Linear(32, 10))
 
 
 STYLES: dict[str, Style] = {
@@ -361,9 +360,9 @@ HEALTHY_STYLES: dict[str, Style] = {
     "all data in four micro-batches":
         style(mlp, adam, lambda seed: finite_set(vectors(seed, 64), 4), parts=4),
     "30 batches an epoch, in order": style(Transformer, adam, lambda seed: finite_set(chains(seed), 30)),
-    "40 batches an epoch, shuffled": style(convolutions, sgd, lambda seed: finite_set(images(seed), 40, True)),
+    "40 batches an epoch, shuffled": style(convolutions, sgd, lambda seed: shuffled_set(images(seed), 40)),
     "one class in 20 of 23": style(partial(Transformer, 40, classes=6), adam,
-                                   partial(documents, weights=[20.0, 1.0, 1.0, 0.5, 0.3, 0.2])),
+                                   partial(documents, weights=(20.0, 1.0, 1.0, 0.5, 0.3, 0.2))),
     "pairs in a batch": towers,
     "autoencoder": autoencoder,
     "adapters in a decoder": low_rank,
@@ -380,19 +379,19 @@ def send_to_one(loop: Loop) -> None:
     loop.layer(Experts).router.bias.detach()[0] = 60.0
 
 
-def matrices(loop: Loop, count: int) -> Iterator[nn.Parameter]:
-    every = [parameter for parameter in loop.model.parameters() if parameter.ndim == 2]
-    return iter(random.Random(SPLIT).sample(every, count))
+def sample_matrices(loop: Loop, count: int) -> list[nn.Parameter]:
+    matrices = [parameter for parameter in loop.model.parameters() if parameter.ndim == 2]
+    return random.Random(SPLIT).sample(matrices, count)
 
 
 def freeze(loop: Loop, count: int) -> None:
-    for parameter in matrices(loop, count):
+    for parameter in sample_matrices(loop, count):
         parameter.requires_grad_(False)
         parameter.grad = None
 
 
 def zero_gradients(loop: Loop, count: int) -> None:
-    for parameter in matrices(loop, count):
+    for parameter in sample_matrices(loop, count):
         parameter.register_hook(torch.zeros_like)  # type: ignore[no-untyped-call]
 
 
@@ -414,20 +413,25 @@ def fix_scales(loop: Loop, role: str, scale: float = 0.0) -> None:
 
 
 def grow(loop: Loop, factor: float, kind: type[nn.Module] = nn.Linear, number: int = 0) -> None:
+    """Multiplies the weights of one layer of a kind."""
     loop.layer(kind, number).weight.detach().mul_(factor)
 
 
-def grow_norms(loop: Loop, factor: float, fixed: str = "") -> None:
-    """Increases the gains of norms, while scales of the role `fixed` do not change."""
-    if fixed:
-        fix_scales(loop, fixed)
+def grow_norms(loop: Loop, factor: float) -> None:
+    """Multiplies the gains of all norms."""
     for module in loop.model.modules():
         if isinstance(module, nn.LayerNorm):
             module.weight.detach().mul_(factor)
 
 
-def grow_part(loop: Loop, factor: float, kind: type[nn.Module], place: Any) -> None:
-    loop.layer(kind).weight.detach()[place] *= factor
+def grow_inputs(loop: Loop, factor: float) -> None:
+    """Multiplies the gains of all norms, while the scales of the inputs behind them do not change."""
+    fix_scales(loop, "input")
+    grow_norms(loop, factor)
+
+
+def grow_rows(loop: Loop, factor: float, kind: type[nn.Module], rows: int | slice) -> None:
+    loop.layer(kind).weight.detach()[rows] *= factor
 
 
 def repeat(loop: Loop, count: int) -> None:
@@ -438,21 +442,24 @@ def sort(loop: Loop) -> None:
     """Sorts every eight batches by label and divides them again, so that a batch has few classes."""
     inner = loop.batch
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
+    def batch(number: int) -> Batch:
         batches = [inner(number // 8 * 8 + part) for part in range(8)]
         x, y = (torch.cat(parts) for parts in zip(*batches, strict=True))
-        order, size = y.argsort(), len(y) // 8
-        rows = order[number % 8 * size :][:size]
+        rows = y.argsort().chunk(8)[number % 8]
         return x[rows], y[rows]
 
     loop.batch = batch
 
 
 def relabel(loop: Loop, share: float) -> None:
-    def change(x: Tensor, y: Tensor) -> tuple[Tensor, Tensor]:
-        return x, torch.where(torch.rand(len(y), generator=drawn(3, loop.step)) < share, torch.zeros_like(y), y)
+    def change(x: Tensor, y: Tensor) -> Batch:
+        return x, y.masked_fill(torch.rand(len(y), generator=make_generator(3, loop.step)) < share, 0)
 
-    loop.batches(change)
+    loop.change_batches(change)
+
+
+def note(loop: Loop, name: str, value: int) -> None:
+    loop.notes[name] = value
 
 
 def leave_in_eval(loop: Loop, kind: type[nn.Module]) -> None:
@@ -461,15 +468,14 @@ def leave_in_eval(loop: Loop, kind: type[nn.Module]) -> None:
             module.eval()
 
 
-def zero_moments(loop: Loop, names: str) -> None:
+def leave_block_in_eval(loop: Loop) -> None:
+    loop.layer(Block).eval()
+
+
+def zero_moments(loop: Loop, *names: str) -> None:
     for state in loop.optimizer.state.values():
-        for name in names.split():
+        for name in names:
             state[name].zero_()
-
-
-def reset_steps(loop: Loop) -> None:
-    """Resets the count of steps that corrects moments, as after a checkpoint with moments but without that count."""
-    zero_moments(loop, "step")
 
 
 def decay(loop: Loop, factor: float) -> None:
@@ -478,82 +484,74 @@ def decay(loop: Loop, factor: float) -> None:
             parameter.detach().mul_(factor)
 
 
+def scale_inputs(loop: Loop, factor: float) -> None:
+    loop.change_batches(lambda x, y: (factor * x, y))
+
+
 def warm_up_to(loop: Loop, times: float) -> None:
     """Makes the rate rise to `times` its value in the next 60 steps."""
-    began = loop.step
+    onset = loop.step
     loop.schedule = torch.optim.lr_scheduler.LambdaLR(
-        loop.optimizer, lambda step: 1 + (times - 1) * min(1.0, (loop.step - began) / 60)
+        loop.optimizer, lambda step: 1 + (times - 1) * min(1.0, (loop.step - onset) / 60)
     )
 
 
-GROWS, DEAD, REPEATS = "slow-growth", "layer-stands-still gradient-vanished", "same-inputs"
-ZEROS = f"{DEAD} underflow-creep"
-KINDS = (
-    Kind("three of four experts get nothing", ROUTED, DEAD, send_to_one),
-    Kind("three of four experts get nothing", MASKED, DEAD, send_to_one),
-    Kind("9 of 17 matrices are frozen", DEEP, DEAD, lambda loop: freeze(loop, 9)),
-    Kind("13 of 17 matrices get a gradient of zeros", DEEP, DEAD, lambda loop: zero_gradients(loop, 13)),
-    Kind("9 of 17 matrices get a gradient of zeros", DEEP_SGD, DEAD, lambda loop: zero_gradients(loop, 9)),
-    Kind("two projections' gradients in E4M3 without a scale", DECODER, ZEROS, round_gradients),
-    Kind("two projections' gradients in E4M3 without a scale, from the start", DECODER, ZEROS, round_gradients, 0),
-    Kind("gradients lose their scale", EIGHT, ZEROS, lambda loop: fix_scales(loop, "gradient", 0.02)),
-    Kind("scales of inputs stay while those grow 4% a step", EIGHT, f"{GROWS} norm-gain lag stale-scale",
-         lambda loop: grow_norms(loop, 1.04, fixed="input"), each=True),
-    Kind("weights of one layer grow 3% a step", DECODER, f"{GROWS} amax-jump", lambda loop: grow(loop, 1.03, number=1),
-         each=True),
-    Kind("one unit grows 6% a step", DEEP, f"{GROWS} amax-jump",
-         lambda loop: grow_part(loop, 1.06, nn.Linear, 3), each=True),
-    Kind("queries and keys grow 3% a step", DECODER, f"{GROWS} attention-score-overflow",
-         lambda loop: grow_part(loop, 1.03, nn.Linear, slice(0, 64)), each=True),
-    Kind("logits grow 3% a step", ENCODER, f"{GROWS} large-logits", lambda loop: grow(loop, 1.03, number=-1),
-         each=True),
-    Kind("logits grow 3% a step", ACCUMULATED, f"{GROWS} large-logits", lambda loop: grow(loop, 1.03, number=-1),
-         each=True),
-    Kind("gains grow 3% a step", DECODER, f"{GROWS} norm-gain", lambda loop: grow_norms(loop, 1.03), each=True),
-    Kind("gains shrink 4% a step", ENCODER, "norm-gain", lambda loop: grow_norms(loop, 0.96), each=True),
-    Kind("gains shrink 4% a step", DEEP_SGD, "norm-gain", lambda loop: grow_norms(loop, 0.96), each=True),
-    Kind("one word's row grows 5% a step", DECODER, f"embedding-row {GROWS}",
-         lambda loop: grow_part(loop, 1.05, nn.Embedding, 3), each=True),
-    Kind("one word's row grows 5% a step", ENCODER, f"embedding-row {GROWS}",
-         lambda loop: grow_part(loop, 1.05, nn.Embedding, 3), each=True),
-    Kind("weights decay 3% a step", DEEP, f"{GROWS} loss-back-up", lambda loop: decay(loop, 0.97), each=True),
-    Kind("inputs grow 2% a step", IMAGES, f"{GROWS} data-drift amax-jump",
-         lambda loop: loop.batches(lambda x, y: (1.02 * x, y)), each=True),
-    Kind("four batches over and over", DECODER, REPEATS, lambda loop: repeat(loop, 4)),
-    Kind("four batches over and over", IMAGES, REPEATS, lambda loop: repeat(loop, 4)),
-    Kind("four batches over and over from the start", PLAIN, REPEATS, lambda loop: repeat(loop, 4), 0),
-    Kind("three batches over and over from the start", ENCODER, REPEATS, lambda loop: repeat(loop, 3), 0),
-    Kind("batches sorted by class", IMAGES, "label-shift", sort),
-    Kind("batches sorted by class from the start", PLAIN, "label-shift", sort, 0),
-    Kind("batches sorted by class", ENCODER, "label-shift", sort),
-    Kind("80% of labels become the first class", ENCODER, "label-shift", lambda loop: relabel(loop, 0.8)),
-    Kind("half of the labels become the first class", PLAIN, "label-shift", lambda loop: relabel(loop, 0.5)),
-    Kind("one time for every example", DIFFUSION, "same-conditioning", lambda loop: loop.notes.update(time=17)),
-    Kind("one time for every example, from the start", DIFFUSION, "same-conditioning",
-         lambda loop: loop.notes.update(time=17), 0),
-    Kind("the times of one batch", DIFFUSION, "same-conditioning", lambda loop: loop.notes.update(times=5)),
-    Kind("the noise of one batch", DIFFUSION, "same-targets", lambda loop: loop.notes.update(noise=5)),
-    Kind("the noise of one batch, from the start", DIFFUSION, "same-targets",
-         lambda loop: loop.notes.update(noise=5), 0),
-    Kind("dropout left in eval mode", ENCODER, "part-in-eval", lambda loop: leave_in_eval(loop, nn.Dropout)),
-    Kind("a block left in eval mode", ENCODER, "part-in-eval", lambda loop: loop.layer(Block).eval()),
-    Kind("batch norms left in eval mode", IMAGES, "part-in-eval", lambda loop: leave_in_eval(loop, nn.BatchNorm2d)),
-    Kind("moments zeroed on resume", DECODER, "moments-gone", lambda loop: zero_moments(loop, "exp_avg exp_avg_sq")),
-    Kind("second moments zeroed on resume", DEEP, "moments-gone", lambda loop: zero_moments(loop, "exp_avg_sq")),
-    Kind("momentum zeroed on resume", DEEP_SGD, "moments-gone", lambda loop: zero_moments(loop, "momentum_buffer")),
-    Kind("the count of steps begins again", ACCUMULATED, "moments-gone", reset_steps),
-    Kind("a warm-up to 40 times the rate", WARM, "rate-too-high loss-back-up update-norm-burst",
-         lambda loop: warm_up_to(loop, 40)),
-    Kind("a warm-up to 60 times the rate", WARM_DECODER, "rate-too-high loss-back-up update-norm-burst",
-         lambda loop: warm_up_to(loop, 60)),
-    Kind("a warm-up to 30 times the rate", DEEP_SGD, "rate-too-high loss-back-up update-norm-burst",
-         lambda loop: warm_up_to(loop, 30)),
-)  # fmt: skip
-HEALTHY = tuple(Kind("well", name, "", lambda loop: None) for name in (*STYLES, *HEALTHY_STYLES))
+GROWS, DEAD = "slow-growth", "layer-stands-still gradient-vanished"
+ZEROS, LOGITS, RATE = f"{DEAD} underflow-creep", f"{GROWS} large-logits", "rate-too-high loss-back-up update-norm-burst"
+ILLNESSES = tuple(chain(
+    in_styles("three of four experts get nothing", (ROUTED, MASKED), DEAD, send_to_one),
+    in_styles("9 of 17 matrices are frozen", (DEEP,), DEAD, freeze, 9),
+    in_styles("13 of 17 matrices get a gradient of zeros", (DEEP,), DEAD, zero_gradients, 13),
+    in_styles("9 of 17 matrices get a gradient of zeros", (DEEP_SGD,), DEAD, zero_gradients, 9),
+    in_styles("two projections' gradients in E4M3 without a scale", (DECODER,), ZEROS, round_gradients),
+    in_styles("two projections' gradients in E4M3 without a scale, from the start", (DECODER,), ZEROS,
+              round_gradients, onset=0),
+    in_styles("gradients lose their scale", (EIGHT,), ZEROS, fix_scales, "gradient", 0.02),
+    in_styles("scales of inputs stay while those grow 4% a step", (EIGHT,), f"{GROWS} norm-gain lag stale-scale",
+              grow_inputs, 1.04, each=True),
+    in_styles("weights of one layer grow 3% a step", (DECODER,), f"{GROWS} amax-jump", grow, 1.03, nn.Linear, 1,
+              each=True),
+    in_styles("one unit grows 6% a step", (DEEP,), f"{GROWS} amax-jump", grow_rows, 1.06, nn.Linear, 3, each=True),
+    in_styles("queries and keys grow 3% a step", (DECODER,), f"{GROWS} attention-score-overflow",
+              grow_rows, 1.03, nn.Linear, slice(64), each=True),
+    in_styles("logits grow 3% a step", (ENCODER, ACCUMULATED), LOGITS, grow, 1.03, nn.Linear, -1, each=True),
+    in_styles("gains grow 3% a step", (DECODER,), f"{GROWS} norm-gain", grow_norms, 1.03, each=True),
+    in_styles("gains shrink 4% a step", (ENCODER, DEEP_SGD), "norm-gain", grow_norms, 0.96, each=True),
+    in_styles("one word's row grows 5% a step", (DECODER, ENCODER), f"embedding-row {GROWS}",
+              grow_rows, 1.05, nn.Embedding, 3, each=True),
+    in_styles("weights decay 3% a step", (DEEP,), f"{GROWS} loss-back-up", decay, 0.97, each=True),
+    in_styles("inputs grow 2% a step", (IMAGES,), f"{GROWS} data-drift amax-jump", scale_inputs, 1.02, each=True),
+    in_styles("four batches over and over", (DECODER, IMAGES), "same-inputs", repeat, 4),
+    in_styles("four batches over and over from the start", (PLAIN,), "same-inputs", repeat, 4, onset=0),
+    in_styles("three batches over and over from the start", (ENCODER,), "same-inputs", repeat, 3, onset=0),
+    in_styles("batches sorted by class", (IMAGES,), "label-shift", sort),
+    in_styles("batches sorted by class from the start", (PLAIN,), "label-shift", sort, onset=0),
+    in_styles("batches sorted by class", (ENCODER,), "label-shift", sort),
+    in_styles("80% of labels become the first class", (ENCODER,), "label-shift", relabel, 0.8),
+    in_styles("half of the labels become the first class", (PLAIN,), "label-shift", relabel, 0.5),
+    in_styles("one time for every example", (DIFFUSION,), "same-conditioning", note, "time", 17),
+    in_styles("one time for every example, from the start", (DIFFUSION,), "same-conditioning", note, "time", 17,
+              onset=0),
+    in_styles("the times of one batch", (DIFFUSION,), "same-conditioning", note, "times", 5),
+    in_styles("the noise of one batch", (DIFFUSION,), "same-targets", note, "noise", 5),
+    in_styles("the noise of one batch, from the start", (DIFFUSION,), "same-targets", note, "noise", 5, onset=0),
+    in_styles("dropout left in eval mode", (ENCODER,), "part-in-eval", leave_in_eval, nn.Dropout),
+    in_styles("a block left in eval mode", (ENCODER,), "part-in-eval", leave_block_in_eval),
+    in_styles("batch norms left in eval mode", (IMAGES,), "part-in-eval", leave_in_eval, nn.BatchNorm2d),
+    in_styles("moments zeroed on resume", (DECODER,), "moments-gone", zero_moments, "exp_avg", "exp_avg_sq"),
+    in_styles("second moments zeroed on resume", (DEEP,), "moments-gone", zero_moments, "exp_avg_sq"),
+    in_styles("momentum zeroed on resume", (DEEP_SGD,), "moments-gone", zero_moments, "momentum_buffer"),
+    # As after a checkpoint with moments, but without the count of steps that corrects them.
+    in_styles("the count of steps begins again", (ACCUMULATED,), "moments-gone", zero_moments, "step"),
+    in_styles("a warm-up to 40 times the rate", (WARM,), RATE, warm_up_to, 40),
+    in_styles("a warm-up to 60 times the rate", (WARM_DECODER,), RATE, warm_up_to, 60),
+    in_styles("a warm-up to 30 times the rate", (DEEP_SGD,), RATE, warm_up_to, 30),
+))  # fmt: skip
+HEALTHY = healthy_loops((*STYLES, *HEALTHY_STYLES))
 
 
-def split_kinds(kinds: tuple[Kind, ...]) -> dict[str, list[Kind]]:
+def split_in_halves() -> dict[str, list[Illness]]:
     """Returns the half on which thresholds may be tuned (tune), and the half that is reported separately (judge)."""
-    shuffled = random.Random(SPLIT).sample(kinds, len(kinds))
-    middle = len(kinds) // 2
+    shuffled = random.Random(SPLIT).sample(ILLNESSES, len(ILLNESSES))
+    middle = len(ILLNESSES) // 2
     return {"tune": shuffled[:middle], "judge": shuffled[middle:]}

@@ -5,8 +5,6 @@ killed again, until a start without a kill finishes it. After each kill the stor
 its previous content, and no process may be left. Resuming may measure only what is missing.
 """
 
-from __future__ import annotations
-
 import contextlib
 import os
 import random
@@ -21,10 +19,10 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from fp8bench.model import Run, Status
+from fp8bench.model import Record, Run, Status
 from fp8bench.store.runs.listing import run_files
 from fp8bench.store.runs.run_file import find_incomplete_groups, load_run
-from suites.trials import FP8BENCH, conditions, environment, options, tell
+from suites.trials import FP8BENCH, conditions, environment, options, write_document
 
 SUITE = """
 import time
@@ -135,128 +133,122 @@ def kill(process: subprocess.Popen[str], store: Path, chance: random.Random, tal
     victim = chance.choice(VICTIMS)
     moment = wait_for_the_moment(process, store, chance)
     workers = children(process.pid)
-    hit = process.poll() is None and (bool(workers) or victim == "parent")
-    if victim in ("parent", "both"):
-        process.kill()
-    if victim in ("worker", "both"):
-        for worker in workers:
-            with contextlib.suppress(ProcessLookupError):
-                os.kill(worker, signal.SIGKILL)
-    if hit:
+    if process.poll() is None and (workers or victim == "parent"):
         tally.kills[victim] += 1
         tally.moments[moment] += 1
     else:
         tally.too_late += 1
+    if victim != "worker":
+        process.kill()
+    for worker in workers if victim != "parent" else ():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(worker, signal.SIGKILL)
     survivors = wait_until_gone(workers, 30.0) if victim != "worker" else []
     promise(not survivors, f"workers {survivors} outlived their parent")
 
 
-def prepared(folder: Path) -> list[int]:
-    """Returns the groups that were prepared since the last start, in order, by the value of their axis `place`."""
-    log = folder / "prepared.log"
-    return list(dict.fromkeys(int(line) for line in log.read_text().split())) if log.exists() else []
-
-
-def whole_places(run: Run | None) -> set[int]:
-    """Returns the values of the axis `place` of complete groups."""
+def records_by_group(run: Run | None) -> dict[int, list[Record]]:
+    """Returns the records of complete groups, by the value of their axis `place`."""
+    groups: dict[int, list[Record]] = {}
     if run is None:
-        return set()
-    missing = find_incomplete_groups(run)
-    return {int(group.cases[0].case.param("place")) for group in run.plan if group not in missing}
+        return groups
+    for record in run.records:
+        groups.setdefault(int(record.case.param("place")), []).append(record)
+    for group in find_incomplete_groups(run):
+        groups.pop(int(group.cases[0].case.param("place")), None)
+    return groups
 
 
-def examine(store: Path, old_content: bytes, kept: Run | None, tally: Tally) -> Run | None:
-    """Checks the store after a process that began with `kept` has ended.
+def check_store(store: Path, old_content: bytes, old_run: Run | None, tally: Tally) -> Run | None:
+    """Checks the store after a process that began with `old_run` has ended.
 
     The store must open, and the file must still begin with `old_content`. Finished groups must be stored, and none
     may be measured twice.
     """
-    path, begun = next(run_files(store), None), prepared(store.parent)
+    path, log = next(run_files(store), None), store.parent / "prepared.log"
+    prepared = list(dict.fromkeys(map(int, log.read_text().split()))) if log.exists() else []
     if path is None:
-        promise(not old_content and not begun, "the run file is gone")
+        promise(not old_content and not prepared, "the run file is gone")
         return None
     promise(path.read_bytes().startswith(old_content), "what was written was changed")
     run = load_run(path)
-    lost = set(begun[:-1]) - whole_places(run)
+    old_groups, groups = records_by_group(old_run), records_by_group(run)
+    lost = set(prepared[:-1]) - groups.keys()
     promise(not lost, f"groups {sorted(lost)} were finished and are not there")
-    repeated = set(begun) & whole_places(kept)
+    repeated = old_groups.keys() & prepared
     promise(not repeated, f"groups {sorted(repeated)} were there and were measured again")
-    if kept is not None:
-        old = {record.case.id: record for record in kept.records if record.case.param("place") in whole_places(kept)}
-        new = {record.case.id: record for record in run.records}
-        promise(all(new.get(name) == record for name, record in old.items()), "a record that was there differs")
+    promise(groups | old_groups == groups, "a record that was there differs")
     tally.torn_lines += len(run.troubles)
     promise(len(run.troubles) <= len(run.resumptions) + 1, f"more broken lines than kills: {run.troubles}")
     return run
 
 
-def check_whole(run: Run, tally: Tally) -> None:
-    """Checks that a finished run has all its groups and cases."""
-    promise(run.finished and not find_incomplete_groups(run), "the run is not finished")
-    promise(len(run.records) == run.plan.num_cases, "cases lack records")
-    tally.failed_cases += sum(record.status is Status.FAILED for record in run.records)
-
-
-def one_run(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
+def kill_and_resume(folder: Path, chance: random.Random, tally: Tally, kills: int) -> None:
     """Runs, kills and resumes one run until it finishes, with at most `kills` kills."""
     suite, store = folder / "nap_suite.py", folder / "store"
     suite.write_text(SUITE)
     tally.runs += 1
-    kept: Run | None = None
+    run: Run | None = None
     words = ["nap", "--import", "./nap_suite.py", "--rounds", "4", "--dtypes", "fp32,bf16"]
     while True:
-        tally.resumptions += kept is not None
+        tally.resumptions += run is not None
         old_content = content(store)
         (folder / "prepared.log").unlink(missing_ok=True)
-        with start(suite, store, ["--resume", "last"] if kept else words) as process:
+        with start(suite, store, ["--resume", "last"] if run else words) as process:
             if kills > 0:
                 kill(process, store, chance, tally)
                 kills -= 1
             out, err = process.communicate(timeout=_PATIENCE)
             code = process.returncode
         promise("Traceback" not in err, f"a traceback: {err[-500:]}")
-        kept = examine(store, old_content, kept, tally)
+        run = check_store(store, old_content, run, tally)
         if code == -signal.SIGKILL:
             continue
         # The parent was not killed: the run has finished, or explained why it did not.
         promise(code in (0, 3), f"exit {code}: {err[-500:]}")
-        if kept is None or not kept.finished:
+        if run is None or not run.finished:
             promise(code == 3 and "worker crashed" in err, f"unfinished without a reason: {err[-500:]}")
-        else:
-            promise("nap" in out, "no table")
-            check_whole(kept, tally)
-            return
+            continue
+        promise("nap" in out, "no table")
+        promise(len(run.records) == run.plan.num_cases, "cases lack records")
+        tally.failed_cases += sum(record.status is Status.FAILED for record in run.records)
+        return
 
 
-def trials(kills: int, seed: int, keep: Callable[[Tally], object] = str) -> Tally:
+def trials(kills: int, seed: int, store: Callable[[Tally], object] = str) -> Tally:
     """Kills processes `kills` times, over several runs. Keeps the store if a promise was broken.
 
-    `keep` is called with the tally after every run, so that an interrupted trial is not lost.
+    `store` is called with the tally after every run, so that an interrupted trial is not lost.
     """
     chance, tally = random.Random(seed), Tally()
     while (missing := kills - tally.kills.total()) > 0:
         folder = Path(tempfile.mkdtemp(prefix="fp8bench-kill-"))
         try:
-            one_run(folder, chance, tally, min(missing, chance.randint(1, _MOST_KILLS)))
+            kill_and_resume(folder, chance, tally, min(missing, chance.randint(1, _MOST_KILLS)))
         except Promise as broken:
             tally.broken.append(f"{broken} ({folder.name})")
         else:
             shutil.rmtree(folder)
-        keep(tally)
+        store(tally)
     return tally
 
 
 def main() -> int:
-    asked = options(__doc__, kills=(30, "that hit"), seed=(0, "of moments and victims"), json=(Path, "the tally"))
+    asked = options(
+        __doc__,
+        kills=(30, "kills that hit a running process"),
+        seed=(0, "seed of moments and victims"),
+        json=(Path, "also write the tally to this file"),
+    )
     begun = time.monotonic()
 
-    def report(tally: Tally, aloud: bool = False) -> None:
+    def report(tally: Tally, prints: bool = False) -> None:
         command = f"python -m suites.kill --kills {tally.kills.total()} --seed {asked.seed}"
         seconds = round(time.monotonic() - begun, 1)
-        tell({"command": command, **vars(tally), "seconds": seconds, **conditions()}, asked.json, aloud)
+        write_document({"command": command, **vars(tally), "seconds": seconds, **conditions()}, asked.json, prints)
 
     tally = trials(asked.kills, asked.seed, report)
-    report(tally, aloud=True)
+    report(tally, prints=True)
     return int(bool(tally.broken))
 
 

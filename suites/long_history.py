@@ -4,8 +4,6 @@ The store has 300 commits of a suite with 1,001 series of ten samples. Figures v
 tenth pair of cases has a step of 5%. suites/harness.py uses this module.
 """
 
-from __future__ import annotations
-
 import math
 import random
 import shutil
@@ -15,26 +13,10 @@ from datetime import UTC, datetime, timedelta
 from pathlib import Path
 from typing import NamedTuple
 
-from fp8bench.model import (
-    Case,
-    DeviceFacts,
-    Environment,
-    Level,
-    Measurement,
-    Record,
-    Request,
-    Run,
-    Scalar,
-    Segments,
-    SlotSample,
-    Status,
-    Support,
-    Timing,
-    Work,
-)
+from fp8bench import model
 from fp8bench.store.figures.cache import cache_path
 from fp8bench.store.runs.run_file import infer_plan, start_run
-from suites.trials import ran
+from suites.trials import run_command
 
 COMMITS = 300
 # The number of pairs of cases, fp32 and bf16, with eleven series each.
@@ -45,9 +27,9 @@ REST = 100
 SUITE = "long_history"
 _MACHINE = "long"
 _FIRST = datetime(2026, 1, 5, tzinfo=UTC)
-_CPU = DeviceFacts("cpu", 0, "a processor", 8 << 30, "2.13.0")
-_NATIVE = Support(Level.NATIVE, "torch's own kernels")
-_WORK = Work(flops=1e9)
+_CPU = model.DeviceFacts("cpu", 0, "a processor", 8 << 30, "2.13.0")
+_NATIVE = model.Support(model.Level.NATIVE, "torch's own kernels")
+_WORK = model.Work(flops=1e9)
 _MODULE = '''"""A suite whose grid is as large as it is told to be; nobody measures it."""
 
 from fp8bench.suites import Axis, Grid, Workload, whole_number, workloads
@@ -82,42 +64,34 @@ def write_module(folder: Path, pairs: int = PAIRS) -> Path:
     return path
 
 
-class Times:
-    """Draws the times of the cases of each commit. The same seed gives the same times."""
-
-    def __init__(self, pairs: int, seed: int = 0) -> None:
-        chance = [random.Random(1000 * seed + pair) for pair in range(pairs)]
-        self._seed = seed
-        self._bases = [10 ** draw.uniform(5, 8) for draw in chance]
-        self._steps = [draw.randrange(20, COMMITS) if pair % 10 == 0 else math.inf for pair, draw in enumerate(chance)]
-
-    def of_commit(self, number: int) -> Iterator[int]:
-        """Yields the nanoseconds of the phases of each slot, in the order of the records."""
-        draw = random.Random(-1 - 1000 * self._seed - number)
-        levels = [
-            base * draw.gauss(1, 0.02) * (1.05 if number >= step else 1)
-            for base, step in zip(self._bases, self._steps, strict=True)
-        ]
-        for level in levels:
-            for factor, cast in ((2.0, False), (1.0, True)):
-                for _ in range(ROUNDS):
-                    spread = draw.uniform(0.99, 1.01)
-                    if cast:
-                        yield int(0.2 * level * spread)
-                    yield int(factor * level * spread)
+def draw_times(pairs: int, number: int) -> Iterator[int]:
+    """Yields the nanoseconds of the phases of each slot of a commit, in the order of the records. The same number
+    gives the same times.
+    """
+    draw = random.Random(-1 - number)
+    levels = []
+    for pair in range(pairs):
+        chance = random.Random(pair)
+        level = 10 ** chance.uniform(5, 8) * draw.gauss(1, 0.02)
+        step = chance.randrange(20, COMMITS) if pair % 10 == 0 else math.inf
+        levels.append(level * 1.05 if number >= step else level)
+    for level in levels:
+        for factor, has_cast in ((2.0, False), (1.0, True)):
+            for _ in range(ROUNDS):
+                spread = draw.uniform(0.99, 1.01)
+                if has_cast:
+                    yield int(0.2 * level * spread)
+                yield int(factor * level * spread)
 
 
-def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, seed: int = 0, first: int = 0) -> list[Path]:
-    """Writes a run for each commit, from number `first` on. The same seed gives the same runs."""
-    times, paths = Times(pairs, seed), []
+def write_store(store: Path, commits: int = COMMITS, pairs: int = PAIRS, first: int = 0) -> None:
+    """Writes a run for each commit, from number `first` on. The same numbers give the same runs."""
     for number in range(first, first + commits):
-        nanoseconds = times.of_commit(number)
+        nanoseconds = draw_times(pairs, number)
         run = run_of(number, tuple(record for size in range(1, 1 + pairs) for record in _records(size, nanoseconds)))
         writer = start_run(run, store)
         writer.append(run.records)
         writer.finish("finished")
-        paths.append(writer.path)
-    return paths
 
 
 def make(folder: Path, commits: int = COMMITS, pairs: int = PAIRS) -> None:
@@ -126,13 +100,12 @@ def make(folder: Path, commits: int = COMMITS, pairs: int = PAIRS) -> None:
     write_store(folder / ".fp8bench", commits, pairs)
 
 
-def run_of(number: int, records: tuple[Record, ...]) -> Run:
+def run_of(number: int, records: tuple[model.Record, ...]) -> model.Run:
     when = _FIRST + timedelta(hours=number)
-    commit = f"{number:08x}" * 5
-    facts: dict[str, Scalar | None] = {
+    facts: dict[str, model.Scalar | None] = {
         "fp8bench": "0",
         "machine": _MACHINE,
-        "commit": commit,
+        "commit": f"{number:08x}" * 5,
         "commit_date": int(when.timestamp() * 1000),
         "dirty": False,
         "torch": "2.13.0",
@@ -146,40 +119,42 @@ def run_of(number: int, records: tuple[Record, ...]) -> Run:
         "asv_ram": "8589934592",
         "asv_python": "/opt/venv/bin/python3",
     }
-    return Run(
+    return model.Run(
         f"{number:08x}",
         (when + timedelta(minutes=5)).isoformat(timespec="milliseconds"),
         f"fp8bench suite {SUITE}",
-        Request(SUITE),
+        model.Request(SUITE),
         infer_plan(records),
-        Environment(facts),
+        model.Environment(facts),
         (_CPU,),
         records=records,
     )
 
 
-def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[Record]:
+def _records(size: int, nanoseconds: Iterator[int]) -> Iterator[model.Record]:
     """Yields the records of a size in fp32, the reference, and in bf16. They use the next of `nanoseconds`."""
     for precision, phases in (("fp32", ("gemm",)), ("bf16", ("cast", "gemm"))):
-        slots = tuple(
-            SlotSample(number, ((*(next(nanoseconds) for _ in phases), REST),), 1e-3, 1e-3) for number in range(ROUNDS)
+        slots = []
+        for number in range(ROUNDS):
+            call = (*(next(nanoseconds) for _ in phases), REST)
+            slots.append(model.SlotSample(number, (call,), 1e-3, 1e-3))
+        timing = model.Timing(model.Segments((*phases, "unattributed"), (0,) * (1 + len(phases))), tuple(slots))
+        memory = model.Measurement("peak_memory", "B", (4096.0 * size,))
+        case = model.Case(SUITE, (("size", size),), precision, "cpu")
+        yield model.Record(
+            case, _NATIVE, model.Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,)
         )
-        timing = Timing(Segments((*phases, "unattributed"), (0,) * (1 + len(phases))), slots)
-        memory = Measurement("peak_memory", "B", (4096.0 * size,))
-        case = Case(SUITE, (("size", size),), precision, "cpu")
-        yield Record(case, _NATIVE, Status.OK, _WORK, precision == "fp32", timing=timing, measurements=(memory,))
 
 
 class Cost(NamedTuple):
-    """The CPU and wall seconds of a process and its forks after their start, and the peak bytes of the largest one."""
+    """The CPU seconds of a process and its forks after their start, and the peak bytes of the largest one."""
 
     cpu: float
-    wall: float
     peak: int
 
 
 _MEASURED = """
-import resource, sys, time
+import resource, sys
 from pathlib import Path
 from fp8bench.store.figures.history import open_history
 from fp8bench.analysis.steps.change_points import find_steps
@@ -194,14 +169,14 @@ for name in workloads.names():
 def used():
     both = [resource.getrusage(who) for who in (resource.RUSAGE_SELF, resource.RUSAGE_CHILDREN)]
     return sum(one.ru_utime + one.ru_stime for one in both)
-cpu, wall = used(), time.monotonic()
+cpu = used()
 {work}
-cpu, wall = used() - cpu, time.monotonic() - wall
+cpu = used() - cpu
 if history.read and not {reading}:
     sys.exit(f"{{history.read}} runs were read")
 # Not ru_maxrss of this process, which includes what its parent held.
 own = int(Path("/proc/self/status").read_text().split("VmHWM:")[1].split()[0])
-print(cpu, wall, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
+print(cpu, 1024 * max(own, resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss))
 """
 OPENED = "history = open_history(store, lambda done, runs: None)\n"
 _CHANGES = f"""{OPENED}
@@ -222,7 +197,7 @@ WORKS = {
 def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Cost:
     """Returns the smallest cost of one of WORKS over several repetitions. It changes the store of the folder."""
     store = folder / ".fp8bench"
-    cache, kept = cache_path(store), folder / "kept.sqlite"
+    cache, copy = cache_path(store), folder / "copy.sqlite"
     if what == "from the runs":
         cache.unlink(missing_ok=True)
         return cost_of(_CHANGES, folder, reading=True)
@@ -232,10 +207,10 @@ def measure(folder: Path, what: str, pairs: int = PAIRS, repeats: int = 5) -> Co
         runs = len(list(store.glob("runs/*/*.jsonl")))
         write_store(store, 1, pairs if what.endswith("all") else max(1, pairs // 10), first=runs)
         cost_of(OPENED, folder, reading=True)
-    shutil.copy(cache, kept)
+    shutil.copy(cache, copy)
     costs = []
     for _ in range(repeats):
-        shutil.copy(kept, cache)
+        shutil.copy(copy, cache)
         costs.append(cost_of(WORKS[what], folder))
     return min(costs)
 
@@ -246,8 +221,8 @@ def cost_of(work: str, folder: Path, reading: bool = False) -> Cost:
     If `reading` is false, reading a run is an error.
     """
     script = _MEASURED.format(work=work, reading=reading)
-    cpu, wall, peak = ran((sys.executable, "-c", script), folder).stdout.split()
-    return Cost(float(cpu), float(wall), int(peak))
+    cpu, peak = run_command((sys.executable, "-c", script), folder).stdout.split()
+    return Cost(float(cpu), int(peak))
 
 
 if __name__ == "__main__":

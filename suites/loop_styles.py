@@ -1,9 +1,7 @@
 """Healthy training loops in many styles: with various models, optimizers, batches and habits."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass, field
 from functools import partial
@@ -24,13 +22,18 @@ from fp8bench.protocols import SilentPhases
 WELL_STEPS = 1000
 
 
+Batch = tuple[Tensor, Tensor]
+# Returns the inputs and targets of the batch with a number.
+Batches = Callable[[int], Batch]
+
+
 @dataclass
 class Loop:
     """A training loop; illnesses are planted by changing its parts."""
 
     model: nn.Module
     optimizer: torch.optim.Optimizer
-    batch: Callable[[int], tuple[Tensor, Tensor]]
+    batch: Batches
     criterion: Callable[[Any, Tensor], Tensor] = F.cross_entropy
     parts: int = 1
     clip: float = 0.0
@@ -53,90 +56,107 @@ class Loop:
             nn.utils.clip_grad_norm_(self.model.parameters(), self.clip)
         for optimizer in (self.optimizer, *self.others):
             (optimizer.step() if self.scaler is None else self.scaler.step(optimizer))
-            if self.zero is not None:
+            if self.zero:
                 self.zero(optimizer)
-        if self.scaler is not None:
+        if self.scaler:
             self.scaler.update()
-        if self.schedule is not None:
+        if self.schedule:
             self.schedule.step()
         self.step += 1
 
     def layer(self, kind: type[nn.Module] = nn.Linear, number: int = 0) -> Any:
         return [module for module in self.model.modules() if isinstance(module, kind)][number]
 
-    def rate(self, factor: float) -> None:
+    def change_rate(self, factor: float) -> None:
         for group in self.optimizer.param_groups:
             group["lr"] *= factor
 
-    def batches(self, change: Callable[[Tensor, Tensor], tuple[Tensor, Tensor]]) -> None:
+    def change_batches(self, change: Callable[[Tensor, Tensor], Batch]) -> None:
         inner = self.batch
         self.batch = lambda number: change(*inner(number))
 
 
-Plant = Callable[[Loop], object]
-
-
 @dataclass(frozen=True)
-class Kind:
-    """An illness: what goes wrong in a style of loop, and the `rules` of which any is a right diagnosis.
+class Illness:
+    """A planted fault of a training loop. Any of the `rules` is a right diagnosis.
 
-    It is planted once at a step, or with `each` before every step from then on.
+    `plant` is called with the loop and the `arguments`: once before a step, or with `each` before every step from then
+    on.
     """
 
     words: str
     style: str
     rules: str
-    plant: Plant
-    onset: int = 101
-    each: bool = False
+    plant: Callable[..., object]
+    arguments: tuple[Any, ...]
+    onset: int
+    each: bool
 
     @property
     def title(self) -> str:
         return f"{self.words} ({self.style})"
 
-    def begins(self, seed: int) -> int:
+    def find_onset(self, seed: int) -> int:
         """Returns the step of the onset. Different seeds have different distances to the next watched step."""
         return self.onset + 7 * seed % 10 if self.onset else 0
 
 
-def drawn(seed: int, number: int) -> torch.Generator:
+def in_styles(
+    words: str,
+    styles: Iterable[str],
+    rules: str,
+    plant: Callable[..., object],
+    *arguments: Any,
+    onset: int = 101,
+    each: bool = False,
+) -> list[Illness]:
+    """Returns an illness in each of these styles of loops."""
+    return [Illness(words, style, rules, plant, arguments, onset, each) for style in styles]
+
+
+def healthy_loops(styles: Iterable[str]) -> list[Illness]:
+    """Returns loops of these styles in which nothing is planted."""
+    return in_styles("well", styles, "", lambda loop: None)
+
+
+def make_generator(seed: int, number: int) -> torch.Generator:
     return torch.Generator().manual_seed(1_000_003 * seed + number)
 
 
-def vectors(seed: int, size: int = 32, classes: int = 10, wrong: float = 0.1) -> Callable[[int], tuple[Tensor, Tensor]]:
+def vectors(seed: int, size: int = 32, wrong: float = 0.1) -> Batches:
     """Makes batches of random vectors, which a random network labels; a share `wrong` of the labels is random."""
-    start = drawn(seed, -1)
-    first, second = torch.randn(16, 32, generator=start), torch.randn(32, classes, generator=start)
+    start = make_generator(seed, -1)
+    first, second = torch.randn(16, 32, generator=start), torch.randn(32, 10, generator=start)
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        draw = drawn(seed, number)
+    def batch(number: int) -> Batch:
+        draw = make_generator(seed, number)
         x = torch.randn(size, 16, generator=draw)
         y = (torch.tanh(x @ first / 2) @ second).argmax(-1)
-        random_labels = torch.randint(classes, (size,), generator=draw)
+        random_labels = torch.randint(10, (size,), generator=draw)
         return x, torch.where(torch.rand(size, generator=draw) < wrong, random_labels, y)
 
     return batch
 
 
-def images(seed: int, size: int = 16) -> Callable[[int], tuple[Tensor, Tensor]]:
-    shapes = torch.randn(10, 3, 8, 8, generator=drawn(seed, -1))
+def images(seed: int, size: int = 16) -> Batches:
+    shapes = torch.randn(10, 3, 8, 8, generator=make_generator(seed, -1))
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        draw = drawn(seed, number)
+    def batch(number: int) -> Batch:
+        draw = make_generator(seed, number)
         y = torch.randint(10, (size,), generator=draw)
         return 0.5 * shapes[y] + torch.randn(size, 3, 8, 8, generator=draw), y
 
     return batch
 
 
-def chains(seed: int, size: int = 16, length: int = 12, words: int = 24) -> Callable[[int], tuple[Tensor, Tensor]]:
-    """Makes batches of sequences from a Markov chain."""
-    table = (2 * torch.randn(words, words, generator=drawn(seed, -1))).softmax(-1)
+def chains(seed: int, size: int = 16) -> Batches:
+    """Makes batches of sequences of 12 tokens from a Markov chain."""
+    table = (2 * torch.randn(24, 24, generator=make_generator(seed, -1))).softmax(-1)
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        draw = drawn(seed, number)
-        rows = [torch.randint(words, (size,), generator=draw)]
-        for _ in range(length):
+    def batch(number: int) -> Batch:
+        draw = make_generator(seed, number)
+        rows = [torch.randint(24, (size,), generator=draw)]
+        for _ in range(12):
             rows.append(torch.multinomial(table[rows[-1]], 1, generator=draw).squeeze(1))
         text = torch.stack(rows, 1)
         return text[:, :-1], text[:, 1:].reshape(-1)
@@ -147,10 +167,10 @@ def chains(seed: int, size: int = 16, length: int = 12, words: int = 24) -> Call
 class Recurrent(nn.Module):
     """An LSTM language model."""
 
-    def __init__(self, words: int = 24, width: int = 32) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self.table, self.lstm = nn.Embedding(words, width), nn.LSTM(width, width, batch_first=True)
-        self.head = nn.Linear(width, words)
+        self.table, self.lstm = nn.Embedding(24, 32), nn.LSTM(32, 32, batch_first=True)
+        self.head = nn.Linear(32, 24)
 
     def forward(self, tokens: Tensor) -> Tensor:
         logits: Tensor = self.head(self.lstm(self.table(tokens))[0])
@@ -160,16 +180,15 @@ class Recurrent(nn.Module):
 class Adapted(nn.Module):
     """A frozen layer with a trained low-rank adapter (LoRA)."""
 
-    def __init__(self, inner: nn.Linear, rank: int = 4) -> None:
+    def __init__(self, inner: nn.Linear) -> None:
         super().__init__()
         self.inner = inner.requires_grad_(False)
-        self.down = nn.Linear(inner.in_features, rank, bias=False)
-        self.up = nn.Linear(rank, inner.out_features, bias=False)
+        self.down = nn.Linear(inner.in_features, 4, bias=False)
+        self.up = nn.Linear(4, inner.out_features, bias=False)
         nn.init.zeros_(self.up.weight)
 
     def forward(self, x: Tensor) -> Tensor:
-        result: Tensor = self.inner(x) + 2 * self.up(self.down(x))
-        return result
+        return self.inner(x) + 2 * self.up(self.down(x))
 
 
 class Nano(nn.Module):
@@ -192,16 +211,14 @@ def mlp(classes: int = 10, *between: nn.Module) -> nn.Sequential:
 
 
 def convolutions() -> nn.Sequential:
-    def part(a: int, b: int) -> list[nn.Module]:
-        return [nn.Conv2d(a, b, 3, padding=1), nn.BatchNorm2d(b), nn.ReLU()]
-
-    return nn.Sequential(*part(3, 12), *part(12, 12), nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 10))
+    first = nn.Conv2d(3, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()
+    second = nn.Conv2d(12, 12, 3, padding=1), nn.BatchNorm2d(12), nn.ReLU()
+    return nn.Sequential(*first, *second, nn.AdaptiveAvgPool2d(2), nn.Flatten(), nn.Linear(48, 10))
 
 
 def adam(model: nn.Module, rate: float = 2e-3, **more: Any) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(
-        [parameter for parameter in model.parameters() if parameter.requires_grad], lr=rate, fused=True, **more
-    )
+    trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+    return torch.optim.AdamW(trained, lr=rate, fused=True, **more)
 
 
 def sgd(model: nn.Module, rate: float = 0.05, **more: Any) -> torch.optim.Optimizer:
@@ -212,29 +229,29 @@ Style = Callable[[int], Loop]
 Maker = Callable[[nn.Module], torch.optim.Optimizer]
 
 
-def made(model: nn.Module, make: Maker, batch: Any, **more: Any) -> Loop:
+def make_loop(model: nn.Module, make: Maker, batch: Batches, **more: Any) -> Loop:
     return Loop(model, make(model), batch, **more)
 
 
-def bytes_of(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def bytes_of(seed: int) -> Batches:
     """Makes batches of windows of fp8bench's own sources."""
     text = b"".join(path.read_bytes() for path in sorted(Path(fp8bench.__file__).parent.glob("analysis/*.py")))
     every = torch.frombuffer(bytearray(text), dtype=torch.uint8).long()
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        starts = torch.randint(len(every) - 33, (2,), generator=drawn(seed, number))
+    def batch(number: int) -> Batch:
+        starts = torch.randint(len(every) - 33, (2,), generator=make_generator(seed, number))
         return torch.stack([every[start : start + 33] for start in starts]), torch.zeros(())
 
     return batch
 
 
-def tables(seed: int, size: int = 32) -> Loop:
+def tables(seed: int) -> Loop:
     """Makes a loop with an embedding with sparse gradients, and a second optimizer for the head."""
-    answers = torch.randint(6, (40,), generator=drawn(seed, -1))
+    answers = torch.randint(6, (40,), generator=make_generator(seed, -1))
     table, head = nn.EmbeddingBag(40, 16, sparse=True, mode="mean"), nn.Linear(16, 6)
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        words = torch.randint(40, (size, 3), generator=drawn(seed, number))
+    def batch(number: int) -> Batch:
+        words = torch.randint(40, (32, 3), generator=make_generator(seed, number))
         return words, answers[words[:, 0]]
 
     sparse = torch.optim.SparseAdam(list(table.parameters()), lr=5e-3)
@@ -248,74 +265,71 @@ def adapters() -> nn.Sequential:
 
 def two_optimizers(seed: int) -> Loop:
     model = mlp()
-    body, head = (list(part.parameters()) for part in (model[:5], model[5:]))
-    return Loop(
-        model, torch.optim.AdamW(body, lr=2e-3), vectors(seed), others=(torch.optim.SGD(head, lr=0.05, momentum=0.9),)
-    )
+    head = torch.optim.SGD(model[5:].parameters(), lr=0.05, momentum=0.9)
+    return Loop(model, torch.optim.AdamW(model[:5].parameters(), lr=2e-3), vectors(seed), others=(head,))
 
 
-def rival(seed: int, watches_judge: bool = False) -> Loop:
+def gan(seed: int, watches_judge: bool = False) -> Loop:
     """Makes a GAN, whose generator and judge are trained in turn."""
-    model, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
-    generator_optimizer, judge_optimizer = (torch.optim.Adam(part.parameters(), lr=1e-3) for part in (model, judge))
+    generator, judge = (nn.Sequential(nn.Linear(a, 32), nn.ReLU(), nn.Linear(32, b)) for a, b in ((4, 2), (2, 1)))
+    optimizers = [torch.optim.Adam(part.parameters(), lr=1e-3) for part in (generator, judge)]
+    watched = (judge, optimizers[1]) if watches_judge else (generator, optimizers[0])
+    loop = Loop(*watched, lambda number: (torch.zeros(0), torch.zeros(0)))
 
-    def made_up(number: int) -> Tensor:
-        points: Tensor = model(torch.randn(64, 4, generator=drawn(seed + 7, number)))
-        return points
+    def make_points() -> Tensor:
+        return generator(torch.randn(64, 4, generator=make_generator(seed + 7, loop.step)))
 
-    def judges(step: int) -> Tensor:
-        points = torch.randn(64, 2, generator=drawn(seed, step)) * torch.tensor([1.0, 0.3]) + 1
-        return F.softplus(-judge(points)).mean() + F.softplus(judge(made_up(step).detach())).mean()
+    def train(optimizer: torch.optim.Optimizer, loss: Callable[[], Tensor]) -> None:
+        optimizer.zero_grad()
+        loss().backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
 
-    loop = Loop(model, generator_optimizer, lambda number: (torch.zeros(0), torch.zeros(0)))
+    def judge_loss() -> Tensor:
+        points = torch.randn(64, 2, generator=make_generator(seed, loop.step)) * torch.tensor([1.0, 0.3]) + 1
+        return F.softplus(-judge(points)).mean() + F.softplus(judge(make_points().detach())).mean()
 
     def advance() -> None:
-        for optimizer, loss in (
-            (judge_optimizer, judges),
-            (generator_optimizer, lambda step: F.softplus(-judge(made_up(step))).mean()),
-        ):
-            optimizer.zero_grad()
-            loss(loop.step).backward()  # type: ignore[no-untyped-call]
-            optimizer.step()
+        train(optimizers[1], judge_loss)
+        train(optimizers[0], lambda: F.softplus(-judge(make_points())).mean())
         loop.step += 1
 
     loop.advance = advance  # type: ignore[method-assign]
-    if watches_judge:
-        loop.model, loop.optimizer = judge, judge_optimizer
     return loop
 
 
 def scheduled(style: Style, share: Callable[[int], float]) -> Style:
-    def begun(seed: int) -> Loop:
+    def make(seed: int) -> Loop:
         loop = style(seed)
         loop.schedule = torch.optim.lr_scheduler.LambdaLR(loop.optimizer, share)
         return loop
 
-    return begun
+    return make
 
 
 def regression(seed: int, noise: float) -> Loop:
-    inner, target = vectors(seed, wrong=0.0), torch.randn(16, 1, generator=drawn(seed, -2))
+    inner, target = vectors(seed, wrong=0.0), torch.randn(16, 1, generator=make_generator(seed, -2))
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
+    def batch(number: int) -> Batch:
         x, _ = inner(number)
-        return x, torch.tanh(x @ target / 3) + noise * torch.randn(len(x), 1, generator=drawn(seed + 9, number))
+        return x, torch.tanh(x @ target / 3) + noise * torch.randn(
+            len(x), 1, generator=make_generator(seed + 9, number)
+        )
 
-    return made(mlp(1), adam, batch, criterion=F.mse_loss)
+    return make_loop(mlp(1), adam, batch, criterion=F.mse_loss)
 
 
 def mixed(seed: int) -> Loop:
     """Makes a loop that alternates two kinds of batches. One kind is far easier and has larger inputs."""
     usual, easy = vectors(seed), vectors(seed + 50, wrong=0.0)
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
+    def batch(number: int) -> Batch:
         x, y = (usual if number % 2 else easy)(number)
         return (x, y) if number % 2 else (6 * x, y * 0)
 
-    return made(mlp(), adam, batch)
+    return make_loop(mlp(), adam, batch)
 
 
-def changed_text(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
+def changed_text(seed: int) -> Batches:
     """Makes batches whose kind of text changes halfway."""
     first, second = chains(seed), chains(seed + 50)
     return lambda number: (first if number < WELL_STEPS // 2 else second)(number)
@@ -323,34 +337,32 @@ def changed_text(seed: int) -> Callable[[int], tuple[Tensor, Tensor]]:
 
 def words_of_a_bag(seed: int) -> Loop:
     """Makes a loop whose inputs are nearly all zeros."""
-    answers = torch.randint(5, (400,), generator=drawn(seed, -1))
+    answers = torch.randint(5, (400,), generator=make_generator(seed, -1))
 
-    def batch(number: int) -> tuple[Tensor, Tensor]:
-        words = torch.randint(400, (32, 2), generator=drawn(seed, number))
+    def batch(number: int) -> Batch:
+        words = torch.randint(400, (32, 2), generator=make_generator(seed, number))
         return F.one_hot(words, 400).amax(1).float(), answers[words[:, 0]]
 
-    return made(nn.Sequential(nn.Linear(400, 32), nn.ReLU(), nn.Linear(32, 5)), adam, batch)
+    return make_loop(nn.Sequential(nn.Linear(400, 32), nn.ReLU(), nn.Linear(32, 5)), adam, batch)
 
 
 def random_labels(seed: int) -> Loop:
     """Makes a loop whose labels depend on nothing, so that only their frequencies can be learned."""
-    loop = made(mlp(), sgd, vectors(seed, 64))
-    loop.batches(lambda x, y: (x, (x[:, 0] * 1e4).long().remainder(10)))
+    loop = make_loop(mlp(), sgd, vectors(seed, 64))
+    loop.change_batches(lambda x, y: (x, (x[:, 0] * 1e4).long().remainder(10)))
     return loop
 
 
 def slow_body(seed: int, share: float) -> Loop:
     model = mlp()
-    groups: list[dict[str, Any]] = [
-        {"params": model[:3].parameters(), "lr": 2e-3 * share},
-        {"params": model[3:].parameters()},
-    ]
+    body, rest = model[:3].parameters(), model[3:].parameters()
+    groups: list[dict[str, Any]] = [{"params": body, "lr": 2e-3 * share}, {"params": rest}]
     return Loop(model, torch.optim.AdamW(groups, lr=2e-3), vectors(seed))
 
 
 def in_bf16(seed: int) -> Loop:
-    loop = made(mlp().bfloat16(), sgd, vectors(seed))
-    loop.batches(lambda x, y: (x.bfloat16(), y))
+    loop = make_loop(mlp().bfloat16(), sgd, vectors(seed))
+    loop.change_batches(lambda x, y: (x.bfloat16(), y))
     return loop
 
 
@@ -361,7 +373,7 @@ def wave(step: int) -> float:
 
 def by_closure(seed: int) -> Loop:
     """Makes a loop whose steps call a closure, as LBFGS needs, always with the same large batch."""
-    loop = made(
+    loop = make_loop(
         mlp(1),
         lambda model: torch.optim.LBFGS(model.parameters(), lr=0.1, max_iter=4),
         vectors(seed, 512),
@@ -385,7 +397,7 @@ def by_closure(seed: int) -> Loop:
 
 
 def style(model: Callable[[], nn.Module] = mlp, make: Maker = adam, batch: Any = vectors, **more: Any) -> Style:
-    return lambda seed: made(model(), make, batch(seed), **more)
+    return lambda seed: make_loop(model(), make, batch(seed), **more)
 
 
 STYLES: dict[str, Style] = {
@@ -403,7 +415,7 @@ STYLES: dict[str, Style] = {
     "MLP, a rate that warms up and swings": scheduled(style(), wave),
     "MLP, a rate that ends at 0": scheduled(style(make=sgd), lambda step: max(0.0, 1 - step / (WELL_STEPS - 1))),
     "MLP, RMSprop": style(make=lambda model: torch.optim.RMSprop(model.parameters(), lr=1e-3)),
-    # So few batches that the model memorizes them.
+    # The model memorizes these eight batches.
     "MLP, learned by heart": style(batch=lambda seed: lambda number: vectors(seed)(number % 8)),
     "MLP, random labels": random_labels,
     "MLP, kinds of batches in turn": mixed,
@@ -413,7 +425,7 @@ STYLES: dict[str, Style] = {
     "MLP, a body that is frozen": partial(slow_body, share=0.0),
     "MLP in bf16": in_bf16,
     "MLP, autocast": style(cast=torch.bfloat16),
-    "MLP, GradScaler": lambda seed: made(
+    "MLP, GradScaler": lambda seed: make_loop(
         mlp(), adam, vectors(seed), scaler=torch.amp.GradScaler("cpu", growth_interval=40)
     ),
     "regression to its noise": partial(regression, noise=0.3),
@@ -431,7 +443,7 @@ STYLES: dict[str, Style] = {
     "four micro-batches": style(batch=partial(vectors, size=8), parts=4),
     "CNN, two micro-batches": style(convolutions, adam, partial(images, size=8), parts=2),
     "two optimizers": two_optimizers,
-    "a generator and its rival": rival,
-    "the rival of a generator": partial(rival, watches_judge=True),
+    "a generator and its rival": gan,
+    "the rival of a generator": partial(gan, watches_judge=True),
     "nano": style(Nano, partial(adam, rate=1e-3), bytes_of, criterion=lambda loss, _: loss),
 }  # fmt: skip

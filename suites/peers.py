@@ -5,11 +5,8 @@ longer, as each tool would, with the same seconds for each function. `pip instal
 tools. A tool that is not installed has no row.
 """
 
-from __future__ import annotations
-
 import csv
 import json
-import os
 import statistics
 import sys
 import time
@@ -20,8 +17,8 @@ from pathlib import Path
 from typing import Any
 
 from suites import harness
-from suites.quantisers import CASTS
-from suites.trials import FP8BENCH, Table, least_seconds, options, ran, scratch
+from suites.quantisers import CASTS, over_copy
+from suites.trials import FP8BENCH, Table, cpu_seconds, least_seconds, options, run_command, scratch
 
 SIDES = (288, 544, 1344)  # about 0.3, 2 and 30 ms on a core of 2023
 PLANTED = {"same": 0.0, "slower_1": 0.01, "slower_2_5": 0.025, "slower_5": 0.05}
@@ -108,18 +105,18 @@ def plant(folder: Path, side: int) -> float:
 def run_program(folder: Path, program: str, seconds: float) -> dict[str, Any]:
     text = IN_PROCESS.format(seconds=seconds, program=program, names=[REFERENCE, *PLANTED])
     (folder / "measure.py").write_text(text)  # asv reads the source of what it times
-    document: dict[str, Any] = json.loads(ran((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
+    document: dict[str, Any] = json.loads(run_command((sys.executable, "measure.py"), folder, more=ONE_THREAD).stdout)
     return document
 
 
 def compare_by_fp8bench(folder: Path, seconds: float) -> dict[str, Answer]:
     functions = [f"planted.py:{name}" for name in PLANTED]
     budget = str(seconds * (len(PLANTED) + 2))  # the reference is measured twice
-    ran(
+    run_command(
         (*FP8BENCH, "bench", *functions, "--against", f"planted.py:{REFERENCE}", "--budget", budget, "--no-report"),
         folder,
     )
-    ran((*FP8BENCH, "show", "last", "--csv", "run.csv"), folder)
+    run_command((*FP8BENCH, "show", "last", "--csv", "run.csv"), folder)
     with (folder / "run.csv").open() as file:
         rows = [row for row in csv.DictReader(file) if (row["phase"], row["metric"]) == ("step", "time")]
     ratios = {row["precision"].partition(":")[2]: row for row in rows if row["ratio_to_reference"]}
@@ -132,13 +129,14 @@ def compare_by_torch(folder: Path, seconds: float) -> dict[str, Answer]:
 
     results = run_program(folder, TIMER, seconds)
 
-    def differ(one: tuple[list[float], int], other: tuple[list[float], int]) -> bool:
-        digits = min(one[1], other[1])
-        return trim_sigfig(statistics.median(one[0]), digits) != trim_sigfig(statistics.median(other[0]), digits)
+    samples = {name: times for name, (times, _) in results.items()}
 
-    return judge(
-        {name: times for name, (times, _) in results.items()}, lambda name: differ(results[name], results[REFERENCE])
-    )
+    def differs(name: str) -> bool:
+        digits = min(results[name][1], results[REFERENCE][1])
+        median, reference = (trim_sigfig(statistics.median(samples[key]), digits) for key in (name, REFERENCE))
+        return median != reference
+
+    return judge(samples, differs)
 
 
 def compare_by_asv(folder: Path, seconds: float) -> dict[str, Answer]:
@@ -159,7 +157,7 @@ def compare_by_pyperf(folder: Path, seconds: float) -> dict[str, Answer]:
 
     (folder / "timed.py").write_text(PYPERF.format(names=[REFERENCE, *PLANTED]))
     value = seconds / 3 / 5  # each process takes five values
-    ran(
+    run_command(
         (sys.executable, "timed.py", "-o", "pyperf.json", "--min-time", str(value), "--copy-env"),
         folder,
         more=ONE_THREAD,
@@ -176,7 +174,7 @@ def compare_by_pytest(folder: Path, seconds: float) -> dict[str, Answer]:
     """
     (folder / "test_planted.py").write_text(PYTEST.format(names=[REFERENCE, *PLANTED]))
     limit = f"--benchmark-max-time={seconds}"
-    ran(
+    run_command(
         (sys.executable, "-m", "pytest", "-q", "--benchmark-json=times.json", limit, "test_planted.py"),
         folder,
         more=ONE_THREAD,
@@ -215,49 +213,32 @@ def show_detection(tools: list[str], trials: int, seconds: float) -> None:
             spent = dict.fromkeys(answers, 0.0)
             for _ in range(trials):  # tools take turns, so that all see the same hours of the machine
                 for name in answers:
-                    start = time.monotonic()
+                    spent[name] -= time.monotonic()
                     answers[name].append(TOOLS[name][1](folder, seconds))
-                    spent[name] += time.monotonic() - start
+                    spent[name] += time.monotonic()
             for name, found in answers.items():
-                alarms = sum(bool(answer["same"][1] in ("slower", "faster")) for answer in found)
+                alarms = sum(answer["same"][1] in ("slower", "faster") for answer in found)
                 hits = [sum(answer[planted][1] == "slower" for answer in found) for planted in list(PLANTED)[1:]]
-                gaps = [abs(answer["same"][0] - 1) for answer in found]
+                gap = max(abs(answer["same"][0] - 1) for answer in found)
                 counts = [f"{count}/{trials}" for count in (alarms, *hits)]
-                table.row(name, *counts, f"{100 * max(gaps):.1f}%", f"{spent[name] / trials:.0f}")
+                table.row(name, *counts, f"{100 * gap:.1f}%", f"{spent[name] / trials:.0f}")
 
 
 def show_start() -> None:
-    """CPU time, the least of five, over that of an empty Python."""
-    commands = {
-        "python -c pass": (sys.executable, "-c", "pass"),
-        "fp8bench --help": (*FP8BENCH, "--help"),
-        "asv --help": (sys.executable, "-m", "asv", "--help"),
-        "pyperf --help": (sys.executable, "-m", "pyperf", "--help"),
-        "pytest --help": (sys.executable, "-m", "pytest", "--help"),
-        "import fp8bench": (sys.executable, "-c", "import fp8bench"),
-        "import pyperf": (sys.executable, "-c", "import pyperf"),
-        "import pytest_benchmark.plugin": (sys.executable, "-c", "import pytest_benchmark.plugin"),
-        "import torch.utils.benchmark": (sys.executable, "-c", "import torch.utils.benchmark"),
+    """Prints the CPU time of the tools' starts, compared with that of an empty Python."""
+    imported = ("fp8bench", "pyperf", "pytest_benchmark.plugin", "torch.utils.benchmark")
+    commands: dict[str, tuple[str, ...]] = {"python -c pass": (sys.executable, "-c", "pass")}
+    commands |= {
+        f"{tool} --help": (sys.executable, "-m", tool, "--help") for tool in ("fp8bench", "asv", "pyperf", "pytest")
     }
+    commands |= {f"import {module}": (sys.executable, "-c", f"import {module}") for module in imported}
     table = Table("\nstart: CPU time, least and median of 5", "least ms", "median ms", name=32)
     with scratch() as folder:
         for name, words in commands.items():
-            module = words[2].split()[-1].split(".")[0] if words[1] == "-c" else words[2]
-            if module == "pass" or find_spec(module):
+            module = name.removeprefix("import ").partition(" ")[0].partition(".")[0]
+            if module == "python" or find_spec(module):
                 times = sorted(cpu_seconds(words, folder) for _ in range(5))
                 table.row(name, *(f"{1e3 * seconds:.0f}" for seconds in (times[0], times[2])))
-
-
-def cpu_seconds(words: tuple[str, ...], folder: Path) -> float:
-    times_at_start = os.times()
-    ran(words, folder)
-    times_at_end = os.times()
-    return (
-        times_at_end.children_user
-        + times_at_end.children_system
-        - times_at_start.children_user
-        - times_at_start.children_system
-    )
 
 
 def show_markers() -> None:
@@ -299,8 +280,6 @@ def torchao_over_copy() -> float:
 
 
 def show_casts() -> None:
-    from suites.quantisers import over_copy
-
     table = Table("\nvalues rounded through FP8, CPU time over a copy of 4096 x 4096", "ratio", name=32)
     for name in CASTS:
         table.row(name, f"{over_copy(name, 4096, 15):.2f}")
@@ -308,12 +287,12 @@ def show_casts() -> None:
         table.row("torchao, e4m3 tensor fp32", f"{torchao_over_copy():.2f}")
 
 
-def show_rest() -> None:
+def show_harness() -> None:
     names = ("harness_over_bare_loop", "history", "history_peak_bytes", "mission_peak_bytes", "memory_above_bare_loop")
     harness.show(names)
 
 
-PARTS = {"start": show_start, "markers": show_markers, "casts": show_casts, "harness": show_rest}
+PARTS = {"start": show_start, "markers": show_markers, "casts": show_casts, "harness": show_harness}
 
 
 def main() -> None:

@@ -16,8 +16,8 @@ from suites.trials import least_seconds
 if TYPE_CHECKING:
     from torch import Tensor
 
-# By name: format of elements, scaling, and the dtype of input and output. A name with 'given' has a precomputed
-# scale.
+# The casts by name: the format of the elements, the scaling, and the dtype of input and output. A name with 'given'
+# has a precomputed scale.
 CASTS: dict[str, tuple[Format, Scaling | None, str]] = {
     "e4m3 fp32": (E4M3, None, "float32"),
     "e5m2 fp32": (E5M2, None, "float32"),

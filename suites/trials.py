@@ -1,11 +1,10 @@
 """Options, tables, processes and alternating timings that the programs of this folder share."""
 
-from __future__ import annotations
-
 import argparse
 import json
 import os
 import platform
+import resource
 import subprocess
 import sys
 import tempfile
@@ -24,12 +23,12 @@ FP8BENCH = (sys.executable, "-m", "fp8bench")
 Row = dict[str, Any]
 
 
-def options(description: str | None, **known: tuple[Any, str]) -> argparse.Namespace:
+def options(description: str | None, **choices: tuple[Any, str]) -> argparse.Namespace:
     """Parses command-line options, each given as (default, help). A default of False makes a switch, and a type makes
     an option without a default.
     """
     parser = argparse.ArgumentParser(description=description, formatter_class=argparse.RawDescriptionHelpFormatter)
-    for name, (default, words) in known.items():
+    for name, (default, words) in choices.items():
         if default is False:
             parser.add_argument(f"--{name}", action="store_true", help=words)
         elif isinstance(default, type):
@@ -44,12 +43,12 @@ def say(words: str) -> None:
     print(words, flush=True)
 
 
-def tell(document: Mapping[str, Any], path: Path | None = None, aloud: bool = True) -> None:
+def write_document(document: Mapping[str, Any], path: Path | None = None, prints: bool = True) -> None:
     """Prints a document as JSON and, with `path`, writes it to a file."""
     text = json.dumps(document, indent=1)
     if path:
         path.write_text(text + "\n")
-    if aloud:
+    if prints:
         say(text)
 
 
@@ -76,7 +75,7 @@ def environment(more: Mapping[str, str] | None = None) -> dict[str, str]:
     return {**os.environ, "PYTHONPATH": path, "ASV_PYTHONPATH": path, **(more or {})}
 
 
-def ran(
+def run_command(
     words: Sequence[str], folder: Path | None = None, ends: Sequence[int] = (0,), more: Mapping[str, str] | None = None
 ) -> subprocess.CompletedProcess[str]:
     """Runs a command and returns its result. Raises RuntimeError if its exit code is not in `ends`."""
@@ -86,13 +85,21 @@ def ran(
     return done
 
 
+def cpu_seconds(words: Sequence[str], folder: Path, ends: Sequence[int] = (0,)) -> float:
+    """Returns the CPU time of a command."""
+    start = resource.getrusage(resource.RUSAGE_CHILDREN)
+    run_command(words, folder, ends)
+    end = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return end.ru_utime + end.ru_stime - start.ru_utime - start.ru_stime
+
+
 def conditions() -> Row:
     """Returns the versions, the machine and the load under which a result was made."""
     words = ["git", "rev-parse", "--short=8", "HEAD"]
-    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False).stdout.strip()
+    commit = subprocess.run(words, cwd=ROOT, capture_output=True, text=True, check=False)
     return {
         "fp8bench": fp8bench.__version__,
-        "commit": commit,
+        "commit": commit.stdout.strip(),
         "python": platform.python_version(),
         "torch": version("torch"),
         "system": platform.platform(),

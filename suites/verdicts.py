@@ -7,11 +7,8 @@ tails. Simulated held-out losses always agree with training losses, which is the
 are percentages of studies.
 """
 
-from __future__ import annotations
-
 import json
-import sys
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -22,14 +19,13 @@ from numpy.typing import NDArray
 from fp8bench.features.train.values import Arm, ArmRole, StepRow
 from fp8bench.features.train.verdicts.curves import (
     Curve,
-    JudgedArm,
     Key,
     Learned,
     Pair,
     judge_pairs,
 )
 from fp8bench.features.train.verdicts.verdicts import judge_arms, measure_speed
-from suites.trials import ROOT, Table, options
+from suites.trials import ROOT, Table, options, write_document
 
 MARGIN = 0.01
 SEEDS = 5
@@ -41,7 +37,6 @@ _LAST_ENDS = 10
 SPREADS = (0.0005, 0.002, 0.004, 0.007, 0.01, 0.02, 0.05)
 # Gaps of trainings that differ only by rounding. The program that trained them is in commit 2606bd4.
 TRAINED = ROOT / "reports" / "verdicts_cpu_202611" / "null_gaps.json"
-CALLED = (Learned.WORSE, Learned.BETTER)
 _STEPS = 30
 _SPEED_STEPS = 150
 _PACES = (0.7, 0.9, 1.0, 1.2)
@@ -84,16 +79,16 @@ def trained(gaps: Sequence[Sequence[float]]) -> Noise:
     The gaps are smoothed by Silverman's rule: five draws out of a hundred often repeat a value, which real seeds do
     not.
     """
-    known_gaps = np.array(gaps)
-    known_gaps = known_gaps / np.sqrt((known_gaps**2).mean(axis=0))
-    smooth = 1.06 * len(known_gaps) ** -0.2
+    real = np.array(gaps)
+    real = real / np.sqrt((real**2).mean(axis=0))
+    smooth = 1.06 * len(real) ** -0.2
 
-    def drawn(draw: Draw, studies: int, seeds: int) -> Floats:
+    def draw_gaps(draw: Draw, studies: int, seeds: int) -> Floats:
         signs = draw.choice([-1.0, 1.0], (studies, seeds, 1))
-        chosen = known_gaps[draw.integers(len(known_gaps), size=(studies, seeds))] * signs
+        chosen = real[draw.integers(len(real), size=(studies, seeds))] * signs
         return (chosen + smooth * draw.standard_normal(chosen.shape)) / np.hypot(1, smooth)
 
-    return drawn
+    return draw_gaps
 
 
 def _alike(gaps: Floats) -> Floats:
@@ -109,69 +104,58 @@ def noises(only: str = "") -> dict[str, Noise]:
     return {name: noise for name, noise in noises_by_name.items() if only in name}
 
 
-def is_called(arm: JudgedArm) -> bool:
-    return arm.learned in CALLED
-
-
-def share(
-    counts: Callable[[JudgedArm], bool],
-    noise: Noise,
-    studies: int,
-    spread: float,
-    shift: float = 0.0,
-    seeds: int = SEEDS,
-) -> float:
-    """Returns the share of studies whose arm is worse than its reference by `shift` and for which `counts` is true.
+def share(verdicts: Container[Learned], noise: Noise, studies: int, spread: float, shift: float = 0.0) -> float:
+    """Returns the share of studies with one of these verdicts. Their arm is worse than its reference by `shift`.
 
     The studies are the same in every call.
     """
-    gaps = shift + spread * noise(np.random.default_rng(seeds), studies, seeds)
-    arms = (judge_pairs([Pair(seed, *both) for seed, both in enumerate(study)], MARGIN) for study in gaps.tolist())
-    return sum(map(counts, arms)) / studies
+    gaps = shift + spread * noise(np.random.default_rng(SEEDS), studies, SEEDS)
+    count = 0
+    for study in gaps.tolist():
+        pairs = [Pair(seed, *both) for seed, both in enumerate(study)]
+        count += judge_pairs(pairs, MARGIN).learned in verdicts
+    return count / studies
 
 
 # The shares of studies with a verdict although nothing differs, and with a verdict on a planted loss.
-false_alarms = partial(share, is_called)
-found = partial(share, lambda arm: arm.learned is Learned.WORSE)
+false_alarms = partial(share, (Learned.WORSE, Learned.BETTER))
+found = partial(share, (Learned.WORSE,))
 
 
-def ending_studies(noise: Noise, studies: int, steps: int = _ENDING_STEPS) -> Iterator[list[JudgedArm]]:
-    """Yields for each study the verdicts that it would have if it ended at each of its last ten steps.
-
-    Spreads and planted losses are random. Held-out text is evaluated after every step.
+def draw_curves(draw: Draw, noise: Noise) -> dict[Key, Curve]:
+    """Draws the curves of a study. Its spread and planted loss are random, and held-out text is evaluated after every
+    step.
     """
-    draw, places = np.random.default_rng(4), np.arange(steps)
-    reference = 1.8 + 3.7 * (1 + places / 15) ** -0.7
-    for _ in range(studies):
-        spread, shift = draw.choice(SPREADS), draw.choice((0.0, *PLANTED))
-        gaps = shift + spread * noise(draw, 1, SEEDS)[0]
-        moves = spread * draw.standard_normal((2, SEEDS, steps)) * [[[_STEP_NOISE]], [[1]]]
-        curves: dict[Key, Curve] = {}
-        for seed in range(SEEDS):
-            base = reference * (1 + 0.01 * seed)
-            trained, held_out = (base * (1 + gaps[seed, kind] + moves[kind, seed]) for kind in (0, 1))
-            curves[REFERENCE.name, seed] = _curve(base, base.tolist())
-            curves[CANDIDATE.name, seed] = _curve(trained, held_out.tolist())
-        ends = range(steps - _LAST_ENDS + 1, steps + 1)
-        yield [_verdict_at(curves, end) for end in ends]
+    reference = 1.8 + 3.7 * (1 + np.arange(_ENDING_STEPS) / 15) ** -0.7
+    spread, shift = draw.choice(SPREADS), draw.choice((0.0, *PLANTED))
+    gaps = shift + spread * noise(draw, 1, SEEDS)[0]
+    moves = spread * draw.standard_normal((2, SEEDS, _ENDING_STEPS)) * [[[_STEP_NOISE]], [[1]]]
+    curves: dict[Key, Curve] = {}
+    for seed in range(SEEDS):
+        base = reference * (1 + 0.01 * seed)
+        training, held_out = (base * (1 + gaps[seed, kind] + moves[kind, seed]) for kind in (0, 1))
+        curves[REFERENCE.name, seed] = _curve(base, base.tolist())
+        curves[CANDIDATE.name, seed] = _curve(training, held_out.tolist())
+    return curves
 
 
-def _verdict_at(curves: Mapping[Key, Curve], end: int) -> JudgedArm:
+def _verdict_at(curves: Mapping[Key, Curve], end: int) -> Learned:
     cut: dict[Key, Curve] = {}
     for key, curve in curves.items():
         held_out = {step: loss for step, loss in curve.held_out.items() if step <= end}
         cut[key] = replace(curve, steps=end, rows=curve.rows[:end], held_out=held_out)
     verdicts = judge_arms((REFERENCE, CANDIDATE), cut, tuple(range(SEEDS)), end, MARGIN, has_held_out=True)
-    return verdicts.arms[0].judged
+    return verdicts.arms[0].judged.learned
 
 
 def same_at_every_end(noise: Noise, studies: int) -> float:
-    """Returns the share of studies with the same verdict at each of their last ten steps."""
-    return sum(map(_is_same, ending_studies(noise, studies))) / studies
-
-
-def _is_same(ends: Sequence[JudgedArm]) -> bool:
-    return len({judged.learned for judged in ends}) == 1
+    """Returns the share of studies that would have the same verdict if they ended at any of their last ten steps."""
+    draw, count = np.random.default_rng(4), 0
+    for _ in range(studies):
+        curves = draw_curves(draw, noise)
+        ends = range(_ENDING_STEPS - _LAST_ENDS + 1, _ENDING_STEPS + 1)
+        count += len({_verdict_at(curves, end) for end in ends}) == 1
+    return count / studies
 
 
 def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
@@ -186,9 +170,9 @@ def speeds(studies: int, pace: float, spread: float) -> tuple[float, float]:
         pairs = []
         for _ in range(SEEDS):
             batches = 1 + 0.06 * draw.standard_normal(_SPEED_STEPS) + 0.02 * draw.standard_normal()
-            own_noise = 1 + spread * draw.standard_normal() * steps / _SPEED_STEPS
+            arm_noise = 1 + spread * draw.standard_normal() * steps / _SPEED_STEPS
             losses = [(1.8 + 3.7 * (1 + share * steps / 15) ** -0.7) * batches for share in (1.0, pace)]
-            pairs.append((_curve(losses[0]), _curve(losses[1] * own_noise)))
+            pairs.append((_curve(losses[0]), _curve(losses[1] * arm_noise)))
         speed = measure_speed(pairs)
         assert speed is not None and speed.adjusted is not None
         held += speed.adjusted.low <= pace <= speed.adjusted.high
@@ -205,54 +189,50 @@ REFERENCE = Arm("bf16", "bf16", ArmRole.REFERENCE)
 CANDIDATE = Arm("fp8", "fp8", native=False)
 
 
-def lines(studies: int, only: str) -> Iterator[tuple[str, list[float]]]:
-    """Yields the name of each figure, with a share for each of SPREADS."""
-    few = max(1, studies // 10)
-    for name, noise in noises(only).items():
-        yield f"{name}: called worse or better", [false_alarms(noise, studies, spread) for spread in SPREADS]
-        for shift in PLANTED:
-            yield f"{name}: {100 * shift:g}% found", [found(noise, few, spread, shift) for spread in SPREADS]
-
-
 def print_figures(studies: int, only: str) -> dict[str, list[float]]:
     """Returns all figures, and prints each as soon as it is computed."""
-    title = f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; by the deviation of the gap from seed to seed"
-    table, figures = Table(title, *(f"{100 * spread:g}%" for spread in SPREADS), name=52), {}
-    for name, values in lines(studies, only):
+    figures: dict[str, list[float]] = {}
+
+    def add(table: Table, name: str, values: list[float]) -> None:
         figures[name] = values
         table.row(name, *values)
+
+    title = f"margin {100 * MARGIN:g}%, {SEEDS} seeds, {studies} studies; by the deviation of the gap from seed to seed"
+    table = Table(title, *(f"{100 * spread:g}%" for spread in SPREADS), name=52)
+    few = max(1, studies // 10)
+    for name, noise in noises(only).items():
+        add(table, f"{name}: called worse or better", [false_alarms(noise, studies, spread) for spread in SPREADS])
+        for shift in PLANTED:
+            shares = [found(noise, few, spread, shift) for spread in SPREADS]
+            add(table, f"{name}: {100 * shift:g}% found", shares)
+
+    few = max(1, studies // 50)
     table = Table("\nthe same verdict at each of the last ten steps", "of studies", name=52)
     for name, noise in noises(only).items():
-        stable = same_at_every_end(noise, max(1, studies // 50))
+        stable = same_at_every_end(noise, few)
         figures[f"{name}: the same at each of the last ten steps"] = [stable]
         table.row(name, stable)
+
     table = Table("\nspeed to the same loss, by the pace that was planted", "held in", "told", name=52)
     for pace in _PACES:
-        held, point = speeds(max(1, studies // 50), pace, 0.002)
+        held, point = speeds(few, pace, 0.002)
         figures[f"speed at a pace of {pace:g}: coverage, point"] = [held, point]
         table.row(f"{pace:g}", held, f"{point:.3f}")
     return figures
 
 
-def main() -> int:
+def main() -> None:
     asked = options(
         __doc__,
-        studies=(10_000, "of each kind"),
+        studies=(10_000, "studies of each kind"),
         only=("", "noises with this word in their names"),
-        json=(Path, "write what is printed into a file, too"),
+        json=(Path, "also write the figures into this file"),
     )
     figures = print_figures(asked.studies, asked.only)
     if asked.json:
-        document = {
-            "margin": MARGIN,
-            "seeds": SEEDS,
-            "studies": asked.studies,
-            "deviations": SPREADS,
-            "shares": figures,
-        }
-        asked.json.write_text(json.dumps(document, indent=1) + "\n")
-    return 0
+        facts = {"margin": MARGIN, "seeds": SEEDS, "studies": asked.studies, "deviations": SPREADS}
+        write_document({**facts, "shares": figures}, asked.json, prints=False)
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    main()

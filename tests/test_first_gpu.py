@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 from suites import first_gpu
-from suites.first_gpu import changes, command_of, go, rows_of, take, waiting
+from suites.first_gpu import changes, command_of, find_open_steps, rows_of, run_steps, take
 from suites.first_gpu_brisk import STEPS
 from suites.first_gpu_steps import FirstStep, Line, Measured, NoFigure, StepFiles, cases, conforms, ratio
 from suites.trials import conditions
@@ -76,8 +76,10 @@ def test_figures_that_nobody_may_trust_are_no_verdict(tmp_path: Path) -> None:
     assert changes([probe_of(tmp_path, computes=False)], []) == "Nothing changes: no GPU that computes was seen.\n"
     speed = step_of("x", Line("fast", number(2), low=1, speed=True))
     for differences, verdict in ((0, "reached"), (1, "could not be: conform and selftest have not held here")):
-        told = verdicts(tmp_path, step_of("conform", Line("unexplained", number(differences), high=0)), speed)
-        assert told["fast"] == verdict
+        verdicts_by_line = verdicts(
+            tmp_path, step_of("conform", Line("unexplained", number(differences), high=0)), speed
+        )
+        assert verdicts_by_line["fast"] == verdict
 
 
 def test_ratios_are_of_the_same_cases_and_of_native_ones(tmp_path: Path) -> None:
@@ -134,18 +136,18 @@ def test_without_a_gpu_nothing_but_the_probe_is_tried(tmp_path: Path, monkeypatc
 
     monkeypatch.setattr(first_gpu, "take", take)
     StepFiles(STEPS[0], tmp_path).path("json").write_text("{}")
-    go((STEPS[0], step_of("next")), tmp_path, 1000)
+    run_steps((STEPS[0], step_of("next")), tmp_path, 1000)
     assert taken == ["probe"]
 
 
 def test_a_run_of_another_commit_is_not_gone_on_with(tmp_path: Path) -> None:
     """After a fix its halves would not compare."""
     files = StepFiles(FirstStep("x", "json.tool --help", 1, ()), tmp_path)
-    for commit, kept in ((conditions()["commit"], True), ("0" * 8, False)):
+    for commit, is_kept in ((conditions()["commit"], True), ("0" * 8, False)):
         (files.store / "runs").mkdir(parents=True, exist_ok=True)
         files.write({"state": "begun", "attempts": 1, "overruns": 0, "commit": commit})
         assert take(files, 60.0, {})["code"] == 0
-        assert files.store.exists() is kept and files.state()["state"] == "ended"
+        assert files.store.exists() is is_kept and files.state()["state"] == "ended"
 
 
 def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -153,7 +155,7 @@ def test_a_run_that_cannot_be_resumed_is_begun_anew(tmp_path: Path, monkeypatch:
     (files.store / "runs" / "box").mkdir(parents=True)
     (files.store / "runs" / "box" / "20260105T120000.000Z-0000000f-ffff.jsonl").write_text("no run\n")
     refuses = [sys.executable, "-c", "import sys; sys.exit(2 * ('--resume' in sys.argv))"]
-    monkeypatch.setattr(first_gpu, "command_of", lambda *given: [*refuses, *command_of(*given)])
+    monkeypatch.setattr(first_gpu, "command_of", lambda *arguments: [*refuses, *command_of(*arguments)])
     state = take(files, 120, {})
     assert (state["state"], state["code"], state["attempts"]) == ("ended", 0, 2) and not files.store.exists()
 
@@ -162,11 +164,11 @@ def test_a_step_that_is_forgotten_is_done_anew(tmp_path: Path) -> None:
     steps = (STEPS[0], step_of("x"), step_of("x-ray"))
     for step in steps:
         ended(tmp_path, step).store.mkdir(parents=True)
-    first_gpu.forget(steps, ["x"], tmp_path)
-    assert [files.step.name for files in waiting(steps, tmp_path)] == ["x"]
+    first_gpu.forget(steps, "x", tmp_path)
+    assert [files.step.name for files in find_open_steps(steps, tmp_path)] == ["x"]
     assert [files.store.exists() for files in (StepFiles(step, tmp_path) for step in steps)] == [True, False, True]
     with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
-        first_gpu.forget(steps, ["nosuch"], tmp_path)
+        first_gpu.forget(steps, "nosuch", tmp_path)
 
 
 def test_every_row_of_the_architecture_that_a_step_names_is_there(tmp_path: Path) -> None:

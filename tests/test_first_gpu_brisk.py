@@ -29,9 +29,9 @@ from fp8bench.plan.make import make_plan
 from fp8bench.protocols import SilentObserver
 from fp8bench.registry import precisions
 from suites import first_gpu
-from suites.first_gpu import ARCHIVE, chosen, closing, go, only_native, seconds_of, unpack
+from suites.first_gpu import ARCHIVE, choose_steps, only_native, run_steps, seconds_of, unpack, write_results
 from suites.first_gpu_brisk import BRISK_STEPS, STEPS, GroupClock, clock_of, request_of_words
-from suites.first_gpu_cards import MAMF, TE_FORWARD, card_of, compared, remarks, vllm_ratio
+from suites.first_gpu_cards import MAMF, TE_FORWARD, card_of, compare, describe_conditions, vllm_ratio
 from suites.first_gpu_steps import (
     NATIVE,
     PROBE,
@@ -104,15 +104,15 @@ def names_in(path: Path) -> list[str]:
 
 @pytest.fixture
 def programme(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Programme:
-    made = Programme(tmp_path, STARTED_H200)
-    monkeypatch.setattr(first_gpu, "take", made.take)
-    return made
+    new_programme = Programme(tmp_path, STARTED_H200)
+    monkeypatch.setattr(first_gpu, "take", new_programme.take)
+    return new_programme
 
 
 def test_what_is_open_comes_first_and_all_of_it_ends_in_time(
     programme: Programme, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
+    run_steps(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     names = [name for name, _ in programme.begun]
     assert names[:6] == ["probe", "conform", "casts", "forward", "model", "model-compiled"] and programme.now <= 520
     for name, limit in programme.begun:
@@ -130,7 +130,7 @@ def step_named(name: str) -> StepFiles:
 def test_an_archive_after_each_step_takes_a_second_call_on(
     programme: Programme, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
+    run_steps(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     done = [name for name, _ in programme.begun]
     # Each archive holds all previous steps, and never itself.
     for before, names in zip(range(1, len(done)), programme.archived, strict=True):
@@ -140,10 +140,10 @@ def test_an_archive_after_each_step_takes_a_second_call_on(
     unpack(programme.folder / ARCHIVE, elsewhere)
     second = Programme(elsewhere, STARTED_H200)
     monkeypatch.setattr(first_gpu, "take", second.take)
-    go(BRISK_STEPS, elsewhere, 520.0, clock=second.clock)
+    run_steps(BRISK_STEPS, elsewhere, 520.0, clock=second.clock)
     left_out = [step.name for step in BRISK_STEPS if step.name not in done]
     assert second.begun[0][0] == left_out[0] and {name for name, _ in second.begun}.isdisjoint(done)
-    with pytest.raises(SystemExit, match="holds steps already"):
+    with pytest.raises(SystemExit, match="already holds steps"):
         unpack(programme.folder / ARCHIVE, elsewhere)
     (tmp_path / "third").mkdir()
     with pytest.raises(SystemExit, match="could not be read"):
@@ -151,12 +151,12 @@ def test_an_archive_after_each_step_takes_a_second_call_on(
 
 
 def test_only_the_named_steps_are_taken_in_the_order_of_their_names(programme: Programme) -> None:
-    steps = chosen(BRISK_STEPS, "crossing,forward")
-    go(steps, programme.folder, 520.0, clock=programme.clock)
+    steps = choose_steps(BRISK_STEPS, "crossing,forward")
+    run_steps(steps, programme.folder, 520.0, clock=programme.clock)
     assert [name for name, _ in programme.begun] == ["probe", "crossing", "forward"]
-    assert chosen(BRISK_STEPS, None) == [*BRISK_STEPS]
+    assert choose_steps(BRISK_STEPS, None) == [*BRISK_STEPS]
     with pytest.raises(SystemExit, match="unknown step 'nosuch'"):
-        chosen(BRISK_STEPS, "forward,nosuch")
+        choose_steps(BRISK_STEPS, "forward,nosuch")
 
 
 def planned_groups(step: FirstStep, facts: DeviceFacts) -> tuple[Group, ...]:
@@ -183,9 +183,9 @@ def test_no_minute_is_spent_on_emulation(facts: DeviceFacts) -> None:
 
 def test_a_step_that_a_gpu_has_no_units_for_is_a_row_and_takes_no_time(programme: Programme) -> None:
     programme.probe = probe_of(A100)
-    go(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
+    run_steps(BRISK_STEPS, programme.folder, 520.0, clock=programme.clock)
     assert [name for name, _ in programme.begun] == ["probe", "test-faults", "test-triton-casts"]
-    assert closing(BRISK_STEPS, programme.folder) == EXIT_FAILED
+    assert write_results(BRISK_STEPS, programme.folder) == EXIT_FAILED
     table = (programme.folder / "table.md").read_text()
     assert "left out: this GPU multiplies none of fp8, fp8-rowwise, fp8:backend=torchao" in table
     assert "Nothing is known of this card" in table
@@ -268,7 +268,7 @@ H200_AT_CAP = {"clock": 1.46e9, "power": 692.0}
 def test_a_figure_is_held_against_a_published_one(
     number: float, published: Any, device: dict[str, Any], clocks: dict[str, float], words: str
 ) -> None:
-    told = compared(number, published, device, clocks)
+    told = compare(number, published, device, clocks)
     assert told.startswith(words) if not words.startswith(":") else told.startswith("below ") and told.endswith(words)
 
 
@@ -296,7 +296,7 @@ def test_every_speed_has_a_published_figure_or_is_one_nobody_published() -> None
     ],
 )
 def test_what_changes_the_meaning_of_figures_is_said(device: dict[str, Any], words: str) -> None:
-    told = [*remarks(device)]
+    told = [*describe_conditions(device)]
     assert len(told) == bool(words) and all(sentence.startswith(words) for sentence in told)
 
 

@@ -6,10 +6,10 @@ import sys
 
 import pytest
 
-from suites.trials import ran
+from suites.trials import run_command
 
 
 def test_a_failed_trial_is_not_measured() -> None:
-    assert ran([sys.executable, "-c", "import suites, fp8bench; print(1)"]).stdout == "1\n"
+    assert run_command([sys.executable, "-c", "import suites, fp8bench; print(1)"]).stdout == "1\n"
     with pytest.raises(RuntimeError, match="ended with 3: why"):
-        ran([sys.executable, "-c", "import sys; sys.stderr.write('why'); sys.exit(3)"])
+        run_command([sys.executable, "-c", "import sys; sys.stderr.write('why'); sys.exit(3)"])

@@ -16,7 +16,7 @@ import torch
 from fp8bench.files import compact, seal, unseal
 from fp8bench.formats import compiling, fused, kept_kernels, vector_width
 from fp8bench.formats.grids import E4M3
-from suites.trials import ran
+from suites.trials import run_command
 
 pytestmark = pytest.mark.skipif(shutil.which("g++") is None, reason="there is no compiler")
 F32 = torch.float32
@@ -127,7 +127,7 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
         "run, bits",
         "from fp8bench.formats import vector_width\nvector_width.vector_widths = lambda device: ()\nrun, bits",
     )
-    ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
+    run_command((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
     found = unseal(json.loads(file.read_bytes()))
     assert kept_kernels.load_kernel(KERNEL) is not None

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -11,20 +10,6 @@ from pathlib import Path
 from tests.house.sources import ROOT
 
 HEAVY = {"torch", "numpy", "pandas", "matplotlib"}
-IMPORTED = re.compile(r"^import time: +\d+ \| +\d+ \| +(\S+)$", re.MULTILINE)
-
-
-def run(*arguments: str) -> tuple[subprocess.CompletedProcess[str], set[str]]:
-    done = subprocess.run(
-        [sys.executable, "-W", "error", "-X", "importtime", *arguments],
-        capture_output=True,
-        text=True,
-        cwd=ROOT,
-        timeout=300,
-        stdin=subprocess.DEVNULL,
-        check=False,
-    )
-    return done, {name.split(".")[0] for name in IMPORTED.findall(done.stderr)}
 
 
 def test_the_command_line_starts_without_heavy_packages() -> None:
@@ -43,12 +28,6 @@ def test_the_command_line_starts_without_heavy_packages() -> None:
     done = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=False)
     assert done.stdout.startswith("usage: fp8bench")
     assert done.stderr.splitlines()[-1] == "[0, 0, 2, 2, 0] set() set()" and "Traceback" not in done.stderr
-
-
-def test_importing_is_light() -> None:
-    done, imported = run("-c", "import fp8bench; import fp8bench.registry as r; r.workloads.names()")
-    assert done.returncode == 0 and "fp8bench" in imported, done.stderr[-2000:]
-    assert not imported & HEAVY, sorted(imported & HEAVY)
 
 
 def test_a_whole_run_leaves_the_parent_without_torch(tmp_path: Path) -> None:

@@ -140,37 +140,37 @@ ATTENTION_FORWARD, ATTENTION_BACKWARD = 1, 3
 def of_phases(case: Case) -> dict[str, int]:
     """The most launches by phase; a phase without an entry has no ceiling."""
     params, casts = dict(case.params), of_casts(case)
-    found = {} if casts is None else {"cast": casts}
+    ceilings = {} if casts is None else {"cast": casts}
     attention = ATTENTION_FORWARD + ATTENTION_BACKWARD
     match case.workload:
         case "gemm":
-            found["gemm"] = 1
+            ceilings["gemm"] = 1
         case "moe":  # and the router's
             products = 2 * (1 if case.precision in GROUPED else int(params["experts"])) + 1
-            found["gemm"] = products * (3 if params["pass"] == "training" else 1)
+            ceilings["gemm"] = products * (3 if params["pass"] == "training" else 1)
         case "mlp":  # SiLU and the gate, their gradients, and concatenated halves
-            found |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
+            ceilings |= {"gemm": 2 * 3, "elementwise": 2 + 3 + 1}
         case "attention":  # concatenated heads; repeated keys and values for shared ones
-            found |= {"gemm": 2 * 3, "elementwise": 3, "attention": attention + 2 * 2}
+            ceilings |= {"gemm": 2 * 3, "elementwise": 3, "attention": attention + 2 * 2}
         case "diffusion":  # for a DiT: time and each end twice, every block's modulation and the last one's
             steps, blocks = int(params["steps"]), int(params["layers"])
-            found |= {"gemm": steps * (4 + 4 * blocks + blocks + 1), "accumulate": steps * 3}
-            found["attention"] = steps * blocks * ATTENTION_FORWARD
+            ceilings |= {"gemm": steps * (4 + 4 * blocks + blocks + 1), "accumulate": steps * 3}
+            ceilings["attention"] = steps * blocks * ATTENTION_FORWARD
         case "decode" | "prefill":  # repeated keys and values; the embedding, the last norm, and high logits
             blocks = SERVED_SIZES[str(params["size"])].layers
             block = SERVED_BLOCK + (case.workload == "prefill")
-            found |= {"gemm": 4 * blocks + 1, "elementwise": blocks * block + SERVED_NORM + 2}
-            found["attention"] = blocks * (ATTENTION_FORWARD + 2)
+            ceilings |= {"gemm": 4 * blocks + 1, "elementwise": blocks * block + SERVED_NORM + 2}
+            ceilings["attention"] = blocks * (ATTENTION_FORWARD + 2)
         case "transformer":
             config, times = SIZES[str(params["size"])], int(params["micro_batches"])
             blocks, ends = config.layers, EMBEDDING + REST + config.tied  # both gradients of a tied weight are added
-            again = int(params["checkpointing"] == "blocks")
-            found |= {
+            recomputes = int(params["checkpointing"] == "blocks")
+            ceilings |= {
                 "data_load": times * 3,  # the copy, and tokens and targets out of it
-                "gemm": times * (4 * blocks * (3 + again) + 3),
-                "elementwise": times * (blocks * (BLOCK_FORWARD * (1 + again) + BLOCK_BACKWARD) + ends),
-                "attention": times * blocks * (attention + ATTENTION_FORWARD * again),
+                "gemm": times * (4 * blocks * (3 + recomputes) + 3),
+                "elementwise": times * (blocks * (BLOCK_FORWARD * (1 + recomputes) + BLOCK_BACKWARD) + ends),
+                "attention": times * blocks * (attention + ATTENTION_FORWARD * recomputes),
                 "accumulate": 1 + times,
                 "optimizer_step": 2,
             }
-    return found
+    return ceilings

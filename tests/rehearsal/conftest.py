@@ -10,6 +10,6 @@ from tests.rehearsal.stage import Stage
 
 @pytest.fixture
 def stage(bench: Bench, monkeypatch: pytest.MonkeyPatch) -> Stage:
-    found = Stage(bench)
-    found.set_up(monkeypatch)
-    return found
+    made_stage = Stage(bench)
+    made_stage.set_up(monkeypatch)
+    return made_stage

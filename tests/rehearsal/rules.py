@@ -89,18 +89,20 @@ def _copy_waits(args: Any, kwargs: Mapping[str, Any], pinned: Mapping[int, Tenso
     *target, source = (one for one in args if isinstance(one, Tensor))
     if source.is_meta or not all(one.is_meta for one in target) or (not target and "device" not in kwargs):
         return ""
-    told = kwargs.get("non_blocking", len(args) > 2 and args[2])
+    is_non_blocking = kwargs.get("non_blocking", len(args) > 2 and args[2])
     fixed = source.untyped_storage().data_ptr() in pinned
-    return "" if told and fixed else "the host waits for a copy from its own memory: pin it, and say non_blocking"
+    if is_non_blocking and fixed:
+        return ""
+    return "the host waits for a copy from its own memory: pin it, and make it non_blocking"
 
 
 def class_of(facts: DeviceFacts) -> DeviceClass:
-    (found,) = (
+    (device_class,) = (
         one
         for one in CLASSES
         if (one.arch == facts.arch if facts.hip else one.capability is not None and one.capability == facts.capability)
     )
-    return found
+    return device_class
 
 
 def product_of(name: str, args: Any) -> Product | None:

@@ -79,10 +79,10 @@ class Ledger(TorchDispatchMode, Stamper):  # type: ignore[no-untyped-call]
             return launches_of(func._schema)
         kernels = operators.KERNELS
         assert isinstance(kernels, AllCompiled)
-        before = kernels.launches
+        earlier_launches = kernels.launches
         with self:  # its work besides kernels
             run(*args)
-        return (kernels.launches - before) * LAUNCHES.get(func._schema.name, 1)
+        return (kernels.launches - earlier_launches) * LAUNCHES.get(func._schema.name, 1)
 
     def source(self) -> Callable[[], int]:
         return lambda: self.done.launches

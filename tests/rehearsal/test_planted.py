@@ -33,8 +33,8 @@ def product(a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dty
 
 
 def step(stage: Stage, facts: DeviceFacts = H200, **params: int | str) -> None:
-    given = tuple({**dict(GEMM), **params}.items())
-    stage.second_step(Case("gemm", given, "fp8", facts.key), facts)
+    arguments = tuple({**dict(GEMM), **params}.items())
+    stage.second_step(Case("gemm", arguments, "fp8", facts.key), facts)
 
 
 def test_what_is_right_passes(stage: Stage) -> None:
@@ -44,25 +44,17 @@ def test_what_is_right_passes(stage: Stage) -> None:
         product(E4M3, E5M2, ScalingType.RowWise, torch.float32)
 
 
-def test_an_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize(("place", "fault"), [(0, "self must be row_major"), (1, "mat2 must be col_major")])
+def test_an_operand_in_the_wrong_layout(place: int, fault: str, stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
     right = ScaledArithmetic.product
 
     def wrong(self: ScaledArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return right(self, a, replace(b, data=b.data.t().contiguous().t()), dtype)
+        operands = [a, b]
+        operands[place] = replace(operands[place], data=operands[place].data.t().contiguous().t())
+        return right(self, *operands, dtype)
 
     monkeypatch.setattr(ScaledArithmetic, "product", wrong)
-    with pytest.raises(RuntimeError, match="mat2 must be col_major"):
-        step(stage)
-
-
-def test_a_first_operand_that_lies_otherwise(stage: Stage, monkeypatch: pytest.MonkeyPatch) -> None:
-    right = ScaledArithmetic.product
-
-    def wrong(self: ScaledArithmetic, a: Operand, b: Operand, dtype: torch.dtype) -> Tensor:
-        return right(self, replace(a, data=a.data.t().contiguous().t()), b, dtype)
-
-    monkeypatch.setattr(ScaledArithmetic, "product", wrong)
-    with pytest.raises(RuntimeError, match="self must be row_major"):
+    with pytest.raises(RuntimeError, match=fault):
         step(stage)
 
 
@@ -73,7 +65,7 @@ def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
 
 
 @pytest.mark.parametrize(
-    ("facts", "a", "b", "kind", "output", "why"),
+    ("facts", "a", "b", "kind", "output", "reason"),
     [
         (H200, E5M2, E5M2, ScalingType.TensorWise, torch.bfloat16, "two E5M2 operands"),
         (B200, E5M2, E5M2, ScalingType.TensorWise, torch.bfloat16, "two E5M2 operands"),
@@ -83,10 +75,16 @@ def test_a_side_that_is_no_multiple(side: str, stage: Stage) -> None:
     ],
 )
 def test_products_that_a_device_has_not(
-    facts: DeviceFacts, a: torch.dtype, b: torch.dtype, kind: ScalingType, output: torch.dtype, why: str, stage: Stage
+    facts: DeviceFacts,
+    a: torch.dtype,
+    b: torch.dtype,
+    kind: ScalingType,
+    output: torch.dtype,
+    reason: str,
+    stage: Stage,
 ) -> None:
     product(a, b, kind, output)
-    with pytest.raises(AssertionError, match=why), stage.ledger(facts):
+    with pytest.raises(AssertionError, match=reason), stage.ledger(facts):
         product(a, b, kind, output)
 
 
@@ -94,11 +92,11 @@ def test_fast_sums_under_scales_of_blocks(stage: Stage) -> None:
     x, y = (torch.empty(128, 128, dtype=E4M3, device="meta") for _ in range(2))
     scale = torch.ones(1, 128, device="meta").t()
     kind = [ScalingType.BlockWise1x128.value]
-    given = x, y.t(), [scale], kind, [], [scale], kind, [], None, torch.bfloat16, []
+    arguments = x, y.t(), [scale], kind, [], [scale], kind, [], None, torch.bfloat16, []
     with stage.ledger(H200):
-        torch.ops.aten._scaled_mm_v2.default(*given, False)
+        torch.ops.aten._scaled_mm_v2.default(*arguments, False)
         with pytest.raises(AssertionError, match="never fast"):
-            torch.ops.aten._scaled_mm_v2.default(*given, True)
+            torch.ops.aten._scaled_mm_v2.default(*arguments, True)
 
 
 @pytest.mark.parametrize(

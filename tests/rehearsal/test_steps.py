@@ -89,13 +89,13 @@ def cases() -> Iterator[ParameterSet]:
 
     By default all of the MLP, every tenth of the others, and one of vision, which take seconds.
     """
-    seen: set[tuple[str, str]] = set()
+    taken: set[tuple[str, str]] = set()
     for gpu, facts in GPUS.items():
         for mode in modes_of(Level.NATIVE, facts):
             for workload in AXES:
                 dear = workload in ("learning", "transformer", "vision", *SERVED) and mode not in precisions.names()
-                if (workload in PRODUCTS or (workload, mode) not in seen) and not dear and not leaves(workload, mode):
-                    seen.add((workload, mode))
+                if (workload in PRODUCTS or (workload, mode) not in taken) and not dear and not leaves(workload, mode):
+                    taken.add((workload, mode))
                     few = workload == "mlp" or ([*AXES].index(workload) + MODES.index(mode)) % 10 == 0
                     few = mode == "fp8-e4m3" if workload == "vision" else few
                     yield pytest.param(gpu, workload, mode, marks=() if few else pytest.mark.nightly)

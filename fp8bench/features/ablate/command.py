@@ -3,18 +3,17 @@
 from __future__ import annotations
 
 import argparse
-from functools import partial
+from dataclasses import replace
 
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import CommandResult, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_OK, UsageError
+from fp8bench.features.ablate.kind import AblationKind
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.model import Request
 from fp8bench.model.words import UNTOUCHED
-from fp8bench.plan.asked_suites import suite_files
 from fp8bench.workloads.model import Model
 
 EXAMPLES = (
@@ -69,7 +68,6 @@ def run(arguments: argparse.Namespace) -> int:
 
 def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResult:
     from fp8bench.features.ablate.run import ablate, store_ablation
-    from fp8bench.features.ablate.view import encode_ablation, list_rows, render_page
 
     # 1. A user's model is measured by the suite `model`; the reference is its unchanged copy.
     is_own_model = ":" in arguments.target
@@ -79,23 +77,16 @@ def answer(arguments: argparse.Namespace, observer: JobObserver) -> CommandResul
     if is_own_model:
         axes["make"] = (arguments.target,)
     # 2. The arm without options is an ordinary run, so an ablation accepts the options of a suite.
-    request = Request(
-        Model.name if is_own_model else arguments.target,
-        (arguments.reference or (UNTOUCHED if is_own_model else "fp32"),),
-        (arguments.device,) if arguments.device else (),
-        None,
-        tuple(axes.items()),
-        data=arguments.data,
-        quick=arguments.quick,
-        budget=arguments.budget,
-        rounds=arguments.rounds,
-        seed=arguments.seed,
-        threads=arguments.threads,
-        imports=(*arguments.imports, *suite_files(arguments.target)),
-        isolation=arguments.isolation,
-        case_timeout=arguments.case_timeout,
+    arguments.suite = arguments.target
+    request = replace(
+        make_request(arguments),
+        suite=Model.name if is_own_model else arguments.target,
+        dtypes=(arguments.reference or (UNTOUCHED if is_own_model else "fp32"),),
+        devices=(arguments.device,) if arguments.device else (),
+        reference=None,
+        axes=tuple(axes.items()),
     )
     # 3. Store before printing, so that a closed pipe loses no measurement.
     ablation = store_ablation(ablate(request, arguments.options, arguments.store, observer), arguments.store)
-    page, value, rows = partial(render_page, ablation), partial(encode_ablation, ablation), partial(list_rows, ablation)
-    return CommandResult(ablation, page, value, rows, code=EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED)
+    code = EXIT_OK if ablation.arms[0].rounds else EXIT_FAILED
+    return CommandResult(ablation, *AblationKind().view(ablation), code=code)

@@ -71,13 +71,11 @@ def parse_option(text: str, workload: Workload, facts: DeviceFacts) -> AblatedOp
     name, equals, value = text.partition("=")
     # A named option is available only if the suite has its axis, and the axis has its value.
     available_options = {}
-    for option_name, option in NAMED_OPTIONS.items():
-        axis, on, _ = option
+    for option_name, (axis, on, off) in NAMED_OPTIONS.items():
         if axis in axes and _accepts_value(axes[axis], on):
-            available_options[option_name] = option
+            available_options[option_name] = AblatedOption(option_name, "", axis, on, off)
     if text in available_options:
-        axis, on, off = available_options[text]
-        return AblatedOption(text, axis=axis, on=on, off=off)
+        return available_options[text]
     if equals and name in axes:
         return AblatedOption(text, axis=name, on=value)
     if not equals and (text in precisions.names() or ":" in text):
@@ -192,12 +190,12 @@ def _build_ablation(
     for names, record in zip(planned, records, strict=True):
         token_ratio = first.work.tokens / record.work.tokens if record.work.tokens else 1.0
         energy, paired = energy_figures(record), record in paired_records
-        reason = record.reason or (
-            "" if paired else "memory has no room for it next to the other arms, so it could not share their rounds"
-        )
-        reason = reason or describe_other_work(record, first, token_ratio)
         # Label each record separately. `find` on several records assumes that all do the same work.
         (finding,) = find([record], {})
+        reason = record.reason
+        if not reason and not paired:
+            reason = "memory has no room for it next to the other arms, so it could not share their rounds"
+        reason = reason or describe_other_work(record, first, token_ratio)
         reason = reason or ", ".join(label.value for label in finding.hard)
         arms.append(
             AblatedArm(
@@ -234,13 +232,11 @@ def describe_other_work(record: Record, first: Record, token_ratio: float) -> st
     tape, first_tape = record.tape, first.tape
     if tape is None or first_tape is None or not (tape.complete and first_tape.complete):
         return ""
-    first_work = product_work(first_tape).useful
-    # With another batch size, extra work may be padding or recomputation, so only less work counts.
-    arm_work = (
-        product_work(tape, first_tape).useful
-        if token_ratio == 1
-        else min(first_work, token_ratio * product_work(tape).useful)
-    )
+    first_work: float = product_work(first_tape).useful
+    arm_work: float = product_work(tape, first_tape).useful
+    if token_ratio != 1:
+        # With another batch size, extra work may be padding or recomputation, so only less work counts.
+        arm_work = min(first_work, token_ratio * product_work(tape).useful)
     if abs(arm_work - first_work) <= _WORK_TOLERANCE * max(arm_work, first_work):
         return ""
     arm_flops, first_flops = (units.count(flops, "FLOP") for flops in (arm_work, first_work))
@@ -253,10 +249,9 @@ def _list_round_seconds(record: Record, rounds: Collection[int], token_ratio: fl
     """
     if record.timing is None:
         return ()
-    round_numbers = (slot.round for slot in record.timing.slots)
     is_emulated = record.support.is_emulated
-    samples = zip(round_numbers, step_samples(record.timing), strict=True)
-    return tuple(token_ratio * seconds for number, seconds in samples if is_emulated or number in rounds)
+    samples = zip(record.timing.slots, step_samples(record.timing), strict=True)
+    return tuple(token_ratio * seconds for slot, seconds in samples if is_emulated or slot.round in rounds)
 
 
 def store_ablation(ablation: Ablation, store: Path) -> Ablation:

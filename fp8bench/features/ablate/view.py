@@ -6,9 +6,10 @@ from __future__ import annotations
 
 import math
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from functools import cache
+from itertools import chain
 from typing import Any
 
 import numpy as np
@@ -19,7 +20,6 @@ from fp8bench.features.ablate.values import AblatedArm, Ablation
 from fp8bench.model import Interval, Level
 from fp8bench.model.codec import encode
 from fp8bench.model.stopping import LEAST_ROUNDS
-from fp8bench.model.words import REMARKS
 from fp8bench.report.columns import Col, table
 from fp8bench.report.data.plain import Rows
 from fp8bench.report.elements import Element, Page, Part, Text, Tone
@@ -38,23 +38,24 @@ class Savings:
 
     ablation: Ablation
 
-    def compute_saving_alone(self, name: str) -> Interval | None:
-        """Returns what the option saves in a step without other options."""
-        return self._sum_arms((((), 1), ((name,), -1)))
-
-    def compute_added_saving(self, name: str) -> Interval | None:
-        """Returns what the option saves when it is added to all earlier options."""
-        index = self.ablation.names.index(name)
-        return self._sum_arms(((self.ablation.names[:index], 1), (self.ablation.names[: index + 1], -1)))
-
-    def compute_loss_without(self, name: str) -> Interval | None:
-        """Returns what a step with all options loses if only this option is left out."""
-        return self._sum_arms(((self._names_without(name), 1), (self.ablation.names, -1)))
+    def compute_savings(self, name: str) -> dict[str, Interval | None]:
+        """Returns what an option saves: `alone`, in a step without other options; `cumulative`, added to all earlier
+        options; `left_out`, what a step with all options loses if only this option is left out.
+        """
+        names = self.ablation.names
+        index = names.index(name)
+        earlier, later = names[:index], names[index + 1 :]
+        return {
+            "alone": self._sum_arms({(): 1, (name,): -1}),
+            "cumulative": self._sum_arms({earlier: 1, (*earlier, name): -1}),
+            "left_out": self._sum_arms({(*earlier, *later): 1, names: -1}),
+        }
 
     def measure_interaction(self) -> Interval | None:
         """Returns how much more all options together save than the sum of what each saves alone."""
-        single_arms = [((name,), 1.0) for name in self.ablation.names]
-        return self._sum_arms((*single_arms, (self.ablation.names, -1), ((), 1.0 - len(single_arms))))
+        names = self.ablation.names
+        factors: dict[tuple[str, ...], int] = {(name,): 1 for name in names}
+        return self._sum_arms(factors | {names: -1, (): 1 - len(names)})
 
     def measure_speedup(self, arm: AblatedArm) -> Interval | None:
         first = self.ablation.arms[0]
@@ -62,16 +63,20 @@ class Savings:
             return None
         return _resample_ratio(first.rounds, arm.rounds)
 
-    def _sum_arms(self, terms: Sequence[tuple[Sequence[str], float]]) -> Interval | None:
-        """Adds up the seconds of arms, each times its factor. Returns None if any arm is not timed."""
-        arms = [(self.ablation.find_arm(options), factor) for options, factor in terms]
-        if not all(arm.is_timed for arm, _ in arms):
-            return None
-        # Each resample draws the same rounds for all arms, so that the noise of a round cancels in the difference.
-        cases = [(resample_rounds(arm.rounds), factor) for arm, factor in arms]
-        point = sum(factor * math.exp(case.point) for case, factor in cases)
-        draws: Floats = np.sum([factor * np.exp(case.resampled) for case, factor in cases], axis=0)
-        by_round: Floats = np.sum([factor * np.array(arm.rounds) for arm, factor in arms], axis=0)
+    def _sum_arms(self, factors: Mapping[tuple[str, ...], int]) -> Interval | None:
+        """Adds up the seconds of the arms with these options, each times its factor. Returns None if any arm is not
+        timed.
+        """
+        point, draws, by_round = 0.0, np.zeros(1), np.zeros(1)
+        for options, factor in factors.items():
+            arm = self.ablation.find_arm(options)
+            if not arm.is_timed:
+                return None
+            # Each resample draws the same rounds for all arms, so that the noise of a round cancels in the difference.
+            case = resample_rounds(arm.rounds)
+            point += factor * math.exp(case.point)
+            draws = draws + factor * np.exp(case.resampled)
+            by_round = by_round + factor * np.array(arm.rounds)
         return _make_interval(point, draws, by_round)
 
     @property
@@ -81,9 +86,6 @@ class Savings:
         if not self.ablation.control or not first.is_timed:
             return None
         return _resample_ratio(self.ablation.control, first.rounds).reach
-
-    def _names_without(self, name: str) -> tuple[str, ...]:
-        return tuple(option for option in self.ablation.names if option != name)
 
 
 def measure_arm_seconds(arm: AblatedArm) -> float | None:
@@ -115,15 +117,12 @@ def _make_interval(point: float, draws: Floats, by_round: Floats) -> Interval:
     return Interval(point, min(float(low), point), max(float(high), point), 0.0 if has_few_rounds else _CONFIDENCE)
 
 
-# The speed-up that is often quoted for FP8 together with all of these axis values.
-_QUOTED_SPEEDUP = (3.0, 4.0)
-_QUOTED_AXES = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
 _LEGEND = (
     "saves: seconds of a step; below 0 it costs time; [low, high]: 99% interval of this run, or the range of rounds",
     "alone: only this option; then: added to the earlier options; left out: the loss if only this option is missing",
     "alone below left out: it needs another option; alone above left out: another option does the same work",
     "time: of a step, in the fastest quarter of the rounds; another batch size is scaled to the same tokens",
-    "emulated: the results are right, but times say nothing, so no saving is computed from such an arm",
+    "emulated: the results are right, but the times do not show speed, so no saving is computed from such an arm",
 )
 
 
@@ -156,49 +155,17 @@ def describe_results(ablation: Ablation) -> Iterator[str]:
     speedup = savings.measure_speedup(full_arm)
     assert speedup is not None
     noise_factor = 1 + (savings.floor or 0.0)
-    verdict = (
-        "faster" if speedup.low > noise_factor else "slower" if speedup.high < 1 / noise_factor else "not told apart"
-    )
+    verdict = "not told apart"
+    if speedup.low > noise_factor:
+        verdict = "faster"
+    elif speedup.high < 1 / noise_factor:
+        verdict = "slower"
     yield f"{names} together: {verdict}, {_format_speedup(speedup)} of {ablation.reference}"
     # 3. Describe how the options interact.
     yield from _describe_interaction(ablation)
-    # 4. Judge the often-quoted speed-up only if the intervals and the machine allow it.
-    if (
-        speedup.level
-        and savings.floor is not None
-        and _has_quoted_options(ablation)
-        and _are_quiet((base_arm, full_arm))
-    ):
-        quoted_text = f"{_QUOTED_SPEEDUP[0]:g} to {_QUOTED_SPEEDUP[1]:g} times"
-        outcome = (
-            "refuted"
-            if speedup.high < _QUOTED_SPEEDUP[0]
-            else "reached"
-            if speedup.low >= _QUOTED_SPEEDUP[0]
-            else "not decided"
-        )
-        yield (
-            f"the often-quoted '{quoted_text}' of FP8 with compile, flash attention, a fused optimizer "
-            "and checkpointing: "
-            f"{outcome} here"
-        )
     if savings.floor is not None:
         too_few = f"; [low, high]: range of {len(full_arm.rounds)} rounds, too few for an interval"
         yield f"noise floor (A/A): +-{units.percent(savings.floor)}{too_few * (not speedup.level)}"
-
-
-def _has_quoted_options(ablation: Ablation) -> bool:
-    """Returns whether all options were measured to which the often-quoted speed-up refers. Other sets of options do
-    not test it.
-    """
-    values = {option.axis: option.on for option in ablation.options}
-    has_fp8 = any("fp8" in option.precision for option in ablation.options)
-    return has_fp8 and _QUOTED_AXES.items() <= values.items()
-
-
-def _are_quiet(arms: Sequence[AblatedArm]) -> bool:
-    remarks = {label.value for label in REMARKS}
-    return all(remarks.issuperset(arm.labels) for arm in arms)
 
 
 def _describe_interaction(ablation: Ablation) -> Iterator[str]:
@@ -206,30 +173,27 @@ def _describe_interaction(ablation: Ablation) -> Iterator[str]:
     interaction = savings.measure_interaction()
     if interaction is None:
         return
-    comparison = "less" if interaction.point > 0 else "more"
-    difference_text = (
-        f"all together take {units.seconds(abs(interaction.point))} {comparison} than the separate savings add up to"
-    )
     # An interval that contains 0 shows neither synergy nor overlap.
     if interaction.low <= 0 <= interaction.high:
         yield (
             "additive within these rounds: separate savings add up to the saving of all, except "
             f"{_format_saving(interaction)}"
         )
-    else:
-        yield (
-            f"{'they need one another' if interaction.point > 0 else 'they overlap'}: "
-            f"{difference_text} {_format_range(interaction)}"
-        )
+        return
+    relation, comparison = ("they need one another", "less") if interaction.point > 0 else ("they overlap", "more")
+    yield (
+        f"{relation}: all together take {units.seconds(abs(interaction.point))} {comparison} than the separate savings "
+        f"add up to {_format_range(interaction)}"
+    )
 
 
 def _make_option_table(ablation: Ablation) -> Element:
-    savings = Savings(ablation)
+    savings = {name: Savings(ablation).compute_savings(name) for name in ablation.names}
     columns: list[Col[str]] = [
-        Col("option", lambda name: name),
-        Col("alone saves", lambda name: _format_saving(savings.compute_saving_alone(name)), number=True),
-        Col("then saves", lambda name: _format_saving(savings.compute_added_saving(name)), number=True),
-        Col("left out loses", lambda name: _format_saving(savings.compute_loss_without(name)), number=True),
+        Col("option", str),
+        Col("alone saves", lambda name: _format_saving(savings[name]["alone"]), number=True),
+        Col("then saves", lambda name: _format_saving(savings[name]["cumulative"]), number=True),
+        Col("left out loses", lambda name: _format_saving(savings[name]["left_out"]), number=True),
     ]
     return table("options", "", columns, ablation.names)
 
@@ -243,23 +207,16 @@ def _make_arm_table(ablation: Ablation) -> Element:
             number=True,
         ),
         Col("speed-up", lambda arm: _format_speedup(Savings(ablation).measure_speedup(arm)), number=True),
-        Col("memory", lambda arm: arm.memory, unit="B"),
-        Col("energy", lambda arm: arm.joules, unit="J", when=any(arm.joules for arm in ablation.arms)),
-        Col(
-            ablation.error.replace("_", " ") or "error",
-            lambda arm: arm.error,
-            show=units.relative_error,
-            when=bool(ablation.error),
-        ),
-        Col("why", lambda arm: arm.why, below=True, when=any(arm.why for arm in ablation.arms)),
+        Col("memory", "memory", unit="B"),
+        Col("energy", "joules", unit="J", when=any(arm.joules for arm in ablation.arms)),
+        Col(ablation.error.replace("_", " "), "error", show=units.relative_error, when=bool(ablation.error)),
+        Col("why", "why", below=True, when=any(arm.why for arm in ablation.arms)),
     ]
     return table("arms", "", columns, ablation.arms)
 
 
 def _describe_labels(ablation: Ablation) -> Iterator[Text]:
-    counts: Counter[str] = Counter()
-    for arm in ablation.arms:
-        counts.update(arm.labels)
+    counts = Counter(chain.from_iterable(arm.labels for arm in ablation.arms))
     if counts:
         label_texts = (f"{label} ({count} of {len(ablation.arms)} arms)" for label, count in counts.items())
         yield Text(f"labels: {', '.join(label_texts)}", Tone.DOUBT)
@@ -285,16 +242,8 @@ def _format_speedup(speed: Interval | None) -> str:
 
 def encode_ablation(ablation: Ablation) -> dict[str, Any]:
     savings = Savings(ablation)
-    savings_by_option = {
-        name: {
-            "alone": encode(savings.compute_saving_alone(name)),
-            "cumulative": encode(savings.compute_added_saving(name)),
-            "left_out": encode(savings.compute_loss_without(name)),
-        }
-        for name in ablation.names
-    }
     savings_value = {
-        "options": savings_by_option,
+        "options": {name: encode(savings.compute_savings(name)) for name in ablation.names},
         "interaction": encode(savings.measure_interaction()),
         "floor": savings.floor,
     }

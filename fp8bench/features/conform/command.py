@@ -114,10 +114,9 @@ def render_page(facts: DeviceFacts, conformities: Sequence[ModeConformity], ever
     if rows := [mode for mode in conformities if mode not in emulated]:
         parts.append(Part("modes", "", (table("modes", "", _MODES, rows),)))
     if equal_modes := [_describe_mode(mode) for mode in emulated if mode.is_compared]:
-        emulated_text = (
-            f"emulated on this device, with the same results as torch's kernels: {join_words(equal_modes, 20)}"
-        )
-        parts.append(Part("emulated", "", (Text(emulated_text),)))
+        names = join_words(equal_modes, 20)
+        text = f"emulated on this device, with the same results as torch's kernels: {names}"
+        parts.append(Part("emulated", "", (Text(text),)))
     # By default, only faults are shown: another order of summation is not a fault.
     listed_kinds = [kind for kind in Difference if kind is not Difference.NONE] if everything else _FAULT_KINDS
     shown_cases: list[Conformity] = []
@@ -148,26 +147,23 @@ def _choose_tone(conforms: bool) -> Tone:
     return Tone.PLAIN if conforms else Tone.BAD
 
 
-def _count_cases(cases: Sequence[Conformity], *kinds: Difference | None) -> str:
-    count = sum(case.difference in kinds for case in cases)
+def _count_cases(kinds: Sequence[Difference | None], mode: ModeConformity) -> str:
+    """Returns the number of casts and products whose difference is of these kinds."""
+    count = sum(case.difference in kinds for case in mode.found)
     return str(count) if count else units.NONE
 
 
 _FAULT_KINDS = [kind for kind in Difference if not kind.conforms]
+_UNIT_KINDS = [Difference.UNITS, Difference.SHORT_SUMS]
 _MODES: tuple[Col[ModeConformity], ...] = (
-    Col("precision", lambda mode: mode.mode),
-    Col("here", lambda mode: mode.support.level.value),
-    Col("compared", lambda mode: _count_cases(mode.found, *Difference), number=True),
-    Col("same bits", lambda mode: _count_cases(mode.found, Difference.NONE), number=True),
-    Col("order", lambda mode: _count_cases(mode.found, Difference.ORDER), number=True),
-    Col("units", lambda mode: _count_cases(mode.found, Difference.UNITS, Difference.SHORT_SUMS), number=True),
-    Col(
-        "wrong",
-        lambda mode: _count_cases(mode.found, *_FAULT_KINDS),
-        True,
-        tone=lambda mode: _choose_tone(mode.conforms),
-    ),
-    Col("not done", lambda mode: _count_cases(mode.found, None), number=True),
+    Col("precision", "mode"),
+    Col("here", "support.level.value"),
+    Col("compared", partial(_count_cases, list(Difference)), number=True),
+    Col("same bits", partial(_count_cases, [Difference.NONE]), number=True),
+    Col("order", partial(_count_cases, [Difference.ORDER]), number=True),
+    Col("units", partial(_count_cases, _UNIT_KINDS), number=True),
+    Col("wrong", partial(_count_cases, _FAULT_KINDS), number=True, tone=lambda mode: _choose_tone(mode.conforms)),
+    Col("not done", partial(_count_cases, [None]), number=True),
 )
 
 
@@ -178,16 +174,16 @@ def _format_first_difference(row: Conformity) -> str:
 
 
 _DIFFERENCES: tuple[Col[Conformity], ...] = (
-    Col("precision", lambda row: row.mode),
-    Col("what", lambda row: row.what),
-    Col("shape", lambda row: row.shape),
+    Col("precision", "mode"),
+    Col("what", "what"),
+    Col("shape", "shape"),
     Col(
         "difference", lambda row: str(row.difference), tone=lambda row: _choose_tone(row.difference not in _FAULT_KINDS)
     ),
     Col("differ", lambda row: f"{units.whole(row.count)} of {units.whole(row.total)}", number=True),
     Col("at most", lambda row: units.significant(row.largest), number=True),
     Col("first", _format_first_difference),
-    Col("why", lambda row: row.why, below=True),
+    Col("why", "why", below=True),
 )
 
 

@@ -78,13 +78,10 @@ def _collect_store(
 def _describe_foreign_files(store: Path, runs: set[Path]) -> Iterator[str]:
     for path in sorted((store / "runs").rglob("*")):
         if path not in runs and path.is_file():
-            is_partial = path.name.endswith(PARTIAL)
-            description = (
-                "is the rest of a run that never started"
-                if is_partial
-                else "is not a run file, or is in a wrong folder"
-            )
-            yield f"{path} {description}. It was not taken."
+            problem = "is not a run file, or is in a wrong folder"
+            if path.name.endswith(PARTIAL):
+                problem = "is the rest of a run that never started"
+            yield f"{path} {problem}. It was not taken."
 
 
 def _copy_run(plan: FleetPlan | None, out: Path, targets: dict[str, Path], collected: Collected, path: Path) -> None:

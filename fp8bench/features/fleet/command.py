@@ -159,8 +159,9 @@ def parse_option(text: str) -> tuple[str, str]:
 
 def run(arguments: argparse.Namespace) -> int:
     check_outputs(arguments)
-    if arguments.subcommand in ("collect", "report"):
-        return _collect_runs(arguments) if arguments.subcommand == "collect" else _show_report(arguments)
+    commands = {"collect": _collect_runs, "report": _show_report}
+    if arguments.subcommand in commands:
+        return commands[arguments.subcommand](arguments)
     plan_commands = {"work": _run_worker, "submit": _submit_workers, "status": _show_status}
     return plan_commands[arguments.subcommand](read_plan(arguments.plan), arguments)
 

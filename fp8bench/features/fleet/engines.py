@@ -10,7 +10,7 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import IO, Any
@@ -42,13 +42,14 @@ def start_fp8bench(
     """Starts fp8bench without standard input. On Linux the started process receives SIGTERM when the calling thread
     dies, even by SIGKILL. Otherwise a cell would go on while the next cell is measured on the same device.
     """
-    launcher_command = [sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid())] if sys.platform == "linux" else []
-    error = None if output is None else subprocess.STDOUT
+    command = [sys.executable, "-m", "fp8bench", *arguments]
+    if sys.platform == "linux":
+        command = [sys.executable, "-ISc", _DIE_WITH_PARENT, str(os.getpid()), *command]
     return subprocess.Popen(
-        [*launcher_command, sys.executable, "-m", "fp8bench", *arguments],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=output,
-        stderr=error,
+        stderr=subprocess.STDOUT if output else None,
         env=environment,
         cwd=folder,
     )
@@ -95,35 +96,28 @@ def measure_waiting_cells(
     exit_codes: dict[int, int] = {}
     refused: dict[int, str] = {}
     finished_cells: set[int] = set()
-    while (
-        state := _find_next_cell(plan, store, retry, {*exit_codes, *refused}, only_cell, finished_cells)
-    ) is not None:
+    while True:
+        # 1. Read the states of all cells again, because other workers measure cells too. Runs of finished cells are
+        # not read again, which would take long.
+        states = compute_cell_states(plan, store, finished_cells)
+        finished_cells.update(state.number for state in states if state.status is CellStatus.DONE)
+        waiting = [
+            state
+            for state in states
+            if only_cell in (None, state.number)
+            and state.number not in exit_codes | refused
+            and should_run(state, retry)
+        ]
+        if not waiting:
+            return exit_codes, refused
+        # 2. Measure the first waiting cell, unless another worker has claimed it.
+        state, number = waiting[0], waiting[0].number
         try:
-            with exclusive_lock(
-                cell_folder(plan, state.number, store) / _CLAIM_FILE, f"cell {plan.name_of(state.number)}"
-            ):
+            with exclusive_lock(cell_folder(plan, number, store) / _CLAIM_FILE, f"cell {plan.name_of(number)}"):
                 report_begin(state)
-                exit_codes[state.number] = _measure_cell(plan, file, state.number, store)
+                exit_codes[number] = _measure_cell(plan, file, number, store)
         except (UsageError, StoreError) as error:
-            refused[state.number] = str(error)  # usually, another worker measures the cell
-    return exit_codes, refused
-
-
-def _find_next_cell(
-    plan: FleetPlan,
-    store: Path,
-    retry: bool,
-    tried_cells: Collection[int],
-    only_cell: int | None,
-    finished_cells: set[int],
-) -> CellState | None:
-    """Returns the next cell to measure. Adds finished cells to `finished_cells`, so that their runs are not read
-    again, which takes long.
-    """
-    states = compute_cell_states(plan, store, finished_cells)
-    finished_cells.update(state.number for state in states if state.status is CellStatus.DONE)
-    candidates = (state for state in states if state.number not in tried_cells and only_cell in (None, state.number))
-    return next((state for state in candidates if should_run(state, retry)), None)
+            refused[number] = str(error)
 
 
 def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
@@ -139,9 +133,8 @@ def _measure_cell(plan: FleetPlan, file: Path, number: int, store: Path) -> int:
     environment = {name: value for name, value in os.environ.items() if name != "COLUMNS"}
     with keeping(folder / OUTPUT_FILE, "Move it away."), open_file(folder / OUTPUT_FILE, "ab", most=None) as output:
         exit_code = wait_for_all(start_fp8bench(arguments, output, environment))
-    add_attempt(
-        plan, number, store, Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - start, exit_code)
-    )
+    attempt = Attempt(socket.gethostname(), os.getpid(), started, time.monotonic() - start, exit_code)
+    add_attempt(plan, number, store, attempt)
     return exit_code
 
 
@@ -366,10 +359,9 @@ def run_on_node(arguments: list[str], log: str, folder: str, threads: str | None
     environment = {name: value for name, value in os.environ.items() if name != _THREADS_VARIABLE}
     if threads is not None:
         environment[_THREADS_VARIABLE] = threads
+    existing_folder = Path(folder) if Path(folder).is_dir() else None
     with open_file(Path(log), "ab", most=None) as output:
-        return wait_for_all(
-            start_fp8bench(arguments, output, environment, Path(folder) if Path(folder).is_dir() else None)
-        )
+        return wait_for_all(start_fp8bench(arguments, output, environment, existing_folder))
 
 
 ENGINES: Mapping[str, Callable[[WorkerOrder, JobsCallback], Sequence[str]]] = {

@@ -272,7 +272,6 @@ def find_deviations(times: Mapping[str, Mapping[str, float]]) -> dict[str, Devia
         score = 0.0
         if distance:
             score = distance / spread if spread else math.copysign(math.inf, distance)
-        deviations[machine] = Deviation(
-            ratio, score, abs(score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
-        )
+        is_outlier = abs(score) > OUTLIER_DEVIATIONS and abs(distance) > MIN_OUTLIER_CHANGE
+        deviations[machine] = Deviation(ratio, score, is_outlier)
     return deviations

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 from pathlib import Path
 from statistics import median
 
@@ -29,7 +30,7 @@ from fp8bench.model.run import CellStatus, FleetPlan
 from fp8bench.report.panels import together
 from fp8bench.report.words.naming import join_words
 from fp8bench.store.fleet_plans import compute_cell_states, find_cell_number, load_plans, read_plan
-from fp8bench.store.runs.listing import REFUSED_REASON, REMEDY, listing
+from fp8bench.store.runs.listing import REFUSED_REASON, listing
 from fp8bench.store.runs.run_file import load_header, load_run
 from fp8bench.units import ratio
 
@@ -84,7 +85,6 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _Reading:
     """
     files = listing(store)
     reading = _Reading(skipped=files.left, doubts=files.notes(files.refused))
-    finished: list[tuple[MachineRun, Path, int | None]] = []
     for path in files.files:
         try:
             # Read the header first, because a store may have thousands of unrelated runs.
@@ -103,34 +103,8 @@ def _read_runs(store: Path, is_planned: Callable[[Run], bool]) -> _Reading:
         if is_running:
             reading.skipped[_STILL_RUNNING] += 1
         else:
-            finished.append((summarize_run(run), path, _digest_times(run)))
-    _drop_copies(finished, reading)
+            reading.runs.append(summarize_run(run))
     return reading
-
-
-def _digest_times(run: Run) -> int | None:
-    """Returns a hash of all times of a run; None if the run has no times. The hash is valid in this process only."""
-    times = tuple((record.case.id, record.timing.slots) for record in run.records if record.timing is not None)
-    return hash(times) if times else None
-
-
-def _drop_copies(finished: Sequence[tuple[MachineRun, Path, int | None]], reading: _Reading) -> None:
-    """Adds the finished runs to the reading, except copies. Runs of different machines are copies if their times are
-    equal to the nanosecond. Only one machine can have measured such times, and it is unknown which. So none of them
-    counts.
-    """
-    by_times = together((digest, (run.machine, path)) for run, path, digest in finished if digest is not None)
-    copied: set[int | None] = set()
-    for digest, owners in by_times.items():
-        machines = sorted({machine for machine, _ in owners})
-        if len(machines) > 1:
-            copied.add(digest)
-            paths = " and ".join(str(path) for _, path in owners)
-            reading.doubts.append(
-                f"{paths} have the same times to the nanosecond under the machines {' and '.join(machines)}, so none "
-                f"of them counts. {REMEDY}"
-            )
-    reading.runs += [run for run, _, digest in finished if digest not in copied]
 
 
 def _describe_failed_cells(store: Path, plans: Sequence[FleetPlan]) -> Iterator[str]:
@@ -174,10 +148,9 @@ def build_report(
     settings: dict[str, None] = {}
     for plan in plans:
         settings |= dict.fromkeys(cell.setting for cell in plan.cells)
-    complete: set[str] = set()
     for run in runs:
         settings |= dict.fromkeys((*run.whole, *run.incomplete))
-        complete |= set(run.whole)
+    complete = _complete_settings(runs)
 
     # 3. Find the machines that deviate from the others.
     alarms = [
@@ -188,7 +161,10 @@ def build_report(
     ]
     oddity_order = list(Oddity)
     alarms.sort(key=lambda alarm: (alarm.machine, oddity_order.index(alarm.what)))
-    why_not = {kind.name: "; ".join(describe_differences(kind.software, kinds[0].software)) for kind in kinds[1:]}
+    why_not = {}
+    for kind in kinds[1:]:
+        if kind.software != kinds[0].software:
+            why_not[kind.name] = "; ".join(describe_differences(kind.software, kinds[0].software))
     return FleetReport(
         machines=tuple(_summarize_machines(runs, kinds)),
         kinds=tuple(kinds),
@@ -197,7 +173,7 @@ def build_report(
         settings=len(settings),
         lacking=tuple(setting for setting in settings if setting not in complete),
         excluded=tuple(excluded),
-        why_not={name: reason for name, reason in why_not.items() if reason},
+        why_not=why_not,
     )
 
 
@@ -224,20 +200,21 @@ def _median_times(runs: Sequence[MachineRun]) -> dict[str, dict[str, float]]:
     return medians
 
 
+def _complete_settings(runs: Iterable[MachineRun]) -> dict[str, None]:
+    """Returns the completely measured settings as keys, always in the same order."""
+    return dict.fromkeys(chain.from_iterable(run.whole for run in runs))
+
+
 def _summarize_machines(runs: Sequence[MachineRun], kinds: Sequence[MachineKind]) -> Iterator[Machine]:
     for name, members in sorted(_group_by_machine(runs).items()):
         kinds_of_machine = [kind for kind in kinds if name in kind.machines]
         deviations = [kind.deviations[name] for kind in kinds_of_machine if name in kind.deviations]
-        complete, failed = set[str](), set[str]()
-        for run in members:
-            complete |= set(run.whole)
-            failed |= run.failed.keys()
         yield Machine(
             name=name,
             kinds=tuple(kind.name for kind in kinds_of_machine),
             runs=len(members),
-            whole=len(complete),
-            failed=len(failed),
+            whole=len(_complete_settings(members)),
+            failed=len(set().union(*(run.failed for run in members))),
             ratio=deviations[-1].ratio if deviations else None,
             score=deviations[-1].score if deviations else None,
         )
@@ -279,12 +256,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
     machines have.
     """
     by_machine = _group_by_machine(runs)
-    # Use dictionaries as ordered sets, so that the same runs always give the same text.
-    complete: dict[str, dict[str, None]] = {}
-    for machine, members in by_machine.items():
-        complete[machine] = {}
-        for run in members:
-            complete[machine] |= dict.fromkeys(run.whole)
+    complete = {machine: _complete_settings(members) for machine, members in by_machine.items()}
     for machine, members in by_machine.items():
         interrupted: dict[str, str] = {}
         for run in members:
@@ -293,14 +265,9 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
             names = join_words([f"{setting} (run {run})" for setting, run in interrupted.items()])
             explanation = f"{len(interrupted)} of its cells were cut off and not resumed: {names}"
             yield MachineAlarm(machine, Oddity.CUT_OFF, explanation)
-        counts: Counter[str] = Counter()
-        for name, settings in complete.items():
-            if name != machine:
-                counts.update(settings.keys())
+        counts = Counter(chain.from_iterable(complete[name] for name in complete if name != machine))
         common_settings = [setting for setting, count in counts.items() if count > 1 and 2 * count >= len(complete) - 1]
-        missing = [
-            setting for setting in common_settings if setting not in complete[machine] and setting not in interrupted
-        ]
+        missing = [setting for setting in common_settings if setting not in complete[machine] | interrupted]
         if missing:
             explanation = (
                 f"{len(missing)} of {len(common_settings)} cells that other machines measured are missing: "
@@ -312,9 +279,7 @@ def find_missing_measurements(runs: Sequence[MachineRun], expected: Collection[s
 
 
 def _find_failed_cases(runs: Sequence[MachineRun]) -> Iterator[MachineAlarm]:
-    measured: set[str] = set()
-    for run in runs:
-        measured |= run.times.keys()
+    measured = set().union(*(run.times for run in runs))
     for machine, members in _group_by_machine(runs).items():
         failed: dict[str, str] = {}
         for run in members:

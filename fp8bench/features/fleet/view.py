@@ -41,9 +41,9 @@ def _outliers_table(report: FleetReport) -> Table | Text:
     if not report.alarms:
         return Text("No machine stands out.", Tone.GOOD)
     cols: list[Col[MachineAlarm]] = [
-        Col("machine", lambda alarm: alarm.machine),
-        Col("problem", lambda alarm: alarm.what, tone=lambda alarm: Tone.BAD),
-        Col("why", lambda alarm: alarm.words, below=True),
+        Col("machine", "machine"),
+        Col("problem", "what", tone=lambda alarm: Tone.BAD),
+        Col("why", "words", below=True),
     ]
     return table("named", "", cols, report.alarms)
 
@@ -52,15 +52,15 @@ def _machines_table(report: FleetReport) -> Table:
     # Each machine has one row, even if it has several problems.
     problems = _problems_by_machine(report)
     cols: list[Col[Machine]] = [
-        Col("machine", lambda machine: machine.name),
+        Col("machine", "name"),
         Col("kind", lambda machine: ", ".join(machine.kinds)),
         Col("runs", lambda machine: str(machine.runs), number=True),
         Col("whole cells", lambda machine: Field(f"{machine.whole} of {report.settings}", machine.whole), number=True),
         Col("failed cases", lambda machine: str(machine.failed), number=True),
-        Col("time", lambda machine: machine.ratio, show=units.ratio, hint="median case over its kind's"),
+        Col("time", "ratio", show=units.ratio, hint="median case over its kind's"),
         Col(
             "MADs",
-            lambda machine: machine.score,
+            "score",
             show=lambda score: f"{score:+.1f}",
             hint="distance from the median of its kind, in median absolute deviations",
         ),
@@ -75,7 +75,7 @@ def _machines_table(report: FleetReport) -> Table:
 
 def _kinds_table(report: FleetReport) -> Table:
     cols: list[Col[MachineKind]] = [
-        Col("kind", lambda kind: kind.name),
+        Col("kind", "name"),
         Col("machines", lambda kind: str(len(kind.machines)), number=True),
         Col("hardware", _hardware_name),
         Col("torch", lambda kind: dict(kind.software).get("torch")),
@@ -102,10 +102,10 @@ def _cases_table(report: FleetReport) -> Table:
         return figure.middle / reference.middle if is_comparable else None
 
     cols: list[Col[FleetFigure]] = [
-        Col("case", lambda figure: figure.case),
-        Col("kind", lambda figure: figure.kind),
+        Col("case", "case"),
+        Col("kind", "kind"),
         Col("machines", lambda figure: str(len(figure.seconds)), number=True),
-        Col("time", lambda figure: figure.middle, unit="s"),
+        Col("time", "middle", unit="s"),
         Col("fastest", lambda figure: min(figure.seconds.values()), unit="s"),
         Col("slowest", lambda figure: max(figure.seconds.values()), unit="s"),
         Col("to A", compare_with_first, show=units.ratio, unit="x"),
@@ -142,8 +142,8 @@ def describe_counts(states: Sequence[CellState]) -> str:
 def status_page(plan: FleetPlan, states: Sequence[CellState]) -> Page:
     cols: list[Col[CellState]] = [
         Col("cell", lambda state: str(state.number), number=True),
-        Col("setting", lambda state: state.cell.setting),
-        Col("status", lambda state: state.status, tone=lambda state: _STATUS_TONES.get(state.status, Tone.PLAIN)),
+        Col("setting", "cell.setting"),
+        Col("status", "status", tone=lambda state: _STATUS_TONES.get(state.status, Tone.PLAIN)),
         Col("run", lambda state: state.run or None),
         Col("machine", lambda state: state.machine or None),
         Col("attempts", lambda state: str(len(state.attempts)), number=True),

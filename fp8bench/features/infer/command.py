@@ -132,7 +132,7 @@ def _make_question(arguments: argparse.Namespace) -> tuple[ServingQuestion, Serv
         arguments.device or "",
         arguments.rollout,
     )
-    return question if question.is_own else complete_question(question), trained
+    return question if question.is_user_model else complete_question(question), trained
 
 
 def _choose_model(arguments: argparse.Namespace, tokens: int) -> tuple[str, ServedModel | None]:

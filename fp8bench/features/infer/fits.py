@@ -18,7 +18,6 @@ import numpy as np
 from fp8bench.analysis.stats import Floats, resample_best_case
 from fp8bench.features.infer.values import MIN_CONTEXTS, ContextCrossing, TimeLine
 from fp8bench.model import Interval
-from fp8bench.model.measured import Ceiling, Limit
 
 # An interval with confidence LEVEL spans the middle part _RESAMPLED_SHARE of the resamples. In simulated sweeps of 10
 # rounds or more, such intervals contain the true value in 95 of 100 cases.
@@ -49,10 +48,8 @@ class LineDraws:
     @property
     def line(self) -> TimeLine:
         low, high = np.quantile(self.draws, _INTERVAL_QUANTILES, axis=0)
-        a, b = (
-            Interval(float(point), float(lower), float(upper), LEVEL)
-            for point, lower, upper in zip(self.point, low, high, strict=True)
-        )
+        bounds = np.stack((self.point, low, high), 1).tolist()
+        a, b = (Interval(point, lower, upper, LEVEL) for point, lower, upper in bounds)
         return TimeLine(a, b, self.off)
 
     def at(self, context_lengths: Floats) -> Floats:
@@ -74,20 +71,18 @@ def fit_line(rounds: Mapping[int, Sequence[float]]) -> LineDraws | None:
     """
     if len(rounds) < MIN_CONTEXTS:
         return None
-    contexts, points, logs = sorted(rounds), [], []
+    contexts, points, logs = np.array(sorted(rounds)), [], []
     for seed, context in enumerate(contexts):
-        best_case = resample_best_case(np.array(rounds[context], dtype=np.float64)[:, None])
-        shuffled_order = np.random.default_rng(seed).permutation(len(best_case.resampled))
-        widened_logs = best_case.point + spread_factor(len(rounds[context])) * (
-            best_case.resampled[shuffled_order] - best_case.point
-        )
+        samples = np.array(rounds[context], dtype=np.float64)
+        best_case = resample_best_case(samples[:, None])
+        shuffled = np.random.default_rng(seed).permutation(best_case.resampled)
         points.append(best_case.point)
-        logs.append(widened_logs)
+        logs.append(best_case.point + spread_factor(len(samples)) * (shuffled - best_case.point))
     seconds = np.exp(np.array(points))
-    weights = np.stack((1 / seconds, np.array(contexts) / seconds), 1)
+    weights = np.stack((1 / seconds, contexts / seconds), 1)
     solving_matrix = np.linalg.pinv(weights) / seconds
     point = solving_matrix @ seconds
-    seconds_above_line = seconds - (point[0] + point[1] * np.array(contexts))
+    seconds_above_line = seconds - (point[0] + point[1] * contexts)
     largest_error = float((np.abs(seconds_above_line) / seconds).max())
     measured = np.exp(np.array(logs)).T
     return LineDraws(point, measured @ solving_matrix.T, largest_error, seconds_above_line, measured)
@@ -118,35 +113,38 @@ def find_crossing(arm: LineDraws, reference: LineDraws, contexts: Sequence[int])
     shortest, longest = int(measured[0]), int(measured[-1])
     grid = np.geomspace(shortest, longest, _GRID_CONTEXTS)
     step_seconds = _estimate_step_seconds(arm, reference, measured, grid)
-    quantiles = np.quantile(arm.at(grid) - reference.at(grid), _INTERVAL_QUANTILES, axis=0)
-    low, high = quantiles[0] - step_seconds, quantiles[1] + step_seconds
-    certain_signs = np.where(high < 0, 1, np.where(low > 0, -1, 0))
-    measured_low, measured_high = np.quantile(arm.measured - reference.measured, _INTERVAL_QUANTILES, axis=0)
-    measured_signs = np.where(measured_high < 0, 1, np.where(measured_low > 0, -1, 0))
-    ends = tuple(
-        bool(certain_signs[end] > 0) if certain_signs[end] and measured_signs[end] != -certain_signs[end] else None
+    line_signs = _certain_signs(arm.at(grid) - reference.at(grid), step_seconds)
+    measured_signs = _certain_signs(arm.measured - reference.measured, 0.0)
+    first, last = (
+        bool(line_signs[end] > 0) if line_signs[end] and measured_signs[end] != -line_signs[end] else None
         for end in (0, -1)
     )
-    faster = ends[0], ends[1]
-    if None in faster or faster[0] == faster[1]:
+    faster = first, last
+    if None in faster or first == last:
         return ContextCrossing(None, shortest, longest, faster)
     a, b = arm.point - reference.point
     crossing = float(min(max(-a / b, shortest), longest))
     # Two lines cross once. The interval begins at the last grid context whose faster arm is certainly that of the
     # shortest context. It ends at the first one whose faster arm is certainly that of the longest context.
-    start, end = (
-        np.flatnonzero(certain_signs == certain_signs[0])[-1],
-        np.flatnonzero(certain_signs == certain_signs[-1])[0],
-    )
-    lower, upper = min(float(grid[start]), crossing), max(float(grid[end]), crossing)
+    start, end = grid[line_signs == line_signs[0]][-1], grid[line_signs == line_signs[-1]][0]
+    lower, upper = min(float(start), crossing), max(float(end), crossing)
     # If a measured context outside the interval contradicts the lines, the interval is widened to include this
     # context.
     contradicting = measured[
-        ((measured < lower) & (measured_signs == certain_signs[-1]))
-        | ((measured > upper) & (measured_signs == certain_signs[0]))
+        ((measured < lower) & (measured_signs == line_signs[-1]))
+        | ((measured > upper) & (measured_signs == line_signs[0]))
     ]
     bounds = [lower, upper, *map(float, contradicting)]
     return ContextCrossing(crossing, min(bounds), max(bounds), faster, tuple(map(int, contradicting)))
+
+
+def _certain_signs(differences: Floats, margin: Floats | float) -> Any:
+    """Returns for each context 1 if the arm is certainly faster by more than the margin, -1 if slower, else 0.
+
+    `differences` are the seconds of the arm minus those of the reference (resamples, contexts).
+    """
+    low, high = np.quantile(differences, _INTERVAL_QUANTILES, axis=0)
+    return np.where(high + margin < 0, 1, np.where(low - margin > 0, -1, 0))
 
 
 def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, grid: Floats) -> Floats:
@@ -159,18 +157,7 @@ def _estimate_step_seconds(arm: LineDraws, reference: LineDraws, measured: Any, 
     expected = reference.point[0] + reference.point[1] * measured
     relative_distances = (arm.above - reference.above) / expected
     seconds_at_largest = expected[np.abs(relative_distances).argmax()]
-    measured_steps: Floats = (
-        _STEP_MARGIN
-        * np.ptp(relative_distances)
-        * np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
-    )
+    reference_seconds = np.maximum(seconds_at_largest, reference.point[0] + reference.point[1] * grid)
+    measured_steps: Floats = _STEP_MARGIN * np.ptp(relative_distances) * reference_seconds
     hidden_steps = (math.gcd(*map(int, measured)) - 1) * float(max(arm.point[1], reference.point[1], 0.0))
     return measured_steps + hidden_steps
-
-
-def find_copy_rate(ceiling: Ceiling | None) -> float | None:
-    """Returns the bytes per second of copies that are larger than the caches, as measured on the device.
-    `ceiling.bytes` would be wrong here, because it also covers copies within caches.
-    """
-    rates = ceiling.rates if ceiling is not None else ()
-    return next((rate.value for rate in rates if rate.limit is Limit.COPY and rate.steady), None)

@@ -20,7 +20,7 @@ from fp8bench.analysis.energy import energy_figures
 from fp8bench.analysis.findings import findings
 from fp8bench.analysis.samples import step_samples
 from fp8bench.errors import StoreError, UsageError, WorkerFault, as_usage
-from fp8bench.features.infer.fits import LineDraws, fastest, find_copy_rate, find_crossing, fit_line
+from fp8bench.features.infer.fits import LineDraws, fastest, find_crossing, fit_line
 from fp8bench.features.infer.values import (
     ArmTimes,
     Quality,
@@ -38,7 +38,8 @@ from fp8bench.features.train.values import TokenSpan
 from fp8bench.files import open_file
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.handle import ProcessWorker, Worker, claim_process
-from fp8bench.model import DeviceFacts, Level, Record, Request, Run
+from fp8bench.model import Ceilings, DeviceFacts, Record, Request, Run
+from fp8bench.model.measured import Ceiling, Limit
 from fp8bench.model.raw import Settings
 from fp8bench.nn.served import (
     OWN,
@@ -80,7 +81,7 @@ def answer_question(
     with claim_process(True), ProcessWorker(settings, module=_WORKER_MODULE) as worker:
         facts = device_named(question.device, worker.probe())
         model = trained or shipped_model(question.tokens)
-        if question.is_own:
+        if question.is_user_model:
             OWN_SHAPES[question.size] = ServedShape(
                 *_ask_worker(worker, "read_shape", question.size, facts, question.seed)
             )
@@ -136,14 +137,13 @@ def complete_question(question: ServingQuestion) -> ServingQuestion:
 
 
 def _check_memory_suffices(question: ServingQuestion, facts: DeviceFacts) -> None:
-    shape, first_arm, longest_context = find_served_shape(question.size), question.arms[0], max(question.contexts)
-    reference_bytes = step_bytes(
-        shape, first_arm, question.batch, longest_context, shape.experts
-    ).total  # the largest possible number of bytes: a step may read all experts
-    required_bytes = max(estimate_min_memory(shape, question.batch, longest_context), reference_bytes)
+    shape, context = find_served_shape(question.size), question.contexts[-1]
+    # The largest possible number of bytes: a step may read all experts.
+    reference_bytes = step_bytes(shape, question.arms[0], question.batch, context, shape.experts).total
+    required_bytes = max(estimate_min_memory(shape, question.batch, context), reference_bytes)
     if facts.memory_bytes and required_bytes > facts.memory_bytes:
         raise UsageError(
-            f"{question.size} with --batch {question.batch} at a context of {max(question.contexts)} takes "
+            f"{question.size} with --batch {question.batch} at a context of {context} takes "
             f"{size(required_bytes)} or more, and {facts.key} has {size(facts.memory_bytes)}. Choose a smaller batch, "
             "context or model."
         )
@@ -182,15 +182,17 @@ def _measure_times(
         raise UsageError(
             f"the reference has no native kernel on {facts.key}: {reference.reason}. Give --reference fp32 or bf16."
         )
-    native_arms = tuple(arm for arm in question.arms if supports[arm].level is Level.NATIVE)
+    native_arms = [arm for arm in question.arms if supports[arm].is_native]
 
-    def measure_suite(suite: str, arms: Sequence[ServedArm], **axes: Sequence[object]) -> Run:
+    def measure_suite(suite: str, *contexts: int) -> Run:
+        dtypes = tuple(map(arm_precision, native_arms))
+        axes = {"size": (question.size,), "batch": (str(question.batch),), "context": tuple(map(str, contexts))}
         request = Request(
             suite,
-            tuple(map(arm_precision, arms)),
+            dtypes,
             (facts.key,),
-            arm_precision(arms[0]),
-            tuple((name, tuple(map(str, values))) for name, values in axes.items()),
+            dtypes[0],
+            tuple(axes.items()),
             quick=question.quick,
             seed=question.seed,
             threads=question.threads,
@@ -200,37 +202,32 @@ def _measure_times(
 
     # 2. Time decoding at every context, then a prompt. After an interrupt during the prompt, the decode times are
     # kept.
-    sizes: dict[str, Sequence[object]] = {"size": [question.size], "batch": [question.batch]}
-    decode = measure_suite("decode", native_arms, **sizes, context=question.contexts)
+    decode = measure_suite("decode", *question.contexts)
     runs = [decode]
     with suppress(KeyboardInterrupt):
         if decode.finished:
-            runs.append(measure_suite("prefill", native_arms, **sizes, context=[answer.prompt]))
+            runs.append(measure_suite("prefill", answer.prompt))
     # 3. Fit a line to each arm's times, or store the reason why it has none.
     finished = len(runs) == 2 and runs[-1].finished
-    question = question if finished else _drop_unmeasured_contexts(question, decode)
-    times = list(collect_arm_times(question, native_arms, decode, runs[-1]))
-    kernels = {arm: supports[arm].reason for arm in question.arms}
-    times = [replace(time, kernel=kernels[time.arm]) for time in times]
-    times += [ArmTimes(arm, why=kernels[arm]) for arm in question.arms if arm not in native_arms]
+    measured_contexts = tuple(sorted({_context_length(record) for record in decode.records}))
+    if measured_contexts and not finished:
+        question = replace(question, contexts=measured_contexts)
+    times = [
+        replace(time, kernel=supports[time.arm].reason)
+        for time in collect_arm_times(question, native_arms, decode, runs[-1])
+    ]
+    times += [ArmTimes(arm, why=supports[arm].reason) for arm in question.arms if arm not in native_arms]
     # 4. Add the measured copy rate, because it limits the speed of decoding.
-    ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), None)
-    experts = mean_experts_read(decode, question)
+    ceiling = next((record.ceiling for record in decode.records if record.ceiling is not None), Ceiling())
     return replace(
         answer,
         question=question,
         times=tuple(times),
-        bandwidth=find_copy_rate(ceiling),
+        bandwidth=Ceilings(ceiling.rates).bound(Limit.COPY),
         runs=tuple(run.id for run in runs),
-        experts=experts,
+        experts=mean_experts_read(decode, question),
         finished=finished,
     )
-
-
-def _drop_unmeasured_contexts(question: ServingQuestion, decode: Run) -> ServingQuestion:
-    """Returns the question with only the contexts that were measured before an interrupt."""
-    measured = tuple(sorted({_context_length(record) for record in decode.records}))
-    return replace(question, contexts=measured or question.contexts)
 
 
 def mean_experts_read(decode: Run, question: ServingQuestion) -> float | None:
@@ -255,11 +252,16 @@ def collect_arm_times(
     reference: LineDraws | None = None
     # The reference comes first, because the other arms are compared with its line.
     for arm in native_arms:
-        # 1. Collect the arm's steps at each context. If a step was not timed, collect the reason.
+        # 1. Collect the arm's steps at each context, the reason of the first that was not timed, and the labels that
+        # make a verdict impossible.
         records = sorted((_context_length(record), record) for record in decode.records if is_of_arm(record, arm))
-        untimed = ((context, record.reason) for context, record in records if record.timing is None)
-        reason = next((f"at a context of {context}: {skipped}" for context, skipped in untimed), "")
-        rounds = {context: step_samples(record.timing) for context, record in records if record.timing is not None}
+        rounds, reason, doubts = {}, "", dict[str, None]()
+        for context, record in records:
+            doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)
+            if record.timing is not None:
+                rounds[context] = step_samples(record.timing)
+            else:
+                reason = reason or f"at a context of {context}: {record.reason}"
         # 2. Fit a line only if all contexts were timed, because a crossing outside the timed contexts would be a
         # guess.
         fitted_line = fit_line(rounds) if len(rounds) == len(question.contexts) else None
@@ -268,24 +270,17 @@ def collect_arm_times(
             reference = fitted_line
         elif fitted_line is not None and reference is not None:
             crossing = find_crossing(fitted_line, reference, question.contexts)
-        # 3. Collect labels that make a verdict impossible, and the time of the prompt.
-        doubts: dict[str, None] = {}
-        for _, record in records:
-            doubts |= dict.fromkeys(label.value for label in case_findings[record.case.id].hard)
-        prompt_records = (
-            record for record in prefill.records if record.case.workload == "prefill" and is_of_arm(record, arm)
-        )
-        prompt_record = next(prompt_records, None)
+        # 3. Add the time of the prompt. Without a run of `prefill`, the records are those of `decode`.
+        prompts = [record for record in prefill.records if record.case.workload == "prefill" and is_of_arm(record, arm)]
+        prompt = prompts[0] if prompts else None
         yield ArmTimes(
             arm,
             tuple((context, fastest(samples)) for context, samples in rounds.items()),
-            None if fitted_line is None else fitted_line.line,
+            fitted_line.line if fitted_line else None,
             crossing,
-            None
-            if prompt_record is None or prompt_record.timing is None
-            else fastest(step_samples(prompt_record.timing)),
+            fastest(step_samples(prompt.timing)) if prompt and prompt.timing else None,
             reason,
-            (_joules_per_token(prompt_record), _joules_per_token(records[-1][1] if records else None)),
+            (_joules_per_token(prompt), _joules_per_token(records[-1][1] if records else None)),
             doubts=tuple(doubts),
         )
 
@@ -318,20 +313,15 @@ def find_trained_model(word: str, store: Path, tokens: int) -> tuple[ServedModel
         raise UsageError(f"{subject} has no arm {arm_name!r:.80}. It has {', '.join(arms)}.")
     settings = arms[arm_name].merge_settings(training.request.settings)
     # 2. Accept only unsharded fp32 weights of a model with a cache.
-    refusals = (
-        (
-            settings.arch not in ("gpt", "moe"),
-            f"is of --arch {settings.arch}, which cannot be served with a cache: only gpt and moe can",
-        ),
-        (
-            settings.parallel not in ("", "ddp"),
-            f"is sharded by --parallel {settings.parallel}: each rank has a part of the model",
-        ),
-        (settings.master != "fp32", f"keeps its weights in --master {settings.master}: only fp32 can be read"),
-    )
-    for is_refused, problem in refusals:
-        if is_refused:
-            raise UsageError(f"{subject} {problem}. Choose another training.")
+    problem = ""
+    if settings.arch not in ("gpt", "moe"):
+        problem = f"is of --arch {settings.arch}, which cannot be served with a cache: only gpt and moe can"
+    elif settings.parallel not in ("", "ddp"):
+        problem = f"is sharded by --parallel {settings.parallel}: each rank has a part of the model"
+    elif settings.master != "fp32":
+        problem = f"keeps its weights in --master {settings.master}: only fp32 can be read"
+    if problem:
+        raise UsageError(f"{subject} {problem}. Choose another training.")
     # 3. Find the newest checkpoint of the training, if it has any.
     checkpoint = newest_checkpoint(path)
     if checkpoint is None:

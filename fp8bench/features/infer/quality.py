@@ -96,17 +96,15 @@ def compare_arms(task: QualityTask, maker: Callable[[], Any] | None = None) -> Q
             return _predict(serve(arm, (text.shape[0], text.shape[1] - 1)), text)
 
     reference = predict(reference_arm)
-    repetition, floor = (
-        _compare_predictions(predict(reference_arm), reference),
-        _compare_predictions(predict(reference_arm, "math"), reference),
-    )
+    repetition = _compare_predictions(predict(reference_arm), reference)
+    floor = _compare_predictions(predict(reference_arm, "math"), reference)
     arms = tuple(_compare_predictions(predict(arm), reference) for arm in compared_arms)
     perplexity = math.exp(-float(reference.true.mean()))
     with torch.no_grad():
         rollouts = tuple(
             measure_rollout_gap(serve, arm, reference_arm, text, task.seed) for arm in task.arms[: task.rolls_out]
         )
-    return Quality(task.model.name, int(reference.true.numel()), perplexity, repetition, floor, arms, caution, rollouts)
+    return Quality(task.model.name, reference.true.numel(), perplexity, repetition, floor, arms, caution, rollouts)
 
 
 def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm, text: Tensor, seed: int) -> RolloutGap:
@@ -120,9 +118,8 @@ def measure_rollout_gap(serve: MakeArmModel, arm: ServedArm, trainer: ServedArm,
     for position in range(start, length):
         first_position = 0 if position == start else position - 1
         model.calibrates = first_position == 0  # static scales are calibrated on the prompt
-        logs = F.log_softmax(
-            model.forward(tokens[:, first_position:position], first_position, SilentPhases())[:, -1].double(), -1
-        )
+        logits = model.forward(tokens[:, first_position:position], first_position, SilentPhases())
+        logs = F.log_softmax(logits[:, -1].double(), -1)
         if bool(logs.isnan().any()):  # NaN probabilities cannot be sampled
             return summarize_gaps(logs.new_full((len(text), length - start), math.nan))
         chosen_ids = torch.multinomial(logs.exp(), 1, generator=generator)
@@ -137,7 +134,7 @@ def summarize_gaps(gaps: Tensor) -> RolloutGap:
     the arm that sampled the token.
     """
     ratios = gaps.exp()
-    is_clipped = ~((ratios >= _PPO_CLIP_RANGE[0]) & (ratios <= _PPO_CLIP_RANGE[1]))  # NaN counts as clipped
+    is_clipped = ratios.clamp(*_PPO_CLIP_RANGE) != ratios  # NaN counts as clipped
 
     def effective_share(logs: Tensor) -> float:
         weights = logs.flatten().softmax(0)  # softmax divides by the sum, which cancels a common factor of all weights
@@ -162,19 +159,17 @@ def _serve_maker(task: QualityTask, maker: Callable[[], Any]) -> tuple[MakeArmMo
     """
     name, device = task.model.name, task.facts.key
     model, ids = make_model(maker, name, task.seed, task.facts)
-    if ids is not None:
-        text, caution = ids.to(device), ""
-    else:
-        length = min(WINDOW_TOKENS, count_positions(model))
-        generator = torch.Generator(device).manual_seed(task.seed)
-        shape = max(2, task.tokens // length), length + 1
-        vocabulary = OwnDecoder(name, copy.deepcopy(model), task.arms[0], (1, 2), device).vocabulary
-        text, caution = torch.randint(vocabulary, shape, generator=generator, device=device), RANDOM_TOKENS
 
     def serve(arm: ServedArm, sizes: tuple[int, int]) -> OwnDecoder:
         return OwnDecoder(name, copy.deepcopy(model), arm, sizes, device)
 
-    return serve, text, caution
+    if ids is not None:
+        return serve, ids.to(device), ""
+    length = min(WINDOW_TOKENS, count_positions(model))
+    generator = torch.Generator(device).manual_seed(task.seed)
+    shape = max(2, task.tokens // length), length + 1
+    vocabulary = serve(task.arms[0], (1, 2)).vocabulary
+    return serve, torch.randint(vocabulary, shape, generator=generator, device=device), RANDOM_TOKENS
 
 
 def _serve_configured_model(task: QualityTask) -> tuple[MakeArmModel, Tensor, str]:
@@ -218,11 +213,8 @@ def _predict(model: Decoder | OwnDecoder, text: Tensor) -> Predictions:
 def _compare_predictions(arm: Predictions, reference: Predictions) -> ArmQuality:
     reference_probabilities = reference.logs.exp()
     # If a model masks an id, its probability is 0. Without `where`, such an id would give -inf - -inf, which is NaN.
-    kl = (
-        torch.where(reference_probabilities == 0, 0, reference_probabilities * (reference.logs - arm.logs))
-        .sum(-1)
-        .clamp(min=0)
-    )
+    by_id = reference_probabilities * (reference.logs - arm.logs)
+    kl = torch.where(reference_probabilities == 0, 0, by_id).sum(-1).clamp(min=0)
     same_choice = arm.logs.argmax(-1) == reference.logs.argmax(-1)
     return ArmQuality(
         float(kl.mean()),

@@ -81,7 +81,7 @@ class ServingQuestion:
     rollout: bool = False
 
     @property
-    def is_own(self) -> bool:
+    def is_user_model(self) -> bool:
         return ":" in self.size
 
 
@@ -238,6 +238,10 @@ class ServingAnswer:
         """Returns the bytes that a decode step reads at the longest context."""
         question = self.question
         return step_bytes(find_served_shape(question.size), arm, question.batch, question.contexts[-1], self.experts)
+
+    def arm_times(self, arm: ServedArm) -> ArmTimes:
+        """Returns the times of an arm. They are empty after an interrupt before its first step."""
+        return next((times for times in self.times if times.arm == arm), ArmTimes(arm))
 
     def tpot(self, times: ArmTimes) -> float | None:
         """Returns the arm's seconds per token at the longest context, where arms differ most; None if it was not

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from itertools import chain
 from typing import Any
 
 from fp8bench import units
@@ -51,41 +52,44 @@ def render_page(answer: ServingAnswer, everything: bool = False) -> Page:
     """
     question = answer.question
     contexts = f"contexts of {question.contexts[0]} to {question.contexts[-1]} tokens"
-    tables: list[Element] = [_times_table(answer, everything)] if any(time.tpot for time in answer.times) else []
+    tables: list[Element] = []
+    if any(time.tpot for time in answer.times):
+        tables.append(_times_table(answer, everything))
     if answer.quality is not None and answer.quality.rollouts:
         tables.append(_rollouts_table(answer, answer.quality.rollouts))
     if everything:
         tables.append(_costs_table(answer))
-    stored_note = [f"stored as runs {', '.join(answer.runs)}"] if answer.runs else []
+    next_steps = "--all has the bytes and the quality of each arm"
+    if answer.runs:
+        next_steps += f"; stored as runs {', '.join(answer.runs)}"
     part = short_answer(
         f"inference of {question.size} on {answer.device}, batch {question.batch}, {contexts} (eager, static cache)",
         f"Does low precision pay when generating? (compared with {format_arm(question.arms[0])})",
         _arm_answers(answer),
         doubts=[answer.quality.caution] if answer.quality is not None and answer.quality.caution else (),
         tables=tables,
-        closing_facts=(("More", "; ".join(["--all has the bytes and the quality of each arm", *stored_note])),),
+        closing_facts=(("More", next_steps),),
     )
     return Page("", "", (part,), _LEGEND)
 
 
 def _arm_answers(answer: ServingAnswer) -> list[Answer]:
     reference = answer.question.arms[0]
-    times = {time.arm: time for time in answer.times}
-    reference_tpot = answer.tpot(times.get(reference, ArmTimes(reference)))
+    reference_tpot = answer.tpot(answer.arm_times(reference))
     answers = []
     for arm in answer.question.arms[1:]:
-        time, quality = times.get(arm, ArmTimes(arm)), answer.arm_quality(arm)
+        time, quality = answer.arm_times(arm), answer.arm_quality(arm)
         verdict, tone, reason = _judge_arm_times(time)
-        tpot, gain = answer.tpot(time), f"{_predict_gain_by_bytes(answer, arm)} by its bytes"
-        if tpot is None or reference_tpot is None:
-            figure = f"at most {gain}" if not time.kernel and time.why else ""
-        else:
+        # The time of a step is at best proportional to the bytes that it reads.
+        byte_ratio = answer.bytes_read(arm).total / answer.bytes_read(reference).total
+        tpot, figure = answer.tpot(time), ""
+        if tpot is not None and reference_tpot is not None:
             figure = f"{units.seconds(tpot)} a token ({units.speed_up(reference_tpot / tpot)})"
-        byte_change = units.change(answer.bytes_read(arm).total / answer.bytes_read(reference).total)
+        elif time.why and not time.kernel:
+            figure = f"at most {1 / byte_ratio:.1f}x by its bytes"
         same_token = "" if quality is None else f"same next token {units.percent(quality.same_top)}"
-        answers.append(
-            Answer(format_arm(arm), verdict, tone, figure, (same_token, f"bytes read {byte_change}"), reason)
-        )
+        costs = (same_token, f"bytes read {units.change(byte_ratio)}")
+        answers.append(Answer(format_arm(arm), verdict, tone, figure, costs, reason))
     return answers
 
 
@@ -125,20 +129,18 @@ def _times_table(answer: ServingAnswer, everything: bool) -> Table:
     def divide_by_seconds(count: int, seconds: float | None) -> float | None:
         return count / seconds if seconds else None
 
+    def show_line(coefficient: str, factor: int) -> Callable[[ArmTimes], str | None]:
+        return lambda times: _format_seconds(getattr(times.line, coefficient), factor) if times.line else None
+
     cols: list[Col[ArmTimes]] = [
         Col("arm", lambda times: format_arm(times.arm)),
-        Col(f"prompt of {answer.prompt}", lambda times: times.ttft, unit="s"),
+        Col(f"prompt of {answer.prompt}", "ttft", unit="s"),
         Col("tokens/s in", lambda times: divide_by_seconds(batch * answer.prompt, times.ttft), show=units.count),
         Col(f"a token at {answer.question.contexts[-1]}", answer.tpot, unit="s"),
         Col("tokens/s out", lambda times: divide_by_seconds(batch, answer.tpot(times)), show=units.count),
-        Col("a", lambda times: _format_seconds(times.line.a if times.line else None), number=True, when=everything),
-        Col(
-            "b a 1k tokens",
-            lambda times: _format_seconds(times.line.b if times.line else None, 1000),
-            number=True,
-            when=everything,
-        ),
-        Col("multiplied by", lambda times: times.kernel, below=True, when=everything),
+        Col("a", show_line("a", 1), number=True, when=everything),
+        Col("b a 1k tokens", show_line("b", 1000), number=True, when=everything),
+        Col("multiplied by", "kernel", below=True, when=everything),
         Col(
             "J a token in, out",
             lambda times: f"{_format_joules(times.joules[0])}, {_format_joules(times.joules[1])}",
@@ -149,22 +151,21 @@ def _times_table(answer: ServingAnswer, everything: bool) -> Table:
 
 
 def _costs_table(answer: ServingAnswer) -> Table:
-    times_by_arm = {time.arm: time for time in answer.times}
     step_bytes = {arm: answer.bytes_read(arm) for arm in answer.question.arms}
 
     def bandwidth_share(arm: ServedArm) -> str | None:
-        seconds = answer.tpot(times_by_arm[arm]) if arm in times_by_arm else None
+        seconds = answer.tpot(answer.arm_times(arm))
         if seconds is None or not answer.bandwidth:
             return None
         share = step_bytes[arm].total / seconds / answer.bandwidth
         return "cached" if share > 1 else units.percent(share, 0)
 
-    def make_quality_column(heading: str, show: Callable[[ArmQuality], str]) -> Col[ServedArm]:
-        def show_arm_quality(arm: ServedArm) -> str | None:
+    def quality_column(heading: str, show: Callable[[ArmQuality], str]) -> Col[ServedArm]:
+        def show_quality(arm: ServedArm) -> str | None:
             quality = answer.arm_quality(arm)
-            return None if quality is None else show(quality)
+            return show(quality) if quality else None
 
-        return Col(heading, show_arm_quality, number=True)
+        return Col(heading, show_quality, number=True)
 
     def mebibytes(count: int) -> str:
         return f"{count / 2**20:.3g}"
@@ -174,11 +175,11 @@ def _costs_table(answer: ServingAnswer) -> Table:
         Col("W MiB", lambda arm: mebibytes(step_bytes[arm].weights), number=True),
         Col("kv", lambda arm: mebibytes(step_bytes[arm].kv), number=True),
         Col("of copy", bandwidth_share, number=True, when=answer.bandwidth is not None),
-        make_quality_column("bits", lambda quality: f"{quality.bits:.1f}"),
-        make_quality_column("KL", lambda quality: _format_scientific(quality.kl, 1)),
-        make_quality_column("99.9%", lambda quality: _format_scientific(quality.kl_tail, 0)),
-        make_quality_column("top", lambda quality: units.percent(quality.same_top)),
-        make_quality_column("1e3 ln ppl", lambda quality: _format_interval(quality.log_perplexity, "{:+.1f}", 1e3)),
+        quality_column("bits", lambda quality: f"{quality.bits:.1f}"),
+        quality_column("KL", lambda quality: _format_scientific(quality.kl, 1)),
+        quality_column("99.9%", lambda quality: _format_scientific(quality.kl_tail, 0)),
+        quality_column("top", lambda quality: units.percent(quality.same_top)),
+        quality_column("1e3 ln ppl", lambda quality: _format_interval(quality.log_perplexity, "{:+.1f}", 1e3)),
     ]
     title = f"quality on {answer.quality.model}" if answer.quality is not None else ""
     return table("costs", title, cols, answer.question.arms)
@@ -215,33 +216,27 @@ def _format_scientific(value: float, digits: int) -> str:
     return f"{mantissa}e{int(exponent)}" if value else "0"
 
 
+def _half_width(value: Interval) -> float:
+    """Returns the larger distance from the middle of an interval to one of its ends."""
+    return max(value.high - value.point, value.point - value.low)
+
+
 def _format_interval(value: Interval, template: str, factor: float = 1.0) -> str:
-    """Formats the middle of an interval, and its larger distance to one of the ends."""
-    half_width = factor * max(value.high - value.point, value.point - value.low)
-    return f"{template.format(factor * value.point)} +-{template.replace('+', '').format(half_width)}"
+    half_width = template.replace("+", "").format(factor * _half_width(value))
+    return f"{template.format(factor * value.point)} +-{half_width}"
 
 
 def _format_joules(joules: float | None) -> str:
     return units.NONE if joules is None else f"{joules:.2g} J"
 
 
-def _format_seconds(interval: Interval | None, factor: int = 1) -> str:
-    if interval is None:
-        return units.NONE
-    half_width = max(interval.high - interval.point, interval.point - interval.low) * factor
-    return f"{units.seconds(interval.point * factor)} +-{units.seconds(half_width, 2)}"
+def _format_seconds(value: Interval, factor: int) -> str:
+    return f"{units.seconds(value.point * factor)} +-{units.seconds(_half_width(value) * factor, 2)}"
 
 
 def _describe_ends(faster: tuple[bool | None, bool | None]) -> str:
     first, last = ({True: "faster", False: "slower", None: "unclear"}[end] for end in faster)
     return f"{first} at both ends" if first == last else f"{first}, then {last}"
-
-
-def _predict_gain_by_bytes(answer: ServingAnswer, arm: ServedArm) -> str:
-    """Returns the speed-up that is expected at the longest context, if the time of a step is proportional to the
-    bytes that it reads.
-    """
-    return f"{answer.bytes_read(answer.question.arms[0]).total / answer.bytes_read(arm).total:.1f}x"
 
 
 def encode_answer(answer: ServingAnswer) -> dict[str, Any]:
@@ -251,10 +246,9 @@ def encode_answer(answer: ServingAnswer) -> dict[str, Any]:
 
 
 def table_rows(answer: ServingAnswer) -> Rows:
-    rows, times = [], {time.arm: time for time in answer.times}
+    rows = []
     for arm in answer.question.arms:
-        quality, step_bytes = answer.arm_quality(arm), answer.bytes_read(arm)
-        time = times.get(arm, ArmTimes(arm))
+        time, quality, step_bytes = answer.arm_times(arm), answer.arm_quality(arm), answer.bytes_read(arm)
         # If runs have doubts, no crossing is shown, as in the short answer.
         line, crossing = time.line, None if time.doubts else time.crossing
         rows.append(
@@ -280,8 +274,5 @@ def table_rows(answer: ServingAnswer) -> Rows:
             }
         )
     # Arms may have different contexts, so the columns are the union of the columns of all rows.
-    columns: dict[str, None] = {}
-    for row in rows:
-        columns |= dict.fromkeys(row)
-    empty_row = dict.fromkeys(columns)
-    return tuple(columns), [empty_row | row for row in rows]
+    columns = tuple(dict.fromkeys(chain.from_iterable(rows)))
+    return columns, rows

@@ -49,19 +49,17 @@ def add(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    files = {name: arguments.folder / name for name in (_CONFIG_FILE, _SUITE_FILE, _WORKFLOW_FILE)}
-    for file in files.values():
+    templates = {_CONFIG_FILE: "config", _SUITE_FILE: "workload", _WORKFLOW_FILE: "workflow"}
+    for file in (arguments.folder / name for name in templates):
         if file.exists() or file.is_symlink():
             raise UsageError(
                 f"{file} exists already, and init never overwrites files. Move it, or give another folder."
             )
     source = arguments.install or find_source() or _ask_for_source()
     requirement = source or f"fp8bench=={__version__}"
-    workflow = _read_template("workflow").replace("{install}", json.dumps(requirement))
-    for file, text in zip(
-        files.values(), (_read_template("config"), _read_template("workload"), workflow), strict=True
-    ):
-        _write_file(file, text, "x")
+    for name, template in templates.items():
+        text = Path(__file__).with_name(f"{template}.txt").read_text(encoding="utf-8")
+        _write_file(arguments.folder / name, text.replace("{install}", json.dumps(requirement)), "x")
     ignore_file = arguments.folder / ".gitignore"
     ignored_text = ignore_file.read_text(encoding="utf-8", errors="replace") if ignore_file.is_file() else ""
     if _IGNORED_FOLDER not in ignored_text.split():
@@ -108,7 +106,3 @@ def _write_file(file: Path, text: str, mode: str) -> None:
     except OSError as error:
         raise UsageError(f"{file} cannot be written ({error.strerror}). Give a writable folder.") from None
     say(f"{file}\n")
-
-
-def _read_template(name: str) -> str:
-    return Path(__file__).with_name(f"{name}.txt").read_text(encoding="utf-8")

@@ -7,8 +7,8 @@ from __future__ import annotations
 import argparse
 import itertools
 import math
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from fp8bench import units
@@ -155,15 +155,14 @@ def judge_product(shape: LinearShape, kind: str, mode: RecipePrecision, device: 
     if reason := explain_missing(product, device):
         return make_finding(exists=False, why=reason)
     objections = list_objections(product, device)
-    multiples = [objection.multiples for objection in objections if objection.multiples is not None]
-    if len(multiples) < len(objections):  # padding cannot solve all of the problems
-        return make_finding(why="; ".join(objection.why for objection in objections if objection.multiples is None))
+    unsolvable = [objection for objection in objections if objection.multiples is None]
+    reason = "; ".join(objection.why for objection in unsolvable or objections)
+    if unsolvable or not objections:
+        return make_finding(why=reason)
     # Pad each side to a multiple that satisfies all problems.
-    side_multiples = map(math.lcm, (1, 1, 1), *multiples)
+    side_multiples = map(math.lcm, (1, 1, 1), *(objection.multiples or () for objection in objections))
     m, n, k = (-(-length // grain) * grain for length, grain in zip(sides, side_multiples, strict=True))
-    return make_finding(
-        why="; ".join(objection.why for objection in objections), padded=(m, n, k) if objections else None
-    )
+    return make_finding(why=reason, padded=(m, n, k))
 
 
 def find_unfit_products(findings: Sequence[ShapeFinding]) -> dict[str, list[str]]:
@@ -189,7 +188,7 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
     parts = [Part("fitting", "products that fit unpadded; -: the device has no such product", (fitting,))]
     # 2. List each refused product once, with the devices and modes that refuse it.
     if refused_products := together(
-        ((finding.layer, finding.product, finding.sides, finding.padded, finding.why), (finding.mode, finding.device))
+        (replace(finding, mode="", device=""), (finding.mode, finding.device))
         for finding in findings
         if finding.exists and not finding.fits
     ):
@@ -205,23 +204,29 @@ def render_page(model: str, findings: Sequence[ShapeFinding]) -> Page:
         parts.append(Part("missing", "why a device has no such product", (items,)))
     # 4. Name the products that no device takes, which should be changed first.
     unfit_products = find_unfit_products(findings)
-    names = join_words([f"{name} in {', '.join(modes)}" for name, modes in unfit_products.items()])
-    unfit_text = f"All of these devices refuse, unpadded: {names}."
-    all_fit_text = "Every product fits unpadded on some of these devices, in every mode."
-    parts.append(Part("conclusion", "", (Text(unfit_text if unfit_products else all_fit_text),)))
+    conclusion = "Every product fits unpadded on some of these devices, in every mode."
+    if unfit_products:
+        names = join_words([f"{name} in {', '.join(modes)}" for name, modes in unfit_products.items()])
+        conclusion = f"All of these devices refuse, unpadded: {names}."
+    parts.append(Part("conclusion", "", (Text(conclusion),)))
     return Page(f"{model}: products of linear layers, as torch's scaled_mm takes them", "", tuple(parts))
 
 
-RefusedRow = tuple[tuple[str, str, Sides, Sides | None, str], list[tuple[str, str]]]
+def _format_sides(sides: Sides | None) -> str:
+    return " x ".join(map(str, sides or ())) or "no padding helps"
+
+
+# A finding without mode and device, and the pairs of mode and device to which it applies.
+RefusedRow = tuple[ShapeFinding, list[tuple[str, str]]]
 _REFUSED_COLUMNS: tuple[Col[RefusedRow], ...] = (
-    Col("product", lambda row: f"{row[0][0]} {row[0][1]}"),
-    Col("M x N x K", lambda row: " x ".join(map(str, row[0][2])), number=True),
-    Col("pad to", lambda row: " x ".join(map(str, row[0][3])) if row[0][3] else "no padding helps", number=True),
-    Col("why", lambda row: f"{row[0][4]}: {_format_modes_and_devices(row[1])}", below=True),
+    Col("product", lambda row: f"{row[0].layer} {row[0].product}"),
+    Col("M x N x K", lambda row: _format_sides(row[0].sides), number=True),
+    Col("pad to", lambda row: _format_sides(row[0].padded), number=True),
+    Col("why", lambda row: f"{row[0].why}: {_format_modes_and_devices(row[1])}", below=True),
 )
 
 
-def _format_modes_and_devices(modes_and_devices: Iterable[tuple[str, str]]) -> str:
+def _format_modes_and_devices(modes_and_devices: Sequence[tuple[str, str]]) -> str:
     """Formats pairs of mode and device, such as 'fp8, fp8-rowwise on l40s, h100; fp8-block on h100'."""
     devices = together(dict.fromkeys(modes_and_devices))
     modes = together((tuple(names), mode) for mode, names in devices.items())

@@ -211,36 +211,32 @@ def _parse_training(text: str, planned: Load) -> MeasuredTraining:
         layout_fields[_LAYOUT_FIELDS[match[1]]] = int(match[2])
     layout, options = ParallelLayout(**layout_fields), dict(part.partition("=")[::2] for part in parts[3:])
     # 3. Parse pace and sizes. They must divide evenly, because rounded sizes would describe another training.
-    positive = types.whole(whole_number(1, 1 << 30))
+    sizes = {"sequence": planned.sequence, "batch": 8 * layout.gpus, "micro-batches": 0}
     try:
         pace = float(parts[2])
-        if not (0 < pace < math.inf) or options.keys() - {
-            "dtype",
-            "sequence",
-            "checkpointing",
-            "batch",
-            "micro-batches",
-        }:
+        for name in sizes.keys() & options.keys():
+            sizes[name] = types.whole(whole_number(1, 1 << 30))(options.pop(name))
+        precision = options.pop("dtype", planned.precision)
+        checkpointing = Checkpointing(options.pop("checkpointing", planned.checkpointing))
+        local = sizes["batch"] * layout.inner / layout.gpus
+        micro_batches = sizes["micro-batches"] or (int(local) if layout.pipeline > 1 else 1)
+        is_even = local == int(local) > 0 and not local % micro_batches
+        if options or not is_even or precision not in ("bf16", "fp8") or not 0 < pace < math.inf:
             raise ValueError
-        local = positive(options.get("batch", str(8 * layout.gpus))) * layout.inner / layout.gpus
-        micro_batches = positive(options.get("micro-batches", str(int(local) if layout.pipeline > 1 else 1)))
-        precision = options.get("dtype", planned.precision)
-        if local != int(local) or local % micro_batches or precision not in ("bf16", "fp8"):
-            raise ValueError
-        load = replace(
-            planned,
-            sequence=positive(options.get("sequence", str(planned.sequence))),
-            local=int(local),
-            micro_batches=micro_batches,
-            precision=precision,
-            states="fp32",
-            rlhf=False,
-            checkpointing=Checkpointing(options.get("checkpointing", planned.checkpointing)),
-        )
     except (ValueError, argparse.ArgumentTypeError):
         raise UsageError(
             f"--calibrate {text!r:.200} cannot be read, or does not divide evenly. {_TRAINING_SYNTAX}."
         ) from None
+    load = replace(
+        planned,
+        sequence=sizes["sequence"],
+        local=int(local),
+        micro_batches=micro_batches,
+        precision=precision,
+        states="fp32",
+        rlhf=False,
+        checkpointing=checkpointing,
+    )
     return MeasuredTraining(parse_model(parts[0]), layout, load, pace)
 
 

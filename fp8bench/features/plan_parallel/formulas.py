@@ -141,6 +141,11 @@ class Load:
     def state_bytes(self) -> StateBytes:
         return STATES[self.states]
 
+    @property
+    def gathered_bytes(self) -> int:
+        """The bytes of a weight that FSDP gathers."""
+        return _FP8_BYTES if self.narrow_gather else self.state_bytes.copy
+
 
 @dataclass(frozen=True)
 class StateBytes:
@@ -187,6 +192,9 @@ class Topology:
     def link(self, gpus: int) -> float:
         return self.inside if gpus <= self.node else self.between
 
+    def rate(self, precision: str) -> float:
+        return self.fp8 if precision == "fp8" else self.bf16
+
 
 _BF16_BYTES, _FP8_BYTES = 2, 1
 # The number of RLHF's models that are not trained: the reference and the reward model. They store only the copy of
@@ -225,14 +233,22 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: Load) -> G
     stage = model.stage_weights(layout.pipeline) / layout.tensor
     batches_in_flight = min(layout.pipeline, load.micro_batches)
     ranks_of_shards, is_zero_one = layout.shards * layout.context, load.zero_one and layout.copies > 1
-    gathered = (
-        load.state_bytes.resident * stage
-        if is_zero_one and ranks_of_shards == 1
-        else _gathered_bytes(model, layout, load.state_bytes, stage)
-    )
-    optimizer = load.state_bytes.optimizer / (layout.copies if is_zero_one else 1)
-    states = (load.state_bytes.gradient + optimizer) * stage / ranks_of_shards
-    # without a pipeline, one model is gathered at a time
+    # 1. The copies of weights that products read, and unsharded gradients.
+    state_bytes = load.state_bytes
+    if ranks_of_shards == 1 and (is_zero_one or layout.pipeline == 1):
+        gathered = state_bytes.resident * stage
+    elif layout.pipeline > 1:
+        # Weights stay gathered between micro-batches, and gradients are summed unsharded.
+        gathered = (state_bytes.resident + state_bytes.gradient) * stage
+    else:
+        # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
+        # full gradients of one block twice: in bf16, and in the format in which they are sent.
+        weights = 2 * state_bytes.resident * model.block + _BF16_BYTES * model.ends
+        gathered = (weights + (_BF16_BYTES + state_bytes.gradient) * model.block) / layout.tensor
+    # 2. Master weights, gradients and moments.
+    optimizer = state_bytes.optimizer / (layout.copies if is_zero_one else 1)
+    states = (state_bytes.gradient + optimizer) * stage / ranks_of_shards
+    # 3. The other models of RLHF. Without a pipeline, one model is gathered at a time.
     resident_bytes = gathered if layout.pipeline > 1 or ranks_of_shards == 1 else 0.0
     logit_bytes = _FUSED_LOGIT_BYTES if load.fused_loss else _LOGIT_BYTES if load.compiled else _EAGER_LOGIT_BYTES
     return GpuMemory(
@@ -242,21 +258,8 @@ def predict_memory(model: DecoderModel, layout: ParallelLayout, load: Load) -> G
         block=_block_bytes(model, layout) * tokens,
         logits=logit_bytes * tokens * model.vocabulary / layout.tensor,
         critic=(states + resident_bytes) * load.rlhf,
-        frozen=_FROZEN_MODELS * load.state_bytes.copy * stage / ranks_of_shards * load.rlhf,
+        frozen=_FROZEN_MODELS * state_bytes.copy * stage / ranks_of_shards * load.rlhf,
     )
-
-
-def _gathered_bytes(model: DecoderModel, layout: ParallelLayout, states: StateBytes, stage_weights: float) -> float:
-    # in a pipeline, weights stay gathered between micro-batches, and gradients are summed unsharded
-    if layout.pipeline > 1:
-        return (states.resident + states.gradient) * stage_weights
-    if layout.shards * layout.context == 1:
-        return states.resident * stage_weights
-    # FSDP gathers the weights of two blocks at a time, one of them prefetched, and of the head. It also holds the
-    # full gradients of one block twice: in bf16, and in the format in which they are sent.
-    return (
-        2 * states.resident * model.block + _BF16_BYTES * model.ends + (_BF16_BYTES + states.gradient) * model.block
-    ) / layout.tensor
 
 
 def _activation_bytes(model: DecoderModel, load: Load) -> float:
@@ -277,7 +280,7 @@ def _block_bytes(model: DecoderModel, layout: ParallelLayout) -> float:
     """
     width, keys, hidden = model.width, model.key_width, model.hidden
     activations = _BF16_BYTES * (8 * width + 4 * keys + (6 if model.gated else 4) * hidden) / layout.tensor
-    return activations + (4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor)
+    return activations + 4 * _BF16_BYTES * width * (layout.tensor - 1) / layout.tensor
 
 
 # Attention kernels reach this share of the rate of products, and backward recomputes this share of the scores.
@@ -319,65 +322,56 @@ class StepPace:
 
 def predict_pace(model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology) -> StepPace:
     tokens = load.local * load.sequence / layout.context
-    layers = -(-model.layers // layout.pipeline)
+    token_layers = tokens * -(-model.layers // layout.pipeline)
     stage = model.stage_weights(layout.pipeline) / layout.tensor
+    micro_batches, has_pipeline = load.micro_batches, layout.pipeline > 1
     forward, backward = _product_seconds(model, layout, load, topology, tokens)
-    gather, scatter = _sharding_seconds(layout, load, topology, stage)
-    copy_seconds = _copy_seconds(layout, load, topology, stage)
-    micro_batches = load.micro_batches
-    # In a pipeline, weights stay gathered and gradients are summed unsharded until the end of the step.
-    scatter_count = 1 if layout.pipeline > 1 else micro_batches
-    gather_count = 1 if layout.pipeline > 1 else 2 * micro_batches
+
+    # 1. TP: a layer takes four gathers and four sums of all activations, or six of each if forward is recomputed.
+    transfers = 12 if load.checkpointing is Checkpointing.FULL else 8
+    sent_bytes = transfers * _BF16_BYTES * token_layers * model.width * (layout.tensor - 1) / layout.tensor
+    tensor = sent_bytes / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
+
+    # 2. CP: forward sends keys and values, backward also their gradients. Attention hides part of this traffic.
+    sent_bytes = 3 * 2 * _BF16_BYTES * token_layers * model.key_width * (layout.context - 1) / layout.tensor
+    attention_flops = model.attention_flops(load.sequence) * token_layers / model.layers / layout.tensor
+    attention = attention_flops / (topology.bf16 * _ATTENTION_RATE)
+    context = max(0.0, sent_bytes / topology.link(layout.tensor * layout.context) - attention)
+
+    # 3. FSDP: gathering the weights of a stage once, and sending its gradients to their owners once.
+    ranks = layout.shards * layout.context
+    seconds_per_byte = stage * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
+    gather = load.gathered_bytes * seconds_per_byte
+    scatter = load.state_bytes.gradient * seconds_per_byte
+    # Stages of a pipeline keep their gathered weights and sum gradients unsharded until the end of the step.
+    gather_in_backward = 0.0 if has_pipeline else gather
+    shards = gather + scatter if has_pipeline else 2 * micro_batches * gather + micro_batches * scatter
+
+    # 4. DDP: in the last backward, a ring sums gradients over all copies. With ZeRO-1, backward sends gradients to
+    # their owners, and the first forward sends weights back.
+    seconds_per_byte = stage / ranks * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
+    gradient_sum = (1 if load.zero_one else 2) * load.state_bytes.gradient * seconds_per_byte
+    weight_return = load.state_bytes.copy * seconds_per_byte if load.zero_one else 0.0
+
+    # 5. Products wait for traffic of FSDP and DDP that takes longer than the pass of its micro-batch. Messages on the
+    # same link wait for each other. Messages on different links overlap.
+    share_one_link = topology.link(layout.tensor * ranks) == topology.link(layout.gpus)
+    combine_seconds = sum if share_one_link else max
+    forward_pass, backward_pass = forward / micro_batches, backward / micro_batches
+    exposed = max(0.0, combine_seconds((gather, weight_return)) - forward_pass)
+    exposed += max(0.0, combine_seconds((gather_in_backward + scatter, gradient_sum)) - backward_pass)
+    if not has_pipeline:
+        per_micro_batch = max(0.0, gather - forward_pass) + max(0.0, gather_in_backward + scatter - backward_pass)
+        exposed += (micro_batches - 1) * per_micro_batch
     return StepPace(
         products=forward + backward,
-        tensor=_tensor_seconds(model, layout, load, topology, tokens * layers),
-        context=_context_seconds(model, layout, load, topology, tokens * layers),
-        shards=gather_count * gather + scatter_count * scatter,
-        copies=sum(copy_seconds),
+        tensor=tensor,
+        context=context,
+        shards=shards,
+        copies=gradient_sum + weight_return,
         bubble=(layout.pipeline - 1) / (layout.virtual * micro_batches),
-        exposed=_exposed_seconds(
-            layout,
-            topology,
-            micro_batches,
-            forward / micro_batches,
-            backward / micro_batches,
-            (gather, scatter),
-            copy_seconds,
-        ),
+        exposed=exposed,
     )
-
-
-def _exposed_seconds(
-    layout: ParallelLayout,
-    topology: Topology,
-    micro_batches: int,
-    forward: float,
-    backward: float,
-    sharding_seconds: tuple[float, float],
-    copy_seconds: tuple[float, float],
-) -> float:
-    """Returns the seconds that products wait for weights and gradients of FSDP and DDP.
-
-    `forward` and `backward` are seconds per micro-batch. The traffic of a micro-batch overlaps only with its own
-    pass. Copies of DDP sum their gradients once, during the last backward. ZeRO-1 sends weights during the first
-    forward.
-    """
-    gather, scatter = sharding_seconds
-    gradient_sum, weight_return = copy_seconds
-    # Stages of a pipeline keep their gathered weights, so backward does not gather them again.
-    gather_in_backward = 0.0 if layout.pipeline > 1 else gather
-    # Messages on the same link wait for each other. Messages on different links overlap.
-    share_one_link = topology.link(layout.tensor * layout.shards * layout.context) == topology.link(layout.gpus)
-    combine_seconds = sum if share_one_link else max
-    first_forward, last_backward = (
-        combine_seconds((gather, weight_return)),
-        combine_seconds((gather_in_backward + scatter, gradient_sum)),
-    )
-    exposed_seconds = max(0.0, first_forward - forward) + max(0.0, last_backward - backward)
-    if layout.pipeline == 1:
-        per_micro_batch = max(0.0, gather - forward) + max(0.0, gather_in_backward + scatter - backward)
-        exposed_seconds += (micro_batches - 1) * per_micro_batch
-    return exposed_seconds
 
 
 def tokens_per_second(layout: ParallelLayout, load: Load, pace: StepPace) -> float:
@@ -393,8 +387,7 @@ def _product_seconds(
         Checkpointing.SELECTIVE: model.width * (model.key_width + model.width + model.hidden) / model.block_products,
         Checkpointing.FULL: 1.0,
     }[load.checkpointing]
-    block_rate = topology.fp8 if load.precision == "fp8" else topology.bf16
-    blocks = 2.0 * model.layers * model.block_products / block_rate
+    blocks = 2.0 * model.layers * model.block_products / topology.rate(load.precision)
     head_seconds = 2.0 * model.ends / topology.bf16
     attention = model.attention_flops(load.sequence) / 3 / (topology.bf16 * _ATTENTION_RATE)
     recomputed_scores = _RECOMPUTED_SCORES + (load.checkpointing is Checkpointing.FULL)
@@ -402,57 +395,3 @@ def _product_seconds(
     forward = blocks + head_seconds + attention
     backward = (2 + recomputed) * blocks + 2 * head_seconds + (2 + recomputed_scores) * attention
     return forward * tokens_per_gpu, backward * tokens_per_gpu
-
-
-def _tensor_seconds(
-    model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, token_layers: float
-) -> float:
-    """Returns the seconds of tensor parallelism. A layer takes four gathers and four sums of all activations, or six
-    of each if forward is recomputed.
-    """
-    transfers = 12 if load.checkpointing is Checkpointing.FULL else 8
-    sent_bytes = transfers * _BF16_BYTES * token_layers * model.width * (layout.tensor - 1) / layout.tensor
-    return sent_bytes / topology.link(layout.tensor) * (0.5 if load.hidden_tensor else 1.0)
-
-
-def _context_seconds(
-    model: DecoderModel, layout: ParallelLayout, load: Load, topology: Topology, token_layers: float
-) -> float:
-    """Returns the seconds of context parallelism that attention does not hide. Forward sends keys and values.
-    Backward sends keys and values, with their gradients.
-    """
-    if layout.context == 1:
-        return 0.0
-    sent_bytes = 3 * 2 * _BF16_BYTES * token_layers * model.key_width * (layout.context - 1) / layout.tensor
-    attention = (
-        model.attention_flops(load.sequence)
-        * token_layers
-        / model.layers
-        / layout.tensor
-        / (topology.bf16 * _ATTENTION_RATE)
-    )
-    return max(0.0, sent_bytes / topology.link(layout.tensor * layout.context) - attention)
-
-
-def _sharding_seconds(
-    layout: ParallelLayout, load: Load, topology: Topology, stage_weights: float
-) -> tuple[float, float]:
-    """Returns the seconds of two transfers: gathering the weights of a stage once, and sending its gradients to their
-    owners once.
-    """
-    ranks = layout.shards * layout.context
-    seconds_per_byte = stage_weights * (ranks - 1) / ranks / topology.link(layout.tensor * ranks)
-    return (
-        _FP8_BYTES if load.narrow_gather else load.state_bytes.copy
-    ) * seconds_per_byte, load.state_bytes.gradient * seconds_per_byte
-
-
-def _copy_seconds(layout: ParallelLayout, load: Load, topology: Topology, stage_weights: float) -> tuple[float, float]:
-    """Returns the seconds of DDP's traffic during backward, and those during forward. In backward, a ring sums
-    gradients over all copies. With ZeRO-1, backward sends gradients to their owners, and forward sends weights back.
-    """
-    shard_weights = stage_weights / (layout.shards * layout.context)
-    seconds_per_byte = shard_weights * (layout.copies - 1) / layout.copies / topology.link(layout.gpus)
-    if load.zero_one:
-        return load.state_bytes.gradient * seconds_per_byte, load.state_bytes.copy * seconds_per_byte
-    return 2 * load.state_bytes.gradient * seconds_per_byte, 0.0

@@ -12,7 +12,7 @@ and FP8 products. FP8's rate is bf16's times a ratio, which its recipe reached i
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
 from enum import StrEnum
 
@@ -227,11 +227,8 @@ def list_layouts(question: ParallelQuestion) -> Iterator[ParallelLayout]:
             for context in _list_divisors(gpus // tensor // pipeline):
                 ranks = gpus // tensor // pipeline // context
                 sequence_piece = question.load.sequence / context
-                if (
-                    sequence_piece % tensor
-                    or question.batch % ranks
-                    or (context > 1 and sequence_piece < _MIN_CONTEXT_PIECE)
-                ):
+                is_short = context > 1 and sequence_piece < _MIN_CONTEXT_PIECE
+                if sequence_piece % tensor or question.batch % ranks or is_short:
                     continue
                 inner = ParallelLayout(tensor=tensor, pipeline=pipeline, context=context)
                 in_node = question.topology.node // (tensor * context)
@@ -305,14 +302,10 @@ def judge_divisions(question: ParallelQuestion) -> tuple[DivisionVerdict, ...]:
     all_layouts = list(list_layouts(question))
     has_tensor_layouts = any(layout.tensor > 1 for layout in all_layouts)
     has_pipeline_layouts = any(layout.pipeline > 1 for layout in all_layouts)
-    division_remark = f"; but {gpus} GPUs cannot divide this model evenly by it"
+    division_remark = f"; but {gpus} GPUs cannot divide this model evenly by it" if gpus > 1 else ""
     # With this many tokens per micro-batch and GPU, products take as long as FSDP's traffic.
-    sent_bytes = (
-        (2 * (1 if load.narrow_gather else load.state_bytes.copy) + load.state_bytes.gradient) * (gpus - 1) / gpus
-    )
-    hiding_tokens = (
-        sent_bytes * (topology.fp8 if load.precision == "fp8" else topology.bf16) / (6 * topology.link(gpus))
-    )
+    sent_bytes = (2 * load.gathered_bytes + load.state_bytes.gradient) * (gpus - 1) / gpus
+    hiding_tokens = sent_bytes * topology.rate(load.precision) / (6 * topology.link(gpus))
     usable_text = units.size(usable)
     division_rows = (
         (
@@ -338,7 +331,7 @@ def judge_divisions(question: ParallelQuestion) -> tuple[DivisionVerdict, ...]:
             (
                 "worth it where FSDP does not fit, or with fewer sequences than GPUs; only within the "
                 f"{topology.node} GPUs of a node, because products wait for its traffic"
-                f"{division_remark if gpus > 1 and not has_tensor_layouts else ''}"
+                f"{'' if has_tensor_layouts else division_remark}"
             ),
         ),
         (
@@ -347,7 +340,7 @@ def judge_divisions(question: ParallelQuestion) -> tuple[DivisionVerdict, ...]:
             (
                 "worth it between nodes where a GPU has too few tokens for FSDP, or with fewer sequences than "
                 "GPUs; with at least 4 micro-batches per stage, because stages are idle at both ends of a step"
-                f"{division_remark if gpus > 1 and not has_pipeline_layouts else ''}"
+                f"{'' if has_pipeline_layouts else division_remark}"
             ),
         ),
         (
@@ -376,13 +369,13 @@ def rank_with_least_checkpointing(question: ParallelQuestion) -> tuple[ParallelQ
 
 def list_unpublished_sizes(model: DecoderModel, gpus: int, sequence: int) -> tuple[str, ...]:
     """Describes the sizes that are outside the range of all published trainings, where bands are only a guess."""
-    aspects: tuple[tuple[str, Callable[[int], str], int, tuple[int, int]], ...] = (
-        ("GPUs", str, gpus, PUBLISHED_GPUS),
-        ("weights", units.count, model.weights, PUBLISHED_WEIGHTS),
-        ("tokens a sequence", str, sequence, PUBLISHED_SEQUENCES),
-    )
-    return tuple(
-        f"{show(value)} {aspect} (published: {show(low)} to {show(high)})"
-        for aspect, show, value, (low, high) in aspects
-        if not low <= value <= high
-    )
+    sizes = []
+    for name, value, (low, high) in (
+        ("GPUs", gpus, PUBLISHED_GPUS),
+        ("weights", model.weights, PUBLISHED_WEIGHTS),
+        ("tokens a sequence", sequence, PUBLISHED_SEQUENCES),
+    ):
+        show = units.count if name == "weights" else str
+        if not low <= value <= high:
+            sizes.append(f"{show(value)} {name} (published: {show(low)} to {show(high)})")
+    return tuple(sizes)

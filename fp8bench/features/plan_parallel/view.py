@@ -54,14 +54,12 @@ def render_page(question: ParallelQuestion, plans: Sequence[Planned]) -> Page:
         f"GPU{'' if question.gpus == 1 else 's'} of {units.size(question.topology.memory)}: {question.batch} sequences "
         f"of {load.sequence} tokens a step, {load.precision}, checkpointing {load.checkpointing}"
     )
-    matrix = (
-        [Part("matrix", "each kind of division by itself", (_parallelism_table(question),))]
-        if question.gpus > 1
-        else []
-    )
     remarks = map(Text, _list_remarks(question, plans))
-    plan_table = table("ranking", "", _PLAN_COLUMNS, [(question, plan) for plan in plans])
-    parts = [Part("ranking", "", (*remarks, plan_table)), *matrix, Part("errors", "", (Text(_ACCURACY_TEXT),))]
+    plan_table = table("ranking", "", _plan_columns(question), plans)
+    parts = [Part("ranking", "", (*remarks, plan_table))]
+    if question.gpus > 1:
+        parts.append(Part("matrix", "each kind of division by itself", (_parallelism_table(question),)))
+    parts.append(Part("errors", "", (Text(_ACCURACY_TEXT),)))
     return Page(title, "", tuple(parts), _LEGEND)
 
 
@@ -140,30 +138,24 @@ def _scale_traffic(question: ParallelQuestion, plan: Planned) -> ScaleTraffic:
     return count_scale_traffic(blocks * plan.load.micro_batches, plan.layout.tensor)
 
 
-def _show_whether_it_fits(line: PlanRow) -> Field:
-    _, plan = line
-    text, tone = ("tight", Tone.DOUBT) if plan.tight else ("yes", Tone.GOOD) if plan.fits else ("no", Tone.BAD)
-    return Field(text, tone=tone)
+def _show_whether_it_fits(plan: Planned) -> Field:
+    if plan.tight:
+        return Field("tight", tone=Tone.DOUBT)
+    return Field("yes", tone=Tone.GOOD) if plan.fits else Field("no", tone=Tone.BAD)
 
 
-PlanRow = tuple[ParallelQuestion, Planned]
-_PLAN_COLUMNS: tuple[Col[PlanRow], ...] = (
-    Col("layout", lambda row: row[1].layout.words),
-    Col("micro-batches", lambda row: str(row[1].load.micro_batches), number=True),
-    Col("memory", lambda row: units.size(row[1].memory.total), number=True),
-    Col("band", lambda row: f"±{units.percent(memory_band(row[1].layout), 0)}", number=True),
-    Col("fits", _show_whether_it_fits),
-    Col("tokens/s", lambda row: units.count(row[1].tokens), number=True),
-    Col("band", lambda row: _find_pace_band(*row), show=lambda band: f"±{units.percent(band, 0)}"),
-    Col("waits", lambda row: units.percent(row[1].pace.waits, 0), number=True),
-    Col("idle", lambda row: units.percent(row[1].pace.idle, 0), number=True),
-)
-_COUNT_COLUMNS: tuple[Col[PlanRow], ...] = (
-    Col("GPUs", lambda row: str(row[0].gpus), number=True),
-    *_PLAN_COLUMNS,
-    Col("all together", lambda row: units.count(row[0].gpus * row[1].tokens), number=True),
-    Col("checkpointing", lambda row: row[0].load.checkpointing),
-)
+def _plan_columns(question: ParallelQuestion) -> list[Col[Planned]]:
+    return [
+        Col("layout", "layout.words"),
+        Col("micro-batches", lambda plan: str(plan.load.micro_batches), number=True),
+        Col("memory", lambda plan: units.size(plan.memory.total), number=True),
+        Col("band", lambda plan: f"±{units.percent(memory_band(plan.layout), 0)}", number=True),
+        Col("fits", _show_whether_it_fits),
+        Col("tokens/s", lambda plan: units.count(plan.tokens), number=True),
+        Col("band", partial(_find_pace_band, question), show=lambda band: f"±{units.percent(band, 0)}"),
+        Col("waits", lambda plan: units.percent(plan.pace.waits, 0), number=True),
+        Col("idle", lambda plan: units.percent(plan.pace.idle, 0), number=True),
+    ]
 
 
 def _find_pace_band(question: ParallelQuestion, plan: Planned) -> float | None:
@@ -172,13 +164,9 @@ def _find_pace_band(question: ParallelQuestion, plan: Planned) -> float | None:
 
 def _parallelism_table(question: ParallelQuestion) -> Table:
     cols: list[Col[DivisionVerdict]] = [
-        Col("kind", lambda ruling: ruling.kind),
-        Col(
-            "worth it",
-            lambda ruling: ruling.say,
-            tone=lambda ruling: Tone.GOOD if ruling.say is Worthwhile.YES else Tone.PLAIN,
-        ),
-        Col("why", lambda ruling: ruling.why, below=True),
+        Col("kind", "kind"),
+        Col("worth it", _show_worthwhile),
+        Col("why", "why", below=True),
     ]
     return table("matrix", "", cols, judge_divisions(question))
 
@@ -192,12 +180,24 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
         f"{units.size(first_question.topology.memory)}: sequences of {load.sequence} tokens, {load.precision}; "
         "tokens/s of one GPU, and of all together"
     )
-    best_plans = table("counts", "", _COUNT_COLUMNS, [(question, plans[0]) for question, plans in answers])
-    cols: list[Col[Answer]] = [Col("GPUs", lambda answer: str(answer[0].gpus), number=True)]
+    # All questions have the same model, recipe and measured training, so they have the same bands.
+    columns: list[Col[Planned]] = [
+        Col("GPUs", lambda plan: str(plan.layout.gpus), number=True),
+        *_plan_columns(first_question),
+        Col("all together", lambda plan: units.count(plan.layout.gpus * plan.tokens), number=True),
+        Col("checkpointing", "load.checkpointing"),
+    ]
+    best_plans = table("counts", "", columns, [plans[0] for _, plans in answers])
     # The order of kinds is the same for all numbers of GPUs.
-    for index, ruling in enumerate(judge_divisions(first_question)):
-        cols.append(Col(ruling.kind, partial(_show_worthwhile, index)))
-    matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, answers),))
+    verdicts = {str(question.gpus): judge_divisions(question) for question, _ in answers}
+
+    def show_verdict(index: int, gpus: str) -> Field:
+        return _show_worthwhile(verdicts[gpus][index])
+
+    cols: list[Col[str]] = [Col("GPUs", str, number=True)]
+    for index, verdict in enumerate(judge_divisions(first_question)):
+        cols.append(Col(verdict.kind, partial(show_verdict, index)))
+    matrix = Part("matrix", "each kind of division by itself: is it worth it?", (table("matrix", "", cols, verdicts),))
     remarks = map(Text, _remark_on_rates(first_question))
     parts = (
         Part("counts", "the best layout for each count", (*remarks, best_plans)),
@@ -207,22 +207,16 @@ def render_counts_page(answers: Sequence[Answer]) -> Page:
     return Page(title, "", parts, _LEGEND)
 
 
-def _show_worthwhile(index: int, answer: Answer) -> Field:
-    worthwhile = judge_divisions(answer[0])[index].say
-    return Field(worthwhile, tone=Tone.GOOD if worthwhile is Worthwhile.YES else Tone.PLAIN)
+def _show_worthwhile(verdict: DivisionVerdict) -> Field:
+    return Field(verdict.say, tone=Tone.GOOD if verdict.say is Worthwhile.YES else Tone.PLAIN)
 
 
 def encode_plans(question: ParallelQuestion, plans: Sequence[Planned]) -> dict[str, object]:
-    unpublished_sizes, matrix = (
-        list_unpublished_sizes(question.model, question.gpus, question.load.sequence),
-        encode(judge_divisions(question)),
-    )
-    plan_rows = table_rows([(question, plans)])[1]
     return {
         "asked": encode(question),
-        "outside": unpublished_sizes,
-        "ways": plan_rows,
-        "matrix": matrix,
+        "outside": list_unpublished_sizes(question.model, question.gpus, question.load.sequence),
+        "ways": table_rows([(question, plans)])[1],
+        "matrix": encode(judge_divisions(question)),
         "errors": _ACCURACY_TEXT,
     }
 

@@ -72,15 +72,13 @@ def check_rounding() -> SelfCheck:
     )
 
 
+def make_base_params(workload: str, **params: str | int) -> Params:
+    """Returns the parameters of the workload `_planted`, which slows down a workload with these parameters."""
+    return ("base", workload), *((f"base.{name}", value) for name, value in params.items())
+
+
 def make_product_params(side: int) -> Params:
-    return (
-        ("base", "gemm"),
-        ("base.m", side),
-        ("base.n", side),
-        ("base.k", side),
-        ("base.product", "forward"),
-        ("base.operands", "cast"),
-    )
+    return make_base_params("gemm", m=side, n=side, k=side, product="forward", operands="cast")
 
 
 # The sides of square products that take some tenths of a millisecond, on a CPU and on a GPU.
@@ -109,7 +107,7 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
     session.release(worker)
     timings = [arm.timing() for arm in arms]
     # 3. Allow "unsure" for the unchanged product, but not for the slower one.
-    for name, timing, allowed in (
+    for claim, timing, allowed in (
         ("an identical product is not called faster or slower", timings[2], (Verdict.SAME, Verdict.UNSURE)),
         ("a GEMM with injected extra work is called slower", timings[3], (Verdict.SLOWER,)),
     ):
@@ -117,7 +115,7 @@ def check_verdicts(worker: Worker, facts: DeviceFacts) -> Iterator[SelfCheck]:
         assert conclusion is not None
         verdict, interval = conclusion.verdict, conclusion.ratio
         observation = f"{verdict.value}, {interval.point:.4f} [{interval.low:.4f}, {interval.high:.4f}]"
-        yield SelfCheck(name, verdict in allowed, observation)
+        yield SelfCheck(claim, verdict in allowed, observation)
 
 
 def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfCheck:
@@ -130,13 +128,12 @@ def check_phases(worker: Worker, facts: DeviceFacts, corpus: Corpus) -> SelfChec
         arm.run(worker, number)
     worker.release(arm.key)
     timing = arm.timing()
-    fastest_slot = min(range(5), key=lambda number: sum(timing.slots[number].calls_ns[0]))
-    phase_ns = timing.slots[fastest_slot].calls_ns[0]
-    unattributed = sum(ns for phase, ns in zip(timing.segments.phases, phase_ns, strict=True) if phase == UNATTRIBUTED)
+    phases = timing.segments.phases
+    fastest_ns = min((slot.calls_ns[0] for slot in timing.slots), key=sum)
+    unattributed = sum(ns for phase, ns in zip(phases, fastest_ns, strict=True) if phase == UNATTRIBUTED)
+    unattributed_share = unattributed / sum(fastest_ns)
     # These two phases occur only with several ranks, and with data read from records.
-    expected = [phase for phase in Phase if phase not in (Phase.COMMUNICATION, Phase.DECODE)]
-    missing_phases = [phase for phase in expected if phase not in timing.segments.phases]
-    unattributed_share = unattributed / sum(phase_ns)
+    missing_phases = [phase for phase in Phase if phase not in (*phases, Phase.COMMUNICATION, Phase.DECODE)]
     observation = f"{percent(unattributed_share)} unattributed of {seconds(float(step_seconds_of_calls(timing).min()))}"
     if missing_phases:
         observation += f"; missing phases: {', '.join(missing_phases)}"

@@ -9,7 +9,6 @@ three arms count towards its time limit. States are created again every few tria
 
 from __future__ import annotations
 
-import itertools
 import json
 import os
 import statistics
@@ -23,9 +22,9 @@ from typing import Any
 from fp8bench import __version__
 from fp8bench.analysis.verdicts import best_phases, conclude, is_decided
 from fp8bench.errors import UnknownName
-from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE, make_product_params
+from fp8bench.features.selftest.checks import CPU_SIDE, GPU_SIDE, NATIVE, make_base_params, make_product_params
 from fp8bench.files import keeping, write_whole
-from fp8bench.jobs.observer import JobObserver, Tell
+from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.arm import MeasuredArm
 from fp8bench.measure.environment import gather
 from fp8bench.measure.handle import ProcessWorker, Worker
@@ -77,17 +76,17 @@ def list_operations(corpus: str, facts: DeviceFacts) -> tuple[Operation, ...]:
 
 
 def _make_transformer_params(size: str, batch: int, sequence: int, corpus: str) -> Params:
-    return (
-        ("base", "transformer"),
-        ("base.size", size),
-        ("base.batch", batch),
-        ("base.sequence", sequence),
-        ("base.micro_batches", 2),
-        ("base.checkpointing", "no"),
-        ("base.compile", "no"),
-        ("base.attention", "auto"),
-        ("base.weights", "cached"),
-        ("base.data", corpus),
+    return make_base_params(
+        "transformer",
+        size=size,
+        batch=batch,
+        sequence=sequence,
+        micro_batches=2,
+        checkpointing="no",
+        compile="no",
+        attention="auto",
+        weights="cached",
+        data=corpus,
     )
 
 
@@ -164,26 +163,23 @@ def run_power(
             environment = gather(worker.software(), __version__, 1)
             recorded_facts = {**{name: environment.get(name) for name in _RECORDED_FACTS}, "device": facts.name}
             results: list[OperationResult] = []
-            selected_keys = names or OPERATIONS
-            chosen_operations = [
-                operation for operation in list_operations(corpus.identity, facts) if operation.key in selected_keys
-            ]
-            # 3. Measure one operation after the other. An interrupt only loses the current trial.
-            for operation in chosen_operations:
-                finished_results = tuple(results)
+
+            def measure_operation(operation: Operation) -> OperationResult:
+                def report_trial(result: OperationResult) -> None:
+                    tell(len(result.loads), trials, "trials", result.operation)
+                    if path is not None:
+                        _write_results(path, [*results, result], recorded_facts)
+
                 with observer.counting() as tell:  # each operation shows its own remaining time
+                    return measure_power(worker, facts, operation, trials, len(results), report_trial)
 
-                    def report_trial(
-                        result: OperationResult,
-                        finished_results: tuple[OperationResult, ...] = finished_results,
-                        tell: Tell = tell,
-                    ) -> None:
-                        tell(len(result.loads), trials, "trials", result.operation)
-                        if path is not None:
-                            _write_results(path, (*finished_results, result), recorded_facts)
-
-                    results.append(measure_power(worker, facts, operation, trials, len(results), report_trial))
-    loads = itertools.chain.from_iterable(result.loads for result in results)
+            # 3. Measure one operation after the other. An interrupt only loses the current trial.
+            for operation in list_operations(corpus.identity, facts):
+                if operation.key in (names or OPERATIONS):
+                    results += [measure_operation(operation)]
+    loads: list[float] = []
+    for result in results:
+        loads += result.loads
     return Power(tuple(summarize_rows(results)), tuple(sorted(loads)))
 
 
@@ -204,9 +200,8 @@ def measure_power(
     # extra work.
     result.step_seconds = bare_seconds = _measure_best_seconds(worker, operation, facts, 0)
     probe_calls = max(_MIN_PROBE_CALLS, round(0.5 * bare_seconds / _TINY_SECONDS))
-    result.tiny_seconds = max(
-        (_measure_best_seconds(worker, operation, facts, probe_calls) - bare_seconds) / probe_calls, 1e-9
-    )
+    extra_seconds = _measure_best_seconds(worker, operation, facts, probe_calls) - bare_seconds
+    result.tiny_seconds = max(extra_seconds / probe_calls, 1e-9)
     for trial in range(trials):
         # Create new states, to vary the memory layout.
         if trial % TRIALS_PER_STATE == 0:
@@ -262,16 +257,9 @@ def _run_trial(worker: Worker, session: RoundSession, operation: Operation, resu
         conclusion = conclude(timing, reference, control)
         assert conclusion is not None
         verdict, interval = conclusion.verdict, conclusion.ratio
-        result.outcomes.setdefault(effect, []).append(
-            PowerOutcome(
-                verdict.value,
-                _sum_seconds(timing, reference, control),
-                timing.num_rounds,
-                interval.point,
-                interval.low,
-                interval.high,
-            )
-        )
+        seconds, bounds = _sum_seconds(timing, reference, control), (interval.point, interval.low, interval.high)
+        outcome = PowerOutcome(verdict.value, seconds, timing.num_rounds, *bounds)
+        result.outcomes.setdefault(effect, []).append(outcome)
     result.loads.append(os.getloadavg()[0])
 
 
@@ -307,36 +295,38 @@ def _summarize_row(operation: str, effect: float, outcomes: Sequence[PowerOutcom
     )
 
 
+# The columns of the table behind the operation, with their widths.
+_COLUMNS = {"planted": 9, "found": 8, "trials": 8, "slower": 8, "faster": 8, "same": 7}
+_COLUMNS |= {"cannot tell": 13, "time a verdict": 24}
+
+
+def _format_row(operation: str, *cells: str) -> str:
+    return operation.ljust(22) + "".join(map(str.rjust, cells, _COLUMNS.values()))
+
+
 def format_power_table(power: Power) -> str:
     rows, loads = power.rows, power.loads
-    load_text = (
-        f"load {loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}, on {os.cpu_count()} cores"
-    )
-    heading = f"{'operation':<22}{'planted':>9}{'found':>8}{'trials':>8}{'slower':>8}{'faster':>8}{'same':>7}"
+    load_text = f"{loads[0]:.1f} to {loads[-1]:.1f}, median {loads[len(loads) // 2]:.1f}"
     lines = [
         "Injected slow-downs, judged by the usual estimator. `found` is the median ratio over trials. A verdict",
         "'slower' is a detection; if 0% is injected, 'faster' or 'slower' is a false alarm.",
-        f"One thread; {load_text}.",
+        f"One thread; load {load_text}, on {os.cpu_count()} cores.",
         "",
-        heading + f"{'cannot tell':>13}{'time a verdict':>24}",
+        _format_row("operation", *_COLUMNS),
     ]
     for row in rows:
-        typical, longest = seconds(row.seconds_median, 2), seconds(row.seconds_longest, 2)
-        lines.append(
-            f"{row.operation:<22}{percent(row.planted):>9}{percent(row.found):>8}{row.trials:>8}"
-            f"{percent(row.slower / row.trials, 0):>8}{percent(row.faster / row.trials, 0):>8}"
-            f"{percent(row.same / row.trials, 0):>7}{percent(row.unsure / row.trials, 0):>13}"
-            f"{f'{typical} (at most {longest})':>24}"
-        )
-    lines.append("")
+        counts = (row.slower, row.faster, row.same, row.unsure)
+        shares = (percent(count / row.trials, 0) for count in counts)
+        time_text = f"{seconds(row.seconds_median, 2)} (at most {seconds(row.seconds_longest, 2)})"
+        cells = percent(row.planted), percent(row.found), str(row.trials), *shares, time_text
+        lines.append(_format_row(row.operation, *cells))
     # Without a slow-down, every difference that is found is false. With a slow-down, "faster" is false.
     identical_rows = [row for row in rows if row.planted == 0]
-    comparison_count = sum(row.trials for row in rows)
-    lines.append(
-        f"false alarms: {sum(row.slower + row.faster for row in identical_rows)} of "
-        f"{sum(row.trials for row in identical_rows)} "
-        f"identical pairs; wrong signs: {sum(row.wrong_signs for row in rows)} of {comparison_count} comparisons"
-    )
+    alarms = sum(row.slower + row.faster for row in identical_rows)
+    pairs, comparisons = sum(row.trials for row in identical_rows), sum(row.trials for row in rows)
+    wrong_signs = sum(row.wrong_signs for row in rows)
+    false_alarms = f"false alarms: {alarms} of {pairs} identical pairs"
+    lines += ["", f"{false_alarms}; wrong signs: {wrong_signs} of {comparisons} comparisons"]
     return "\n".join(lines)
 
 

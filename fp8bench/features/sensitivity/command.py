@@ -11,7 +11,7 @@ from functools import partial
 
 from fp8bench import units
 from fp8bench.cli import option_types as types
-from fp8bench.cli.options import add_common
+from fp8bench.cli.options import add_common, make_request
 from fp8bench.cli.outputs import CommandResult, check_files, check_outputs
 from fp8bench.cli.progress import TERMINAL
 from fp8bench.errors import EXIT_FAILED, EXIT_INTERRUPTED, EXIT_OK, UsageError
@@ -27,7 +27,6 @@ from fp8bench.features.sensitivity.study import (
 )
 from fp8bench.jobs.observer import JobObserver
 from fp8bench.measure.interrupts import interrupt_only_once
-from fp8bench.model import Request
 from fp8bench.model.request import PERCENT, whole_number
 from fp8bench.model.words import UNTOUCHED
 from fp8bench.report.columns import Col, table
@@ -131,19 +130,14 @@ def _run_study(arguments: argparse.Namespace, observer: JobObserver) -> Study:
         )
     # 2. Request two cases of a suite, in the low and the reference precision. Maps assign these precisions to their
     # layers.
-    request = Request(
-        Model.name if target else "transformer",
-        (arguments.dtype,),
-        (arguments.device,) if arguments.device else (),
-        arguments.reference or (UNTOUCHED if target else "bf16"),
-        (axis,),
-        data=arguments.data,
-        seed=arguments.seed,
-        threads=arguments.threads,
-        imports=tuple(arguments.imports),
-        isolation=arguments.isolation,
-        case_timeout=arguments.case_timeout,
-    )
+    cases = {
+        "suite": Model.name if target else "transformer",
+        "axes": [axis],
+        "dtypes": (arguments.dtype,),
+        "devices": (arguments.device,) if arguments.device else (),
+        "reference": arguments.reference or (UNTOUCHED if target else "bf16"),
+    }
+    request = make_request(argparse.Namespace(**vars(arguments) | cases))
     # 3. Convert percentages to shares.
     gradient_tolerance = None if arguments.gradient_tolerance is None else arguments.gradient_tolerance / 100
     question = StudyQuestion(
@@ -169,10 +163,12 @@ _VERDICT_TONES = {
 
 
 def render_page(study: Study) -> Page:
-    lowered_text = {LoweredUnit.KIND: "one layer kind", LoweredUnit.FORMAT: "each format of one layer"}.get(
-        study.by, "one layer"
-    )
-    description = f"{study.low} ({study.level}) in {lowered_text} at a time, {study.reference} in the rest"
+    lowered_texts = {
+        LoweredUnit.LAYER: "one layer",
+        LoweredUnit.KIND: "one layer kind",
+        LoweredUnit.FORMAT: "each format of one layer",
+    }
+    description = f"{study.low} ({study.level}) in {lowered_texts[study.by]} at a time, {study.reference} in the rest"
     elements: list[list[Element]] = [[Text(description), Text(_describe_reference(study))]]
     if study.probes:
         elements.append([_formats_table(study) if study.by is LoweredUnit.FORMAT else _probes_table(study)])
@@ -193,9 +189,8 @@ def _describe_reference(study: Study) -> str:
     sentence += " on its single batch" if "make" in dict(study.params) else ""
     draw_gaps = [_signed_percent(gap) for draw in study.draws if (gap := study.gap(draw)) is not None]
     if draw_gaps and study.noise is None:
-        sentence += (
-            "; other initial weights give the same loss, for example because make() sets a seed: the noise is unknown"
-        )
+        reason = "for example because make() sets a seed"
+        sentence += f"; other initial weights give the same loss, {reason}: the noise is unknown"
     elif draw_gaps:
         sentence += f"; with other initial weights {' and '.join(draw_gaps)}: a gap up to {_show_noise(study)} is noise"
     return sentence
@@ -204,14 +199,12 @@ def _describe_reference(study: Study) -> str:
 def _probes_table(study: Study) -> Table:
     by_kind = study.by is LoweredUnit.KIND  # the first column then has the kind
     cols: list[Col[LayerTrial]] = [
-        Col("low" if by_kind else "low layer", lambda trial: trial.name),
-        Col("kind", lambda trial: trial.kind, when=not by_kind),
-        Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
-        Col("gradient error", lambda trial: units.percent(trial.gradient_error), number=True),
-        Col(
-            "verdict", lambda trial: study.verdict(trial).value, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]
-        ),
-        Col("why", lambda trial: trial.failure, below=True),
+        Col("low" if by_kind else "low layer", "name"),
+        Col("kind", "kind", when=not by_kind),
+        Col("loss gap", study.gap, show=_signed_percent),
+        Col("gradient error", "gradient_error", show=units.percent),
+        Col("verdict", study.verdict, tone=lambda trial: _VERDICT_TONES[study.verdict(trial)]),
+        Col("why", "failure", below=True),
     ]
     return table("probes", "", cols, study.ranking)
 
@@ -220,11 +213,8 @@ def _formats_table(study: Study) -> Table:
     proposed_formats = study.proposed_formats
     trials = {trial.name: trial for trial in study.probes}
     cols: list[Col[LayerTrial]] = [
-        Col("layer", lambda trial: trial.name),
-        *(
-            Col(number_format, partial(_show_format_error, study, number_format), number=True)
-            for number_format in FORMATS
-        ),
+        Col("layer", "name"),
+        *(Col(name, partial(_show_format_error, study, name), number=True) for name in FORMATS),
         Col("proposed", lambda trial: proposed_formats[trial.name]),
     ]
     return table(
@@ -240,23 +230,18 @@ def _candidates_table(study: Study) -> Table:
     def verdict(trial: LayerTrial) -> Field:
         if study.keeps(trial):
             return Field("keeps the loss", tone=Tone.GOOD)
-        objection = (
-            "above the tolerance" if (study.gap(trial) or 0) > study.tolerance else "its gradient error is too large"
-        )
-        return Field("failed" if trial.failure else objection, tone=Tone.BAD)
+        if trial.failure:
+            return Field("failed", tone=Tone.BAD)
+        has_large_gap = (study.gap(trial) or 0) > study.tolerance
+        return Field("above the tolerance" if has_large_gap else "its gradient error is too large", tone=Tone.BAD)
 
     cols: list[Col[LayerTrial]] = [
-        Col("candidate", lambda trial: trial.name),
+        Col("candidate", "name"),
         Col("layers low", lambda trial: str(len(trial.low)), number=True),
-        Col("loss gap", lambda trial: _show_gap(study, trial), number=True),
-        Col(
-            "gradient error",
-            lambda trial: units.percent(trial.gradient_error),
-            number=True,
-            when=study.gradient_tolerance is not None,
-        ),
+        Col("loss gap", study.gap, show=_signed_percent),
+        Col("gradient error", "gradient_error", show=units.percent, when=study.gradient_tolerance is not None),
         Col("verdict", verdict),
-        Col("why", lambda trial: trial.failure, below=True),
+        Col("why", "failure", below=True),
     ]
     return table("candidates", "", cols, study.candidates)
 
@@ -303,11 +288,6 @@ def measuring_command(study: Study, trial: LayerTrial) -> str:
     if precision_map := study.explicit_map(trial):
         parts.append(f"--precision-map {format_map(precision_map)}")
     return " ".join(parts)
-
-
-def _show_gap(study: Study, trial: LayerTrial) -> str:
-    gap = study.gap(trial)
-    return units.NONE if gap is None else _signed_percent(gap)
 
 
 def _signed_percent(share: float) -> str:

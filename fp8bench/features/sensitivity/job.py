@@ -208,6 +208,10 @@ class StudyRunner:
     def add(self, **changes: Any) -> None:
         self.study = replace(self.study, **changes)
 
+    def append(self, part: str, trial: LayerTrial) -> None:
+        """Appends a trial to the draws, probes or candidates of the study."""
+        self.add(**{part: (*getattr(self.study, part), trial)})
+
     def run(self, report_progress: Tell) -> None:
         groups = group_layers(self.layers, self.study.by)
         training_count = 1 + WEIGHT_DRAWS + len(groups) + 1
@@ -222,25 +226,18 @@ class StudyRunner:
             return
         for draw in range(1, WEIGHT_DRAWS + 1):
             trial = replace(self.study.baseline, name=f"draw {draw}", draw=draw, losses=())
-            self.add(draws=(*self.study.draws, train_trial(f"the reference, draw {draw}", trial)))
+            self.append("draws", train_trial(f"the reference, draw {draw}", trial))
         if self.study.by is LoweredUnit.FORMAT:
             self._try_formats(report_progress)
             return
         for name, kind, names in groups:
-            layer_map: PrecisionMap
-            if self.reference.precision != UNTOUCHED:
-                precision = self.reference.precision
-                layer_map = make_map_of_one(self.layers, name, names, (self.low.precision, precision))
-            # an unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
-            # unchanged
-            else:
-                precision, layer_map = self.low.precision, self._lower_layers(names)
+            precision, layer_map = self._lower_one(name, names, self.low.precision)
             trial = LayerTrial(name, kind, precision, layer_map, names)
-            self.add(probes=(*self.study.probes, train_trial(f"{name} low", trial, gradients=True)))
+            self.append("probes", train_trial(f"{name} low", trial, gradients=True))
         for number, (name, low_layers) in enumerate(self._yield_candidates()):
             trial = LayerTrial(name, "", self.low.precision, self._lower_layers(low_layers), low_layers)
             gradients = number == 0 or self.study.gradient_tolerance is not None
-            self.add(candidates=(*self.study.candidates, train_trial(name, trial, gradients, number)))
+            self.append("candidates", train_trial(name, trial, gradients, number))
             if self.study.keeps(self.study.candidates[-1]):
                 return
 
@@ -251,14 +248,9 @@ class StudyRunner:
         trial_count = len(self.layers) * len(FORMATS)
         for number, (layer, number_format) in enumerate(itertools.product(self.layers, FORMATS)):
             report_progress(number, trial_count, "formats", f"{layer.name} in {number_format}")
-            if self.reference.precision == UNTOUCHED:
-                precision = number_format
-                layer_map = make_map(self.layers, (layer.name,), (number_format, UNTOUCHED), number_format)
-            else:
-                precision = self.reference.precision
-                layer_map = make_map_of_one(self.layers, layer.name, (layer.name,), (number_format, precision))
+            precision, layer_map = self._lower_one(layer.name, (layer.name,), number_format)
             trial = LayerTrial(layer.name, layer.kind, precision, layer_map, (layer.name,), form=number_format)
-            self.add(probes=(*self.study.probes, self._measure_gradients(trial)))
+            self.append("probes", self._measure_gradients(trial))
         names = tuple(layer.name for layer in self.layers)
         defaults = {layer.name: self.high if layer.high else self.low.precision for layer in self.layers}
         formats_by_layer = {
@@ -268,7 +260,7 @@ class StudyRunner:
         for name, by_layer in formats_by_layer.items():
             report_progress(trial_count, trial_count, "formats", f"training with {name}")
             trial = LayerTrial(name, "", self.low.precision, shorten_map(self.layers, by_layer, defaults), names)
-            self.add(candidates=(*self.study.candidates, self._train(trial, gradients=True)))
+            self.append("candidates", self._train(trial, gradients=True))
 
     def _yield_candidates(self) -> Iterator[tuple[str, tuple[str, ...]]]:
         low_layers = {layer.name: None for layer in self.layers}
@@ -280,6 +272,15 @@ class StudyRunner:
                 del low_layers[layer_name]
             if low_layers:
                 yield name, tuple(low_layers)
+
+    def _lower_one(self, key: str, names: tuple[str, ...], mode: str) -> tuple[str, PrecisionMap]:
+        """Returns the precision and the map of a model in which only one layer or kind, `key`, has a mode."""
+        reference = self.reference.precision
+        if reference != UNTOUCHED:
+            return reference, make_map_of_one(self.layers, key, names, (mode, reference))
+        # An unconverted model has no layers for a map, so the map is for a converted copy, with all other layers
+        # unchanged.
+        return mode, make_map(self.layers, names, (mode, reference), self.high)
 
     def _lower_layers(self, names: Sequence[str]) -> PrecisionMap:
         return make_map(self.layers, names, (self.low.precision, self.reference.precision), self.high)

@@ -147,11 +147,8 @@ class Study:
             verdict, gap, error = self.verdict(trial), self.gap(trial), trial.gradient_error
             # Gaps within the noise are random, so the gradient error decides.
             significant_gap = gap if gap is not None and verdict is LossVerdict.WORSE else 0.0
-            return (
-                verdict is LossVerdict.FAILED,
-                significant_gap,
-                math.inf if error is None or math.isnan(error) else error,
-            )
+            finite_error = math.inf if error is None or math.isnan(error) else error
+            return verdict is LossVerdict.FAILED, significant_gap, finite_error
 
         return tuple(sorted(self.probes, key=sort_key, reverse=True))
 
@@ -245,19 +242,16 @@ def make_map_of_one(layers: Sequence[Layer], key: str, low: Collection[str], mod
 def _add_exceptions(
     layers: Sequence[Layer], keys: dict[str, str], requested: Mapping[str, str], defaults: Mapping[str, str]
 ) -> PrecisionMap:
-    """Adds entries for layers to which the other entries give a wrong mode. This happens if the name of one layer is
-    the kind of another.
+    """Adds entries for layers to which the other entries give a wrong mode. This happens if a layer
+    has the same name as the kind of a different layer.
     """
     # Each pass names more layers, so the loop ends.
-    while wrong_layers := [
-        name for name, mode in _find_modes(layers, keys, defaults).items() if mode != requested[name]
-    ]:
-        keys.update({name: requested[name] for name in wrong_layers})
-    return tuple(keys.items())
-
-
-def _find_modes(layers: Sequence[Layer], keys: Mapping[str, str], defaults: Mapping[str, str]) -> dict[str, str]:
-    return {layer.name: keys.get(key_of(layer, keys) or "", defaults[layer.name]) for layer in layers}
+    while True:
+        modes = {layer.name: keys.get(key_of(layer, keys) or "", defaults[layer.name]) for layer in layers}
+        exceptions = {name: requested[name] for name, mode in modes.items() if mode != requested[name]}
+        if not exceptions:
+            return tuple(keys.items())
+        keys |= exceptions
 
 
 def format_map(precision_map: PrecisionMap) -> str:
@@ -278,4 +272,4 @@ def encode_study(study: Study) -> dict[str, Any]:
 
 def _encode_trial(study: Study, trial: LayerTrial) -> dict[str, Any]:
     figures = {"loss": trial.loss, "loss_gap": study.gap(trial), "says": study.verdict(trial).value}
-    return {**encode(trial), **{name: encode(value) for name, value in figures.items()}}
+    return {**encode(trial), **encode(figures)}

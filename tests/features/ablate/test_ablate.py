@@ -88,8 +88,8 @@ def test_additive_costs_come_out_additive() -> None:
         known = ablation(additive, seed)
         savings, scale = Savings(known), (measure_arm_seconds(known.arms[0]) or 0) / additive(())
         for name, saved in SAVES.items():
-            for ask in (savings.compute_saving_alone, savings.compute_added_saving, savings.compute_loss_without):
-                inside, calls = inside + holds(ask(name), scale * saved), calls + 1
+            for saving in savings.compute_savings(name).values():
+                inside, calls = inside + holds(saving, scale * saved), calls + 1
         assert holds(savings.measure_interaction(), 0.0)
         assert any("additive within these rounds" in sentence for sentence in describe_results(known))
     assert calls >= 40 and inside == calls
@@ -110,60 +110,24 @@ def test_options_that_need_one_another_are_reported_as_interacting() -> None:
         assert not holds(savings.measure_interaction(), 0.0)
         told = "; ".join(describe_results(known))
         assert "they need one another" in told
-        assert holds(savings.compute_saving_alone("b"), 0.0) and not holds(savings.compute_loss_without("b"), 0.0)
+        savings_of_b = savings.compute_savings("b")
+        assert holds(savings_of_b["alone"], 0.0) and not holds(savings_of_b["left_out"], 0.0)
 
 
 def test_arms_without_speed_have_no_saving_and_few_rounds_no_interval() -> None:
     known = ablation(additive)
     emulated = (replace(arm, level=Level.EMULATED) if "a" in arm.options else arm for arm in known.arms)
     low = replace(known, arms=tuple(emulated))
-    assert Savings(low).compute_saving_alone("a") is None and Savings(low).compute_loss_without("b") is None
-    assert Savings(low).compute_saving_alone("b") is not None and any(
+    assert Savings(low).compute_savings("a")["alone"] is None and Savings(low).compute_savings("b")["left_out"] is None
+    assert Savings(low).compute_savings("b")["alone"] is not None and any(
         "no speed" in sentence for sentence in describe_results(low)
     )
-    few = Savings(ablation(additive, rounds=10)).compute_saving_alone("a")
+    few = Savings(ablation(additive, rounds=10)).compute_savings("a")["alone"]
     assert few is not None and few.level == 0 and few.low < 2e-3 < few.high
     for first in (replace(known.arms[0], level=Level.EMULATED), replace(known.arms[0], why="throttled")):
         none = replace(known, arms=(first, *known.arms[1:]))
         (told,) = describe_results(none)
-        assert told.startswith("speed is unknown") and Savings(none).compute_saving_alone("a") is None
-
-
-CLAIM = {"compile": "yes", "attention": "flash", "fused": "yes", "checkpointing": "blocks"}
-
-
-def claimed(times: float = 1.25, precision: str = "fp8", axes: dict[str, str] = CLAIM, rounds: int = 60) -> Ablation:
-    """An ablation of a precision and axes that together make a step `times` as fast."""
-    known = ablation(lambda chosen: 10e-3 / (times if chosen == NAMES else 1.0), rounds=rounds)
-    options = [AblatedOption(precision, precision=precision)]
-    options += [AblatedOption(f"{axis}={value}", axis=axis, on=value) for axis, value in axes.items()]
-    names = tuple(option.name for option in options)
-    first, whole = known.find_arm(()), known.find_arm(NAMES)
-    arms = [replace(whole if chosen == names else first, options=chosen) for chosen in iterate_arms(names)]
-    return replace(known, options=tuple(options), arms=tuple(arms))
-
-
-@for_each(
-    ("known", "judged"),
-    [
-        (claimed(), "refuted here"),
-        (claimed(5.0), "reached here"),
-        (claimed(3.0), "not decided here"),
-        # Without one of its options, or with another precision, the claim is not judged.
-        (claimed(precision="bf16"), ""),
-        (claimed(precision="bf16", axes={"checkpointing": "blocks"}), ""),
-        *((claimed(axes={**CLAIM, missing: "no"}), "") for missing in CLAIM),
-        (claimed(axes={**CLAIM, "attention": "math"}), ""),
-        # Nor with disturbed or few rounds, without a control, or emulated.
-        (replace(claimed(), arms=tuple(replace(arm, labels=("noisy",)) for arm in claimed().arms)), ""),
-        (claimed(rounds=10), ""),
-        (replace(claimed(), control=()), ""),
-        (replace(claimed(), arms=tuple(replace(arm, level=Level.EMULATED) for arm in claimed().arms)), ""),
-    ],
-)
-def test_the_quoted_speed_up_is_judged_by_its_own_options_only(known: Ablation, judged: str) -> None:
-    (*said,) = (sentence for sentence in describe_results(known) if "quoted" in sentence)
-    assert len(said) == bool(judged) and all(sentence.endswith(judged) for sentence in said)
+        assert told.startswith("speed is unknown") and Savings(none).compute_savings("a")["alone"] is None
 
 
 def test_a_saving_within_the_noise_floor_is_not_claimed() -> None:

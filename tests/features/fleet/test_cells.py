@@ -63,7 +63,7 @@ def test_a_worker_reads_a_run_that_is_whole_once(
     plan: FleetPlan, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Otherwise each cell would take longer than the previous one."""
-    whole, read = measure(plan, 1, tmp_path)[1], list[Path]()
+    run, read = measure(plan, 1, tmp_path)[1], list[Path]()
 
     def reads(path: Path) -> tuple[Run, FileLines]:
         read.append(path)
@@ -73,7 +73,7 @@ def test_a_worker_reads_a_run_that_is_whole_once(
     fails = lambda plan, file, number, store: attempt(plan, number, store, 2)  # noqa: E731
     monkeypatch.setattr("fp8bench.features.fleet.engines._measure_cell", fails)
     assert measure_waiting_cells(plan, tmp_path / "p.json", tmp_path, False, lambda state: None) == ({0: 2}, {})
-    assert read == [Path(whole.path)]
+    assert read == [Path(run.path)]
 
 
 def test_an_interrupted_cell_is_resumed(plan: FleetPlan, tmp_path: Path) -> None:
@@ -126,8 +126,8 @@ def test_what_failed_says_why_and_waits_for_retry(
         lock_folder(cell_folder(plan, 0, tmp_path) / "claim", 0),
         lock_folder(cell_folder(plan, 1, tmp_path) / "claim", 0),
     ):
-        done, left = worked(True)
-        assert not done and set(left) == {0, 1} and "another process is already measuring" in left[0]
+        done, refused = worked(True)
+        assert not done and set(refused) == {0, 1} and "another process is already measuring" in refused[0]
     with (cell_folder(plan, 0, tmp_path) / "attempts.jsonl").open("a") as file:
         file.write('{"host": "cut o')
     assert len(compute_cell_states(plan, tmp_path)[0].attempts) == 2
@@ -178,39 +178,39 @@ def test_what_is_damaged_is_a_state_of_its_cell(
         measure(plan, int(words[words.index("--cell") + 1]), tmp_path)
         return 0
 
-    monkeypatch.setattr("fp8bench.features.fleet.engines.start_fp8bench", lambda *given: given)
-    monkeypatch.setattr("fp8bench.features.fleet.engines.wait_for_all", lambda given: ends(*given))
-    done, left = measure_waiting_cells(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
+    monkeypatch.setattr("fp8bench.features.fleet.engines.start_fp8bench", lambda *arguments: arguments)
+    monkeypatch.setattr("fp8bench.features.fleet.engines.wait_for_all", lambda arguments: ends(*arguments))
+    done, refused = measure_waiting_cells(plan, tmp_path / "p.json", tmp_path, False, lambda state: None)
     mended, other = compute_cell_states(plan, tmp_path)
     assert other.status is CellStatus.DONE and 1 in done
     kept_out = words in (f"{OUTPUT_FILE} is not a file", "is not a folder")
     assert mended.status is (CellStatus.DAMAGED if kept_out else CellStatus.DONE) and mended.damage
-    assert kept_out == (0 in left and 0 not in done) or words == "Is a directory"
+    assert kept_out == (0 in refused and 0 not in done) or words == "Is a directory"
 
 
 def test_a_plan_is_read_back_and_nonsense_is_none(plan: FleetPlan, tmp_path: Path) -> None:
     file = tmp_path / "plan.json"
     write_plan(plan, file)
     assert read_plan(file) == plan
-    whole = json.dumps(changed_document(file), indent=1) + "\n"
-    fleet = json.loads(whole)["fleet"]
+    document = json.dumps(changed_document(file), indent=1) + "\n"
+    fleet = json.loads(document)["fleet"]
     for text, words in (
         (file.read_text().replace('"rounds": 2', '"rounds": 3'), "its checksum does not match its content"),
         ("", "is not a plan of a fleet"),
         ("[1]", "is not a plan of a fleet"),
         ("[" * 50_000, "is not a plan of a fleet"),
-        (whole.replace('"schema": 1', '"schema": 9'), "schema 9"),
-        (whole.replace('"rounds": 2', '"rounds": -2'), "rounds must be a whole number"),
-        (whole[: len(whole) // 2], "is not a plan of a fleet"),
-        (whole.replace(plan.id, "../../outside"), "other than letters and digits"),
-        (whole.replace(plan.created, "yesterday"), "not a time with a time zone"),
-        (whole.replace(plan.created, plan.created[:19]), "not a time with a time zone"),
+        (document.replace('"schema": 1', '"schema": 9'), "schema 9"),
+        (document.replace('"rounds": 2', '"rounds": -2'), "rounds must be a whole number"),
+        (document[: len(document) // 2], "is not a plan of a fleet"),
+        (document.replace(plan.id, "../../outside"), "other than letters and digits"),
+        (document.replace(plan.created, "yesterday"), "not a time with a time zone"),
+        (document.replace(plan.created, plan.created[:19]), "not a time with a time zone"),
         (json.dumps({"schema": 1, "fleet": {**fleet, "cells": []}}), "it has no cells"),
         (json.dumps({"schema": 1, "fleet": {**fleet, "cells": 2 * encode(plan.cells)}}), "twice"),
-        (whole.replace('"gpus": 0', '"gpus": -4'), "needs -4 GPUs"),
-        (whole.replace('"rounds": 2', '"rounds": "many"'), "found 'many'"),
-        (whole.replace('"request": {', '"asked": {'), "the field 'request' is missing"),
-        (whole.replace('"fleet": {', '"plan": {'), "it has no fields"),
+        (document.replace('"gpus": 0', '"gpus": -4'), "needs -4 GPUs"),
+        (document.replace('"rounds": 2', '"rounds": "many"'), "found 'many'"),
+        (document.replace('"request": {', '"asked": {'), "the field 'request' is missing"),
+        (document.replace('"fleet": {', '"plan": {'), "it has no fields"),
     ):
         file.write_text(text)
         with pytest.raises(UsageError, match=words):

@@ -41,11 +41,11 @@ def collected(folder: Path) -> Collected:
 
 def test_runs_are_copied_byte_by_byte_into_folders_by_machine_and_month(tmp_path: Path, fp8bench: Say) -> None:
     two, out = stores(tmp_path), tmp_path / "out"
-    made = collected(tmp_path)
+    collection = collected(tmp_path)
     assert (
-        made.taken == {"node-a": 2, "node-b": 1}
-        and +made.left == {"not of any cell of the plan": 1}
-        and not made.failed
+        collection.taken == {"node-a": 2, "node-b": 1}
+        and +collection.left == {"not of any cell of the plan": 1}
+        and not collection.failed
     )
     copies = {path: (path.read_bytes(), path.stat().st_mtime_ns) for path in list_all_files(out)}
     assert {str(path.parent.relative_to(out / "runs")) for path in copies} == {
@@ -80,7 +80,7 @@ def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
 
 
 @for_each(
-    ("what", "said"),
+    ("what", "message"),
     [
         ("foreign", "is not a run file, or is in a wrong folder"),
         ("empty", "it is empty"),
@@ -91,7 +91,7 @@ def test_a_resumed_run_replaces_its_beginning(tmp_path: Path) -> None:
         ("nothing", "nothing was copied from its machine"),
     ],
 )
-def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: str, said: str) -> None:
+def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: str, message: str) -> None:
     store = stores(tmp_path)[1]
     path = find_run(OTHER, store)
     lines = path.read_bytes().splitlines(keepends=True)
@@ -109,16 +109,17 @@ def test_faulty_files_are_named_and_the_others_collected(tmp_path: Path, what: s
         shutil.rmtree(store if what == "no store" else store / "runs")
         if what == "nothing":
             (store / "runs").mkdir()
-    made = collected(tmp_path)
-    assert made.taken["node-a"] == 2 and any(said in sentence for sentence in made.failed), made.failed
-    assert made.taken["node-b"] == (what == "foreign")
+    collection = collected(tmp_path)
+    assert any(message in sentence for sentence in collection.failed), collection.failed
+    assert collection.taken["node-a"] == 2
+    assert collection.taken["node-b"] == (what == "foreign")
 
 
 def test_a_run_in_progress_is_not_collected(tmp_path: Path) -> None:
     with find_run(OTHER, stores(tmp_path)[1]).open("rb") as file:
         fcntl.flock(file, fcntl.LOCK_EX)
-        made = collected(tmp_path)
-    assert made.taken["node-b"] == 0 and any("still being measured" in why for why in +made.left)
+        collection = collected(tmp_path)
+    assert collection.taken["node-b"] == 0 and any("still being measured" in reason for reason in +collection.left)
 
 
 def test_a_store_is_not_collected_into_itself_or_over_another_plan(tmp_path: Path) -> None:

@@ -12,15 +12,15 @@ from tests.older import changed_document
 
 
 def test_a_plan_is_worked_on_and_its_status_printed(plan: Path, fp8bench: Say) -> None:
-    for seen in ("gemm (48 x 48 x 48", "is done: run"):
+    for text in ("gemm (48 x 48 x 48", "is done: run"):
         code, out, err = fp8bench("suite", "--plan", str(plan), "--cell", "2", "--no-report")
-        assert code == 0 and seen in out + err
+        assert code == 0 and text in out + err
     code, out, _ = fp8bench("fleet", "status", str(plan))
     assert code == 3 and "1 done, 2 waiting." in out
 
 
 @for_each(
-    ("command", "words", "said"),
+    ("command", "words", "message"),
     [
         ("suite", "--plan PLAN", "--plan FILE and --cell NUMBER only work together"),
         ("suite", "--cell 1", "--plan FILE and --cell NUMBER only work together"),
@@ -38,9 +38,9 @@ def test_a_plan_is_worked_on_and_its_status_printed(plan: Path, fp8bench: Say) -
         ("fleet", "submit PLAN --on slurm --store PLAN/store", "cannot be written"),
     ],
 )
-def test_bad_arguments_are_refused(plan: Path, fp8bench: Say, command: str, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(plan: Path, fp8bench: Say, command: str, words: str, message: str) -> None:
     code, _, err = fp8bench(command, *words.replace("PLAN", str(plan)).split())
-    assert code == 2 and said in " ".join(err.split())
+    assert code == 2 and message in " ".join(err.split())
 
 
 def test_a_worker_reports_its_results(plan: Path, fp8bench: Say, tmp_path: Path) -> None:
@@ -51,5 +51,5 @@ def test_a_worker_reports_its_results(plan: Path, fp8bench: Say, tmp_path: Path)
     content["fleet"]["request"]["suite"], content["fleet"]["id"] = "nosuch", "abcd"
     (tmp_path / "other.json").write_text(json.dumps(content))
     code, _, err = fp8bench("fleet", "work", str(tmp_path / "other.json"), "--cell", "0")
-    told = " ".join(err.split())
-    assert code == 3 and "cell 0 failed: unknown suite 'nosuch'" in told and "1 failed, 2 waiting" in told
+    printed = " ".join(err.split())
+    assert code == 3 and "cell 0 failed: unknown suite 'nosuch'" in printed and "1 failed, 2 waiting" in printed

@@ -101,7 +101,7 @@ def test_slurm_runs_each_worker_as_a_job(plan: Path, fp8bench: Say, store: Path)
     script = next((store / "cells" / "logs").glob("*_submission.sh")).read_text()
     assert "#SBATCH --no-requeue" in script and "#SBATCH --comment=cells" in script and "--exclusive" not in script
     code, _, err = fp8bench("fleet", "submit", str(plan), "--on", "slurm", "--option", "partition=nowhere")
-    assert code == 2 and "slurm took no job" in err and "partition" in err
+    assert code == 2 and "Slurm accepted no job" in err and "partition" in err
 
 
 @pytest.mark.nightly
@@ -222,8 +222,8 @@ def test_one_cell_at_a_time_to_a_device(plan: Path, store: Path, cluster: tuple[
     words += ["--option", f"address={address}", "--wait"]
 
     def submitted(file: Path) -> subprocess.CompletedProcess[str]:
-        given = [str(file) if word == "PLAN" else word for word in words]
-        return subprocess.run(given, env=environment, capture_output=True, text=True, check=False)
+        command = [str(file) if word == "PLAN" else word for word in words]
+        return subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
 
     elsewhere = plan.with_name("h200.json")
     held = read_plan(plan)
@@ -248,14 +248,14 @@ def test_unsupported_options_of_an_engine_are_refused_first(tmp_path: Path, monk
     monkeypatch.setenv("PATH", str(tmp_path))
     cells = (Cell("gemm[m=16]@cpu"),)
     order = WorkerOrder(FleetPlan("1a2b", "", "", Request("gemm"), cells, ""), tmp_path / "plan.json", tmp_path)
-    for engine, given, words in (
+    for engine, changed_order, words in (
         ("slurm", order, "there is no Slurm here"),
         ("ray", order, "Add --wait"),
         ("ray", replace(order, waits=True, options={"partition": "gpu"}), "the option address alone, not partition"),
         ("ray", replace(order, waits=True), "does not name its devices"),
     ):
         with pytest.raises(UsageError, match=words):
-            start_workers(engine, given, lambda jobs: None)
+            start_workers(engine, changed_order, lambda jobs: None)
 
 
 def test_options_are_names_and_values_and_addresses_answer() -> None:

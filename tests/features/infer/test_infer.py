@@ -304,7 +304,7 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
 
 
 @for_each(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--size gpt2 --contexts 128,256,512,2048", "has positions for 1 to 1024"),
         ("--contexts 128,256", "a line needs 4"),
@@ -318,6 +318,6 @@ def test_the_answer_fits_on_sixteen_lines_and_names_what_matters(found: Quality)
         ("--from last", "no training 'last'"),
     ],
 )
-def test_bad_arguments_are_refused(words: str, said: str, fp8bench: Say, tmp_path: Path) -> None:
+def test_bad_arguments_are_refused(words: str, message: str, fp8bench: Say, tmp_path: Path) -> None:
     code, out, err = fp8bench("infer", *words.split(), "--store", str(tmp_path))
-    assert code == 2 and not out and said in err and not list(tmp_path.iterdir()), err
+    assert code == 2 and not out and message in err and not list(tmp_path.iterdir()), err

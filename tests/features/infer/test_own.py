@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import math
 from dataclasses import replace
+from itertools import product
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -34,7 +36,7 @@ MODELS = "tests.nn.served_models"
 
 
 @pytest.fixture
-def own(monkeypatch: pytest.MonkeyPatch) -> str:
+def user_model(monkeypatch: pytest.MonkeyPatch) -> str:
     """The name of a maker after registering its model's shape."""
     maker = f"{MODELS}:own"
     bench = InferBench(Settings())
@@ -42,11 +44,15 @@ def own(monkeypatch: pytest.MonkeyPatch) -> str:
     return maker
 
 
-def test_a_step_of_a_model_of_ones_own(own: str) -> None:
+def test_a_step_of_a_model_of_ones_own(user_model: str) -> None:
     for name, new in (("decode", 1), ("prefill", 24)):
         workload = workloads.get(name)
         for precision in ("fp32", "bf16", "served:weights=int8", "served:kv=fp8:weights=int4"):
-            setup = setup_of(name, {"size": own, "batch": 2, "context": 24, "kv": "own", "weights": "own"}, precision)
+            setup = setup_of(
+                name,
+                {"size": user_model, "batch": 2, "context": 24, "kv": "own", "weights": "own"},
+                precision,
+            )
             state = workload.prepare(setup)
             assert state.tokens.shape == (2, new) and state.at == 24 - new
             workload.step(state, SilentPhases())
@@ -59,9 +65,9 @@ def test_a_step_of_a_model_of_ones_own(own: str) -> None:
 
 
 @pytest.mark.slow
-def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(own: str) -> None:
+def test_its_quality_is_read_on_its_own_tokens_or_on_random_ones(user_model: str) -> None:
     bench, arms = InferBench(Settings()), (Arm("fp32"), Arm("bf16"), Arm("bf16", "nvfp4"))
-    quality = bench.measure_quality(QualityTask(ServedModel(own), 512, arms, CPU, 0))
+    quality = bench.measure_quality(QualityTask(ServedModel(user_model), 512, arms, CPU, 0))
     assert not quality.caution and quality.tokens == 3 * 16
     assert quality.itself.kl == 0 < quality.arms[0].kl < quality.arms[1].kl
     assert quality.arms[0].bits == 16.0
@@ -94,17 +100,17 @@ def test_a_masking_model_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 0 < workload.error(setup)["logits_error"] < 0.05
 
 
-def test_questions_about_a_users_model_are_completed_or_refused(own: str, fp8bench: Say, tmp_path: Path) -> None:
-    shape = OWN_SHAPES[own]
-    question = ServingQuestion(own, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
-    assert question.is_own and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
+def test_questions_about_a_users_model_are_completed_or_refused(user_model: str, fp8bench: Say, tmp_path: Path) -> None:
+    shape = OWN_SHAPES[user_model]
+    question = ServingQuestion(user_model, (Arm("fp32"), Arm("bf16", "fp8")), (), 1, True, 512)
+    assert question.is_user_model and complete_question(question).contexts == (128, 512, 513, 1024, 2048)
     assert complete_question(replace(question, contexts=(64, 96, 128, 256))).contexts == (64, 96, 97, 128, 256)
     assert complete_question(replace(question, contexts=(64, 97, 128, 256))).contexts == (64, 97, 128, 256)
     value = encode_answer(ServingAnswer(complete_question(question), "cpu", (), 128, None))
     assert value["bytes"][1]["kv"] * 4 == value["bytes"][0]["kv"]
     assert step_bytes(shape, Arm("fp32"), 1, 8).kv == 4 * 2 * served_models.LAYERS * 8 * served_models.WIDTH
     support = workloads.get("decode").support
-    params = {"size": own, "kv": "own", "weights": "own", "batch": 1, "context": 8}
+    params = {"size": user_model, "kv": "own", "weights": "own", "batch": 1, "context": 8}
     assert support(params, precisions.get("fp8"), CPU).level is Level.REFUSED
     assert support(params, precisions.get("served:weights=int4"), CPU).level is Level.NATIVE
     assert support({**params, "size": "a:b"}, precisions.get("bf16"), CPU).level is Level.REFUSED
@@ -118,8 +124,8 @@ def test_the_head_is_in_the_carrier(carrier: str, bench: Bench) -> None:
     params = dict(small("decode", "fp32").case.params)
     arms = f"served:carrier={carrier}:kv={carrier}", carrier
     setups = [bench._setup(case("decode", precisions.canonical(arm), params), CPU) for arm in arms]
-    same, own = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
-    assert same == own and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
+    carried, served = (workloads.get("decode").error(setup)["logits_error"] for setup in setups)
+    assert carried == served and setups[0].high.carrier is {"fp32": torch.float32, "bf16": torch.bfloat16}[carrier]
 
 
 @for_each("name", ["int8", "int4", "fp8", "nvfp4"])
@@ -138,66 +144,50 @@ def test_a_product_with_a_kept_weight(name: str) -> None:
         assert gemm.support(params, precisions.get(precision), H200).level is Level.REFUSED
 
 
+def decoded(context: int, precision: str, timing: Timing) -> Record:
+    """A record of decoding at a context."""
+    decoding = case("decode", precision, {"context": context})
+    return Record(decoding, NATIVE, Status.OK, timing=timing, is_reference=precision == "fp32")
+
+
 def test_a_figure_of_another_context_is_not_shown_for_the_longest() -> None:
-    records = []
-    for context in (128, 256, 512, 1024):
-        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
-        for precision in ("fp32", "bf16"):
-            failed = context > 512 and precision == "bf16"
-            made = case("decode", precision, params)
-            timing = None if failed else steady(int(1e6), 24)
-            status, reason = (Status.FAILED, "out of memory") if failed else (Status.OK, "")
-            lead = precision == "fp32"
-            records.append(Record(made, NATIVE, status, reason=reason, timing=timing, is_reference=lead))
-    arms = Arm("fp32"), Arm("bf16")
-    question = ServingQuestion("nano", arms, (128, 256, 512, 1024), 1, True, 512)
+    arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024)
+    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context, arm in product(contexts, arms)]
+    records[-1] = replace(records[-1], status=Status.FAILED, reason="out of memory", timing=None)
+    question = ServingQuestion("nano", arms, contexts, 1, True, 512)
     times = tuple(collect_arm_times(question, arms, run_of(records), run_of([])))
     answer = ServingAnswer(question, "cpu", times, 128, None, bandwidth=1e9)
     lead, low = times
     assert answer.tpot(lead) == pytest.approx(1e-3) and answer.tpot(low) is None and len(low.tpot) == 3
     assert low.why == "at a context of 1024: out of memory"
     _, rows = table_rows(answer)
-    assert "tpot_1024" in rows[0] and rows[1]["tpot_1024"] is None
+    assert "tpot_1024" in rows[0] and "tpot_1024" not in rows[1]
 
 
 def test_an_interrupt_prints_what_was_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     arms, contexts = (Arm("fp32"), Arm("bf16")), (128, 256, 512, 1024, 2048)
     question = ServingQuestion("nano", arms, contexts, 1, True, 512)
-    records = []
-    for context in contexts:
-        for arm in arms:
-            decoding = case("decode", arm.carrier, {"context": context})
-            timing = steady(int(1e6), 24)
-            records.append(Record(decoding, NATIVE, Status.OK, timing=timing, is_reference=arm == arms[0]))
+    records = [decoded(context, arm.carrier, steady(int(1e6), 24)) for context, arm in product(contexts, arms)]
 
-    def answered(*runs: Run) -> ServingAnswer:
-        given = iter(runs)
-
-        def executed(*words: object, **more: object) -> Run:
-            for run in given:
-                return run
-            raise KeyboardInterrupt
-
-        monkeypatch.setattr(job, "execute", executed)
+    def answered(run: Run) -> ServingAnswer:
+        monkeypatch.setattr(job, "execute", Mock(side_effect=[run, KeyboardInterrupt]))
         return job._measure_times(ServingAnswer(question, "cpu", (), 128, None), CPU, Path(), "", TERMINAL)
 
-    whole = answered(run_of(records))
-    assert not whole.finished and len(whole.runs) == 1 and whole.question == question
-    assert [time.crossing is None for time in whole.times] == [True, False] and whole.times[1].ttft is None
+    partial = answered(run_of(records))
+    assert not partial.finished and len(partial.runs) == 1 and partial.question == question
+    assert [time.crossing is None for time in partial.times] == [True, False] and partial.times[1].ttft is None
     few = answered(replace(run_of(records[:8]), finished=False))
     assert not few.finished and few.question.contexts == contexts[:4] and few.tpot(few.times[1]) is not None
 
 
 def test_a_figure_lies_on_its_line() -> None:
-    records = []
-    for context in (128, 512, 1024, 2048):
-        params = {"size": "nano", "batch": 1, "context": context, "kv": "own", "weights": "own"}
+    records, contexts = [], (128, 512, 1024, 2048)
+    for context in contexts:
         seconds = 1e-3 + 2e-6 * context
         calls, waited = ((int(3e9 * seconds),),) * 4, 8 * seconds
         slots = (SlotSample(number, calls, 1.0, 1.0, waited_seconds=waited) for number in range(12))
-        timing = Timing(Segments(("gemm",), (0,)), tuple(slots))
-        records.append(Record(case("decode", "fp32", params), NATIVE, Status.OK, timing=timing, is_reference=True))
-    question = ServingQuestion("nano", (Arm("fp32"),), (128, 512, 1024, 2048), 1, True, 512)
+        records.append(decoded(context, "fp32", Timing(Segments(("gemm",), (0,)), tuple(slots))))
+    question = ServingQuestion("nano", (Arm("fp32"),), contexts, 1, True, 512)
     (times,) = collect_arm_times(question, [Arm("fp32")], run_of(records), run_of([]))
     assert times.line is not None
     for context, tpot in times.tpot:

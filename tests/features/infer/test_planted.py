@@ -63,13 +63,13 @@ def test_a_step_fills_no_cache_and_is_the_same_each_time(name: str, new: int, si
 def test_a_model_that_cheats_is_labelled(
     maker: str, bench: Bench, corpus: Corpus, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wanted = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
+    expected = set[Label]() if maker == "own" else {Label.WORK_MISMATCH}
     name = f"{MODELS}:{maker}"
     monkeypatch.setitem(OWN_SHAPES, name, ServedShape(*InferBench(Settings()).read_shape(name, CPU, 0)))
     found = records(bench, corpus, "decode", "fp32", "bf16", size=name, context="32,60")
     assert len(found) == 4
     for record in found:
-        assert {claim.label for claim in label_false_claims(record, None)} == wanted, record.case.id
+        assert {claim.label for claim in label_false_claims(record, None)} == expected, record.case.id
 
 
 def test_windows_are_slices_of_the_encoded_text() -> None:

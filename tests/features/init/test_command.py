@@ -86,9 +86,9 @@ def test_git_ignores_the_store(before: str | None, after: str, tmp_path: Path, f
 
 
 def test_the_workflow_has_no_fault(store: Path, fp8bench: Say) -> None:
-    path, what = Path(FILES[2]), 'git+https://a.b/c.git@v1 "; echo # {install}'
-    assert fp8bench("init", "--install", what)[0] == 0
-    assert load(path)["jobs"]["compare"]["steps"][2]["env"] == {"FP8BENCH": what}
+    path, requirement = Path(FILES[2]), 'git+https://a.b/c.git@v1 "; echo # {install}'
+    assert fp8bench("init", "--install", requirement)[0] == 0
+    assert load(path)["jobs"]["compare"]["steps"][2]["env"] == {"FP8BENCH": requirement}
     assert faults(load(path), path.read_text()) == []
     ((gate, *words),) = commands(load(path), "fp8bench")
     assert gate == "gate" and {"--against", "--config", "--comment"} <= set(words)
@@ -189,9 +189,9 @@ def test_without_a_terminal_nobody_is_asked(
     assert installs(folder) == installed and ("Before you push:" in out) is not bool(known)
 
 
-@for_each("there", FILES)
-def test_existing_files_are_never_overwritten(there: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
-    file = tmp_path / "project" / there
+@for_each("existing", FILES)
+def test_existing_files_are_never_overwritten(existing: str, store: Path, tmp_path: Path, fp8bench: Say) -> None:
+    file = tmp_path / "project" / existing
     file.parent.mkdir(parents=True)
     file.symlink_to("nowhere")
     code, out, err = unfolding(fp8bench)("init", str(tmp_path / "project"))

@@ -14,10 +14,11 @@ from fp8bench import pipeline
 from fp8bench.features.lint_shapes.command import LinearShape, ShapeFinding, find_layer_shapes, judge_all, judge_product
 from fp8bench.formats.hardware import A100, B200, CLASSES, CPU, H100, L40S, MI300X, MI350X, RTX5090, DeviceClass
 from fp8bench.measure.handle import LocalWorker
-from fp8bench.model import DeviceFacts, Level
+from fp8bench.model import Level
 from fp8bench.nn.shared_precisions import RecipePrecision
 from fp8bench.nn.sizes import PRODUCTS
 from fp8bench.registry import precisions, workloads
+from tests import facts
 from tests.commands import Say, only_sentence, unfolding
 from tests.counts import for_each
 
@@ -28,7 +29,7 @@ def say(store: Path, fp8bench: Say) -> Say:
 
 
 @for_each(
-    ("words", "code", "said"),
+    ("words", "code", "message"),
     [
         ("llama3-8b --devices h100,a100 --dtypes fp8", 0, "h100 all a100 - why a device has no such product"),
         ("nano --devices cpu", 3, "no CPU has units for it: emulated, in any shape"),
@@ -36,13 +37,13 @@ def say(store: Path, fp8bench: Say) -> Say:
         ("nano --devices h100 --dtypes fp8-e5m2", 3, "no padding helps two E5M2 operands are not multiplied"),
     ],
 )
-def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int, said: str) -> None:
+def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int, message: str) -> None:
     ended, out, _ = say(*words.split())
-    assert ended == code and said in " ".join(out.split()), out
+    assert ended == code and message in " ".join(out.split()), out
 
 
 @for_each(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("gpt3", "Did you mean 'gpt2'"),
         ("net.py", "is not a function"),
@@ -52,9 +53,9 @@ def test_fitting_and_unfitting_shapes_are_listed(say: Say, words: str, code: int
         ("gpt2 --devices h1000", "Did you mean 'h100'"),
     ],
 )
-def test_bad_arguments_are_refused(say: Say, words: str, said: str) -> None:
+def test_bad_arguments_are_refused(say: Say, words: str, message: str) -> None:
     code, out, err = say(*words.split())
-    assert (code, out) == (2, "") and said in only_sentence(err)
+    assert (code, out) == (2, "") and message in only_sentence(err)
 
 
 NET = """
@@ -99,14 +100,14 @@ def test_models_have_their_layers_and_their_tokens() -> None:
 
 
 FACTS = {
-    A100: DeviceFacts("cuda", 0, "A100", 80 << 30, "2.13.0", (8, 0), "13.0"),
-    L40S: DeviceFacts("cuda", 0, "L40S", 48 << 30, "2.13.0", (8, 9), "13.0"),
-    H100: DeviceFacts("cuda", 0, "H100", 80 << 30, "2.13.0", (9, 0), "13.0"),
-    B200: DeviceFacts("cuda", 0, "B200", 180 << 30, "2.13.0", (10, 0), "13.0"),
-    RTX5090: DeviceFacts("cuda", 0, "RTX 5090", 32 << 30, "2.13.0", (12, 0), "13.0"),
-    MI300X: DeviceFacts("cuda", 0, "MI300X", 192 << 30, "2.13.0", (9, 4), None, "7.0", "gfx942"),
-    MI350X: DeviceFacts("cuda", 0, "MI350X", 288 << 30, "2.13.0", (9, 5), None, "7.0", "gfx950"),
-    CPU: DeviceFacts("cpu", 0, "a processor", 16 << 30, "2.13.0"),
+    A100: facts.A100,
+    L40S: facts.gpu("L40S", (8, 9)),
+    H100: facts.H200,
+    B200: facts.B200,
+    RTX5090: facts.gpu("RTX 5090", (12, 0)),
+    MI300X: facts.MI300X,
+    MI350X: facts.MI350X,
+    CPU: facts.CPU,
 }
 SIDES = (16, 17, 24, 32)
 
@@ -129,13 +130,14 @@ def scaled_modes() -> list[str]:
 @for_each("device", CLASSES, ids=lambda one: one.name)
 @for_each("mode", scaled_modes())
 def test_what_a_suite_takes_natively_the_lint_takes_and_the_other_way_round(mode: str, device: DeviceClass) -> None:
-    precision, facts = precisions.get(mode), FACTS[device]
-    if precision.support(facts).level is not Level.NATIVE:
+    precision = precisions.get(mode)
+    if precision.support(FACTS[device]).level is not Level.NATIVE:
         return
     gemm = workloads.get("gemm")
     for m, n, k in itertools.product(SIDES, repeat=3):
         found = lint(LinearShape("", m, n, k), mode, device)
-        support = gemm.support({"m": m, "n": n, "k": k, "product": "forward", "operands": "cast"}, precision, facts)
+        params = {"m": m, "n": n, "k": k, "product": "forward", "operands": "cast"}
+        support = gemm.support(params, precision, FACTS[device])
         assert found.exists and found.fits == (support.level is Level.NATIVE), (m, n, k)
         assert found.fits or found.padded
 

@@ -140,8 +140,8 @@ def _ratios(rows: Sequence[Published]) -> Iterator[tuple[str, str, float]]:
     """Yields machine, recipe, and FP8's rate relative to bf16's for pairs of otherwise equal rows."""
     for row in rows:
         for plain in rows:
-            alike = replace(row.load, precision="bf16") == plain.load and row.layout == plain.layout
-            if row.load.precision == "fp8" and alike and (row.machine, row.model) == (plain.machine, plain.model):
+            is_alike = replace(row.load, precision="bf16") == plain.load and row.layout == plain.layout
+            if row.load.precision == "fp8" and is_alike and (row.machine, row.model) == (plain.machine, plain.model):
                 topology = calibrate(row.topology, measured(plain))
                 least, most = 0.1, 10.0
                 for _ in range(40):
@@ -165,16 +165,16 @@ def recipes_of(rows: Sequence[Published]) -> dict[str, float]:
 def _pairs(rows: Sequence[Published], recipes: Mapping[str, float]) -> Iterator[HeldOut]:
     """Predicts each row from each other row of its machine and recipe."""
     for by in rows:
-        told: dict[str, Topology] = {}
+        topologies: dict[str, Topology] = {}
         for row in rows:
             narrow = {each.recipe for each in (by, row) if each.load.precision == "fp8"} or {ranking.DEFAULT_RECIPE}
             if row is by or row.machine != by.machine or len(narrow) > 1 or not narrow <= recipes.keys():
                 continue
             (recipe,) = narrow
-            if recipe not in told:
-                told[recipe] = calibrate(by.topology, measured(by), recipe)
+            if recipe not in topologies:
+                topologies[recipe] = calibrate(by.topology, measured(by), recipe)
             yield HeldOut(
-                by.machine, by, row, predict_training_pace(told[recipe], measured(row)) / row.figures["pace"] - 1
+                by.machine, by, row, predict_training_pace(topologies[recipe], measured(row)) / row.figures["pace"] - 1
             )
 
 
@@ -204,11 +204,11 @@ def held_out() -> tuple[HeldOut, ...]:
 
 def bands(pairs: Sequence[HeldOut], least: int = LEAST_MACHINES) -> dict[Kinds, float]:
     """The largest error of each pair of kinds that enough machines have."""
-    alike: dict[Kinds, list[HeldOut]] = {}
+    by_kinds: dict[Kinds, list[HeldOut]] = {}
     for pair in pairs:
-        alike.setdefault(pair.kinds, []).append(pair)
+        by_kinds.setdefault(pair.kinds, []).append(pair)
     largest = {}
-    for kinds, several in alike.items():
+    for kinds, several in by_kinds.items():
         if len({pair.machine for pair in several}) >= least:
             largest[kinds] = max(abs(pair.error) for pair in several)
     return largest
@@ -218,7 +218,7 @@ def within(pairs: Sequence[HeldOut], machines: Collection[str] = ()) -> tuple[in
     """The number of pairs with a band from the other machines, and how many are within it."""
     inside: list[bool] = []
     for machine in machines or {pair.machine for pair in pairs}:
-        others = bands([pair for pair in pairs if pair.machine != machine], LEAST_MACHINES - 1)
-        own = [pair for pair in pairs if pair.machine == machine and pair.kinds in others]
-        inside += [abs(pair.error) <= others[pair.kinds] for pair in own]
+        bands_of_others = bands([pair for pair in pairs if pair.machine != machine], LEAST_MACHINES - 1)
+        pairs_of_machine = [pair for pair in pairs if pair.machine == machine and pair.kinds in bands_of_others]
+        inside += [abs(pair.error) <= bands_of_others[pair.kinds] for pair in pairs_of_machine]
     return len(inside), sum(inside)

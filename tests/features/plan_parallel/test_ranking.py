@@ -32,7 +32,7 @@ def test_every_split_is_listed_once(gpus: int, batch: int) -> None:
     every = list(list_layouts(question))
     assert len(every) == len(set(every)) and all(layout.gpus == gpus for layout in every)
     cut = {(layout.tensor, layout.pipeline, layout.context) for layout in every}
-    wanted = {
+    expected = {
         (tensor, pipeline, context)
         for tensor, pipeline, context in product(range(1, 9), range(1, 33), range(1, 3))
         if 8 % tensor == 0
@@ -40,7 +40,7 @@ def test_every_split_is_listed_once(gpus: int, batch: int) -> None:
         and (pipeline == 1 or -32 % pipeline <= 2)
         and batch % (gpus // (tensor * pipeline * context)) == 0
     }
-    assert cut == wanted
+    assert cut == expected
 
 
 def test_stages_are_equally_long() -> None:

@@ -51,10 +51,10 @@ def simulate(layout: ParallelLayout, load: Load, links: Topology) -> float:
     stages, pieces = layout.pipeline, load.micro_batches
     layers = LAYERS // stages
     tokens = load.local * load.sequence / pieces / layout.context
-    again = load.checkpointing is Checkpointing.FULL
+    recomputes = load.checkpointing is Checkpointing.FULL
     scores = 2 * MODEL.width * load.sequence * tokens / (0.55 * RATE)
     forward = 2 * MODEL.block_products * tokens / RATE + scores
-    backward = (3 if again else 2) * (forward - scores) + (3.5 if again else 2.5) * scores
+    backward = (3 if recomputes else 2) * (forward - scores) + (3.5 if recomputes else 2.5) * scores
     ranks = layout.shards * layout.context
     piece = MODEL.block * (ranks - 1) / ranks / links.link(ranks)
     copied = MODEL.block / ranks * (layout.copies - 1) / layout.copies / links.link(layout.gpus)
@@ -69,11 +69,11 @@ def simulate(layout: ParallelLayout, load: Load, links: Topology) -> float:
             while queue:
                 kind, number = queue[0]
                 neighbour = stage - 1 if kind == "forward" else stage + 1
-                before = done.get((kind, number, neighbour), None if 0 <= neighbour < stages else 0.0)
-                if before is None:
+                neighbour_end = done.get((kind, number, neighbour), None if 0 <= neighbour < stages else 0.0)
+                if neighbour_end is None:
                     break
                 queue.pop(0)
-                now = max(clocks[stage], before)
+                now = max(clocks[stage], neighbour_end)
                 first, last = (kind, number) == ("forward", 0), (kind, number) == ("backward", pieces - 1)
                 asked = 0.0 if first else now
                 sends = [(inner[stage], 2 * piece)] if ranks > 1 and (first or stages == 1) else []

@@ -77,8 +77,8 @@ def test_phases_that_lack_or_leave_much_are_noticed(phases: set[str], seen: str)
 def test_the_report_prints_each_check_and_ends_with_a_code(
     held: bool, code: int, last: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    made = SelfCheck("one", True, "a"), SelfCheck("two", held, "b")
-    monkeypatch.setattr(checks, "run_selfchecks", lambda device: iter(made))
+    results = SelfCheck("one", True, "a"), SelfCheck("two", held, "b")
+    monkeypatch.setattr(checks, "run_selfchecks", lambda device: iter(results))
     assert main(["selftest"]) == code
     lines = capsys.readouterr().out.splitlines()
     assert lines[0] == "ok    one" and lines[2] == ("ok    two" if held else "FAIL  two")

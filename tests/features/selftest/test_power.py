@@ -87,15 +87,15 @@ def test_effects_are_sized_by_what_a_tiny_call_really_costs(per_call: float) -> 
 
 
 def test_a_trial_judges_every_effect_once() -> None:
-    worker, seen = slowing(50.0), list[int]()
+    worker, load_counts = slowing(50.0), list[int]()
     operation = list_operations("text:0", CPU)[0]
-    result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: seen.append(len(so_far.loads)))
+    result = measure_power(worker, CPU, operation, 2, 7, lambda so_far: load_counts.append(len(so_far.loads)))
     assert sum(map(len, result.outcomes.values())) == 2 * len(SLOWDOWNS)
     rows = {row.planted: row for row in summarize_rows([result])}
     assert list(rows) == list(SLOWDOWNS) and all(row.trials == 2 for row in rows.values())
     assert rows[0.0].slower == rows[0.0].faster == 0 and rows[0.05].slower == rows[0.10].slower == 2
     assert rows[0.10].found == pytest.approx(0.10, rel=0.1)
-    assert seen == [1, 2] and not worker.held
+    assert load_counts == [1, 2] and not worker.held
     # Two sizings, once for both trials: reference, control and one candidate per effect, each several times.
     assert len(worker.prepared) == 2 + STATES_PER_SHORT_STEP * (2 + len(SLOWDOWNS))
 
@@ -115,8 +115,8 @@ def test_operations_are_what_the_planted_workload_takes(number: int, facts: Devi
     base = workloads.get(str(params["base"]))
     axes = {axis.name: axis.values(axis.default)[0] for axis in base.axes(facts)}
     (case,) = expand_cases(base, checked_axes(base, facts), axes)
-    wanted = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
-    assert {name.removeprefix("base.") for name in params} - {"base"} == wanted
+    expected = {name for name, _ in case} | ({"data"} if base.uses_corpus else set())
+    assert {name.removeprefix("base.") for name in params} - {"base"} == expected
     assert operation.key in power.OPERATIONS
 
 

@@ -36,7 +36,7 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
 
 
 @for_each(
-    ("words", "said"),
+    ("words", "message"),
     [
         ("--size huge", "expected one of nano"),
         ("--dtype fb8", "Did you mean 'fp8'"),
@@ -56,9 +56,9 @@ def say(store: Path, fp8bench: Say, monkeypatch: pytest.MonkeyPatch) -> Say:
         ("--write-map nowhere/map", "cannot be written"),
     ],
 )
-def test_bad_arguments_give_one_message(words: str, said: str, say: Say) -> None:
+def test_bad_arguments_give_one_message(words: str, message: str, say: Say) -> None:
     code, out, err = say(*words.split())
-    assert (code, out) == (2, "") and said in only_sentence(err)
+    assert (code, out) == (2, "") and message in only_sentence(err)
 
 
 def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
@@ -70,8 +70,8 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     assert {trial["precision"] for trial in probes.values()} == {"mxfp4"}
     assert probes["1.1"]["precision_map"] == [["0", "untouched"], ["2", "untouched"]]
     errors = {name: trial["gradient_error"] for name, trial in probes.items()}
-    whole = document["candidates"][0]["gradient_error"]
-    assert all(0 < error < whole for error in errors.values())
+    error_of_all = document["candidates"][0]["gradient_error"]
+    assert all(0 < error < error_of_all for error in errors.values())
     assert len({trial["loss"] for trial in (document["baseline"], *document["draws"])}) == 3
     assert json.loads(next((store / "sensitivity").iterdir()).read_text())["params"][0] == ["make", "net.py:make"]
     code, _, err = say("net.py:make", "--steps", "1", "--by", "kind", "--write-map", "map.txt")
@@ -80,8 +80,8 @@ def test_layers_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
 
 def test_a_map_by_the_gradients_of_a_model_of_one_s_own(store: Path, say: Say) -> None:
     words = ("net.py:make", "--steps", "1", "--dtype", "mxfp4", "--tolerance", "50", "--json")
-    whole = json.loads(say(*words)[1])
-    errors = sorted(trial["gradient_error"] for trial in whole["probes"])
+    unlimited = json.loads(say(*words)[1])
+    errors = sorted(trial["gradient_error"] for trial in unlimited["probes"])
     most = 100 * (errors[0] + errors[1]) / 2
     code, out, _ = say(*words, "--gradient-tolerance", f"{most:.4f}", "--write-map", "map.txt")
     document = json.loads(out)

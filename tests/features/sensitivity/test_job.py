@@ -57,10 +57,10 @@ class Trainer(Worker):
         self.log.append((case.mode, case.precision, case.precision_map, draw))
         if draw:
             return (self.draws[draw],) * steps
-        found = self.loss(low_of(case))
-        if isinstance(found, WorkerError):
-            raise found
-        return (found,) * (steps if math.isfinite(found) else 2)
+        outcome = self.loss(low_of(case))
+        if isinstance(outcome, WorkerError):
+            raise outcome
+        return (outcome,) * (steps if math.isfinite(outcome) else 2)
 
 
 def low_of(case: Case) -> frozenset[str]:
@@ -75,10 +75,10 @@ def low_of(case: Case) -> frozenset[str]:
 
 
 def studied(trainer: Trainer, by: LoweredUnit = LoweredUnit.LAYER, tolerance: float = 0.05) -> tuple[Study, Told]:
-    told: Told = []
+    reports: Told = []
     runs = open_study(StudyQuestion(ASKED, by, 5, tolerance), (CPU,), None, trainer)
-    runs.run(lambda *words: told.append(words))
-    return runs.study, told
+    runs.run(lambda *words: reports.append(words))
+    return runs.study, reports
 
 
 def costs(*bad: str) -> Callable[[frozenset[str]], float]:
@@ -88,7 +88,7 @@ def costs(*bad: str) -> Callable[[frozenset[str]], float]:
 
 def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() -> None:
     trainer = Trainer(costs())
-    study, told = studied(trainer)
+    study, reports = studied(trainer)
     assert [mode for mode, *_ in trainer.log] == [
         "bf16",
         *["bf16"] * WEIGHT_DRAWS,
@@ -101,8 +101,8 @@ def test_a_study_trains_the_reference_its_draws_every_layer_and_all_of_them() ->
     assert study.noise == pytest.approx(0.01) and study.suggestion is None
     assert study.candidates[0].gradient_error == 0.09 and trainer.restarts == 0
     assert len(trainer.limits) == 1 and min(trainer.limits) > 5 * 60
-    assert told[0] == (0, 13, "trainings", "training with the reference")
-    assert told[-1] == (12, 13, "trainings", "training with all layers")
+    assert reports[0] == (0, 13, "trainings", "training with the reference")
+    assert reports[-1] == (12, 13, "trainings", "training with all layers")
 
 
 def test_a_study_by_kind_lowers_whole_kinds() -> None:
@@ -116,7 +116,7 @@ def test_a_study_by_kind_lowers_whole_kinds() -> None:
 def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
     bad = ("blocks.1.mlp.down", "head", "blocks.0.attn.out")
     trainer = Trainer(costs(*bad))
-    study, told = studied(trainer)
+    study, reports = studied(trainer)
     gaps = [study.gap(trial) for trial in study.candidates]
     assert gaps == [pytest.approx(gap, abs=1e-9) for gap in (0.3, 0.2, 0.1, 0.0)]
     assert study.suggestion is study.candidates[-1]
@@ -125,7 +125,7 @@ def test_the_worst_are_taken_out_until_a_map_keeps_the_loss() -> None:
     assert {frozenset(dict(trial.precision_map)) for trial in study.candidates} == {
         frozenset(dict(precision_map)) for mode, precision, precision_map, _ in trainer.log if precision == "fp8"
     }
-    assert told[-1][:2] == (15, 16)
+    assert reports[-1][:2] == (15, 16)
 
 
 def test_a_suggestion_without_a_map_names_what_stays_high(tmp_path: Path) -> None:
@@ -147,7 +147,7 @@ def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
 
 
 @for_each(
-    ("fault", "why", "restarts"),
+    ("fault", "reason", "restarts"),
     [
         (math.nan, "the loss is nan in step 1", 0),
         (math.inf, "the loss is inf in step 1", 0),
@@ -159,11 +159,11 @@ def test_a_tolerance_that_no_map_keeps_ends_with_the_last_layer() -> None:
     ids=str,
 )
 def test_a_run_that_fails_is_a_row_and_its_layer_the_first_to_go(
-    fault: float | WorkerError, why: str, restarts: int
+    fault: float | WorkerError, reason: str, restarts: int
 ) -> None:
     trainer = Trainer(lambda low: fault if "blocks.1.attn.qkv" in low else 1.0)
     study, _ = studied(trainer)
-    assert study.ranking[0].name == "blocks.1.attn.qkv" and study.ranking[0].failure.startswith(why)
+    assert study.ranking[0].name == "blocks.1.attn.qkv" and study.ranking[0].failure.startswith(reason)
     assert [bool(trial.failure) for trial in study.candidates] == [True, False]
     assert study.suggestion is not None and len(study.suggestion.low) == 8
     assert trainer.restarts == 2 * restarts
@@ -185,10 +185,10 @@ class Formats(Trainer):
 
     def _gradient_error(self, case: Case, reference: Case, facts: DeviceFacts) -> float:
         ((layer, form), *others) = case.precision_map or (("", ""),)
-        found = self.errors.get((layer, form), 0.1) if not others and case.precision == "bf16" else 0.2
-        if isinstance(found, WorkerError):
-            raise found
-        return found
+        outcome = self.errors.get((layer, form), 0.1) if not others and case.precision == "bf16" else 0.2
+        if isinstance(outcome, WorkerError):
+            raise outcome
+        return outcome
 
 
 def test_each_layer_gets_the_cheapest_format_that_is_nearly_the_best(tmp_path: Path) -> None:

@@ -65,7 +65,7 @@ def test_gaps_are_relative_to_the_reference() -> None:
 
 
 @for_each(
-    ("wanted", "loss", "gap", "says"),
+    ("reference", "loss", "gap", "says"),
     [
         (0.0, 0.0, 0.0, "noise unknown"),
         (0.0, 0.5, math.inf, "noise unknown"),
@@ -73,9 +73,9 @@ def test_gaps_are_relative_to_the_reference() -> None:
         (-2.0, -3.0, -0.5, "better"),
     ],
 )
-def test_a_loss_may_be_zero_or_below(wanted: float, loss: float, gap: float, says: str) -> None:
-    draws = (replace(BASE, draw=1, losses=(1.01 * wanted,)),)
-    study, trial = replace(STUDY, baseline=replace(BASE, losses=(wanted,)), draws=draws), probe("a", loss)
+def test_a_loss_may_be_zero_or_below(reference: float, loss: float, gap: float, says: str) -> None:
+    draws = (replace(BASE, draw=1, losses=(1.01 * reference,)),)
+    study, trial = replace(STUDY, baseline=replace(BASE, losses=(reference,)), draws=draws), probe("a", loss)
     assert study.gap(trial) == gap and study.verdict(trial) == says
 
 
@@ -146,7 +146,7 @@ NAMES = [layer.name for layer in LAYERS]
 
 
 @for_each(
-    ("gone", "words"),
+    ("high_layers", "words"),
     [
         ((), "head=fp8"),
         (("head",), ""),
@@ -155,8 +155,8 @@ NAMES = [layer.name for layer in LAYERS]
         (NAMES, "attn=bf16,mlp=bf16"),
     ],
 )
-def test_maps_are_as_short_as_one_would_write_them(gone: Sequence[str], words: str) -> None:
-    high = tuple(f"{front}." for front in gone)
+def test_maps_are_as_short_as_one_would_write_them(high_layers: Sequence[str], words: str) -> None:
+    high = tuple(f"{front}." for front in high_layers)
     low = [name for name in NAMES if not f"{name}.".startswith(high)]
     assert format_map(make_map(LAYERS, low, ("fp8", "bf16"), "bf16")) == words
 
@@ -181,10 +181,10 @@ WILD = st.lists(st.tuples(PARTS, st.sampled_from(["a", "k", "0"]), st.booleans()
 @given(WILD, st.data())
 def test_any_names_and_kinds_of_layers_are_mapped(layers: list[Layer], data: st.DataObject) -> None:
     modes = st.sampled_from(["x", "y", "z"])
-    wanted = {layer.name: data.draw(modes) for layer in layers}
+    expected = {layer.name: data.draw(modes) for layer in layers}
     usual = {layer.name: data.draw(modes) for layer in layers}
-    keys = dict(shorten_map(layers, wanted, usual))
-    assert {layer.name: said(layer, keys, usual) for layer in layers} == wanted
+    keys = dict(shorten_map(layers, expected, usual))
+    assert {layer.name: said(layer, keys, usual) for layer in layers} == expected
 
 
 def test_a_layer_called_like_a_kind_is_low_alone() -> None:
