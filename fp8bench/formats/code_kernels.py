@@ -315,7 +315,7 @@ class SquareCodesKernel(Definition):
 
     def __call__(self, *tensors: Tensor) -> tuple[()]:
         x, inverse, turned_inverse, *outputs = tensors
-        stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding), checked=False)
+        stored_tensor = quantise(x, self.fmt, Scaling(SQUARE_SIDE, SQUARE_SIDE, rounding=self.rounding))
         assert stored_tensor.scales is not None
         down, across = stored_tensor.scales.shape
         inverse[:, :across].copy_(stored_tensor.scales)

@@ -416,7 +416,7 @@ class _TiledCast(NamedTuple):
 
 
 def _cast_by_operations(x: Tensor, fmt: Format, scaling: Scaling, seed: Tensor | None) -> tuple[Tensor, Tensor]:
-    stored = quantise(x, fmt, scaling, seed=seed, checked=False)
+    stored = quantise(x, fmt, scaling, seed=seed)
     scales = stored.scales
     assert scales is not None
     by_row = scales.repeat_interleave(scaling.rows, 0)[: len(x)]

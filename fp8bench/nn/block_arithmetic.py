@@ -236,11 +236,11 @@ def _decode_and_scale(data: Tensor, scale: Tensor) -> Tensor:
 
 def _decode_codes(data: Tensor) -> Tensor:
     packed = data.dtype == torch.float4_e2m1fn_x2
-    return decode(unpack(data.view(torch.uint8), E2M1), E2M1, checked=False) if packed else data.to(torch.float32)
+    return decode(unpack(data.view(torch.uint8), E2M1), E2M1) if packed else data.to(torch.float32)
 
 
 def _decode_block_scales(swizzled: Tensor, shape: torch.Size, block: int, fmt: Format) -> Tensor:
-    return decode(unswizzle(swizzled, shape[0], -(-shape[1] // block)), fmt, checked=False)
+    return decode(unswizzle(swizzled, shape[0], -(-shape[1] // block)), fmt)
 
 
 def _repeat_scales(scales: Tensor, block: int, shape: torch.Size) -> Tensor:

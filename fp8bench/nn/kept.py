@@ -39,14 +39,14 @@ class BlockEncoder:
         columns = x.shape[-1]
         padded = F.pad(x.to(torch.float32), (0, -columns % self.block))
         (elements,), scales, _ = block_elements([padded.reshape(-1, self.block)], E2M1, self.scaling, self.above)
-        codes = pack(encode(elements.view(padded.shape)[..., :columns].contiguous(), E2M1, checked=False), E2M1)
+        codes = pack(encode(elements.view(padded.shape)[..., :columns].contiguous(), E2M1), E2M1)
         assert self.scaling.scale is not None
-        return codes, encode(scales, self.scaling.scale, checked=False).view(*x.shape[:-1], -1)
+        return codes, encode(scales, self.scaling.scale).view(*x.shape[:-1], -1)
 
     def decode_rows(self, codes: Tensor, scales: Tensor, columns: int) -> Tensor:
         assert self.scaling.scale is not None
-        elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1, checked=False)
-        scale_values = decode(scales.contiguous(), self.scaling.scale, checked=False)
+        elements = decode(unpack(codes, E2M1, columns).contiguous(), E2M1)
+        scale_values = decode(scales.contiguous(), self.scaling.scale)
         values = elements * scale_values.repeat_interleave(self.block, -1)[..., :columns]
         return values if self.above is None else values * self.above
 

@@ -91,7 +91,7 @@ def in_blocks_stored(x: Tensor, fmt: Format, rounding: ScaleRounding) -> list[Te
     """The same from stored tensors, laid out afterwards."""
     found = []
     for one, side in ((x, 1), (x.t(), 1), (x, 128), (x, 128), (x.t(), 128)):
-        stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding), checked=False)
+        stored = quantise(one, fmt, Scaling(side, 128, rounding=rounding))
         assert stored.scales is not None
         scales = store_by_columns(stored.scales) if side == 1 else store_square_scales(stored.scales)
         found += [stored.codes.view(CODE_DTYPES[fmt.name]), scales]

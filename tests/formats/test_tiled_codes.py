@@ -70,7 +70,7 @@ def seeded(seed: Tensor, steps: tuple[int, ...] = (1,)) -> Draw:
 
 def stored(x: Tensor, how: Cast) -> list[Tensor]:
     """The same from stored tensors, laid out afterwards."""
-    found = quantise(x, how.fmt, how.scaling, seed=how.seed, checked=False)
+    found = quantise(x, how.fmt, how.scaling, seed=how.seed)
     assert found.scales is not None
     each = found.scales.repeat_interleave(how.scaling.rows, 0)[: len(x)]
     above = [] if found.tensor_scale is None else [found.tensor_scale.reshape(1).view(torch.uint8)]
