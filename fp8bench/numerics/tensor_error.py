@@ -194,8 +194,6 @@ def tensor_error(x: Tensor, y: Tensor, fmt: Format | None = None, factors: Facto
     and below 1 for stochastic rounding. `utilisation` is the largest magnitude divided by the largest value that the
     format can represent with the factor. With several factors, it is that of the median non-zero block.
     """
-    if x.shape != y.shape:
-        raise ValueError(f"shapes differ: {tuple(x.shape)} and {tuple(y.shape)}")
     exact_rows = as_rows(x)
     rounded_rows = as_rows(y)
     values = _Values(exact_rows)
@@ -337,8 +335,6 @@ class ScaleCourse:
 
 
 def follow_scale(scales: Sequence[float], amaxes: Sequence[float], fmt: Format) -> ScaleCourse:
-    if len(scales) != len(amaxes):
-        raise ValueError(f"expected a scale for each of {len(amaxes)} steps, got {len(scales)} scales")
     drifts = [_log2_ratio(now, earlier) for earlier, now in itertools.pairwise(scales)]
     lags = [_log2_ratio(amax * scale, fmt.largest) for scale, amax in zip(scales, amaxes, strict=True)]
     return ScaleCourse(

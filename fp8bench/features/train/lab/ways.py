@@ -25,7 +25,7 @@ from fp8bench.nn.parallel.exchanges import FP8Group, OwnedTensors, RankGroup, ex
 from fp8bench.nn.parallel.tensor_parallel import share_blocks
 from fp8bench.nn.parallel.ways import find_cut
 from fp8bench.nn.sizes import GPTConfig
-from fp8bench.numerics.collectives import E4M3, compute_largest_scale
+from fp8bench.numerics.collectives import compute_largest_scale, decode_e4m3, encode_e4m3
 from fp8bench.protocols import Phases, SilentPhases
 
 
@@ -72,7 +72,7 @@ def simulate_sending(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
     if wire != "fp8":
         return numbers.to(_DTYPES[wire]).to(torch.float32)
     scale = compute_largest_scale(amax)
-    return E4M3().decode(E4M3().encode(numbers * scale)) / scale
+    return decode_e4m3(encode_e4m3(numbers * scale)) / scale
 
 
 def simulate_mean(numbers: Tensor, amax: Tensor, wire: str) -> Tensor:
