@@ -101,6 +101,11 @@ class PairKernel(Kernel):
         return {**self.first.options(), **ONE_LAUNCH}
 
 
+def draw_example(shape: Sequence[int], dtype: torch.dtype, device: str) -> Tensor:
+    """Returns the random numbers of an example, the same for every device."""
+    return torch.randn(shape, generator=torch.Generator().manual_seed(0)).to(torch.device(device), dtype)
+
+
 _COMPILE_LOCK = threading.Lock()
 # For each kernel that this process has compiled: the modules that torch generated for it.
 _GENERATED_MODULES: MutableMapping[Callable[..., object], Sequence[ModuleType]] = WeakKeyDictionary()

@@ -46,7 +46,7 @@ from fp8bench.formats.matrix_codes import (
 )
 from fp8bench.formats.memory_layout import MOST_ELEMENTS
 from fp8bench.formats.quantise import check_input
-from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling
+from fp8bench.formats.recipes import Amax, Delayed, ScaleRounding, Scaling, count_blocks
 from fp8bench.formats.scale_layouts import allocate_square_scales, transpose_rows
 from fp8bench.formats.triton_casts import find_triton_kernels, uses_triton
 
@@ -135,7 +135,7 @@ class _RowCast(NamedTuple):
     def allocate(self) -> tuple[Tensor, Tensor]:
         """Allocates codes and scales."""
         matrix = self.matrix
-        inverse_shape = -(-self.columns // self.block) if self.block else 1, len(matrix)
+        inverse_shape = count_blocks(self.columns, self.block) if self.block else 1, len(matrix)
         codes = torch.empty(matrix.shape, dtype=CODE_DTYPES[self.fmt.name], device=matrix.device)
         return codes, torch.empty(inverse_shape, dtype=torch.float32, device=matrix.device)
 
@@ -179,7 +179,7 @@ def square_codes(
 def _square_codes_by_hand(
     x: Tensor, fmt: Format, rounding: ScaleRounding, both: bool
 ) -> tuple[tuple[Tensor, Tensor], ...]:
-    down, across = (-(-length // SQUARE_SIDE) for length in x.shape)
+    down, across = (count_blocks(length, SQUARE_SIDE) for length in x.shape)
     inverse, turned_inverse = allocate_square_scales(down, across, x.device)
     straight, turned = run_cast(
         "square_codes",

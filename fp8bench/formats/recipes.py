@@ -14,6 +14,16 @@ from functools import cached_property
 from fp8bench.errors import RecipeRefused
 from fp8bench.formats.grids import E2M1, E4M3, E5M2, E8M0, Format
 
+
+def count_blocks(length: int, size: int) -> int:
+    """Returns how many blocks of this size cover a length. The last block may be incomplete."""
+    return -(-length // size)
+
+
+def round_up(length: int, multiple: int) -> int:
+    return count_blocks(length, multiple) * multiple
+
+
 MX_ELEMENTS = ("e4m3fn", "e5m2", "e3m2", "e2m3", "e2m1")
 
 

@@ -27,7 +27,7 @@ from fp8bench.formats.blocks import (
 from fp8bench.formats.codes import encode, pack
 from fp8bench.formats.grids import E4M3, Format
 from fp8bench.formats.quantise import check_input, random_bits, round_to
-from fp8bench.formats.recipes import Scaling
+from fp8bench.formats.recipes import Scaling, count_blocks
 
 
 @dataclass(frozen=True)
@@ -211,8 +211,7 @@ def _join_blocks(blocks: Tensor, shape: torch.Size, scaling: Scaling) -> Tensor:
 def _count_blocks(shape: torch.Size, scaling: Scaling) -> tuple[int, int, int]:
     height, width = matrix_shape(shape)
     columns = scaling.columns or max(width, 1)
-    across = -(-width // columns) if scaling.columns else 1
-    return -(-height // scaling.rows), across, columns
+    return count_blocks(height, scaling.rows), count_blocks(width, columns) if scaling.columns else 1, columns
 
 
 def matrix_shape(shape: torch.Size) -> tuple[int, int]:

@@ -16,6 +16,7 @@ from torch import Tensor
 from fp8bench.formats.blocks import block_elements, nvfp4_tensor_scale
 from fp8bench.formats.codes import decode, encode, pack, unpack
 from fp8bench.formats.grids import E2M1, E4M3
+from fp8bench.formats.recipes import count_blocks
 from fp8bench.formats.scaled import largest_magnitude
 from fp8bench.nn.linear import cast_marker
 from fp8bench.nn.served import KV_FORMATS, WEIGHT_FORMATS, Shapes, StorageFormat, int4_format
@@ -86,9 +87,11 @@ class CachedHeads:
         columns = self.width
         dtype = DTYPES.get(name, torch.float8_e4m3fn)
         if self.blocks is not None:
-            columns = -(-self.width // 2)
+            columns = count_blocks(self.width, 2)
             dtype = torch.uint8
-            self.scales = torch.zeros(*shape[:3], -(-self.width // self.blocks.block), dtype=dtype, device=device)
+            self.scales = torch.zeros(
+                *shape[:3], count_blocks(self.width, self.blocks.block), dtype=dtype, device=device
+            )
         self.codes = torch.zeros(*shape[:3], columns, dtype=dtype, device=device)
         # Row scales start at 1, so that positions without a token decode to zero.
         if self.number_format.shared == "row":

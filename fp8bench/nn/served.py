@@ -13,7 +13,7 @@ from math import prod
 from fp8bench.errors import UsageError
 from fp8bench.formats import hardware
 from fp8bench.formats.grids import E2M1, E4M3, Format
-from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling
+from fp8bench.formats.recipes import MX, NVFP4, ROW, TENSOR, Scaling, count_blocks
 from fp8bench.model import DeviceFacts, Scalars, Support
 from fp8bench.nn.sizes import SERVED_SIZES, GPTConfig, list_feed_forward_paths
 from fp8bench.protocols import Precision
@@ -40,9 +40,9 @@ class StorageFormat:
     scaling: Scaling | None = None
 
     def count_bytes(self, rows: int, columns: int, heads: int = 1) -> int:
-        blocks = -(-columns // self.shared) if isinstance(self.shared, int) and self.shared else 0
+        blocks = count_blocks(columns, self.shared) if isinstance(self.shared, int) and self.shared else 0
         scales = {"all": 1, "head": heads, "row": rows}.get(str(self.shared), rows * blocks)
-        return rows * -(-columns * self.bits // 8) + scales * self.scale_bytes + self.above
+        return rows * count_blocks(columns * self.bits, 8) + scales * self.scale_bytes + self.above
 
 
 CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIERS.items()}
