@@ -52,7 +52,7 @@ def test_a_backend_introduces_itself(name: str) -> None:
     assert backend.summary and "\n" not in backend.summary and backend.package
 
 
-@for_each("facts", DEVICES, ids=lambda facts: facts.name)
+@for_each("facts", DEVICES)
 @for_each("name", backends.names())
 def test_each_recipe_has_a_support_level_and_a_reason(name: str, facts: DeviceFacts) -> None:
     backend = backends.get(name)

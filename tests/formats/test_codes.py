@@ -35,7 +35,7 @@ from tests.formats.oracles import (
     random_patterns,
 )
 
-each_format = for_each("fmt", ALL, ids=lambda fmt: fmt.name)
+each_format = for_each("fmt", ALL)
 TORCH_BYTES = {
     E4M3: torch.float8_e4m3fn,
     E4M3FNUZ: torch.float8_e4m3fnuz,
@@ -101,7 +101,7 @@ def test_random_values_survive(fmt: Format) -> None:
 
 
 @each_format
-@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_narrow_values_encode_as_wide_ones(fmt: Format, dtype: torch.dtype) -> None:
     patterns = every_pattern(dtype)
     wide = patterns.to(torch.float32)

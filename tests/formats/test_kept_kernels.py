@@ -24,8 +24,9 @@ KERNEL = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, F32, F32, "cpu")
 
 READ = """
 import sys, torch
-from fp8bench.formats import fused, kept_kernels
+from fp8bench.formats import fused, kept_kernels, vector_width
 from fp8bench.formats.grids import E4M3
+vector_width.vector_widths = lambda device: ()
 kernel = fused.ValuesKernel(E4M3, None, fused.Layout.FLAT, torch.float32, torch.float32, "cpu")
 run, bits = kept_kernels.load_kernel(kernel)
 given = kernel.examples()
@@ -123,11 +124,7 @@ def test_another_process_calls_it_without_the_compiler(cache: Path, tmp_path: Pa
     given = KERNEL.examples()
     compiled.run(*given)
     (file,) = (cache / "fp8bench").glob("*.kernel.json")
-    monkeyed = READ.replace(
-        "run, bits",
-        "from fp8bench.formats import vector_width\nvector_width.vector_widths = lambda device: ()\nrun, bits",
-    )
-    ran((sys.executable, "-c", monkeyed, str(tmp_path / "given")))
+    ran((sys.executable, "-c", READ, str(tmp_path / "given")))
     assert all(map(torch.equal, given, torch.load(tmp_path / "given")))
     found = unseal(json.loads(file.read_bytes()))
     assert kept_kernels.load_kernel(KERNEL) is not None

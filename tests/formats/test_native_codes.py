@@ -124,7 +124,7 @@ def same(one: Tensor, other: Tensor) -> bool:
     return torch.equal(one.view(bits)[number], other.contiguous().view(bits)[number])
 
 
-@for_each("how", CASTS, ids=str)
+@for_each("how", CASTS)
 def test_codes_and_scales_are_those_of_the_definition(how: Cast) -> None:
     for x in pieces(how.source):
         given = x.float().numpy()
@@ -162,7 +162,7 @@ def same_blocks(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return data and all(torch.equal(*pair) and pair[0].stride() == pair[1].stride() for pair in pairs[1::2])
 
 
-@for_each(("fmt", "source", "rounding"), BLOCKS, ids=str)
+@for_each(("fmt", "source", "rounding"), BLOCKS)
 def test_blocks_are_stored_ones(fmt: Format, source: torch.dtype, rounding: ScaleRounding) -> None:
     """Stored ones are compared with definitions in test_scaled.py."""
     for x in pieces(source):

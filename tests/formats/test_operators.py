@@ -214,7 +214,7 @@ def test_no_call_compiles_or_has_guards_to_fail() -> None:
     assert float(torch.tensor(1e-40) * 0.5) > 0
 
 
-@for_each("asked", ASKED, ids=str)
+@for_each("asked", ASKED)
 def test_no_free_size_of_an_example_equals_another_size(asked: Asked) -> None:
     """torch 2.11 treats equal sizes as the same symbol."""
     x = AWKWARD.to(asked.source).t() if asked.turned else AWKWARD.to(asked.source)

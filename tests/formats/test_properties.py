@@ -23,15 +23,14 @@ from tests.formats.oracles import (
     ended,
     ladder,
     mismatches,
-    name_of,
     neighbours,
     numbers,
     random_patterns,
     same_bits,
 )
 
-each_format = for_each("fmt", ALL, ids=name_of)
-each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW)
 SIGNED = [fmt for fmt in ALL if fmt.signed]
 
 
@@ -146,7 +145,7 @@ def test_seeds(fmt: Format) -> None:
     assert round_to(torch.tensor(1.0), fmt, seed=seed_of(1)).shape == ()
 
 
-@for_each("fmt", SIGNED, ids=name_of)
+@for_each("fmt", SIGNED)
 def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
     values = torch.from_numpy(random_patterns(fmt.name, 1 << 16))
     plus, minus = (round_to(one, fmt, seed=seed_of(4)) for one in (values, -values))
@@ -201,7 +200,6 @@ def slope(found: torch.Tensor, source: torch.Tensor) -> float:
 @for_each(
     ("fmt", "scaling", "expected"),
     FIGURES,
-    ids=lambda value: value.name if isinstance(value, Format | Scaling) else None,
 )
 def test_noise_of_gaussian_values(fmt: Format, scaling: Scaling, expected: float) -> None:
     assert decibels(values(gaussian(), fmt, scaling), gaussian()) == pytest.approx(expected, abs=0.05)

@@ -29,15 +29,14 @@ from tests.formats.oracles import (
     every_pattern,
     ladder,
     mismatches,
-    name_of,
     random_patterns,
 )
 
 FINITE = [E3M2, E2M3, E2M1]
 
 
-each_format = for_each("fmt", ALL, ids=name_of)
-each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW, ids=name_of)
+each_format = for_each("fmt", ALL)
+each_overflow = for_each(("fmt", "overflow"), EVERY_OVERFLOW)
 
 
 def check(values: Floats, ours: torch.Tensor, fmt: Format, overflow: Overflow) -> None:
@@ -69,7 +68,7 @@ def numbers_for_ml_dtypes(values: Floats, fmt: Format) -> Mask:
 
 
 @each_overflow
-@for_each("dtype", [torch.bfloat16, torch.float16], ids=str)
+@for_each("dtype", [torch.bfloat16, torch.float16])
 def test_every_16_bit_pattern(fmt: Format, overflow: Overflow, dtype: torch.dtype) -> None:
     values = every_pattern(dtype)
     check(values.to(torch.float32).numpy(), round_to(values, fmt, overflow=overflow), fmt, overflow)

@@ -81,7 +81,7 @@ def same(found: list[Tensor], wanted: list[Tensor]) -> bool:
     return all(torch.equal(*pair) and pair[0].is_contiguous() for pair in zip(found, wanted, strict=True))
 
 
-@for_each("how", CASTS, ids=str)
+@for_each("how", CASTS)
 def test_codes_are_stored_ones(how: Cast) -> None:
     """Stored ones are compared with definitions in test_scaled.py, scale positions below."""
     for x in pieces(how.source):
@@ -93,13 +93,13 @@ def both_ways(x: Tensor, how: Cast) -> list[Tensor]:
     return [one.view(torch.uint8) for pair in tiled_codes_both(x, x.t(), how.fmt, how.scaling) for one in pair]
 
 
-@for_each("how", [one for one in CASTS if one.seed is None], ids=str)
+@for_each("how", [one for one in CASTS if one.seed is None])
 def test_both_ways_are_each_by_itself(how: Cast) -> None:
     for x in pieces(how.source):
         assert same(both_ways(x, how), [*stored(x, how), *stored(x.t(), how)]), (x.shape, x.stride())
 
 
-@for_each("how", [CASTS[2], CASTS[5]], ids=str)
+@for_each("how", [CASTS[2], CASTS[5]])
 def test_both_ways_take_seeds_that_follow_each_other(how: Cast) -> None:
     assert how.seed is not None
     for x in pieces(how.source):

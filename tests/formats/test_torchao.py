@@ -40,8 +40,8 @@ DTYPES = {
     E2M1: torch.float4_e2m1fn_x2,
 }
 MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
-each_format = for_each("fmt", list(DTYPES), ids=lambda fmt: fmt.name)
-each_mode = for_each("mode", MODES, ids=str)
+each_format = for_each("fmt", list(DTYPES))
+each_mode = for_each("mode", MODES)
 
 
 def mx(mode: ScaleRounding) -> Scaling:
@@ -63,7 +63,7 @@ def codes(scales: torch.Tensor | None) -> torch.Tensor:
 
 @each_mode
 @each_format
-@for_each("dtype", [torch.float32, torch.bfloat16], ids=str)
+@for_each("dtype", [torch.float32, torch.bfloat16])
 @counts(1 << 6, 1 << 10)
 def test_mx_agrees_on_many_values(count: int, fmt: Format, mode: ScaleRounding, dtype: torch.dtype) -> None:
     for kind in ("gaussian", "outliers"):
@@ -106,8 +106,8 @@ def test_nvfp4_agrees_where_block_scales_are_normal(kind: str) -> None:
     assert differing(left[~inside], right[~inside]) >= (0 if inside.all() else 1000)
 
 
-@for_each("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ], ids=lambda fmt: fmt.name)
-@for_each("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO], ids=lambda one: one.name)
+@for_each("fmt", [E4M3, E5M2, E4M3FNUZ, E5M2FNUZ])
+@for_each("scaling", [TENSOR, TENSOR_POWER_OF_TWO, ROW, ROW_POWER_OF_TWO])
 def test_float8_factors_and_codes_agree(fmt: Format, scaling: Scaling) -> None:
     """Except zeros and magnitudes under 1e-12, which torchao scales as 1e-12."""
     dtype = {**DTYPES, E4M3FNUZ: torch.float8_e4m3fnuz, E5M2FNUZ: torch.float8_e5m2fnuz}[fmt]

@@ -88,7 +88,6 @@ def test_fp8_rounds_as_an_oracle_in_float64_does() -> None:
         {"padding": 1, "padding_mode": "circular"},
         {"padding": (2, 1), "padding_mode": "reflect", "stride": 2},
     ],
-    ids=str,
 )
 @for_each("by", ["fp32", "explicit"])
 def test_any_convolution(options: dict[str, Any], by: str) -> None:

@@ -92,7 +92,7 @@ def turned(x: Tensor) -> Tensor:
     return torch.cat((pairs.real, pairs.imag), -1)
 
 
-@for_each("config", [PLAIN, MODERN, replace(MODERN, tied=True)], ids=["gpt-2", "modern", "tied"])
+@for_each("config", [PLAIN, MODERN, replace(MODERN, tied=True)])
 @for_each(("dtype", "tolerance"), [(torch.float32, 2e-5), (torch.float64, 1e-6)])
 def test_loss_and_gradients_are_those_of_an_independent_model(
     config: GPTConfig, dtype: torch.dtype, tolerance: float

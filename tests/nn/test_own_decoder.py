@@ -80,7 +80,7 @@ def both_ways(model: Decoder | OwnDecoder) -> tuple[Tensor, Tensor]:
 
 
 @pytest.mark.slow
-@for_each("arm", ARMS, ids=str)
+@for_each("arm", ARMS)
 def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
     mine, theirs = plainly_served(arm), OwnDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
     (wanted, _), (whole, parts) = both_ways(mine), both_ways(theirs)

@@ -63,7 +63,7 @@ def test_random_numbers_differ_from_cast_to_cast_and_can_be_had_again() -> None:
     assert torch.equal(arithmetic.cast(source, Role.INPUT).data, arithmetic.cast(source, Role.INPUT).data)
 
 
-@for_each("facts", [CPU, H200, B200], ids=lambda facts: facts.name)
+@for_each("facts", [CPU, H200, B200])
 @for_each(
     "mode",
     [

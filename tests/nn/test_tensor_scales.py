@@ -65,8 +65,8 @@ def tensors(count: int) -> list[np.ndarray]:
     return result
 
 
-@for_each("delayed", OPTIONS, ids=str)
-@for_each("fmt", [E4M3, E5M2], ids=lambda fmt: fmt.name)
+@for_each("delayed", OPTIONS)
+@for_each("fmt", [E4M3, E5M2])
 def test_the_scale_of_every_cast_is_the_definition_s(delayed: Delayed, fmt: Format) -> None:
     ours, theirs = DelayedScale(delayed, fmt), Definition(delayed, fmt)
     for values in tensors(40):

@@ -80,9 +80,7 @@ def as_torch_differentiably(weight: Tensor) -> Tensor:
     return made
 
 
-@for_each(
-    ("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)], ids=["mlp", "modern mlp", "cnn"]
-)
+@for_each(("kind", "modern"), [(WindowMLP, False), (WindowMLP, True), (TextCNN, False)])
 def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel], modern: bool) -> None:
     model, (tokens, targets) = model_of(kind, replace(CONFIG, modern=modern)), text()
     loss = model(tokens, targets, SilentPhases())

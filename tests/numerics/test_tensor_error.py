@@ -50,7 +50,7 @@ SCALINGS = [
 
 
 @for_each("shape", [(20, 200), (129, 33), (1, 7)])
-@for_each(("fmt", "scaling"), SCALINGS, ids=lambda one: getattr(one, "name", "none"))
+@for_each(("fmt", "scaling"), SCALINGS)
 def test_values_are_elements_times_their_factors(fmt: Format, scaling: Scaling | None, shape: tuple[int, int]) -> None:
     x = gaussian(*shape, seed=3)
     factors = compute_factors(x, fmt, scaling)
@@ -73,7 +73,7 @@ def test_a_given_scale_takes_the_place_of_the_current_one() -> None:
 
 
 GRIDS = (E4M3, E4M3FNUZ, E5M2, E5M2FNUZ, E3M2, E2M3, E2M1, FP16, BF16, TF32)
-EVERY_GRID = for_each("fmt", GRIDS, ids=lambda fmt: fmt.name)
+EVERY_GRID = for_each("fmt", GRIDS)
 Array = NDArray[np.float64]
 
 
@@ -127,7 +127,7 @@ def check(found: TensorError, wanted: dict[str, Any]) -> None:
         assert given == pytest.approx(value, rel=1e-9, abs=1e-12), name
 
 
-@for_each("tile", [1 << 20, 64, 128], ids=["whole", "in columns", "in rows"])
+@for_each("tile", [1 << 20, 64, 128])
 @EVERY_GRID
 def test_each_figure_is_its_definition(fmt: Format, tile: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(norms, "TILE_ELEMENTS", tile)

@@ -152,7 +152,7 @@ def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     assert precisions.get("fp16").loss_scale == 1024.0
 
 
-@for_each("facts", [CPU, H200], ids=lambda facts: facts.key)
+@for_each("facts", [CPU, H200])
 @for_each("name", CARRIERS)
 def test_carrier_does_not_depend_on_the_device(name: str, facts: DeviceFacts) -> None:
     precision = precisions.get(name)

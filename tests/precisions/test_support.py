@@ -148,7 +148,7 @@ def test_listing_needs_neither_torch_nor_numpy() -> None:
     assert shown.stdout.strip() == "[]"
 
 
-@for_each("facts", [CPU, H200], ids=["cpu", "gpu"])
+@for_each("facts", [CPU, H200])
 @for_each("name", precisions.names())
 def test_all_but_a_switch_of_products_can_keep_tensors(name: str, facts: DeviceFacts) -> None:
     precision = precisions.get(name)
