@@ -66,6 +66,10 @@ PRODUCTS: dict[str, tuple[Callable[[], object], int, str]] = {
     "_grouped_mm of rows": (lambda: grouped((16, 8), (G, 8, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
     "_grouped_mm of columns": (lambda: grouped((G, 8, 16), (16, 24), offs=(8, 24)), loops(8, 24, 16), "bf16"),
     "_grouped_mm of depths": (lambda: grouped((8, 16), (16, 24), offs=(8, 16)), 2 * loops(8, 24, 8), "bf16"),
+    "_grouped_mm of pairs": (
+        lambda: F.grouped_mm(drawn(G, 8, 16, dtype=torch.bfloat16), drawn(G, 16, 24, dtype=torch.bfloat16)),
+        G * loops(8, 24, 16), "bf16",
+    ),
     "fp8bench::rotated_and_looked_at": (
         lambda: torch.ops.fp8bench.rotated_and_looked_at(
             drawn(M, 32), torch.eye(rotations.SIZE).double(), *(torch.empty(shape) for shape in ((M, 32), M, M)), False
@@ -193,40 +197,45 @@ FP32, BF16, INT64 = torch.float32, torch.bfloat16, torch.int64
 
 
 @for_each(
-    ("operator", "where", "kind"),
+    ("operator", "location", "kind"),
     [
-        (aten.mm.default, CallLocation(), (ShareKind.GEMM, "")),
-        (aten.bmm.default, CallLocation(), (ShareKind.GEMM, "")),
-        (aten.bmm.default, CallLocation(module="layers.0.self_attn"), (ShareKind.ATTENTION, "")),
-        (aten.mm.default, CallLocation(module="layers.0.self_attn.q_proj"), (ShareKind.GEMM, "")),
-        (aten._softmax.default, CallLocation(module="block.0.SelfAttention"), (ShareKind.ATTENTION, "")),
-        (aten._softmax.default, CallLocation(module="loss"), (ShareKind.ELEMENTWISE, "")),
-        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, CallLocation(), (ShareKind.ATTENTION, "")),
-        (aten.convolution.default, CallLocation(), (ShareKind.GEMM, "conv")),
-        (aten.convolution_backward.default, CallLocation(), (ShareKind.GEMM, "conv")),
-        (aten._to_copy.default, CallLocation(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
-        (aten._to_copy.default, CallLocation(dtypes=(INT64, FP32)), (ShareKind.COPY, "")),
-        (aten.copy_.default, CallLocation(dtypes=(FP32, FP32)), (ShareKind.COPY, "")),
-        (aten.copy_.default, CallLocation(dtypes=(FP32, BF16)), (ShareKind.CAST, "")),
-        (aten.clone.default, CallLocation(), (ShareKind.COPY, "")),
-        (aten.embedding_dense_backward.default, CallLocation(), (ShareKind.GATHER, "")),
-        (aten.index_put_.default, CallLocation(), (ShareKind.GATHER, "")),
-        (aten.t.default, CallLocation(), (ShareKind.VIEW, "")),
-        (aten.empty_like.default, CallLocation(), (ShareKind.VIEW, "")),
-        (aten.native_layer_norm.default, CallLocation(), (ShareKind.ELEMENTWISE, "")),
-        (aten.bernoulli_.float, CallLocation(), (ShareKind.ELEMENTWISE, "")),
-        (aten._foreach_addcdiv_.ScalarList, CallLocation(), (ShareKind.ELEMENTWISE, "")),
-        (aten._foreach_addcdiv_.ScalarList, CallLocation(optimizing=True), (ShareKind.OPTIMIZER, "")),
-        (aten._fused_adamw_.default, CallLocation(), (ShareKind.OPTIMIZER, "")),
-        (aten.add_.Tensor, CallLocation(node="torch::autograd::AccumulateGrad"), (ShareKind.ACCUMULATE, "")),
-        (aten.amax.default, CallLocation(phase=Phase.CAST), (ShareKind.CAST, "")),
-        (aten.mul.Tensor, CallLocation(phase=Phase.OPTIMIZER_STEP), (ShareKind.OPTIMIZER, "")),
-        (aten.mm.default, CallLocation(phase=Phase.ELEMENTWISE), (ShareKind.GEMM, "")),
-        (aten._linalg_svd.default, CallLocation(), (ShareKind.UNKNOWN, "_linalg_svd")),
+        (aten.mm.default, {}, ShareKind.GEMM),
+        (aten.bmm.default, {}, ShareKind.GEMM),
+        (aten.bmm.default, {"module": "layers.0.self_attn"}, ShareKind.ATTENTION),
+        (aten.mm.default, {"module": "layers.0.self_attn.q_proj"}, ShareKind.GEMM),
+        (aten._softmax.default, {"module": "block.0.SelfAttention"}, ShareKind.ATTENTION),
+        (aten._softmax.default, {"module": "loss"}, ShareKind.ELEMENTWISE),
+        (aten._scaled_dot_product_flash_attention_for_cpu_backward.default, {}, ShareKind.ATTENTION),
+        (aten.convolution.default, {}, ShareKind.GEMM),
+        (aten.convolution_backward.default, {}, ShareKind.GEMM),
+        (aten._to_copy.default, {"dtypes": (FP32, BF16)}, ShareKind.CAST),
+        (aten._to_copy.default, {"dtypes": (INT64, FP32)}, ShareKind.COPY),
+        (aten.copy_.default, {"dtypes": (FP32, FP32)}, ShareKind.COPY),
+        (aten.copy_.default, {"dtypes": (FP32, BF16)}, ShareKind.CAST),
+        (aten.clone.default, {}, ShareKind.COPY),
+        (aten.embedding_dense_backward.default, {}, ShareKind.GATHER),
+        (aten.index_put_.default, {}, ShareKind.GATHER),
+        (aten.t.default, {}, ShareKind.VIEW),
+        (aten.empty_like.default, {}, ShareKind.VIEW),
+        (aten.native_layer_norm.default, {}, ShareKind.ELEMENTWISE),
+        (aten.bernoulli_.float, {}, ShareKind.ELEMENTWISE),
+        (aten._foreach_addcdiv_.ScalarList, {}, ShareKind.ELEMENTWISE),
+        (aten._foreach_addcdiv_.ScalarList, {"optimizing": True}, ShareKind.OPTIMIZER),
+        (aten._fused_adamw_.default, {}, ShareKind.OPTIMIZER),
+        (aten.add_.Tensor, {"node": "torch::autograd::AccumulateGrad"}, ShareKind.ACCUMULATE),
+        (aten.amax.default, {"phase": Phase.CAST}, ShareKind.CAST),
+        (aten.mul.Tensor, {"phase": Phase.OPTIMIZER_STEP}, ShareKind.OPTIMIZER),
+        (aten.mm.default, {"phase": Phase.ELEMENTWISE}, ShareKind.GEMM),
+        (aten._linalg_svd.default, {}, ShareKind.UNKNOWN),
     ],
 )
-def test_each_operator_has_a_kind(operator: object, where: CallLocation, kind: tuple[ShareKind, str]) -> None:
-    assert classify_call(operator, where) == kind
+def test_each_operator_has_a_kind(operator: object, location: dict[str, Any], kind: ShareKind) -> None:
+    assert classify_call(operator, CallLocation(**location))[0] is kind
+
+
+def test_kinds_of_convolutions_and_unknown_operators_have_a_detail() -> None:
+    assert classify_call(aten.convolution.default, CallLocation()) == (ShareKind.GEMM, "conv")
+    assert classify_call(aten._linalg_svd.default, CallLocation()) == (ShareKind.UNKNOWN, "_linalg_svd")
 
 
 def kinds(step: Callable[[], object], *roots: nn.Module) -> set[tuple[ShareKind, str]]:
