@@ -434,7 +434,7 @@ def _run_tiled_codes_both(*arguments: Any) -> Launch | None:
     # The arguments are five tensors of each matrix (see _prepare_call), whether each matrix is tiled, and the recipe.
     tensors, second_tensors, (tiled, second_tiled, *recipe) = arguments[:5], arguments[5:10], arguments[10:]
     first, second = [*tensors, tiled, *recipe], [*second_tensors, second_tiled, *recipe]
-    return _prepare_call(*first).run_with(_prepare_call(*second))
+    return _prepare_call(*first).run_together_with(_prepare_call(*second))
 
 
 def _prepare_call(

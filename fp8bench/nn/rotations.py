@@ -84,7 +84,7 @@ _UNSPLIT_SUM_OPTIONS = {"realize_opcount_threshold": _MAX_OPERATIONS, "realize_r
 
 
 @dataclass(frozen=True)
-class LookingRotationKernel(Kernel):
+class RotationKernel(Kernel):
     """Computes a rotation, and the largest magnitudes of the operand and of the result, in one pass. It adds sixteen
     products in their order.
 
@@ -130,7 +130,7 @@ def _view_as_runs(memory: Tensor, turned: bool) -> Tensor:
 def _run_kernel(x: Tensor, matrix: Tensor, out: Tensor, amaxes: Tensor, magnitudes: Tensor, turned: bool) -> None:
     blocks = _view_as_runs(x, turned)
     written = _view_as_runs(out, turned)
-    run_kernel(LookingRotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
+    run_kernel(RotationKernel(x.dtype, str(x.device), turned), blocks, matrix, written, amaxes, magnitudes)
 
 
 _ROTATION_SCHEMA = "Tensor x, Tensor matrix, Tensor(a!) out, Tensor(b!) amaxes, Tensor(c!) before, bool turned"

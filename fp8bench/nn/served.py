@@ -122,7 +122,7 @@ def check_served_support(params: Scalars, precision: Precision, facts: DeviceFac
         check_groups(shape, arm)
     except UsageError as error:
         return hardware.refused(str(error))
-    if precision.carried_by and str(params["size"]) in OWN_SHAPES:
+    if precision.carried_by and str(params["size"]) in USER_SHAPES:
         return hardware.refused(f"a user's model can be served in {' or '.join(CARRIERS)}, or in a mode of `served`")
     return _check_arm_support(arm, shape, precision, facts)
 
@@ -260,12 +260,12 @@ def check_groups(shape: ServedShape, arm: ServedArm) -> None:
 
 # The shapes of users' models, by the names of the functions that make them. Workers report these shapes to this
 # process.
-OWN_SHAPES: dict[str, ServedShape] = {}
+USER_SHAPES: dict[str, ServedShape] = {}
 
 
 def find_served_shape(size: str) -> ServedShape:
-    if size in OWN_SHAPES:
-        return OWN_SHAPES[size]
+    if size in USER_SHAPES:
+        return USER_SHAPES[size]
     if size not in SERVED_SIZES:
         raise UsageError(f"{size!r:.80} is not a served model of fp8bench. Use `fp8bench infer {size:.80}`.")
     return make_served_shape(SERVED_SIZES[size])

@@ -23,9 +23,9 @@ from torch import Tensor
 from fp8bench.numerics.rank_programs import (
     AllGather,
     AllToAll,
-    BegunExchange,
     FromFirst,
     Largest,
+    PendingExchange,
     Program,
     RowsToRanks,
     SentBytes,
@@ -395,7 +395,7 @@ class InFP8:
     ) -> Reduced:
         return run_on_this_rank(self.program(values, rank, size), counted, around)
 
-    def start_async(self, values: Tensor, rank: int, size: int) -> BegunExchange[Reduced]:
+    def start_async(self, values: Tensor, rank: int, size: int) -> PendingExchange[Reduced]:
         return start_program(self.program(values, rank, size))
 
     def simulate_ranks(self, sources: Sequence[Tensor]) -> list[Reduced]:

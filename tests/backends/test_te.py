@@ -135,8 +135,8 @@ def test_its_fused_layers_are_the_operations_one_after_the_other(
         outcomes.append(state.outcome())
     assert set(called) == {"LayerNormMLP" if whole else "LayerNormLinear"}
     (theirs, their_gradients), (ours, our_gradients) = outcomes
-    for result, wanted in zip((theirs, *their_gradients), (ours, *our_gradients), strict=True):
-        assert relative_frobenius(result.double(), wanted.double()) < 1e-2
+    for result, expected in zip((theirs, *their_gradients), (ours, *our_gradients), strict=True):
+        assert relative_frobenius(result.double(), expected.double()) < 1e-2
 
 
 @pytest.mark.usefixtures("te")
@@ -151,9 +151,9 @@ def test_its_block_computes_what_ours_does_and_marks_no_phase(corpus: Corpus) ->
         state = workload.prepare(setup)
         assert state.compiled is (word == "fp8:backend=te")
         outcomes.append(workload._compute_first_gradients(setup))
-    (loss, gradients), (wanted_loss, wanted) = outcomes
-    assert abs(loss - wanted_loss) < 1e-2 and len(gradients) == len(wanted)
-    for result, exact in zip(gradients, wanted, strict=True):
+    (loss, gradients), (wanted_loss, expected) = outcomes
+    assert abs(loss - wanted_loss) < 1e-2 and len(gradients) == len(expected)
+    for result, exact in zip(gradients, expected, strict=True):
         assert result.shape == exact.shape and relative_frobenius(result.double(), exact.double()) < 5e-2
 
 

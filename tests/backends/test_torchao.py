@@ -55,9 +55,9 @@ def test_its_layers_compute_what_ours_do(mode: str) -> None:
     if mode.endswith("bf16"):  # with one scale the small rows become zero
         assert relative_frobenius(theirs[1].double(), ours[1].double()) > 0.1
         tolerances[1] = 0.5
-    for result, wanted, tolerance in zip(theirs, ours, tolerances, strict=True):
-        assert result.dtype == wanted.dtype and result.shape == wanted.shape
-        assert relative_frobenius(result.double(), wanted.double()) < tolerance
+    for result, expected, tolerance in zip(theirs, ours, tolerances, strict=True):
+        assert result.dtype == expected.dtype and result.shape == expected.shape
+        assert relative_frobenius(result.double(), expected.double()) < tolerance
 
 
 @for_each("mode", MODES)
@@ -93,10 +93,10 @@ def test_its_codes_and_scales_equal_ours(fmt: Format, scaling: Scaling) -> None:
 
     x = gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]
     by_row = scaling is ROW_POWER_OF_TWO
-    kept = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
+    stored = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
     theirs = hp_tensor_to_float8_dynamic(
         x,
-        kept,
+        stored,
         LinearMMConfig(),
         round_scales_to_power_of_2=by_row,
         axiswise_dim=-1 if by_row else None,

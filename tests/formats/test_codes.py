@@ -54,16 +54,16 @@ def every_code(fmt: Format) -> torch.Tensor:
 def test_every_code_decodes_as_each_witness_says(fmt: Format) -> None:
     """The definition, gfloat, ml_dtypes or numpy, and torch's dtype, if they have the format."""
     codes = every_code(fmt)
-    found = decode(codes, fmt)
-    assert mismatches(found, exactly(fmt, numbers(fmt.name))) == 0
+    result = decode(codes, fmt)
+    assert mismatches(result, exactly(fmt, numbers(fmt.name))) == 0
     by_gfloat = gfloat.decode_ndarray(GFLOAT[fmt.name], np.arange(1 << fmt.bits, dtype=np.int64))
-    assert mismatches(found, exactly(fmt, by_gfloat)) == 0
+    assert mismatches(result, exactly(fmt, by_gfloat)) == 0
     if fmt is not TF32:
         bits = np.arange(1 << fmt.bits, dtype=np.uint16 if fmt.bits == 16 else np.uint8)
         with np.errstate(invalid="ignore"):
-            assert mismatches(found, bits.view(ML_DTYPES[fmt.name]).astype(np.float32)) == 0
+            assert mismatches(result, bits.view(ML_DTYPES[fmt.name]).astype(np.float32)) == 0
     if fmt in TORCH_BYTES:
-        assert mismatches(found, codes.view(TORCH_BYTES[fmt]).to(torch.float32).numpy()) == 0
+        assert mismatches(result, codes.view(TORCH_BYTES[fmt]).to(torch.float32).numpy()) == 0
 
 
 NAN_CODES = {

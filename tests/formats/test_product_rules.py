@@ -72,8 +72,8 @@ def test_which_devices_have_which_products(device: DeviceClass, scheme: Scheme) 
     one = product(512, 512, 512, fmt, scaling)
 
     assert one.scheme is scheme
-    found = explain_missing(one, device)
-    assert (not found) == (scheme in THERE[device])
+    result = explain_missing(one, device)
+    assert (not result) == (scheme in THERE[device])
 
 
 def test_fnuz_formats_are_those_of_mi300_alone() -> None:

@@ -65,8 +65,8 @@ def test_numbers_of_the_format_never_move(fmt: Format) -> None:
     for overflow in fmt.overflows:
         expected = by_definition(values.numpy(), fmt.name, overflow)
         for number in range(2):
-            found = round_to(values, fmt, overflow=overflow, seed=seed_of(number))
-            assert mismatches(found, expected) == 0
+            result = round_to(values, fmt, overflow=overflow, seed=seed_of(number))
+            assert mismatches(result, expected) == 0
 
 
 def random_numbers_in_turn(fmt: Format) -> torch.Tensor:
@@ -156,8 +156,8 @@ def test_a_value_and_its_negative_are_drawn_alike(fmt: Format) -> None:
 @each_overflow
 def test_a_gpu_draws_as_the_processor_does(fmt: Format, overflow: Overflow) -> None:
     values = torch.from_numpy(random_patterns(fmt.name, 1 << 18))
-    found = round_to(values.cuda(), fmt, overflow=overflow, seed=seed_of(9).cuda()).cpu()
-    assert same(found, round_to(values, fmt, overflow=overflow, seed=seed_of(9)))
+    result = round_to(values.cuda(), fmt, overflow=overflow, seed=seed_of(9).cuda()).cpu()
+    assert same(result, round_to(values, fmt, overflow=overflow, seed=seed_of(9)))
 
 
 DEVIATION = 3.0
@@ -233,8 +233,8 @@ def table(title: str) -> tuple[list[str], list[list[str]]]:
 def test_the_scalings_take_the_roundings_that_are_named_and_no_others() -> None:
     _, rows = table("Scalings")
     blocks = {"all": [(0, 0)], "a row": [(1, 0)], "1 x 16 or 16 x 16": [(1, 16), (16, 16)]}
-    for name, block, kept, roundings in rows:
-        scale = {"float32": None, "e8m0": E8M0}.get(kept, E4M3)
+    for name, block, stored, roundings in rows:
+        scale = {"float32": None, "e8m0": E8M0}.get(stored, E4M3)
         named = roundings.split(", ")
         for rows_of_block, columns in blocks.get(block) or [tuple(map(int, block.split(" x ")))]:
             for rounding in ScaleRounding:

@@ -147,8 +147,8 @@ def test_out_is_filled_and_may_be_the_input() -> None:
 @each_overflow
 def test_a_gpu_rounds_as_the_processor_does(fmt: Format, overflow: Overflow) -> None:
     values = torch.from_numpy(random_patterns(fmt.name))
-    found = round_to(values.cuda(), fmt, overflow=overflow).cpu()
-    assert mismatches(found, round_to(values, fmt, overflow=overflow).numpy()) == 0
+    result = round_to(values.cuda(), fmt, overflow=overflow).cpu()
+    assert mismatches(result, round_to(values, fmt, overflow=overflow).numpy()) == 0
 
 
 Words = npt.NDArray[np.uint32]
@@ -174,17 +174,17 @@ def witness(index: npt.NDArray[np.uint64], seed: int) -> npt.NDArray[np.int32]:
 
 @for_each("seed", SEEDS)
 def test_every_place_has_the_number_of_unsigned_arithmetic(seed: int) -> None:
-    found = random_bits((300, 257), torch.tensor([seed]))
-    assert found.dtype == torch.int32 and found.shape == (300, 257)
-    assert np.array_equal(found.numpy().ravel(), witness(np.arange(300 * 257, dtype=np.uint64), seed))
+    result = random_bits((300, 257), torch.tensor([seed]))
+    assert result.dtype == torch.int32 and result.shape == (300, 257)
+    assert np.array_equal(result.numpy().ravel(), witness(np.arange(300 * 257, dtype=np.uint64), seed))
 
 
 @for_each("seed", SEEDS)
 def test_beyond_32_bits_of_index_numbers_go_on_by_another_key(seed: int) -> None:
     places = torch.tensor([0, 1, (1 << 31) - 1, 1 << 31, (1 << 32) - 1, 1 << 32, (1 << 32) + 1, (3 << 32) + 5])
     keys = seed_key(torch.tensor([seed]), places >> 32)
-    found = element_random_bits(places.to(torch.int32), keys)
-    assert np.array_equal(found.numpy(), witness(places.numpy().astype(np.uint64), seed))
+    result = element_random_bits(places.to(torch.int32), keys)
+    assert np.array_equal(result.numpy(), witness(places.numpy().astype(np.uint64), seed))
     assert keys[-1] != keys[0] != keys[5] == keys[6]
     assert torch.equal(keys[0], seed_key(torch.tensor(seed)))
 

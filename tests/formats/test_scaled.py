@@ -157,20 +157,20 @@ def test_squares_may_be_transposed_before_or_after_and_others_not(fmt: Format, s
 @each_kind
 def test_into_a_given_tensor(fmt: Format, scaling: Scaling | None) -> None:
     x = outliers(33, 130)
-    kept, left = x.clone(), values(x, fmt, scaling)
+    stored, left = x.clone(), values(x, fmt, scaling)
     for out in (torch.empty(33, 130), torch.empty(130, 33).t(), torch.empty(33, 130, dtype=torch.bfloat16)):
         assert values(x, fmt, scaling, out=out) is out
         assert torch.equal(out, left.to(out.dtype))
-    assert torch.equal(x, kept), "the input is left alone"
+    assert torch.equal(x, stored), "the input is left alone"
     assert torch.equal(values(x, fmt, scaling, out=x), left), "unless it is where the values are to go"
 
 
 def test_a_given_factor_takes_the_place_of_the_current_one() -> None:
     x = gaussian(8, 64)
-    found, inverse = factor(x, E4M3, TENSOR)
-    assert found.shape == inverse.shape == ()
-    assert torch.equal(values(x, E4M3, TENSOR, scale=found), values(x, E4M3, TENSOR))
-    assert torch.equal(values(x, E4M3, TENSOR, scale=found.view(1)), values(x, E4M3, TENSOR))
+    result, inverse = factor(x, E4M3, TENSOR)
+    assert result.shape == inverse.shape == ()
+    assert torch.equal(values(x, E4M3, TENSOR, scale=result), values(x, E4M3, TENSOR))
+    assert torch.equal(values(x, E4M3, TENSOR, scale=result.view(1)), values(x, E4M3, TENSOR))
     half = torch.tensor(2.0)
     assert torch.equal(values(x, E4M3, TENSOR, scale=half), round_to(x * 2, E4M3) / 2)
     assert values(x, E4M3, TENSOR, scale=torch.tensor(1e4)).abs().max() == 448 * torch.tensor(1e4).reciprocal()

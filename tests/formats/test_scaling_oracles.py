@@ -82,8 +82,8 @@ def test_blocks_of_any_extent(scaling: Scaling) -> None:
 def test_factors_at_every_size(fmt: Format, exponent: int) -> None:
     amax = torch.tensor([1.0, 1.75, 1.9999999], dtype=torch.float64).mul(2.0**exponent).to(torch.float32)[:, None]
     exact, inverse = factor(amax, fmt, ROW)
-    wanted = (fmt.largest / amax.double()).clamp(max=2.0**126)
-    assert torch.equal(exact, wanted.to(torch.float32))
+    expected = (fmt.largest / amax.double()).clamp(max=2.0**126)
+    assert torch.equal(exact, expected.to(torch.float32))
     assert torch.equal(inverse, (1 / exact.double()).to(torch.float32)) and inverse.min() >= 2.0**-126
     power, inverse = factor(amax, fmt, ROW_POWER_OF_TWO)
     assert torch.equal(torch.frexp(power).mantissa, torch.full_like(power, 0.5))
@@ -132,8 +132,8 @@ def test_scales_at_every_boundary(fmt: Format, mode: ScaleRounding) -> None:
     assert differing(values(x, fmt, mx(mode)), reference(x, fmt, mx(mode))) == 0
     stored = quantise(x, fmt, mx(mode)).scales
     assert stored is not None
-    wanted = mx_exponents(amax.double().numpy(), fmt, mode) + 127
-    assert stored.flatten().tolist() == wanted.tolist()
+    expected = mx_exponents(amax.double().numpy(), fmt, mode) + 127
+    assert stored.flatten().tolist() == expected.tolist()
     assert stored.min() == 0 and stored.max() == 254 - fmt.max_exponent + (mode is not ScaleRounding.FLOOR)
 
 

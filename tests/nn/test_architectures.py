@@ -71,13 +71,13 @@ def of_kind(coverage: Coverage, kind: str) -> int:
 
 def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
     """FLOPs of a training step from the shapes of outputs, whose every number is a sum over weights."""
-    found: dict[str, int] = {}
+    actual: dict[str, int] = {}
 
     def count(name: str) -> Callable[..., None]:
         def hook(module: Any, given: tuple[Tensor, ...], result: Tensor) -> None:
             sums = math.prod(module.weight.shape[1:]) if type(module).__name__ != "Conv1D" else module.weight.shape[0]
             directions = 1 + module.weight.requires_grad + given[0].requires_grad
-            found[name] = found.get(name, 0) + 2 * result.numel() * sums * directions
+            actual[name] = actual.get(name, 0) + 2 * result.numel() * sums * directions
 
         return hook
 
@@ -88,7 +88,7 @@ def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, i
     call()
     for hook in hooks:
         hook.remove()
-    return found
+    return actual
 
 
 @each_model

@@ -18,9 +18,9 @@ from fp8bench.nn.around import cast_to, set_around
 from fp8bench.nn.conversion import Conversion
 from fp8bench.nn.convolution import BatchNorm
 from fp8bench.nn.gpt import GPT, LanguageModel
-from fp8bench.nn.kept import draw_weights
 from fp8bench.nn.parts import Norm
 from fp8bench.nn.served import list_weight_shapes
+from fp8bench.nn.storage import draw_weights
 from fp8bench.protocols import Setup, SilentPhases
 from fp8bench.registry import workloads
 from tests.counts import for_each, paired
@@ -46,11 +46,11 @@ def test_a_norm_in_a_dtype_is_torchs_own_layer_of_it_bit_for_bit(dtype: torch.dt
     theirs.weight.data.copy_(norm.weight)
     norm.arithmetic = arithmetic_of({torch.float16: "fp16", torch.bfloat16: "bf16"}[dtype])
     own, other = x.clone().requires_grad_(), x.to(dtype).requires_grad_()
-    y, wanted = norm(own), theirs(other)
-    assert torch.equal(y, wanted.float())
+    y, expected = norm(own), theirs(other)
+    assert torch.equal(y, expected.float())
     assert not torch.equal(y, F.layer_norm(x, (48,), norm.weight.detach()))
     y.square().sum().backward()
-    wanted.float().square().sum().backward()
+    expected.float().square().sum().backward()
     assert own.grad is not None and other.grad is not None and theirs.weight.grad is not None
     assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
     assert torch.equal(own.grad, other.grad.float())
@@ -66,9 +66,9 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
     y.backward(pull)
     rounded = e4m3(x.detach()).requires_grad_()
     weight = e4m3(norm.weight.detach()).requires_grad_()
-    wanted = F.rms_norm(rounded, (64,), weight, 1e-5)
-    wanted.backward(pull)
-    assert torch.equal(y, wanted)
+    expected = F.rms_norm(rounded, (64,), weight, 1e-5)
+    expected.backward(pull)
+    assert torch.equal(y, expected)
     assert x.grad is not None and rounded.grad is not None and norm.weight.grad is not None and weight.grad is not None
     assert torch.equal(x.grad, e5m2(rounded.grad))
     assert torch.equal(norm.weight.grad, e5m2(weight.grad))
@@ -209,8 +209,8 @@ def test_a_served_model_is_the_model_that_is_trained_in_the_same_map(size: str) 
         model.load_state_dict({name: draw(name) for name in list_weight_shapes(config)}, strict=False)
         set_around(model, setup.around(workload.around(dict(case.params))))
         with torch.no_grad():
-            wanted = cast_to(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
-            assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), wanted), map_
+            expected = cast_to(model.logits(state.tokens, SilentPhases()), taken.get("logits"))
+            assert torch.equal(state.model.forward(state.tokens, 0, SilentPhases(), every=True), expected), map_
     state.model.around = {"residual": arithmetic_of("fp16")}
     for block in state.model.blocks:
         block.residual = arithmetic_of("fp16")

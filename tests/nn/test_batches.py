@@ -60,10 +60,10 @@ def test_batches_loaded_ahead_are_those_that_would_come(path: str) -> None:
     for _ in range(3):
         ahead.load_ahead(2)
         places.add(tuple(item.data_ptr() for item in ahead._loaded))
-        wanted = [plain.next() for _ in range(2)]
+        expected = [plain.next() for _ in range(2)]
         for _ in range(2):
             assert all(
-                torch.equal(item, same) for batch in wanted for item, same in zip(batch, ahead.next(), strict=True)
+                torch.equal(item, same) for batch in expected for item, same in zip(batch, ahead.next(), strict=True)
             )
     assert len(places) == 1
 

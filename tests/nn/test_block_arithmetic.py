@@ -57,8 +57,8 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
         operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
         assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
         assert torch.equal(native.restore(operand, torch.float32), theirs.data)
-        ours, wanted = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
-        assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
+        ours, expected = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
+        assert torch.equal(native.restore(ours, torch.float32), expected.data.float())
 
 
 @for_each("role", list(Role))
@@ -163,8 +163,8 @@ def test_nan_and_infinity_stay_what_emulation_makes_of_them(mode: str) -> None:
         tensor = sources(128, 256)
         tensor[5, 7] = bad
         result = native.restore(native.cast(tensor, Role.INPUT), torch.float32)
-        wanted = emulated.cast(tensor, Role.INPUT).data
+        expected = emulated.cast(tensor, Role.INPUT).data
         if bad != bad:
-            assert torch.equal(result.isnan(), wanted.isnan())
+            assert torch.equal(result.isnan(), expected.isnan())
         else:
-            assert result[5, 7].abs() >= wanted[5].abs()[wanted[5].isfinite()].max()
+            assert result[5, 7].abs() >= expected[5].abs()[expected[5].isfinite()].max()

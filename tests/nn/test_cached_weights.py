@@ -58,8 +58,8 @@ def test_cached_and_cast_again_are_the_same_bit_for_bit(mode: str, facts: Device
     for _ in range(2):
         with cached.cast(SilentPhases()):
             result = gradients(models[0], passes)
-        wanted = gradients(models[1], passes)
-        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, wanted, strict=True))
+        expected = gradients(models[1], passes)
+        assert all(torch.equal(ours, theirs) for ours, theirs in zip(result, expected, strict=True))
         with torch.no_grad():
             for model in models:
                 for weight in model.parameters():

@@ -124,7 +124,7 @@ def test_the_balancing_loss_is_in_the_gradients_and_not_in_the_loss() -> None:
     assert float(loss.detach()) == float(plain.detach())
     router = model.blocks[0].mlp.router  # type: ignore[union-attr]
     parts = [block.mlp.balance for block in model.blocks]  # type: ignore[union-attr]
-    (wanted,) = torch.autograd.grad(plain + BALANCE_WEIGHT * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
-    assert torch.allclose(router.grad, wanted, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
+    (expected,) = torch.autograd.grad(plain + BALANCE_WEIGHT * torch.stack(parts).sum(), [router])  # type: ignore[arg-type]
+    assert torch.allclose(router.grad, expected, rtol=1e-10, atol=1e-14)  # type: ignore[arg-type]
     each = model(tokens, targets, SilentPhases(), "none")
     assert each.shape == (24,) and float(each.mean().detach()) == pytest.approx(float(plain.detach()), rel=1e-12)

@@ -106,9 +106,9 @@ def test_loss_and_gradients_are_those_of_an_independent_model(
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=tolerance)
     assert set(weights) == {name for name, _ in model.named_parameters()}
     for name, parameter in model.named_parameters():
-        wanted = weights[name].grad
-        assert parameter.grad is not None and wanted is not None
-        error = torch.linalg.vector_norm(parameter.grad.double() - wanted) / torch.linalg.vector_norm(wanted)
+        expected = weights[name].grad
+        assert parameter.grad is not None and expected is not None
+        error = torch.linalg.vector_norm(parameter.grad.double() - expected) / torch.linalg.vector_norm(expected)
         assert float(error) < tolerance, name
 
 

@@ -93,9 +93,9 @@ def loss(result: Callable[[Tensor], Any], own: Callable[..., Any] | None = None)
     ],
 )
 def test_a_loss_is_found(result: Callable[[Tensor], Any], words: str) -> None:
-    found, said = loss(result)
-    assert said.endswith(words) and found.numel() == 1
-    found.backward()
+    actual, said = loss(result)
+    assert said.endswith(words) and actual.numel() == 1
+    actual.backward()
 
 
 def test_a_loss_of_ones_own() -> None:

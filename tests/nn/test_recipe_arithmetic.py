@@ -88,10 +88,10 @@ def test_both_operands_are_those_of_a_cast_and_a_turn(mode: str, facts: DeviceFa
     for step, role in itertools.product(range(2), Role):
         source = gaussian(48, 64, seed=step) * 4.0**step
         operand, turned = one.cast_both(source, role)
-        wanted = other.cast(source, role)
-        assert_same(operand, wanted)
-        wanted = other.turn(wanted, source, role)
-        assert_same(one.turn(operand, source, role) if turned is None else turned, wanted)
+        expected = other.cast(source, role)
+        assert_same(operand, expected)
+        expected = other.turn(expected, source, role)
+        assert_same(one.turn(operand, source, role) if turned is None else turned, expected)
         both.update([] if turned is None else [role])
     per_tensor = set(Role) if mode in ("fp8", "fp8-delayed:history=2") else set()
     assert both >= per_tensor
@@ -103,11 +103,11 @@ def assert_same(one: Operand, other: Operand) -> None:
     assert one.gradient == other.gradient and (one.scale is None) == (other.scale is None)
     for mine, theirs in ((one.data, other.data), (one.scale, other.scale)):
         if mine is not None and theirs is not None:
-            numbers, wanted = (
+            numbers, expected = (
                 item.view(torch.uint8) if item.dtype == torch.float4_e2m1fn_x2 else item.float()
                 for item in (mine, theirs)
             )
-            assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(numbers, wanted)
+            assert mine.is_contiguous() == theirs.is_contiguous() and torch.equal(numbers, expected)
 
 
 @for_each("mode", ["fp8:accumulator=short", "fp8:accumulator=8", "fp8-block:accumulator=promoted"])
@@ -117,17 +117,17 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     torch.manual_seed(0)
     layer, x, pull = Linear(300, 70, arithmetic), gaussian(200, 300).bfloat16().requires_grad_(), gaussian(200, 70)
     y = layer(x, SilentPhases())
-    found = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
+    actual = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
     kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
     bits = 8 if mode.endswith("8") else HOPPER_SUM_BITS
     assert kind is (Accumulator.PROMOTED if "promoted" in mode else Accumulator.SHORT)
     for result, (a, role_a), (b, role_b) in (
-        (found[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),
-        (found[1], (g, Role.GRADIENT), (weight.t(), Role.WEIGHT)),
-        (found[2], (g.t(), Role.GRADIENT), (x.detach().t(), Role.INPUT)),
+        (actual[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),
+        (actual[1], (g, Role.GRADIENT), (weight.t(), Role.WEIGHT)),
+        (actual[2], (g.t(), Role.GRADIENT), (x.detach().t(), Role.INPUT)),
     ):
-        wanted = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind, bits)
-        assert torch.equal(result.float(), wanted.bfloat16().float())
+        expected = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind, bits)
+        assert torch.equal(result.float(), expected.bfloat16().float())
 
 
 def test_delayed_scales_are_those_of_one_layer_and_one_role() -> None:

@@ -66,8 +66,8 @@ def test_codes_are_the_emulated_values(mode: str, role: Role) -> None:
         operand, theirs = native.cast(tensor, role), emulated.cast(tensor, role)
         assert operand.scale is not None and operand.data.is_contiguous() and operand.data.element_size() == 1
         assert torch.equal(native.restore(operand, torch.float32), theirs.data)
-        ours, wanted = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
-        assert torch.equal(native.restore(ours, torch.float32), wanted.data.float())
+        ours, expected = native.turn(operand, tensor, role), emulated.turn(theirs, tensor, role)
+        assert torch.equal(native.restore(ours, torch.float32), expected.data.float())
         assert ours.scale is None or ours.data.is_contiguous()
         assert torch.equal(
             native.cast_without_scale(tensor, role).data.float(), emulated.cast_without_scale(tensor, role).data
@@ -98,8 +98,8 @@ def test_a_product_in_its_own_dtype_is_not_converted(mode: str, dtype: torch.dty
     sources = ((gaussian(48, 32), Role.GRADIENT), (gaussian(48, 64), Role.INPUT))
     operands = [arithmetic.turn(arithmetic.cast(item, role), item, role) for item, role in sources]
     with Conversions() as seen:
-        found = arithmetic.product(operands[0], operands[1], dtype)
-    assert found.dtype == dtype and not any(found is call for call in seen.unchanged)
+        actual = arithmetic.product(operands[0], operands[1], dtype)
+    assert actual.dtype == dtype and not any(actual is call for call in seen.unchanged)
 
 
 @NEEDS_PRODUCTS
@@ -146,9 +146,9 @@ def test_a_weight_gradient_left_in_bf16_is_bf16_s() -> None:
             result[f"{mode} {facts.kind}"] = gradients(precisions.get(mode).arithmetic(facts))
     plain = result["bf16 cpu"]
     for kind in ("cpu", "cuda"):
-        kept, low = result[f"fp8-rowwise:weight-gradient=bf16 {kind}"], result[f"fp8-rowwise {kind}"]
-        assert torch.equal(kept[1], plain[1]) and not torch.equal(low[1], plain[1])
-        assert torch.equal(kept[0], low[0]) and not torch.equal(kept[0], plain[0])
+        stored, low = result[f"fp8-rowwise:weight-gradient=bf16 {kind}"], result[f"fp8-rowwise {kind}"]
+        assert torch.equal(stored[1], plain[1]) and not torch.equal(low[1], plain[1])
+        assert torch.equal(stored[0], low[0]) and not torch.equal(stored[0], plain[0])
 
 
 def gradients(arithmetic: Arithmetic) -> list[Tensor]:

@@ -163,12 +163,12 @@ def test_a_scale_is_renewed_where_more_than_the_bound_saturates(
     _, scale = scale_of(StaticScales(1, bound=bound), 7.0)
     values = torch.full((8,), -7.0)
     values[:beyond] = torch.tensor([9.0, -14.0, 8.0])[:beyond]
-    wanted = float(values.abs().max()) if renewed else 7.0
+    expected = float(values.abs().max()) if renewed else 7.0
     for x in (values, of_magnitude(1.0)):
         used = scale.next(placed(x))
-        assert float(used.scale) == pytest.approx(448 / wanted) and torch.equal(used.inverse, 1 / used.scale)
+        assert float(used.scale) == pytest.approx(448 / expected) and torch.equal(used.inverse, 1 / used.scale)
     standing = scale.read_state()
-    assert standing is not None and (standing.amax, standing.renewals) == (wanted, int(renewed))
+    assert standing is not None and (standing.amax, standing.renewals) == (expected, int(renewed))
 
 
 def test_a_cast_that_is_done_again_gets_the_scale_that_it_had() -> None:
@@ -207,14 +207,14 @@ def test_scales_of_the_very_data_give_what_current_scaling_gives() -> None:
     torch.manual_seed(0)
     current = Linear(32, 16, RecipeArithmetic(HYBRID))
     calibrating = ScaleBook(FIXED)
-    for mine, wanted in zip(trained(layer_of(calibrating), x), trained(current, x), strict=True):
-        assert torch.equal(mine, wanted)
+    for mine, expected in zip(trained(layer_of(calibrating), x), trained(current, x), strict=True):
+        assert torch.equal(mine, expected)
     result = calibrating.states()
     assert [(tensor.role, tensor.renewals) for tensor in result] == [("input", 0), ("weight", 0), ("gradient", 0)]
     fixed = ScaleBook(FIXED, {(tensor.layer, tensor.role): tensor.amax for tensor in result})
     layer = layer_of(fixed)
-    for mine, wanted in zip(trained(layer, x), trained(current, x), strict=True):
-        assert torch.equal(mine, wanted)
+    for mine, expected in zip(trained(layer, x), trained(current, x), strict=True):
+        assert torch.equal(mine, expected)
     larger, current_larger = trained(layer, 8 * x), trained(current, 8 * x)
     assert not torch.equal(larger[0], current_larger[0])
     assert fixed.states() == result

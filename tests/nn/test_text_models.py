@@ -91,6 +91,6 @@ def test_loss_and_gradients_are_those_of_a_plain_model(kind: type[LanguageModel]
     exact.backward()
     assert float(loss.detach()) == pytest.approx(float(exact.detach()), rel=1e-12)
     for name, parameter in model.named_parameters():
-        wanted = weights[name].grad
-        assert parameter.grad is not None and wanted is not None
-        assert torch.allclose(parameter.grad, wanted, rtol=1e-8, atol=1e-13), name
+        expected = weights[name].grad
+        assert parameter.grad is not None and expected is not None
+        assert torch.allclose(parameter.grad, expected, rtol=1e-8, atol=1e-13), name

@@ -164,9 +164,9 @@ def rounded(x: Tensor, fmt: Format = E4M3) -> Tensor:
 def cut_cast(x: Tensor) -> Tensor:
     scale = 448.0 / x.abs().max()
     scaled = x * scale
-    kept = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
+    stored = (scaled.view(torch.int32) & -(1 << 20)).view(torch.float32)
     small = (scaled * 512).trunc() / 512
-    return rounded(torch.where(scaled.abs() < 2.0**-6, small, kept) / scale)
+    return rounded(torch.where(scaled.abs() < 2.0**-6, small, stored) / scale)
 
 
 @for_each(
@@ -190,9 +190,9 @@ def test_wrong_casts_are_diagnosed(made: Callable[[Tensor], Tensor], difference:
 def test_what_lies_beyond_may_become_nan_or_the_largest() -> None:
     """torch's cast of 1000 gives NaN, the hardware's 448."""
     x = torch.tensor([[1000.0, 1.0], [-1000.0, 2.0]])
-    wanted = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
+    expected = torch.tensor([[448.0, 1.0], [-448.0, 2.0]])
     result = torch.tensor([[torch.nan, 1.0], [torch.nan, 2.0]])
-    assert explain_cast(result, wanted, x, E4M3) == (
+    assert explain_cast(result, expected, x, E4M3) == (
         Difference.OVERFLOW,
         "a value above the format's largest becomes nan, not 448",
     )

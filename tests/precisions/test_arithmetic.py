@@ -144,8 +144,8 @@ def test_native_modes_state_cuda_s_multiples_and_fp16_its_loss_scale() -> None:
     """Scaled products need multiples of 16; blocks of 32 and codes of four bits need 32."""
     for name in CARRIERS:
         precision = precisions.get(name)
-        wanted = (16, 16) if isinstance(precision, RecipePrecision) else (1, 1)
-        assert precision.multiples == ((32, 16) if name in ("mxfp8", "nvfp4") else wanted)
+        expected = (16, 16) if isinstance(precision, RecipePrecision) else (1, 1)
+        assert precision.multiples == ((32, 16) if name in ("mxfp8", "nvfp4") else expected)
     assert {name: precisions.get(name).loss_scale for name in CARRIERS if name != "fp16"} == dict.fromkeys(
         (name for name in CARRIERS if name != "fp16"), 1.0
     )

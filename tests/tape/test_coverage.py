@@ -98,12 +98,12 @@ class Checkpointed(nn.Module):
         self.first, self.second = nn.Linear(16, 16, bias=False), nn.Linear(16, 16, bias=False)
 
     def forward(self, x: Tensor) -> Tensor:
-        found: Tensor = checkpoint(self.both, x, use_reentrant=self.reentrant)
-        return found
+        result: Tensor = checkpoint(self.both, x, use_reentrant=self.reentrant)
+        return result
 
     def both(self, x: Tensor) -> Tensor:
-        found: Tensor = self.second(self.first(x).relu())
-        return found
+        result: Tensor = self.second(self.first(x).relu())
+        return result
 
 
 @for_each(("reentrant", "again"), [(True, (1, 1)), (False, (1, 0))])

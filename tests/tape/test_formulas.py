@@ -267,9 +267,9 @@ def test_without_gradients_operators_come_whole_and_are_taken_apart() -> None:
             F.scaled_dot_product_attention(q, q, q)
             F.conv2d(image, torch.ones(4, 4, 1, 1))
 
-    found = kinds(step)
-    assert {(ShareKind.GEMM, ""), (ShareKind.ATTENTION, ""), (ShareKind.GEMM, "conv")} <= found
-    assert not any(kind is ShareKind.UNKNOWN for kind, _ in found)
+    result = kinds(step)
+    assert {(ShareKind.GEMM, ""), (ShareKind.ATTENTION, ""), (ShareKind.GEMM, "conv")} <= result
+    assert not any(kind is ShareKind.UNKNOWN for kind, _ in result)
 
 
 def test_what_no_rule_knows_is_unknown_by_its_name() -> None:

@@ -137,12 +137,12 @@ MODES = ["fp8", "fp8:scale=pow2", "fp8-delayed:history=3", "fp8-rowwise", "fp8-b
 def operands(mode: str, calls: Sequence[Tensor]) -> list[Tensor]:
     """All casts of a precision, in one orientation and in both."""
     arithmetic = precisions.get(mode).arithmetic(H200).layer("one")
-    found = []
+    result = []
     for x in calls:
         for role in Role:
             made = [arithmetic.cast(x, role), *arithmetic.cast_both(x, role), *arithmetic.cast_both(x.t(), role)]
-            found += [tensor for operand in made if operand is not None for tensor in operand.tensors]
-    return found
+            result += [tensor for operand in made if operand is not None for tensor in operand.tensors]
+    return result
 
 
 @for_each("mode", MODES)
@@ -177,7 +177,7 @@ def test_who_makes_casts_is_chosen_by_the_precision(monkeypatch: pytest.MonkeyPa
         with precisions.get("fp8").scope():
             assert uses_triton(GPU)
         assert not uses_triton(GPU)
-    with pytest.raises(KeyError), choose_casts(by_hand=False):
+    with pytest.raises(KeyError), choose_casts(allows_triton=False):
         raise KeyError
     assert uses_triton(GPU) and triton_casts.describe(GPU) == "casts run as Triton kernels"
 

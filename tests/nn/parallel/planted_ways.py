@@ -125,11 +125,11 @@ def forgets_layer(kind: type[DDPModel]) -> type[DDPModel]:
             def hook(bucket: Any) -> Any:
                 forgotten = dict(self.module.named_parameters())[name]
                 pairs = zip(bucket.parameters(), bucket.gradients(), strict=True)
-                kept = [(gradient, gradient.clone()) for item, gradient in pairs if item is forgotten]
+                stored = [(gradient, gradient.clone()) for item, gradient in pairs if item is forgotten]
                 assert sent is not None
                 done = sent(bucket)
                 done.wait()
-                for gradient, own in kept:
+                for gradient, own in stored:
                     gradient.copy_(own)
                 return done
 
