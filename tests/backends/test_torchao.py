@@ -12,10 +12,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import BackendMissing
-from fp8bench.formats.codes import torch_codes
-from fp8bench.formats.grids import E4M3, E5M2, Format
-from fp8bench.formats.recipes import ROW_POWER_OF_TWO, TENSOR, Scaling
-from fp8bench.formats.scaled import factor
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.protocols import Role, SilentPhases
@@ -81,32 +77,6 @@ def test_its_single_products_are_those_of_its_layers(mode: str) -> None:
     )
     for pair, result in zip(pairs, results, strict=True):
         assert relative_frobenius(single.product(*pair, torch.bfloat16).double(), result.double()) < 4e-3
-
-
-@pytest.mark.parametrize(("fmt", "scaling"), [(E4M3, TENSOR), (E5M2, TENSOR), (E4M3, ROW_POWER_OF_TWO)])
-def test_its_codes_and_scales_equal_ours(fmt: Format, scaling: Scaling) -> None:
-    """Power-of-two scales agree bit for bit; for other scales torchao divides in fp64 and rounds twice."""
-    backends.get("torchao").imported()
-    from torchao.float8.config import ScalingGranularity
-    from torchao.float8.float8_scaling_utils import hp_tensor_to_float8_dynamic
-    from torchao.float8.float8_training_tensor import LinearMMConfig
-
-    x = gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]
-    by_row = scaling is ROW_POWER_OF_TWO
-    stored = torch.float8_e4m3fn if fmt is E4M3 else torch.float8_e5m2
-    theirs = hp_tensor_to_float8_dynamic(
-        x,
-        stored,
-        LinearMMConfig(),
-        round_scales_to_power_of_2=by_row,
-        axiswise_dim=-1 if by_row else None,
-        scaling_granularity=ScalingGranularity.AXISWISE if by_row else ScalingGranularity.TENSORWISE,
-    )
-    result, _ = factor(x, fmt, scaling)
-    ours = torch_codes(x, fmt, result)
-    assert torch.allclose(theirs._scale.reshape(result.shape), result, rtol=2e-7, atol=0.0)
-    differing = (theirs._data.view(torch.uint8) != ours.view(torch.uint8)).sum()
-    assert differing == 0 if by_row else differing <= 2
 
 
 def test_it_has_layers_and_no_products_and_draws_nothing() -> None:
