@@ -114,26 +114,6 @@ def test_what_is_computed_again_belongs_to_its_layer(reentrant: bool, again: tup
     assert not coverage.others
 
 
-class Interleaved(nn.Module):
-    """Branches whose backward passes take turns, and one layer's output that is changed in place."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.a, self.b, self.c = (nn.Linear(16, 16, bias=False) for _ in "abc")
-
-    def forward(self, x: Tensor) -> Tensor:
-        left, right = self.a(x), x @ x.mT @ x
-        left.mul_(2)
-        return self.c(self.b(left.view(-1, 16)).view(x.shape) + right) + left
-
-
-def test_branches_that_take_turns_in_backward() -> None:
-    model, x = Interleaved(), torch.randn(2, 8, 16, requires_grad=True)
-    coverage = covered(model, training(model, x))
-    assert [holder.flops for holder in coverage.holders] == [3 * ONE] * 3
-    assert sum(call.flops or 0 for call in coverage.others) == 6 * 2 * 2 * 8 * 8 * 16
-
-
 @for_each("way", ["linear", "left", "bmm", "matmul", "grouped", "einsum"])
 def test_experts_have_their_products_in_both_directions(way: str) -> None:
     model, x = Experts(way), torch.randn(3, 8, 16, requires_grad=True)
