@@ -120,7 +120,7 @@ class _PlacedTape(OperatorTape):  # type: ignore[no-untyped-call]
 
 
 def measure_coverage(
-    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1, loss: str = ""
+    model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object], *, multiple: int = 1
 ) -> Coverage:
     """Returns the products of a step of the unchanged model, sorted by the weight that each multiplies by. `held` are
     the weights of a Conversion that was not entered. The sizes of native products on this device must be multiples of
@@ -146,7 +146,7 @@ def measure_coverage(
     multiplying_holders = (holder for holder in holders if holder.rule != _NO_PRODUCT_RULE)
     new_names = [name for name, _ in model.named_parameters() if name not in parameters]
     remarks = [_LATE_PARAMETERS_REMARK.format(_list_names(new_names))] if new_names else _compare_steps(tape, second)
-    return Coverage(tuple(multiplying_holders), tuple(without_weights), sums.flops, loss, tuple(remarks))
+    return Coverage(tuple(multiplying_holders), tuple(without_weights), sums.flops, remarks=tuple(remarks))
 
 
 def _record_step(model: nn.Module, held: Sequence[ProductWeight], step: Callable[[], object]) -> _PlacedTape:

@@ -16,7 +16,6 @@ import torch
 from fp8bench.errors import BackendMissing
 from fp8bench.model import Case, DeviceFacts, Level, Request
 from fp8bench.nn.exercise import make_exercise
-from fp8bench.nn.linear import Linear
 from fp8bench.nn.parts import FeedForward, NormedFeedForward
 from fp8bench.numerics.norms import relative_frobenius
 from fp8bench.plan.corpus import Corpus
@@ -28,6 +27,7 @@ from tests.backends import fake_te, te_names
 from tests.counts import for_each
 from tests.facts import A100, B200, CPU, H200, MI300X, gpu
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import linear, outcome
 
 VERSION = "2.20.2"
 MODES = ("fp8", "fp8-delayed:history=4", "fp8-block", "mxfp8", "nvfp4:stochastic=off:hadamard=off")
@@ -87,12 +87,9 @@ def test_options_that_its_layers_lack_are_refused(axis: str, value: str) -> None
 def test_its_layer_gets_our_weight_and_gives_gradients(mode: str) -> None:
     result = []
     for word in (f"{mode}:backend=te", f"{mode}:backend=emulated"):
-        torch.manual_seed(2)
-        layer = Linear(64, 48, precisions.get(word).arithmetic(here(B200)).layer("one"))
+        layer = linear(precisions.get(word).arithmetic(here(B200)).layer("one"), 64, 48)
         assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
-        x = gaussian(32, 64).requires_grad_()
-        y = layer(x, SilentPhases())
-        result.append([y, *torch.autograd.grad(y, (x, layer.weight), gaussian(32, 48, seed=4).to(y.dtype))])
+        result.append(outcome(layer, gaussian(32, 64), gaussian(32, 48, seed=4)))
     for theirs, ours in zip(*result, strict=True):
         assert theirs.dtype == ours.dtype and relative_frobenius(theirs.double(), ours.double()) < 1e-6
 

@@ -9,16 +9,17 @@ from importlib.util import find_spec
 
 import pytest
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from fp8bench.errors import BackendMissing
 from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Role, SilentPhases
+from fp8bench.protocols import Role
 from fp8bench.registry import backends, precisions
 from tests.counts import for_each
 from tests.facts import CPU
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import Outcome, linear, outcome
 
 IS_HERE = find_spec("torchao") is not None  # imported only by tests, because it takes seconds
 pytestmark = [pytest.mark.slow, pytest.mark.skipif(not IS_HERE, reason="needs torchao, which is the backend")]
@@ -27,16 +28,14 @@ HERE = CPU.__class__(**{**vars(CPU), "packages": PACKAGES})
 MODES = ("fp8", "fp8-rowwise", "fp8-rowwise:weight-gradient=bf16")
 
 
-def outcome(mode: str) -> list[Tensor]:
-    torch.manual_seed(3)
-    layer = Linear(128, 96, precisions.get(mode).arithmetic(HERE).layer("one"))
+def outcome_of(mode: str) -> Outcome:
+    layer = linear(precisions.get(mode).arithmetic(HERE).layer("one"), 128, 96)
     with torch.no_grad():  # rows of very different sizes, so that one scale per tensor is worse
         layer.weight.mul_(torch.logspace(-4, 2, 96)[:, None])
-    x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16).requires_grad_()
-    y = layer(x, SilentPhases())
-    pulled = (gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)).to(y.dtype)  # small rows count as much
+    x = (gaussian(64, 128) * torch.logspace(-2, 2, 64)[:, None]).to(torch.bfloat16)
+    pull = gaussian(64, 96, seed=5) * torch.logspace(4, -2, 96)  # small rows count as much
     assert [name for name, _ in layer.named_parameters()] == ["weight"] and layer.weight.dtype == torch.float32
-    return [y, *torch.autograd.grad(y, (x, layer.weight), pulled)]
+    return outcome(layer, x, pull)
 
 
 @for_each("mode", MODES)
@@ -46,7 +45,7 @@ def test_its_layers_compute_what_ours_do(mode: str) -> None:
     Exception: for the input gradient of `rowwise_with_gw_hp` torchao uses one weight scale per tensor, fp8bench one per
     row.
     """
-    theirs, ours = outcome(f"{mode}:backend=torchao"), outcome(mode)
+    theirs, ours = outcome_of(f"{mode}:backend=torchao"), outcome_of(mode)
     tolerances = [4e-3, 4e-3, 4e-3]
     if mode.endswith("bf16"):  # with one scale the small rows become zero
         assert relative_frobenius(theirs[1].double(), ours[1].double()) > 0.1

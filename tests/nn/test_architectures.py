@@ -42,9 +42,8 @@ class Case:
         self.model, self.batch = architectures().made(name)
         self.call = make_call(self.model, self.batch)
         self.words = loss_of(self.model, self.batch, self.call())[1]
-        self.coverage: Coverage = measure_coverage(
-            self.model, find_product_weights(self.model), self.step, multiple=16, loss=self.words
-        )
+        held = find_product_weights(self.model)
+        self.coverage: Coverage = measure_coverage(self.model, held, self.step, multiple=16)
 
     def step(self) -> None:
         loss, _ = loss_of(self.model, self.batch, self.call())
@@ -63,10 +62,6 @@ class Case:
 @cache
 def case(name: str) -> Case:
     return Case(name)
-
-
-def of_kind(coverage: Coverage, kind: str) -> int:
-    return coverage.by_kind()[kind][0]
 
 
 def counted_by_outputs(model: nn.Module, call: Callable[[], Any]) -> dict[str, int]:
@@ -99,7 +94,7 @@ def test_each_holders_products_are_those_of_its_outputs(name: str) -> None:
     assert held == counted
     assert own.coverage.flops == tape_of(own.step).flops
     assert own.coverage.share > 0.9 and not own.coverage.unknown
-    assert "loss that forward gives" in own.coverage.loss or name in ("unet", "dit")
+    assert "loss that forward gives" in own.words or name in ("unet", "dit")
 
 
 def test_what_is_not_covered_says_why() -> None:

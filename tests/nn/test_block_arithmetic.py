@@ -17,13 +17,13 @@ from fp8bench.formats.codes import decode
 from fp8bench.formats.grids import E2M1
 from fp8bench.nn.arithmetics import RecipeArithmetic
 from fp8bench.nn.block_arithmetic import BlockArithmetic
-from fp8bench.nn.linear import Linear
 from fp8bench.numerics.norms import relative_frobenius
-from fp8bench.protocols import Role, SilentPhases
+from fp8bench.protocols import Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import linear, outcome
 
 HOPPER = ("fp8-block", "fp8-block:scale=exact", "fp8-block:weight-gradient=bf16")
 BLACKWELL = ("mxfp8", "mxfp8:scale=floor", "nvfp4", "nvfp4:weights=1d:stochastic=off", "nvfp4:hadamard=off")
@@ -131,12 +131,8 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._meta_registrations import meta_scaled_mm_v2
 
     def checked(a: Tensor, b: Tensor, *others: Any) -> Tensor:
-        scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast = others
-        shape = meta_scaled_mm_v2(
-            a, b, scales_a, kinds_a, swizzles_a, scales_b, kinds_b, swizzles_b, bias, output, contraction, fast
-        ).shape
         result = kernel(a, b, *others)
-        assert result.shape == shape
+        assert result.shape == meta_scaled_mm_v2(a, b, *others).shape
         return result
 
     monkeypatch.setattr("torch._meta_registrations.device_hint", lambda tensor: "cuda")
@@ -146,12 +142,7 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> None:
 @pytest.mark.usefixtures("cuda")
 @each_mode
 def test_layers_are_the_emulated_ones(mode: str) -> None:
-    outcomes = []
-    for arithmetic in pair(mode):
-        torch.manual_seed(1)
-        layer, x = Linear(256, 128, arithmetic), sources(256, 256).requires_grad_()
-        y = layer(x, SilentPhases())
-        outcomes.append([y, *torch.autograd.grad(y, (x, layer.weight), sources(256, 128).to(y.dtype))])
+    outcomes = [outcome(linear(one, 256, 128), sources(256, 256), sources(256, 128)) for one in pair(mode)]
     for native, emulated in zip(*outcomes, strict=True):
         assert native.dtype == emulated.dtype and relative_frobenius(native.double(), emulated.double()) < 4e-3
 

@@ -100,9 +100,7 @@ def test_one_product_for_all_experts_is_the_same_as_one_for_each() -> None:
         assert grouped.call_count == (2 if arithmetic is plain else 0)
         (y * given(45, 32, seed=5)).sum().backward()
         result.append([y, x.grad, *(parameter.grad for parameter in block.parameters())])
-    assert all(
-        torch.equal(tensor, two) and torch.equal(tensor, three) for tensor, two, three in zip(*result, strict=True)
-    )
+    assert all(torch.equal(one, two) and torch.equal(one, three) for one, two, three in zip(*result, strict=True))
 
 
 def mixture(checkpointing: bool = False, config: GPTConfig = CONFIG) -> GPT:

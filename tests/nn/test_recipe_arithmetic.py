@@ -17,11 +17,12 @@ from fp8bench.nn.linear import Linear
 from fp8bench.nn.rotations import rotate
 from fp8bench.nn.tensor_scales import ScalePair
 from fp8bench.numerics.products import short_product
-from fp8bench.protocols import Arithmetic, Operand, Role, SilentPhases
+from fp8bench.protocols import Arithmetic, Operand, Role
 from fp8bench.registry import precisions
 from tests.counts import for_each
 from tests.facts import B200, CPU, H200
 from tests.formats.scaling_definitions import gaussian
+from tests.nn.layers import outcome
 
 
 def of(mode: str, layer: str = "") -> RecipeArithmetic:
@@ -115,17 +116,16 @@ def test_sums_of_few_bits_are_taken_in_all_three_products(mode: str) -> None:
     arithmetic = of(mode)
     assert arithmetic.explicit
     torch.manual_seed(0)
-    layer, x, pull = Linear(300, 70, arithmetic), gaussian(200, 300).bfloat16().requires_grad_(), gaussian(200, 70)
-    y = layer(x, SilentPhases())
-    actual = (y, *torch.autograd.grad(y, (x, layer.weight), pull.to(y.dtype)))
-    kind, weight, g = arithmetic.recipe.accumulator, layer.weight.detach(), pull.to(y.dtype)
+    layer, x, g = Linear(300, 70, arithmetic), gaussian(200, 300).bfloat16(), gaussian(200, 70).bfloat16()
+    kind, weight = arithmetic.recipe.accumulator, layer.weight.detach()
     bits = 8 if mode.endswith("8") else HOPPER_SUM_BITS
     assert kind is (Accumulator.PROMOTED if "promoted" in mode else Accumulator.SHORT)
-    for result, (a, role_a), (b, role_b) in (
-        (actual[0], (x.detach(), Role.INPUT), (weight, Role.WEIGHT)),
-        (actual[1], (g, Role.GRADIENT), (weight.t(), Role.WEIGHT)),
-        (actual[2], (g.t(), Role.GRADIENT), (x.detach().t(), Role.INPUT)),
-    ):
+    operands = (
+        (x, Role.INPUT, weight, Role.WEIGHT),
+        (g, Role.GRADIENT, weight.t(), Role.WEIGHT),
+        (g.t(), Role.GRADIENT, x.t(), Role.INPUT),
+    )
+    for result, (a, role_a, b, role_b) in zip(outcome(layer, x, g), operands, strict=True):
         expected = short_product(arithmetic.cast(a, role_a).data, arithmetic.cast(b, role_b).data, kind, bits)
         assert torch.equal(result.float(), expected.bfloat16().float())
 

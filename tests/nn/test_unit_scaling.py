@@ -10,7 +10,6 @@ import torch
 from torch import Tensor, nn
 
 from fp8bench.errors import UsageError
-from fp8bench.formats.grids import E4M3, E5M2
 from fp8bench.nn.arithmetics import PlainArithmetic
 from fp8bench.nn.compiling import compile_model
 from fp8bench.nn.gpt import GPT
@@ -26,9 +25,7 @@ from fp8bench.nn.unit_scaling import (
     scale_to_unit,
 )
 from fp8bench.protocols import Operand, Role, SilentPhases
-from fp8bench.registry import precisions
 from tests.counts import paired
-from tests.facts import CPU
 
 SILENT = SilentPhases()
 NANO = replace(SIZES["nano"], width=96, hidden=384, sequence=48)
@@ -136,15 +133,6 @@ def test_constants_are_those_of_a_gaussian() -> None:
     squares, slopes = both(silu_gate(z, torch.ones_like(z)))
     assert math.sqrt(squares) == pytest.approx(GATED_DEVIATION, abs=5e-4)
     assert math.sqrt((squares + slopes) / 2) == pytest.approx(GATED_SLOPE, abs=5e-4)
-
-
-def test_casts_have_no_scale() -> None:
-    arithmetic = precisions.get("fp8-unit").arithmetic(CPU)
-    x = torch.randn(64, 64) * 300
-    for role, fmt, dtype in ((Role.INPUT, E4M3, torch.float8_e4m3fn), (Role.GRADIENT, E5M2, torch.float8_e5m2)):
-        operand = arithmetic.cast(x, role)
-        assert operand.scale is None
-        assert torch.equal(operand.data, x.clamp(-fmt.largest, fmt.largest).to(dtype).to(torch.float32))
 
 
 def test_a_model_that_it_has_no_constants_for_is_refused() -> None:

@@ -24,6 +24,7 @@ from tests.nn.served_models import HEADS, HIDDEN, KEY_HEADS, LAYERS, WIDTH, WORD
 from tests.workloads.steps import CPU
 
 CONFIG = GPTConfig(WORDS, WIDTH, LAYERS, HEADS, KEY_HEADS, HIDDEN, batch=1, sequence=16, modern=True)
+each_model = for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
 TOKENS = torch.randint(WORDS, (2, 12), generator=torch.Generator().manual_seed(1))
 
 
@@ -84,9 +85,7 @@ def both_ways(model: Decoder | UserDecoder) -> tuple[Tensor, Tensor]:
 def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
     mine, theirs = plainly_served(arm), UserDecoder("llama", of_the_same_weights(), arm, (2, 16), "cpu")
     (expected, _), (whole, parts) = both_ways(mine), both_ways(theirs)
-    limit = (
-        1e-5 if arm == Arm("fp32") or not arm.kv else 1e-2
-    )  # a value may round the other way, and then the next layer's
+    limit = 1e-2 if arm.kv else 1e-5  # a value may round the other way, and then the next layer's
     assert float((whole - expected).norm() / expected.norm()) < limit
     assert float((parts - whole).norm() / whole.norm()) < limit
     if arm != Arm("fp32"):
@@ -94,7 +93,7 @@ def test_hugging_faces_llama_is_served_as_fp8benchs_own(arm: Arm) -> None:
         assert float((whole - exact).norm() / exact.norm()) > 5 * float((whole - expected).norm() / expected.norm())
 
 
-@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
+@each_model
 def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Module]) -> None:
     model = make().eval()
     with torch.no_grad():
@@ -104,18 +103,13 @@ def test_logits_are_those_of_the_model_without_a_cache(make: Callable[[], nn.Mod
     assert max(float((item - expected).abs().max()) for item in (whole, parts)) <= 1e-5 * float(expected.abs().max())
 
 
-@for_each("make", [served_models.llama, served_models.gpt2, served_models.Own, served_models.Grouped])
+@each_model
 def test_bytes_are_those_that_are_stored(make: Callable[[], nn.Module]) -> None:
     model = make()
     shape = check_user_model("own", model, 0, CPU)
     assert (shape.vocabulary, shape.layers, shape.heads) == (WORDS, LAYERS, HEADS)
     stored = sum(parameter.numel() for parameter in model.parameters())
-    places = sum(
-        module.numel()
-        for module in model.modules()
-        if isinstance(module, nn.Embedding)
-        for module in module.parameters()
-    )
+    places = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Embedding))
     tied = 0 if hasattr(model, "head") or make is served_models.llama else WORDS * WIDTH
     positions = 0 if make is served_models.llama else WIDTH
     counted = step_bytes(shape, Arm("fp32"), 2, 12)
@@ -155,12 +149,12 @@ def test_a_filled_cache_is_read_and_is_the_formats_own() -> None:
 REFUSED = {
     "without_a_cache": "takes no past_key_values",
     "keeping_nothing": "puts nothing into the cache",
-    "without_logits": "returns scores. It must return logits",
+    "Unnamed": "returns scores. It must return logits",
     "a_slip": "not return what it stored",
     "seeing_later": "tokens attend to later tokens",
     "mixtral": "stacked experts",
     "mistral": "a sliding window",
-    "with_more_in_the_list": "is in block 2, but the cache has 2 layers",
+    "WithMore": "is in block 2, but the cache has 2 layers",
     "with_nan": "logits have NaN",
     "heads_that_do_not_divide": "running one token with a cache fails",
 }
