@@ -17,6 +17,11 @@ from fp8bench.formats.recipes import ScaleRounding, Scaling
 
 Doubles = npt.NDArray[np.float64]
 Wholes = npt.NDArray[np.int64]
+MX_MODES = [ScaleRounding.FLOOR, ScaleRounding.EVEN, ScaleRounding.CEIL, ScaleRounding.RCEIL]
+
+
+def mx(mode: ScaleRounding) -> Scaling:
+    return Scaling(1, 32, E8M0, mode)
 
 
 def reference(x: torch.Tensor, fmt: Format, scaling: Scaling) -> torch.Tensor:

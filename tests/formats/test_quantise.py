@@ -6,7 +6,6 @@ in every stretch of a huge tensor, bit by bit even.
 
 from __future__ import annotations
 
-import gfloat
 import numpy as np
 import numpy.typing as npt
 import pytest
@@ -18,7 +17,6 @@ from tests.counts import counts, for_each
 from tests.formats.oracles import (
     ALL,
     EVERY_OVERFLOW,
-    GFLOAT,
     ML_DTYPES,
     ML_DTYPES_OVERFLOW,
     Floats,
@@ -95,16 +93,11 @@ def test_the_first_value_that_overflows_lies_halfway() -> None:
 
 
 def test_e8m0_has_no_zero_no_sign_and_ties_go_up() -> None:
-    """As in ml_dtypes. torch's cast turns zero into 2^-127 and drops the sign; gfloat's ties go to even codes."""
+    """As in ml_dtypes."""
     values = torch.tensor([0.0, -0.0, -1.0, -torch.inf, torch.nan, 1.5, 3.0, 1e-45])
     rounded = round_to(values, E8M0)
     assert rounded[:5].isnan().all()
     assert rounded[5:].tolist() == [2.0, 4.0, 2.0**-127]
-    cast = values.to(torch.float8_e8m0fnu).to(torch.float32)
-    assert cast[:3].tolist() == [2.0**-127, 2.0**-127, 1.0]
-    assert cast[5:].tolist() == rounded[5:].tolist()
-    others = gfloat.round_ndarray(GFLOAT["e8m0"], np.array([1.5, 3.0, 2.0**-140]))
-    assert others.tolist() == [2.0, 2.0, 2.0**-140]
 
 
 @each_format

@@ -16,7 +16,6 @@ from fp8bench.formats.recipes import (
     ROW,
     SQUARE,
     TENSOR,
-    TENSOR_POWER_OF_TWO,
     Recipe,
     Scaling,
     Treatment,
@@ -47,7 +46,6 @@ def test_what_cannot_be_is_refused_with_a_sentence(make: Callable[[], object], w
     ("recipe", "per_tensor", "keeps_source"),
     [
         (alike(Treatment(E4M3, TENSOR)), True, False),
-        (alike(Treatment(E4M3, TENSOR_POWER_OF_TWO)), True, False),
         (alike(Treatment(E4M3)), False, False),
         (alike(Treatment(E4M3, ROW)), False, True),
         (alike(Treatment(E4M3, SQUARE)), False, False),

@@ -137,33 +137,22 @@ def test_what_is_cut_off_halves_mu_on_every_rank(way: str, whole: bool) -> None:
 
 def test_bytes_are_counted() -> None:
     size, count = 4, 1 << 12
-    moved = {}
-    for way in FP8_MEAN_METHODS:
+    given = sources(size, False, count)
+
+    def sent(way: str, scaling: str, whole: bool) -> float:
         counted = SentBytes(size)
-        autos = [AutoScale() for _ in range(size)]
         simulate(
-            [
-                compute_fp8_mean(way, item, POST, rank, size, autos[rank])
-                for rank, item in enumerate(sources(size, False, count))
-            ],
+            [compute_fp8_mean(way, item, scaling, rank, size, AutoScale(), whole) for rank, item in enumerate(given)],
             counted,
         )
-        moved[way] = counted.bytes
-    amax = 2 * 4 * (size - 1) / size
+        return counted.bytes
+
+    amax, share = 2 * 4 * (size - 1) / size, count * (size - 1) / size
+    assert sent(GATHER, POST, True) == (size - 1) * count + amax
+    assert sent(RING, POST, True) == 2 * share + amax
+    assert sent(TWOSHOT, POST, True) == 2 * share + amax + 4 * (size - 1)  # each part's scale
     for way in (RING, TWOSHOT):  # each part is sent only to its owner
-        counted, autos = SentBytes(size), [AutoScale() for _ in range(size)]
-        given = sources(size, False, count)
-        simulate(
-            [
-                compute_fp8_mean(way, item, PRE, rank, size, autos[rank], whole_vector=False)
-                for rank, item in enumerate(given)
-            ],
-            counted,
-        )
-        assert counted.bytes == count * (size - 1) / size + amax
-    assert moved[GATHER] == (size - 1) * count + amax
-    assert moved[RING] == 2 * count * (size - 1) / size + amax
-    assert moved[TWOSHOT] == moved[RING] + 4 * (size - 1)  # each part's scale
+        assert sent(way, PRE, False) == share + amax
 
 
 @for_each("way", FP8_MEAN_METHODS)

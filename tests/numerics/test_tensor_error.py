@@ -169,9 +169,8 @@ def test_sums_are_in_double_precision() -> None:
     signal, noise = 2.0**26 + (1 << 20) - 1, (1 << 19) * 2.0**-46
     result = tensor_error(x, y)
     assert (result.signal, result.noise) == (signal, noise)
-    assert float(torch.tensor(2.0**26) + 1) == 2.0**26, "fp32 has no room for the ones"
     tiny = torch.full((64,), 1e-30)
-    assert float(tiny.square().sum()) == 0 and tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
+    assert tensor_error(tiny, tiny * 2).slope == pytest.approx(2)
 
 
 def test_nothing_has_no_figures() -> None:
