@@ -46,23 +46,26 @@ class StorageFormat:
 
 
 CARRIER_FORMATS = {name: StorageFormat(8 * size) for name, size in CARRIERS.items()}
+_ROWS_IN_FP8 = StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW)
+_BLOCK_FORMATS = {
+    "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
+    "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
+}
 # The format `fp8` has the scale 1.0, as in servers whose checkpoint has no scale.
 KV_FORMATS: Mapping[str, StorageFormat] = {
     **CARRIER_FORMATS,
     "fp8": StorageFormat(8, fmt=E4M3),
     "fp8-tensor": StorageFormat(8, 4, "all", fmt=E4M3, scaling=TENSOR),
     "fp8-head": StorageFormat(8, 4, "head", fmt=E4M3, scaling=TENSOR),
-    "fp8-token": StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW),
-    "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
-    "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
+    "fp8-token": _ROWS_IN_FP8,
+    **_BLOCK_FORMATS,
 }
 WEIGHT_FORMATS: Mapping[str, StorageFormat] = {
     **CARRIER_FORMATS,
     "int8": StorageFormat(8, 2, "row"),
     "int4": StorageFormat(4, 4, 128),
-    "fp8": StorageFormat(8, 4, "row", fmt=E4M3, scaling=ROW),
-    "mxfp4": StorageFormat(4, 1, 32, fmt=E2M1, scaling=MX),
-    "nvfp4": StorageFormat(4, 1, 16, 4, E2M1, NVFP4),
+    "fp8": _ROWS_IN_FP8,
+    **_BLOCK_FORMATS,
 }
 # torch's CPU kernels for these formats. They require bf16 activations.
 CPU_KERNELS = {"int8": "_weight_int8pack_mm", "int4": "_weight_int4pack_mm_for_cpu"}

@@ -52,6 +52,13 @@ class BlockEncoder:
         return values if self.above is None else values * self.above
 
 
+def _find_row_magnitudes(x: Tensor) -> Tensor:
+    """Returns the largest magnitude of each row. For a row of zeros it is a small number, so that one can divide by
+    it.
+    """
+    return x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+
+
 def _compute_scale(amax: Tensor) -> Tensor:
     """Returns the scale that maps the largest magnitude to the largest E4M3 number. For zeros the scale is 1. Some
     heads of a prompt contain only zeros.
@@ -119,8 +126,7 @@ class CachedHeads:
             scale = self.scale
             if self.number_format.shared == "row":
                 assert self.scales is not None
-                # The bound avoids a division by zero for a row of zeros.
-                scale = E4M3.largest / x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100)
+                scale = E4M3.largest / _find_row_magnitudes(x)
                 self.scales[:, :, positions] = scale.reciprocal()
             scaled_values = x.float() if scale is None else x.float() * scale
             self.codes[:, :, positions] = scaled_values.clamp(-E4M3.largest, E4M3.largest).to(self.codes.dtype)
@@ -209,7 +215,7 @@ class IntegerWeight:
             inputs = x
             # W8A8 and W4A8 round activations to int8 with a scale for each token.
             if self.low_inputs:
-                scale = x.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / 127
+                scale = _find_row_magnitudes(x) / 127
                 inputs = ((x.float() / scale).round() * scale).to(x.dtype)
         with phase.gemm:
             return F.linear(inputs, weight)
@@ -248,7 +254,7 @@ class FloatWeight:
 
     def _encode(self, matrix: Tensor) -> list[Tensor]:
         if self.number_format.fmt is E4M3:
-            scale = matrix.float().abs().amax(-1, keepdim=True).clamp(min=2.0**-100) / E4M3.largest
+            scale = _find_row_magnitudes(matrix) / E4M3.largest
             codes = (matrix.float() / scale).clamp(-E4M3.largest, E4M3.largest).to(torch.float8_e4m3fn)
             return [codes, scale]
         above = [nvfp4_tensor_scale(largest_magnitude(matrix))] if self.number_format.above else []

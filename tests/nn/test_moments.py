@@ -36,7 +36,7 @@ def step(made: Bucket) -> None:
     first, second = made.restore()
     made.update(first, second)
     if made.plain is None:
-        made.keep(first, second)
+        made.store(first, second)
 
 
 def adamw_by_hand(w: Doubles, g: Doubles, m: Doubles, v: Doubles, t: int) -> tuple[Doubles, Doubles, Doubles]:
@@ -95,11 +95,11 @@ def test_the_second_moment_is_kept_as_its_precision_needs(precision: str, same: 
     expected = {
         "as it is": x,
         "bf16": x.bfloat16().float(),
-        "scaled": make_scaled_storage(FP16).restore(make_scaled_storage(FP16).keep(x)),
+        "scaled": make_scaled_storage(FP16).restore(make_scaled_storage(FP16).store(x)),
         "e4m3": values(x, E4M3, TENSOR),
     }[second]
     first, storage = storages_of(precision, same)
-    assert torch.equal(storage.restore(storage.keep(x)), expected)
+    assert torch.equal(storage.restore(storage.store(x)), expected)
     assert storage.casts is first.casts is (precision != "fp32")
 
 
