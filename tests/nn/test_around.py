@@ -47,12 +47,10 @@ def test_a_norm_in_a_dtype_is_torchs_own_layer_of_it_bit_for_bit(dtype: torch.dt
     y, expected = norm(own), theirs(other)
     assert torch.equal(y, expected.float())
     assert not torch.equal(y, F.layer_norm(x, (48,), norm.weight.detach()))
-    y.square().sum().backward()
-    expected.float().square().sum().backward()
-    assert own.grad is not None and other.grad is not None and theirs.weight.grad is not None
-    assert norm.weight.grad is not None and norm.weight.grad.dtype == torch.float32
-    assert torch.equal(own.grad, other.grad.float())
-    assert torch.equal(norm.weight.grad, theirs.weight.grad.float())
+    gradients = torch.autograd.grad(y.square().sum(), (own, norm.weight))
+    references = torch.autograd.grad(expected.float().square().sum(), (other, theirs.weight))
+    for gradient, reference in zip(gradients, references, strict=True):
+        assert gradient.dtype == torch.float32 and torch.equal(gradient, reference.float())
 
 
 def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounded() -> None:
@@ -61,15 +59,12 @@ def test_a_norm_in_fp8_is_float32_of_rounded_values_and_its_gradients_are_rounde
     nn.init.normal_(norm.weight, 1.0)
     norm.arithmetic = arithmetic_of("fp8")
     y = norm(x)
-    y.backward(pull)
-    rounded = e4m3(x.detach()).requires_grad_()
-    weight = e4m3(norm.weight.detach()).requires_grad_()
+    rounded, weight = (e4m3(tensor.detach()).requires_grad_() for tensor in (x, norm.weight))
     expected = F.rms_norm(rounded, (64,), weight, 1e-5)
-    expected.backward(pull)
     assert torch.equal(y, expected)
-    assert x.grad is not None and rounded.grad is not None and norm.weight.grad is not None and weight.grad is not None
-    assert torch.equal(x.grad, e5m2(rounded.grad))
-    assert torch.equal(norm.weight.grad, e5m2(weight.grad))
+    gradients = torch.autograd.grad(y, (x, norm.weight), pull)
+    references = torch.autograd.grad(expected, (rounded, weight), pull)
+    assert all(map(torch.equal, gradients, map(e5m2, references)))
 
 
 @for_each("channels_apart", [False, True])

@@ -134,19 +134,11 @@ def test_bytes_of_experts_are_those_of_a_hand_count() -> None:
     others = 4096 + 65 * 4096 + 32000 * 4096 + 32 * router
     assert step_bytes(mixtral, Arm("bf16"), 1, 8).weights == 2 * (others + 32 * (attention + 2 * expert))
     assert step_bytes(mixtral, Arm("bf16"), 1, 8, 7.5).weights == 2 * (others + 32 * attention + 240 * expert)
-    assert (
-        mixtral.count_chosen_experts(1) == 2
-        and 7.7 < mixtral.count_chosen_experts(12) < 7.8
-        and mixtral.count_chosen_experts(10**6) == 8
-    )
     flops = 2 * (32 * (attention + 2 * expert + router) + 32000 * 4096) + 4 * 32 * 4096 * 8
     assert workloads.get("decode").work({"size": "mixtral-8x7b", "batch": 1, "context": 8}).flops == flops
     olmoe = make_served_shape(SERVED_SIZES["olmoe-1b-7b"])
     assert sum(math.prod(shape) for _, shape in olmoe.shapes) == pytest.approx(6.92e9, rel=0.01)
-    assert (
-        olmoe.active_weights + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01)
-        and olmoe.count_chosen_experts(1) == 8
-    )
+    assert olmoe.active_weights + 2 * 50304 * 2048 == pytest.approx(1.28e9, rel=0.01)
     # DeepSeek-V3's, as published: 256 experts, 8 per token.
     deepseek = replace(olmoe, experts=256, top_k=8)
     assert [round(deepseek.count_chosen_experts(batch)) for batch in (1, 8, 32, 128)] == [8, 57, 163, 252]
@@ -178,9 +170,7 @@ def test_a_cache_that_grows_gives_what_a_static_one_gives(size: str) -> None:
         for _ in range(2):
             Decode().step(state, SilentPhases())
         tape = tape_in_phases(state.step)
-        copies = [
-            operator for operator in tape.operators if operator.operator == "cat" and operator.outputs == (cache,)
-        ]
+        copies = (item for item in tape.operators if item.operator == "cat" and item.outputs == (cache,))
         moved = sum(item.calls * item.bytes for item in copies)
         result.append((state.logits.clone(), tape.flops, moved))
     (logits, flops, none), (grown, as_many, moved) = result

@@ -405,9 +405,9 @@ def test_loss_and_gradients_of_a_stream_are_the_whole_models(wire: str, near: fl
 
 def own_part_but_once(own: Any, parts: Tensor) -> Tensor:
     """In the third sum rank 1 receives only its own part."""
-    whole, sent = own_part(own, parts), own.handle.sent
-    sent["sums"] = sent.get("sums", 0) + 1
-    return parts[1] if own.rank == 1 and sent["sums"] == 3 else whole
+    whole, place = own_part(own, parts), own.handle
+    place.sums = getattr(place, "sums", 0) + 1
+    return parts[1] if own.rank == 1 and place.sums == 3 else whole
 
 
 def test_wrong_tokens_are_found_by_all_ranks_that_get_them(monkeypatch: pytest.MonkeyPatch) -> None:
